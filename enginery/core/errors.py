@@ -1,0 +1,92 @@
+"""The one tree of errors.
+
+    EngineryError                    exit 2: the command cannot do what was asked
+    ├── OptionError                  an option's name or value is wrong
+    │   └── RecipeError              the same in a recipe, with file and line
+    ├── SourceError                  the model to start from cannot be found, read or trusted
+    ├── ShapeError                   a dim, a shape or a profile does not fit the model
+    ├── ArtifactError                a directory is not an artifact, or not a whole one
+    │   └── RejectedArtifactError    whole, but its validation failed
+    ├── ExportError                  the model could not be turned into a sound ONNX graph
+    ├── ProviderError                an execution provider cannot be had, or did not take the model
+    ├── InputError                   a text, an image, a tensor or a data file cannot be used
+    ├── MissingPackageError          an optional package is needed and not installed
+    └── CheckFailedError             exit 1: everything ran, and the answer is no
+
+A message says what was found and what was expected; `do` says what to do next.
+The command line prints the two and exits; any other exception is a bug.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EngineryError(Exception):
+    """An expected failure, in words for the person who can mend it."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, do: str = "") -> None:
+        super().__init__(f"{message} {do}" if do else message)
+        self.message = message
+        self.do = do
+
+
+class OptionError(EngineryError):
+    """An option's name or value is wrong."""
+
+
+class RecipeError(OptionError):
+    """A recipe's key or value is wrong; the message starts with `file:line`."""
+
+
+class SourceError(EngineryError):
+    """The model to start from cannot be found, read or trusted."""
+
+
+class ShapeError(EngineryError):
+    """A dim, a shape or a profile does not fit the model."""
+
+
+class ArtifactError(EngineryError):
+    """A directory is not an artifact, or not a whole one."""
+
+
+class RejectedArtifactError(ArtifactError):
+    """The artifact is whole, but its validation failed."""
+
+
+class ExportError(EngineryError):
+    """The model could not be turned into a sound ONNX graph."""
+
+
+class ProviderError(EngineryError):
+    """An execution provider cannot be had, or did not take the model."""
+
+
+class InputError(EngineryError):
+    """A text, an image, a tensor or a data file cannot be used."""
+
+
+class MissingPackageError(EngineryError):
+    """An optional package is needed and not installed."""
+
+    def __init__(self, package: str, *, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package '{package}', which is not installed.",
+            do=f"Install it with: pip install 'enginery[{extra}]'",
+        )
+
+
+class CheckFailedError(EngineryError):
+    """Everything that was asked for ran, and the answer is no."""
+
+    exit_code = 1
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns `; did you mean 'opset'?` for the known word nearest to `word`, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""

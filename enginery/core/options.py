@@ -1,0 +1,56 @@
+"""Stage options from untyped input: a recipe's mapping or a Python call's keywords.
+
+    >>> options_from(ExportConfig, "export", {"opset": 20})
+    ExportConfig(opset=20, ...)
+
+The command line builds the same dataclasses by itself (cyclopts); this is for the other two ways in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from enginery.core.errors import OptionError, nearest
+
+Options = TypeVar("Options")
+
+
+def option_names(options: type[Any]) -> list[str]:
+    """The names of an options dataclass, in order."""
+    return [field.name for field in dataclasses.fields(options)]
+
+
+def options_from(options: type[Options], stage: str, values: Mapping[str, Any]) -> Options:
+    """Builds `options` from plain values, converted to the fields' types.
+
+    Raises:
+        OptionError: a name is unknown, or a value does not fit its field's type.
+    """
+    # pydantic costs as much to import as the whole of `enginery --help`.
+    from pydantic import TypeAdapter, ValidationError
+
+    known = option_names(options)
+    for name in values:
+        if name not in known:
+            raise OptionError(
+                f"unknown option '{name}' for {stage}{nearest(name, known)}",
+                do=f"Known options: {', '.join(known)}.",
+            )
+    try:
+        return TypeAdapter(options).validate_python(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else stage
+        raise OptionError(
+            f"option '{name}' for {stage}: {first['msg'].lower()}, found {first['input']!r}."
+        ) from error
+
+
+def options_dict(options: Any) -> dict[str, Any]:
+    """Plain JSON values of an options dataclass, for a manifest or a fingerprint."""
+    from pydantic import TypeAdapter
+
+    plain: dict[str, Any] = TypeAdapter(type(options)).dump_python(options, mode="json")
+    return plain

@@ -1,0 +1,75 @@
+"""Floating-point types: their names, their rounding, and how far two runs of one model may differ.
+
+>>> tolerance = Tolerance.for_precision("fp16")
+>>> tolerance.limit(noise_floor=2e-3, largest=4.0)
+0.0234...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from enginery.core.errors import OptionError, nearest
+
+Precision = Literal["fp32", "fp16", "bf16"]
+
+UNIT_ROUNDOFF: dict[str, float] = {
+    # Half the gap between 1 and the next number: 2**-(significand bits). IEEE 754; bfloat16 has 8.
+    "fp64": 2.0**-53,
+    "fp32": 2.0**-24,
+    "fp16": 2.0**-11,
+    "bf16": 2.0**-8,
+}
+
+PRECISION_OF_DTYPE: dict[str, str] = {
+    "float64": "fp64",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+}
+
+
+def roundoff(precision: str) -> float:
+    """The unit roundoff of a precision; raises OptionError for an unknown one."""
+    if precision not in UNIT_ROUNDOFF:
+        raise OptionError(
+            f"unknown precision '{precision}'{nearest(precision, UNIT_ROUNDOFF)}",
+            do=f"Known: {', '.join(UNIT_ROUNDOFF)}.",
+        )
+    return UNIT_ROUNDOFF[precision]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far an output may lie from the reference.
+
+    The limit on the absolute error of one output is
+
+        floor_factor * noise_floor + roundoff_factor * u * largest
+
+    where `noise_floor` is PyTorch's own error at this precision on the same inputs (against the
+    next wider type), `u` the precision's unit roundoff and `largest` the output's largest
+    magnitude. Two correct implementations add in different orders, so each is about one noise
+    floor away from the exact result and they can be two apart; the factor leaves room for the
+    largest of many elements. The second term keeps the limit above zero where PyTorch happens
+    to be exact.
+    """
+
+    precision: str
+    floor_factor: float
+    roundoff_factor: float
+    min_cosine: float
+
+    @classmethod
+    def for_precision(cls, precision: str) -> Tolerance:
+        """The default tolerance of a precision."""
+        unit = roundoff(precision)
+        # 1 - cosine grows with the square of the relative error; 64 roundoffs are a deep network.
+        return cls(precision, floor_factor=8.0, roundoff_factor=16.0,
+                   min_cosine=1.0 - max((64 * unit) ** 2, 1e-7))  # fmt: skip
+
+    def limit(self, *, noise_floor: float, largest: float) -> float:
+        """The largest absolute error allowed."""
+        unit = roundoff(self.precision)
+        return self.floor_factor * noise_floor + self.roundoff_factor * unit * largest

@@ -1,0 +1,1 @@
+"""Where models run: providers, sessions, the PyTorch reference, tokenizers, answers."""

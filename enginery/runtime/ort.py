@@ -1,0 +1,130 @@
+"""ONNX Runtime: a graph of an artifact, feeds in, outputs out.
+
+    >>> with OrtRunner(artifact) as runner:
+    ...     outputs = runner({"input_ids": ids, "attention_mask": mask})
+
+ONNX Runtime's own silent fallback to the CPU is off: a provider that was asked for and is not in
+the session is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import InputError, ProviderError
+from enginery.core.manifest import GraphRecord
+from enginery.runtime.providers import Provider, choose_providers
+
+Feeds = Mapping[str, NDArray[Any]]
+Outputs = dict[str, NDArray[Any]]
+
+
+class OrtRunner:
+    """One ONNX Runtime session over one graph. A context manager; closing frees the session."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        *,
+        graph: str = "",
+        providers: Sequence[str] = ("cpu",),
+        allow_fallback: bool = False,
+        threads: int = 0,
+    ) -> None:
+        """Args:
+        artifact: what to run.
+        graph: which of several graphs; empty for the first.
+        providers: the ordered wish, `("tensorrt", "cuda", "cpu")`.
+        allow_fallback: take a later wish when the first cannot be had.
+        threads: intra-op threads; 0 for ONNX Runtime's choice, one a physical core.
+
+        Raises:
+            ProviderError: the provider cannot be had, or does not take the model.
+        """
+        self.record: GraphRecord = artifact.graph(graph) if graph else artifact.manifest.graphs[0]
+        self.providers: list[Provider] = choose_providers(providers, allow_fallback=allow_fallback)
+        self._session: Any = open_session(
+            artifact.path / self.record.file, self.providers, threads=threads
+        )
+
+    def __call__(self, feeds: Feeds) -> Outputs:
+        """Runs the graph.
+
+        Args:
+            feeds: an array for each input, of its dtype and rank.
+
+        Raises:
+            InputError: an input is missing, unknown, or of the wrong dtype or rank.
+        """
+        if self._session is None:
+            raise ProviderError("the runner is closed.")
+        arrays = {spec.name: _fitting(feeds, spec.name, spec.dtype, len(spec.dims))
+                  for spec in self.record.inputs}  # fmt: skip
+        if unknown := [name for name in feeds if name not in arrays]:
+            expected = ", ".join(str(spec) for spec in self.record.inputs)
+            raise InputError(f"unknown input '{unknown[0]}'; the graph takes {expected}.")
+        names = [spec.name for spec in self.record.outputs]
+        values = self._session.run(names, arrays)
+        return dict(zip(names, values, strict=True))
+
+    def close(self) -> None:
+        """Frees the session and its memory."""
+        self._session = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_session(path: Path, providers: Sequence[Provider], *, threads: int = 0) -> Any:
+    """An `onnxruntime.InferenceSession` on exactly the providers given.
+
+    Raises:
+        ProviderError: a provider did not register, or the graph cannot be loaded.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # errors come back as exceptions; warnings would be noise
+    wanted = [(provider.name, dict(provider.options)) for provider in providers]
+    try:
+        session = ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
+    except Exception as error:  # noqa: BLE001  ONNX Runtime raises many unrelated types
+        raise ProviderError(f"{path} cannot be loaded by ONNX Runtime: {error}") from error
+    session.disable_fallback()  # run() has a fallback of its own
+    registered = session.get_providers()
+    for provider in providers:
+        if provider.name not in registered:
+            raise ProviderError(
+                f"{provider.name} was asked for but did not register; "
+                f"the session has {', '.join(registered)}.",
+                do="Run: enginery doctor",
+            )
+    return session
+
+
+def _fitting(feeds: Feeds, name: str, dtype: str, rank: int) -> NDArray[Any]:
+    if name not in feeds:
+        raise InputError(f"input '{name}' is missing; found {', '.join(feeds) or 'none'}.")
+    array = np.ascontiguousarray(feeds[name])
+    if array.dtype.name != dtype or array.ndim != rank:
+        raise InputError(
+            f"{name}: found {array.dtype.name} with {array.ndim} dims {array.shape}, "
+            f"expected {dtype} with {rank} dims."
+        )
+    return array

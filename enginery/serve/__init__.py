@@ -1,0 +1,1 @@
+"""Stage: the HTTP server. Not there yet."""
