@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +19,11 @@ from pydantic import ValidationError
 from enginery.core.errors import ArtifactError, RejectedArtifactError
 from enginery.core.fingerprint import combined_sha256, sha256_of
 from enginery.core.manifest import SCHEMA_VERSION, FileRecord, GraphRecord, Manifest, Verdict
+from enginery.core.staging import MANIFEST, STAGING_PREFIX, refuse_foreign, staging, write_beside
 
-MANIFEST = "manifest.json"
 REPORTS = "reports"
-_STAGING_PREFIX = ".tmp-"
+
+__all__ = ["MANIFEST", "REPORTS", "Artifact", "commit_artifact", "refuse_foreign", "staging"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,7 @@ class Artifact:
         """
         path = Path(path)
         manifest = _read_manifest(path)
+        _check_graphs(path, manifest)
         for name, record in manifest.files.items():
             _check_file(path, name, record, verify=verify)
         return cls(path, manifest)
@@ -99,34 +98,17 @@ class Artifact:
         return Artifact(self.path, manifest)
 
     def copy_to(self, out: Path) -> Artifact:
-        """Leaves the same artifact at `out`. Large files are hard-linked where the file system
-        allows: artifacts are never edited in place, and an edit by hand is noticed on opening."""
+        """Leaves the same artifact at `out`, which is never overwritten unless it is one itself.
+
+        Large files are hard-linked where the file system allows: artifacts are never edited in
+        place, and an edit by hand is noticed on opening.
+        """
         with staging(out) as directory:
             for source in sorted(self.path.rglob("*")):
-                if source.is_file():
+                # A killed `annotate` can leave such a file; it is no part of the artifact.
+                if source.is_file() and not source.name.startswith(STAGING_PREFIX):
                     _link_or_copy(source, directory / source.relative_to(self.path))
         return Artifact(out, self.manifest)
-
-
-@contextmanager
-def staging(out: Path) -> Iterator[Path]:
-    """Yields an empty directory beside `out` that becomes `out` when the block ends well.
-
-    When the block raises, or the process is killed, nothing is left that looks finished.
-
-    Raises:
-        ArtifactError: `out` exists and is not an artifact; it is never overwritten.
-    """
-    refuse_foreign(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    directory = _beside(out)
-    directory.mkdir()
-    try:
-        yield directory
-        _sync(directory)
-        _swap(directory, out)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def commit_artifact(directory: Path, manifest: Manifest) -> None:
@@ -140,37 +122,6 @@ def commit_artifact(directory: Path, manifest: Manifest) -> None:
     (directory / MANIFEST).write_bytes(_manifest_bytes(complete))
 
 
-def refuse_foreign(out: Path) -> None:
-    """Raises ArtifactError if `out` holds anything that is not an artifact."""
-    if not out.exists() or (out / MANIFEST).is_file():
-        return
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    raise ArtifactError(
-        f"{out} exists and is not an enginery artifact, so it is not overwritten.",
-        do="Name another --out, or remove it yourself.",
-    )
-
-
-def remove_stale_staging(out: Path) -> None:
-    """Removes what killed runs left beside `out`. Call it only under the lock of `out`."""
-    for leftover in out.parent.glob(f"{_STAGING_PREFIX}{out.name}-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def write_beside(path: Path, content: bytes) -> None:
-    """Replaces one file at once: readers see the old content or the new, never a part."""
-    fresh = _beside(path)
-    try:
-        with fresh.open("xb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(fresh, path)
-    finally:
-        fresh.unlink(missing_ok=True)
-
-
 def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     try:
@@ -181,6 +132,8 @@ def _read_manifest(path: Path) -> Manifest:
             f"{path} is not an artifact: it {found}.",
             do="Make one with: enginery export MODEL --out DIR",
         ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{file} cannot be read: {error}.") from error
     try:
         return Manifest.model_validate_json(text)
     except ValidationError as error:
@@ -191,6 +144,16 @@ def _read_manifest(path: Path) -> Manifest:
             f"{file}: {where}: {first['msg']} (expected manifest version {SCHEMA_VERSION}).",
             do=hint,
         ) from error
+
+
+def _check_graphs(root: Path, manifest: Manifest) -> None:
+    """Every graph and its external data must be among the files that are hashed."""
+    if not manifest.graphs:
+        raise ArtifactError(f"{root / MANIFEST} names no graph.")
+    for graph in manifest.graphs:
+        for name in (graph.file, *graph.data_files):
+            if name not in manifest.files:
+                raise ArtifactError(f"{root / MANIFEST}: {name} has no hash among the files.")
 
 
 def _check_file(root: Path, name: str, record: FileRecord, *, verify: bool) -> None:
@@ -205,7 +168,10 @@ def _check_file(root: Path, name: str, record: FileRecord, *, verify: bool) -> N
         raise ArtifactError(
             f"{path} has {size} bytes, the manifest says {record.size_bytes}.", do=remedy
         )
-    found = sha256_of(path, trust_stat=not verify)
+    try:
+        found = sha256_of(path, trust_stat=not verify)
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}.") from error
     if found != record.sha256:
         raise ArtifactError(
             f"{path} was altered: its sha256 is {found[:12]}…, "
@@ -227,26 +193,3 @@ def _link_or_copy(source: Path, target: Path) -> None:
         except OSError:
             pass  # another file system, or one without links: copy
     shutil.copy2(source, target)
-
-
-def _sync(directory: Path) -> None:
-    """Flushes every file, so that the rename cannot reach the disk before the content."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
-
-
-def _swap(directory: Path, out: Path) -> None:
-    if not out.exists():
-        os.replace(directory, out)
-        return
-    old = _beside(out)
-    os.replace(out, old)
-    os.replace(directory, out)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _beside(path: Path) -> Path:
-    """A fresh hidden name in the same directory, so that a rename to `path` is atomic."""
-    return path.parent / f"{_STAGING_PREFIX}{path.name}-{uuid.uuid4().hex[:12]}"

@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -22,6 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.home import enginery_home
+
+# Kernels stamp files with a clock that ticks every 1 to 10 ms: an edit right after another one can
+# leave all times as they were. A file this old can only be edited into a later tick.
+_SETTLED_NS = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -84,57 +89,71 @@ def sha256_of(path: Path, *, trust_stat: bool = True) -> str:
     With `trust_stat`, a hash computed earlier is taken again while the file's path, size, inode,
     mtime and ctime are all unchanged; ctime cannot be set by hand, so an edit is always seen.
     """
-    stat = path.stat()
-    identity = (
-        str(path.resolve()), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns,
-    )  # fmt: skip
-    if trust_stat and (known := _remembered(identity)):
+    name, stat = str(path.resolve()), _settled_stat(path)
+    if trust_stat and (known := _remembered(name, stat)):
         return known
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    _remember(identity, digest)
+    _remember(name, stat, digest)
     return digest
 
 
+def _settled_stat(path: Path) -> str:
+    """Size, inode, mtime and ctime of a file; an edit from here on changes them."""
+    age_ns = time.time_ns() - path.stat().st_ctime_ns
+    if age_ns < _SETTLED_NS:
+        time.sleep(min(_SETTLED_NS - age_ns, _SETTLED_NS) / 1e9)
+    stat = path.stat()
+    return f"{stat.st_size} {stat.st_ino} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+
+
 def combined_sha256(files: Mapping[str, str]) -> str:
-    """One digest over names and digests, independent of order."""
-    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(files.items()))
+    """One digest over names and digests, independent of order.
+
+    It is the sha256 of what `sha256sum` lists for the files, sorted by name.
+    """
+    lines = "".join(f"{digest}  {_one_line(name)}\n" for name, digest in sorted(files.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-_Identity = tuple[str, int, int, int, int]
+def _one_line(name: str) -> str:
+    """A file name that cannot pass for two lines of the listing."""
+    return name.replace("\\", "\\\\").replace("\n", "\\n")
 
 
-def _hashes() -> sqlite3.Connection:
+# The table only saves time: a broken, locked or read-only one must not stop anybody.
+_NO_TABLE = (sqlite3.Error, OSError, UnicodeError)
+
+
+@contextmanager
+def _hashes() -> Iterator[sqlite3.Connection]:
     home = enginery_home()
     home.mkdir(parents=True, exist_ok=True)
-    connection = sqlite3.connect(home / "hashes.sqlite", timeout=10)
-    connection.execute(
-        "create table if not exists hashes (path text primary key, size integer, inode integer, "
-        "mtime_ns integer, ctime_ns integer, sha256 text)"
-    )
-    return connection
+    with closing(sqlite3.connect(home / "hashes.sqlite", timeout=10)) as connection, connection:
+        # The stat is text: inodes go up to 2**64, SQLite's integers to 2**63.
+        connection.execute(
+            "create table if not exists file_hashes "
+            "(path text primary key, stat text not null, sha256 text not null)"
+        )
+        yield connection
 
 
-def _remembered(identity: _Identity) -> str | None:
-    # The table only saves time: a broken or read-only one must not stop anybody.
+def _remembered(path: str, stat: str) -> str | None:
     try:
-        with closing(_hashes()) as connection:
+        with _hashes() as connection:
             row = connection.execute(
-                "select sha256 from hashes where path=? and size=? and inode=? "
-                "and mtime_ns=? and ctime_ns=?",
-                identity,
+                "select sha256 from file_hashes where path=? and stat=?", (path, stat)
             ).fetchone()
-    except (sqlite3.Error, OSError):
+    except _NO_TABLE:
         return None
     return str(row[0]) if row else None
 
 
-def _remember(identity: _Identity, digest: str) -> None:
+def _remember(path: str, stat: str, digest: str) -> None:
     try:
-        with closing(_hashes()) as connection, connection:
+        with _hashes() as connection:
             connection.execute(
-                "insert or replace into hashes values (?, ?, ?, ?, ?, ?)", (*identity, digest)
+                "insert or replace into file_hashes values (?, ?, ?)", (path, stat, digest)
             )
-    except (sqlite3.Error, OSError):
+    except _NO_TABLE:
         return

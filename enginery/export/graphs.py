@@ -1,0 +1,174 @@
+"""What every exported graph must be before it goes into an artifact.
+
+Takes the path of an ONNX file (weights of any size: external data stays on disk); leaves the same
+file with dims named as a person would name them, or raises.
+
+    >>> name_dims(Path("model.onnx"), fixed={"channels": 3})
+    >>> check(Path("model.onnx"))
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from enginery.core.errors import ExportError
+from enginery.core.external_data import external_data_files, load_graph
+from enginery.core.manifest import GraphRecord
+from enginery.core.shapes import Dim, TensorSpec, canonical_dim, dim_terms, dynamic_dims
+
+_READABLE = re.compile(r"^[a-z][a-z0-9_]*$")
+
+_DTYPES = {
+    onnx.TensorProto.FLOAT: "float32",
+    onnx.TensorProto.DOUBLE: "float64",
+    onnx.TensorProto.FLOAT16: "float16",
+    onnx.TensorProto.BFLOAT16: "bfloat16",
+    onnx.TensorProto.INT64: "int64",
+    onnx.TensorProto.INT32: "int32",
+    onnx.TensorProto.INT8: "int8",
+    onnx.TensorProto.UINT8: "uint8",
+    onnx.TensorProto.BOOL: "bool",
+    onnx.TensorProto.STRING: "string",
+}
+
+# What an answer to the task is read from. Tasks not named here are not held to names.
+_TASK_OUTPUTS = {
+    "feature-extraction": (
+        "last_hidden_state", "sentence_embedding", "token_embeddings", "pooler_output",
+        "image_embeds", "text_embeds",
+    ),
+    "text-classification": ("logits",),
+    "token-classification": ("logits",),
+    "fill-mask": ("logits",),
+    "question-answering": ("start_logits",),
+    "image-classification": ("logits",),
+    "audio-classification": ("logits",),
+    "text-generation": ("logits",),
+    "text-generation-with-past": ("logits",),
+}  # fmt: skip
+
+
+def name_dims(path: Path, fixed: Mapping[str, int]) -> None:
+    """Names every dim of the interface canonically, and fixes those that the weights fix."""
+    model = load_graph(path)
+    values = [*model.graph.input, *model.graph.output, *model.graph.value_info]
+    for value in values:
+        for dim in value.type.tensor_type.shape.dim:
+            name = canonical_dim(dim.dim_param) if dim.dim_param else ""
+            if name in fixed:
+                dim.dim_value = fixed[name]
+            elif name.isdigit():
+                dim.dim_value = int(name)
+            elif name:
+                dim.dim_param = name
+    onnx.save(model, str(path))
+
+
+def check(path: Path) -> None:
+    """Raises ExportError unless the graph is valid ONNX and ONNX Runtime loads it.
+
+    A graph without nodes, a dim without a name and a name of the exporter's own making
+    (`Addlogits_dim_1`) on an input are errors, too.
+    """
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ExportError(f"{path.name} is not valid ONNX: {error}") from error
+    model = load_graph(path)
+    for value in model.graph.input:
+        if not value.type.tensor_type.HasField("shape"):
+            raise ExportError(f"{path.name}: input '{value.name}' has no shape, not even a rank.")
+        for axis, dim in enumerate(_dims(value)):
+            if not all(_READABLE.match(term) for term in dim_terms(dim)):
+                raise ExportError(
+                    f"{path.name}: dim {axis} of input '{value.name}' is dynamic and "
+                    f"{f'named {dim!r}' if dim else 'has no name'}; expected a name such as batch."
+                )
+
+
+def record_graph(path: Path, root: Path) -> GraphRecord:
+    """The graph's interface, as the manifest has it."""
+    model = load_graph(path)
+    data = external_data_files(path, model)
+    folder = path.parent.relative_to(root)
+    initializers = {tensor.name for tensor in model.graph.initializer}
+    return GraphRecord(
+        file=path.relative_to(root).as_posix(),
+        opset=next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0),
+        inputs=_specs(value for value in model.graph.input if value.name not in initializers),
+        outputs=_specs(model.graph.output),
+        data_files=tuple((folder / name).as_posix() for name in data),
+    )
+
+
+def float_precision(path: Path) -> str:
+    """fp32, fp16 or bf16: the type of most of the graph's stored weights."""
+    model = load_graph(path)
+    counts = {"fp32": 0, "fp16": 0, "bf16": 0}
+    names = {
+        onnx.TensorProto.FLOAT: "fp32",
+        onnx.TensorProto.FLOAT16: "fp16",
+        onnx.TensorProto.BFLOAT16: "bf16",
+    }
+    for tensor in model.graph.initializer:
+        if tensor.data_type in names:
+            size = 1
+            for dim in tensor.dims:
+                size *= dim
+            counts[names[tensor.data_type]] += size
+    return max(counts, key=lambda name: counts[name])
+
+
+def check_against_task(task: str, records: Sequence[GraphRecord]) -> None:
+    """Raises ExportError if no graph has an output that the task's answers are read from."""
+    wanted = _TASK_OUTPUTS.get(task)
+    found = [spec.name for record in records for spec in record.outputs]
+    if wanted and not any(name in wanted for name in found):
+        raise ExportError(
+            f"the task {task} is read from the output {' or '.join(wanted)}, "
+            f"but the graph has {', '.join(found)}."
+        )
+    for record in records:
+        if "batch" not in dynamic_dims(record.inputs) and task != "unknown":
+            raise ExportError(
+                f"{record.file}: no input has a dynamic dim 'batch'; "
+                f"found {'; '.join(str(spec) for spec in record.inputs)}."
+            )
+
+
+def write_interface(path: Path, changes: Mapping[str, Sequence[Dim]]) -> None:
+    """Sets the dims of the inputs and outputs named in `changes`."""
+    model = load_graph(path)
+    for value in [*model.graph.input, *model.graph.output]:
+        if value.name in changes:
+            for dim, new in zip(
+                value.type.tensor_type.shape.dim, changes[value.name], strict=True
+            ):
+                if isinstance(new, int):
+                    dim.dim_value = new
+                else:
+                    dim.dim_param = new
+    onnx.save(model, str(path))
+
+
+def _specs(values: Iterable[Any]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(value.name, _dtype(value.type.tensor_type.elem_type), tuple(_dims(value)))
+        for value in values
+    )
+
+
+def _dims(value: Any) -> list[Dim]:
+    shape = value.type.tensor_type.shape
+    return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in shape.dim]
+
+
+def _dtype(element: int) -> str:
+    if element in _DTYPES:
+        return _DTYPES[element]
+    return str(onnx.TensorProto.DataType.Name(element)).lower()

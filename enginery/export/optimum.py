@@ -1,0 +1,157 @@
+"""Export through Optimum's registry of model types and tasks.
+
+Takes a model directory; leaves its graphs and Optimum's `config.json` in the staging directory.
+Runs in the child process of the stage: it imports torch, transformers and optimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
+from enginery.core.source import read_json
+from enginery.export.config import ExportConfig
+from enginery.export.exported import Exported
+from enginery.export.side_files import copy_side_files
+
+try:
+    import transformers
+    from optimum.exporters.onnx import main_export
+    from optimum.exporters.tasks import TasksManager
+except ImportError as error:
+    raise MissingPackageError(
+        error.name or "optimum", extra="export", purpose="Exporting a model"
+    ) from error
+
+
+def export_with_optimum(
+    source: Path, config: ExportConfig, out: Path, phase: Callable[[str], None]
+) -> Exported:
+    """Traces the model with Optimum's configuration of its type.
+
+    Raises:
+        ExportError: the registry lacks the model type or the task.
+        SourceError: the model needs its own code, and that was not allowed.
+    """
+    settings = read_json(source / "config.json")
+    check_remote_code(source, settings, trust=config.trust_remote_code)
+    library = "timm" if "architecture" in settings else "transformers"
+    model_type = str(settings.get("model_type", library))
+    task = choose_task(config.task, settings)
+    if library == "transformers":
+        task = _supported_task(model_type, task, asked=config.task)
+    phase(f"tracing {model_type} for {task}")
+    main_export(
+        str(source),
+        output=out,
+        task=task,
+        opset=config.opset,
+        device=config.device,
+        dtype=config.dtype,
+        no_post_process=not config.post_process,
+        trust_remote_code=config.trust_remote_code,
+        do_validation=False,  # the validate stage is stricter, and fails
+        library_name=library,
+    )
+    copy_side_files(source, out, code=config.trust_remote_code)
+    files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.onnx"))
+    return Exported(
+        files=files,
+        task=task,
+        model_type=model_type,
+        library=library,
+        fixed_dims=fixed_dims(settings),
+        config=with_image_size(settings, source),
+        notes=[f"task {task}: {'inferred' if config.task == 'auto' else 'as asked'}"],
+    )
+
+
+def choose_task(asked: str, settings: dict[str, Any]) -> str:
+    """Optimum's name for the task: a synonym resolved, or inferred from the model's class.
+
+    Raises:
+        ExportError: no such task, or the class does not tell.
+    """
+    tasks = sorted(TasksManager.get_all_tasks())
+    if asked != "auto":
+        base = TasksManager.map_from_synonym(asked)
+        if base.removesuffix("-with-past") not in tasks:
+            raise ExportError(
+                f"unknown task '{asked}'{nearest(asked, tasks)}", do=f"Known: {', '.join(tasks)}."
+            )
+        return str(base)
+    if "architecture" in settings:  # timm's config.json
+        return "image-classification"
+    names = settings.get("architectures") or []
+    model_class = getattr(transformers, names[0], None) if names else None
+    if model_class is None:
+        raise ExportError(
+            f"the task cannot be inferred: config.json names the class "
+            f"{names[0] if names else '(none)'}, which transformers does not have.",
+            do=f"Name it with --task, one of: {', '.join(tasks)}.",
+        )
+    try:
+        task = TasksManager._infer_task_from_model_or_model_class(model_class=model_class)  # noqa: SLF001  the public one wants a Hub id
+    except ValueError as error:
+        raise ExportError(
+            f"the task cannot be inferred from the class {names[0]}.",
+            do=f"Name it with --task, one of: {', '.join(tasks)}.",
+        ) from error
+    return str(task)
+
+
+def _supported_task(model_type: str, task: str, *, asked: str) -> str:
+    """The task as the registry has it for this model type; generation keeps its past by default."""
+    known = TasksManager._SUPPORTED_MODEL_TYPE  # noqa: SLF001  there is no public question for it
+    if model_type not in known:
+        raise ExportError(
+            f"Optimum's registry has no model type '{model_type}'{nearest(model_type, known)}",
+            do="Try --exporter dynamo, torch's own exporter.",
+        )
+    tasks = TasksManager.get_supported_tasks_for_model_type(
+        model_type, "onnx", library_name="transformers"
+    )
+    if asked == "auto" and f"{task}-with-past" in tasks:
+        return f"{task}-with-past"
+    if task not in tasks:
+        raise ExportError(
+            f"Optimum exports {model_type} for {', '.join(tasks)}, not for {task}"
+            f"{nearest(task, tasks)}",
+            do="Name another --task.",
+        )
+    return task
+
+
+def check_remote_code(source: Path, settings: dict[str, Any], *, trust: bool) -> None:
+    """Raises SourceError if only the model's own Python code can load it and that is not allowed."""
+    own_code = settings.get("auto_map")
+    model_type = settings.get("model_type", "")
+    if not own_code or trust or model_type in transformers.CONFIG_MAPPING:
+        return
+    files = sorted({str(name).partition(".")[0] + ".py" for name in own_code.values()})
+    raise SourceError(
+        f"the model type '{model_type}' is not part of transformers: loading it would run "
+        f"Python code that came with the model ({', '.join(files)} in {source}).",
+        do="Read that code; if you trust it, pass --trust-remote-code.",
+    )
+
+
+def fixed_dims(settings: dict[str, Any]) -> dict[str, int]:
+    """Dims that the weights fix although the tracer leaves them dynamic."""
+    channels = settings.get("num_channels")
+    return {"channels": channels} if isinstance(channels, int) else {}
+
+
+def with_image_size(settings: dict[str, Any], source: Path) -> dict[str, Any]:
+    """The config with `image_size`: its own, or else what its image processor makes."""
+    if "image_size" in settings or "num_channels" not in settings:
+        return settings
+    processor = read_json(source / "preprocessor_config.json")
+    size = processor.get("crop_size") if processor.get("do_center_crop") else None
+    size = size or processor.get("size")
+    if isinstance(size, dict):
+        edge = size.get("shortest_edge", 224)
+        size = [size.get("height", edge), size.get("width", edge)]
+    return {**settings, "image_size": size} if size else settings

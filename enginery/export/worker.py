@@ -1,0 +1,93 @@
+"""The child process of the export stage.
+
+Takes a request file; leaves the graphs and side files in the staging directory and a result file.
+
+    $ python -m enginery.export.worker request.json result.json
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+from enginery.core.errors import EngineryError
+from enginery.core.feeds import FeedLimits
+from enginery.core.memory import peak_rss_bytes
+from enginery.export.config import ExportConfig
+from enginery.export.exported import Exported
+from enginery.export.stage import PHASE, WorkerRequest, WorkerResult
+
+
+def phase(name: str) -> None:
+    """Tells the parent what happens now."""
+    print(f"{PHASE}{name}", flush=True)  # noqa: T201  the parent reads this line
+
+
+def export(request: WorkerRequest) -> WorkerResult:
+    """Exports as the request says and checks what came out."""
+    from enginery.export import graphs
+    from enginery.export.probe import probe_dims
+
+    source, out = Path(request.path), Path(request.out)
+    exported = _trace(request, source, out)
+    gc.collect()
+    phase("checking the graphs")
+    limits = FeedLimits.from_config(exported.config)
+    records = []
+    for file in exported.files:
+        graphs.name_dims(out / file, exported.fixed_dims)
+        graphs.check(out / file)
+        notes = probe_dims(out / file, graphs.record_graph(out / file, out), limits)
+        exported.notes.extend(notes)
+        records.append(graphs.record_graph(out / file, out))
+    graphs.check_against_task(exported.task, records)
+    return WorkerResult(
+        task=exported.task,
+        model_type=exported.model_type,
+        library=exported.library,
+        precision=graphs.float_precision(out / exported.files[0]),
+        graphs=[record.model_dump(mode="json") for record in records],
+        notes=exported.notes,
+        peak_rss_bytes=peak_rss_bytes(),
+    )
+
+
+def _trace(request: WorkerRequest, source: Path, out: Path) -> Exported:
+    if request.kind == "onnx":
+        from enginery.export import onnx_file
+
+        phase("importing the ONNX file")
+        return onnx_file.import_onnx(source, request.config, out)
+    phase("loading PyTorch and Optimum")
+    if request.config.exporter == "dynamo":
+        from enginery.export import dynamo
+
+        return dynamo.export_with_dynamo(source, request.config, out, phase)
+    from enginery.export import optimum
+
+    return optimum.export_with_optimum(source, request.config, out, phase)
+
+
+def main(request_file: str, result_file: str) -> int:
+    """Runs one request; expected errors are written into the result file, too."""
+    raw = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    request = WorkerRequest(**{**raw, "config": ExportConfig(**raw["config"])})
+    try:
+        found = asdict(export(request))
+    except EngineryError as error:
+        found = {"error": {"type": type(error).__name__, "message": error.message, "do": error.do}}
+    except Exception as error:
+        traceback.print_exc()
+        last = str(error).strip().splitlines() or [""]
+        message = f"exporting failed in {type(error).__name__}: {last[0]}"
+        found = {"error": {"type": "ExportError", "message": message, "do": ""}}
+    Path(result_file).write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

