@@ -19,7 +19,9 @@ from typing import Any
 class Console:
     """The one place that prints. It is a `core.progress.Progress`."""
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
+    def __init__(
+        self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
+    ) -> None:
         # rich costs a third of `enginery --help`; nothing imports it before there is something
         # to show.
         from rich.console import Console as Rich

@@ -87,6 +87,6 @@ class CheckFailedError(EngineryError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean 'opset'?` for the known word nearest to `word`, or nothing."""
+    """Ends a sentence: `; did you mean 'opset'?` for the known word nearest to `word`, or `.`."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    return f"; did you mean '{close[0]}'?" if close else "."

@@ -1,7 +1,7 @@
 """ONNX external data: which files beside a graph hold its weights.
 
-    >>> external_data_files(Path("large/model.onnx"))
-    ['model.onnx_data']
+>>> external_data_files(Path("large/model.onnx"))
+['model.onnx_data']
 """
 
 from __future__ import annotations

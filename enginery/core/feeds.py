@@ -144,6 +144,7 @@ def _values(
         return np.ones(shape, dtype=bool)
     if not spec.dtype.startswith(("int", "uint")):
         raise ShapeError(f"{spec}: inputs of type {spec.dtype} cannot be made up.")
+    values: NDArray[Any]
     if name.endswith("mask"):
         values = np.ones(shape)
     elif name == "position_ids":

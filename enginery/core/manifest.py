@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from enginery.core.shapes import TensorSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 
 
 class _Record(BaseModel):

@@ -17,7 +17,7 @@ class Progress(Protocol):
     """What a stage may report."""
 
     def task(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[], None]]:
-        """Opens a task of `total` steps (0: unknown) and yields the function that marks one step."""
+        """Opens a task of `total` steps (0: unknown); what it yields marks one step."""
 
     def say(self, message: str) -> None:
         """One line of news: a decision and its reason, a cache hit, a warning."""
@@ -27,11 +27,12 @@ class Silent:
     """Reports nothing."""
 
     @contextmanager
-    def task(self, name: str, total: int = 0) -> Iterator[Callable[[], None]]:
+    def task(self, name: str, total: int = 0) -> Iterator[Callable[[], None]]:  # noqa: ARG002
+        """Yields a function that does nothing."""
         yield lambda: None
 
     def say(self, message: str) -> None:
-        return
+        """Says nothing."""
 
 
 SILENT = Silent()

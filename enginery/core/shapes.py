@@ -31,9 +31,10 @@ def canonical_dim(name: str) -> str:
     >>> canonical_dim("past_sequence_length + sequence_length")
     'past_sequence + sequence'
     """
-    terms = []
-    for term in _SUM.split(name.strip()):
-        terms.append("channels" if term == "num_channels" else re.sub(r"_(size|length)$", "", term))
+    terms = (
+        "channels" if term == "num_channels" else re.sub(r"_(size|length)$", "", term)
+        for term in _SUM.split(name.strip())
+    )
     return " + ".join(terms)
 
 

@@ -207,6 +207,7 @@ def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) ->
             allow_patterns=[*patterns, *weights],
             cache_dir=cache_dir or None,
         )
+        _keep_ref(Path(path), revision)
     except HFValidationError as error:
         raise SourceError(f"model '{hub_id}' is not a Hub id: {error}") from error
     except OSError as error:  # every error of the Hub library's and of its HTTP client is one
@@ -221,6 +222,18 @@ def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) ->
     source = _from_directory("hub", hub_id, Path(path), allow_pickle)
     record = source.record.model_copy(update={"revision": Path(path).name})
     return ModelSource(Path(path), record)
+
+
+def _keep_ref(snapshot: Path, revision: str) -> None:
+    """Notes which commit a branch was at, where the Hub library looks without a network.
+
+    It does so itself only for a download by the branch's name; ours is by commit, so that the
+    branch cannot move between two files.
+    """
+    if revision != snapshot.name:
+        ref = snapshot.parents[1] / "refs" / revision
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(snapshot.name, encoding="utf-8")
 
 
 def _hub_reason(error: OSError) -> str:

@@ -1,5 +1,6 @@
-"""What is asked in a child process: a provider that crashes or hangs must not take the doctor along.
+"""What is asked in a child process: a provider that crashes must not take the doctor along.
 
+    python -m enginery.doctor.child compiled
     python -m enginery.doctor.child provider CUDAExecutionProvider
     python -m enginery.doctor.child nvidia
 
@@ -16,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from enginery.doctor.one_op import EXPECTED, FEED, one_op_model
-from enginery.runtime import libraries, obstacles
-from enginery.runtime.provider_names import TENSORRT_RTX
+from enginery.runtime import libraries, obstacles, onnxruntime_build
+from enginery.runtime.provider_names import CPU, TENSORRT_RTX
 
 
 def examine_provider(name: str) -> dict[str, Any]:
@@ -26,17 +27,8 @@ def examine_provider(name: str) -> dict[str, Any]:
         "name": name, "compiled": True, "missing": [],
         "registers": False, "runs": False, "reason": "", "remedy": "",
     }  # fmt: skip
-    obstacle = obstacles.find_obstacle(name)
-    if obstacle:
-        missing = obstacles.missing_for(name)
-        absent = f"; {obstacles.describe_missing(missing)}" if missing else ""
-        known = obstacles.describe_missing(missing) in obstacle.reason
-        return status | {
-            "compiled": _is_built_in(name),
-            "missing": list(missing),
-            "reason": obstacle.reason + ("" if known else absent),
-            "remedy": obstacle.do,
-        }
+    if obstacle := obstacles.find_obstacle(name):
+        return status | _obstructed(name, obstacle)
     try:
         session = _session(name)
         status["registers"] = name in session.get_providers()
@@ -44,8 +36,9 @@ def examine_provider(name: str) -> dict[str, Any]:
             return status | {"reason": "ONNX Runtime left it out of the session without an error"}
         (answer,) = session.run(None, {"x": FEED})
         placed = _placement(session)
-    except Exception as error:  # noqa: BLE001  whatever it is, it is the answer
-        return status | {"reason": f"{type(error).__name__}: {error}"}
+    except Exception as error:
+        remedy = onnxruntime_build.reinstall("onnxruntime-gpu") if name == CPU else ""
+        return status | {"reason": f"{type(error).__name__}: {error}", "remedy": remedy}
     if placed and name not in placed:
         return status | {"reason": f"the operation ran on {', '.join(sorted(placed))} instead"}
     if not np.array_equal(answer, EXPECTED):
@@ -62,8 +55,8 @@ def examine_nvidia() -> dict[str, Any]:
         "driver_cuda": f"{major}.{minor}" if major else "",
         "problem": driver.problem,
         "gpus": [] if driver.problem else gpus_from_driver(ctypes.CDLL(libraries.DRIVER)),
-        "libraries": library_versions(obstacles.cuda_major()),
-        "onnxruntime_cuda": str(obstacles.cuda_major() or ""),
+        "libraries": library_versions(onnxruntime_build.cuda_major()),
+        "onnxruntime_cuda": str(onnxruntime_build.cuda_major() or ""),
     }
 
 
@@ -119,12 +112,25 @@ def dotted(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
+def _obstructed(name: str, obstacle: obstacles.Obstacle) -> dict[str, Any]:
+    """The obstacle and, where that is the driver, the libraries that are missing above it."""
+    missing = obstacles.missing_for(name)
+    others = {key: error for key, error in missing.items() if key != libraries.DRIVER}
+    words = obstacles.describe_missing(others)
+    more = bool(words) and words not in obstacle.reason
+    return {
+        "compiled": _is_built_in(name) or obstacles.plugin_installed(name),
+        "missing": list(missing),
+        "reason": f"{obstacle.reason}; {words}" if more else obstacle.reason,
+        "remedy": f"{obstacle.do} Then: {obstacles.INSTALL[name]}" if more else obstacle.do,
+    }
+
+
 def _is_built_in(name: str) -> bool:
     try:
-        import onnxruntime
+        return name in onnxruntime_build.compiled_providers()
     except ImportError:
         return False
-    return name in onnxruntime.get_available_providers()
 
 
 def _session(name: str) -> Any:
@@ -148,8 +154,17 @@ def _placement(session: Any) -> set[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Answers `provider NAME` or `nvidia`."""
-    answer = examine_provider(arguments[1]) if arguments[0] == "provider" else examine_nvidia()
+    """Answers `compiled`, `provider NAME` or `nvidia`."""
+    answer: dict[str, Any]
+    match arguments:
+        case ["compiled"]:
+            answer = {"providers": onnxruntime_build.compiled_providers()}
+        case ["provider", name]:
+            answer = examine_provider(name)
+        case ["nvidia"]:
+            answer = examine_nvidia()
+        case _:
+            sys.exit(f"expected compiled, provider NAME or nvidia, found {arguments}")
     sys.stdout.write(f"\n{json.dumps(answer)}\n")
 
 

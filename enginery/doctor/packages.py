@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from enginery.doctor.report import Finding, PackageStatus
 from enginery.runtime.libraries import needed_libraries
-from enginery.runtime.obstacles import (
+from enginery.runtime.onnxruntime_build import (
     cuda_major,
     installed_onnxruntimes,
     provider_library,

@@ -146,9 +146,7 @@ def write_interface(path: Path, changes: Mapping[str, Sequence[Dim]]) -> None:
     model = load_graph(path)
     for value in [*model.graph.input, *model.graph.output]:
         if value.name in changes:
-            for dim, new in zip(
-                value.type.tensor_type.shape.dim, changes[value.name], strict=True
-            ):
+            for dim, new in zip(value.type.tensor_type.shape.dim, changes[value.name], strict=True):
                 if isinstance(new, int):
                     dim.dim_value = new
                 else:

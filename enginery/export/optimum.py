@@ -93,7 +93,8 @@ def choose_task(asked: str, settings: dict[str, Any]) -> str:
             do=f"Name it with --task, one of: {', '.join(tasks)}.",
         )
     try:
-        task = TasksManager._infer_task_from_model_or_model_class(model_class=model_class)  # noqa: SLF001  the public one wants a Hub id
+        # The public question is only answered for Hub ids, and these files are on disk.
+        task = TasksManager._infer_task_from_model_or_model_class(model_class=model_class)  # noqa: SLF001
     except ValueError as error:
         raise ExportError(
             f"the task cannot be inferred from the class {names[0]}.",
@@ -107,7 +108,7 @@ def _supported_task(model_type: str, task: str, *, asked: str) -> str:
     known = TasksManager._SUPPORTED_MODEL_TYPE  # noqa: SLF001  there is no public question for it
     if model_type not in known:
         raise ExportError(
-            f"Optimum's registry has no model type '{model_type}'{nearest(model_type, known)}",
+            f"Optimum's registry has no model type '{model_type}'.",
             do="Try --exporter dynamo, torch's own exporter.",
         )
     tasks = TasksManager.get_supported_tasks_for_model_type(

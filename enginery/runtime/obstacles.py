@@ -13,18 +13,29 @@ import io
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ProviderError
 from enginery.runtime import libraries
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
+from enginery.runtime.onnxruntime_build import (
+    compiled_providers,
+    cuda_major,
+    installed_onnxruntimes,
+    provider_library,
+    reinstall,
+)
+from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
 
 # cuBLAS is in neither extra.
-INSTALL_CUDA = "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.31,<1.32' 'nvidia-cublas>=13,<14'"
-INSTALL_TENSORRT = f"{INSTALL_CUDA} 'tensorrt-cu13>=10,<11'"  # `tensorrt` alone resolves to 11
-INSTALL_TENSORRT_RTX = "pip install onnxruntime-ep-nv-tensorrt-rtx-cu13"
+_CUDA_LIBRARIES = "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.31,<1.32' 'nvidia-cublas>=13,<14'"
+INSTALL = {
+    CUDA: _CUDA_LIBRARIES,
+    TENSORRT: f"{_CUDA_LIBRARIES} 'tensorrt-cu13>=10,<11'",  # `tensorrt` alone resolves to 11
+    TENSORRT_RTX: "pip install onnxruntime-ep-nv-tensorrt-rtx-cu13",
+}
+"""The command that brings a provider's libraries."""
+
 MIN_DRIVER = "580"  # for CUDA 13, docs.nvidia.com/deploy/cuda-compatibility
 _RTX_GPUS = "TensorRT for RTX runs on RTX GPUs from Ampere (compute capability 8.0) on."
 _RTX_MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
@@ -59,15 +70,12 @@ def find_obstacle(name: str) -> Obstacle | None:
     if name == CPU:
         return None
     try:
-        import onnxruntime
+        available = compiled_providers()
     except ImportError as error:
-        return Obstacle(
-            f"onnxruntime cannot be imported ({error})",
-            reinstall("onnxruntime-gpu"),
-        )
-    if name == TENSORRT_RTX and name not in onnxruntime.get_available_providers():
+        return Obstacle(f"onnxruntime cannot be imported ({error})", reinstall("onnxruntime-gpu"))
+    if name == TENSORRT_RTX and name not in available:
         return _rtx_obstacle()
-    if name not in onnxruntime.get_available_providers():
+    if name not in available:
         return _not_compiled(name)
     if name not in (CUDA, TENSORRT):
         return _library_obstacle(name, "Install what it names, or a build that brings it.")
@@ -77,9 +85,7 @@ def find_obstacle(name: str) -> Obstacle | None:
             f"{library.name} is not in {library.parent}",
             f"The installation is broken. {reinstall('onnxruntime-gpu')}",
         )
-    return _gpu_obstacle() or _library_obstacle(
-        name, f"Install it: {INSTALL_TENSORRT if name == TENSORRT else INSTALL_CUDA}"
-    )
+    return _gpu_obstacle() or _library_obstacle(name, f"Install it: {INSTALL[name]}")
 
 
 def find_caveat(name: str) -> str:
@@ -91,12 +97,6 @@ def find_caveat(name: str) -> str:
     if name == CUDA and (error := libraries.load_error("libcudnn.so.9", _places())):
         return f"convolutions and other cuDNN operations will fail ({error})"
     return ""
-
-
-def provider_library(name: str) -> Path:
-    """Where a provider's shared library is; it does not exist for one that is compiled in."""
-    stem = short_name(name).replace("-", "_")
-    return capi_directory() / f"libonnxruntime_providers_{stem}.so"
 
 
 def missing_for(name: str) -> dict[str, str]:
@@ -113,40 +113,29 @@ def _places() -> list[Path]:
     return libraries.wheel_directories()
 
 
-def capi_directory() -> Path:
-    """Where ONNX Runtime keeps its shared libraries, found without importing it."""
-    spec = importlib.util.find_spec("onnxruntime")
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0] if places else ".") / "capi"
-
-
-def installed_onnxruntimes() -> dict[str, str]:
-    """Every installed build of ONNX Runtime and its version; more than one is a fault."""
-    # These have modules of their own.
-    others = ("onnxruntime-ep-", "onnxruntime-extensions", "onnxruntime-genai")
-    found = {}
-    for dist in metadata.distributions():
-        name = (dist.metadata["Name"] or "").lower().replace("_", "-")
-        is_build = name == "onnxruntime" or name.startswith("onnxruntime-")
-        if is_build and not name.startswith(others):
-            found[name] = dist.version
-    return dict(sorted(found.items()))
-
-
 def preload_nvidia() -> None:
     """Loads CUDA, cuDNN and TensorRT from NVIDIA's wheels.
 
     ONNX Runtime cannot find them there by itself: the loader does not search site-packages.
     """
-    import onnxruntime
-
     # It prints what it misses; the libraries that matter are named by `missing_libraries`.
-    with contextlib.redirect_stdout(io.StringIO()):
+    # A broken onnxruntime has an obstacle of its own.
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.suppress(ImportError, AttributeError),
+    ):
+        import onnxruntime
+
         onnxruntime.preload_dlls()
     tensorrt = [d for d in libraries.wheel_directories() if d.name == "tensorrt_libs"]
     for name in libraries.needed_libraries(provider_library(TENSORRT)):
         if any((directory / name).is_file() for directory in tensorrt):
             libraries.load_error(name, tensorrt)
+
+
+def plugin_installed(name: str) -> bool:
+    """Whether a provider comes from a plugin package that is installed."""
+    return name == TENSORRT_RTX and importlib.util.find_spec(_RTX_MODULE) is not None
 
 
 def register_plugin(name: str) -> list[Any]:
@@ -157,10 +146,10 @@ def register_plugin(name: str) -> list[Any]:
     Raises:
         ProviderError: its package is not installed, or its library cannot be registered.
     """
-    if name != TENSORRT_RTX or importlib.util.find_spec(_RTX_MODULE) is None:
+    if not plugin_installed(name):
         raise ProviderError(
             f"{name} is a plugin, and its package is not installed.",
-            do=f"Install it: {INSTALL_TENSORRT_RTX}",
+            do=f"Install it: {INSTALL[TENSORRT_RTX]}",
         )
     import onnxruntime
 
@@ -177,10 +166,10 @@ def register_plugin(name: str) -> list[Any]:
 
 
 def _rtx_obstacle() -> Obstacle | None:
-    if importlib.util.find_spec(_RTX_MODULE) is None:
+    if not plugin_installed(TENSORRT_RTX):
         return Obstacle(
             f"its plugin package ({_RTX_MODULE.replace('_', '-')}-cu13) is not installed",
-            f"Install it: {INSTALL_TENSORRT_RTX}",
+            f"Install it: {INSTALL[TENSORRT_RTX]}",
         )
     if obstacle := _gpu_obstacle():
         return obstacle
@@ -208,16 +197,6 @@ def _gpu_obstacle() -> Obstacle | None:
             f"Install the NVIDIA driver {MIN_DRIVER} or newer.",
         )
     return None
-
-
-def cuda_major() -> int:
-    """The CUDA major version that the installed onnxruntime is built for; 0 for a CPU build."""
-    try:
-        from onnxruntime.capi import build_and_package_info
-    except ImportError:
-        return 0
-    version = str(getattr(build_and_package_info, "cuda_version", "") or "0")
-    return int(version.split(".", maxsplit=1)[0])
 
 
 def _library_obstacle(name: str, do: str) -> Obstacle | None:
@@ -250,10 +229,3 @@ def _not_compiled(name: str) -> Obstacle:
     if not package:
         return Obstacle(reason, "ONNX Runtime has to be built from source with it.")
     return Obstacle(reason, reinstall(package))
-
-
-def reinstall(package: str) -> str:
-    """One build replaces all others: they share their files, so removing one breaks the next."""
-    installed = " ".join(installed_onnxruntimes()) or package
-    version = ">=1.31,<1.32" if package == "onnxruntime-gpu" else ""
-    return f"Run: pip uninstall -y {installed} && pip install '{package}{version}'"

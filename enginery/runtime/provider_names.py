@@ -71,7 +71,7 @@ def full_name(name: str) -> str:
         if wanted in (short, full.lower()):
             return full
     known = [*SHORT_NAMES, *dict.fromkeys(SHORT_NAMES.values())]
-    near = nearest(wanted, SHORT_NAMES) or nearest(name.strip(), known)
+    near = nearest(name.strip(), known) or nearest(wanted, SHORT_NAMES)
     raise ProviderError(
         f"unknown execution provider '{name.strip()}'{near}", do=f"Known: {', '.join(SHORT_NAMES)}."
     )

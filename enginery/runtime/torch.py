@@ -115,8 +115,10 @@ class TorchRunner:
             self.notes.append("the reference is PyTorch through Optimum's cut of the model")
 
     def __call__(self, feeds: Feeds) -> Outputs:
-        """Runs the model on the feeds of the graph; outputs by the graph's names, as float32
-        or wider (numpy has no bfloat16).
+        """Runs the model on the feeds of the graph.
+
+        Returns:
+            Outputs by the graph's names, as float32 or wider: numpy has no bfloat16.
 
         Raises:
             InputError: PyTorch itself rejects the feeds.
@@ -184,7 +186,7 @@ class TorchRunner:
 
 def _optimum_parts(model: Any, manifest: Manifest, precision: str) -> dict[str, tuple[Any, Any]]:
     """Each graph's PyTorch module with Optimum's configuration of it, by the graph's stem."""
-    import optimum.exporters.onnx.model_configs  # registers the model types
+    import optimum.exporters.onnx.model_configs  # noqa: F401  registers the model types
     from optimum.exporters.onnx.utils import _get_submodels_and_onnx_configs
 
     model.config.use_cache = manifest.task.endswith("with-past")
@@ -205,8 +207,11 @@ def _optimum_parts(model: Any, manifest: Manifest, precision: str) -> dict[str, 
 
 
 def _as_traced(tensors: dict[str, Any], config: Any) -> dict[str, Any]:
-    """The graph's inputs as Optimum's patched models take them: PyTorch's names, the encoder's
-    output in its tuple, and `past_key_values.0.key`, … as a tuple a layer."""
+    """The graph's inputs as Optimum's patched models take them.
+
+    PyTorch's names, the encoder's output in its tuple, and `past_key_values.0.key`, … as a tuple
+    a layer.
+    """
     torch_names = {graph: name for name, graph in config.torch_to_onnx_input_map.items()}
     layers: dict[str, list[Any]] = {}
     plain: dict[str, Any] = {}

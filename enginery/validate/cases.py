@@ -79,12 +79,12 @@ def parse_profiles(texts: Iterable[str]) -> list[Profile]:
 
 
 def valid_positions(feeds: Feeds) -> NDArray[np.bool_] | None:
-    """bool (batch, sequence): which positions are no padding; None where there is no mask."""
+    """Which positions are no padding, bool (batch, sequence); None where there is no mask."""
     mask = feeds.get("attention_mask", feeds.get("decoder_attention_mask"))
     ids = feeds.get("input_ids")
     if mask is None or mask.ndim != 2 or (ids is not None and ids.shape != mask.shape):
         return None
-    return mask != 0
+    return np.asarray(mask != 0)
 
 
 def _sizes(

@@ -1,7 +1,7 @@
 """How far one output lies from its reference, in numbers.
 
-    >>> measure(actual, reference, floor=1e-6, tolerance=Tolerance.for_precision("fp32")).passed
-    True
+>>> measure(actual, reference, floor=1e-6, tolerance=Tolerance.for_precision("fp32")).passed
+True
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ def _problem(
 
 def _failed(output: str, shape: tuple[int, ...], problem: str) -> OutputMetrics:
     nan = math.nan
-    return OutputMetrics(output, shape, math.inf, math.inf, math.inf, nan, 0.0, 0, nan, nan, problem)
+    return OutputMetrics(
+        output, shape, math.inf, math.inf, math.inf, nan, 0.0, 0, nan, nan, problem
+    )
 
 
 def _valid_rows(array: Array, valid: NDArray[np.bool_] | None) -> Array:

@@ -119,7 +119,10 @@ def summarize(cases: list[CaseResult]) -> str:
     where = f"{output.output} on {case.kind} '{case.name}'"
     failed = sum(not output.passed for _, output in pairs)
     if failed:
-        return f"{failed} of {len(pairs)} outputs differ from PyTorch; worst: {where}, {output.problem}"
+        return (
+            f"{failed} of {len(pairs)} outputs differ from PyTorch; "
+            f"worst: {where}, {output.problem}"
+        )
     return (
         f"{len(pairs)} outputs agree with PyTorch; largest error {output.max_abs:.2g} "
         f"of {output.limit:.2g} allowed ({where})"

@@ -138,12 +138,12 @@ def run(
             for case, found in zip(made, actual, strict=True)
         ]
         cases.extend(compared)
-        real = [case for case in made if case.kind == "real"]
-        found = {c.name: f for c, f in zip(made, actual, strict=True) if not isinstance(f, str)}
-        embeddings = embeddings or compare_embeddings(
-            artifact, [(case.make(), found.get(case.name), expected[case.name].outputs)
-                       for case in real]
-        )  # fmt: skip
+        real = [
+            (case.make(), found, expected[case.name].outputs)
+            for case, found in zip(made, actual, strict=True)
+            if case.kind == "real" and not isinstance(found, str)
+        ]
+        embeddings = embeddings or compare_embeddings(artifact, real)
     report = ValidationReport(
         passed=bool(cases) and _all_passed(cases),
         summary=summarize(cases),
@@ -191,12 +191,11 @@ def _cases_for(
     artifact: Artifact, record: GraphRecord, limits: FeedLimits, config: ValidateConfig
 ) -> list[Case]:
     profiles = parse_profiles(config.profile)
-    cases = [
+    return [
         *sweep_cases(record, limits, seed=config.seed),
         *profile_cases(record, profiles, limits, seed=config.seed),
         *real_cases(artifact, record, config),
     ]
-    return [replace(case, name=f"{case.name}") for case in cases]
 
 
 def _reference_outputs(
@@ -249,8 +248,10 @@ def _reference_outputs(
 
 
 def _pool_floors(expected: dict[str, _Expected]) -> dict[str, _Expected]:
-    """Each output's floor is its largest over all cases: on an output of two numbers, PyTorch
-    is now and then right by luck."""
+    """Each output's floor is its largest over all cases.
+
+    On an output of two numbers, PyTorch is now and then right by luck.
+    """
     pooled: dict[str, float] = {}
     for case in expected.values():
         for name, floor in case.floors.items():

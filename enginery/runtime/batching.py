@@ -1,0 +1,42 @@
+"""Inputs of unequal length into batches of bounded size.
+
+>>> plan_batches([3, 400, 5, 390], max_rows=2, max_tokens=4096)
+[[1, 3], [2, 0]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_ROWS = 32
+MAX_TOKENS = 4096
+"""Padded tokens of one batch. Beyond some thousand a CPU gains nothing and memory grows."""
+
+
+def plan_batches(
+    lengths: Sequence[int],
+    *,
+    max_rows: int = MAX_ROWS,
+    max_tokens: int = MAX_TOKENS,
+    equal_lengths: bool = False,
+) -> list[list[int]]:
+    """Indices of the inputs of each batch, longest inputs first.
+
+    Args:
+        lengths: tokens of each input.
+        max_rows: the most inputs of a batch.
+        max_tokens: the most tokens of a batch after padding; one input alone may have more.
+        equal_lengths: never put different lengths together, where padding would be seen.
+    """
+    batches: list[list[int]] = []
+    # The longest come first, so that a batch that does not fit in memory fails at once.
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if batches:
+            batch = batches[-1]
+            longest = lengths[batch[0]]
+            fits = len(batch) < max_rows and (len(batch) + 1) * longest <= max_tokens
+            if fits and not (equal_lengths and lengths[index] != longest):
+                batch.append(index)
+                continue
+        batches.append([index])
+    return batches

@@ -1,0 +1,212 @@
+"""Images into pixel_values, as the model's own transformers processor makes them.
+
+Takes `preprocessor_config.json`; leaves float32 (channels, height, width) for each image.
+
+    >>> processor = ImageProcessor.open(artifact.path)
+    >>> processor(load_image("cat.jpg")).shape
+    (3, 224, 224)
+
+The steps are those of the slow processors, which resize with Pillow; the fast ones resize with
+torchvision and differ in the last bits. Rules and
+defaults: transformers 4.57, `models/*/image_processing_*.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.errors import ArtifactError, nearest
+from enginery.core.source import read_json
+from enginery.runtime.image_files import load_image
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["ImageProcessor", "load_image"]
+
+_HALF = [0.5, 0.5, 0.5]
+_IMAGENET_MEAN, _IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
+_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
+_BILINEAR, _BICUBIC = 2, 3
+
+_BASE: dict[str, Any] = {
+    "do_resize": True, "resample": _BILINEAR, "do_rescale": True, "rescale_factor": 1 / 255,
+    "do_normalize": True, "image_mean": _HALF, "image_std": _HALF,
+}  # fmt: skip
+_CROPPED = {"do_center_crop": True, "crop_size": 224}
+
+# What each processor assumes where its config is silent. A bare number as `size` is the shortest
+# edge where the default is one, else a square.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "ViT": {"size": {"height": 224, "width": 224}},
+    "DeiT": {"size": {"height": 256, "width": 256}, "resample": _BICUBIC, **_CROPPED},
+    "Beit": {"size": {"height": 256, "width": 256}, "resample": _BICUBIC, **_CROPPED},
+    "Siglip": {"size": {"height": 224, "width": 224}, "resample": _BICUBIC},
+    "Pvt": {
+        "size": {"height": 224, "width": 224},
+        "image_mean": _IMAGENET_MEAN,
+        "image_std": _IMAGENET_STD,
+    },
+    "ConvNext": {"size": {"shortest_edge": 384}, "crop_pct": 224 / 256},
+    "CLIP": {
+        "size": {"shortest_edge": 224},
+        "resample": _BICUBIC,
+        "image_mean": _CLIP_MEAN,
+        "image_std": _CLIP_STD,
+        **_CROPPED,
+    },
+    "Bit": {
+        "size": {"shortest_edge": 224},
+        "resample": _BICUBIC,
+        "image_mean": _CLIP_MEAN,
+        "image_std": _CLIP_STD,
+        **_CROPPED,
+    },
+    "MobileNetV1": {"size": {"shortest_edge": 256}, **_CROPPED},
+    "MobileNetV2": {"size": {"shortest_edge": 256}, **_CROPPED},
+    "EfficientNet": {
+        "size": {"height": 346, "width": 346},
+        "resample": 0,
+        "do_center_crop": False,
+        "crop_size": 289,
+        "rescale_offset": False,
+        "include_top": True,
+    },
+}
+# ConvNeXt's rule: from this size on the whole image is squeezed into the square.
+_CROP_BELOW = 384
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """One model's image preprocessing."""
+
+    kind: str
+    """The processor's name without its ending: ViT, ConvNext, …"""
+    settings: Mapping[str, Any]
+    """preprocessor_config.json over the processor's defaults."""
+
+    @classmethod
+    def open(cls, directory: Path) -> ImageProcessor:
+        """Reads preprocessor_config.json.
+
+        Raises:
+            ArtifactError: it is missing, names a processor that is not known here, or asks for
+                sizes that the processor cannot make.
+            SourceError: it is not JSON.
+        """
+        file = directory / "preprocessor_config.json"
+        found = read_json(file)
+        if not found:
+            raise ArtifactError(
+                f"{directory} has no preprocessor_config.json, so it is not known how images "
+                "become pixels.",
+                do="Save the model's image processor in its directory and export again.",
+            )
+        name = str(found.get("image_processor_type") or found.get("feature_extractor_type") or "")
+        kind = name
+        for ending in ("Fast", "ImageProcessor", "FeatureExtractor"):
+            kind = kind.removesuffix(ending)
+        if kind not in _DEFAULTS:
+            raise ArtifactError(
+                f"{file}: image processor '{name}' is not known{nearest(kind, _DEFAULTS)}",
+                do=f"Known: {', '.join(f'{known}ImageProcessor' for known in _DEFAULTS)}.",
+            )
+        settings = {**_BASE, **_DEFAULTS[kind]}
+        # Keys that the processor does not read have no effect: ViT never crops.
+        settings |= {k: found[k] for k in settings if found.get(k) is not None}
+        by_edge = "shortest_edge" in _DEFAULTS[kind]["size"]
+        settings["size"] = _size(file, "size", settings["size"], by_edge=by_edge)
+        if settings.get("do_center_crop"):
+            settings["crop_size"] = _size(file, "crop_size", settings["crop_size"], by_edge=False)
+        if kind == "ConvNext" and "shortest_edge" not in settings["size"]:
+            raise ArtifactError(f"{file}: size {settings['size']}, expected a shortest_edge.")
+        return cls(kind, settings)
+
+    def __call__(self, image: Image) -> NDArray[np.float32]:
+        """The pixels of one RGB image.
+
+        Returns:
+            float32 (3, height, width).
+        """
+        settings = self.settings
+        if settings["do_resize"]:
+            image = self._resized(image)
+        pixels = np.asarray(image)
+        if self.kind == "ConvNext" and settings["do_resize"]:
+            edge = settings["size"]["shortest_edge"]
+            pixels = center_crop(pixels, edge, edge)
+        elif settings.get("do_center_crop"):
+            crop = settings["crop_size"]
+            pixels = center_crop(pixels, crop["height"], crop["width"])
+        return self._scaled(pixels).transpose(2, 0, 1)
+
+    def _resized(self, image: Image) -> Image:
+        size = self.settings["size"]
+        if "height" in size:
+            width, height = size["width"], size["height"]
+        else:
+            edge = int(size["shortest_edge"])
+            if self.kind == "ConvNext" and edge >= _CROP_BELOW:
+                width, height = edge, edge
+            else:
+                if self.kind == "ConvNext":
+                    edge = int(edge / self.settings["crop_pct"])
+                short, long = sorted(image.size)
+                other = int(edge * long / short)
+                width, height = (edge, other) if image.width <= image.height else (other, edge)
+        return image.resize((width, height), resample=self.settings["resample"])
+
+    def _scaled(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
+        settings = self.settings
+        scaled = pixels.astype(np.float32)
+        if settings["do_rescale"]:
+            # In float64 and then down to float32, as transformers does it.
+            scaled = (pixels.astype(np.float64) * settings["rescale_factor"]).astype(np.float32)
+            if settings.get("rescale_offset"):
+                scaled = scaled - np.float32(1)
+        mean = np.asarray(settings["image_mean"], dtype=np.float32)
+        std = np.asarray(settings["image_std"], dtype=np.float32)
+        if settings["do_normalize"]:
+            scaled = (scaled - mean) / std
+        if settings.get("include_top"):
+            scaled = scaled / std
+        return np.asarray(scaled, dtype=np.float32)
+
+
+def center_crop(pixels: NDArray[Any], height: int, width: int) -> NDArray[Any]:
+    """The middle of (rows, columns, channels), with black around it where it is too small."""
+    rows, columns = pixels.shape[:2]
+    padded_rows, padded_columns = max(rows, height), max(columns, width)
+    # The rounding here and below is that of transformers' center_crop.
+    row_before = math.ceil((padded_rows - rows) / 2)
+    column_before = math.ceil((padded_columns - columns) / 2)
+    padded = np.zeros((padded_rows, padded_columns, pixels.shape[2]), dtype=pixels.dtype)
+    padded[row_before : row_before + rows, column_before : column_before + columns] = pixels
+    top = (rows - height) // 2 + row_before
+    left = (columns - width) // 2 + column_before
+    return padded[max(0, top) : top + height, max(0, left) : left + width]
+
+
+def _size(file: Path, name: str, value: Any, *, by_edge: bool) -> dict[str, int]:
+    """A size as {height, width} or {shortest_edge}."""
+    if isinstance(value, int):
+        return {"shortest_edge": value} if by_edge else {"height": value, "width": value}
+    if isinstance(value, list) and len(value) == 2:
+        return {"height": int(value[0]), "width": int(value[1])}
+    if isinstance(value, dict):
+        if {"height", "width"} <= set(value):
+            return {"height": int(value["height"]), "width": int(value["width"])}
+        if "shortest_edge" in value and name == "size":
+            return {"shortest_edge": int(value["shortest_edge"])}
+    raise ArtifactError(
+        f"{file}: {name} is {value!r}, expected a number, height and width, or a shortest_edge."
+    )

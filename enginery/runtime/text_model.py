@@ -1,0 +1,194 @@
+"""Texts through a graph, in batches, and what its outputs say of them.
+
+    >>> texts = TextModel.open(artifact, runner)
+    >>> texts.classify(["The pump runs again."], top_k=1)[0].label
+    'glad'
+
+Inputs are sorted by length into batches; answers come in the order of the inputs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ArtifactError, InputError
+from enginery.core.source import read_json
+from enginery.runtime.answers import (
+    Classification,
+    ContextAnswer,
+    MaskFillings,
+    TokenSpan,
+)
+from enginery.runtime.classification import (
+    Activation,
+    Aggregation,
+    choose_activation,
+    classify_logits,
+    label_names,
+    spans_from_logits,
+)
+from enginery.runtime.ort import OrtRunner
+from enginery.runtime.pooling import Pooling, read_pooling
+from enginery.runtime.question_answering import Window, best_answers
+from enginery.runtime.tokenizer import TextTokenizer, check_texts
+
+_TOKEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
+SENTENCE_OUTPUT = "sentence_embedding"
+
+
+@dataclass
+class TextModel:
+    """A graph over tokens, with its tokenizer and the model's own settings."""
+
+    runner: OrtRunner
+    tokenizer: TextTokenizer
+    config: dict[str, Any]
+    pooling: Pooling | None
+    """None where the graph pools by itself, or the task needs no pooling."""
+    prompts: dict[str, str]
+    """sentence-transformers' prompts by name."""
+    default_prompt: str
+    notes: tuple[str, ...]
+    truncated: int = 0
+    """How many texts were cut to the tokenizer's limit so far."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @classmethod
+    def open(cls, artifact: Artifact, runner: OrtRunner) -> TextModel:
+        """Reads the model's files beside the graph.
+
+        Raises:
+            ArtifactError: a file is missing, or the graph has no output to make vectors from.
+        """
+        tokenizer = TextTokenizer.open(artifact.path)
+        notes = [f"texts are cut at {tokenizer.limit} tokens: {tokenizer.limit_source}"]
+        pooling: Pooling | None = None
+        outputs = [spec.name for spec in runner.record.outputs]
+        if artifact.manifest.task == "feature-extraction":
+            if SENTENCE_OUTPUT in outputs:
+                notes.append("the graph makes the vectors itself (sentence_embedding)")
+            elif any(name in outputs for name in _TOKEN_OUTPUTS):
+                pooling = read_pooling(artifact.path)
+                notes.append(pooling.note)
+            else:
+                raise ArtifactError(
+                    f"{artifact.path}: the graph has the outputs {', '.join(outputs)}; vectors "
+                    f"are made from {' or '.join((SENTENCE_OUTPUT, *_TOKEN_OUTPUTS))}."
+                )
+        sentence = read_json(artifact.path / "config_sentence_transformers.json")
+        return cls(
+            runner=runner,
+            tokenizer=tokenizer,
+            config=read_json(artifact.path / "config.json"),
+            pooling=pooling,
+            prompts=dict(sentence.get("prompts") or {}),
+            default_prompt=str(sentence.get("default_prompt_name") or ""),
+            notes=tuple(notes),
+        )
+
+    def embed(self, texts: Sequence[str], *, prompt_name: str) -> NDArray[np.float32]:
+        """float32 (len(texts), dim)."""
+        check_texts(texts)
+        prompt, prompt_tokens = self._prompt(prompt_name)
+        encodings = self._encode([prompt + text for text in texts])
+        rows: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(texts)
+        for batch, feeds, outputs in self._run(encodings):
+            if self.pooling is None:
+                vectors = outputs[SENTENCE_OUTPUT].astype(np.float32, copy=False)
+            else:
+                tokens = next(outputs[name] for name in _TOKEN_OUTPUTS if name in outputs)
+                mask = feeds.get("attention_mask", np.ones(tokens.shape[:2], np.int64))
+                vectors = self.pooling(tokens, mask[: len(tokens)], prompt=prompt_tokens)
+            for index, vector in zip(batch, vectors, strict=True):
+                rows[index] = vector
+        return np.stack(rows) if rows else np.empty((0, self._dim()), np.float32)
+
+    def classify(
+        self, texts: Sequence[str], *, top_k: int, activation: Activation
+    ) -> list[Classification]:
+        """One classification a text."""
+        encodings = self._encode(texts)
+        answers: list[Any] = [None] * len(encodings)
+        for batch, _, outputs in self._run(encodings):
+            logits = outputs["logits"]
+            names = label_names(self.config, logits.shape[-1])
+            chosen = activation
+            if chosen == "auto":
+                chosen = choose_activation(self.config, len(names))
+            found = classify_logits(logits, names, chosen, top_k=top_k)
+            for index, answer in zip(batch, found, strict=True):
+                answers[index] = answer
+        return answers
+
+    def tag(self, texts: Sequence[str], *, aggregation: Aggregation) -> list[list[TokenSpan]]:
+        """The labelled stretches of each text."""
+        encodings = self._encode(texts)
+        prepared = self.tokenizer.prepare(texts)
+        answers: list[Any] = [None] * len(encodings)
+        for batch, _, outputs in self._run(encodings):
+            names = label_names(self.config, outputs["logits"].shape[-1])
+            for index, row in zip(batch, outputs["logits"], strict=True):
+                answers[index] = spans_from_logits(
+                    prepared[index],
+                    encodings[index],
+                    self.tokenizer.unpadded(row, encodings[index]),
+                    names,
+                    self.tokenizer,
+                    aggregation=aggregation,
+                )
+        return answers
+
+    def answer(
+        self, pairs: Sequence[tuple[str, str]], *, top_k: int, max_tokens: int, allow_none: bool
+    ) -> list[list[ContextAnswer]]:
+        """The best answers to each (question, context)."""
+        for part, what in enumerate(("question", "context")):
+            check_texts([pair[part] for pair in pairs], what=what)
+            for index, pair in enumerate(pairs):
+                if not pair[part].strip():
+                    raise InputError(f"{what} {index} is empty.")
+        encodings = self.tokenizer.encode_pairs(pairs)
+        parts = [(i, part) for i, e in enumerate(encodings) for part in (e, *e.overflowing)]
+        windows: list[Any] = [None] * len(parts)
+        for batch, _, outputs in self._run([part for _, part in parts]):
+            starts, ends = outputs["start_logits"], outputs["end_logits"]
+            for index, start, end in zip(batch, starts, ends, strict=True):
+                encoding = parts[index][1]
+                windows[index] = Window(
+                    encoding,
+                    self.tokenizer.unpadded(start, encoding),
+                    self.tokenizer.unpadded(end, encoding),
+                    self.tokenizer.cls_id,
+                )
+        by_pair: list[list[Window]] = [[] for _ in pairs]
+        for (pair_index, _), window in zip(parts, windows, strict=True):
+            by_pair[pair_index].append(window)
+        return [
+            best_answers(context, found, top_k=top_k, max_tokens=max_tokens, allow_none=allow_none)
+            for (_, context), found in zip(pairs, by_pair, strict=True)
+        ]
+
+    def fill(self, texts: Sequence[str], *, top_k: int) -> list[MaskFillings]:
+        """The best tokens for each mask of each text."""
+        mask = self.tokenizer.mask_token
+        encodings = self._encode(texts)
+        mask_id = self.tokenizer.texts.token_to_id(mask) if mask else None
+        for index, encoding in enumerate(encodings):
+            if mask_id is None or mask_id not in encoding.ids:
+                raise InputError(
+                    f"text {index} has no {mask or 'mask token, and neither has the tokenizer'}"
+                    f"{' within its first ' + str(len(encoding.ids)) + ' tokens' * 1 if encoding.overflowing else ''}."
+                )
+        answers: list[Any] = [None] * len(encodings)
+        for batch, _, outputs in self._run(encodings):
+            for index, row in zip(batch, outputs["logits"], strict=True):
+                logits = self.tokenizer.unpadded(row, encodings[index])
+                answers[index] = self._fillings(encodings[index].ids, logits, mask_id, top_k)
+        return answers

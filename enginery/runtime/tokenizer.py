@@ -1,0 +1,299 @@
+"""Texts into the inputs of a graph, with the `tokenizers` package alone.
+
+Takes the tokenizer files of an artifact; behaves as transformers' fast tokenizer on the same files.
+
+    >>> tokenizer = TextTokenizer.open(artifact.path)
+    >>> encodings = tokenizer.encode(["The engine is warm.", ""])
+    >>> tokenizer.feeds(encodings, graph.inputs)["input_ids"].shape
+    (2, 7)
+
+Padding and truncation saved in tokenizer.json are dropped: all-MiniLM-L6-v2, for one, ships a fixed
+padding to 128. Texts are cut at the smallest of the limits that the model's own files name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.errors import ArtifactError, InputError
+from enginery.core.feeds import position_limit
+from enginery.core.shapes import TensorSpec
+from enginery.core.source import read_json
+
+_NO_LIMIT = 10**20
+"""transformers writes 1e30 where a tokenizer has no limit."""
+
+# As transformers' question-answering pipeline cuts a long context.
+_WINDOW = 384
+_WINDOW_OVERLAP = 128
+
+# transformers' classes whose normalizer follows tokenizer_config.json, not tokenizer.json.
+_BERT_CLASSES = (
+    "Bert", "DistilBert", "Electra", "MPNet", "MobileBert", "ConvBert", "Funnel", "LayoutLM",
+    "Lxmert", "SqueezeBert", "RetriBert",
+)  # fmt: skip
+_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """The tokenizer of one model, with what its config files say of it."""
+
+    texts: Any
+    """`tokenizers.Tokenizer` that cuts single texts at `limit`."""
+    pairs: Any
+    """The same for (question, context): a long context becomes overlapping windows."""
+    limit: int
+    """The most tokens of one input, special tokens included."""
+    limit_source: str
+    """The file that set the limit."""
+    pad_id: int | None
+    """None: no padding token, so texts of different length cannot share a batch."""
+    pad_type_id: int
+    pad_left: bool
+    unk_id: int | None
+    cls_id: int | None
+    mask_token: str
+    """Empty where the tokenizer has none."""
+    lower_case: bool
+    """sentence-transformers' own lower-casing, before the tokenizer's."""
+    strip: bool
+    """sentence-transformers strips texts."""
+    clean_up: bool
+    """Decoded text loses the spaces before punctuation."""
+
+    @classmethod
+    def open(cls, directory: Path) -> TextTokenizer:
+        """Reads tokenizer.json and the configs beside it.
+
+        Raises:
+            ArtifactError: there is no tokenizer.json, or it cannot be read.
+            SourceError: a config file is not a JSON object.
+        """
+        texts, pairs = _load(directory), _load(directory)
+        settings = read_json(directory / "tokenizer_config.json")
+        config = read_json(directory / "config.json")
+        sentence = read_json(directory / "sentence_bert_config.json")
+        special = {**read_json(directory / "special_tokens_map.json"), **settings}
+        for tokenizer in (texts, pairs):
+            _follow_settings(tokenizer, settings)
+        limit, limit_source = _length_limit(config, settings, sentence)
+        truncation_side = settings.get("truncation_side") or "right"
+        texts.enable_truncation(max_length=limit, direction=truncation_side)
+        window = min(limit, _WINDOW)
+        pairs.enable_truncation(
+            max_length=window, stride=min(window // 2, _WINDOW_OVERLAP), strategy="only_second"
+        )
+        return cls(
+            texts=texts,
+            pairs=pairs,
+            limit=limit,
+            limit_source=limit_source,
+            pad_id=_special_id(texts, special, "pad_token"),
+            pad_type_id=int(settings.get("pad_token_type_id") or 0),
+            pad_left=settings.get("padding_side") == "left",
+            unk_id=_special_id(texts, special, "unk_token"),
+            cls_id=_special_id(texts, special, "cls_token"),
+            mask_token=_special_token(special, "mask_token"),
+            lower_case=bool(sentence.get("do_lower_case")),
+            strip=(directory / "modules.json").is_file(),
+            clean_up=bool(settings.get("clean_up_tokenization_spaces")),
+        )
+
+    def encode(self, texts: Sequence[str]) -> list[Any]:
+        """One `tokenizers.Encoding` a text, cut at `limit`; a cut one has `overflowing` parts.
+
+        Raises:
+            InputError: `texts` is one string, or an item of it is not a string.
+        """
+        check_texts(texts)
+        prepared = [text.strip() for text in texts] if self.strip else list(texts)
+        if self.lower_case:
+            prepared = [text.lower() for text in prepared]
+        encodings: list[Any] = self.texts.encode_batch(prepared)
+        return encodings
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Any]:
+        """One encoding a (question, context); further windows of it are its `overflowing` parts.
+
+        Raises:
+            InputError: a question leaves no room for its context.
+        """
+        try:
+            encodings: list[Any] = self.pairs.encode_batch(list(pairs))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise InputError(
+                f"a question is too long: with it and its context in windows of "
+                f"{min(self.limit, _WINDOW)} tokens there is no room for the context ({error})."
+            ) from error
+        return encodings
+
+    def feeds(
+        self, encodings: Sequence[Any], inputs: Iterable[TensorSpec]
+    ) -> dict[str, NDArray[Any]]:
+        """Encodings padded to the longest, as exactly the inputs that the graph has.
+
+        Where the graph's sequence is fixed, rows are padded to that.
+
+        Returns:
+            input_ids, attention_mask, …: (len(encodings), sequence), of the graph's dtype.
+
+        Raises:
+            ArtifactError: the graph wants an input that is not made from texts.
+            InputError: an encoding is longer than the graph's fixed sequence, or a row would
+                have to be padded and cannot be.
+        """
+        specs = {spec.name: spec for spec in inputs}
+        if unknown := next((name for name in specs if name not in _TEXT_INPUTS), None):
+            raise ArtifactError(
+                f"the graph wants the input {specs[unknown]}, which is not made from texts; "
+                f"known are {', '.join(_TEXT_INPUTS)}."
+            )
+        longest = max(len(encoding.ids) for encoding in encodings)
+        width = fixed_sequence(specs.values()) or max(longest, 1)
+        if longest > width:
+            raise InputError(f"a text has {longest} tokens, but the graph takes exactly {width}.")
+        padded = any(len(encoding.ids) != width for encoding in encodings)
+        if padded and not self.can_pad(specs.values()):
+            lacking = "tokenizer has no padding token"
+            if self.pad_id is not None:
+                lacking = "graph has no attention_mask"
+            raise InputError(
+                f"a text would have to be padded to {width} tokens, but the {lacking}."
+            )
+        mask = self._padded([encoding.attention_mask for encoding in encodings], width, 0)
+        columns = {
+            "input_ids": self._padded([e.ids for e in encodings], width, self.pad_id or 0),
+            "attention_mask": mask,
+            "token_type_ids": self._padded(
+                [e.type_ids for e in encodings], width, self.pad_type_id
+            ),
+            "position_ids": np.maximum(np.cumsum(mask, axis=1) - 1, 0),
+        }
+        return {name: columns[name].astype(spec.dtype) for name, spec in specs.items()}
+
+    def can_pad(self, inputs: Iterable[TensorSpec]) -> bool:
+        """Whether texts of different length can share a batch of the graph."""
+        return self.pad_id is not None and any(spec.name == "attention_mask" for spec in inputs)
+
+    def unpadded(self, row: NDArray[Any], encoding: Any) -> NDArray[Any]:
+        """The part of one output row, (sequence, …), that belongs to the encoding's tokens."""
+        length = len(encoding.ids)
+        return row[len(row) - length :] if self.pad_left else row[:length]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        """Ids as text, as transformers decodes them."""
+        text: str = self.pairs.decode(list(ids), skip_special_tokens=skip_special)
+        return _without_spaces(text) if self.clean_up else text
+
+    def _padded(self, rows: Sequence[Sequence[int]], width: int, value: int) -> NDArray[np.int64]:
+        """(len(rows), width), filled up with `value` on the tokenizer's padding side."""
+        array = np.full((len(rows), width), value, dtype=np.int64)
+        for index, row in enumerate(rows):
+            if self.pad_left:
+                array[index, width - len(row) :] = row
+            else:
+                array[index, : len(row)] = row
+        return array
+
+
+def check_texts(texts: Sequence[Any], *, what: str = "text") -> None:
+    """Raises InputError unless `texts` is a list of strings; the message has the index."""
+    if isinstance(texts, str | bytes):
+        raise InputError(f"found one {what}, expected a list of them.", do=f"Send [{what}].")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InputError(f"{what} {index} is a {type(text).__name__}, expected a string.")
+
+
+def fixed_sequence(inputs: Iterable[TensorSpec]) -> int | None:
+    """The graph's sequence length where it is fixed."""
+    dims = next((spec.dims for spec in inputs if spec.name == "input_ids"), ())
+    return dims[1] if len(dims) == 2 and isinstance(dims[1], int) else None
+
+
+def _load(directory: Path) -> Any:
+    import tokenizers
+
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise ArtifactError(
+            f"{directory} has no tokenizer.json, so texts cannot be tokenized.",
+            do="Save one in the model's directory and export again: "
+            "AutoTokenizer.from_pretrained(MODEL).save_pretrained(MODEL).",
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ArtifactError(f"{file} cannot be read by tokenizers: {error}.") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _follow_settings(tokenizer: Any, settings: dict[str, Any]) -> None:
+    """What transformers' classes change in a tokenizer after reading tokenizer.json."""
+    from tokenizers import AddedToken, normalizers, pre_tokenizers
+
+    name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
+    normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer
+    if name.removesuffix("Tokenizer") in _BERT_CLASSES and isinstance(
+        normalizer, normalizers.BertNormalizer
+    ):
+        tokenizer.normalizer = normalizers.BertNormalizer(
+            clean_text=normalizer.clean_text,
+            lowercase=settings.get("do_lower_case", True),
+            strip_accents=settings.get("strip_accents"),
+            handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
+        )
+    if isinstance(splitter, pre_tokenizers.ByteLevel) and "add_prefix_space" in settings:
+        splitter.add_prefix_space = bool(settings["add_prefix_space"])
+        tokenizer.pre_tokenizer = splitter
+    added = settings.get("added_tokens_decoder") or {}
+    for _, token in sorted(added.items(), key=lambda item: int(item[0])):
+        if tokenizer.token_to_id(token["content"]) is None:
+            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            tokenizer.add_tokens(
+                [AddedToken(token["content"], **{f: bool(token.get(f)) for f in flags})]
+            )
+
+
+def _length_limit(
+    config: dict[str, Any], settings: dict[str, Any], sentence: dict[str, Any]
+) -> tuple[int, str]:
+    limits = [
+        (sentence.get("max_seq_length"), "max_seq_length of sentence_bert_config.json"),
+        (settings.get("model_max_length"), "model_max_length of tokenizer_config.json"),
+    ]
+    if config.get("max_position_embeddings") or config.get("n_positions"):
+        limits.append((position_limit(config), "the positions of config.json"))
+    known = [(int(n), name) for n, name in limits if n and 0 < n < _NO_LIMIT]
+    # 512 is what nearly every text encoder is trained with.
+    return min(known, default=(512, "no file, so 512"))
+
+
+def _special_token(special: dict[str, Any], role: str) -> str:
+    found = special.get(role)
+    return str((found.get("content") if isinstance(found, dict) else found) or "")
+
+
+def _special_id(tokenizer: Any, special: dict[str, Any], role: str) -> int | None:
+    token = _special_token(special, role)
+    found: int | None = tokenizer.token_to_id(token) if token else None
+    return found
+
+
+def _without_spaces(text: str) -> str:
+    """What transformers calls clean_up_tokenization, in its order."""
+    for spaced, joined in (
+        (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
+        (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+    ):  # fmt: skip
+        text = text.replace(spaced, joined)
+    return text

@@ -1,0 +1,10 @@
+"""Every test of the core has a store of its own."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory, monkeypatch):
+    directory = tmp_path_factory.mktemp("store") / "home"
+    monkeypatch.setenv("ENGINERY_HOME", str(directory))
+    return directory

@@ -1,0 +1,183 @@
+"""The model of one operation, and questions to a child process that may die."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from enginery.doctor import child
+from enginery.doctor.asking import Answer, ask, last_error
+from enginery.doctor.one_op import EXPECTED, FEED, one_op_model
+from enginery.runtime.obstacles import Obstacle
+from enginery.runtime.provider_names import CPU, CUDA, TENSORRT
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Makes `answering` a module that a child runs."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(code):
+        (tmp_path / "answering.py").write_text(code)
+        return "answering"
+
+    return write
+
+
+def test_one_op_model_is_valid_onnx_and_the_same_as_the_onnx_package_writes():
+    onnx = pytest.importorskip("onnx")
+    helper = onnx.helper
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in "xy"]
+    node = helper.make_node("Add", ["x", "x"], ["y"])
+    expected = helper.make_model(
+        helper.make_graph([node], "one_op", values[:1], values[1:]),
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    model = onnx.load_from_string(one_op_model())
+    onnx.checker.check_model(model, full_check=True)
+    assert model == expected
+    np.testing.assert_array_equal(FEED + FEED, EXPECTED)
+
+
+def test_the_cpu_runs_the_model_in_a_child():
+    answer = ask(["provider", CPU], timeout_seconds=120)
+    assert answer.values["registers"]
+    assert answer.values["runs"]
+    assert answer.values["reason"] == ""
+
+
+def test_the_question_of_what_is_compiled_in_agrees_with_onnxruntime():
+    import onnxruntime
+
+    answer = ask(["compiled"], timeout_seconds=120)
+    assert answer.values["providers"] == onnxruntime.get_available_providers()
+
+
+def test_an_unknown_question_ends_the_child():
+    answer = ask(["weather"], timeout_seconds=120)
+    assert (answer.values, answer.reason) == ({}, "the process ended with status 1")
+
+
+def test_a_crash_in_the_child_is_an_answer(module):
+    code = "import os, signal; print('{}'); os.kill(os.getpid(), signal.SIGSEGV)"
+    answer = ask([], timeout_seconds=120, module=module(code))
+    assert answer == Answer(reason="the process died of SIGSEGV")
+
+
+def test_a_child_that_hangs_is_ended(module):
+    answer = ask([], timeout_seconds=0.5, module=module("import time; time.sleep(600)"))
+    assert answer.reason == "no answer within 0.5 seconds"
+
+
+def test_a_child_that_fails_gives_the_end_of_its_traceback(module):
+    answer = ask([], timeout_seconds=120, module=module("raise OSError('libgone.so')"))
+    assert answer.reason == "the process ended with status 1"
+    assert answer.log == "OSError: libgone.so"
+
+
+@pytest.mark.parametrize("output", ["", "not json", "[1]"])
+def test_a_child_that_says_nothing_to_be_read_has_no_values(module, output):
+    assert not ask([], timeout_seconds=120, module=module(f"print({output!r})")).values
+
+
+def test_what_libraries_print_before_the_answer_is_ignored(module):
+    answer = ask([], timeout_seconds=120, module=module("print('banner'); print('{\"a\": 1}')"))
+    assert answer.values == {"a": 1}
+
+
+def test_files_of_the_working_directory_are_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "onnxruntime.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    assert ask(["provider", CPU], timeout_seconds=120).values["runs"]
+
+
+def test_onnxruntimes_last_error_is_found_in_its_log():
+    log = (
+        "\x1b[1;31m2026-11-21 09:20:26.8 [E:onnxruntime:Default, provider_bridge_ort.cc:2458 "
+        "operator()] /src/provider_bridge_ort.cc:2043 Get() [ONNXRuntimeError] : 1 : FAIL : "
+        "Failed to load library x.so with error: libcublasLt.so.13: cannot open\n\x1b[m\n"
+        "2026-11-21 09:20:26.9 [W:onnxruntime:Default, x.cc:1 f] Failed to create\n"
+    )
+    assert last_error(log) == (
+        "Failed to load library x.so with error: libcublasLt.so.13: cannot open"
+    )
+    assert last_error("a banner\n") == ""
+
+
+class Session:
+    """A session that takes the model and does something else with it."""
+
+    def __init__(self, providers=(CUDA, CPU), placed=(CUDA,), answer=EXPECTED):
+        self.providers, self.placed, self.answer = list(providers), placed, answer
+
+    def get_providers(self):
+        return self.providers
+
+    def run(self, names, feeds):
+        return [self.answer]
+
+
+@pytest.fixture
+def examined(monkeypatch):
+    """Examines CUDA on a machine without obstacles, with the session given."""
+
+    def examine(session):
+        monkeypatch.setattr(child.obstacles, "find_obstacle", lambda name: None)
+        monkeypatch.setattr(child.obstacles, "find_caveat", lambda name: "")
+        monkeypatch.setattr(child, "_session", lambda name: session)
+        monkeypatch.setattr(child, "_placement", lambda session: set(session.placed))
+        return child.examine_provider(CUDA)
+
+    return examine
+
+
+def test_a_provider_that_runs_the_operation_itself_runs(examined):
+    assert examined(Session())["runs"]
+
+
+def test_a_provider_that_onnxruntime_leaves_out_does_not_register(examined):
+    status = examined(Session(providers=[CPU]))
+    assert (status["registers"], status["runs"]) == (False, False)
+    assert "left it out" in status["reason"]
+
+
+def test_a_provider_that_leaves_the_operation_to_the_cpu_does_not_run(examined):
+    status = examined(Session(placed=[CPU]))
+    assert (status["registers"], status["runs"]) == (True, False)
+    assert status["reason"] == "the operation ran on CPUExecutionProvider instead"
+
+
+def test_a_wrong_answer_is_not_running(examined):
+    status = examined(Session(answer=FEED))
+    assert not status["runs"]
+    assert status["reason"] == "wrong answer: [1.0, 2.5], not [2.0, 5.0]"
+
+
+def test_placement_is_read_from_onnxruntime():
+    assert child._placement(child._session(CPU)) == {CPU}
+
+
+def test_missing_libraries_are_named_beside_a_missing_driver(monkeypatch):
+    lost = {
+        name: f"{name}: cannot open shared object file: No such file or directory"
+        for name in ("libcuda.so.1", "libnvinfer.so.10")
+    }
+    driver = Obstacle("there is no NVIDIA driver: libcuda.so.1 was not found", "Install it.")
+    monkeypatch.setattr(child.obstacles, "find_obstacle", lambda name: driver)
+    monkeypatch.setattr(child.obstacles, "missing_for", lambda name: lost)
+    status = child.examine_provider(TENSORRT)
+    assert status["missing"] == list(lost)
+    assert status["reason"] == (
+        "there is no NVIDIA driver: libcuda.so.1 was not found; libnvinfer.so.10 was not found"
+    )
+    assert status["remedy"].startswith("Install it. Then: pip install 'onnxruntime-gpu[cuda,cudnn]")
+    assert "'tensorrt-cu13>=10,<11'" in status["remedy"]
+
+
+def test_a_broken_onnxruntime_is_the_cpus_reason_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    status = child.examine_provider(CPU)
+    assert not status["runs"]
+    assert "onnxruntime" in status["reason"]
+    assert "pip uninstall -y" in status["remedy"]

@@ -1,0 +1,169 @@
+"""Package faults, with real metadata directories put before the installed ones."""
+
+import pytest
+
+from enginery.doctor import packages
+from enginery.doctor.packages import examine_packages, torch_cuda
+from enginery.doctor.report import PackageStatus
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A site directory that comes first; `install` puts a package's metadata into it."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name, version, *requires, extras=()):
+        directory = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        directory.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        lines += [f"Provides-Extra: {extra}" for extra in extras]
+        lines += [f"Requires-Dist: {requirement}" for requirement in requires]
+        (directory / "METADATA").write_text("\n".join(lines) + "\n")
+        return tmp_path
+
+    return install
+
+
+def findings(text):
+    return [finding for finding in examine_packages()[1] if text in finding.problem]
+
+
+def test_both_onnxruntime_builds_installed_is_an_error_that_says_how_to_mend_it(site):
+    assert not findings("installed together")
+    site("onnxruntime", "1.30.0")
+    site("onnxruntime-gpu", "1.31.1")
+    (finding,) = findings("installed together")
+    assert finding.severity == "error"
+    assert finding.problem == "onnxruntime and onnxruntime-gpu are installed together"
+    assert "onnxruntime 1.30.0" in finding.evidence
+    assert finding.remedy == (
+        "Run: pip uninstall -y onnxruntime onnxruntime-gpu && "
+        "pip install 'onnxruntime-gpu>=1.31,<1.32'"
+    )
+
+
+def test_openvino_and_directml_builds_beside_are_the_same_fault(site):
+    site("onnxruntime-openvino", "1.24.1")
+    site("onnxruntime_directml", "1.24.1")
+    (finding,) = findings("installed together")
+    assert "onnxruntime-directml" in finding.problem
+    assert "onnxruntime-openvino" in finding.problem
+
+
+def test_packages_with_modules_of_their_own_are_no_second_build(site):
+    site("onnxruntime-extensions", "0.15.0")
+    site("onnxruntime-genai", "0.9.0")
+    site("onnxruntime-ep-nv-tensorrt-rtx-cu13", "0.5.0")
+    assert not findings("installed together")
+
+
+def test_a_hub_library_that_transformers_refuses_is_an_error(site):
+    site("transformers", "4.57.6", "huggingface-hub<1.0,>=0.34.0")
+    site("huggingface-hub", "1.2.0")
+    (finding,) = findings("transformers 4.57.6 needs huggingface-hub")
+    assert (finding.severity, finding.evidence) == ("error", "found huggingface-hub 1.2.0")
+    assert finding.remedy == "Install it: pip install 'huggingface-hub<1.0,>=0.34.0'"
+
+
+def test_requirements_of_other_platforms_and_extras_do_not_count(site):
+    site(
+        "transformers",
+        "4.57.6",
+        "numpy<1; sys_platform == 'nowhere'",
+        "numpy<1; extra == 'old'",
+        extras=["old"],
+    )
+    assert not findings("transformers 4.57.6 needs")
+
+
+def test_own_pin_that_does_not_hold_is_an_error(site):
+    site("numpy", "1.26.4")
+    (finding,) = findings("enginery needs numpy")
+    assert (finding.severity, finding.evidence) == ("error", "found 1.26.4")
+    assert finding.remedy == "Install it: pip install 'numpy>=2'"
+
+
+def test_bare_install_lacks_the_export_extra_without_an_error(site):
+    site(
+        "enginery",
+        "0.1.0",
+        "numpy>=2",
+        "gone-torch>=2; extra == 'export'",
+        "huggingface-hub<0.1; extra == 'export'",
+        "gone-linter; extra == 'dev'",
+        "enginery[export]; extra == 'all'",
+        extras=["export", "dev", "all"],
+    )
+    statuses, found = examine_packages()
+    assert PackageStatus("gone-torch", "", ">=2", "export", fits=False) in statuses
+    assert "gone-linter" not in [status.name for status in statuses]
+    (extra,) = [finding for finding in found if "[export]" in finding.problem]
+    assert extra.severity == "note"
+    assert "gone-torch not installed; huggingface-hub" in extra.evidence
+    assert extra.remedy == "To use it: pip install 'enginery[export]'"
+
+
+def test_a_complete_extra_with_a_wrong_version_is_an_error(site):
+    site("enginery", "0.1.0", "numpy>=9; extra == 'export'", extras=["export"])
+    (extra,) = findings("the extra [export]")
+    assert (extra.severity, extra.problem) == ("error", "the extra [export] is broken")
+
+
+def test_a_missing_package_of_the_bare_install_is_an_error(site):
+    site("enginery", "0.1.0", "gone-base>=3")
+    (finding,) = findings("enginery needs gone-base>=3")
+    assert (finding.severity, finding.evidence) == ("error", "it is not installed")
+
+
+def test_tensorrt_11_beside_a_provider_that_links_10_is_an_error(site, monkeypatch):
+    monkeypatch.setattr(packages, "needed_libraries", lambda path: ["libnvinfer.so.10"])
+    site("tensorrt", "11.4.0.106")
+    (finding,) = findings("tensorrt 11.4.0.106 does not fit")
+    assert finding.evidence == "the provider links libnvinfer.so.10"
+    assert "'tensorrt-cu13>=10,<11'" in finding.remedy
+
+
+def test_tensorrt_of_the_linked_major_is_no_fault(site, monkeypatch):
+    monkeypatch.setattr(packages, "needed_libraries", lambda path: ["libnvinfer.so.10"])
+    site("tensorrt-cu13", "10.16.0")
+    assert not findings("does not fit")
+    assert "tensorrt-cu13" in [status.name for status in examine_packages()[0]]
+
+
+@pytest.mark.parametrize(("line", "cuda"), [("'12.8'", "12.8"), ("None", "")])
+def test_torchs_cuda_is_read_without_importing_torch(site, line, cuda):
+    root = site("torch", "2.9.0")
+    (root / "torch").mkdir()
+    (root / "torch" / "version.py").write_text(
+        f"__version__ = '2.9.0'\ndebug = False\ncuda: Optional[str] = {line}\nhip = None\n"
+    )
+    assert torch_cuda() == cuda
+
+
+def test_the_installed_torch_agrees_with_what_is_read():
+    torch = pytest.importorskip("torch")
+    assert torch_cuda() == (torch.version.cuda or "")
+
+
+def test_torch_for_another_cuda_than_onnxruntimes_is_a_warning(monkeypatch):
+    monkeypatch.setattr(packages, "cuda_major", lambda: 13)
+    monkeypatch.setattr(packages, "torch_cuda", lambda: "12.8")
+    (finding,) = findings("torch is built for CUDA 12.8, onnxruntime for CUDA 13")
+    assert finding.severity == "warning"
+    monkeypatch.setattr(packages, "torch_cuda", lambda: "13.0")
+    assert not findings("torch is built for")
+
+
+def test_two_cudnn_packages_in_one_folder_are_an_error(site, monkeypatch):
+    monkeypatch.setattr(packages, "cuda_major", lambda: 13)
+    site("nvidia-cudnn-cu12", "9.10.2.21")
+    site("nvidia-cudnn-cu13", "9.17.0.29")
+    (finding,) = findings("nvidia-cudnn-cu12 and nvidia-cudnn-cu13 are installed together")
+    assert "libcudnn.so.9" in finding.evidence
+
+
+def test_without_packaging_it_says_so(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "packaging.requirements", None)
+    statuses, (finding,) = examine_packages()
+    assert statuses == ()
+    assert "'packaging' is not installed" in finding.evidence

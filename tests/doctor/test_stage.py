@@ -1,0 +1,164 @@
+"""The whole examination on this machine, and what it makes of others."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from enginery.core.errors import CheckFailedError, ProviderError
+from enginery.doctor import stage
+from enginery.doctor.asking import Answer
+from enginery.doctor.config import DoctorConfig
+from enginery.doctor.report import Gpu, NvidiaStatus, ProviderStatus
+from enginery.doctor.stage import (
+    examine,
+    machine_findings,
+    provider_findings,
+    provider_status,
+)
+from enginery.runtime.libraries import cuda_driver
+from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
+
+GIB = 1 << 30
+WITH_GPU = NvidiaStatus("580.65.06", "13.0", "", (Gpu("NVIDIA L4", "8.9", 0, 0),), {}, "13")
+WITHOUT = replace(WITH_GPU, driver="", problem="there is no NVIDIA driver", gpus=())
+LOST = ProviderStatus(
+    CUDA, True, ("libcublas.so.13",), False, False, "libcublas.so.13 was not found", "pip install"
+)
+
+
+@pytest.fixture(scope="module")
+def report():
+    return examine(DoctorConfig())
+
+
+def test_this_machine_runs_the_cpu_provider(report):
+    assert report.runs("cpu")
+    report.require("CPUExecutionProvider")
+    assert {CPU, CUDA, TENSORRT, TENSORRT_RTX} <= {status.name for status in report.providers}
+
+
+def test_the_report_is_plain_json(report):
+    plain = json.loads(json.dumps(report.as_json()))
+    states = {provider["name"]: provider["state"] for provider in plain["providers"]}
+    assert states[CPU] == "runs"
+    assert plain["machine"]["memory_total_bytes"] > 0
+    assert {package["name"] for package in plain["packages"]} >= {"numpy", "onnxruntime-gpu"}
+
+
+def test_the_tables_are_rectangular_text(report):
+    titles = [table.title for table in report.tables()]
+    assert titles == ["Machine", "NVIDIA", "Packages", "Execution providers", "Findings"]
+    for table in report.tables():
+        for row in table.rows:
+            assert len(row) == len(table.columns)
+            assert all(isinstance(cell, str) for cell in row)
+
+
+@pytest.mark.skipif(not cuda_driver().problem, reason="this machine has an NVIDIA driver")
+def test_without_a_gpu_cuda_is_required_in_vain_and_nothing_else_is_wrong(report):
+    with pytest.raises(CheckFailedError) as caught:
+        report.require("cuda")
+    assert caught.value.exit_code == 1
+    assert "libcuda.so.1 was not found" in caught.value.message
+    assert "pip install 'onnxruntime-gpu[cuda,cudnn]" in caught.value.do
+    problems = [f.problem for f in report.findings if f.severity == "note"]
+    assert "no GPU can be used; models run on the CPU" in problems
+    assert not [f for f in report.findings if "cuda does not run" in f.problem]
+
+
+def test_a_required_provider_is_examined_and_its_absence_is_an_error():
+    report = examine(DoctorConfig(require="openvino"))
+    with pytest.raises(CheckFailedError, match="openvino does not run on this machine"):
+        report.require("openvino")
+    assert "openvino does not run: not built in" in [
+        finding.problem for finding in report.findings if finding.severity == "error"
+    ]
+
+
+def test_an_unknown_required_provider_is_refused_before_anything_is_examined(monkeypatch):
+    monkeypatch.setattr(stage, "ask", None)
+    with pytest.raises(ProviderError, match="did you mean 'cuda'"):
+        examine(DoctorConfig(require="cudaa"))
+
+
+def test_a_provider_that_was_not_examined_cannot_be_required(report):
+    with pytest.raises(CheckFailedError, match="it was not examined"):
+        report.require("rocm")
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, "libraries missing"),
+        ({"compiled": False}, "not built in"),
+        ({"missing": ()}, "cannot register"),
+        ({"missing": (), "registers": True}, "fails to run"),
+        ({"missing": (), "registers": True, "runs": True}, "runs"),
+    ],
+)
+def test_state_is_the_furthest_point_reached(changes, state):
+    assert replace(LOST, **changes).state == state
+
+
+def test_a_provider_that_kills_its_process_is_reported():
+    status = provider_status(CUDA, Answer(reason="the process died of SIGSEGV", log="bad driver"))
+    assert (status.runs, status.reason) == (False, "the process died of SIGSEGV (bad driver)")
+
+
+def test_the_log_says_why_a_provider_was_left_out():
+    values = {
+        **{"name": CUDA, "compiled": True, "missing": [], "registers": False, "runs": False},
+        **{"reason": "left out", "remedy": ""},
+    }
+    assert provider_status(CUDA, Answer(values, log="CUDA failure 803")).reason == (
+        "left out: CUDA failure 803"
+    )
+
+
+def test_with_a_gpu_a_cuda_that_does_not_run_is_an_error():
+    (finding,) = provider_findings([LOST], WITH_GPU, "")
+    assert (finding.severity, finding.evidence) == ("error", "libcublas.so.13 was not found")
+    assert list(provider_findings([LOST], WITHOUT, "")) == []
+
+
+def test_tensorrt_that_is_not_installed_is_a_note_unless_it_is_required():
+    lost = replace(LOST, name=TENSORRT)
+    assert [f.severity for f in provider_findings([lost], WITH_GPU, "")] == ["note"]
+    assert [f.severity for f in provider_findings([lost], WITH_GPU, TENSORRT)] == ["error"]
+
+
+def test_a_provider_that_runs_with_a_reservation_is_a_warning():
+    runs = replace(LOST, missing=(), registers=True, runs=True, reason="no convolutions", remedy="")
+    (finding,) = provider_findings([runs], WITH_GPU, "")
+    assert (finding.severity, finding.evidence) == ("warning", "no convolutions")
+
+
+def test_little_disk_and_memory_are_warnings(report):
+    plenty = replace(
+        report.machine,
+        store_free_bytes=100 * GIB,
+        temporary_free_bytes=100 * GIB,
+        memory_available_bytes=16 * GIB,
+    )
+    assert list(machine_findings(plenty)) == []
+    little = replace(plenty, temporary_free_bytes=GIB, memory_available_bytes=GIB)
+    disk, memory = machine_findings(little)
+    assert disk.problem.startswith("little disk space at ")
+    assert "1.0 GiB free" in disk.evidence
+    assert memory.problem == "little memory"
+    # Where psutil is missing the memory is unknown, which is not little.
+    assert list(machine_findings(replace(plenty, memory_available_bytes=0))) == []
+
+
+def test_a_store_that_cannot_be_written_is_an_error(report, monkeypatch):
+    monkeypatch.setattr(stage.os, "access", lambda path, mode: False)
+    finding = next(iter(machine_findings(report.machine)))
+    assert (finding.severity, finding.problem) == ("error", "the store cannot be written")
+    assert "ENGINERY_HOME" in finding.remedy
+
+
+def test_findings_are_ordered_by_severity(report):
+    order = ["error", "warning", "note"]
+    found = [order.index(finding.severity) for finding in report.findings]
+    assert found == sorted(found)

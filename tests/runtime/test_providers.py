@@ -1,0 +1,324 @@
+"""Providers: what is had, what is refused, and the words for it. Nothing here needs a GPU."""
+
+import ctypes
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from enginery.core.errors import ProviderError
+from enginery.runtime import libraries, obstacles
+from enginery.runtime.libraries import CudaDriver
+from enginery.runtime.onnxruntime_build import cuda_major, provider_library
+from enginery.runtime.provider_names import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers import Provider, choose_providers, parse_providers
+
+
+def write_library(path, needed):
+    """A 64-bit ELF file with nothing but the libraries that it needs, mapped at 0x10000."""
+    base, dynamic_at = 0x10000, 64 + 2 * 56
+    strings = b"\0" + b"".join(name.encode() + b"\0" for name in needed)
+    offsets = [strings.index(b"\0" + name.encode() + b"\0") + 1 for name in needed]
+    entries = [(1, offset) for offset in offsets]
+    strings_at = dynamic_at + (len(entries) + 2) * 16
+    entries += [(5, base + strings_at), (0, 0)]
+    dynamic = b"".join(struct.pack("<qQ", *entry) for entry in entries)
+    size = strings_at + len(strings)
+    header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + struct.pack(
+        "<HHIQQQIHHHHHH", 3, 62, 1, 0, 64, 0, 0, 64, 56, 2, 0, 0, 0
+    )
+    load = struct.pack("<IIQQQQQQ", 1, 4, 0, base, base, size, size, 4096)
+    dyn = struct.pack(
+        "<IIQQQQQQ", 2, 4, dynamic_at, base + dynamic_at, 0, len(dynamic), len(dynamic), 8
+    )
+    path.write_bytes(header + load + dyn + dynamic + strings)
+    return path
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine with a driver and a GPU; each provider's library needs what a test says."""
+
+    machine = SimpleNamespace(
+        needs={CUDA: ["libc.so.6"], TENSORRT: ["libc.so.6"]},
+        driver=CudaDriver((13, 0), gpus=1),
+        wheels=tmp_path / "wheels",
+    )
+
+    def library(name):
+        path = tmp_path / f"{name}.so"
+        return write_library(path, machine.needs[name]) if name in machine.needs else path
+
+    machine.wheels.mkdir()
+    monkeypatch.setattr(obstacles, "provider_library", library)
+    monkeypatch.setattr(obstacles, "preload_nvidia", lambda: None)
+    monkeypatch.setattr(obstacles, "find_caveat", lambda name: "")
+    monkeypatch.setattr(obstacles, "compiled_providers", lambda: [TENSORRT, CUDA, CPU])
+    monkeypatch.setattr(obstacles, "cuda_major", lambda: 13)
+    monkeypatch.setattr(libraries, "cuda_driver", lambda: machine.driver)
+    monkeypatch.setattr(libraries, "wheel_directories", lambda: [machine.wheels])
+    monkeypatch.setattr("enginery.runtime.providers.find_caveat", lambda name: "")
+    return machine
+
+
+def refusal(*wish, **options):
+    with pytest.raises(ProviderError) as caught:
+        choose_providers(wish, **options)
+    return caught.value
+
+
+def test_names_are_taken_short_full_and_in_any_case_each_once():
+    wish = parse_providers("TensorRT, cuda,CPUExecutionProvider,CUDAExecutionProvider,oneDNN")
+    assert wish == ("tensorrt", "cuda", "cpu", "dnnl")
+
+
+@pytest.mark.parametrize(
+    ("text", "near"), [("cudda", "cuda"), ("CUDAExecutionProvidr", "CUDAExecutionProvider")]
+)
+def test_an_unknown_name_is_an_error_with_the_nearest(text, near):
+    with pytest.raises(ProviderError, match=f"unknown execution provider '{text}'.*'{near}'"):
+        parse_providers(text)
+
+
+def test_naming_no_provider_is_an_error():
+    with pytest.raises(ProviderError, match="no execution provider is named"):
+        parse_providers(" , ")
+    assert "no execution provider is named" in refusal().message
+
+
+def test_every_provider_that_onnxruntime_knows_has_a_short_name():
+    import onnxruntime
+
+    assert set(onnxruntime.get_all_providers()) <= set(SHORT_NAMES.values())
+
+
+def test_a_wish_for_the_cpu_imports_no_onnxruntime_and_no_driver():
+    code = (
+        "import sys; from enginery.runtime import libraries, providers\n"
+        "libraries.cuda_driver = libraries.load_error = None\n"
+        "print(providers.choose_providers(['cpu']), 'onnxruntime' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{[Provider(CPU, 'asked for')]} False"
+
+
+def test_cuda_is_given_with_the_cpu_beneath_for_shape_operations(machine):
+    assert choose_providers(["cuda", "cpu"]) == [
+        Provider(CUDA, "asked for"),
+        Provider(CPU, "shape operations that CUDA leaves to the CPU"),
+    ]
+
+
+@pytest.mark.parametrize("wish", [["tensorrt"], ["tensorrt", "cuda", "cpu"]])
+def test_tensorrt_has_cuda_then_the_cpu_beneath(machine, wish):
+    chosen = choose_providers(wish)
+    assert [provider.name for provider in chosen] == [TENSORRT, CUDA, CPU]
+    assert chosen[1].reason == "operations that tensorrt leaves over"
+
+
+def test_a_wish_of_tensorrt_and_cpu_leaves_cuda_out(machine):
+    assert [p.name for p in choose_providers(["tensorrt", "cpu"])] == [TENSORRT, CPU]
+
+
+def test_cuda_that_cannot_be_had_beneath_tensorrt_is_said(machine):
+    machine.needs[CUDA] = ["libgone.so.1"]
+    chosen = choose_providers(["tensorrt"])
+    assert [provider.name for provider in chosen] == [TENSORRT, CPU]
+    assert chosen[1].reason.endswith("cuda is not beneath it: libgone.so.1 was not found")
+
+
+def test_a_missing_library_is_named_with_the_line_that_installs_it(machine):
+    machine.needs = {CUDA: ["libc.so.6", "libcudagone.so.13", "libothergone.so.9"]}
+    error = refusal("cuda", "cpu")
+    assert error.message == (
+        "cuda asked for, but libcudagone.so.13, libothergone.so.9 were not found."
+    )
+    assert "onnxruntime-gpu[cuda,cudnn]" in error.do
+    assert error.do.endswith("Or pass --allow-fallback.")
+
+
+def test_tensorrt_remedy_pins_the_major_that_onnxruntime_links(machine):
+    machine.needs = {TENSORRT: ["libinfergone.so.10"]}
+    (machine.wheels / "libinfergone.so.11").touch()
+    error = refusal("tensorrt")
+    assert "libinfergone.so.10 was not found (libinfergone.so.11 is installed)" in error.message
+    assert "'tensorrt-cu13>=10,<11'" in error.do
+    assert "--allow-fallback" not in error.do
+
+
+def test_a_library_that_is_there_but_damaged_is_reported_in_the_loaders_words(machine):
+    machine.needs = {CUDA: ["libdamaged.so.1"]}
+    (machine.wheels / "libdamaged.so.1").write_bytes(b"not a library")
+    assert "libdamaged.so.1: file too short" in refusal("cuda").message
+
+
+def test_fallback_takes_the_next_wish_and_says_what_was_not_had(machine):
+    machine.needs = {TENSORRT: ["libgone.so.1"], CUDA: ["libalsogone.so.2"]}
+    assert choose_providers(["tensorrt", "cuda", "cpu"], allow_fallback=True) == [
+        Provider(
+            CPU,
+            "tensorrt asked for, but libgone.so.1 was not found; "
+            "cuda asked for, but libalsogone.so.2 was not found",
+        )
+    ]
+
+
+def test_fallback_takes_only_what_the_wish_names(machine):
+    machine.needs = {CUDA: ["libgone.so.1"]}
+    assert "libgone.so.1 was not found" in refusal("cuda", allow_fallback=True).message
+
+
+def test_no_driver_stands_before_missing_libraries_and_is_said_once(machine):
+    machine.driver = CudaDriver(problem="there is no NVIDIA driver: libcuda.so.1 was not found")
+    (cpu,) = choose_providers(["tensorrt", "cuda", "cpu"], allow_fallback=True)
+    assert cpu.reason == (
+        "tensorrt and cuda asked for, but there is no NVIDIA driver: libcuda.so.1 was not found"
+    )
+    assert "--gpus all" in refusal("cuda").do
+
+
+def test_a_driver_for_an_older_cuda_is_refused(machine):
+    machine.driver = CudaDriver((12, 8), gpus=1)
+    error = refusal("cuda")
+    assert "runs CUDA up to 12.8, and this onnxruntime is built for CUDA 13" in error.message
+    assert "580" in error.do
+
+
+def test_a_provider_that_is_not_compiled_in_names_the_build_that_has_it(machine):
+    error = refusal("openvino")
+    assert "is built without it" in error.message
+    assert "pip install 'onnxruntime-openvino'" in error.do
+    assert "pip uninstall -y" in error.do
+
+
+def test_builds_installed_together_are_the_reason_when_cuda_is_gone(machine, monkeypatch):
+    both = {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}
+    monkeypatch.setattr(obstacles, "compiled_providers", lambda: [CPU])
+    monkeypatch.setattr(obstacles, "installed_onnxruntimes", lambda: both)
+    assert "onnxruntime and onnxruntime-gpu are installed together" in refusal("cuda").message
+
+
+def test_a_lost_provider_library_is_a_broken_installation(machine):
+    machine.needs = {}
+    assert "is not in" in refusal("cuda").message
+
+
+def test_what_is_left_of_an_uninstalled_onnxruntime_is_said_to_be_broken(tmp_path):
+    (tmp_path / "onnxruntime" / "capi").mkdir(parents=True)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import importlib.machinery, importlib.abc, types\n"
+        "sys.modules['onnxruntime'] = types.ModuleType('onnxruntime')\n"
+        "from enginery.runtime.obstacles import find_obstacle\n"
+        "print(find_obstacle('CUDAExecutionProvider').reason)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "cannot be imported (the module is there, and most of its files are gone" in done.stdout
+
+
+def test_tensorrt_rtx_names_its_plugin_package(machine, monkeypatch):
+    monkeypatch.setattr(obstacles, "plugin_installed", lambda name: False)
+    error = refusal("tensorrt-rtx")
+    assert "onnxruntime-ep-nv-tensorrt-rtx-cu13" in error.message
+    assert "pip install onnxruntime-ep-nv-tensorrt-rtx-cu13" in error.do
+
+
+def test_a_plugin_library_that_cannot_load_is_refused_in_onnxruntimes_words(
+    machine, monkeypatch, tmp_path
+):
+    library = tmp_path / "plugin.so"
+    library.write_bytes(b"nothing")
+    module = tmp_path / "onnxruntime_ep_nv_tensorrt_rtx.py"
+    module.write_text(f"def get_library_path():\n    return {str(library)!r}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    error = refusal("tensorrt-rtx")
+    assert f"{TENSORRT_RTX} could not be registered" in error.message
+    assert "plugin.so" in error.message
+
+
+def test_missing_cudnn_is_a_reservation_under_cuda(monkeypatch):
+    missing = "libcudnn.so.9: cannot open shared object file: No such file or directory"
+    monkeypatch.setattr(libraries, "load_error", lambda name, directories=(): missing)
+    assert "convolutions and other cuDNN operations will fail" in obstacles.find_caveat(CUDA)
+    assert obstacles.find_caveat(CPU) == ""
+
+
+def test_a_reservation_is_part_of_the_reason(machine, monkeypatch):
+    monkeypatch.setattr("enginery.runtime.providers.find_caveat", lambda name: "no convolutions")
+    assert choose_providers(["cuda"])[0].reason == "asked for; no convolutions"
+
+
+def test_needed_libraries_are_read_in_order(tmp_path):
+    needed = ["libnvinfer.so.10", "libcudart.so.13", "libc.so.6"]
+    assert libraries.needed_libraries(write_library(tmp_path / "x.so", needed)) == needed
+
+
+@pytest.mark.parametrize("content", [b"", b"MZ", b"\x7fELF\x02\x01" + b"\0" * 100])
+def test_files_that_are_not_elf_libraries_need_nothing(tmp_path, content):
+    (tmp_path / "x.so").write_bytes(content)
+    assert libraries.needed_libraries(tmp_path / "x.so") == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the libraries are ELF files on Linux")
+def test_onnxruntimes_own_library_is_read():
+    needed = libraries.needed_libraries(provider_library(CUDA))
+    assert f"libcudart.so.{cuda_major()}" in needed
+    assert "libc.so.6" in needed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_library_beside_the_provider_is_found(tmp_path):
+    # A copy under a name that the loader knows nowhere: only the directory can find it.
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    source = next(line.split()[-1] for line in maps if line.endswith("libm.so.6"))
+    shutil.copy(source, tmp_path / "libbeside.so.1")
+    library = write_library(tmp_path / "x.so", ["libbeside.so.1", "libgone.so.1"])
+    assert list(libraries.missing_libraries(library)) == ["libgone.so.1"]
+
+
+class FakeCuda:
+    """libcuda as far as it is asked, with the driver API's way of returning values."""
+
+    def __init__(self, version=13010, gpus=2, init=0):
+        self.version, self.gpus, self.init = version, gpus, init
+
+    def cuInit(self, flags):  # noqa: N802
+        return self.init
+
+    def cuDriverGetVersion(self, out):  # noqa: N802
+        out._obj.value = self.version
+        return 0
+
+    def cuDeviceGetCount(self, out):  # noqa: N802
+        out._obj.value = self.gpus
+        return 0
+
+    def cuGetErrorName(self, code, out):  # noqa: N802
+        out._obj.value = b"CUDA_ERROR_NO_DEVICE"
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("fake", "expected"),
+    [
+        (FakeCuda(), CudaDriver((13, 1), 2)),
+        (FakeCuda(gpus=0), CudaDriver((13, 1), 0, "the NVIDIA driver sees no GPU")),
+        (
+            FakeCuda(init=100),
+            CudaDriver((13, 1), 0, "the NVIDIA driver refused: CUDA_ERROR_NO_DEVICE (100)"),
+        ),
+    ],
+)
+def test_the_driver_is_asked_for_version_and_gpus(monkeypatch, fake, expected):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
+    assert libraries.cuda_driver() == expected
+
+
+def test_no_libcuda_is_no_driver(monkeypatch):
+    monkeypatch.setattr(libraries, "DRIVER", "libcudagone.so.1")
+    driver = libraries.cuda_driver()
+    assert driver.problem == "there is no NVIDIA driver: libcudagone.so.1 was not found"
