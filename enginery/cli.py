@@ -160,6 +160,7 @@ def run(
     from dataclasses import replace
 
     from enginery import show
+    from enginery.ask import ask as answer
     from enginery.pipeline import run_recipe
     from enginery.recipe import Recipe
 
@@ -168,7 +169,9 @@ def run(
     plan = plan.with_model(model=model, task=task, revision=revision)
     plan = replace(plan, out=out or plan.out, ask=ask or plan.ask)
     result = run_recipe(plan, force=force, allow_failed=allow_failed, progress=console)
-    answers = show.answer_rows(result, plan.ask, allow_failed=allow_failed, progress=console)
+    answers = answer(
+        result.artifact, plan.ask, allow_failed=allow_failed or not result.passed, progress=console
+    )
     console.json(show.run_json(result, answers))
     console.table("Made", show.run_rows(result))
     console.table("Answers", answers)
@@ -209,9 +212,17 @@ def doctor(*, require: str = "", output: Output = _OUTPUT) -> None:
     require
         A provider that must be able to run; if it cannot, the exit status is 1.
     """
-    from enginery import show
+    from enginery.doctor.config import DoctorConfig
+    from enginery.doctor.stage import examine
 
-    show.doctor(output.console(), require)
+    console = output.console()
+    report = examine(DoctorConfig(require=require), progress=console)
+    console.json(report.as_json())
+    for table in report.tables():
+        rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+        console.table(table.title, rows)
+    if require:
+        report.require(require)
 
 
 @store_app.command(name="list")

@@ -112,22 +112,21 @@ class Recipe:
 
         What a recipe says of its own model does not hold for another: a new `model` takes the
         default task, revision and reference unless they are given, and there is nothing to
-        `ask`. Profiles, data, tolerances and `out` stay.
+        `ask`. Profiles, data, tolerances and `out` stay. Another revision is not another model.
 
         Raises:
             OptionError: `model` is `id@revision` and `revision` is another one.
         """
-        another = bool(model) and model != self.model
-        model = model or self.model
-        hub_id, pinned = _hub_revision(model)
-        if pinned and revision and pinned != revision:
-            if another:
-                raise OptionError(
-                    f"model '{model}' names the revision '{pinned}', "
-                    f"but the revision '{revision}' was asked for."
-                )
-            model = hub_id  # the recipe's own pin gives way
-        given = {"task": task, "revision": revision}
+        hub_id, pinned = _hub_revision(model or self.model)
+        if model and pinned and revision and pinned != revision:
+            raise OptionError(
+                f"model '{model}' names the revision '{pinned}', "
+                f"but the revision '{revision}' was asked for."
+            )
+        another = hub_id != _hub_revision(self.model)[0]
+        # What is asked for now goes before what the recipe pins, in whichever of the two ways.
+        given = {"task": task, "revision": revision or ("main" if model and pinned else "")}
+        model = hub_id if revision else model or self.model
         steps = []
         for step in self.steps:
             values: dict[str, Any] = {}

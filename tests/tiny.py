@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "modernbert": {
         **_COMMON, "local_attention": 16, "global_attn_every_n_layers": 2,
-        "reference_compile": False, "attn_implementation": "eager", "initializer_cutoff_factor": 2.0,
+        "reference_compile": False, "attn_implementation": "eager",
     },
     "gpt2": {
         "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS,
@@ -134,7 +135,9 @@ _TOKENIZERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "modernbert": ("bpe", "PreTrainedTokenizerFast", _BERT),
     "gpt2": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
     "albert": ("unigram", "AlbertTokenizerFast", ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")),
-    "deberta-v2": ("unigram", "DebertaV2TokenizerFast", ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")),
+    "deberta-v2": (
+        "unigram", "DebertaV2TokenizerFast", ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"),
+    ),
     "t5": ("unigram", "T5TokenizerFast", ("<pad>", "</s>", "<unk>")),
 }  # fmt: skip
 
@@ -150,7 +153,7 @@ def save_tiny(kind: str, task: str, directory: Path, **config: Any) -> Path:
         settings |= _save_tokenizer(kind, directory)
     else:
         _preprocessor(kind).save_pretrained(directory)
-    if labels := LABELS.get(task):
+    if labels := LABELS.get(task, ())[: config.pop("num_labels", None)]:
         settings["id2label"] = dict(enumerate(labels))
         settings["label2id"] = {label: index for index, label in enumerate(labels)}
     made = transformers.AutoConfig.for_model(kind, **{**settings, **config})
@@ -178,7 +181,8 @@ def tiny_artifact(
         kind, task, directory.with_name(f"{directory.name}-source"), **config
     )
     settings = read_json(source / "config.json")
-    with staging(directory) as staged:
+    with staging(directory) as staged, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the tracer's, about code that is not ours
         main_export(
             str(source), output=staged, task=task, opset=20, do_validation=False,
             library_name="transformers",

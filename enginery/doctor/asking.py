@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_ORT_ERROR = re.compile(r"\[E:onnxruntime.*?(?:\[ONNXRuntimeError\] : \d+ : \w+ : |\] )(.*)")
+_ORT_ERROR = re.compile(r"\[E:onnxruntime[^\]]*\] (.*)")
+_ORT_STATUS = re.compile(r"^.*\[ONNXRuntimeError\] : \d+ : \w+ : ")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def last_error(stderr: str) -> str:
     """The last error that ONNX Runtime logged, else the last line of a traceback, else nothing."""
     text = _ANSI.sub("", stderr)
     if errors := _ORT_ERROR.findall(text):
-        return str(errors[-1]).strip()
+        return _ORT_STATUS.sub("", errors[-1]).strip()
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip() if lines and "Traceback" in text else ""
 

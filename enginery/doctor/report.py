@@ -168,8 +168,8 @@ class Report:
     def tables(self) -> tuple[Table, ...]:
         """The report for people: machine, NVIDIA, packages, providers, findings."""
         return (
-            Table("Machine", ("", ""), _machine_rows(self.enginery, self.machine)),
-            Table("NVIDIA", ("", ""), _nvidia_rows(self.nvidia)),
+            Table("Machine", ("what", "value"), _machine_rows(self.enginery, self.machine)),
+            Table("NVIDIA", ("what", "value"), _nvidia_rows(self.nvidia)),
             Table(
                 "Packages",
                 ("package", "version", "asked for", "extra", "fits"),
@@ -185,7 +185,7 @@ class Report:
             ),
             Table(
                 "Findings",
-                ("", "problem", "evidence", "what to do"),
+                ("severity", "problem", "evidence", "what to do"),
                 tuple((f.severity, f.problem, f.evidence, f.remedy) for f in self.findings),
             ),
         )
@@ -193,6 +193,8 @@ class Report:
 
 def _machine_rows(version: str, machine: MachineStatus) -> tuple[tuple[str, str], ...]:
     memory = f"{_gib(machine.memory_available_bytes)} of {_gib(machine.memory_total_bytes)} free"
+    if not machine.memory_total_bytes:
+        memory = "unknown, psutil is not installed"
     return (
         ("enginery", version),
         ("Python", machine.python),

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import enginery
 from enginery.core.progress import SILENT, Progress
 from enginery.doctor.asking import Answer, ask
 from enginery.doctor.config import DoctorConfig
 from enginery.doctor.machine import examine_machine
 from enginery.doctor.nvidia import examine_nvidia, nvidia_findings
-from enginery.doctor.packages import examine_packages
+from enginery.doctor.packages import examine_packages, installed_version
 from enginery.doctor.report import Finding, MachineStatus, NvidiaStatus, ProviderStatus, Report
 from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, full_name, short_name
 
@@ -58,7 +56,7 @@ def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> Report:
     ]
     order = ("error", "warning", "note")
     return Report(
-        enginery=_version(),
+        enginery=installed_version("enginery") or "not installed",
         machine=machine,
         nvidia=nvidia,
         packages=packages,
@@ -142,10 +140,3 @@ def machine_findings(machine: MachineStatus) -> Iterator[Finding]:
             "an export holds the model about three times",
             "Give the machine or the container more memory.",
         )  # fmt: skip
-
-
-def _version() -> str:
-    try:
-        return metadata.version("enginery")
-    except metadata.PackageNotFoundError:
-        return enginery.__version__

@@ -10,7 +10,7 @@ Inputs are sorted by length into batches; answers come in the order of the input
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,23 +18,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
-from enginery.core.errors import ArtifactError, InputError
+from enginery.core.errors import ArtifactError, InputError, nearest
 from enginery.core.source import read_json
 from enginery.runtime.answers import (
     Classification,
     ContextAnswer,
+    Filling,
     MaskFillings,
     TokenSpan,
 )
+from enginery.runtime.batching import MAX_ROWS, plan_batches
 from enginery.runtime.classification import (
     Activation,
     Aggregation,
     choose_activation,
     classify_logits,
     label_names,
+    softmax,
     spans_from_logits,
 )
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.ort import OrtRunner, Outputs
 from enginery.runtime.pooling import Pooling, read_pooling
 from enginery.runtime.question_answering import Window, best_answers
 from enginery.runtime.tokenizer import TextTokenizer, check_texts
@@ -97,7 +100,7 @@ class TextModel:
         """float32 (len(texts), dim)."""
         check_texts(texts)
         prompt, prompt_tokens = self._prompt(prompt_name)
-        encodings = self._encode([prompt + text for text in texts])
+        encodings = self._encode([self.tokenizer.prepare(prompt + text) for text in texts])
         rows: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(texts)
         for batch, feeds, outputs in self._run(encodings):
             if self.pooling is None:
@@ -130,13 +133,12 @@ class TextModel:
     def tag(self, texts: Sequence[str], *, aggregation: Aggregation) -> list[list[TokenSpan]]:
         """The labelled stretches of each text."""
         encodings = self._encode(texts)
-        prepared = self.tokenizer.prepare(texts)
         answers: list[Any] = [None] * len(encodings)
         for batch, _, outputs in self._run(encodings):
             names = label_names(self.config, outputs["logits"].shape[-1])
             for index, row in zip(batch, outputs["logits"], strict=True):
                 answers[index] = spans_from_logits(
-                    prepared[index],
+                    texts[index],
                     encodings[index],
                     self.tokenizer.unpadded(row, encodings[index]),
                     names,
@@ -180,15 +182,90 @@ class TextModel:
         mask = self.tokenizer.mask_token
         encodings = self._encode(texts)
         mask_id = self.tokenizer.texts.token_to_id(mask) if mask else None
+        if mask_id is None:
+            raise ArtifactError("the tokenizer names no mask token, so there is nothing to fill.")
         for index, encoding in enumerate(encodings):
-            if mask_id is None or mask_id not in encoding.ids:
-                raise InputError(
-                    f"text {index} has no {mask or 'mask token, and neither has the tokenizer'}"
-                    f"{' within its first ' + str(len(encoding.ids)) + ' tokens' * 1 if encoding.overflowing else ''}."
-                )
+            if mask_id not in encoding.ids:
+                where = f" in its first {len(encoding.ids)} tokens" if encoding.overflowing else ""
+                raise InputError(f"text {index} has no {mask}{where}.", do=f"Write {mask} in it.")
         answers: list[Any] = [None] * len(encodings)
         for batch, _, outputs in self._run(encodings):
             for index, row in zip(batch, outputs["logits"], strict=True):
                 logits = self.tokenizer.unpadded(row, encodings[index])
                 answers[index] = self._fillings(encodings[index].ids, logits, mask_id, top_k)
         return answers
+
+    def _fillings(
+        self, ids: Sequence[int], logits: NDArray[Any], mask_id: int, top_k: int
+    ) -> MaskFillings:
+        positions = [position for position, token in enumerate(ids) if token == mask_id]
+        masks = []
+        for position in positions:
+            scores = softmax(logits[position].astype(np.float32, copy=False))
+            best = np.argsort(-scores, kind="stable")[: top_k or None]
+            row = []
+            for token_id in best.tolist():
+                filled = [*ids[:position], token_id, *ids[position + 1 :]]
+                # With several masks the others stay visible, and so do all special tokens.
+                sequence = self.tokenizer.decode(filled, skip_special=len(positions) == 1)
+                token = self.tokenizer.decode([token_id], skip_special=False)
+                row.append(Filling(token, token_id, float(scores[token_id]), sequence))
+            masks.append(tuple(row))
+        return MaskFillings(tuple(masks))
+
+    def _encode(self, texts: Sequence[str]) -> list[Any]:
+        encodings = self.tokenizer.encode(texts)
+        cut = sum(bool(encoding.overflowing) for encoding in encodings)
+        if cut:
+            with self._lock:
+                self.truncated += cut
+        return encodings
+
+    def _prompt(self, name: str) -> tuple[str, int]:
+        """A prompt's text, and how many tokens at the start of a text belong to it."""
+        name = name or self.default_prompt
+        if not name:
+            return "", 0
+        if name not in self.prompts:
+            raise InputError(
+                f"the model has no prompt '{name}'{nearest(name, self.prompts)}",
+                do=f"Its prompts: {', '.join(self.prompts) or 'none'}.",
+            )
+        prompt = self.prompts[name]
+        encoding = self.tokenizer.encode([self.tokenizer.prepare(prompt)])[0]
+        # The end-of-text token of the prompt alone is not part of it.
+        ends_special = bool(encoding.special_tokens_mask and encoding.special_tokens_mask[-1])
+        return prompt, len(encoding.ids) - ends_special
+
+    def _run(
+        self, encodings: Sequence[Any]
+    ) -> Iterator[tuple[list[int], dict[str, NDArray[Any]], Outputs]]:
+        """The graph over all encodings: indices, feeds and outputs of each batch."""
+        inputs = self.runner.record.inputs
+        fixed = next((s.dims[0] for s in inputs if isinstance(s.dims[0], int)), 0)
+        lengths = [len(encoding.ids) for encoding in encodings]
+        for batch in plan_batches(
+            lengths,
+            max_rows=fixed or MAX_ROWS,
+            equal_lengths=not self.tokenizer.can_pad(inputs),
+        ):
+            feeds = self.tokenizer.feeds([encodings[index] for index in batch], inputs)
+            outputs = self.runner(fill_rows(feeds, fixed))
+            yield batch, feeds, {name: rows[: len(batch)] for name, rows in outputs.items()}
+
+    def _dim(self) -> int:
+        """The size of a vector where the graph says it; 0 where it does not."""
+        wanted = (SENTENCE_OUTPUT, *_TOKEN_OUTPUTS)
+        dims = [s.dims[-1] for s in self.runner.record.outputs if s.name in wanted]
+        modes = len(self.pooling.modes) if self.pooling else 1
+        return dims[0] * modes if dims and isinstance(dims[0], int) else 0
+
+
+def fill_rows(feeds: dict[str, NDArray[Any]], rows: int) -> dict[str, NDArray[Any]]:
+    """The feeds with their last row repeated up to a graph's fixed batch; as they are for 0."""
+    return {
+        name: np.concatenate([array, np.repeat(array[-1:], rows - len(array), axis=0)])
+        if rows > len(array)
+        else array
+        for name, array in feeds.items()
+    }

@@ -113,11 +113,13 @@ class TextTokenizer:
             InputError: `texts` is one string, or an item of it is not a string.
         """
         check_texts(texts)
-        prepared = [text.strip() for text in texts] if self.strip else list(texts)
-        if self.lower_case:
-            prepared = [text.lower() for text in prepared]
-        encodings: list[Any] = self.texts.encode_batch(prepared)
+        encodings: list[Any] = self.texts.encode_batch(list(texts))
         return encodings
+
+    def prepare(self, text: str) -> str:
+        """The text as sentence-transformers hands it to the tokenizer."""
+        stripped = text.strip() if self.strip else text
+        return stripped.lower() if self.lower_case else stripped
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Any]:
         """One encoding a (question, context); further windows of it are its `overflowing` parts.

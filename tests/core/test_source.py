@@ -106,7 +106,10 @@ def test_the_first_of_several_models_in_a_package_is_always_the_same(tmp_path, m
         model_directory(root / name)
     (root / "__init__.py").touch()
     monkeypatch.syspath_prepend(root.parent)
-    assert resolve_source("package:two_models").path.name == "alpha"
+    rglob = type(root).rglob
+    for order in (sorted, lambda paths: sorted(paths, reverse=True)):
+        monkeypatch.setattr(type(root), "rglob", lambda path, what, by=order: by(rglob(path, what)))
+        assert resolve_source("package:two_models").path.name == "alpha"
 
 
 @pytest.mark.parametrize("name", ["no_such_package", "json.no_such", "", ".", "os", "a b"])

@@ -1,4 +1,7 @@
-"""The NVIDIA driver and GPUs. The nvidia-smi samples follow its documented format; no GPU was seen."""
+"""The NVIDIA driver and GPUs.
+
+The samples of nvidia-smi follow its documented format; no GPU was seen.
+"""
 
 import ctypes
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """The whole examination on this machine, and what it makes of others."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -107,10 +107,7 @@ def test_a_provider_that_kills_its_process_is_reported():
 
 
 def test_the_log_says_why_a_provider_was_left_out():
-    values = {
-        **{"name": CUDA, "compiled": True, "missing": [], "registers": False, "runs": False},
-        **{"reason": "left out", "remedy": ""},
-    }
+    values = asdict(replace(LOST, missing=(), reason="left out", remedy=""))
     assert provider_status(CUDA, Answer(values, log="CUDA failure 803")).reason == (
         "left out: CUDA failure 803"
     )

@@ -1,0 +1,154 @@
+"""Images through a graph, in batches of one size, and what its outputs say of them.
+
+>>> images = ImageModel.open(artifact, runner)
+>>> images.classify(["cat.jpg"], top_k=1)[0].label
+'cat'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ArtifactError, InputError
+from enginery.core.source import read_json
+from enginery.runtime.answers import Classification
+from enginery.runtime.batching import MAX_ROWS
+from enginery.runtime.classification import (
+    Activation,
+    choose_activation,
+    classify_logits,
+    label_names,
+)
+from enginery.runtime.image_files import load_image
+from enginery.runtime.images import ImageProcessor
+from enginery.runtime.ort import OrtRunner, Outputs
+from enginery.runtime.text_model import fill_rows
+
+_VECTOR_OUTPUTS = ("image_embeds", "pooler_output")
+# Models whose first token stands for the whole image.
+_FIRST_TOKEN = ("vit", "deit", "beit", "data2vec-vision", "dinov2", "vit_mae", "vit_msn")
+
+
+@dataclass(frozen=True)
+class ImageModel:
+    """A graph over pixels, with its processor and the model's own settings."""
+
+    runner: OrtRunner
+    processor: ImageProcessor
+    config: dict[str, Any]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def open(cls, artifact: Artifact, runner: OrtRunner) -> ImageModel:
+        """Reads the model's files beside the graph.
+
+        Raises:
+            ArtifactError: a file is missing, the graph takes more than pixels, or not RGB.
+        """
+        inputs = runner.record.inputs
+        if len(inputs) != 1 or len(inputs[0].dims) != 4 or inputs[0].dims[1] not in (3, "channels"):
+            found = "; ".join(str(spec) for spec in inputs)
+            raise ArtifactError(
+                f"{artifact.path}: the graph takes {found}; "
+                "expected pixel_values (batch, 3, height, width) alone."
+            )
+        processor = ImageProcessor.open(artifact.path)
+        config = read_json(artifact.path / "config.json")
+        notes = [f"images are prepared as {processor.kind}ImageProcessor does it with Pillow"]
+        if artifact.manifest.task == "feature-extraction":
+            notes.append(f"the vector of an image is {_vector_rule(runner, config)[1]}")
+        return cls(runner, processor, config, tuple(notes))
+
+    def classify(
+        self, images: Sequence[Any], *, top_k: int, activation: Activation
+    ) -> list[Classification]:
+        """One classification an image."""
+        answers: list[Any] = [None] * len(images)
+        for batch, outputs in self._run(images):
+            logits = outputs["logits"]
+            names = label_names(self.config, logits.shape[-1])
+            chosen = activation
+            if chosen == "auto":
+                chosen = choose_activation(self.config, len(names))
+            found = classify_logits(logits, names, chosen, top_k=top_k)
+            for index, answer in zip(batch, found, strict=True):
+                answers[index] = answer
+        return answers
+
+    def embed(self, images: Sequence[Any]) -> NDArray[np.float32]:
+        """float32 (len(images), dim)."""
+        output, _ = _vector_rule(self.runner, self.config)
+        rows: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(images)
+        for batch, outputs in self._run(images):
+            for index, found in zip(batch, outputs[output], strict=True):
+                rows[index] = self._vector(found.astype(np.float32, copy=False))
+        return np.stack(rows) if rows else np.empty((0, 0), np.float32)
+
+    def _vector(self, found: NDArray[np.float32]) -> NDArray[np.float32]:
+        if found.ndim == 3:  # a feature map: (channels, height, width)
+            return np.asarray(found.mean(axis=(1, 2)))
+        if found.ndim == 2:  # tokens: (sequence, dim)
+            first = self.config.get("model_type") in _FIRST_TOKEN
+            return np.asarray(found[0] if first else found.mean(axis=0))
+        return found
+
+    def _run(self, images: Sequence[Any]) -> Iterator[tuple[list[int], Outputs]]:
+        """The graph over all images: indices and outputs of each batch."""
+        if isinstance(images, str | bytes) or not isinstance(images, Sequence):
+            raise InputError(
+                f"found one {type(images).__name__}, expected a list of images.",
+                do="Send [image].",
+            )
+        spec = self.runner.record.inputs[0]
+        fixed = spec.dims[0] if isinstance(spec.dims[0], int) else 0
+        pixels: dict[int, NDArray[Any]] = {}
+        waiting: dict[tuple[int, ...], list[int]] = {}
+        for index, image in enumerate(images):
+            array = self.processor(load_image(image, name=f"image {index}"))
+            self._require_fit(array, index)
+            pixels[index] = array.astype(spec.dtype)
+            batch = waiting.setdefault(array.shape, [])
+            batch.append(index)
+            # Pixels are large: a full batch runs before more images are read.
+            if len(batch) == (fixed or MAX_ROWS):
+                yield batch, self._outputs([pixels.pop(i) for i in batch], fixed)
+                del waiting[array.shape]
+        for batch in waiting.values():
+            yield batch, self._outputs([pixels.pop(i) for i in batch], fixed)
+
+    def _outputs(self, arrays: Sequence[NDArray[Any]], fixed: int) -> Outputs:
+        feeds = {self.runner.record.inputs[0].name: np.stack(arrays)}
+        outputs = self.runner(fill_rows(feeds, fixed))
+        return {name: rows[: len(arrays)] for name, rows in outputs.items()}
+
+    def _require_fit(self, array: NDArray[Any], index: int) -> None:
+        spec = self.runner.record.inputs[0]
+        for size, dim in zip(array.shape, spec.dims[1:], strict=True):
+            if isinstance(dim, int) and size != dim:
+                raise InputError(
+                    f"image {index} becomes {' × '.join(map(str, array.shape))} by "
+                    f"preprocessor_config.json, but the graph takes {spec}.",
+                    do="Export the model with a processor that makes the graph's size.",
+                )
+
+
+def _vector_rule(runner: OrtRunner, config: dict[str, Any]) -> tuple[str, str]:
+    """The output that vectors are made from, and the rule in words."""
+    names = [spec.name for spec in runner.record.outputs]
+    for name in _VECTOR_OUTPUTS:
+        if name in names:
+            return name, f"the graph's {name}"
+    if "last_hidden_state" not in names:
+        raise ArtifactError(
+            f"the graph has the outputs {', '.join(names)}; vectors are made from "
+            f"{', '.join(_VECTOR_OUTPUTS)} or last_hidden_state."
+        )
+    if config.get("model_type") in _FIRST_TOKEN:
+        return "last_hidden_state", "the first token of last_hidden_state"
+    return "last_hidden_state", "the mean over all places of last_hidden_state"

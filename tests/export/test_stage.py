@@ -1,0 +1,266 @@
+"""What the export stage leaves, and what it says when it cannot."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+
+import onnx
+import pytest
+
+from enginery import Artifact, export_model, validate_model
+from enginery.core.errors import ExportError, OptionError, SourceError
+from enginery.core.store import Store
+
+
+def edited_config(source, out, **changes):
+    shutil.copytree(source, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, **changes}))
+    return str(out)
+
+
+def test_tokenizer_files_are_copied_byte_for_byte(exported, tiny_model):
+    artifact = exported("bert", "text-classification")
+    source = tiny_model("bert", "text-classification")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (artifact.path / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_task_is_inferred_from_the_models_class(tiny_model):
+    artifact = export_model(str(tiny_model("bert", "text-classification")))
+    assert artifact.manifest.task == "text-classification"
+    assert "task text-classification: inferred" in artifact.manifest.stages[0].notes
+
+
+def test_generation_keeps_its_past_when_the_task_is_inferred(tiny_model):
+    artifact = export_model(str(tiny_model("gpt2", "text-generation")))
+    assert artifact.manifest.task == "text-generation-with-past"
+    names = [spec.name for spec in artifact.manifest.graphs[0].inputs]
+    assert "past_key_values.0.key" in names
+
+
+def test_image_size_is_fixed_where_the_model_rejects_others(exported):
+    graph = exported("vit", "image-classification").manifest.graphs[0]
+    assert graph.inputs[0].dims == ("batch", 3, 32, 32)
+
+
+def test_feature_map_of_a_convolutional_model_has_named_dims(exported):
+    graph = exported("resnet", "feature-extraction").manifest.graphs[0]
+    assert graph.inputs[0].dims == ("batch", 3, "height", "width")
+    assert graph.outputs[0].dims[2:] == ("last_hidden_state_height", "last_hidden_state_width")
+
+
+def test_opset_and_precision_are_as_asked(tiny_model):
+    artifact = export_model(str(tiny_model("bert", "fill-mask")), opset=19, dtype="fp16")
+    assert artifact.manifest.graphs[0].opset == 19
+    assert artifact.manifest.precision == "fp16"
+    report = validate_model(artifact)
+    assert report.passed, report.summary
+    floors = [o.noise_floor for case in report.cases for o in case.outputs]
+    assert min(floors) > 1e-5, "an FP16 model has FP16's noise"
+
+
+def test_unknown_option_names_the_nearest(tiny_model):
+    with pytest.raises(OptionError, match="unknown option 'opsets' for export; did you mean"):
+        export_model(str(tiny_model("bert", "fill-mask")), opsets=17)
+
+
+def test_unknown_task_names_the_nearest(tiny_model):
+    with pytest.raises(ExportError, match="did you mean 'text-classification'"):
+        export_model(str(tiny_model("bert", "fill-mask")), task="text-clasification")
+
+
+def test_task_that_the_model_type_lacks_lists_those_it_has(tiny_model):
+    with pytest.raises(ExportError, match="Optimum exports bert for .*fill-mask.*not for"):
+        export_model(str(tiny_model("bert", "fill-mask")), task="image-classification")
+
+
+def test_model_type_unknown_to_optimum_is_pointed_to_dynamo(tiny_model, tmp_path):
+    model = edited_config(tiny_model("bert", "fill-mask"), tmp_path / "m", model_type="fnet",
+                          architectures=["FNetForMaskedLM"])  # fmt: skip
+    with pytest.raises(ExportError, match="no model type 'fnet'.*--exporter dynamo"):
+        export_model(model)
+
+
+def test_dynamo_exports_what_optimum_does_not_know(tmp_path):
+    import torch
+    from transformers import FNetConfig, FNetModel
+
+    torch.manual_seed(0)
+    config = FNetConfig(vocab_size=200, hidden_size=32, num_hidden_layers=2, intermediate_size=64)
+    FNetModel(config).save_pretrained(tmp_path / "fnet")
+    artifact = export_model(str(tmp_path / "fnet"), exporter="dynamo")
+    graph = artifact.manifest.graphs[0]
+    assert graph.inputs[0].dims == ("batch", "sequence")
+    assert graph.outputs[0].dims == ("batch", "sequence", 32)
+    assert validate_model(artifact).passed
+
+
+def test_dynamo_exports_a_vision_model(tmp_path):
+    import torch
+    from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
+
+    torch.manual_seed(0)
+    config = Dinov2WithRegistersConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    Dinov2WithRegistersModel(config).save_pretrained(tmp_path / "dino")
+    artifact = export_model(str(tmp_path / "dino"), exporter="dynamo")
+    assert artifact.manifest.graphs[0].inputs[0].dims == ("batch", 3, 32, 32)
+    assert validate_model(artifact).passed
+
+
+def test_models_own_code_is_refused_unless_asked_for(tiny_model, tmp_path):
+    model = edited_config(
+        tiny_model("bert", "fill-mask"), tmp_path / "m", model_type="bert-of-my-own",
+        auto_map={"AutoModel": "modeling_mine.MyModel"},
+    )  # fmt: skip
+    with pytest.raises(SourceError, match=r"modeling_mine\.py.*--trust-remote-code"):
+        export_model(model)
+
+
+def test_pickled_weights_are_refused_unless_allowed(tiny_model, tmp_path):
+    import safetensors.torch
+    import torch
+
+    model = tmp_path / "pickled"
+    shutil.copytree(tiny_model("bert", "feature-extraction"), model)
+    weights = safetensors.torch.load_file(model / "model.safetensors")
+    torch.save(weights, model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(SourceError, match="only pickled weights.*--allow-pickle"):
+        export_model(str(model))
+    artifact = export_model(str(model), allow_pickle=True)
+    assert validate_model(artifact).passed
+
+
+def test_damaged_weights_are_an_error_in_words(tiny_model, tmp_path):
+    model = tmp_path / "damaged"
+    shutil.copytree(tiny_model("bert", "feature-extraction"), model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ExportError, match="exporting failed in .*The whole log"):
+        export_model(str(model))
+
+
+def test_killed_exporter_is_an_error_that_names_the_signal(tiny_model, tmp_path, monkeypatch):
+    from enginery.core.source import resolve_source
+    from enginery.export import stage
+    from enginery.export.config import ExportConfig
+
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho about to die\nkill -9 $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(stage.sys, "executable", str(python))
+    source = resolve_source(str(tiny_model("bert", "fill-mask")))
+    with pytest.raises(ExportError, match=r"killed \(signal 9\).*memory ran out.*log"):
+        stage.run(source, ExportConfig(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def cli(*arguments, home):
+    environment = {**os.environ, "ENGINERY_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "enginery", *map(str, arguments)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def test_kill_in_the_middle_leaves_no_artifact_and_the_next_run_succeeds(tiny_model, tmp_path):
+    model, home = tiny_model("bert", "fill-mask"), tmp_path / "home"
+    child = cli("export", model, home=home)
+    for line in child.stderr:
+        if "tracing" in line:
+            break
+    os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
+    assert [e for e in Store(home).entries()] == []
+    assert list(Store(home).artifacts.glob(".tmp-*")), "killed while it worked"
+
+    again = cli("export", model, home=home)
+    _, said = again.communicate()
+    assert again.returncode == 0, said
+    assert [entry.problem for entry in Store(home).entries()] == [""]
+    assert not list(Store(home).artifacts.glob(".tmp-*")), "the leftovers are gone"
+
+
+def test_two_processes_exporting_the_same_export_once(tiny_model, tmp_path):
+    model, home = tiny_model("bert", "fill-mask"), tmp_path / "home"
+    children = [cli("export", model, "--json", home=home) for _ in range(2)]
+    results = [child.communicate() for child in children]
+    assert [child.returncode for child in children] == [0, 0], results
+    paths = {json.loads(out)["path"] for out, _ in results}
+    assert len(paths) == 1
+    tracing = [said for _, said in results if "tracing" in said]
+    assert len(tracing) == 1, results
+
+
+def test_second_export_is_taken_from_the_store_and_a_change_is_named(tiny_model, home):
+    said = []
+
+    class Listener:
+        from contextlib import contextmanager
+
+        @contextmanager
+        def task(self, name, total=0):
+            yield lambda: None
+
+        def say(self, message):
+            said.append(message)
+
+    model = str(tiny_model("electra", "fill-mask"))
+    first = export_model(model)
+    second = export_model(model, progress=Listener())
+    assert second.path == first.path
+    assert any("nothing to do" in line for line in said), said
+    export_model(model, opset=18, progress=Listener())
+    assert any("opset: 20 → 18" in line for line in said), said
+
+
+def test_out_gets_a_copy_and_foreign_directories_are_left_alone(tiny_model, tmp_path):
+    from enginery.core.errors import ArtifactError
+
+    model = str(tiny_model("bert", "fill-mask"))
+    artifact = export_model(model, out=tmp_path / "mine")
+    assert Artifact.open(tmp_path / "mine", verify=True).manifest == artifact.manifest
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    with pytest.raises(ArtifactError, match="not an enginery artifact"):
+        export_model(model, out=precious)
+    assert (precious / "thesis.txt").read_text() == "years of work"
+
+
+def test_peak_memory_of_the_child_is_recorded(exported):
+    record = exported("bert", "fill-mask").manifest.stages[0]
+    assert record.peak_rss_bytes > 100e6, "torch alone takes that much"
+    assert record.seconds > 0
+
+
+@pytest.mark.slow
+def test_model_over_two_gigabytes_uses_external_data(tmp_path):
+    import torch
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=560_000, hidden_size=1024, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=64,
+    )  # fmt: skip
+    with torch.device("cpu"):
+        BertModel(config).save_pretrained(tmp_path / "large")
+    artifact = export_model(str(tmp_path / "large"), out=tmp_path / "out")
+    graph = artifact.manifest.graphs[0]
+    assert graph.data_files
+    size = sum((artifact.path / name).stat().st_size for name in graph.data_files)
+    assert size > 2**31
+    assert (artifact.path / "model.onnx").stat().st_size < 10e6
+    assert onnx.load(str(artifact.model), load_external_data=False).graph.node
+    assert validate_model(artifact).passed
+
+
