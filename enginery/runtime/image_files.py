@@ -66,15 +66,17 @@ def load_image(source: Any, *, name: str = "image") -> Image:
 
 def _from_file(path: Path, name: str) -> Image:
     from PIL import Image as Pillow
+    from PIL import ImageOps
 
     try:
-        image = Pillow.open(path)
-        image.load()
+        with Pillow.open(path) as opened:
+            opened.load()
+            # While the file is open: some formats read their EXIF late.
+            return ImageOps.exif_transpose(opened)
     except FileNotFoundError:
         raise InputError(f"{name}: there is no file {path}.") from None
     except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
         raise InputError(f"{name}: {path} is not a whole image: {error}.") from error
-    return image
 
 
 def _from_array(array: np.ndarray[Any, Any], name: str) -> Image:

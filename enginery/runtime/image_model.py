@@ -69,6 +69,7 @@ class ImageModel:
         self, images: Sequence[Any], *, top_k: int, activation: Activation
     ) -> list[Classification]:
         """One classification an image."""
+        _require_list(images)
         answers: list[Any] = [None] * len(images)
         for batch, outputs in self._run(images):
             logits = outputs["logits"]
@@ -83,12 +84,19 @@ class ImageModel:
 
     def embed(self, images: Sequence[Any]) -> NDArray[np.float32]:
         """float32 (len(images), dim)."""
+        _require_list(images)
         output, _ = _vector_rule(self.runner, self.config)
         rows: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(images)
         for batch, outputs in self._run(images):
             for index, found in zip(batch, outputs[output], strict=True):
                 rows[index] = self._vector(found.astype(np.float32, copy=False))
-        return np.stack(rows) if rows else np.empty((0, 0), np.float32)
+        return np.stack(rows) if rows else np.empty((0, self._dim(output)), np.float32)
+
+    def _dim(self, output: str) -> int:
+        """The size of a vector where the graph says it; 0 where it does not."""
+        dims = next(s.dims for s in self.runner.record.outputs if s.name == output)
+        dim = dims[1] if len(dims) == 4 else dims[-1]
+        return dim if isinstance(dim, int) else 0
 
     def _vector(self, found: NDArray[np.float32]) -> NDArray[np.float32]:
         if found.ndim == 3:  # a feature map: (channels, height, width)
@@ -100,11 +108,6 @@ class ImageModel:
 
     def _run(self, images: Sequence[Any]) -> Iterator[tuple[list[int], Outputs]]:
         """The graph over all images: indices and outputs of each batch."""
-        if isinstance(images, str | bytes) or not isinstance(images, Sequence):
-            raise InputError(
-                f"found one {type(images).__name__}, expected a list of images.",
-                do="Send [image].",
-            )
         spec = self.runner.record.inputs[0]
         fixed = spec.dims[0] if isinstance(spec.dims[0], int) else 0
         pixels: dict[int, NDArray[Any]] = {}
@@ -136,6 +139,13 @@ class ImageModel:
                     f"preprocessor_config.json, but the graph takes {spec}.",
                     do="Export the model with a processor that makes the graph's size.",
                 )
+
+
+def _require_list(images: Any) -> None:
+    if isinstance(images, str | bytes) or not isinstance(images, Sequence):
+        raise InputError(
+            f"found one {type(images).__name__}, expected a list of images.", do="Send [image]."
+        )
 
 
 def _vector_rule(runner: OrtRunner, config: dict[str, Any]) -> tuple[str, str]:

@@ -103,8 +103,9 @@ QUESTIONS = [
 ]
 
 
+# Optimum does not export ModernBERT for question answering.
 @pytest.mark.parametrize("allow_none", [False, True])
-@pytest.mark.parametrize("kind", TEXT_KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in TEXT_KINDS if kind != "modernbert"])
 def test_question_answers_equal_the_pipeline(tiny, kind, allow_none):
     source = tiny.source(kind, "question-answering")
     reader = pipeline("question-answering", source)
