@@ -120,7 +120,7 @@ def _supported_task(model_type: str, task: str, *, asked: str) -> str:
         raise ExportError(
             f"Optimum exports {model_type} for {', '.join(tasks)}, not for {task}"
             f"{nearest(task, tasks)}",
-            do="Name another --task.",
+            do="Name another --task, or try --exporter dynamo.",
         )
     return task
 

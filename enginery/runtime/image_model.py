@@ -93,10 +93,10 @@ class ImageModel:
         return np.stack(rows) if rows else np.empty((0, self._dim(output)), np.float32)
 
     def _dim(self, output: str) -> int:
-        """The size of a vector where the graph says it; 0 where it does not."""
+        """The size of a vector, from the graph or else from config.json; 0 if neither says it."""
         dims = next(s.dims for s in self.runner.record.outputs if s.name == output)
         dim = dims[1] if len(dims) == 4 else dims[-1]
-        return dim if isinstance(dim, int) else 0
+        return dim if isinstance(dim, int) else int(self.config.get("hidden_size") or 0)
 
     def _vector(self, found: NDArray[np.float32]) -> NDArray[np.float32]:
         if found.ndim == 3:  # a feature map: (channels, height, width)

@@ -101,12 +101,16 @@ class Model:
         return self._text_model("embed").embed(texts, prompt_name=prompt_name)
 
     def classify(
-        self, texts: Sequence[str], *, top_k: int = 0, activation: Activation = "auto"
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        *,
+        top_k: int = 0,
+        activation: Activation = "auto",
     ) -> list[Classification]:
         """Labels of texts.
 
         Args:
-            texts: what to classify.
+            texts: what to classify: texts, or pairs for a model that compares two.
             top_k: how many labels, best first; 0 for all.
             activation: what makes scores of logits; `auto` as transformers' pipeline chooses.
 

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from enginery.core.artifact import Artifact
 from enginery.core.errors import InputError, ProviderError
 from enginery.core.manifest import GraphRecord
+from enginery.runtime.obstacles import register_plugin
+from enginery.runtime.provider_names import TENSORRT_RTX
 from enginery.runtime.providers import Provider, choose_providers
 
 Feeds = Mapping[str, NDArray[Any]]
@@ -108,7 +110,16 @@ def open_session(path: Path, providers: Sequence[Provider], *, threads: int = 0)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors come back as exceptions; warnings would be noise
-    wanted = [(provider.name, dict(provider.options)) for provider in providers]
+    wanted: list[tuple[str, dict[str, str]]] | None = [
+        (provider.name, dict(provider.options)) for provider in providers
+    ]
+    for provider in providers:
+        if provider.name == TENSORRT_RTX:
+            # A plugin is given by its devices. ONNX Runtime then takes no list of names beside
+            # it, and adds the CPU itself.
+            devices = register_plugin(provider.name)
+            options.add_provider_for_devices(devices, dict(provider.options))
+            wanted = None
     try:
         session = ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
     except Exception as error:

@@ -114,9 +114,13 @@ class TextModel:
         return np.stack(rows) if rows else np.empty((0, self._dim()), np.float32)
 
     def classify(
-        self, texts: Sequence[str], *, top_k: int, activation: Activation
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        *,
+        top_k: int,
+        activation: Activation,
     ) -> list[Classification]:
-        """One classification a text."""
+        """One classification a text or a pair of texts."""
         encodings = self._encode(texts)
         answers: list[Any] = [None] * len(encodings)
         for batch, _, outputs in self._run(encodings):
@@ -132,6 +136,7 @@ class TextModel:
 
     def tag(self, texts: Sequence[str], *, aggregation: Aggregation) -> list[list[TokenSpan]]:
         """The labelled stretches of each text."""
+        check_texts(texts)
         encodings = self._encode(texts)
         answers: list[Any] = [None] * len(encodings)
         for batch, _, outputs in self._run(encodings):
@@ -179,6 +184,7 @@ class TextModel:
 
     def fill(self, texts: Sequence[str], *, top_k: int) -> list[MaskFillings]:
         """The best tokens for each mask of each text."""
+        check_texts(texts)
         mask = self.tokenizer.mask_token
         encodings = self._encode(texts)
         mask_id = self.tokenizer.texts.token_to_id(mask) if mask else None
@@ -213,7 +219,7 @@ class TextModel:
             masks.append(tuple(row))
         return MaskFillings(tuple(masks))
 
-    def _encode(self, texts: Sequence[str]) -> list[Any]:
+    def _encode(self, texts: Sequence[str | tuple[str, str]]) -> list[Any]:
         encodings = self.tokenizer.encode(texts)
         cut = sum(bool(encoding.overflowing) for encoding in encodings)
         if cut:

@@ -106,13 +106,15 @@ class TextTokenizer:
             clean_up=bool(settings.get("clean_up_tokenization_spaces")),
         )
 
-    def encode(self, texts: Sequence[str]) -> list[Any]:
+    def encode(self, texts: Sequence[str | tuple[str, str]]) -> list[Any]:
         """One `tokenizers.Encoding` a text, cut at `limit`; a cut one has `overflowing` parts.
 
+        A pair of texts becomes one encoding, as the model's template joins them.
+
         Raises:
-            InputError: `texts` is one string, or an item of it is not a string.
+            InputError: `texts` is one string, or an item of it is neither a string nor a pair.
         """
-        check_texts(texts)
+        check_texts(texts, pairs=True)
         encodings: list[Any] = self.texts.encode_batch(list(texts))
         return encodings
 
@@ -205,13 +207,18 @@ class TextTokenizer:
         return array
 
 
-def check_texts(texts: Sequence[Any], *, what: str = "text") -> None:
-    """Raises InputError unless `texts` is a list of strings; the message has the index."""
+def check_texts(texts: Sequence[Any], *, what: str = "text", pairs: bool = False) -> None:
+    """Raises InputError unless `texts` is a list of strings; the message has the index.
+
+    With `pairs`, a tuple of two strings is as good as a string.
+    """
     if isinstance(texts, str | bytes):
         raise InputError(f"found one {what}, expected a list of them.", do=f"Send [{what}].")
-    for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise InputError(f"{what} {index} is a {type(text).__name__}, expected a string.")
+    for index, item in enumerate(texts):
+        is_pair = pairs and isinstance(item, tuple) and len(item) == 2
+        for text in item if is_pair else (item,):
+            if not isinstance(text, str):
+                raise InputError(f"{what} {index} is a {type(text).__name__}, expected a string.")
 
 
 def fixed_sequence(inputs: Iterable[TensorSpec]) -> int | None:

@@ -17,6 +17,7 @@ TEXTS = [
     "Marie Curie lived in Paris, not far from the Seine!",
     "Über die Brücke in Köln fährt kein Zug.",
     "引擎已经热了 x/y z_w",
+    "the ☃☃ and 한국 ☂x pump ☃",  # unknown characters: words of their own
     "Who built the bridge over the river in London? " * 3,
 ]
 
@@ -61,6 +62,41 @@ def test_scores_follow_the_problem_type(tiny, config, in_range):
     assert not np.allclose(totals, 1)  # not a softmax
     scores = [label.score for answer in found for label in answer.labels]
     assert all(0 <= score <= 1 for score in scores) == in_range
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "albert"])
+def test_pairs_are_classified_as_by_the_pipeline(tiny, kind):
+    source = tiny.source(kind, "text-classification")
+    pairs = [("The pump runs.", "The engine is warm."), ("a b c", "?")]
+    classifier = pipeline("text-classification", source, top_k=None)
+    expected = [classifier({"text": text, "text_pair": pair}) for text, pair in pairs]
+    found = load_model(tiny.artifact(kind, "text-classification")).classify(pairs)
+    for answer, reference in zip(found, expected, strict=True):
+        assert answer.label == reference[0]["label"]
+        assert answer.score == pytest.approx(reference[0]["score"], abs=1e-5)
+
+
+def test_a_graph_of_fixed_batch_and_sequence_gets_full_feeds(tiny):
+    artifact = tiny.artifact("bert", "text-classification")
+    graph = artifact.manifest.graphs[0]
+    fixed = tuple(type(spec)(spec.name, spec.dtype, (4, 64)) for spec in graph.inputs)
+    record = graph.model_copy(update={"inputs": fixed})
+    manifest = artifact.manifest.model_copy(update={"graphs": (record,)})
+    model = load_model(type(artifact)(artifact.path, manifest))
+    shapes = []
+    run = model._runner.__class__.__call__
+
+    class Watched(model._runner.__class__):
+        def __call__(self, feeds):
+            shapes.extend(array.shape for array in feeds.values())
+            return run(self, feeds)
+
+    model._runner.__class__ = Watched
+    found = model.classify(TEXTS)
+    assert set(shapes) == {(4, 64)}
+    for answer, expected in zip(found, load_model(artifact).classify(TEXTS), strict=True):
+        assert answer.label == expected.label
+        assert answer.score == pytest.approx(expected.score, abs=1e-5)
 
 
 def test_top_k_keeps_the_best_labels(tiny):
@@ -195,6 +231,8 @@ def test_a_method_of_another_task_says_what_to_call(tiny):
         ("one text", "found one text, expected a list"),
         (["a", 3], "text 1 is a int"),
         (["a", "b", None], "text 2 is a NoneType"),
+        (["a", ("b", 3)], "text 1 is a int"),
+        ([("a", "b", "c")], "text 0 is a tuple"),
     ],
 )
 def test_inputs_that_are_not_texts_are_refused_by_index(tiny, texts, message):
