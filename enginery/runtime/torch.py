@@ -171,8 +171,15 @@ class TorchRunner:
             if not with_past:
                 tensors = {n: t for n, t in tensors.items() if not n.startswith("past_")}
         model, config = self._parts[stem]
+        inputs = _as_traced(tensors, config)
+        if "encoder_outputs" in config.torch_to_onnx_input_map.keys() - inputs.keys():
+            # With a past, the encoder's keys and values come from there. PyTorch still wants
+            # something to tell it that the encoder has run.
+            rows, length = tensors["encoder_attention_mask"].shape
+            width = self._model.config.hidden_size
+            inputs["encoder_outputs"] = (torch.zeros(rows, length, width), None, None)
         with config.patch_model_for_export(model, model_kwargs={}):
-            found = model(**config.rename_ambiguous_inputs(_as_traced(tensors, config)))
+            found = model(**config.rename_ambiguous_inputs(inputs))
         flat: dict[str, Any] = {}
         for name, value in found.items():
             graph_name = "present" if name == "past_key_values" else name
