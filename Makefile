@@ -15,6 +15,9 @@ OUT ?=
 ARTIFACT ?= $(OUT)
 ARGS ?=
 
+# A worker an export each; every one holds PyTorch, so that memory bounds their number.
+PARALLEL ?= --numprocesses logical --maxprocesses 4 --dist worksteal
+
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
@@ -44,10 +47,10 @@ doctor: setup  ## show what this machine can run
 	$(BIN)/enginery doctor $(ARGS)
 
 test: setup  ## run the tests
-	$(BIN)/python -m pytest -m "not slow and not gpu and not network" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network" $(ARGS)
 
 test-all: setup  ## run the tests, those that take minutes too
-	$(BIN)/python -m pytest -m "not gpu and not network" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not network" $(ARGS)
 
 lint: setup  ## style, types and the layers between folders
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -264,3 +264,61 @@ def test_model_over_two_gigabytes_uses_external_data(tmp_path):
     assert validate_model(artifact).passed
 
 
+
+
+OWN_CODE = '''
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+
+class MyConfig(PretrainedConfig):
+    model_type = "bag-of-words"
+
+    def __init__(self, vocab_size=50, **kwargs):
+        self.vocab_size = vocab_size
+        super().__init__(**kwargs)
+
+
+class MyModel(PreTrainedModel):
+    config_class = MyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.words = torch.nn.Embedding(config.vocab_size, 8)
+        self.head = torch.nn.Linear(8, 3)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask=None, return_dict=None):
+        mask = attention_mask.unsqueeze(-1).to(self.words.weight.dtype)
+        vectors = self.words(input_ids) * mask
+        return SequenceClassifierOutput(logits=self.head(vectors.sum(1) / mask.sum(1)))
+'''
+
+
+def test_models_own_code_runs_once_it_is_trusted(tmp_path, monkeypatch):
+    import torch
+    from safetensors.torch import save_file
+
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = tmp_path / "own"
+    model.mkdir()
+    (model / "modeling_mine.py").write_text(OWN_CODE)
+    names = {"AutoConfig": "MyConfig", "AutoModelForSequenceClassification": "MyModel"}
+    config = {
+        "model_type": "bag-of-words", "architectures": ["MyModel"], "vocab_size": 50,
+        "auto_map": {auto: f"modeling_mine.{name}" for auto, name in names.items()},
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    weights = {"words.weight": torch.randn(50, 8), "head.weight": torch.randn(3, 8),
+               "head.bias": torch.randn(3)}  # fmt: skip
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+    options = {"task": "text-classification", "exporter": "dynamo"}
+    with pytest.raises(SourceError, match=r"modeling_mine\.py"):
+        export_model(str(model), **options)
+    artifact = export_model(str(model), trust_remote_code=True, **options)
+    assert artifact.manifest.trust_remote_code
+    assert artifact.manifest.graphs[0].outputs[0].dims == ("batch", 3)
+    assert validate_model(artifact).passed
