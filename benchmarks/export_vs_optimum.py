@@ -85,8 +85,11 @@ def _optimum_command(model: Path, task: str, scratch: Path) -> list[str]:
 
 def _unchecked_command(model: Path, task: str, scratch: Path) -> list[str]:
     # optimum-cli cannot be told to leave out its validation; the function that it calls can.
-    call = "import sys; from optimum.exporters.onnx import main_export; " \
-           "main_export(sys.argv[1], sys.argv[3], task=sys.argv[2], opset=20, do_validation=False)"  # fmt: skip
+    call = (
+        "import sys; from optimum.exporters.onnx import main_export; "
+        "model, task, out = sys.argv[1:]; "
+        "main_export(model, out, task=task, opset=20, do_validation=False)"
+    )
     return [sys.executable, "-c", call, str(model), task, str(scratch / "out")]
 
 

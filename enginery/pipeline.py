@@ -14,12 +14,14 @@ Every artifact is made in the store, under the lock of its fingerprint; `out` ge
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact import Artifact, refuse_foreign
 from enginery.core.errors import ArtifactError, OptionError
+from enginery.core.manifest import Verdict
 from enginery.core.options import options_from
 from enginery.core.progress import SILENT, Progress
 from enginery.core.source import resolve_source
@@ -43,6 +45,11 @@ class StageResult:
     seconds: float
     report: ValidationReport | None = None
 
+    @property
+    def passed(self) -> bool:
+        """It did not check anything, or its check said yes."""
+        return self.report is None or self.report.passed
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -50,11 +57,19 @@ class RunResult:
 
     artifact: Artifact
     stages: list[StageResult] = field(default_factory=list)
+    refused: tuple[str, ...] = ()
+    """Stages that did not run, because a check before them had failed."""
 
     @property
     def passed(self) -> bool:
-        """No check said no."""
-        return all(stage.report is None or stage.report.passed for stage in self.stages)
+        """No check said no, so that nothing was refused either."""
+        return all(stage.passed for stage in self.stages)
+
+    @property
+    def failure(self) -> str:
+        """What the first failed check said; empty when all passed."""
+        reports = (stage.report for stage in self.stages if stage.report)
+        return next((report.summary for report in reports if not report.passed), "")
 
 
 def export_model(
@@ -117,6 +132,9 @@ def run_recipe(
 ) -> RunResult:
     """Runs a recipe's stages in order; a second run takes every finished result.
 
+    A failed validation is a result, not an error: the artifact is marked, in the store and at the
+    recipe's `out`, and the stages after it are refused.
+
     Args:
         recipe: a recipe or the path of its YAML file.
         force: run every stage although its result is there.
@@ -124,28 +142,33 @@ def run_recipe(
         progress: who is told what happens.
 
     Raises:
-        EngineryError: a stage cannot do its work, or a stage follows a failed validation.
+        EngineryError: a stage cannot do its work.
     """
     plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     if plan.out:
         refuse_foreign(Path(plan.out))
     stages: list[StageResult] = []
+    refused: list[str] = []
     artifact: Artifact | None = None
     for step in plan.steps:
+        if not allow_failed and not all(stage.passed for stage in stages):
+            progress.say(f"{step.stage}: refused, a check before it failed (--allow-failed)")
+            refused.append(step.stage)
+            continue
         if isinstance(step.options, ExportConfig):
             result = _export(plan.model, step.options, "", force=force, progress=progress)
         elif artifact is None:
             raise OptionError(f"a recipe starts with export, found {step.stage}.")
         else:
-            artifact.require_passed(allow_failed=allow_failed)
             result = _validate(artifact, step.options, force=force, progress=progress)
         stages.append(result)
         artifact = result.artifact
     if artifact is None:
         raise OptionError("the recipe has no stages.", do="Add at least: stages: [export]")
     if plan.out:
-        artifact = _deliver(artifact, Path(plan.out), progress)
-    return RunResult(artifact, stages)
+        checked = [stage.stage for stage in stages if stage.report]
+        artifact = _deliver(artifact, Path(plan.out), progress, checked=checked)
+    return RunResult(artifact, stages, tuple(refused))
 
 
 def open_passed(path: str | Path, *, allow_failed: bool = False) -> Artifact:
@@ -205,14 +228,39 @@ def _why_validate(artifact: Artifact, config: ValidateConfig, *, force: bool) ->
     return f"validating anew: {'; '.join(changes) or 'its report is missing'}"
 
 
-def _deliver(artifact: Artifact, out: Path, progress: Progress) -> Artifact:
-    """A copy of the artifact at `out`, unless the same one is there already."""
+def _deliver(
+    artifact: Artifact, out: Path, progress: Progress, *, checked: Sequence[str] = ()
+) -> Artifact:
+    """A copy of the artifact at `out`, unless the same one is there already.
+
+    Where the same model is there, so are verdicts that somebody may have come by at `out` alone:
+    of each stage the newest holds, except that those `checked` just now go before any other.
+    """
     present = _opened(out)
-    if present and _covers(present, artifact):
-        return present
-    delivered = artifact.copy_to(out)
-    progress.say(f"wrote {out}")
-    return delivered
+    same_model = present is not None and present.manifest.files == artifact.manifest.files
+    verdicts = {verdict.stage: (verdict, artifact) for verdict in artifact.manifest.verdicts}
+    for verdict in present.manifest.verdicts if present and same_model else ():
+        mine = verdicts.get(verdict.stage)
+        newer = mine is None or mine[0].finished <= verdict.finished
+        if present and newer and verdict.stage not in checked:
+            verdicts[verdict.stage] = (verdict, present)
+    # Reports are read before the copy below replaces the directory that holds them.
+    reports = {stage: _report_bytes(holder, verdict) for stage, (verdict, holder) in
+               verdicts.items()}  # fmt: skip
+    if present is None or not same_model or present.manifest.stages != artifact.manifest.stages:
+        present = artifact.copy_to(out)
+        progress.say(f"wrote {out}")
+    for stage, (verdict, _) in verdicts.items():
+        if verdict not in present.manifest.verdicts:
+            present = present.annotate(verdict, reports[stage])
+    return present
+
+
+def _report_bytes(artifact: Artifact, verdict: Verdict) -> bytes:
+    try:
+        return (artifact.path / verdict.report).read_bytes()
+    except FileNotFoundError:
+        return b""  # somebody removed it; the verdict in the manifest holds without
 
 
 def _opened(path: Path) -> Artifact | None:
@@ -220,10 +268,3 @@ def _opened(path: Path) -> Artifact | None:
         return Artifact.open(path)
     except ArtifactError:
         return None
-
-
-def _covers(present: Artifact, artifact: Artifact) -> bool:
-    """Whether `present` is the same artifact, with at least the same verdicts."""
-    mine, theirs = artifact.manifest, present.manifest
-    same = (mine.stages, mine.files) == (theirs.stages, theirs.files)
-    return same and all(verdict in theirs.verdicts for verdict in mine.verdicts)

@@ -1,24 +1,31 @@
-"""Results as plain rows and JSON, for the console to show.
+"""Results as plain rows for people and JSON for programs; the console shows them.
 
 >>> show.run_rows(result)
-[{'stage': 'export', 'artifact': …, 'time': '5.2 s', 'result': 'made'}]
+[{'stage': 'export', 'result': 'made', 'time': '5.2 s', …}]
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from enginery.console import human_bytes
 from enginery.core.artifact import Artifact
 from enginery.core.store import StoreEntry
+from enginery.runtime.provider_names import short_name
 
 if TYPE_CHECKING:
-    from enginery.pipeline import RunResult
-    from enginery.validate.report import ValidationReport
+    from enginery.ask import Answer
+    from enginery.pipeline import RunResult, StageResult
+    from enginery.validate.metrics import OutputMetrics
+    from enginery.validate.report import CaseResult, ValidationReport
 
 Row = dict[str, str]
+
+_NOTHING = "–"
 
 
 def artifact_rows(artifact: Artifact) -> list[Row]:
@@ -36,15 +43,10 @@ def artifact_rows(artifact: Artifact) -> list[Row]:
         "graphs": ", ".join(f"{g.file} (opset {g.opset})" for g in manifest.graphs),
         "size": human_bytes(size),
     }
-    for stage in manifest.stages:
-        facts[stage.stage] = (
-            f"{stage.seconds:.1f} s, peak memory {human_bytes(stage.peak_rss_bytes)}"
-        )
-        facts.update({f"{stage.stage} note {i}": n for i, n in enumerate(stage.notes, start=1)})
     for verdict in manifest.verdicts:
         said = "passed" if verdict.passed else "failed"
-        facts[verdict.stage] = f"{said}: {verdict.summary}"
-    return [{"what": name, "value": value} for name, value in facts.items()]
+        facts[verdict.stage] = f"{said} {verdict.finished}: {verdict.summary}"
+    return _facts(facts)
 
 
 def artifact_json(artifact: Artifact) -> dict[str, Any]:
@@ -70,16 +72,17 @@ def interface_rows(artifact: Artifact) -> list[Row]:
 
 def stage_rows(artifact: Artifact) -> list[Row]:
     """How the artifact was made."""
-    return [
-        {
-            "stage": stage.stage,
-            "finished": stage.finished,
-            "options": ", ".join(f"{k}={v}" for k, v in stage.options.items()),
-            "tools": ", ".join(f"{k} {v}" for k, v in stage.tools.items()),
-            "key": stage.key[:16],
+    rows = []
+    for stage in artifact.manifest.stages:
+        took = f"{stage.seconds:.1f} s, peak memory {human_bytes(stage.peak_rss_bytes)}"
+        facts = {
+            stage.stage: f"finished {stage.finished}, took {took}",
+            "options": ", ".join(f"{name}={value}" for name, value in stage.options.items()),
+            "tools": ", ".join(f"{name} {version}" for name, version in stage.tools.items()),
+            "key": stage.key,
         }
-        for stage in artifact.manifest.stages
-    ]
+        rows += _facts(facts) + [{"what": "note", "value": note} for note in stage.notes]
+    return rows
 
 
 def file_rows(artifact: Artifact) -> list[Row]:
@@ -95,42 +98,123 @@ def report_json(report: ValidationReport) -> Any:
     return json.loads(report.to_json())
 
 
+def validation_tables(report: ValidationReport, *, every: bool) -> dict[str, list[Row]]:
+    """For each graph, its outputs against PyTorch.
+
+    Args:
+        report: what was found.
+        every: a row for each case and output; else the worst case of each output, where outputs
+            that differ by a layer's number count as one, and the cases that could not be compared.
+    """
+    tables: dict[str, list[Row]] = {}
+    for graph in dict.fromkeys(case.graph for case in report.cases):
+        cases = [case for case in report.cases if case.graph == graph]
+        pairs = [(case, output) for case in cases for output in case.outputs]
+        if not every:
+            kinds: dict[str, list[tuple[CaseResult, OutputMetrics]]] = {}
+            for pair in pairs:
+                kinds.setdefault(_kind(pair[1].output), []).append(pair)
+            pairs = [max(found, key=lambda pair: pair[1].badness) for found in kinds.values()]
+        rows = [
+            {
+                "output": output.output if every else _kind(output.output),
+                "input" if every else "worst input": f"{case.kind}: {case.name}",
+                "max abs error": f"{output.max_abs:.1e}",
+                "allowed": f"{output.limit:.1e}",
+                "cosine": f"{output.cosine:.6f}",
+                "verdict": _verdict(output),
+            }
+            for case, output in pairs
+        ]
+        blank = dict.fromkeys(("max abs error", "allowed", "cosine"), _NOTHING)
+        rows += [
+            {
+                "output": _NOTHING,
+                "input" if every else "worst input": f"{case.kind}: {case.name}",
+                **blank,
+                "verdict": case.problem or f"skipped: {case.skipped}",
+            }
+            for case in cases
+            if case.problem or (every and case.skipped)
+        ]
+        if rows:
+            tables[graph] = rows
+    return tables
+
+
+def _kind(output: str) -> str:
+    """`present.*.decoder.key` for `present.11.decoder.key`."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", output)
+
+
+def _verdict(output: OutputMetrics) -> str:
+    """One word where the row's own numbers say the rest."""
+    return "failed" if output.max_abs > output.limit else output.problem or "ok"
+
+
 def report_lines(report: ValidationReport) -> list[str]:
-    """What the table of a validation does not say."""
-    lines = [f"provider {provider['name']}: {provider['reason']}" for provider in report.providers]
+    """What the tables of a validation do not say."""
+    lines = [provider_line(report)] if report.providers else []
     if report.embeddings:
         found = report.embeddings
         lines.append(
-            f"embeddings of {found.sentences} sentences: cosine at least {found.min_cosine:.8f}, "
+            f"embeddings of {found.sentences} sentences: cosine at least {found.min_cosine:.6f}, "
             f"nearest neighbour the same for {found.neighbour_agreement:.0%}"
         )
+    if skipped := [case for case in report.cases if case.skipped]:
+        lines.append(f"skipped, as PyTorch itself rejects them: {len(skipped)} inputs")
     lines.extend(f"note: {note}" for note in report.notes)
     lines.append(f"{'passed' if report.passed else 'failed'}: {report.summary}")
     return lines
 
 
-def run_rows(result: RunResult) -> list[Row]:
-    """One row a stage: what was made, where, how long it took, how far it is from PyTorch."""
-    return [
+def provider_line(report: ValidationReport) -> str:
+    """`provider: cpu (asked for)`, with the choice's reason."""
+    chosen = (f"{short_name(p['name'])} ({p['reason']})" for p in report.providers)
+    return f"provider: {', '.join(chosen)}"
+
+
+def made_rows(result: RunResult) -> list[Row]:
+    """What a run made, of what, and where."""
+    manifest = result.artifact.manifest
+    revision = f" at {manifest.source.revision[:12]}" if manifest.source.revision else ""
+    opsets = ", ".join(dict.fromkeys(f"opset {graph.opset}" for graph in manifest.graphs))
+    size = sum(file.size_bytes for file in manifest.files.values())
+    return _facts(
         {
-            "stage": stage.stage,
-            "result": _stage_result(stage.report, worked=stage.worked),
-            "time": f"{stage.seconds:.1f} s",
-            "detail": stage.report.summary
-            if stage.report
-            else f"{result.artifact.manifest.task}, {result.artifact.manifest.precision}, "
-            f"{human_bytes(result.artifact.model.stat().st_size)}: {result.artifact.path}",
+            "model": f"{manifest.source.id}{revision}",
+            "made": f"ONNX for {manifest.task}, {manifest.precision}, {opsets}, "
+            f"{human_bytes(size)}",
+            "where": str(result.artifact.path),
         }
-        for stage in result.stages
-    ]
+    )
 
 
-def _stage_result(report: ValidationReport | None, *, worked: bool) -> str:
+def run_rows(result: RunResult) -> list[Row]:
+    """One row a stage: what came of it, how long it took, how far outputs are from PyTorch."""
+    rows = [_stage_row(stage) for stage in result.stages]
+    blank = dict.fromkeys(("time", "max abs error", "allowed", "cosine", "provider"), _NOTHING)
+    return rows + [{"stage": name, "result": "refused", **blank} for name in result.refused]
+
+
+def _stage_row(stage: StageResult) -> Row:
+    report = stage.report
     done = "made" if report is None else ("passed" if report.passed else "failed")
-    return done if worked else f"{done} earlier"
+    worst = report.worst() if report else None
+    cosines = [o.cosine for case in report.cases for o in case.outputs] if report else []
+    names = [short_name(provider["name"]) for provider in report.providers] if report else []
+    return {
+        "stage": stage.stage,
+        "result": done if stage.worked else f"{done} earlier",
+        "time": f"{stage.seconds:.1f} s",
+        "max abs error": f"{worst[1].max_abs:.1e}" if worst else _NOTHING,
+        "allowed": f"{worst[1].limit:.1e}" if worst else _NOTHING,
+        "cosine": f"{min(cosines):.6f}" if cosines else _NOTHING,
+        "provider": ", ".join(names) or _NOTHING,
+    }
 
 
-def run_json(result: RunResult, answers: Sequence[Row]) -> dict[str, Any]:
+def run_json(result: RunResult, answers: Sequence[Answer]) -> dict[str, Any]:
     """A run for programs."""
     return {
         "artifact": str(result.artifact.path),
@@ -144,21 +228,35 @@ def run_json(result: RunResult, answers: Sequence[Row]) -> dict[str, Any]:
             }
             for stage in result.stages
         ],
-        "answers": list(answers),
+        "refused": list(result.refused),
+        "answers": [answer.as_json() for answer in answers],
     }
 
 
 def store_rows(entries: Sequence[StoreEntry]) -> list[Row]:
     """One row an artifact."""
-    from datetime import UTC, datetime
-
     return [
         {
             "artifact": entry.path.name,
-            "source": entry.artifact.manifest.source.id if entry.artifact else "",
+            "source": entry.artifact.manifest.source.id if entry.artifact else _NOTHING,
             "size": human_bytes(entry.size_bytes),
+            "used": f"{datetime.fromtimestamp(entry.used, UTC):%Y-%m-%d}",
+            "state": f"damaged: {entry.problem}" if entry.problem else _state(entry),
+        }
+        for entry in entries
+    ]
+
+
+def store_json(entries: Sequence[StoreEntry]) -> list[dict[str, Any]]:
+    """The same for programs."""
+    return [
+        {
+            "path": str(entry.path),
+            "source": entry.artifact.manifest.source.id if entry.artifact else None,
+            "size_bytes": entry.size_bytes,
             "used": datetime.fromtimestamp(entry.used, UTC).isoformat(timespec="seconds"),
             "state": _state(entry),
+            "problem": entry.problem,
         }
         for entry in entries
     ]
@@ -166,5 +264,9 @@ def store_rows(entries: Sequence[StoreEntry]) -> list[Row]:
 
 def _state(entry: StoreEntry) -> str:
     if entry.artifact is None:
-        return f"damaged: {entry.problem}"
+        return "damaged"
     return "failed" if entry.artifact.failed() else "ok"
+
+
+def _facts(facts: dict[str, str]) -> list[Row]:
+    return [{"what": name, "value": value} for name, value in facts.items()]

@@ -6,8 +6,9 @@
     (4, 17)
 
 Token ids are drawn from the whole vocabulary; `ragged` pads every row but the first by a different
-amount, so that masks matter. These inputs are for comparing two implementations of one model:
-nothing is measured or calibrated on them.
+amount, so that masks matter: on the right as encoders are fed, on the left where the graph decodes
+(it takes past keys, or positions). These inputs are for comparing two implementations of one
+model: nothing is measured or calibrated on them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class FeedLimits:
     min_sequence: int = 1
     """The shortest sequence; for raw audio, what the convolutions need for one frame."""
     max_positions: int = 512
-    """The longest sequence, in tokens, that the position embeddings cover."""
+    """The longest sequence worth trying, in the model's own unit: tokens, or samples of audio."""
+    hard_limit: int | None = None
+    """The longest sequence that the position embeddings cover; None where nothing ends."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The natural size of other dims: an image's height and width, a spectrogram's bins."""
 
@@ -56,6 +59,7 @@ class FeedLimits:
             type_vocab_size=int(merged.get("type_vocab_size") or 1),
             min_sequence=frames,
             max_positions=16 * frames if frames > 1 else position_limit(merged),
+            hard_limit=position_limit(merged) if _positions_end(merged) else None,
             sizes=_natural_sizes(merged),
         )
 
@@ -103,6 +107,29 @@ def position_limit(config: Mapping[str, Any]) -> int:
         pad = config.get("pad_token_id")
         limit -= (1 if pad is None else pad) + 1
     return int(limit)
+
+
+# Positions of these are distances between tokens, whatever their config.json says of a length.
+_RELATIVE_POSITIONS = (
+    "t5",
+    "mt5",
+    "umt5",
+    "longt5",
+    "switch_transformers",
+    "xlnet",
+    "bloom",
+    "mpt",
+)
+
+
+def _positions_end(config: Mapping[str, Any]) -> bool:
+    """Whether config.json names a length that the model cannot go beyond."""
+    relative = (
+        config.get("model_type") in _RELATIVE_POSITIONS
+        or config.get("position_biased_input") is False  # DeBERTa
+        or _audio_frame(config) > 1
+    )
+    return not relative and bool(config.get("max_position_embeddings") or config.get("n_positions"))
 
 
 def make_feeds(
@@ -167,18 +194,43 @@ def _values(
 
 
 def _pad_rows(feeds: Feeds, specs: tuple[TensorSpec, ...], limits: FeedLimits) -> None:
-    """Shortens each row but the first, in the mask and in the ids that the mask covers."""
-    masks = {spec.dims: spec.name for spec in specs if _is_paddable_mask(spec)}
-    for dims, mask_name in masks.items():
-        mask = feeds[mask_name]
+    """Shortens each row but the first, in the masks, and in the ids and positions that they cover.
+
+    Where keys of the past come first, what is new is never padding: so generation is batched.
+    """
+    decodes = any(spec.name == "position_ids" or spec.name.startswith("past_") for spec in specs)
+    for mask_spec in specs:
+        if not is_padding_mask(mask_spec):
+            continue
+        mask = feeds[mask_spec.name]
         rows, length = mask.shape
-        kept = np.linspace(length, max(1, length // 3), rows).round().astype(int)
-        mask[np.arange(length)[None, :] >= kept[:, None]] = 0
-        for spec in specs:
-            if spec.dims == dims and spec.name.endswith("input_ids"):
-                feeds[spec.name][mask == 0] = limits.pad_token_id
+        covered = [spec for spec in specs if spec is not mask_spec and covers(mask_spec, spec)]
+        new = min((feeds[spec.name].shape[1] for spec in covered), default=length)
+        shortest = max(1, length // 3, new + 1 if new < length else 0)
+        kept = np.linspace(length, shortest, rows).round().astype(int)[:, None]
+        left = decodes and not mask_spec.name.startswith("encoder_")
+        columns = np.arange(length)[None, :]
+        mask[columns < length - kept if left else columns >= kept] = 0
+        for spec in covered:
+            values = feeds[spec.name]
+            width = values.shape[1]
+            if spec.name.endswith("input_ids"):
+                values[mask[:, length - width :] == 0] = limits.pad_token_id
+            elif spec.name == "position_ids":
+                positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+                values[...] = positions[:, length - width :]
 
 
-def _is_paddable_mask(spec: TensorSpec) -> bool:
-    two_plain_dims = len(spec.dims) == 2 and all(len(dim_terms(dim)) == 1 for dim in spec.dims)
-    return spec.name.endswith("attention_mask") and two_plain_dims
+def is_padding_mask(spec: TensorSpec) -> bool:
+    """Whether an input says which positions of a (batch, sequence) are padding."""
+    return spec.name.endswith("attention_mask") and len(spec.dims) == 2
+
+
+def covers(mask: TensorSpec, spec: TensorSpec) -> bool:
+    """Whether `spec` is (batch, sequence, …) over the mask's positions, or over the last of them.
+
+    A mask over `past_sequence + sequence` ends with the positions of `sequence`.
+    """
+    if len(spec.dims) < 2 or spec.dims[0] != mask.dims[0]:
+        return False
+    return spec.dims[1] == mask.dims[1] or spec.dims[1] in dim_terms(mask.dims[1])

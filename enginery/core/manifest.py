@@ -1,13 +1,16 @@
 """What an artifact says of itself: `manifest.json`.
 
-Takes and leaves JSON. The schema is generated from these models into `docs/manifest.schema.json`.
+Takes and leaves JSON. The schema is generated from these models:
 
+    $ python -m enginery.core.manifest > docs/manifest.schema.json
     >>> Manifest.model_validate_json(Path("minilm/manifest.json").read_text()).task
     'feature-extraction'
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -106,3 +109,12 @@ class Manifest(_Record):
     def verdict(self, stage: str) -> Verdict | None:
         """The newest verdict of `stage`."""
         return next((v for v in reversed(self.verdicts) if v.stage == stage), None)
+
+
+def schema_json() -> str:
+    """The JSON schema of manifest.json, as `docs/manifest.schema.json` holds it."""
+    return json.dumps(Manifest.model_json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(schema_json())

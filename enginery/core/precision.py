@@ -2,7 +2,9 @@
 
 >>> tolerance = Tolerance.for_precision("fp16")
 >>> tolerance.limit(noise_floor=2e-3, largest=4.0)
-0.0234...
+0.04725
+>>> tolerance.cosine_limit(noise_cosine=1 - 1e-6)
+0.999936
 """
 
 from __future__ import annotations
@@ -55,22 +57,30 @@ class Tolerance:
     largest of many elements and for slower but exact-enough kernels (a naive Fourier transform
     was seen at 6 floors, dense transformers at 1 to 3). The second term keeps the limit above
     zero where PyTorch happens to be exact.
+
+    1 - cosine grows with the square of the relative error, so the cosine may fall short of 1 by
+    the square of that factor times PyTorch's own shortfall.
     """
 
     precision: str
     floor_factor: float
     roundoff_factor: float
     min_cosine: float
+    """What is enough however exact PyTorch happens to be."""
 
     @classmethod
     def for_precision(cls, precision: str) -> Tolerance:
         """The default tolerance of a precision."""
-        unit = roundoff(precision)
-        # 1 - cosine grows with the square of the relative error; 64 roundoffs are a deep network.
-        return cls(precision, floor_factor=8.0, roundoff_factor=16.0,
-                   min_cosine=1.0 - max((64 * unit) ** 2, 1e-7))  # fmt: skip
+        factor = 16.0
+        # Below 1e-7 a cosine says nothing that the largest error does not.
+        shortfall = max((factor * roundoff(precision)) ** 2, 1e-7)
+        return cls(precision, floor_factor=8.0, roundoff_factor=factor, min_cosine=1.0 - shortfall)
 
     def limit(self, *, noise_floor: float, largest: float) -> float:
         """The largest absolute error allowed."""
         unit = roundoff(self.precision)
         return self.floor_factor * noise_floor + self.roundoff_factor * unit * largest
+
+    def cosine_limit(self, *, noise_cosine: float) -> float:
+        """The smallest cosine allowed, where PyTorch's own at this precision is `noise_cosine`."""
+        return min(self.min_cosine, 1.0 - self.floor_factor**2 * (1.0 - noise_cosine))

@@ -3,8 +3,11 @@
 Takes the path of an ONNX file (weights of any size: external data stays on disk); leaves the same
 file with dims named as a person would name them, or raises.
 
-    >>> name_dims(Path("model.onnx"), fixed={"channels": 3})
-    >>> check(Path("model.onnx"))
+    >>> model = name_dims(Path("model.onnx"), fixed={"channels": 3})
+    >>> check(Path("model.onnx"), model)
+
+Each function reads the file itself, or takes the `onnx.ModelProto` that was read from it: weights
+lie in it unless they are external, and reading them again takes time and memory.
 """
 
 from __future__ import annotations
@@ -53,8 +56,11 @@ _TASK_OUTPUTS = {
 }  # fmt: skip
 
 
-def name_dims(path: Path, fixed: Mapping[str, int]) -> None:
-    """Names every dim of the interface canonically, and fixes those that the weights fix."""
+def name_dims(path: Path, fixed: Mapping[str, int]) -> Any:
+    """Names every dim of the interface canonically, and fixes those that the weights fix.
+
+    Returns the `onnx.ModelProto` as it is on disk now, without external data.
+    """
     model = load_graph(path)
     values = [*model.graph.input, *model.graph.output, *model.graph.value_info]
     for value in values:
@@ -67,9 +73,10 @@ def name_dims(path: Path, fixed: Mapping[str, int]) -> None:
             elif name:
                 dim.dim_param = name
     onnx.save(model, str(path))
+    return model
 
 
-def check(path: Path) -> None:
+def check(path: Path, model: Any = None) -> None:
     """Raises ExportError unless the graph is valid ONNX and ONNX Runtime loads it.
 
     A graph without nodes, a dim without a name and a name of the exporter's own making
@@ -79,7 +86,7 @@ def check(path: Path) -> None:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise ExportError(f"{path.name} is not valid ONNX: {error}") from error
-    model = load_graph(path)
+    model = load_graph(path) if model is None else model
     for value in model.graph.input:
         if not value.type.tensor_type.HasField("shape"):
             raise ExportError(f"{path.name}: input '{value.name}' has no shape, not even a rank.")
@@ -91,9 +98,9 @@ def check(path: Path) -> None:
                 )
 
 
-def record_graph(path: Path, root: Path) -> GraphRecord:
+def record_graph(path: Path, root: Path, model: Any = None) -> GraphRecord:
     """The graph's interface, as the manifest has it."""
-    model = load_graph(path)
+    model = load_graph(path) if model is None else model
     data = external_data_files(path, model)
     folder = path.parent.relative_to(root)
     initializers = {tensor.name for tensor in model.graph.initializer}
@@ -106,9 +113,9 @@ def record_graph(path: Path, root: Path) -> GraphRecord:
     )
 
 
-def float_precision(path: Path) -> str:
+def float_precision(path: Path, model: Any = None) -> str:
     """fp32, fp16 or bf16: the type of most of the graph's stored weights."""
-    model = load_graph(path)
+    model = load_graph(path) if model is None else model
     counts = {"fp32": 0, "fp16": 0, "bf16": 0}
     names = {
         onnx.TensorProto.FLOAT: "fp32",

@@ -126,7 +126,7 @@ def _supported_task(model_type: str, task: str, *, asked: str) -> str:
 
 
 def check_remote_code(source: Path, settings: dict[str, Any], *, trust: bool) -> None:
-    """Raises SourceError if only the model's own Python code can load it and that is not allowed."""
+    """Raises SourceError if only the model's own Python code can load it and that is forbidden."""
     own_code = settings.get("auto_map")
     model_type = settings.get("model_type", "")
     if not own_code or trust or model_type in transformers.CONFIG_MAPPING:

@@ -4,13 +4,15 @@ Tracers write down the sizes they saw: an image model's height and width are lef
 its position embeddings take one size only, and a feature map's size is written as a constant
 although it follows the image. A few runs at small sizes tell.
 
-    >>> probe_dims(out / "model.onnx", record, FeedLimits.from_config(config))
+    >>> record, notes = probe_dims(out / "model.onnx", record, FeedLimits.from_config(config))
+    >>> notes
     ['height and width are fixed at 32 × 32: the model rejects other sizes']
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +25,24 @@ from enginery.export.graphs import write_interface
 Shapes = dict[str, tuple[int, ...]]
 
 
-def probe_dims(path: Path, record: GraphRecord, limits: FeedLimits) -> list[str]:
-    """Runs the graph, corrects its interface on disk, and returns what was decided, with reasons.
+def probe_dims(
+    path: Path, record: GraphRecord, limits: FeedLimits
+) -> tuple[GraphRecord, list[str]]:
+    """Runs the graph and corrects its interface on disk.
+
+    Returns the corrected record, and what was decided, with reasons.
 
     Raises:
         ExportError: ONNX Runtime cannot load the graph.
     """
     session = _open(path)
     if any(spec.dtype in ("string", "bfloat16") for spec in record.inputs):
-        return []
+        return record, []
     names = dynamic_dims(record.inputs)
     base = _base_sizes(names, limits)
     before = _run(session, record, base, limits)
     if isinstance(before, str):
-        return [f"dims not probed: {path.name} does not run at {base} ({before})"]
+        return record, [f"dims not probed: {path.name} does not run at {base} ({before})"]
     changes: dict[str, list[Dim]] = {
         spec.name: list(spec.dims) for spec in (*record.inputs, *record.outputs)
     }
@@ -59,7 +65,11 @@ def probe_dims(path: Path, record: GraphRecord, limits: FeedLimits) -> list[str]
         changes[spec.name] = _output_dims(spec.name, spec.dims, before, varied, names)
     if changes != {s.name: list(s.dims) for s in (*record.inputs, *record.outputs)}:
         write_interface(path, changes)
-    return notes
+    corrected = {
+        "inputs": tuple(replace(spec, dims=tuple(changes[spec.name])) for spec in record.inputs),
+        "outputs": tuple(replace(spec, dims=tuple(changes[spec.name])) for spec in record.outputs),
+    }
+    return record.model_copy(update=corrected), notes
 
 
 def _output_dims(

@@ -13,7 +13,7 @@ This is the one room of the runtime that imports torch, transformers and optimum
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.errors import ExportError, InputError, MissingPackageError
+from enginery.core.errors import ArtifactError, ExportError, InputError, MissingPackageError
 from enginery.core.manifest import GraphRecord, Manifest
 from enginery.core.source import ModelSource
 
@@ -64,8 +64,8 @@ def load_pytorch(
                 trust_remote_code=trust_remote_code,
                 attn_implementation="eager",
             )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            first = str(error).splitlines()[0]
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            first = _first_line(error)
             raise ExportError(f"PyTorch cannot load {path} for {task}: {first}") from error
     return model.to(_DTYPES[precision]).eval()
 
@@ -92,14 +92,16 @@ class TorchRunner:
         device: cpu, cuda or cuda:N.
 
         Raises:
+            ArtifactError: there is no such graph.
             ExportError: PyTorch cannot load the model.
         """
         graphs = {record.file: record for record in manifest.graphs}
+        if graph and graph not in graphs:
+            raise ArtifactError(f"there is no graph '{graph}'; there are {', '.join(graphs)}.")
         self.record: GraphRecord = graphs[graph or manifest.graphs[0].file]
         self.notes: list[str] = []
         self._device = device
         self._float = _DTYPES[precision]
-        self._stack = ExitStack()
         self._model = load_pytorch(
             source.path,
             manifest.task,
@@ -127,9 +129,9 @@ class TorchRunner:
         try:
             with torch.inference_mode(), _quiet():
                 found = self._run_part(tensors) if self._parts else self._run_whole(tensors)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
-            first = str(error).strip().splitlines()[0]
+            first = _first_line(error)
             raise InputError(f"PyTorch rejects the inputs {shapes}: {first}") from error
         return {
             spec.name: _array(found[spec.name])
@@ -139,7 +141,6 @@ class TorchRunner:
 
     def close(self) -> None:
         """Frees the model."""
-        self._stack.close()
         self._model = None
         self._parts = {}
 
@@ -238,6 +239,11 @@ def _array(tensor: Any) -> NDArray[Any]:
         tensor = tensor.float()
     array: NDArray[Any] = tensor.numpy()
     return array
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its name where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager

@@ -9,15 +9,15 @@ makes its feeds when asked, always the same, so that each runner can be gone bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from enginery.core.feeds import FeedLimits, Feeds, make_feeds
+from enginery.core.errors import ShapeError
+from enginery.core.feeds import FeedLimits, Feeds, is_padding_mask, make_feeds
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Profile, canonical_dim, dynamic_dims
 
@@ -35,18 +35,26 @@ class Case:
 
 
 def sweep_cases(record: GraphRecord, limits: FeedLimits, *, seed: int) -> list[Case]:
-    """One, small, odd, ragged (padded) and longest."""
+    """One, small, odd, ragged (padded) and longest; a size that is the same twice runs once."""
     names = dynamic_dims(record.inputs)
     longest = min(limits.max_positions, LONGEST)
     rows = 2 if longest <= 512 else 1
     steps = [("one", 1, 1, 0), ("small", 2, 8, 0), ("odd", 3, 17, 1), ("ragged", 4, 24, 0),
              ("longest", rows, longest, 0)]  # fmt: skip
     if not any("sequence" in name for name in names):
-        steps = [("one", 1, 0, 0), ("small", 2, 0, 0), ("odd", 3, 0, 1)]
+        # Without a sequence there is nothing to be long; a full batch is the largest.
+        steps = [("one", 1, 0, 0), ("small", 2, 0, 0), ("odd", 3, 0, 1), ("largest", 8, 0, 0)]
+        if any(is_padding_mask(spec) for spec in record.inputs):
+            steps.append(("ragged", 4, 0, 0))
+    seen = []
     cases = []
     for name, batch, sequence, odd in steps:
         sizes = _sizes(names, limits, batch, sequence, odd)
-        make = partial(make_feeds, record.inputs, sizes, limits, seed=seed, ragged=name == "ragged")
+        ragged = name == "ragged"
+        if (sizes, ragged) in seen:
+            continue
+        seen.append((sizes, ragged))
+        make = partial(make_feeds, record.inputs, sizes, limits, seed=seed, ragged=ragged)
         cases.append(Case(name, "sweep", make))
     if any(spec.name == "use_cache_branch" for spec in record.inputs):
         sizes = _sizes(names, limits, 2, 8, 0)
@@ -62,29 +70,51 @@ def profile_cases(
     Raises:
         ShapeError: a profile does not fit the graph.
     """
-    known = {n: limits.max_positions for n in dynamic_dims(record.inputs) if n == "sequence"}
+    names = dynamic_dims(record.inputs)
     cases: dict[str, Case] = {}
     for profile in profiles:
-        profile.check(record.inputs, known)
-        for sizes in profile.corners():
-            name = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
+        profile.check(record.inputs, _largest_sizes(names, limits))
+        for corner in profile.corners():
+            sizes = {name: corner[name] for name in names}
+            label = ", ".join(f"{dim} {size}" for dim, size in sizes.items()) or "fixed"
             make = partial(make_feeds, record.inputs, sizes, limits, seed=seed)
-            cases.setdefault(name, Case(name, "profile", make))
+            cases.setdefault(label, Case(label, "profile", make))
     return list(cases.values())
 
 
-def parse_profiles(texts: Iterable[str]) -> list[Profile]:
-    """Profiles from `batch=1:8:32,sequence=8:128:512`; raises ShapeError."""
-    return [Profile.parse(text) for text in texts]
+def profiles_by_graph(
+    graphs: Sequence[GraphRecord], texts: Sequence[str], limits: FeedLimits
+) -> dict[str, list[Profile]]:
+    """Which profiles each graph runs, by its file.
+
+    The graphs of one model (an encoder, decoders) have different dims: a profile is for those
+    that it fits.
+
+    Raises:
+        ShapeError: a profile is not one, or fits no graph; the message is of the graph whose
+            dims it names most of.
+    """
+    found: dict[str, list[Profile]] = {graph.file: [] for graph in graphs}
+    for text in texts:
+        profile = Profile.parse(text)
+        problems: list[tuple[int, ShapeError]] = []
+        for graph in graphs:
+            names = dynamic_dims(graph.inputs)
+            try:
+                profile.check(graph.inputs, _largest_sizes(names, limits))
+                found[graph.file].append(profile)
+            except ShapeError as error:
+                strangers = len(set(names) ^ set(profile.dims))
+                problems.append((strangers, error))
+        if len(problems) == len(graphs):
+            raise min(problems, key=lambda pair: pair[0])[1]
+    return found
 
 
-def valid_positions(feeds: Feeds) -> NDArray[np.bool_] | None:
-    """Which positions are no padding, bool (batch, sequence); None where there is no mask."""
-    mask = feeds.get("attention_mask", feeds.get("decoder_attention_mask"))
-    ids = feeds.get("input_ids")
-    if mask is None or mask.ndim != 2 or (ids is not None and ids.shape != mask.shape):
-        return None
-    return np.asarray(mask != 0)
+def _largest_sizes(names: Sequence[str], limits: FeedLimits) -> dict[str, int]:
+    if limits.hard_limit is None:
+        return {}
+    return {name: limits.hard_limit for name in names if name == "sequence"}
 
 
 def _sizes(

@@ -1,9 +1,12 @@
-"""The options of the validate stage. They import nothing, so that `enginery --help` is quick."""
+"""The options of the validate stage; importing them is quick, as `enginery --help` is."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+from enginery.core.errors import OptionError
 
 
 @dataclass(frozen=True)
@@ -33,3 +36,19 @@ class ValidateConfig:
     """The smallest cosine between an output and the reference."""
     seed: int = 0
     """For the made-up inputs of the shape sweep."""
+
+
+def check_options(config: ValidateConfig) -> None:
+    """Raises OptionError for a value that no comparison can be made with.
+
+    A limit of NaN is one: no error is larger than NaN, so everything would pass.
+    """
+    error, cosine = config.max_abs_error, config.min_cosine
+    if not isinstance(error, str) and not (math.isfinite(error) and error >= 0):
+        raise OptionError(f"option 'max_abs_error' is {error}, expected a finite number from 0 on.")
+    if not isinstance(cosine, str) and not -1 <= cosine <= 1:
+        raise OptionError(f"option 'min_cosine' is {cosine}, expected -1 to 1.")
+    if config.rows < 1:
+        raise OptionError(f"option 'rows' is {config.rows}, expected 1 or more.")
+    if config.seed < 0:
+        raise OptionError(f"option 'seed' is {config.seed}, expected 0 or more.")

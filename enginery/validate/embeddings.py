@@ -1,12 +1,15 @@
 """Sentence embeddings against PyTorch's: what a search over them would notice.
 
->>> compare_embeddings(artifact, real).neighbour_agreement
+>>> comparison = EmbeddingComparison.of(artifact)
+>>> comparison.add(feeds, outputs, expected)
+>>> comparison.metrics(min_cosine=0.9999999).neighbour_agreement
 1.0
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,45 +18,61 @@ from numpy.typing import NDArray
 from enginery.core.artifact import Artifact
 from enginery.core.feeds import Feeds
 from enginery.runtime.pooling import Pooling, read_pooling
+from enginery.validate.reference import Expected
 from enginery.validate.report import EmbeddingMetrics
 
-Outputs = Mapping[str, NDArray[Any]]
+_OUTPUT = "last_hidden_state"
 
 
-def compare_embeddings(
-    artifact: Artifact, real: Sequence[tuple[Feeds, Outputs, Outputs]]
-) -> EmbeddingMetrics | None:
-    """Pools both sides as the model's own configuration says, and compares.
+class EmbeddingComparison:
+    """Collects the pooled vectors of both sides, case by case."""
 
-    Args:
-        artifact: whose modules.json names the pooling; without one there is nothing to compare.
-        real: feeds, the graph's outputs and PyTorch's, for each real case.
-    """
-    if not (artifact.path / "modules.json").is_file():
-        return None
-    pooling = read_pooling(artifact.path)
-    pairs = [
-        (_pooled(pooling, feeds, mine), _pooled(pooling, feeds, theirs))
-        for feeds, mine, theirs in real
-        if "last_hidden_state" in mine and "last_hidden_state" in theirs
-    ]
-    if not pairs:
-        return None
-    mine = np.concatenate([pair[0] for pair in pairs])
-    theirs = np.concatenate([pair[1] for pair in pairs])
-    cosines = np.sum(_unit(mine) * _unit(theirs), axis=1)
-    same = _nearest(mine) == _nearest(theirs)
-    return EmbeddingMetrics(
-        sentences=len(mine),
-        min_cosine=float(cosines.min()),
-        mean_cosine=float(cosines.mean()),
-        neighbour_agreement=float(same.mean()),
-    )
+    def __init__(self, pooling: Pooling) -> None:
+        self._pooling = pooling
+        self._mine: list[NDArray[np.float64]] = []
+        self._theirs: list[NDArray[np.float64]] = []
 
+    @classmethod
+    def of(cls, artifact: Artifact) -> EmbeddingComparison | None:
+        """For a sentence-transformers model, pooled as its modules say; None for other models.
 
-def _pooled(pooling: Pooling, feeds: Feeds, outputs: Outputs) -> NDArray[np.float64]:
-    vectors = pooling(outputs["last_hidden_state"], feeds["attention_mask"])
-    return vectors.astype(np.float64)
+        Raises:
+            ArtifactError: a module is one that is not run here.
+        """
+        if not (artifact.path / "modules.json").is_file():
+            return None
+        return cls(read_pooling(artifact.path))
+
+    def add(self, feeds: Feeds, outputs: Mapping[str, NDArray[Any]], expected: Expected) -> None:
+        """Takes one case; one without token vectors on both sides, of one shape, is left out."""
+        if _OUTPUT not in outputs or _OUTPUT not in expected.files or "attention_mask" not in feeds:
+            return
+        theirs = expected.load(_OUTPUT)
+        if outputs[_OUTPUT].shape == theirs.shape:
+            mask = feeds["attention_mask"]
+            self._mine.append(self._pooling(outputs[_OUTPUT], mask).astype(np.float64))
+            self._theirs.append(self._pooling(theirs, mask).astype(np.float64))
+
+    def metrics(self, *, min_cosine: float) -> EmbeddingMetrics | None:
+        """All sentences of all cases; None where there were none."""
+        if not self._mine:
+            return None
+        mine, theirs = (_unit(np.concatenate(side)) for side in (self._mine, self._theirs))
+        cosines = np.sum(mine * theirs, axis=1)
+        agreement = _neighbour_agreement(mine, theirs, min_cosine)
+        # NaN is not at least anything.
+        problem = ""
+        if not cosines.min() >= min_cosine:
+            problem = f"cosine {cosines.min():.7f}, expected at least {min_cosine:.7f}"
+        elif agreement < 1.0:
+            problem = f"the nearest neighbour is another one for {1 - agreement:.2%}"
+        return EmbeddingMetrics(
+            sentences=len(mine),
+            min_cosine=float(cosines.min()),
+            mean_cosine=float(cosines.mean()),
+            neighbour_agreement=agreement,
+            problem=problem,
+        )
 
 
 def _unit(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -61,9 +80,22 @@ def _unit(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(vectors / np.maximum(norms, 1e-12))
 
 
-def _nearest(vectors: NDArray[np.float64]) -> NDArray[np.intp]:
-    """The index of each row's nearest other row; all equal for a single one."""
-    unit = _unit(vectors)
-    similarity = unit @ unit.T
-    np.fill_diagonal(similarity, -np.inf)
-    return np.asarray(similarity.argmax(axis=1))
+def _neighbour_agreement(
+    mine: NDArray[np.float64], theirs: NDArray[np.float64], min_cosine: float
+) -> float:
+    """The share of rows whose nearest other row is the same one, or as near in the reference.
+
+    Two unit vectors of cosine c lie sqrt(2 - 2c) apart, so two similarities may change by that
+    much each where every cosine is at least `min_cosine`: a gap below twice that is a tie. Data
+    with the same text twice are full of ties.
+    """
+    if len(mine) < 2:
+        return 1.0
+    rows = np.arange(len(mine))
+    similarity, expected = mine @ mine.T, theirs @ theirs.T
+    for matrix in (similarity, expected):
+        np.fill_diagonal(matrix, -np.inf)
+    gap = expected.max(axis=1) - expected[rows, similarity.argmax(axis=1)]
+    tie = 4 * math.sqrt(2 * max(0.0, 1 - min_cosine))
+    # NaN never is a tie.
+    return float(np.mean(gap <= tie))

@@ -1,7 +1,11 @@
 """How far one output lies from its reference, in numbers.
 
->>> measure(actual, reference, floor=1e-6, tolerance=Tolerance.for_precision("fp32")).passed
-True
+    >>> metrics = measure("logits", actual, reference, dtype="float32", noise=NoiseFloor(1e-6, 1.0),
+    ...                   tolerance=Tolerance.for_precision("fp32"))
+    >>> metrics.passed
+    True
+
+Arrays are read one row of the batch at a time: an output of a large profile is gigabytes.
 """
 
 from __future__ import annotations
@@ -13,14 +17,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.precision import Tolerance
+from enginery.core.precision import PRECISION_OF_DTYPE, Tolerance
+from enginery.validate.differences import Differences, differences, disagreeing_scores
+from enginery.validate.padding import Kept
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
+class NoiseFloor:
+    """How far PyTorch at one precision is from PyTorch at the next wider one."""
+
+    max_abs: float
+    cosine: float
+
+    def widest(self, other: NoiseFloor) -> NoiseFloor:
+        """The larger of two. On an output of two numbers, PyTorch is now and then right by luck."""
+        return NoiseFloor(max(self.max_abs, other.max_abs), min(self.cosine, other.cosine))
+
+
+@dataclass(frozen=True)
 class OutputMetrics:
-    """One output of one case against PyTorch."""
+    """One output of one case against PyTorch; NaN is what could not be measured."""
 
     output: str
     shape: tuple[int, ...]
@@ -33,11 +51,14 @@ class OutputMetrics:
     """Share of rows with the same largest element; near ties, closer than the limit, count as
     agreement. 1.0 for outputs that are not scores."""
     nonfinite: int
-    """Elements that are NaN or infinite here and finite in the reference."""
+    """Elements that are NaN or infinite on one side only."""
     noise_floor: float
     """PyTorch's own largest error at this precision on the same inputs."""
     limit: float
     """The largest absolute error that passes."""
+    cosine_limit: float
+    """The smallest cosine that passes; -1 where the output is no larger than noise, so that it
+    has no direction."""
     problem: str
     """Why it fails, in words; empty when it passes."""
 
@@ -47,10 +68,12 @@ class OutputMetrics:
 
     @property
     def badness(self) -> float:
-        """For ranking: the error in units of its limit; infinite where shapes differ."""
+        """For ranking: the error in units of its limit; what fails ranks above all that passes."""
         if not math.isfinite(self.max_abs) or self.nonfinite:
             return math.inf
-        return self.max_abs / self.limit if self.limit else math.inf
+        ratio = self.max_abs / self.limit if self.limit else math.inf
+        ratio = 0.0 if self.max_abs == 0 else ratio
+        return 1.0 + ratio if self.problem else ratio
 
 
 def measure(
@@ -59,120 +82,92 @@ def measure(
     reference: Array,
     *,
     dtype: str,
-    floor: float,
+    noise: NoiseFloor,
     tolerance: Tolerance,
-    max_abs_error: float | None,
-    valid: NDArray[np.bool_] | None,
+    max_abs_error: float | None = None,
+    min_cosine: float | None = None,
+    kept: Kept | None = None,
 ) -> OutputMetrics:
     """Compares one output.
 
     Args:
         output: its name.
         actual: the graph's output.
-        reference: PyTorch's, of the same shape.
+        reference: PyTorch's.
         dtype: the dtype that the manifest promises.
-        floor: PyTorch's own largest error at this precision.
-        tolerance: how the limit follows from the floor.
+        noise: PyTorch's own error at this precision.
+        tolerance: how the limits follow from the noise.
         max_abs_error: a limit that the user set, instead.
-        valid: bool (batch, sequence), False where the input is padding. Padding is not compared:
-            fused kernels may leave anything there.
+        min_cosine: likewise.
+        kept: what is no padding; None for everything.
     """
-    if actual.shape != reference.shape:
-        problem = f"shape {actual.shape}, PyTorch has {reference.shape}"
-        return _failed(output, actual.shape, problem)
-    if actual.dtype.name != dtype:
-        return _failed(output, actual.shape, f"dtype {actual.dtype.name}, expected {dtype}")
-    kept = _valid_rows(actual, valid)
-    mine, theirs = kept.astype(np.float64), _valid_rows(reference, valid).astype(np.float64)
-    finite = np.isfinite(theirs)
-    nonfinite = int(np.count_nonzero(~np.isfinite(mine) & finite))
-    both = finite & np.isfinite(mine)
-    error = np.abs(mine - theirs)[both]
-    largest = float(np.abs(theirs[finite]).max(initial=0.0))
-    derived = tolerance.limit(noise_floor=floor, largest=largest)
-    limit = derived if max_abs_error is None else max_abs_error
-    max_abs = float(error.max(initial=0.0))
-    cosine = _cosine(mine[both], theirs[both])
-    agreement = _argmax_agreement(output, actual, reference, valid, derived)
+    if problem := _interface_problem(actual, reference, dtype, tolerance.precision):
+        return _unmeasured(output, actual.shape, problem)
+    found = differences(actual, reference, kept)
+    limit = tolerance.limit(noise_floor=noise.max_abs, largest=found.largest)
+    limit = limit if max_abs_error is None else max_abs_error
+    cosine_limit = min_cosine
+    if cosine_limit is None:
+        has_direction = found.rms > 4 * noise.max_abs
+        cosine_limit = tolerance.cosine_limit(noise_cosine=noise.cosine) if has_direction else -1.0
+    agreement = 1.0
+    if "logits" in output and not found.unequal and not found.undefined:
+        agreement = 1.0 - disagreeing_scores(actual, reference, kept, margin=2 * limit)
     return OutputMetrics(
         output=output,
         shape=actual.shape,
-        max_abs=max_abs,
-        p99_abs=float(np.quantile(error, 0.99)) if error.size else 0.0,
-        max_rel=max_abs / largest if largest else 0.0,
-        cosine=cosine,
+        max_abs=found.max_abs,
+        p99_abs=found.p99_abs,
+        max_rel=found.max_abs / found.largest if found.largest else 0.0,
+        cosine=found.cosine,
         argmax_agreement=agreement,
-        nonfinite=nonfinite,
-        noise_floor=floor,
+        nonfinite=found.unequal,
+        noise_floor=noise.max_abs,
         limit=limit,
-        problem=_problem(nonfinite, max_abs, limit, cosine, tolerance, agreement),
+        cosine_limit=cosine_limit,
+        problem=_problem(found, limit, cosine_limit, agreement),
     )
 
 
-def noise_floor(narrow: Array, wide: Array, valid: NDArray[np.bool_] | None) -> float:
-    """The largest error between PyTorch at one precision and at the next wider one."""
-    a = _valid_rows(narrow, valid).astype(np.float64)
-    b = _valid_rows(wide, valid).astype(np.float64)
-    both = np.isfinite(a) & np.isfinite(b)
-    return float(np.abs(a - b)[both].max(initial=0.0))
+def noise_floor(narrow: Array, wide: Array, kept: Kept | None) -> NoiseFloor:
+    """PyTorch at one precision against PyTorch at another, where both are finite."""
+    found = differences(narrow, wide, kept)
+    return NoiseFloor(found.max_abs, found.cosine)
 
 
-def _problem(
-    nonfinite: int,
-    max_abs: float,
-    limit: float,
-    cosine: float,
-    tolerance: Tolerance,
-    agreement: float,
-) -> str:
-    if nonfinite:
-        return f"{nonfinite} elements are NaN or infinite, PyTorch's are finite"
-    if max_abs > limit:
-        return f"largest error {max_abs:.3g}, allowed {limit:.3g}"
-    if cosine < tolerance.min_cosine:
-        return f"cosine {cosine:.7f}, expected at least {tolerance.min_cosine:.7f}"
+def unmatched(output: str, actual: Array) -> OutputMetrics:
+    """An output of the graph that PyTorch's model does not have in any case."""
+    return _unmeasured(output, actual.shape, "PyTorch has no such output to compare with")
+
+
+def _interface_problem(actual: Array, reference: Array, dtype: str, precision: str) -> str:
+    """What is wrong before any number is looked at."""
+    if actual.shape != reference.shape:
+        return f"shape {actual.shape}, PyTorch has {reference.shape}"
+    if actual.dtype.name != dtype:
+        return f"dtype {actual.dtype.name}, the manifest says {dtype}"
+    # The reference is float32 whatever the artifact is; a graph may keep float32 at its edges.
+    floats = {"float32", *(n for n, p in PRECISION_OF_DTYPE.items() if p == precision)}
+    expected = floats if np.issubdtype(reference.dtype, np.floating) else {reference.dtype.name}
+    if actual.dtype.name not in expected:
+        return f"dtype {actual.dtype.name}, expected {' or '.join(sorted(expected))}"
+    return ""
+
+
+def _problem(found: Differences, limit: float, cosine_limit: float, agreement: float) -> str:
+    if found.undefined:
+        return f"{found.undefined} elements are NaN in PyTorch itself"
+    if found.unequal:
+        return f"{found.unequal} elements are NaN or infinite on one side only"
+    if found.max_abs > limit:
+        return f"largest error {found.max_abs:.3g}, allowed {limit:.3g}"
+    if found.cosine < cosine_limit:
+        return f"cosine {found.cosine:.7f}, expected at least {cosine_limit:.7f}"
     if agreement < 1.0:
         return f"the largest score is another one in {1 - agreement:.2%} of rows"
     return ""
 
 
-def _failed(output: str, shape: tuple[int, ...], problem: str) -> OutputMetrics:
+def _unmeasured(output: str, shape: tuple[int, ...], problem: str) -> OutputMetrics:
     nan = math.nan
-    return OutputMetrics(
-        output, shape, math.inf, math.inf, math.inf, nan, 0.0, 0, nan, nan, problem
-    )
-
-
-def _valid_rows(array: Array, valid: NDArray[np.bool_] | None) -> Array:
-    if valid is not None and array.shape[:2] == valid.shape:
-        return array[valid]
-    return array
-
-
-def _cosine(a: Array, b: Array) -> float:
-    """1.0 for two vectors of zeros: they are equal."""
-    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(np.dot(a, b)) / norms if norms else float(np.array_equal(a, b))
-
-
-def _argmax_agreement(
-    output: str,
-    actual: Array,
-    reference: Array,
-    valid: NDArray[np.bool_] | None,
-    limit: float,
-) -> float:
-    if "logits" not in output or actual.ndim < 2 or actual.shape[-1] < 2:
-        return 1.0
-    mine, theirs = actual.astype(np.float64), reference.astype(np.float64)
-    if valid is not None and actual.shape == valid.shape:  # a score a token: question answering
-        mine, theirs = (np.where(valid, scores, -np.inf) for scores in (mine, theirs))
-    else:
-        mine, theirs = _valid_rows(mine, valid), _valid_rows(theirs, valid)
-    if np.isnan(mine).any() or np.isnan(theirs).any():
-        return 1.0  # already counted as non-finite
-    rows, expected = (x.reshape(-1, x.shape[-1]) for x in (mine, theirs))
-    chosen = rows.argmax(-1)
-    # The reference's score of what was chosen, against its best: a tie within the error allowed.
-    gap = expected.max(-1) - expected[np.arange(len(rows)), chosen]
-    return float(np.mean(gap <= 2 * limit)) if len(rows) else 1.0
+    return OutputMetrics(output, shape, nan, nan, nan, nan, 0.0, 0, nan, nan, nan, problem)

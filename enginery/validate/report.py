@@ -1,6 +1,7 @@
-"""What a validation found: for programs as JSON, for people as the lines of a table.
+"""What a validation found, as the JSON that `reports/validation.json` holds, and in one sentence.
 
-Leaves `reports/validation.json` in the artifact.
+>>> ValidationReport.from_json(Path("minilm/reports/validation.json").read_bytes()).summary
+'23 outputs agree with PyTorch; largest error 1.4e-06 of 1.1e-05 allowed (…)'
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class EmbeddingMetrics:
     min_cosine: float
     mean_cosine: float
     neighbour_agreement: float
-    """Share of sentences whose nearest other sentence is the same one."""
+    """Share of sentences whose nearest other sentence is the same one, or as near."""
+    problem: str = ""
+    """Why they fail, in words; empty when they pass."""
 
 
 @dataclass(frozen=True)
@@ -62,70 +65,60 @@ class ValidationReport:
     schema_version: int = field(default=1)
 
     def worst(self) -> tuple[CaseResult, OutputMetrics] | None:
-        """The case and output nearest to, or farthest beyond, its limit."""
+        """The case and output farthest beyond its limit, or else nearest to it."""
         pairs = [(case, output) for case in self.cases for output in case.outputs]
         return max(pairs, key=lambda pair: pair[1].badness, default=None)
 
     def to_json(self) -> bytes:
-        """JSON without NaN and Infinity, which JSON does not have: they become null."""
+        """JSON without NaN, which JSON does not have: a number that is none becomes null."""
         return (json.dumps(_finite(asdict(self)), indent=2) + "\n").encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> ValidationReport:
-        """Reads what `to_json` wrote."""
+        """Reads what `to_json` wrote; raises ValueError for anything else."""
         from pydantic import TypeAdapter
 
         return TypeAdapter(cls).validate_python(_numbers(json.loads(text)))
 
-    def rows(self) -> list[dict[str, str]]:
-        """One row an output and case, for a table."""
-        return [
-            {
-                "input": f"{case.kind}: {case.name}",
-                "output": output.output,
-                "shape": "×".join(str(size) for size in output.shape),
-                "max abs": f"{output.max_abs:.2e}",
-                "allowed": f"{output.limit:.2e}",
-                "p99 abs": f"{output.p99_abs:.2e}",
-                "max rel": f"{output.max_rel:.2e}",
-                "cosine": f"{output.cosine:.8f}",
-                "argmax": f"{output.argmax_agreement:.0%}" if "logits" in output.output else "",
-                "verdict": output.problem or "ok",
-            }
-            for case in self.cases
-            for output in case.outputs
-        ]
-
 
 _FLOATS = frozenset(
-    name for name, kind in OutputMetrics.__annotations__.items() if kind in ("float", float)
+    name
+    for record in (OutputMetrics, EmbeddingMetrics)
+    for name, kind in record.__annotations__.items()
+    if kind in ("float", float)
 )
 
 
-def summarize(cases: list[CaseResult]) -> str:
-    """One sentence: the first thing that is wrong, or the largest error of all."""
+def summarize(cases: list[CaseResult], embeddings: EmbeddingMetrics | None = None) -> str:
+    """One sentence: what is wrong and where it is worst, or the largest error of all."""
     compared = [case for case in cases if not case.skipped]
     for graph in dict.fromkeys(case.graph for case in cases):
         if not any(case.graph == graph for case in compared):
             reason = next(case.skipped for case in cases if case.graph == graph)
             return f"{graph} could not be compared at all: {reason}"
-    for case in compared:
-        if case.problem:
-            return f"{case.graph}, {case.kind} '{case.name}': {case.problem}"
+    if broken := [case for case in compared if case.problem]:
+        case = broken[0]
+        more = f" ({len(broken)} of {len(compared)} inputs fail)" if len(broken) > 1 else ""
+        return f"{case.graph}, {case.kind} '{case.name}': {case.problem}{more}"
     pairs = [(case, output) for case in compared for output in case.outputs]
     if not pairs:
         return "nothing could be compared"
     case, output = max(pairs, key=lambda pair: pair[1].badness)
     where = f"{output.output} on {case.kind} '{case.name}'"
-    failed = sum(not output.passed for _, output in pairs)
-    if failed:
+    if len({case.graph for case in cases}) > 1:
+        where = f"{case.graph}, {where}"
+    if failed := sum(not output.passed for _, output in pairs):
         return (
             f"{failed} of {len(pairs)} outputs differ from PyTorch; "
             f"worst: {where}, {output.problem}"
         )
+    if embeddings and embeddings.problem:
+        return f"pooled embeddings differ from PyTorch's: {embeddings.problem}"
+    skipped = len(cases) - len(compared)
     return (
         f"{len(pairs)} outputs agree with PyTorch; largest error {output.max_abs:.2g} "
         f"of {output.limit:.2g} allowed ({where})"
+        + (f"; {skipped} inputs skipped that PyTorch itself rejects" if skipped else "")
     )
 
 

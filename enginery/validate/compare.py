@@ -1,0 +1,135 @@
+"""One graph in ONNX Runtime against PyTorch's answers, case by case.
+
+    >>> with OrtRunner(artifact) as runner:
+    ...     results = compare_graph(runner, record, cases, answers, limits)
+    >>> all(result.passed for result in results)
+    True
+
+Each case is measured as soon as it has run, so that the outputs of one case are in memory at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from numpy.typing import NDArray
+
+from enginery.core.errors import EngineryError
+from enginery.core.feeds import Feeds
+from enginery.core.manifest import GraphRecord
+from enginery.core.precision import Tolerance
+from enginery.core.progress import SILENT, Progress
+from enginery.runtime.ort import OrtRunner
+from enginery.validate.cases import Case
+from enginery.validate.config import ValidateConfig
+from enginery.validate.embeddings import EmbeddingComparison
+from enginery.validate.metrics import OutputMetrics, measure, unmatched
+from enginery.validate.padding import kept_positions
+from enginery.validate.reference import Answers, Expected
+from enginery.validate.report import CaseResult
+
+Outputs = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far outputs may be apart: by the tolerance, or as the user set it."""
+
+    tolerance: Tolerance
+    max_abs_error: float | None = None
+    min_cosine: float | None = None
+
+    @classmethod
+    def from_config(cls, precision: str, config: ValidateConfig) -> Limits:
+        """The limits for an artifact of a precision."""
+        error, cosine = config.max_abs_error, config.min_cosine
+        return cls(
+            Tolerance.for_precision(precision),
+            None if isinstance(error, str) else error,
+            None if isinstance(cosine, str) else cosine,
+        )
+
+
+def compare_graph(
+    runner: OrtRunner,
+    record: GraphRecord,
+    cases: Sequence[Case],
+    answers: Answers,
+    limits: Limits,
+    *,
+    embeddings: EmbeddingComparison | None = None,
+    progress: Progress = SILENT,
+) -> list[CaseResult]:
+    """Runs every case and compares; what fails is in the results.
+
+    An output that PyTorch lacks in one case only is left out there (a merged decoder hands on what
+    its other branch computes); one that it lacks in all fails.
+    """
+    known = {name for expected in answers.expected for name in expected.files}
+    results = []
+    with progress.task(f"ONNX Runtime, {record.file}", total=len(cases)) as advance:
+        for case, expected in zip(cases, answers.expected, strict=True):
+            feeds = case.make()
+            result = _without_outputs(record, case, feeds, expected)
+            if not expected.problem:
+                try:
+                    found = runner(feeds)
+                except EngineryError as error:
+                    said = f"ONNX Runtime fails where PyTorch answers: {error.message}"
+                    result = replace(result, problem=said)
+                else:
+                    outputs = _measured(record, feeds, found, expected, answers, limits, known)
+                    result = replace(result, outputs=outputs)
+                    if case.kind == "real" and embeddings is not None:
+                        embeddings.add(feeds, found, expected)
+            results.append(result)
+            advance()
+    return results
+
+
+def _without_outputs(
+    record: GraphRecord, case: Case, feeds: Feeds, expected: Expected
+) -> CaseResult:
+    # A size that the model itself rejects is nobody's fault, unless a profile promises it.
+    promised = case.kind != "sweep"
+    return CaseResult(
+        graph=record.file,
+        name=case.name,
+        kind=case.kind,
+        shapes={name: list(array.shape) for name, array in feeds.items()},
+        outputs=[],
+        problem=expected.problem if promised else "",
+        skipped="" if promised else expected.problem,
+    )
+
+
+def _measured(
+    record: GraphRecord,
+    feeds: Feeds,
+    found: Outputs,
+    expected: Expected,
+    answers: Answers,
+    limits: Limits,
+    known: set[str],
+) -> list[OutputMetrics]:
+    outputs = []
+    for spec in record.outputs:
+        if spec.name not in known:
+            outputs.append(unmatched(spec.name, found[spec.name]))
+        elif spec.name in expected.files:
+            outputs.append(
+                measure(
+                    spec.name,
+                    found[spec.name],
+                    expected.load(spec.name),
+                    dtype=spec.dtype,
+                    noise=answers.floors[spec.name],
+                    tolerance=limits.tolerance,
+                    max_abs_error=limits.max_abs_error,
+                    min_cosine=limits.min_cosine,
+                    kept=kept_positions(spec, record.inputs, feeds),
+                )
+            )
+    return outputs

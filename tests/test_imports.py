@@ -1,0 +1,90 @@
+"""What the quick commands do not import, and what that saves."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "optimum", "onnxruntime", "onnx", "numpy", "pydantic", "pyarrow",
+         "PIL", "tokenizers", "huggingface_hub")  # fmt: skip
+
+
+def run(code):
+    words = [sys.executable, "-c", code]
+    found = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def cpu_seconds(*words):
+    """CPU time of a child process: unlike the clock on the wall, a busy machine leaves it alone."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *words], capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--version"], ["export", "--help"], ["validate", "--help"], ["run", "--help"],
+     ["export", "model", "--opsets"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_help_and_usage_errors_import_nothing_heavy(words):
+    found = run(
+        "import sys\n"
+        "from enginery.cli import main\n"
+        "try:\n"
+        f"    main({words})\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        f"print('heavy:', *sorted(set({HEAVY}) & set(sys.modules)))\n"
+    )
+    assert found.splitlines()[-1].split() == ["heavy:"]
+
+
+def test_command_line_module_imports_no_rich():
+    assert run("import sys, enginery.cli; print('rich' in sys.modules)") == "False\n"
+
+
+def test_help_is_shown_within_three_tenths_of_a_second():
+    bare = min(cpu_seconds("-c", "pass") for _ in range(5))
+    best = min(cpu_seconds("-m", "enginery", "--help") for _ in range(5))
+    # On a machine where Python itself takes three times the usual 20 ms, so may everything.
+    assert best < 0.3 * max(1, bare / 0.02)
+
+
+def test_store_and_inspect_load_no_framework(exported):
+    artifact = exported("bert", "text-classification")
+    found = run(
+        "import sys\n"
+        "from enginery.cli import main\n"
+        f"for words in (['store', 'list'], ['inspect', {str(artifact.path)!r}]):\n"
+        "    try:\n"
+        "        main(words)\n"
+        "    except SystemExit as ended:\n"
+        "        assert ended.code == 0\n"
+        "print('heavy:', *sorted({'torch', 'transformers', 'optimum', 'onnxruntime'}"
+        " & set(sys.modules)))\n"
+    )
+    assert found.splitlines()[-1].split() == ["heavy:"]
+
+
+def test_second_run_loads_no_framework(exported, tiny_model):
+    from enginery import validate_model
+
+    validate_model(exported("bert", "text-classification"))
+    model = str(tiny_model("bert", "text-classification"))
+    found = run(
+        "import sys\n"
+        "from enginery.cli import main\n"
+        "try:\n"
+        f"    main(['run', '--model', {model!r}, '--task', 'text-classification'])\n"
+        "except SystemExit as ended:\n"
+        "    assert ended.code == 0\n"
+        "print('heavy:', *sorted({'torch', 'transformers', 'optimum', 'onnx'}"
+        " & set(sys.modules)))\n"
+    )
+    assert "passed earlier" in found
+    assert found.splitlines()[-1].split() == ["heavy:"]

@@ -1,0 +1,58 @@
+"""The README's commands exist, with the options it gives them."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from enginery.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [page for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md",
+                           *sorted((ROOT / "docs").glob("*.md"))] if page.is_file()]  # fmt: skip
+
+
+def commands():
+    """Every line of a code block that starts a command of ours."""
+    for page in PAGES:
+        for block in re.findall(r"```\w*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            text = block.replace("\\\n", " ")
+            for line in re.findall(r"^(?:\$ )?((?:enginery|make) .*)$", text, re.MULTILINE):
+                yield pytest.param(line, id=f"{page.name}: {line[:60]}")
+
+
+def targets():
+    makefile = (ROOT / "Makefile").read_text()
+    return set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+
+@pytest.mark.parametrize("line", list(commands()))
+def test_command_of_a_page_exists(line):
+    program, *words = shlex.split(line.partition(" | ")[0], comments=True)
+    if program == "make":
+        named = [word for word in words if "=" not in word]
+        assert set(named) <= targets()
+        makefile = (ROOT / "Makefile").read_text()
+        for variable in (word.partition("=")[0] for word in words if "=" in word):
+            assert re.search(rf"^{variable} \?=", makefile, re.MULTILINE), variable
+        return
+    # Parsed as the command line does, without running anything.
+    _, bound, ignored = app.parse_args(words, exit_on_error=False, print_error=False)
+    assert bound is not None
+    assert not ignored
+
+
+def test_readme_opens_with_two_commands():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = re.search(r"```console\n(.*?)```", readme, re.DOTALL)[1]
+    assert re.findall(r"^\$ (make [a-z]+)", first, re.MULTILINE) == ["make run", "make test"]
+    assert {"run", "test"} <= targets()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target

@@ -1,0 +1,194 @@
+"""Deliberate faults in a copied artifact, each a small edit of one of its graphs.
+
+    >>> break_graph(copied(artifact), lambda model: cast_through_fp16(model, "logits"))
+
+The manifest's hashes are written anew, so that the artifact opens; its source stays, so that
+PyTorch still answers as the sound model does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from enginery.core.artifact import Artifact, commit_artifact
+
+
+def break_graph(artifact, edit, *, graph="model.onnx", **manifest):
+    """The artifact with one graph edited in place."""
+    path = artifact.path / graph
+    model = onnx.load(str(path))
+    edit(model)
+    onnx.save(model, str(path))
+    commit_artifact(artifact.path, artifact.manifest.model_copy(update=manifest))
+    return Artifact.open(artifact.path)
+
+
+def weight(model, *, nth=3):
+    """An inner weight: the initializer of the nth MatMul that has one."""
+    initializers = {tensor.name: tensor for tensor in model.graph.initializer}
+    names = [
+        name
+        for node in model.graph.node
+        if node.op_type in ("MatMul", "Gemm", "Conv")
+        for name in node.input[1:2]
+        if name in initializers
+    ]
+    return initializers[names[min(nth, len(names) - 1)]]
+
+
+def change_weight(model, change):
+    """`change` edits the weight's array in place."""
+    tensor = weight(model)
+    array = numpy_helper.to_array(tensor).copy()
+    change(array)
+    tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+
+
+def flip_sign(model):
+    change_weight(model, lambda array: np.negative(array[1, 2], out=array[1, 2, ...]))
+
+
+def flip_bit(model):
+    """The lowest bit of one exponent: the element doubles or halves."""
+
+    def change(array):
+        array.view(np.uint32)[2, 1] ^= 1 << 23
+
+    change_weight(model, change)
+
+
+def put_nan(model):
+    def change(array):
+        array[0, 0] = np.nan
+
+    change_weight(model, change)
+
+
+def after(graph, output, nodes_for):
+    """Appends `nodes_for(before)` to the producer of an output; the last of them is the output."""
+    before = f"{output}_before"
+    for node in graph.node:
+        for names in (node.input, node.output):
+            for index, name in enumerate(names):
+                if name == output:
+                    names[index] = before
+    nodes = nodes_for(before)
+    nodes[-1].output[0] = output
+    graph.node.extend(nodes)
+
+
+def constant(name, value):
+    return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(value, name))
+
+
+def with_operand(operation, value, *, first=False):
+    """nodes_for `operation(output, value)`."""
+
+    def nodes(before):
+        operand = f"{before}_operand"
+        inputs = [operand, before] if first else [before, operand]
+        return [constant(operand, value), helper.make_node(operation, inputs, ["out"])]
+
+    return nodes
+
+
+def scale(output, factor):
+    return lambda model: after(model.graph, output, with_operand("Mul", np.float32(factor)))
+
+
+def reshape(output, shape):
+    return lambda model: after(model.graph, output, with_operand("Reshape", np.int64(shape)))
+
+
+def first_row(output):
+    return lambda model: after(
+        model.graph,
+        output,
+        lambda before: [
+            constant("start", np.int64([0])),
+            constant("end", np.int64([1])),
+            helper.make_node("Slice", [before, "start", "end"], ["out"]),
+        ],
+    )
+
+
+def logarithm(output):
+    return lambda model: after(
+        model.graph, output, lambda before: [helper.make_node("Log", [before], ["out"])]
+    )
+
+
+def replaced_by_constant(output, value):
+    """The output's own shape, one value."""
+
+    def nodes(before):
+        return [
+            helper.make_node("Shape", [before], ["its_shape"]),
+            helper.make_node(
+                "ConstantOfShape",
+                ["its_shape"],
+                ["out"],
+                value=numpy_helper.from_array(np.float32([value])),
+            ),
+        ]
+
+    return lambda model: after(model.graph, output, nodes)
+
+
+def cast(output, element_type):
+    def edit(model):
+        after(
+            model.graph,
+            output,
+            lambda before: [helper.make_node("Cast", [before], ["out"], to=element_type)],
+        )
+        value = next(value for value in model.graph.output if value.name == output)
+        value.type.tensor_type.elem_type = element_type
+
+    return edit
+
+
+def through_fp16(model):
+    """The second layer's input in half precision, as a careless conversion leaves it."""
+    node = next(n for n in model.graph.node if n.op_type == "MatMul" and "layer.1" in n.name)
+    source = node.input[0]
+    for other in model.graph.node:
+        for index, name in enumerate(other.input):
+            if name == source:
+                other.input[index] = "rounded"
+    position = 1 + max(i for i, n in enumerate(model.graph.node) if source in n.output)
+    model.graph.node.insert(
+        position, helper.make_node("Cast", [source], ["half"], to=TensorProto.FLOAT16)
+    )
+    model.graph.node.insert(
+        position + 1, helper.make_node("Cast", ["half"], ["rounded"], to=TensorProto.FLOAT)
+    )
+
+
+def swap_outputs(first, second):
+    other = {first: second, second: first}
+
+    def edit(model):
+        for node in model.graph.node:
+            for names in (node.input, node.output):
+                for index, name in enumerate(names):
+                    names[index] = other.get(name, name)
+
+    return edit
+
+
+def ignore_mask(model):
+    """Every use of the mask sees ones."""
+    for node in model.graph.node:
+        for index, name in enumerate(node.input):
+            if name == "attention_mask":
+                node.input[index] = "ones"
+    nodes = [
+        helper.make_node("Sub", ["attention_mask", "attention_mask"], ["zeros"]),
+        constant("one", np.int64(1)),
+        helper.make_node("Add", ["zeros", "one"], ["ones"]),
+    ]
+    for node in reversed(nodes):
+        model.graph.node.insert(0, node)

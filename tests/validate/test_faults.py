@@ -1,0 +1,175 @@
+"""Models that are broken on purpose: each fault fails, and the verdict says where."""
+
+import numpy as np
+import pytest
+from onnx import TensorProto
+
+from enginery import validate_model
+from tests.validate import faults
+
+TEXT = ("bert", "text-classification")
+FEATURES = ("bert", "feature-extraction")
+
+
+@pytest.fixture
+def verdict(exported, copied):
+    """The report of an artifact with one fault."""
+
+    def make(model, edit, *, graph="model.onnx", options=None, **manifest):
+        artifact = faults.break_graph(copied(exported(*model)), edit, graph=graph, **manifest)
+        report = validate_model(artifact, **(options or {}))
+        assert report.passed == (artifact.open(artifact.path).failed() is None)
+        return report
+
+    return make
+
+
+def problems(report):
+    return [output.problem for case in report.cases for output in case.outputs if output.problem]
+
+
+def cases_that_fail(report):
+    return {case.name for case in report.cases if not case.passed}
+
+
+@pytest.mark.parametrize("edit", [faults.flip_sign, faults.flip_bit])
+@pytest.mark.parametrize("model", [TEXT, FEATURES, ("gpt2", "text-generation")])
+def test_one_changed_element_of_one_weight(verdict, model, edit):
+    report = verdict(model, edit)
+    assert not report.passed
+    assert "differ from PyTorch; worst: " in report.summary
+    assert "largest error" in report.summary
+
+
+def test_swapped_outputs(verdict):
+    edit = faults.swap_outputs("start_logits", "end_logits")
+    report = verdict(("bert", "question-answering"), edit)
+    assert {o.output for case in report.cases for o in case.outputs if o.problem} == {
+        "start_logits", "end_logits",
+    }  # fmt: skip
+
+
+def test_batch_folded_to_a_constant_that_small_inputs_happen_to_have(verdict):
+    report = verdict(TEXT, faults.reshape("logits", [2, 3]))
+    assert "small" not in cases_that_fail(report)
+    assert {"one", "odd", "ragged"} <= cases_that_fail(report)
+    assert "ONNX Runtime fails where PyTorch answers" in report.summary
+
+
+def test_batch_folded_to_one(verdict):
+    report = verdict(TEXT, faults.first_row("logits"))
+    assert "one" not in cases_that_fail(report)
+    assert "shape (1, 3), PyTorch has (2, 3)" in problems(report)
+    assert "shape (1, 3), PyTorch has" in report.summary
+
+
+def test_ignored_attention_mask_shows_on_padded_inputs_alone(verdict):
+    report = verdict(TEXT, faults.ignore_mask)
+    assert cases_that_fail(report) == {"ragged", "sentences 1–16"}
+
+
+def test_ignored_attention_mask_of_a_decoder(verdict):
+    report = verdict(("gpt2", "text-generation-with-past"), faults.ignore_mask)
+    assert cases_that_fail(report) == {"ragged"}
+
+
+def test_nan_weight(verdict):
+    report = verdict(TEXT, faults.put_nan)
+    assert "elements are NaN or infinite on one side only" in report.summary
+    assert report.worst()[1].nonfinite > 0
+
+
+def test_logarithm_of_a_negative(verdict):
+    report = verdict(FEATURES, faults.logarithm("last_hidden_state"))
+    assert "NaN or infinite" in report.summary
+
+
+@pytest.mark.parametrize(
+    ("element_type", "name"),
+    [(TensorProto.DOUBLE, "float64"), (TensorProto.FLOAT16, "float16"),
+     (TensorProto.INT64, "int64")],
+)  # fmt: skip
+def test_wrong_dtype(verdict, element_type, name):
+    report = verdict(TEXT, faults.cast("logits", element_type))
+    assert set(problems(report)) == {f"dtype {name}, the manifest says float32"}
+
+
+def test_wrong_dtype_that_the_manifest_agrees_with(verdict, exported):
+    graph = exported(*TEXT).manifest.graphs[0]
+    spec = graph.outputs[0]
+    wide = graph.model_copy(update={"outputs": (type(spec)(spec.name, "float64", spec.dims),)})
+    report = verdict(TEXT, faults.cast("logits", TensorProto.DOUBLE), graphs=(wide,))
+    assert set(problems(report)) == {"dtype float64, expected float32"}
+
+
+def test_half_precision_in_the_middle_fails_at_fp32_and_passes_where_it_is_allowed(verdict):
+    report = verdict(FEATURES, faults.through_fp16)
+    assert not report.passed
+    worst = report.worst()[1]
+    assert 10 * worst.limit < worst.max_abs < 0.1
+
+
+def test_half_precision_in_the_middle_passes_with_loose_limits(verdict):
+    loose = {"max_abs_error": 0.1, "min_cosine": 0.999}
+    report = verdict(FEATURES, faults.through_fp16, options=loose)
+    assert report.passed, report.summary
+    assert {(o.limit, o.cosine_limit) for case in report.cases for o in case.outputs} == {
+        (0.1, 0.999)
+    }
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_output_replaced_by_a_constant(verdict, value):
+    report = verdict(TEXT, faults.replaced_by_constant("logits", value))
+    assert len(problems(report)) == len(report.cases)
+
+
+@pytest.mark.parametrize("factor", [1.001, -1.0])
+def test_output_scaled(verdict, factor):
+    assert not verdict(TEXT, faults.scale("logits", factor)).passed
+
+
+def test_fault_in_a_convolution(verdict):
+    def halve(array):
+        array[0, 0] *= 0.5
+
+    report = verdict(
+        ("wav2vec2", "audio-classification"), lambda model: faults.change_weight(model, halve)
+    )
+    assert not report.passed
+
+
+@pytest.mark.parametrize(("branch", "fails"), [
+    ("else_branch", {"without past"}),
+    ("then_branch", {"one", "small", "odd", "ragged", "longest"}),
+])  # fmt: skip
+def test_fault_in_one_branch_of_a_merged_decoder(verdict, branch, fails):
+    def edit(model):
+        node = next(node for node in model.graph.node if node.op_type == "If")
+        graph = next(a.g for a in node.attribute if a.name == branch)
+        scaled = faults.with_operand("Mul", np.float32(1.01))
+        faults.after(graph, graph.output[0].name, scaled)
+
+    model = ("t5", "text2text-generation-with-past")
+    report = verdict(model, edit, graph="decoder_model_merged.onnx")
+    failed = {case.name for case in report.cases if not case.passed}
+    assert failed == fails
+    assert "decoder_model_merged.onnx, logits on sweep" in report.summary
+
+
+def test_graph_without_an_output_of_pytorchs_own_name(verdict, exported):
+    """An output that is in no answer of PyTorch's is not passed over."""
+    graph = exported(*TEXT).manifest.graphs[0]
+    spec = graph.outputs[0]
+    renamed = (type(spec)("scores", spec.dtype, spec.dims),)
+
+    def edit(model):
+        for node in model.graph.node:
+            for index, name in enumerate(node.output):
+                if name == "logits":
+                    node.output[index] = "scores"
+        model.graph.output[0].name = "scores"
+
+    report = verdict(TEXT, edit, graphs=(graph.model_copy(update={"outputs": renamed}),))
+    assert "scores" in report.summary
+    assert "PyTorch has no such output" in report.summary

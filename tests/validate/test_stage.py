@@ -1,0 +1,381 @@
+"""Sound models pass, on the inputs that were asked for, and the verdict is kept and obeyed."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from enginery import Artifact, export_model, load_model, validate_model
+from enginery.core.errors import (
+    EngineryError,
+    InputError,
+    OptionError,
+    ProviderError,
+    RejectedArtifactError,
+    ShapeError,
+    SourceError,
+)
+from enginery.core.progress import Silent
+from enginery.validate.report import ValidationReport
+from tests.validate import faults
+
+TEXT = ("bert", "text-classification")
+
+
+def names(report, kind):
+    return [case.name for case in report.cases if case.kind == kind]
+
+
+@pytest.mark.parametrize(
+    ("model", "sweep", "real"),
+    [
+        (TEXT, ["one", "small", "odd", "ragged", "longest"], ["sentences 1–16"]),
+        (("bert", "question-answering"), ["one", "small", "odd", "ragged", "longest"],
+         ["questions 1–16", "questions 17"]),
+        (("gpt2", "text-generation"), ["one", "small", "odd", "ragged", "longest"],
+         ["sentences 1–16"]),
+        (("resnet", "image-classification"), ["one", "small", "odd", "largest"],
+         ["images 1–4", "images 5–6"]),
+        (("wav2vec2", "audio-classification"), ["one", "small", "odd", "ragged", "longest"], []),
+        (("gpt2", "text-generation-with-past"), ["one", "small", "odd", "ragged", "longest"], []),
+    ],
+)  # fmt: skip
+def test_sound_model_passes_on_every_size_and_real_input(exported, copied, model, sweep, real):
+    report = validate_model(copied(exported(*model)))
+    assert report.passed, report.summary
+    assert names(report, "sweep") == sweep
+    assert names(report, "real") == real
+    assert not [case.name for case in report.cases if case.skipped]
+    assert all(case.outputs for case in report.cases)
+
+
+def test_sequence_to_sequence_model_passes_in_every_graph_and_both_branches(exported, copied):
+    report = validate_model(copied(exported("t5", "text2text-generation-with-past")))
+    assert report.passed, report.summary
+    merged = [case for case in report.cases if case.graph == "decoder_model_merged.onnx"]
+    assert {case.name for case in merged} >= {"without past", "ragged", "longest"}
+    assert names(report, "real") == ["sentences 1–16"], "the encoder takes texts"
+    logits = [o for case in merged for o in case.outputs if o.output == "logits"]
+    assert len(logits) == len(merged)
+
+
+def test_fp16_is_held_to_the_noise_of_fp16(exported, tmp_path):
+    floors = {}
+    for dtype in ("fp16", "fp32"):
+        artifact = exported(*TEXT, dtype=dtype).copy_to(tmp_path / dtype)
+        report = validate_model(artifact, force=True)
+        assert report.passed, report.summary
+        (floors[dtype],) = {o.noise_floor for case in report.cases for o in case.outputs}
+    assert 1e-4 < floors["fp16"] < 0.1
+    assert floors["fp32"] < floors["fp16"] / 100
+
+
+def test_minilm_is_as_close_as_promised(minilm, tmp_path):
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    from enginery.core.source import resolve_source
+    from enginery.validate.builtin import SENTENCES
+
+    artifact = export_model(minilm, out=tmp_path / "minilm")
+    report = validate_model(artifact)
+    assert report.passed, report.summary
+    real = [o for case in report.cases if case.kind == "real" for o in case.outputs]
+    assert real
+    assert max(o.max_abs for o in real) <= 1e-4
+    assert min(o.cosine for o in real) >= 0.99999
+    assert report.embeddings.sentences == 16
+    assert report.embeddings.neighbour_agreement == 1.0
+    assert report.embeddings.min_cosine >= 0.9999999
+
+    source = resolve_source(minilm).path
+    model = AutoModel.from_pretrained(source).eval()
+    batch = AutoTokenizer.from_pretrained(source)(
+        list(SENTENCES), padding=True, truncation=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        tokens = model(**batch).last_hidden_state
+    mask = batch["attention_mask"][..., None].float()
+    pooled = (tokens * mask).sum(1) / mask.sum(1)
+    expected = torch.nn.functional.normalize(pooled, dim=1).numpy()
+    found = load_model(artifact).embed(SENTENCES)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+# Profiles
+
+
+def test_every_corner_of_every_profile_runs_once_and_is_named(exported, copied):
+    profiles = ("batch=1:2:4,sequence=2:8:16", "sequence=16:20:24,batch=4")
+    report = validate_model(copied(exported(*TEXT)), profile=profiles)
+    assert report.passed, report.summary
+    assert names(report, "profile") == [
+        "batch 1, sequence 2", "batch 1, sequence 16", "batch 4, sequence 2",
+        "batch 4, sequence 16", "batch 2, sequence 8",  # the second profile starts at 4 × 16
+        "batch 4, sequence 24", "batch 4, sequence 20",
+    ]  # fmt: skip
+    corner = next(case for case in report.cases if case.name == "batch 4, sequence 24")
+    assert corner.shapes["input_ids"] == [4, 24]
+
+
+@pytest.mark.parametrize(
+    ("profile", "message"),
+    [
+        ("batch=1:2", "has 2 numbers"),
+        ("batch=1,sequense=8", r"no dynamic dim 'sequense'; did you mean 'sequence'"),
+        ("batch=1", r"lacks the dim 'sequence'.*Add sequence=min:opt:max"),
+        ("batch=1,sequence=1:64:129", r"positions end at 128.*Lower the maximum of sequence to"),
+    ],
+)
+def test_profile_that_does_not_fit_says_what_to_do(exported, copied, profile, message):
+    artifact = copied(exported(*TEXT))
+    with pytest.raises(ShapeError, match=message):
+        validate_model(artifact, profile=(profile,))
+    assert Artifact.open(artifact.path).manifest.verdicts == ()
+
+
+def test_models_without_a_hard_limit_take_longer_profiles(exported, copied):
+    artifact = copied(exported("deberta-v2", "feature-extraction"))
+    report = validate_model(artifact, profile=("batch=1,sequence=140",))
+    assert report.passed, report.summary
+    audio = exported("wav2vec2", "audio-classification").copy_to(artifact.path.parent / "audio")
+    assert validate_model(audio, profile=("batch=1,sequence=8000",)).passed
+
+
+def test_profile_is_for_the_graphs_that_it_fits(exported, copied):
+    artifact = copied(exported("t5", "text2text-generation-with-past"))
+    profile = "batch=1:2:2,encoder_sequence=4"
+    report = validate_model(artifact, profile=(profile,))
+    assert report.passed, report.summary
+    assert {case.graph for case in report.cases if case.kind == "profile"} == {"encoder_model.onnx"}
+    with pytest.raises(ShapeError, match="no dynamic dim 'encoder_sequense'"):
+        validate_model(artifact, profile=("batch=1,encoder_sequense=4",))
+
+
+def test_corner_that_pytorch_rejects_fails(exported, copied):
+    """A profile promises its corners; past and present go beyond GPT-2's positions together."""
+    artifact = copied(exported("gpt2", "text-generation-with-past"))
+    report = validate_model(artifact, profile=("batch=1,sequence=100,past_sequence=100",))
+    assert not report.passed
+    assert "profile 'batch 1, sequence 100, past_sequence 100': PyTorch rejects" in report.summary
+
+
+def test_size_of_the_sweep_that_pytorch_rejects_is_skipped_and_listed(exported, tmp_path):
+    """The config says more positions than the weights have."""
+    artifact = exported(*TEXT).copy_to(tmp_path / "copy")
+    config = json.loads((artifact.path / "config.json").read_text())
+    config["max_position_embeddings"] = 200
+    (artifact.path / "config.json").write_text(json.dumps(config))
+    faults.break_graph(artifact, lambda model: None)
+    report = validate_model(artifact.path)
+    assert report.passed, report.summary
+    assert [case.name for case in report.cases if case.skipped] == ["longest"]
+    assert "PyTorch rejects the inputs" in next(c.skipped for c in report.cases if c.skipped)
+    assert "1 inputs skipped" in report.summary
+
+
+# Real inputs
+
+
+def test_column_of_a_file_is_compared_in_batches(exported, copied, tmp_path):
+    lines = "".join(f'{{"review": "pump {"again " * (i % 5)}{i}"}}\n' for i in range(40))
+    (tmp_path / "a.jsonl").write_text(lines)
+    report = validate_model(
+        copied(exported(*TEXT)), data=str(tmp_path / "a.jsonl"), column="review", rows=20
+    )
+    assert report.passed, report.summary
+    assert names(report, "real") == ["rows 1–16", "rows 17–20"]
+
+
+def test_folder_of_images_is_compared(exported, copied, tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for index in range(5):
+        pixels = np.random.default_rng(index).integers(0, 255, (40 + index, 50, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+    artifact = copied(exported("vit", "image-classification"))
+    report = validate_model(artifact, data=str(folder))
+    assert report.passed, report.summary
+    assert names(report, "real") == ["images 1–4", "images 5"]
+
+    (folder / "5.png").write_bytes((folder / "0.png").read_bytes()[:60])
+    with pytest.raises(InputError, match=r"5\.png.*not a whole image"):
+        validate_model(artifact, data=str(folder))
+    verdict = Artifact.open(artifact.path).manifest.verdict("validate")
+    assert verdict.passed, "damaged data are no fault of the artifact"
+
+
+def test_images_that_keep_their_own_sizes_are_all_compared(exported, copied):
+    artifact = copied(exported("resnet", "image-classification"))
+    path = artifact.path / "preprocessor_config.json"
+    settings = {"image_processor_type": "ViTImageProcessor", "do_resize": False}
+    path.write_text(json.dumps(settings))
+    faults.break_graph(artifact, lambda model: None)
+    report = validate_model(artifact.path)
+    assert report.passed, report.summary
+    assert names(report, "real") == [
+        f"images of {96 + 40 * i} × {160 - 12 * i}, 1" for i in range(6)
+    ]
+
+
+def test_data_that_cannot_be_used_are_an_error(exported, copied, tmp_path):
+    text = copied(exported(*TEXT))
+    with pytest.raises(InputError, match="there is no such file"):
+        validate_model(text, data=str(tmp_path / "none.csv"))
+    audio = exported("wav2vec2", "audio-classification").copy_to(tmp_path / "audio")
+    with pytest.raises(InputError, match=r"takes input_values.*Leave the data out"):
+        validate_model(audio, data=str(tmp_path / "none.csv"))
+
+
+def test_damaged_tokenizer_leaves_the_sweep_and_is_noted(exported, copied):
+    artifact = copied(exported(*TEXT))
+    (artifact.path / "tokenizer.json").write_text("{}")
+    faults.break_graph(artifact, lambda model: None)
+    report = validate_model(artifact.path)
+    assert report.passed
+    assert any("no real inputs were compared" in note for note in report.notes)
+
+
+# Verdicts
+
+
+class Listener(Silent):
+    def __init__(self):
+        self.said = []
+
+    def say(self, message):
+        self.said.append(message)
+
+
+def said_by(run):
+    listener = Listener()
+    run(listener)
+    return " ".join(listener.said)
+
+
+def test_second_validation_is_taken_from_the_verdict_until_something_changes(
+    exported, copied, tmp_path
+):
+    artifact = copied(exported(*TEXT))
+    data = tmp_path / "a.txt"
+    data.write_text("the pump\n")
+
+    def again(**options):
+        return said_by(lambda progress: validate_model(artifact.path, progress=progress, **options))
+
+    assert "has no verdict yet" in again(data=str(data))
+    assert "nothing to do" in again(data=str(data))
+    assert "seed: 0 → 1" in again(data=str(data), seed=1)
+    data.write_text("the engine\n")
+    assert "data sha256: " in again(data=str(data), seed=1)
+    faults.break_graph(Artifact.open(artifact.path), faults.flip_sign)
+    assert "artifact: " in again(data=str(data), seed=1)
+    report = artifact.path / "reports" / "validation.json"
+    report.write_bytes(report.read_bytes()[:50])
+    assert "validating anew" in again(data=str(data), seed=1)
+    assert ValidationReport.from_json(report.read_bytes()).passed is False
+
+
+def test_report_on_disk_is_the_one_returned(exported, copied):
+    artifact = copied(exported(*TEXT))
+    report = validate_model(artifact)
+    assert (artifact.path / "reports" / "validation.json").read_bytes() == report.to_json()
+    assert validate_model(artifact.path) == report
+
+
+def test_failure_closes_the_artifact_and_a_later_pass_opens_it(exported, copied):
+    artifact = copied(exported(*TEXT))
+    sound = artifact.model.read_bytes()
+    faults.break_graph(artifact, faults.flip_sign)
+    assert not validate_model(artifact.path).passed
+    broken = Artifact.open(artifact.path)
+    with pytest.raises(
+        RejectedArtifactError, match=r"failed its validation: .*logits on .*--allow"
+    ):
+        load_model(broken)
+    assert load_model(broken, allow_failed=True).classify(["the pump"])
+
+    artifact.model.write_bytes(sound)
+    faults.break_graph(Artifact(artifact.path, broken.manifest), lambda model: None)
+    assert validate_model(artifact.path).passed
+    assert load_model(Artifact.open(artifact.path)).classify(["the pump"])
+
+
+def test_source_that_has_changed_is_an_error_that_names_the_file(tiny_model, tmp_path):
+    source = tmp_path / "model"
+    shutil.copytree(tiny_model(*TEXT), source)
+    artifact = export_model(str(source), task=TEXT[1], out=tmp_path / "out")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "layer_norm_eps": 1e-3}))
+    with pytest.raises(SourceError, match=r"changed since the export: config\.json"):
+        validate_model(artifact)
+    shutil.rmtree(source)
+    with pytest.raises(SourceError, match="no such directory"):
+        validate_model(artifact)
+
+
+def test_imported_graph_needs_its_reference_and_is_held_to_it(exported, tiny_model, tmp_path):
+    original = exported(*TEXT)
+    artifact = export_model(str(original.model), task=TEXT[1], out=tmp_path / "out")
+    with pytest.raises(SourceError, match=r"no PyTorch model.*--reference MODEL"):
+        validate_model(artifact)
+    assert validate_model(artifact, reference=str(tiny_model(*TEXT))).passed
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model(*TEXT), other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "layer_norm_eps": 0.5}))
+    assert not validate_model(artifact, reference=str(other)).passed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_abs_error": "nan"}, "'max_abs_error' is nan, expected a finite number"),
+        ({"max_abs_error": -1}, "'max_abs_error' is -1"),
+        ({"max_abs_error": "inf"}, "'max_abs_error' is inf"),
+        ({"min_cosine": "nan"}, "'min_cosine' is nan"),
+        ({"min_cosine": 1.5}, "'min_cosine' is 1.5, expected -1 to 1"),
+        ({"rows": 0}, "'rows' is 0, expected 1 or more"),
+        ({"seed": -1}, "'seed' is -1, expected 0 or more"),
+    ],
+)
+def test_options_that_nothing_can_be_compared_with(exported, options, message):
+    with pytest.raises(OptionError, match=message):
+        validate_model(exported(*TEXT), **options)
+
+
+def test_provider_that_cannot_be_had_is_an_error_and_no_verdict(exported, copied):
+    artifact = copied(exported(*TEXT))
+    with pytest.raises(ProviderError):
+        validate_model(artifact, provider="nonsense")
+    artifact.model.write_bytes(b"no graph")
+    broken = Artifact(artifact.path, artifact.manifest)
+    from enginery.core.artifact import commit_artifact
+
+    commit_artifact(artifact.path, artifact.manifest)
+    with pytest.raises(ProviderError, match="cannot be loaded by ONNX Runtime"):
+        validate_model(broken.path)
+    assert Artifact.open(artifact.path).manifest.verdicts == ()
+
+
+def test_pytorchs_answers_that_do_not_fit_on_disk_are_an_error_in_words(
+    exported, copied, monkeypatch
+):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(EngineryError, match=r"No space left on device\. Set TMPDIR"):
+        validate_model(copied(exported(*TEXT)))
+
+
+def test_large_answers_are_read_from_disk_with_the_same_result(exported, copied, monkeypatch):
+    from enginery.validate import reference
+
+    artifact = copied(exported(*TEXT))
+    before = validate_model(artifact)
+    monkeypatch.setattr(reference, "_IN_MEMORY_BYTES", 0)
+    after = validate_model(artifact.path, force=True)
+    assert [case.outputs for case in after.cases] == [case.outputs for case in before.cases]
