@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginery.core.artifact import Artifact, refuse_foreign
 from enginery.core.errors import ArtifactError, OptionError
@@ -29,9 +29,13 @@ from enginery.core.store import Store
 from enginery.export import stage as export
 from enginery.export.config import ExportConfig
 from enginery.recipe import Recipe
-from enginery.validate import stage as validate
 from enginery.validate.config import ValidateConfig
-from enginery.validate.report import ValidationReport
+
+if TYPE_CHECKING:
+    from enginery.validate.report import ValidationReport
+
+# A stage is imported when it runs: while a model is exported in a child process, this one waits,
+# and what it holds counts.
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,8 @@ def _export(
 def _validate(
     artifact: Artifact, config: ValidateConfig, *, force: bool, progress: Progress
 ) -> StageResult:
+    from enginery.validate import stage as validate
+
     started = time.monotonic()
     report = None if force else validate.finished(artifact, config)
     worked = report is None
@@ -219,6 +225,8 @@ def _validate(
 
 
 def _why_validate(artifact: Artifact, config: ValidateConfig, *, force: bool) -> str:
+    from enginery.validate import stage as validate
+
     verdict = artifact.manifest.verdict(validate.STAGE)
     if force:
         return "validating anew, as asked (--force)"

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact import Artifact, commit_artifact, staging
+from enginery.core.json_file import read_json
 from enginery.core.manifest import Manifest, StageRecord
-from enginery.core.source import read_json, resolve_source
+from enginery.core.source import resolve_source
 
 TEXT_KINDS = (
     "bert", "distilbert", "roberta", "albert", "electra", "deberta-v2", "mpnet", "modernbert",

@@ -13,7 +13,6 @@ PyTorch reference all read the same files.
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 from enginery.core.errors import MissingPackageError, SourceError
 from enginery.core.external_data import external_data_files
 from enginery.core.fingerprint import combined_sha256, sha256_of
+from enginery.core.json_file import read_json
 from enginery.core.manifest import SourceRecord
 
 SAFE_WEIGHTS = (".safetensors",)
@@ -102,23 +102,6 @@ def resolve_record(record: SourceRecord, *, cache_dir: str = "") -> ModelSource:
             do="Export it again.",
         )
     return source
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty where there is no file.
-
-    Raises:
-        SourceError: the file is not a JSON object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(found, dict):
-        raise SourceError(f"{path} holds a {type(found).__name__}, expected a JSON object.")
-    return found
 
 
 def _package_directory(model: str) -> Path:

@@ -17,8 +17,8 @@ import torch
 
 from enginery.core.errors import ExportError
 from enginery.core.feeds import FeedLimits, make_feeds
+from enginery.core.json_file import read_json
 from enginery.core.shapes import Dim, TensorSpec
-from enginery.core.source import read_json
 from enginery.export.config import ExportConfig
 from enginery.export.exported import Exported
 from enginery.export.optimum import check_remote_code, choose_task, fixed_dims, with_image_size

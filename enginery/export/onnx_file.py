@@ -7,7 +7,7 @@ from pathlib import Path
 
 from enginery.core.errors import ExportError
 from enginery.core.external_data import external_data_files
-from enginery.core.source import read_json
+from enginery.core.json_file import read_json
 from enginery.export.config import ExportConfig
 from enginery.export.exported import Exported
 from enginery.export.side_files import copy_side_files

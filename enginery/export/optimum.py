@@ -6,24 +6,30 @@ Runs in the child process of the stage: it imports torch, transformers and optim
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
-from enginery.core.source import read_json
+from enginery.core.json_file import read_json
 from enginery.export.config import ExportConfig
 from enginery.export.exported import Exported
 from enginery.export.side_files import copy_side_files
 
 try:
+    import torch
     import transformers
-    from optimum.exporters.onnx import main_export
+    from optimum.exporters.onnx import onnx_export_from_model
     from optimum.exporters.tasks import TasksManager
+    from optimum.utils.save_utils import maybe_load_preprocessors
 except ImportError as error:
     raise MissingPackageError(
         error.name or "optimum", extra="export", purpose="Exporting a model"
     ) from error
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def export_with_optimum(
@@ -35,6 +41,12 @@ def export_with_optimum(
         ExportError: the registry lacks the model type or the task.
         SourceError: the model needs its own code, and that was not allowed.
     """
+    if config.dtype == "bf16" and config.device == "cpu":
+        raise ExportError(
+            "Optimum runs the graph while it exports, and ONNX Runtime has no BF16 kernels on "
+            "the CPU.",
+            do="Use --device cuda or --exporter dynamo.",
+        )
     settings = read_json(source / "config.json")
     check_remote_code(source, settings, trust=config.trust_remote_code)
     library = "timm" if "architecture" in settings else "transformers"
@@ -43,19 +55,10 @@ def export_with_optimum(
     if library == "transformers":
         task = _supported_task(model_type, task, asked=config.task)
     phase(f"tracing {model_type} for {task}")
-    main_export(
-        str(source),
-        output=out,
-        task=task,
-        opset=config.opset,
-        device=config.device,
-        dtype=config.dtype,
-        no_post_process=not config.post_process,
-        trust_remote_code=config.trust_remote_code,
-        do_validation=False,  # the validate stage is stricter, and fails
-        library_name=library,
-    )
+    _export(source, config, out, task=task, library=library)
+    gc.collect()
     copy_side_files(source, out, code=config.trust_remote_code)
+    _convert_tokenizer(source, out)
     files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.onnx"))
     return Exported(
         files=files,
@@ -66,6 +69,66 @@ def export_with_optimum(
         config=with_image_size(settings, source),
         notes=[f"task {task}: {'inferred' if config.task == 'auto' else 'as asked'}"],
     )
+
+
+def _export(source: Path, config: ExportConfig, out: Path, *, task: str, library: str) -> None:
+    """What Optimum's `main_export` does, on files that are here.
+
+    It would load tokenizers twice, before and behind the trace, and hold them while memory peaks.
+    """
+    model = TasksManager.get_model_from_task(
+        task,
+        str(source),
+        framework="pt",
+        library_name=library,
+        device=config.device,
+        torch_dtype=_DTYPES[config.dtype],
+        trust_remote_code=config.trust_remote_code,
+    )
+    if task == "text-classification" and getattr(model.config, "pad_token_id", None) is None:
+        model.config.pad_token_id = _pad_token_id(source)
+    model.config.use_cache = task.endswith("with-past")
+    # Optimum saves tokenizers it finds under this name; ours are copied as they are.
+    model.config._name_or_path = ""  # noqa: SLF001
+    takes_pixels = (source / "preprocessor_config.json").is_file()
+    onnx_export_from_model(
+        model=model,
+        output=out,
+        opset=config.opset,
+        task=task,
+        device=config.device,
+        no_post_process=not config.post_process,
+        # Image sizes are found there; texts need nothing from their tokenizer.
+        preprocessors=maybe_load_preprocessors(str(source)) if takes_pixels else [],
+        do_validation=False,  # the validate stage is stricter, and fails
+    )
+
+
+def _pad_token_id(source: Path) -> int:
+    """The padding id of the tokenizer, for a classifier whose config has none.
+
+    Raises:
+        ExportError: the tokenizer has none either.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(source))
+    if tokenizer.pad_token_id is None:
+        raise ExportError(
+            f"a text classifier needs a padding token, and neither config.json nor the tokenizer "
+            f"of {source} names one.",
+            do="Set pad_token_id in config.json.",
+        )
+    return int(tokenizer.pad_token_id)
+
+
+def _convert_tokenizer(source: Path, out: Path) -> None:
+    """Makes tokenizer.json for a model that has only its slow tokenizer's files."""
+    names = ("tokenizer_config.json", "vocab.txt", "spiece.model", "tokenizer.model", "vocab.json")
+    if (out / "tokenizer.json").is_file() or not any((source / name).is_file() for name in names):
+        return
+    # A tokenizer that has no fast form cannot be converted: load_model says so when asked.
+    with suppress(Exception):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(source))
+        tokenizer.backend_tokenizer.save(str(out / "tokenizer.json"))
 
 
 def choose_task(asked: str, settings: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -30,40 +30,16 @@ from enginery.core.manifest import GraphRecord, Manifest, StageRecord
 from enginery.core.progress import SILENT, Progress
 from enginery.core.source import ModelSource
 from enginery.export.config import ExportConfig
+from enginery.export.protocol import PHASE, WorkerRequest, WorkerResult
 
 STAGE = "export"
 STAGE_VERSION = "1"
 """Raised when the same inputs would give another artifact; part of the fingerprint."""
 
 TOOLS = ("torch", "transformers", "optimum", "optimum-onnx", "onnx")
-PHASE = "\x1ephase "
-"""Starts a line of the child's output that names what it does now."""
 
 # Where the source is found says nothing about the graph; the source's hashes are in the key.
 _NOT_IN_KEY = ("cache_dir", "allow_pickle", "revision")
-
-
-@dataclass(frozen=True)
-class WorkerRequest:
-    """What the child process is asked for, as JSON."""
-
-    kind: str
-    path: str
-    out: str
-    config: ExportConfig
-
-
-@dataclass(frozen=True)
-class WorkerResult:
-    """What the child process made, as JSON."""
-
-    task: str
-    model_type: str
-    library: str
-    precision: str
-    graphs: list[dict[str, Any]]
-    notes: list[str]
-    peak_rss_bytes: int
 
 
 def fingerprint(source: ModelSource, config: ExportConfig) -> Fingerprint:

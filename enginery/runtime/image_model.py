@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, InputError
-from enginery.core.source import read_json
+from enginery.core.json_file import read_json
 from enginery.runtime.answers import Classification
 from enginery.runtime.batching import MAX_ROWS
 from enginery.runtime.classification import (

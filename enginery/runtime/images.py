@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import ArtifactError, nearest
-from enginery.core.source import read_json
+from enginery.core.json_file import read_json
 from enginery.runtime.image_files import load_image
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import ArtifactError
-from enginery.core.source import read_json
+from enginery.core.json_file import read_json
 
 Vectors = NDArray[np.float32]
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, InputError, nearest
-from enginery.core.source import read_json
+from enginery.core.json_file import read_json
 from enginery.runtime.answers import (
     Classification,
     ContextAnswer,

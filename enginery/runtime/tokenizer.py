@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.feeds import position_limit
 from enginery.core.shapes import TensorSpec
-from enginery.core.source import read_json
+from enginery.core.json_file import read_json
 
 _NO_LIMIT = 10**20
 """transformers writes 1e30 where a tokenizer has no limit."""

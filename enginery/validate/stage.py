@@ -32,9 +32,10 @@ from enginery.core.fingerprint import (
     sha256_of,
     tool_versions,
 )
+from enginery.core.json_file import read_json
 from enginery.core.manifest import Verdict
 from enginery.core.progress import SILENT, Progress
-from enginery.core.source import ModelSource, read_json, resolve_record, resolve_source
+from enginery.core.source import ModelSource, resolve_record, resolve_source
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.providers import choose_providers, parse_providers
 from enginery.validate.cases import LONGEST, profile_cases, profiles_by_graph, sweep_cases

@@ -4,7 +4,8 @@ import json
 import pytest
 
 from enginery.core.errors import SourceError
-from enginery.core.source import read_json, resolve_record, resolve_source
+from enginery.core.json_file import read_json
+from enginery.core.source import resolve_record, resolve_source
 from tests.core.artifacts import start
 from tests.core.hub_double import COMMIT, NEXT_COMMIT, hub_double
 

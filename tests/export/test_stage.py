@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from enginery import Artifact, export_model, validate_model
-from enginery.core.errors import ExportError, OptionError, SourceError
+from enginery.core.errors import ExportError, OptionError, ProviderError, SourceError
 from enginery.core.store import Store
 
 
@@ -62,6 +62,17 @@ def test_opset_and_precision_are_as_asked(tiny_model):
     assert report.passed, report.summary
     floors = [o.noise_floor for case in report.cases for o in case.outputs]
     assert min(floors) > 1e-5, "an FP16 model has FP16's noise"
+
+
+def test_bf16_is_exported_with_a_note_that_the_cpu_cannot_run_it(tiny_model):
+    model = str(tiny_model("bert", "fill-mask"))
+    with pytest.raises(ExportError, match="no BF16 kernels.*--exporter dynamo"):
+        export_model(model, dtype="bf16")
+    artifact = export_model(model, dtype="bf16", exporter="dynamo")
+    assert artifact.manifest.precision == "bf16"
+    assert any("no BF16 kernels" in note for note in artifact.manifest.stages[0].notes)
+    with pytest.raises(ProviderError, match="cannot be loaded by ONNX Runtime"):
+        validate_model(artifact)
 
 
 def test_unknown_option_names_the_nearest(tiny_model):
