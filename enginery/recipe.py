@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
@@ -269,9 +270,12 @@ def _order_problem(steps: Iterable[Step]) -> tuple[str, int] | None:
         return "stages: found none, expected export first.", 0
     if order[0].stage != "export":
         return f"the first stage is '{order[0].stage}', expected export.", order[0].line
-    for step in order[1:]:
+    for before, step in pairwise(order):
         if step.stage == "export":
             return "export is there twice; it can only be the first stage.", step.line
+        if step.stage == before.stage:
+            # An artifact has one verdict of a stage: each run of one would undo the other's.
+            return f"{step.stage} follows itself; put everything to check into one.", step.line
     return None
 
 

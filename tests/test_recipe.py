@@ -16,7 +16,7 @@ out: build/minilm
 stages:
   - export: {task: text-classification, opset: 17}
   - validate: {profile: ["batch=1:4:8,sequence=8:64:128"], data: reviews.csv, column: review}
-  - validate
+# nothing more
 ask: ["What a day."]
 """
 
@@ -51,11 +51,10 @@ def test_recipe_names_the_model_the_stages_in_order_and_their_options():
                     profile=("batch=1:4:8,sequence=8:64:128",), data="reviews.csv", column="review"
                 ),
             ),
-            Step("validate", ValidateConfig()),
         ),
         ask=("What a day.",),
     )
-    assert [step.line for step in Recipe.parse(FULL).steps] == [4, 5, 6]
+    assert [step.line for step in Recipe.parse(FULL).steps] == [4, 5]
 
 
 def test_the_shortest_recipe_is_a_model_and_export():
@@ -121,7 +120,7 @@ def test_anchors_stand_for_whole_values():
          "recipe.yaml:4: unknown option 'opsets' for export; did you mean 'opset'? Known op"),
         (FULL.replace("validate:", "validat:"),
          "recipe.yaml:5: unknown stage 'validat'; did you mean 'validate'? Known stages: export, "),
-        (FULL.replace("- validate\n", "- vaildate\n"), "recipe.yaml:6: unknown stage 'vaildate'"),
+        (FULL.replace("# nothing more", "  - vaildate"), "recipe.yaml:6: unknown stage 'vaildate'"),
         (FULL.replace("ask:", "asks:"),
          "recipe.yaml:7: unknown key 'asks'; did you mean 'ask'? Known keys: model, out, "),
         (FULL.replace("opset: 17", "opset: new"),
@@ -378,3 +377,9 @@ def test_the_recipe_in_the_documentation_can_be_read():
     document = (RECIPES.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
     first = document.split("```yaml\n")[1].split("```")[0]
     assert [step.stage for step in Recipe.parse(first).steps] == ["export", "validate"]
+
+
+def test_stage_that_follows_itself_is_refused():
+    text = "model: org/name\nstages:\n  - export\n  - validate\n  - validate: {rows: 8}\n"
+    with pytest.raises(RecipeError, match="recipe:5: validate follows itself"):
+        Recipe.parse(text)

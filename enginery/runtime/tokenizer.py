@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.feeds import position_limit
-from enginery.core.shapes import TensorSpec
 from enginery.core.json_file import read_json
+from enginery.core.shapes import TensorSpec
 
 _NO_LIMIT = 10**20
 """transformers writes 1e30 where a tokenizer has no limit."""
@@ -219,6 +219,11 @@ def check_texts(texts: Sequence[Any], *, what: str = "text", pairs: bool = False
         for text in item if is_pair else (item,):
             if not isinstance(text, str):
                 raise InputError(f"{what} {index} is a {type(text).__name__}, expected a string.")
+            if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise InputError(
+                    f"{what} {index} holds a lone surrogate, which is no character.",
+                    do="Decode the text as what it is, UTF-8 or Latin-1, before sending it.",
+                )
 
 
 def fixed_sequence(inputs: Iterable[TensorSpec]) -> int | None:

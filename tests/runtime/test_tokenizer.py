@@ -11,7 +11,7 @@ import pytest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.batching import plan_batches
-from enginery.runtime.tokenizer import TextTokenizer
+from enginery.runtime.tokenizer import TextTokenizer, check_texts
 from tests.tiny import MAX_POSITIONS, TEXT_KINDS, save_tiny
 
 TEXTS = ["The Engine is warm, isn't it?", "", " über  Köln 引擎 x/y", "the [MASK] <mask> </s>"]
@@ -165,3 +165,8 @@ def test_equal_lengths_are_kept_apart_from_others():
 
 def _edit(file, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_text_with_a_lone_surrogate_is_refused_by_its_index():
+    with pytest.raises(InputError, match="text 1 holds a lone surrogate"):
+        check_texts(["fine", "broken \udcff"])
