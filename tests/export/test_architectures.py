@@ -1,4 +1,4 @@
-"""Every architecture that is promised: exported by the real stage, validated, loadable elsewhere."""
+"""Every architecture that is promised: exported by the real stage, validated, loaded elsewhere."""
 
 import pytest
 

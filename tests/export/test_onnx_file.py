@@ -112,6 +112,6 @@ def test_validating_an_imported_graph_asks_for_its_pytorch_model(exported, tiny_
     source = tiny_model("bert", "text-classification")
     original = exported("bert", "text-classification")
     artifact = export_model(str(original.model), task="text-classification")
-    with pytest.raises(SourceError, match="no PyTorch model.*--reference"):
+    with pytest.raises(SourceError, match=r"no PyTorch model.*--reference"):
         validate_model(artifact)
     assert validate_model(artifact, reference=str(source)).passed

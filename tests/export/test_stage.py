@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 
-
 import onnx
 import pytest
 
@@ -66,7 +65,7 @@ def test_opset_and_precision_are_as_asked(tiny_model):
 
 def test_bf16_is_exported_with_a_note_that_the_cpu_cannot_run_it(tiny_model):
     model = str(tiny_model("bert", "fill-mask"))
-    with pytest.raises(ExportError, match="no BF16 kernels.*--exporter dynamo"):
+    with pytest.raises(ExportError, match=r"no BF16 kernels.*--exporter dynamo"):
         export_model(model, dtype="bf16")
     artifact = export_model(model, dtype="bf16", exporter="dynamo")
     assert artifact.manifest.precision == "bf16"
@@ -86,14 +85,14 @@ def test_unknown_task_names_the_nearest(tiny_model):
 
 
 def test_task_that_the_model_type_lacks_lists_those_it_has(tiny_model):
-    with pytest.raises(ExportError, match="Optimum exports bert for .*fill-mask.*not for"):
+    with pytest.raises(ExportError, match=r"Optimum exports bert for .*fill-mask.*not for"):
         export_model(str(tiny_model("bert", "fill-mask")), task="image-classification")
 
 
 def test_model_type_unknown_to_optimum_is_pointed_to_dynamo(tiny_model, tmp_path):
     model = edited_config(tiny_model("bert", "fill-mask"), tmp_path / "m", model_type="fnet",
                           architectures=["FNetForMaskedLM"])  # fmt: skip
-    with pytest.raises(ExportError, match="no model type 'fnet'.*--exporter dynamo"):
+    with pytest.raises(ExportError, match=r"no model type 'fnet'.*--exporter dynamo"):
         export_model(model)
 
 
@@ -143,7 +142,7 @@ def test_pickled_weights_are_refused_unless_allowed(tiny_model, tmp_path):
     weights = safetensors.torch.load_file(model / "model.safetensors")
     torch.save(weights, model / "pytorch_model.bin")
     (model / "model.safetensors").unlink()
-    with pytest.raises(SourceError, match="only pickled weights.*--allow-pickle"):
+    with pytest.raises(SourceError, match=r"only pickled weights.*--allow-pickle"):
         export_model(str(model))
     artifact = export_model(str(model), allow_pickle=True)
     assert validate_model(artifact).passed
@@ -154,7 +153,7 @@ def test_damaged_weights_are_an_error_in_words(tiny_model, tmp_path):
     shutil.copytree(tiny_model("bert", "feature-extraction"), model)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ExportError, match="exporting failed in .*The whole log"):
+    with pytest.raises(ExportError, match=r"exporting failed in .*The whole log"):
         export_model(str(model))
 
 
@@ -191,7 +190,7 @@ def test_kill_in_the_middle_leaves_no_artifact_and_the_next_run_succeeds(tiny_mo
             break
     os.killpg(child.pid, signal.SIGKILL)
     child.communicate()
-    assert [e for e in Store(home).entries()] == []
+    assert Store(home).entries() == []
     assert list(Store(home).artifacts.glob(".tmp-*")), "killed while it worked"
 
     again = cli("export", model, home=home)
@@ -275,9 +274,7 @@ def test_model_over_two_gigabytes_uses_external_data(tmp_path):
     assert validate_model(artifact).passed
 
 
-
-
-OWN_CODE = '''
+OWN_CODE = """
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -304,7 +301,7 @@ class MyModel(PreTrainedModel):
         mask = attention_mask.unsqueeze(-1).to(self.words.weight.dtype)
         vectors = self.words(input_ids) * mask
         return SequenceClassifierOutput(logits=self.head(vectors.sum(1) / mask.sum(1)))
-'''
+"""
 
 
 def test_models_own_code_runs_once_it_is_trusted(tmp_path, monkeypatch):
