@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from enginery.core.artifact import Artifact
     from enginery.core.errors import EngineryError
-    from enginery.pipeline import export_model, run_recipe, validate_model
+    from enginery.pipeline import (
+        export_model,
+        optimize_model,
+        quantize_model,
+        run_recipe,
+        validate_model,
+    )
     from enginery.recipe import Recipe
     from enginery.runtime.model import load_model
 
@@ -31,6 +37,8 @@ __all__ = [
     "__version__",
     "export_model",
     "load_model",
+    "optimize_model",
+    "quantize_model",
     "run_recipe",
     "validate_model",
 ]
@@ -41,6 +49,8 @@ _HOMES = {
     "Recipe": "enginery.recipe",
     "export_model": "enginery.pipeline",
     "load_model": "enginery.runtime.model",
+    "optimize_model": "enginery.pipeline",
+    "quantize_model": "enginery.pipeline",
     "run_recipe": "enginery.pipeline",
     "validate_model": "enginery.pipeline",
 }

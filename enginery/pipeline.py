@@ -13,46 +13,35 @@ Every artifact is made in the store, under the lock of its fingerprint; `out` ge
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginery.core.artifact import Artifact, refuse_foreign
-from enginery.core.errors import ArtifactError, OptionError
-from enginery.core.manifest import Verdict
+from enginery.core.errors import OptionError
 from enginery.core.options import options_from
 from enginery.core.progress import SILENT, Progress
-from enginery.core.source import resolve_source
-from enginery.core.store import Store
-from enginery.export import stage as export
 from enginery.export.config import ExportConfig
+from enginery.optimize.config import OptimizeConfig
+from enginery.quantize.config import QuantizeConfig
 from enginery.recipe import Recipe
+from enginery.steps import (
+    StageResult,
+    deliver,
+    export_step,
+    optimize_step,
+    quantize_step,
+    validate_step,
+)
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
     from enginery.validate.report import ValidationReport
 
-# A stage is imported when it runs: while a model is exported in a child process, this one waits,
-# and what it holds counts.
 
-
-@dataclass(frozen=True)
-class StageResult:
-    """One stage of a run: what it left, and whether it had to work for it."""
-
-    stage: str
-    artifact: Artifact
-    worked: bool
-    """False where a finished result was taken."""
-    seconds: float
-    report: ValidationReport | None = None
-
-    @property
-    def passed(self) -> bool:
-        """It did not check anything, or its check said yes."""
-        return self.report is None or self.report.passed
+def _as_artifact(artifact: Artifact | str | Path) -> Artifact:
+    return artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
 
 
 @dataclass(frozen=True)
@@ -72,8 +61,7 @@ class RunResult:
     @property
     def failure(self) -> str:
         """What the first failed check said; empty when all passed."""
-        reports = (stage.report for stage in self.stages if stage.report)
-        return next((report.summary for report in reports if not report.passed), "")
+        return next((stage.failure for stage in self.stages if stage.failure), "")
 
 
 def export_model(
@@ -98,7 +86,70 @@ def export_model(
         EngineryError: the model cannot be found, trusted or exported; see `core/errors.py`.
     """
     config = options_from(ExportConfig, "export", options)
-    return _export(model, config, str(out), force=force, progress=progress).artifact
+    return export_step(model, config, str(out), force=force, progress=progress).artifact
+
+
+def optimize_model(
+    artifact: Artifact | str | Path,
+    *,
+    out: str | Path = "",
+    force: bool = False,
+    allow_failed: bool = False,
+    progress: Progress = SILENT,
+    **options: Any,
+) -> Artifact:
+    """Makes an artifact ready for CUDA, TensorRT or the CPU, or takes the finished one.
+
+    Args:
+        artifact: an FP32 artifact or its path.
+        out: where the new artifact goes; empty for the store.
+        force: optimize although a finished artifact is there.
+        allow_failed: take an artifact whose validation failed.
+        progress: who is told what happens.
+        options: of the stage, see `OptimizeConfig`.
+
+    Raises:
+        EngineryError: the artifact cannot be optimized as asked. One that cannot be made right in
+            the precision is left marked as failed: see `Artifact.failed`.
+    """
+    config = options_from(OptimizeConfig, "optimize", options)
+    opened = _as_artifact(artifact)
+    result = optimize_step(
+        opened, config, str(out), force=force, allow_failed=allow_failed, progress=progress
+    )
+    return result.artifact
+
+
+def quantize_model(
+    artifact: Artifact | str | Path,
+    calibration: str | Path | Iterable[Any] = "",
+    *,
+    out: str | Path = "",
+    force: bool = False,
+    progress: Progress = SILENT,
+    **options: Any,
+) -> Artifact:
+    """Makes the INT8 artifact for TensorRT, or takes the finished one.
+
+    Args:
+        artifact: an FP32 artifact that no other stage has changed, or its path.
+        calibration: real inputs: a file or folder, or any iterable of texts or images.
+        out: where the new artifact goes; empty for the store.
+        force: quantize although a finished artifact is there.
+        progress: who is told what happens.
+        options: of the stage, see `QuantizeConfig`.
+
+    Raises:
+        EngineryError: the artifact or the inputs cannot be used, no mix of INT8 and FP holds the
+            accuracy asked for, or TensorRT does not take the result. Nothing is left then.
+    """
+    named = isinstance(calibration, str | Path)
+    if named:
+        options = {"calibration": str(calibration), **options}
+    config = options_from(QuantizeConfig, "quantize", options)
+    given = None if isinstance(calibration, str | Path) else calibration
+    opened = _as_artifact(artifact)
+    return quantize_step(opened, config, given, str(out), force=force, progress=progress).artifact
 
 
 def validate_model(
@@ -120,8 +171,8 @@ def validate_model(
         EngineryError: the comparison cannot be made. A failed one is a report, not an error.
     """
     config = options_from(ValidateConfig, "validate", options)
-    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-    report = _validate(opened, config, force=force, progress=progress).report
+    opened = _as_artifact(artifact)
+    report = validate_step(opened, config, force=force, progress=progress).report
     if report is None:
         raise AssertionError("the validate stage always leaves a report")
     return report
@@ -160,119 +211,24 @@ def run_recipe(
             refused.append(step.stage)
             continue
         if isinstance(step.options, ExportConfig):
-            result = _export(plan.model, step.options, "", force=force, progress=progress)
+            result = export_step(plan.model, step.options, "", force=force, progress=progress)
         elif artifact is None:
             raise OptionError(f"a recipe starts with export, found {step.stage}.")
+        elif isinstance(step.options, OptimizeConfig):
+            result = optimize_step(
+                artifact, step.options, "", force=force, allow_failed=allow_failed,
+                progress=progress,
+            )  # fmt: skip
+        elif isinstance(step.options, QuantizeConfig):
+            options = replace(step.options, allow_failed=allow_failed or step.options.allow_failed)
+            result = quantize_step(artifact, options, None, "", force=force, progress=progress)
         else:
-            result = _validate(artifact, step.options, force=force, progress=progress)
+            result = validate_step(artifact, step.options, force=force, progress=progress)
         stages.append(result)
         artifact = result.artifact
     if artifact is None:
         raise OptionError("the recipe has no stages.", do="Add at least: stages: [export]")
     if plan.out:
         checked = [stage.stage for stage in stages if stage.report]
-        artifact = _deliver(artifact, Path(plan.out), progress, checked=checked)
+        artifact = deliver(artifact, Path(plan.out), progress, checked=checked)
     return RunResult(artifact, stages, tuple(refused))
-
-
-def open_passed(path: str | Path, *, allow_failed: bool = False) -> Artifact:
-    """Opens an artifact for a stage that builds on it; raises where a check of it failed."""
-    artifact = Artifact.open(path)
-    artifact.require_passed(allow_failed=allow_failed)
-    return artifact
-
-
-def _export(
-    model: str, config: ExportConfig, out: str, *, force: bool, progress: Progress
-) -> StageResult:
-    started = time.monotonic()
-    if out:
-        refuse_foreign(Path(out))
-    source = resolve_source(
-        model,
-        revision=config.revision,
-        allow_pickle=config.allow_pickle,
-        cache_dir=config.cache_dir,
-    )
-    artifact, worked = Store().obtain(
-        export.fingerprint(source, config),
-        source.name,
-        lambda path: export.run(source, config, path, progress=progress),
-        force=force,
-        progress=progress,
-    )
-    if out:
-        artifact = _deliver(artifact, Path(out), progress)
-    return StageResult("export", artifact, worked, time.monotonic() - started)
-
-
-def _validate(
-    artifact: Artifact, config: ValidateConfig, *, force: bool, progress: Progress
-) -> StageResult:
-    from enginery.validate import stage as validate
-
-    started = time.monotonic()
-    report = None if force else validate.finished(artifact, config)
-    worked = report is None
-    if report is None:
-        progress.say(f"validate: {_why_validate(artifact, config, force=force)}")
-        report = validate.run(artifact, config, progress=progress)
-    else:
-        said = "passed" if report.passed else "failed"
-        progress.say(f"validate: nothing to do, {artifact.name} {said} with the same options")
-    seconds = time.monotonic() - started
-    return StageResult("validate", Artifact.open(artifact.path), worked, seconds, report)
-
-
-def _why_validate(artifact: Artifact, config: ValidateConfig, *, force: bool) -> str:
-    from enginery.validate import stage as validate
-
-    verdict = artifact.manifest.verdict(validate.STAGE)
-    if force:
-        return "validating anew, as asked (--force)"
-    if verdict is None:
-        return f"{artifact.name} has no verdict yet"
-    changes = validate.fingerprint(artifact, config).changes(verdict.fields)
-    return f"validating anew: {'; '.join(changes) or 'its report is missing'}"
-
-
-def _deliver(
-    artifact: Artifact, out: Path, progress: Progress, *, checked: Sequence[str] = ()
-) -> Artifact:
-    """A copy of the artifact at `out`, unless the same one is there already.
-
-    Where the same model is there, so are verdicts that somebody may have come by at `out` alone:
-    of each stage the newest holds, except that those `checked` just now go before any other.
-    """
-    present = _opened(out)
-    same_model = present is not None and present.manifest.files == artifact.manifest.files
-    verdicts = {verdict.stage: (verdict, artifact) for verdict in artifact.manifest.verdicts}
-    for verdict in present.manifest.verdicts if present and same_model else ():
-        mine = verdicts.get(verdict.stage)
-        newer = mine is None or mine[0].finished <= verdict.finished
-        if present and newer and verdict.stage not in checked:
-            verdicts[verdict.stage] = (verdict, present)
-    # Reports are read before the copy below replaces the directory that holds them.
-    reports = {stage: _report_bytes(holder, verdict) for stage, (verdict, holder) in
-               verdicts.items()}  # fmt: skip
-    if present is None or not same_model or present.manifest.stages != artifact.manifest.stages:
-        present = artifact.copy_to(out)
-        progress.say(f"wrote {out}")
-    for stage, (verdict, _) in verdicts.items():
-        if verdict not in present.manifest.verdicts:
-            present = present.annotate(verdict, reports[stage])
-    return present
-
-
-def _report_bytes(artifact: Artifact, verdict: Verdict) -> bytes:
-    try:
-        return (artifact.path / verdict.report).read_bytes()
-    except FileNotFoundError:
-        return b""  # somebody removed it; the verdict in the manifest holds without
-
-
-def _opened(path: Path) -> Artifact | None:
-    try:
-        return Artifact.open(path)
-    except ArtifactError:
-        return None

@@ -20,12 +20,19 @@ from enginery.core.errors import OptionError, RecipeError, nearest
 from enginery.core.options import option_names, options_from
 from enginery.core.yaml_lines import Node, Scalar, Sequence, Table, parse_yaml, plain
 from enginery.export.config import ExportConfig
+from enginery.optimize.config import OptimizeConfig
+from enginery.quantize.config import QuantizeConfig
 from enginery.validate.config import ValidateConfig
 
-STAGES: dict[str, type] = {"export": ExportConfig, "validate": ValidateConfig}
+STAGES: dict[str, type] = {
+    "export": ExportConfig,
+    "optimize": OptimizeConfig,
+    "quantize": QuantizeConfig,
+    "validate": ValidateConfig,
+}
 
 _KEYS = ("model", "out", "stages", "ask")
-_PATH_OPTIONS = ("data", "cache_dir")
+_PATH_OPTIONS = ("data", "cache_dir", "calibration", "ranges")
 _MODEL_OPTIONS = ("reference",)
 _OF_ONE_MODEL = {"export": ("task", "revision"), "validate": ("reference",)}
 """Options that say something about one model; another model takes their defaults."""
@@ -36,7 +43,7 @@ class Step:
     """One stage of a recipe with its options."""
 
     stage: str
-    options: ExportConfig | ValidateConfig
+    options: ExportConfig | OptimizeConfig | QuantizeConfig | ValidateConfig
     line: int = field(default=0, compare=False)
     """Where the recipe names it; 0 for a step that was made in Python."""
 

@@ -19,7 +19,8 @@ from enginery.runtime.provider_names import short_name
 
 if TYPE_CHECKING:
     from enginery.ask import Answer
-    from enginery.pipeline import RunResult, StageResult
+    from enginery.pipeline import RunResult
+    from enginery.steps import StageResult
     from enginery.validate.metrics import OutputMetrics
     from enginery.validate.report import CaseResult, ValidationReport
 

@@ -18,12 +18,17 @@ from enginery.console import Console
 from enginery.core.store import Store
 from enginery.doctor.config import DoctorConfig
 from enginery.export.config import ExportConfig
+from enginery.optimize.config import OptimizeConfig
+from enginery.quantize.config import QuantizeConfig
 from enginery.validate.config import ValidateConfig
 from tests.terminal import in_pipe, on_terminal, start
 
 COMMANDS = {
     ("export",): ExportConfig,
+    ("optimize",): OptimizeConfig,
+    ("quantize",): QuantizeConfig,
     ("validate",): ValidateConfig,
+    ("lint",): None,
     ("doctor",): DoctorConfig,
     ("run",): None,
     ("inspect",): None,
@@ -76,7 +81,7 @@ def test_help_lists_every_option_with_its_meaning(cli, words, monkeypatch):
     meanings = {}
     for line in out.splitlines():
         if found := re.match(r"│ [* ]*(.*?--\S.*?)  +(\S.*?) *│$", line):
-            for name in re.findall(r"--([a-z-]+)", found[1]):
+            for name in re.findall(r"--([a-z0-9-]+)", found[1]):
                 meanings[name] = re.sub(r" *\[(default|choices|required).*", "", found[2])
     expected = {"json", "quiet", "verbose"}
     for field in dataclasses.fields(COMMANDS[words]) if COMMANDS[words] else ():

@@ -4,13 +4,12 @@ import json
 
 import pytest
 
-from enginery import Artifact, Recipe, export_model, run_recipe, validate_model
+from enginery import Artifact, Recipe, export_model, run_recipe, steps, validate_model
 from enginery.core.artifact import MANIFEST
 from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
 from enginery.core.progress import SILENT
 from enginery.core.store import Store
 from enginery.export.config import ExportConfig
-from enginery.pipeline import _deliver, open_passed
 from enginery.recipe import Step
 from enginery.validate.config import ValidateConfig
 
@@ -45,7 +44,7 @@ def export(model, out, **options):
 
 
 def deliver(artifact, out):
-    return _deliver(artifact, out, SILENT)
+    return steps.deliver(artifact, out, SILENT)
 
 
 def state(directory):
@@ -75,7 +74,7 @@ def test_export_keeps_the_verdict_that_the_copy_has_come_by(model, tmp_path):
     assert export(model, out).failed()
     assert state(out) == before
     with pytest.raises(RejectedArtifactError):
-        open_passed(out)
+        Artifact.open(out).require_passed(allow_failed=False)
     # The store's artifact then gets an older or a newer verdict of its own; the newest holds.
     run_recipe(Recipe(model, (EXPORT, VALIDATE)))
     stored = export_model(model, task="text-classification")
@@ -181,10 +180,8 @@ def test_looser_tolerance_lets_a_failed_artifact_pass(model):
 
 
 def test_foreign_directory_is_refused_before_any_work(model, tmp_path, monkeypatch):
-    from enginery import pipeline
-
     (tmp_path / "thesis.txt").write_text("years of work")
-    monkeypatch.setattr(pipeline, "resolve_source", lambda *_, **__: pytest.fail("it worked"))
+    monkeypatch.setattr(steps, "resolve_source", lambda *_, **__: pytest.fail("it worked"))
     with pytest.raises(ArtifactError, match="not an enginery artifact"):
         run_recipe(Recipe(model, (EXPORT,), out=str(tmp_path)))
     with pytest.raises(ArtifactError, match="not an enginery artifact"):

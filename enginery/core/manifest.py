@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import PurePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -42,6 +43,12 @@ class SourceRecord(_Record):
     """Over the names and contents of `files`."""
     files: dict[str, str]
     """Name -> sha256 of each source file that was read."""
+
+    @property
+    def name(self) -> str:
+        """A short readable name, for directories and reports."""
+        tail = self.id.partition(":")[2] or self.id
+        return PurePath(tail).stem if self.kind == "onnx" else PurePath(tail).name
 
 
 class GraphRecord(_Record):

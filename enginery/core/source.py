@@ -41,9 +41,7 @@ class ModelSource:
 
     @property
     def name(self) -> str:
-        """A short readable name for directories and reports."""
-        tail = self.record.id.partition(":")[2] or self.record.id
-        return Path(tail).stem if self.record.kind == "onnx" else Path(tail).name
+        return self.record.name
 
     def config(self) -> dict[str, Any]:
         """The model's `config.json`; empty where there is none."""

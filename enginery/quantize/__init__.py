@@ -1,1 +1,1 @@
-"""Stage: INT8 and FP8 in explicit Q/DQ that TensorRT accepts. Not there yet."""
+"""Stage: INT8 in explicit Q/DQ that TensorRT accepts, calibrated on real inputs."""

@@ -1,79 +1,52 @@
-"""Small ONNX graphs, written node by node.
-
->>> save_graph(tmp_path / "relu.onnx", [node("Relu", "x", "y")])
-"""
+"""Graphs for the tests of the passes, written in ONNX's own text, and ways to run them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
-
-WIDTH = 64
-
-
-def node(op_type: str, inputs: str, outputs: str, **attributes: Any) -> onnx.NodeProto:
-    """`node("MatMul", "x w", "y", name="product")`; `domain=` is taken, too."""
-    return helper.make_node(op_type, inputs.split(), outputs.split(), **attributes)
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import numpy_helper
 
 
-def save_graph(
-    path: Path,
-    nodes: Sequence[onnx.NodeProto],
-    constants: Mapping[str, Any] = {},
-    *,
-    inputs: Mapping[str, tuple[int, Sequence[Any]]] | None = None,
-    outputs: Mapping[str, tuple[int, Sequence[Any]]] | None = None,
-    opset: int = 20,
-) -> Path:
-    """Writes a graph; `x` and `y` are float32 (batch, 64) unless said otherwise.
+def graph(text, opset=20, **weights):
+    """An `onnx_ir.Model` from the text of a graph; `weights` are FP32 or integer arrays."""
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : {opset}]>\n{text}')
+    for name, values in weights.items():
+        array = np.asarray(values)
+        array = array.astype(np.float32) if array.dtype == np.float64 else array
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    for index, node in enumerate(model.graph.node):
+        node.name = node.name or f"{node.op_type.lower()}_{index}"
+    return ir.from_proto(model)
 
-    Constants are numpy arrays, or ONNX tensors for types that numpy lacks.
-    """
-    default = (TensorProto.FLOAT, ["batch", WIDTH])
-    graph = helper.make_graph(
-        list(nodes),
-        "graph",
-        [_value(name, *spec) for name, spec in (inputs or {"x": default}).items()],
-        [_value(name, *spec) for name, spec in (outputs or {"y": default}).items()],
-        [
-            held if isinstance(held, onnx.TensorProto) else numpy_helper.from_array(held, name)
-            for name, held in constants.items()
-        ],
-    )
-    domains = dict.fromkeys(n.domain for n in nodes if n.domain)
-    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in domains)]
-    onnx.save(helper.make_model(graph, opset_imports=imports), str(path))
+
+def saved(model, path):
+    """Writes the model and holds it to what every graph must be: strictly typed, fully checked."""
+    from enginery.passes.graph_file import check_graph, write_graph
+
+    write_graph(model, path)
+    check_graph(path)
+    onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True, check_type=True)
     return path
 
 
-def quantized_constants(**changes: Any) -> dict[str, Any]:
-    """A scale and a zero point for activations, and an INT8 weight with a scale a channel."""
-    numbers = np.random.default_rng(0)
-    weight = numbers.integers(-127, 128, (WIDTH, WIDTH)).astype(np.int8)
-    return {
-        "s": np.array(0.1, np.float32),
-        "z": np.array(0, np.int8),
-        "sv": np.full(WIDTH, 0.01, np.float32),
-        "zv": np.zeros(WIDTH, np.int8),
-        "w": weight,
-        **changes,
-    }
+def run(path, **feeds):
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
 
 
-def quantized_product(*, axis: int = 1) -> list[onnx.NodeProto]:
-    """x -> Q -> DQ -> MatMul with a dequantized weight -> y, as TensorRT wants it for axis 1."""
-    return [
-        node("QuantizeLinear", "x s z", "q", name="x_quantize"),
-        node("DequantizeLinear", "q s z", "d", name="x_dequantize"),
-        node("DequantizeLinear", "w sv zv", "wd", name="w_dequantize", axis=axis),
-        node("MatMul", "d wd", "y", name="product"),
-    ]
+def ops(model, op_type):
+    return [node for node in model.graph.all_nodes() if node.op_type == op_type]
 
 
-def _value(name: str, dtype: int, dims: Sequence[Any]) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, dtype, dims)
+def types(path):
+    """The types of all values, by name, as ONNX infers them."""
+    model = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True)
+    values = [*model.graph.input, *model.graph.output, *model.graph.value_info]
+    found = {value.name: value.type.tensor_type.elem_type for value in values}
+    found |= {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    return {name: onnx.TensorProto.DataType.Name(number) for name, number in found.items()}

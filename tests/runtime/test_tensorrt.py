@@ -17,7 +17,7 @@ from enginery.core.errors import (
 from enginery.core.shapes import Profile
 from enginery.runtime import tensorrt, tensorrt_library
 from enginery.runtime.tensorrt import build_plan, parse_onnx
-from tests.passes.graphs import WIDTH, node, quantized_constants, quantized_product, save_graph
+from tests.passes.onnx_graphs import WIDTH, node, quantized_constants, quantized_product, save_graph
 from tests.tiny import tiny_artifact
 
 needs_tensorrt = pytest.mark.skipif(
@@ -126,7 +126,10 @@ def test_several_profiles_and_capabilities_go_into_one_plan(exported):
     built = build_plan(model, profiles=profiles, capabilities=["8.9", "12.0"])
     assert built.profiles == tuple(str(profile) for profile in profiles)
     assert built.capabilities == ("8.9", "12.0")
-    assert len(built.plan) > len(build_plan(model, profiles=[PROFILE]).plan)
+    log = tensorrt.log_path(model).read_text(encoding="utf-8")
+    [ranges] = [line for line in log.splitlines() if line.startswith(" Name: input_ids")]
+    assert "MinShape: [1,1], OptShape: [2,16], MaxShape: [4,32]" in ranges
+    assert "MinShape: [1,64], OptShape: [1,96], MaxShape: [1,128]" in ranges
 
 
 @needs_tensorrt
@@ -186,6 +189,19 @@ def test_messages_belong_to_their_own_call(tmp_path):
 
 
 @needs_tensorrt
+def test_messages_of_an_inner_block_stay_inside():
+    severity = tensorrt_library.load_tensorrt().ILogger.Severity
+    heard = []
+    with tensorrt_library.trt_messages() as outer:
+        with tensorrt_library.trt_messages([lambda *said: heard.append(said)]) as inner:
+            inner.logger.log(severity.ERROR, "inside")
+        outer.logger.log(severity.WARNING, "outside")
+    outer.logger.log(severity.ERROR, "afterwards")
+    assert inner.entries == heard == [("error", "inside")]
+    assert outer.entries == [("warning", "outside")]
+
+
+@needs_tensorrt
 @pytest.mark.parametrize("isolated", [True, False])
 @pytest.mark.parametrize(
     ("profiles", "words"),
@@ -215,6 +231,16 @@ def test_sum_of_dims_takes_its_sizes_from_the_profile(tmp_path):
     assert str(built.inputs[0]) == "x: float32 (batch, past + sequence)"
     log = (tensorrt.log_path(path)).read_text(encoding="utf-8")
     assert "MinShape: [1,2], OptShape: [1,10], MaxShape: [1,20]" in log
+
+
+@needs_tensorrt
+def test_dims_go_by_the_names_that_profiles_use(tmp_path):
+    dims = (TensorProto.FLOAT, ["batch_size", "sequence_length"])
+    path = save_graph(
+        tmp_path / "s.onnx", [node("Relu", "x", "y")], inputs={"x": dims}, outputs={"y": dims}
+    )
+    built = build_plan(path, profiles=[Profile.parse("batch_size=1:2:4,sequence=8")])
+    assert built.inputs[0].dims == ("batch", "sequence")
 
 
 @needs_tensorrt
@@ -253,6 +279,24 @@ def test_fp32_on_turing_says_what_to_do(tmp_path):
     path = save_graph(tmp_path / "m.onnx", [node("MatMul", "x w", "y", name="m")], constants)
     with pytest.raises(ProviderError, match=r"no engine for 7\.5.*FP32 GEMM.*make the graph FP16"):
         build_plan(path, profiles=[BATCH], capabilities=["7.5"])
+
+
+@needs_tensorrt
+def test_attention_operator_in_fp32_says_what_to_do(tmp_path):
+    dims = (TensorProto.FLOAT, ["batch", 8, 256])
+    names = {"q": "wq", "k": "wk", "v": "wv"}
+    path = save_graph(
+        tmp_path / "a.onnx",
+        [
+            *(node("MatMul", f"x {weight}", name) for name, weight in names.items()),
+            node("Attention", "q k v", "y", q_num_heads=4, kv_num_heads=4),
+        ],
+        {weight: np.full((256, 256), 0.01, np.float32) for weight in names.values()},
+        inputs={"x": dims}, outputs={"y": dims}, opset=23,
+    )  # fmt: skip
+    assert parse_onnx(path).accepted
+    with pytest.raises(ProviderError, match="make the graph FP16"):
+        build_plan(path, profiles=[BATCH])
 
 
 @needs_tensorrt

@@ -1,0 +1,205 @@
+"""Commands that make artifacts: export, optimize, quantize, and a recipe of them all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from enginery.cli.app import OUTPUT, Flag, Out, Output
+from enginery.cli.app import application as app
+from enginery.core.errors import CheckFailedError, OptionError
+from enginery.export.config import ExportConfig
+from enginery.optimize.config import OptimizeConfig
+from enginery.quantize.config import QuantizeConfig
+
+if TYPE_CHECKING:
+    from enginery.console import Console
+    from enginery.core.artifact import Artifact
+
+_EXPORT = ExportConfig()
+_OPTIMIZE = OptimizeConfig()
+_QUANTIZE = QuantizeConfig()
+
+
+@app.command
+def export(
+    model: str,
+    *,
+    out: Out = "",
+    force: Flag = False,
+    config: Annotated[ExportConfig, Parameter(name="*")] = _EXPORT,
+    output: Output = OUTPUT,
+) -> None:
+    """Export a model to an ONNX artifact.
+
+    Parameters
+    ----------
+    model
+        A Hub id (org/name or org/name@revision), a directory, an .onnx file or package:NAME.
+    out
+        Where the artifact goes; empty for the store.
+    force
+        Export although a finished artifact is there.
+    """
+    from enginery import show
+    from enginery.core.options import options_dict
+    from enginery.pipeline import export_model
+
+    console = output.console()
+    artifact = export_model(model, out=out, force=force, progress=console, **options_dict(config))
+    console.json(show.artifact_json(artifact))
+    console.table(f"Exported to {artifact.path}", show.artifact_rows(artifact))
+    if console.verbose:
+        console.table("Made by", show.stage_rows(artifact))
+
+
+@app.command
+def optimize(
+    artifact: Path,
+    *,
+    out: Out = "",
+    force: Flag = False,
+    allow_failed: Flag = False,
+    config: Annotated[OptimizeConfig, Parameter(name="*")] = _OPTIMIZE,
+    output: Output = OUTPUT,
+) -> None:
+    """Make an artifact ready for CUDA, TensorRT or the CPU: fusions, FP16 or BF16.
+
+    Parameters
+    ----------
+    artifact
+        The directory of an FP32 artifact.
+    out
+        Where the new artifact goes; empty for the store.
+    force
+        Optimize although a finished artifact is there.
+    allow_failed
+        Take an artifact whose validation failed.
+    """
+    from enginery.core.options import options_dict
+    from enginery.pipeline import optimize_model
+
+    console = output.console()
+    made = optimize_model(
+        artifact, out=out, force=force, allow_failed=allow_failed, progress=console,
+        **options_dict(config),
+    )  # fmt: skip
+    _show_made(console, made, "Optimized")
+    verdict = made.manifest.verdict("optimize")
+    if verdict and not verdict.passed:
+        raise CheckFailedError(f"{made.path}: {verdict.summary}")
+
+
+@app.command
+def quantize(
+    artifact: Path,
+    *,
+    out: Out = "",
+    force: Flag = False,
+    config: Annotated[QuantizeConfig, Parameter(name="*")] = _QUANTIZE,
+    output: Output = OUTPUT,
+) -> None:
+    """Make the INT8 artifact for TensorRT, within an accuracy budget.
+
+    Parameters
+    ----------
+    artifact
+        The directory of an FP32 artifact that no other stage has changed.
+    out
+        Where the new artifact goes; empty for the store.
+    force
+        Quantize although a finished artifact is there.
+    """
+    from enginery.core.options import options_dict
+    from enginery.pipeline import quantize_model
+
+    console = output.console()
+    options = options_dict(config)
+    calibration = options.pop("calibration")
+    made = quantize_model(artifact, calibration, out=out, force=force, progress=console, **options)
+    _show_made(console, made, "Quantized")
+
+
+@app.command
+def run(
+    recipe: str = "",
+    *,
+    model: str = "",
+    task: str = "",
+    revision: str = "",
+    out: Out = "",
+    ask: tuple[str, ...] = (),
+    force: Flag = False,
+    allow_failed: Flag = False,
+    output: Output = OUTPUT,
+) -> None:
+    """Run a recipe: make the artifact, check it, answer a few inputs with it.
+
+    Parameters
+    ----------
+    recipe
+        A YAML file; the built-in recipe where none is named.
+    model
+        Another model than the recipe's.
+    task
+        Another task than the recipe's.
+    revision
+        Another Hub revision than the recipe's.
+    out
+        Where the artifact goes, besides the store.
+    ask
+        A text, or the path of an image, to answer at the end instead of the recipe's; repeat the
+        option for several.
+    force
+        Run every stage although its result is there.
+    allow_failed
+        Go on after a failed validation.
+    """
+    from dataclasses import replace
+
+    from enginery import show
+    from enginery.ask import ask as answer
+    from enginery.ask import builtin_inputs
+    from enginery.pipeline import run_recipe
+    from enginery.recipe import Recipe
+
+    console = output.console()
+    written = Recipe.load(recipe) if recipe else Recipe.default()
+    plan = written.with_model(model=model, task=task, revision=revision)
+    asked = tuple(_as_text(words) for words in ask)
+    plan = replace(plan, out=out or plan.out, ask=asked or plan.ask)
+    result = run_recipe(plan, force=force, allow_failed=allow_failed, progress=console)
+    console.table("Made", show.made_rows(result))
+    console.table("Stages", show.run_rows(result))
+    for report in (stage.report for stage in result.stages if stage.report):
+        for line in show.report_lines(report) if console.verbose else ():
+            console.line(line)
+    answers = []
+    if result.passed or allow_failed:
+        inputs = plan.ask
+        if written.ask and not inputs:  # asked of the recipe's own model; this is another one
+            inputs = builtin_inputs(result.artifact, progress=console)
+        answers = answer(result.artifact, inputs, allow_failed=allow_failed, progress=console)
+    console.table("Answers", [found.row() for found in answers])
+    console.json(show.run_json(result, answers))
+    if not result.passed:
+        raise CheckFailedError(f"{result.artifact.path} failed its validation: {result.failure}")
+
+
+def _show_made(console: Console, artifact: Artifact, done: str) -> None:
+    from enginery import show
+
+    console.json(show.artifact_json(artifact))
+    console.table(f"{done} to {artifact.path}", show.artifact_rows(artifact))
+    console.table("Made by", show.stage_rows(artifact)[-1:])
+
+
+def _as_text(word: str) -> str:
+    """A word of the command line as UTF-8 text, also where the locale knows ASCII alone."""
+    try:
+        return os.fsencode(word).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"--ask {word!a}: byte {error.start} is not UTF-8 text.") from error

@@ -1,0 +1,71 @@
+"""Commands of the store: list, prune, path."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from enginery.cli.app import OUTPUT, Output, application
+from enginery.core.errors import OptionError
+
+store_app = App(name="store", help="Finished artifacts, by what they were made from.")
+application.command(store_app)
+
+
+@store_app.command(name="list")
+def list_store(*, output: Output = OUTPUT) -> None:
+    """List the finished artifacts, most recently used first."""
+    from enginery import show
+    from enginery.core.store import Store
+
+    console = output.console()
+    entries = Store().entries()
+    console.json(show.store_json(entries))
+    console.table(str(Store().artifacts), show.store_rows(entries))
+    if not entries:
+        console.line("The store is empty.")
+
+
+@store_app.command
+def prune(
+    *,
+    max_size: str = "",
+    everything: Annotated[bool, Parameter(name="--all", negative=())] = False,
+    output: Output = OUTPUT,
+) -> None:
+    """Remove damaged artifacts and leftovers, then the least recently used down to a size.
+
+    Parameters
+    ----------
+    max_size
+        How much to keep: 20GB, 512MiB.
+    everything
+        Keep nothing.
+    """
+    from enginery import show
+    from enginery.console import human_bytes, parse_bytes
+    from enginery.core.store import Store
+
+    if bool(max_size) == everything:
+        found = "both" if everything else "neither"
+        raise OptionError(
+            f"store prune: found {found} of --max-size and --all, expected one.",
+            do="Say how much to keep, --max-size 20GB, or remove everything with --all.",
+        )
+    console = output.console()
+    removed = Store().prune(max_size_bytes=0 if everything else parse_bytes(max_size))
+    freed = sum(entry.size_bytes for entry in removed)
+    console.json({"removed": show.store_json(removed), "freed_bytes": freed})
+    console.table("Removed", show.store_rows(removed))
+    console.line(f"Freed {human_bytes(freed)}." if removed else "Nothing to remove.")
+
+
+@store_app.command
+def path(*, output: Output = OUTPUT) -> None:
+    """Print where the store is."""
+    from enginery.core.store import Store
+
+    console = output.console()
+    console.json({"path": str(Store().artifacts)})
+    console.line(str(Store().artifacts))

@@ -1,0 +1,275 @@
+"""A cast graph against the FP32 one it was made from, in ONNX Runtime, and where the two part.
+
+Takes the paths of both and feeds; leaves nothing on disk.
+
+    >>> expected = outputs_of(fp32, ["logits"], batches)
+    >>> found = outputs_of(cast, ["logits"], batches)
+    >>> [a.output for a in compare_outputs(expected, found, tolerance) if not a.passed]
+    ['logits']
+    >>> first_divergences(fp32, simulated, batches[0], fixed=islands, count=1)
+    [Divergence(node='/layer.2/Pow', tensor='/layer.2/Pow_output_0', error=inf, before=3.1e-4)]
+
+Errors are those of single tensors, so that a graph need not be cut apart to find the node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from enginery.core.precision import Tolerance
+from enginery.passes.graph_file import read_graph, write_graph
+from enginery.passes.low_precision import low_type
+from enginery.passes.op_types import FLOAT
+from enginery.passes.simulation import round_tensor
+from enginery.runtime.tracing import GraphTracer
+
+Feeds = Mapping[str, NDArray[Any]]
+Batches = list[dict[str, NDArray[Any]]]
+"""The outputs of each batch by name."""
+
+# Inner tensors of both graphs that are compared in one run.
+_GROUP = 64
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One output over all batches."""
+
+    output: str
+    largest: float
+    """The largest magnitude in FP32."""
+    max_abs: float
+    cosine: float
+    """The smallest of a batch."""
+    nonfinite: int
+    """Elements that are NaN or infinite on one side only."""
+    limit: float
+    """The largest absolute error that passes."""
+    min_cosine: float
+    batch: int
+    """The batch of the largest error."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.nonfinite and self.max_abs <= self.limit and self.cosine >= self.min_cosine
+
+    def describe(self) -> str:
+        """What is wrong, or how near it is, in words."""
+        if self.nonfinite:
+            return f"{self.output}: {self.nonfinite} elements are NaN or infinite"
+        return (
+            f"{self.output}: largest error {self.max_abs:.3g} of {self.limit:.3g} allowed, "
+            f"cosine {self.cosine:.7f}"
+        )
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A node whose output is off."""
+
+    node: str
+    tensor: str
+    error: float
+    """Root mean square of the difference over that of the tensor; infinite for NaN."""
+    before: float
+    """The largest such error at the node's inputs."""
+
+
+def outputs_of(path: Path, outputs: Sequence[str], batches: Sequence[Feeds]) -> Batches:
+    """The float outputs of a graph on every batch, without what is padding.
+
+    Raises:
+        ProviderError: ONNX Runtime does not load the graph.
+        InputError: the graph fails on a batch.
+    """
+    types = input_types(path)
+    results = []
+    with GraphTracer(path, outputs) as trace:
+        for feeds in batches:
+            found = trace(typed(feeds, types))
+            results.append(
+                {name: kept(array, feeds) for name, array in found.items()
+                 if array.dtype.kind == "f"}
+            )  # fmt: skip
+    return results
+
+
+def compare_outputs(
+    expected: Batches,
+    found: Batches,
+    tolerance: Tolerance,
+    *,
+    noise: Batches | None = None,
+    max_error: float | None = None,
+) -> list[Agreement]:
+    """One agreement an output.
+
+    Args:
+        expected: of the reference, see `outputs_of`.
+        found: of the graph in question.
+        tolerance: of its precision.
+        noise: of the reference with its weights rounded to the precision; how far they are off is
+            the noise floor that the tolerance is scaled by. None: there is no noise.
+        max_error: a limit relative to an output's largest magnitude, instead of the tolerance's.
+    """
+    agreements = []
+    for name in expected[0]:
+        wide = [batch[name] for batch in expected]
+        floor, noise_cosine = 0.0, 1.0
+        for index, batch in enumerate(noise or ()):
+            differs = _difference(wide[index], batch[name])
+            floor, noise_cosine = max(floor, differs[0]), min(noise_cosine, differs[1])
+        largest = max((_largest(array) for array in wide), default=0.0)
+        limit = tolerance.limit(noise_floor=floor, largest=largest)
+        least = tolerance.cosine_limit(noise_cosine=noise_cosine)
+        if max_error is not None:
+            limit, least = max_error * largest, 1.0 - 0.5 * max_error**2
+        agreements.append(_agreement(name, wide, [batch[name] for batch in found], limit, least))
+    return agreements
+
+
+def round_weights(source: Path, out: Path, precision: str) -> None:
+    """Leaves the graph with every weight rounded to a narrow type, and still stored as FP32."""
+    low = low_type(precision)
+    model = read_graph(source)
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if tensor is not None and value.dtype == FLOAT and len(tensor.shape) > 1:
+                value.const_value = round_tensor(tensor, low)
+    write_graph(model, out, inside_bytes=1 << 20)
+
+
+def kept(array: NDArray[Any], feeds: Feeds) -> NDArray[Any]:
+    """The array without the positions that the feeds say are padding.
+
+    Nobody reads those; a row that is masked throughout is whatever Softmax makes of rounding.
+    """
+    mask = next((feeds[name] for name in feeds if name.endswith("attention_mask")), None)
+    if mask is None or mask.ndim != 2 or array.ndim < 2 or array.shape[0] != mask.shape[0]:
+        return array
+    # (batch, sequence, …), or keys and values, (batch, heads, sequence, …).
+    for axis in (1, 2):
+        if array.ndim > axis and array.shape[axis] == mask.shape[1]:
+            return np.asarray(np.moveaxis(array, axis, 1)[mask.astype(bool)])
+    if array.ndim > 2 and array.shape[1] <= mask.shape[1]:
+        # After keys of the past, the mask ends with the new positions.
+        return np.asarray(array[mask[:, mask.shape[1] - array.shape[1] :].astype(bool)])
+    return array
+
+
+def first_divergences(
+    fp32: Path, simulated: Path, feeds: Feeds, *, fixed: Collection[str], count: int
+) -> list[Divergence]:
+    """The nodes where the cast graph leaves the FP32 one.
+
+    The first whose outputs are not finite, or else those that add most of the error. Nodes that
+    are FP32 already (`fixed`), and those inside subgraphs, do not count.
+    """
+    reference, other = ir.load(fp32).graph, ir.load(simulated).graph
+    made = {value.name for node in other for value in node.outputs}
+    names = [value.name or "" for node in reference for value in node.outputs
+             if value.dtype == FLOAT and value.name in made]  # fmt: skip
+    errors: dict[str, float] = {}
+    types = input_types(simulated)
+    for start in range(0, len(names), _GROUP):
+        group = names[start : start + _GROUP]
+        with GraphTracer(fp32, group) as trace:
+            expected = {name: kept(array, feeds) for name, array in trace(feeds).items()}
+        with GraphTracer(simulated, group) as trace:
+            found = {name: kept(array, feeds)
+                     for name, array in trace(typed(feeds, types)).items()}  # fmt: skip
+        errors |= {name: relative_error(found[name], expected[name])
+                   for name in group if expected[name].dtype.kind == "f"}  # fmt: skip
+    candidates = []
+    for node in reference:
+        inputs = [value.name for value in node.inputs if value is not None]
+        outputs = [value.name or "" for value in node.outputs if value.name in errors]
+        if not outputs or node.name in fixed:
+            continue
+        before = max((errors.get(name or "", 0.0) for name in inputs), default=0.0)
+        error = max(errors[name] for name in outputs)
+        candidates.append(Divergence(node.name or "", outputs[0], error, before))
+    broken = [c for c in candidates if math.isinf(c.error) and math.isfinite(c.before)]
+    if broken:
+        return broken[:count]
+    added = [c for c in candidates if c.error > c.before and math.isfinite(c.error)]
+    return sorted(added, key=lambda c: c.before - c.error)[:count]
+
+
+def relative_error(found: NDArray[Any], expected: NDArray[Any]) -> float:
+    """Root mean square of the difference over that of the reference, masks left out.
+
+    Infinite where one side is not finite and the other is: a mask that was clamped is.
+    """
+    reference = expected.astype(np.float64)
+    values = found.astype(np.float64)
+    # What a mask pushed out of FP16's range is the same to Softmax, wherever it lies.
+    masked = (reference < -65504 / 2) & (values < -65504 / 2)
+    finite = np.isfinite(reference) & ~masked
+    if not np.isfinite(values[finite]).all():
+        return math.inf
+    if not finite.any():
+        return 0.0
+    difference = values[finite] - reference[finite]
+    scale = math.sqrt(float(np.mean(reference[finite] ** 2)))
+    return math.sqrt(float(np.mean(difference**2))) / scale if scale else 0.0
+
+
+def input_types(path: Path) -> dict[str, Any]:
+    """The numpy types of a graph's inputs."""
+    return {
+        value.name or "": value.dtype.numpy()
+        for value in ir.load(path).graph.inputs
+        if value.dtype is not None
+    }
+
+
+def typed(feeds: Feeds, types: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Feeds in the types that a graph takes."""
+    return {name: array.astype(types[name], copy=False) for name, array in feeds.items()}
+
+
+def _agreement(
+    name: str,
+    expected: Sequence[NDArray[Any]],
+    found: Sequence[NDArray[Any]],
+    limit: float,
+    least: float,
+) -> Agreement:
+    largest = max((_largest(array) for array in expected), default=0.0)
+    worst, worst_batch, cosine, nonfinite = 0.0, 0, 1.0, 0
+    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+        unequal = int((np.isfinite(one) != np.isfinite(other)).sum())
+        error, similarity = _difference(one, other)
+        if unequal > nonfinite or (not nonfinite and error > worst):
+            worst_batch = index
+        worst = max(worst, error)
+        nonfinite = max(nonfinite, unequal)
+        # A tensor no larger than the error allowed has no direction.
+        if _largest(one) > limit:
+            cosine = min(cosine, similarity)
+    return Agreement(name, largest, worst, cosine, nonfinite, limit, least, worst_batch)
+
+
+def _difference(one: NDArray[Any], other: NDArray[Any]) -> tuple[float, float]:
+    """The largest difference and the cosine, where both are finite."""
+    a, b = one.astype(np.float64).ravel(), other.astype(np.float64).ravel()
+    both = np.isfinite(a) & np.isfinite(b)
+    a, b = a[both], b[both]
+    norms = float(np.sqrt((a @ a) * (b @ b)))
+    error = float(np.abs(a - b).max()) if a.size else 0.0
+    return error, float(a @ b) / norms if norms else 1.0
+
+
+def _largest(array: NDArray[Any]) -> float:
+    finite = array[np.isfinite(array)]
+    return float(np.abs(finite).max()) if finite.size else 0.0

@@ -1,0 +1,87 @@
+"""Fused graphs for ONNX Runtime: Optimum's levels, in a child process.
+
+    >>> notes, peak = fuse_graphs(artifact, "O2", scratch)
+    >>> notes
+    ['fused by Optimum at O2 as bert']
+
+Optimum removes `*_data` files beside the graph that it reads, so it is given links of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ExportError, MissingPackageError
+from enginery.core.external_data import load_graph
+from enginery.core.home import enginery_home
+
+
+def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], int]:
+    """Leaves every graph of the artifact, fused, in `out`.
+
+    Returns:
+        Notes, and the child's largest resident set in bytes.
+
+    Raises:
+        ExportError: the graph cannot be fused.
+        MissingPackageError: Optimum is not installed.
+    """
+    from importlib.util import find_spec
+
+    if find_spec("optimum") is None:
+        raise MissingPackageError("optimum-onnx", extra="export", purpose="Fusing a graph")
+    source, fused = out / "source", out / "fused"
+    source.mkdir(parents=True)
+    fused.mkdir()
+    for name in artifact.manifest.files:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        _link(artifact.path / name, source / name)
+    files = [graph.file for graph in artifact.manifest.graphs]
+    request, result = out / "request.json", out / "result.json"
+    request.write_text(
+        json.dumps({"model": str(source), "files": files, "level": level, "out": str(fused)}),
+        encoding="utf-8",
+    )
+    log_path = enginery_home() / "logs" / f"optimize-{artifact.name}.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "enginery.optimize.worker", str(request), str(result)]
+    with log_path.open("w", encoding="utf-8") as log:
+        status = subprocess.run(
+            command, stdout=log, stderr=subprocess.STDOUT, check=False, stdin=subprocess.DEVNULL
+        ).returncode
+    found = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
+    if "error" in found:
+        raise ExportError(found["error"], do=found["do"] or f"The whole log: {log_path}")
+    if status != 0 or not found:
+        raise ExportError(
+            f"fusing {artifact.name}: the process ended with status {status}.",
+            do=f"Its last words are in {log_path}.",
+        )
+    if missing := [file for file in files if not (fused / file).is_file()]:
+        raise ExportError(f"fusing {artifact.name} left no {missing[0]}.", do=str(log_path))
+    for file in files:
+        ops = fused_ops(fused / file)
+        found["notes"].append(f"{file}: " + (", ".join(f"{n} {op}" for op, n in ops.items())
+                                             or "no fused ops"))  # fmt: skip
+    return found["notes"], int(found["peak_rss_bytes"])
+
+
+def fused_ops(path: Path) -> dict[str, int]:
+    """How many of which of ONNX Runtime's own ops a graph has, the most first."""
+    nodes = load_graph(path).graph.node
+    return dict(Counter(node.op_type for node in nodes if node.domain.startswith("com.microsoft"))
+                .most_common())  # fmt: skip
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)  # another file system, or one without links

@@ -1,0 +1,201 @@
+"""The graphs of an artifact, one after the other: prepared for the target, then cast and checked.
+
+Takes an artifact and a staging directory; leaves the new graphs there.
+
+    >>> made = make_graphs(artifact, OptimizeConfig(), directory, scratch)
+    >>> made.passed, made.notes
+    (True, ['model.onnx: clean-up: 389 → 271 nodes (…)', …])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ExportError
+from enginery.core.external_data import external_data_files
+from enginery.core.feeds import Feeds
+from enginery.core.manifest import GraphRecord
+from enginery.core.precision import Tolerance
+from enginery.core.progress import SILENT, Progress
+from enginery.optimize.agreement import Agreement, compare_outputs, outputs_of
+from enginery.optimize.config import OptimizeConfig
+from enginery.optimize.fusions import fuse_graphs
+from enginery.optimize.guard import GuardRecord, cast_guarded
+from enginery.optimize.inputs import range_feeds
+from enginery.passes.cleanup import clean_graph, standard_only
+from enginery.passes.graph_file import check_graph, read_graph, write_graph
+from enginery.passes.nodes import infer_types
+
+# Relative to an output's largest magnitude. Sums in another order are off by a few FP32 roundoffs
+# a layer; GELU by tanh is off by up to 5e-4 of its input, a layer.
+_REARRANGED = 1e-4
+_APPROXIMATED = 3e-2
+_LISTED = 10
+_FLOAT32 = 1
+"""onnx.TensorProto.FLOAT"""
+
+
+@dataclass
+class Made:
+    """The graphs that were made, and what is to be said of them."""
+
+    records: list[GuardRecord] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    data_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """External data of each graph."""
+    problem: str = ""
+    """Why an FP32 graph does not answer as before; empty where it does."""
+    peak_rss_bytes: int = 0
+    """Of the child that fused, if there was one."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.problem and all(record.passed for record in self.records)
+
+
+def make_graphs(
+    artifact: Artifact,
+    config: OptimizeConfig,
+    directory: Path,
+    scratch: Path,
+    *,
+    progress: Progress = SILENT,
+) -> Made:
+    """Makes every graph of the artifact anew in `directory`.
+
+    Args:
+        artifact: FP32.
+        config: the stage's options.
+        directory: where the graphs go.
+        scratch: for FP32 graphs on the way.
+        progress: who is told.
+
+    Raises:
+        ExportError: a graph cannot be fused or cast, or has ops that the target cannot have.
+        InputError: the data cannot be read, or a graph fails on them.
+    """
+    made = Made()
+    if config.target == "tensorrt":
+        _require_standard_ops(artifact)
+        prepared = scratch
+    else:
+        notes, made.peak_rss_bytes = fuse_graphs(artifact, config.level, scratch)
+        made.notes += notes
+        prepared = scratch / "fused"
+    for record in artifact.manifest.graphs:
+        fp32 = prepared / record.file
+        if config.target == "tensorrt":
+            _clean(artifact.path / record.file, fp32, made)
+        batches, origin = range_feeds(artifact, record, config)
+        _compare_with_source(artifact, record, fp32, batches, config, made)
+        out = directory / record.file
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if config.precision != "fp32":
+            guard = cast_guarded(
+                fp32, out, config.precision, batches, config,
+                feeds_origin=origin, progress=progress,
+            )  # fmt: skip
+            made.records.append(guard)
+            made.notes.append(guard.describe())
+            data_files = guard.data_files
+        elif config.quantize == "dynamic":
+            data_files = _quantize_dynamic(fp32, out)
+            agreements = _agreements(fp32, out, record, batches, _APPROXIMATED)
+            said = "; ".join(agreement.describe() for agreement in agreements)
+            made.notes.append(f"{record.file}: dynamic INT8 against FP32: {said}")
+        else:
+            data_files = write_graph(read_graph(fp32), out)
+            check_graph(out)
+        folder = Path(record.file).parent
+        made.data_files[record.file] = tuple((folder / name).as_posix() for name in data_files)
+        if config.target == "tensorrt":
+            _ask_parser(out, record, made)
+    return made
+
+
+def _require_standard_ops(artifact: Artifact) -> None:
+    for record in artifact.manifest.graphs:
+        others = standard_only(read_graph(artifact.path / record.file))
+        if others:
+            more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+            raise ExportError(
+                f"{artifact.path}: {record.file} has {len(others)} nodes that TensorRT cannot "
+                f"parse: {', '.join(others[:_LISTED])}{more}.",
+                do="Optimize the artifact that came out of export: ONNX Runtime's fused ops are "
+                "for --target cuda and cpu.",
+            )
+
+
+def _clean(source: Path, target: Path, made: Made) -> None:
+    model = read_graph(source)
+    infer_types(model)
+    cleaned = clean_graph(model)
+    infer_types(model)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Outside the file, so that a session over it holds the weights once.
+    write_graph(model, target, inside_bytes=1 << 20)
+    check_graph(target)
+    made.notes.append(f"{source.name}: {cleaned.describe()}")
+
+
+def _compare_with_source(
+    artifact: Artifact,
+    record: GraphRecord,
+    fp32: Path,
+    batches: Sequence[Feeds],
+    config: OptimizeConfig,
+    made: Made,
+) -> None:
+    """The prepared FP32 graph must answer as the artifact's own does."""
+    approximated = config.target != "tensorrt" and config.level in ("O3", "O4")
+    limit = _APPROXIMATED if approximated else _REARRANGED
+    agreements = _agreements(artifact.path / record.file, fp32, record, batches, limit)
+    failed = next((agreement for agreement in agreements if not agreement.passed), None)
+    if failed and not made.problem:
+        made.problem = f"{record.file} answers otherwise after clean-up or fusion: " + (
+            failed.describe()
+        )
+
+
+def _agreements(
+    reference: Path, graph: Path, record: GraphRecord, batches: Sequence[Feeds], limit: float
+) -> list[Agreement]:
+    names = [spec.name for spec in record.outputs]
+    return compare_outputs(
+        outputs_of(reference, names, batches),
+        outputs_of(graph, names, batches),
+        Tolerance.for_precision("fp32"),
+        max_error=limit,
+    )
+
+
+def _quantize_dynamic(source: Path, out: Path) -> tuple[str, ...]:
+    """INT8 weights, a scale a column; activations are quantized as they come."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    large = bool(external_data_files(source))
+    quantize_dynamic(
+        source, out, per_channel=True, weight_type=QuantType.QInt8,
+        use_external_data_format=large,
+        # Types behind fused ops cannot be inferred; they are float32.
+        extra_options={"MatMulConstBOnly": True, "DefaultTensorType": _FLOAT32},
+    )  # fmt: skip
+    return tuple(external_data_files(out))
+
+
+def _ask_parser(out: Path, record: GraphRecord, made: Made) -> None:
+    """What TensorRT for RTX says of the graph, where it is installed."""
+    from enginery.runtime.tensorrt import has_tensorrt, parse_onnx
+
+    if not has_tensorrt():
+        made.notes.append(f"{record.file}: not parsed: TensorRT for RTX is not installed")
+        return
+    report = parse_onnx(out)
+    if report.accepted:
+        made.notes.append(f"{record.file}: TensorRT {report.tensorrt} takes every node")
+        return
+    refused = "; ".join(f"{r.node} ({r.op_type}): {r.reason}" for r in report.refusals[:3])
+    made.notes.append(f"{record.file}: TensorRT {report.tensorrt} refuses {refused}")

@@ -1,0 +1,211 @@
+"""The optimize stage: an FP32 artifact -> one made ready for CUDA, TensorRT or the CPU.
+
+Takes an artifact; leaves another with cast or fused graphs, the same side files, and
+`reports/optimization.json`.
+
+    >>> artifact = run(Artifact.open("minilm"), OptimizeConfig(target="tensorrt"), Path("fp16"))
+    >>> artifact.manifest.precision, artifact.manifest.target
+    ('fp16', 'tensorrt')
+
+A graph that cannot be made right in the precision is left marked as failed: later stages refuse it,
+and the report says at which node it parts from FP32.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from enginery.core.artifact import REPORTS, Artifact, commit_artifact, staging
+from enginery.core.errors import OptionError
+from enginery.core.external_data import load_graph
+from enginery.core.fingerprint import (
+    Fingerprint,
+    combined_sha256,
+    option_fields,
+    runtime_version,
+    sha256_of,
+    tool_versions,
+)
+from enginery.core.manifest import GraphRecord, Manifest, StageRecord, Verdict
+from enginery.core.memory import peak_rss_bytes
+from enginery.core.progress import SILENT, Progress
+from enginery.core.shapes import TensorSpec
+from enginery.optimize.config import OptimizeConfig, check_options
+from enginery.optimize.graphs import Made, make_graphs
+from enginery.optimize.report import OptimizationReport, summarize
+
+STAGE = "optimize"
+STAGE_VERSION = "1"
+"""Raised when the same inputs would give another artifact; part of the fingerprint."""
+REPORT = f"{REPORTS}/optimization.json"
+TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
+_FUSION_TOOLS = ("optimum", "optimum-onnx", "transformers")
+
+
+def fingerprint(artifact: Artifact, config: OptimizeConfig) -> Fingerprint:
+    """What the result depends on: the artifact's content, the options, the data, the tools.
+
+    Raises:
+        OptionError: an option cannot be used.
+    """
+    check_options(config)
+    fields = {
+        "artifact": artifact.content_sha256(),
+        "precision of the artifact": artifact.manifest.precision,
+        **option_fields(asdict(config)),
+        **runtime_version(),
+        **tool_versions(_tools(config)),
+        "stage version": STAGE_VERSION,
+    }
+    if config.data:
+        fields["data sha256"] = _data_sha256(Path(config.data).expanduser())
+    return Fingerprint(STAGE, fields)
+
+
+def run(
+    artifact: Artifact,
+    config: OptimizeConfig,
+    out: Path,
+    *,
+    allow_failed: bool = False,
+    progress: Progress = SILENT,
+) -> Artifact:
+    """Optimizes every graph and leaves the artifact at `out`, or nothing.
+
+    An artifact whose graph is too far from FP32 is left with a verdict that says so.
+
+    Raises:
+        RejectedArtifactError: the artifact failed a check, and `allow_failed` is off.
+        OptionError: an option cannot be used, or does not suit the artifact.
+        ExportError: a graph cannot be fused or cast, or TensorRT cannot have its ops.
+        InputError: the data cannot be read, or a graph fails on them.
+        MissingPackageError: fusions were asked for and Optimum is not installed.
+    """
+    started = time.monotonic()
+    artifact.require_passed(allow_failed=allow_failed)
+    key = fingerprint(artifact, config)
+    if artifact.manifest.precision != "fp32":
+        raise OptionError(
+            f"{artifact.path} is {artifact.manifest.precision} already; optimize starts from fp32.",
+            do="Optimize the FP32 artifact that it was made from.",
+        )
+    with (
+        staging(out) as directory,
+        tempfile.TemporaryDirectory(prefix="enginery-optimize-") as scratch,
+    ):
+        _copy_side_files(artifact, directory)
+        made = make_graphs(artifact, config, directory, Path(scratch), progress=progress)
+        seconds = round(time.monotonic() - started, 3)
+        finished = datetime.now(UTC).isoformat(timespec="seconds")
+        report = OptimizationReport(
+            passed=made.passed,
+            summary=made.problem or summarize(config.target, config.precision, made.records),
+            target=config.target,
+            precision=config.precision,
+            notes=made.notes,
+            graphs=made.records,
+            seconds=seconds,
+        )
+        (directory / REPORTS).mkdir()
+        (directory / REPORT).write_bytes(report.to_json())
+        stage = StageRecord(
+            stage=STAGE,
+            key=key.key,
+            fields=key.fields,
+            options=json.loads(json.dumps(asdict(config))),
+            tools={**runtime_version(), **tool_versions(_tools(config))},
+            finished=finished,
+            seconds=seconds,
+            peak_rss_bytes=max(peak_rss_bytes(), made.peak_rss_bytes),
+            notes=tuple(made.notes),
+        )
+        verdict = Verdict(
+            stage=STAGE,
+            key=key.key,
+            fields=key.fields,
+            passed=report.passed,
+            summary=report.summary,
+            report=REPORT,
+            finished=finished,
+        )
+        commit_artifact(directory, _manifest(artifact, config, made, directory, stage, verdict))
+    progress.say(f"optimize: {report.summary}")
+    return Artifact.open(out)
+
+
+def _tools(config: OptimizeConfig) -> tuple[str, ...]:
+    return TOOLS if config.target == "tensorrt" else (*TOOLS, *_FUSION_TOOLS)
+
+
+def _copy_side_files(artifact: Artifact, directory: Path) -> None:
+    """Everything but the graphs: tokenizer, configuration, pooling."""
+    graphs = {
+        name for graph in artifact.manifest.graphs for name in (graph.file, *graph.data_files)
+    }
+    for name in artifact.manifest.files:
+        if name not in graphs:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(artifact.path / name, directory / name)
+
+
+def _manifest(
+    artifact: Artifact,
+    config: OptimizeConfig,
+    made: Made,
+    directory: Path,
+    stage: StageRecord,
+    verdict: Verdict,
+) -> Manifest:
+    graphs = tuple(
+        _graph_record(record, directory, made.data_files.get(record.file, ()))
+        for record in artifact.manifest.graphs
+    )
+    return artifact.manifest.model_copy(
+        update={
+            "precision": config.precision,
+            "target": config.target,
+            "graphs": graphs,
+            "stages": (*artifact.manifest.stages, stage),
+            # Those of the artifact that this one was made from say nothing about it.
+            "verdicts": (verdict,),
+        }
+    )
+
+
+def _graph_record(record: GraphRecord, directory: Path, data_files: tuple[str, ...]) -> GraphRecord:
+    """The record with the file's own opset and types; names and dims are as they were."""
+    model = load_graph(directory / record.file)
+    types = {
+        value.name: value.type.tensor_type.elem_type
+        for value in (*model.graph.input, *model.graph.output)
+    }
+
+    def typed(spec: TensorSpec) -> TensorSpec:
+        return replace(spec, dtype=_DTYPES.get(types[spec.name], spec.dtype))
+
+    return record.model_copy(
+        update={
+            "opset": next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx")),
+            "inputs": tuple(typed(spec) for spec in record.inputs),
+            "outputs": tuple(typed(spec) for spec in record.outputs),
+            "data_files": data_files,
+        }
+    )
+
+
+# onnx.TensorProto's numbers for the types that this stage can change an interface to.
+_DTYPES = {1: "float32", 10: "float16", 16: "bfloat16"}
+
+
+def _data_sha256(data: Path) -> str:
+    """Over the names and contents of a file or of everything in a folder."""
+    files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
+    return combined_sha256(
+        {str(path.relative_to(data)): sha256_of(path) for path in files if path.is_file()}
+    )

@@ -1,0 +1,88 @@
+"""The child process that fuses a graph: it imports torch and transformers, and holds all weights.
+
+Takes a request file; leaves fused graphs in the directory that it names, and a result file.
+
+    $ python -m enginery.optimize.worker request.json result.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from enginery.core.errors import EngineryError, ExportError
+from enginery.core.memory import peak_rss_bytes
+
+
+def fuse(model: Path, files: list[str], level: str, out: Path) -> list[str]:
+    """Writes each graph, fused, under its own name to `out`; returns notes.
+
+    Raises:
+        ExportError: Optimum or ONNX Runtime cannot fuse the graph.
+    """
+    from optimum.onnxruntime import ORTOptimizer
+    from optimum.onnxruntime.configuration import AutoOptimizationConfig
+    from optimum.onnxruntime.utils import ORTConfigManager
+    from transformers import AutoConfig
+
+    # O4 is O3 in FP16, and FP16 is made afterwards, where ranges are known.
+    name = "O3" if level == "O4" else level
+    kind = AutoConfig.from_pretrained(model).model_type
+    config = AutoOptimizationConfig.with_optimization_level(name, disable_shape_inference=True)
+    # What lies beyond level 1 ONNX Runtime applies when it loads the graph, for the provider that
+    # runs it. Written into the file here, it would be this machine's: some of the CPU's fused ops
+    # have no CUDA kernel.
+    config.optimization_level = 1
+    try:
+        ORTConfigManager.check_optimization_supported_model(kind, config)
+    except NotImplementedError:
+        return _basic(model, files, kind, out)
+    try:
+        optimizer = ORTOptimizer.from_pretrained(str(model), file_names=files)
+        optimizer.optimize(config, save_dir=str(out), file_suffix="")
+    except (KeyError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise ExportError(f"Optimum cannot fuse {kind} at {name}: {error}") from error
+    return [f"fused by Optimum at {name} as {ORTConfigManager.get_model_ort_type(kind)}"]
+
+
+def _basic(model: Path, files: list[str], kind: str, out: Path) -> list[str]:
+    """ONNX Runtime's level 1 for a model type whose fusions nobody has written."""
+    from onnxruntime.transformers.optimizer import optimize_model
+
+    for file in files:
+        optimized = optimize_model(str(model / file), opt_level=1, only_onnxruntime=True)
+        external = any((model / file).parent.glob(f"{file}*data"))
+        optimized.save_model_to_file(str(out / file), use_external_data_format=external)
+    return [f"no fusions: Optimum has none for {kind}; ONNX Runtime's level 1 alone"]
+
+
+def main(request_file: str, result_file: str) -> int:
+    """Runs one request; errors are written into the result file, too."""
+    request = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    found: dict[str, Any]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about code that is not ours
+            notes = fuse(Path(request["model"]), request["files"], request["level"],
+                         Path(request["out"]))  # fmt: skip
+        found = {"notes": notes, "peak_rss_bytes": peak_rss_bytes()}
+    except EngineryError as error:
+        found = {"error": error.message, "do": error.do}
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).strip().splitlines() or [""])[0]
+        found = {"error": f"fusing failed in {type(error).__name__}: {first}", "do": ""}
+    Path(result_file).write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # torch's modules need not be taken down one by one

@@ -1,0 +1,227 @@
+"""FP32 graphs as strongly typed FP16 or BF16, in standard ops.
+
+Takes an `onnx_ir.Model` whose floats are FP32; leaves it with narrow weights and activations,
+islands of FP32 nodes where asked, and one Cast for all readers of a value in the other type.
+
+    >>> result = cast_graph(model, "fp16", keep_fp32={"/encoder/ReduceMean"})
+    >>> result.low_nodes, result.casts, result.kept
+    (212, 4, {'/encoder/ReduceMean': 'asked for', …})
+
+Q and DQ take FP16 scales from opset 19 on; before, they stay FP32. INT8 weights are not touched.
+Weights that both kinds of nodes read are stored twice. They are converted when the model is saved,
+one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal
+
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass, LiftConstantsToInitializersPass
+
+from enginery.passes.cast_plan import CastPlan, plan_cast
+from enginery.passes.low_precision import low_tensor, low_type, out_of_range
+from enginery.passes.nodes import UnusedNames, all_graphs, all_nodes, infer_types, raise_opset
+from enginery.passes.op_types import FLOAT
+
+
+@dataclass(frozen=True)
+class CastResult:
+    """What became of the nodes."""
+
+    precision: str
+    low_nodes: int
+    """Nodes whose floats are narrow now."""
+    kept: dict[str, str] = field(default_factory=dict)
+    """FP32 nodes with the reason."""
+    casts: int = 0
+    """Cast nodes that were added, those at inputs and outputs included."""
+    clamped: tuple[str, ...] = ()
+    """Stored tensors with numbers beyond FP16's range, which became its largest or lowest."""
+    shared: tuple[str, ...] = ()
+    """Weights that are stored in both types."""
+
+
+def cast_graph(
+    model: ir.Model,
+    precision: Literal["fp16", "bf16"],
+    *,
+    keep_fp32: Collection[str] = (),
+    io_dtype: Literal["fp32", "same"] = "fp32",
+) -> CastResult:
+    """Casts the graph in place.
+
+    Args:
+        model: floats are FP32; subgraphs and functions included.
+        precision: the narrow type.
+        keep_fp32: names of nodes that stay as they are.
+        io_dtype: `fp32` leaves inputs and outputs of the graph as they are; `same` makes them
+            narrow.
+
+    Raises:
+        OptionError: the precision is not a narrow one.
+    """
+    low = low_type(precision)
+    if model.functions:
+        InlinePass()(model)
+    # A Constant's attribute says its type; as an initializer it can be read in both.
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    if low == ir.DataType.BFLOAT16:
+        raise_opset(model)
+    infer_types(model)
+    narrow_io = io_dtype == "same"
+    plan = plan_cast(model, low, keep=frozenset(keep_fp32), narrow_io=narrow_io)
+    return _Caster(model, low, precision, plan, narrow_io=narrow_io).run()
+
+
+class _Caster:
+    """Carries out the plan for one model."""
+
+    def __init__(
+        self, model: ir.Model, low: ir.DataType, precision: str, plan: CastPlan, *, narrow_io: bool
+    ) -> None:
+        self.model, self.low, self.precision, self.plan = model, low, precision, plan
+        self.narrow_io = narrow_io
+        self.unused = UnusedNames(model)
+        self.made: dict[tuple[ir.Value, ir.DataType, ir.Graph], ir.Value] = {}
+        self.was_float: set[ir.Value] = set()
+        self.casts = 0
+        self.clamped: list[str] = []
+        self.shared: list[str] = []
+
+    def run(self) -> CastResult:
+        graphs = list(all_graphs(self.model.graph))
+        if self.narrow_io:
+            for value in self.model.graph.inputs:
+                if value.dtype == FLOAT:
+                    self._narrow(value)
+        for node in all_nodes(self.model):
+            self._retype(node)
+        for graph in graphs:
+            self._store(graph)
+        for graph in graphs:
+            for node in list(graph):
+                self._connect(node, graph)
+        for graph in graphs:
+            self._finish_outputs(graph)
+        _drop_idle_casts(graphs)
+        return CastResult(
+            self.precision,
+            sum(ports.any for ports in self.plan.ports.values()),
+            self.plan.kept,
+            self.casts,
+            tuple(self.clamped),
+            tuple(self.shared),
+        )
+
+    def _narrow(self, value: ir.Value) -> None:
+        self.was_float.add(value)
+        value.dtype = self.low
+
+    def _retype(self, node: ir.Node) -> None:
+        """Marks the outputs of a narrow node, and the attributes that say their type."""
+        ports = self.plan.ports[node]
+        for value, follows in zip(node.outputs, ports.outputs, strict=False):
+            if follows:
+                self._narrow(value)
+        if not any(ports.outputs):
+            return
+        # Cast says its type as `to`, Q and DQ of opset 23 theirs as `output_dtype`.
+        for name in ("to", "output_dtype"):
+            attribute = node.attributes.get(name)
+            if attribute is not None and attribute.as_int() == FLOAT:
+                node.attributes[name] = ir.AttrInt64(name, int(self.low))
+        if node.op_type == "ConstantOfShape":
+            given = node.attributes.get("value")
+            # ONNX's default is a zero.
+            tensor = given.as_tensor() if given is not None else ir.tensor([0.0], dtype=FLOAT)
+            self._note_clamped(tensor, node.name or "")
+            node.attributes["value"] = ir.AttrTensor("value", low_tensor(tensor, self.low))
+
+    def _store(self, graph: ir.Graph) -> None:
+        """Gives every initializer the type of those that read it, or both."""
+        for value in list(graph.initializers.values()):
+            tensor, name = value.const_value, value.name or ""
+            if value.dtype != FLOAT or value.is_graph_input() or tensor is None:
+                continue
+            narrow = [use for use in value.uses() if self.plan.narrows(use.node, use.idx)]
+            if not narrow:
+                continue
+            self._note_clamped(tensor, name)
+            if len(narrow) == len(value.uses()) and not value.is_graph_output():
+                value.const_value = low_tensor(tensor, self.low)
+                self._narrow(value)
+                continue
+            self.shared.append(name)
+            copy = ir.Value(
+                name=self.unused(f"{name}_{self.precision}"),
+                shape=value.shape,
+                type=ir.TensorType(self.low),
+                const_value=low_tensor(tensor, self.low),
+            )
+            graph.register_initializer(copy)
+            for use in narrow:
+                use.node.replace_input_with(use.idx, copy)
+
+    def _note_clamped(self, tensor: ir.TensorProtocol, name: str) -> None:
+        if self.low == ir.DataType.FLOAT16 and out_of_range(tensor):
+            self.clamped.append(name)
+
+    def _connect(self, node: ir.Node, graph: ir.Graph) -> None:
+        """Puts a Cast before each input that is of the other type."""
+        for index, value in enumerate(node.inputs):
+            if value is None:
+                continue
+            if self.plan.narrows(node, index) and value.dtype == FLOAT:
+                node.replace_input_with(index, self._as(value, self.low, graph))
+            elif value in self.was_float and not self.plan.narrows(node, index):
+                node.replace_input_with(index, self._as(value, FLOAT, graph))
+
+    def _as(self, value: ir.Value, dtype: ir.DataType, graph: ir.Graph) -> ir.Value:
+        """The value in another type: one Cast for all that read it in this graph."""
+        key = (value, dtype, graph)
+        if key not in self.made:
+            suffix = "fp32" if dtype == FLOAT else self.precision
+            output = ir.Value(
+                name=self.unused(f"{value.name}_{suffix}"),
+                shape=value.shape,
+                type=ir.TensorType(dtype),
+            )
+            name = self.unused(f"{value.name}_to_{suffix}")
+            cast = ir.node("Cast", [value], {"to": int(dtype)}, outputs=[output], name=name)
+            producer = value.producer()
+            if producer is not None and producer.graph is graph:
+                graph.insert_after(producer, cast)
+            elif len(graph):
+                graph.insert_before(graph[0], cast)
+            else:
+                graph.append(cast)
+            self.made[key] = output
+            self.casts += 1
+        return self.made[key]
+
+    def _finish_outputs(self, graph: ir.Graph) -> None:
+        """Gives the graph's outputs their types, under the names that they had."""
+        narrow = self.narrow_io and graph is self.model.graph
+        for index, value in enumerate(graph.outputs):
+            wrong = value.dtype == FLOAT if narrow else value in self.was_float
+            if not wrong:
+                continue
+            result = self._as(value, self.low if narrow else FLOAT, graph)
+            graph.outputs[index] = result
+            if value.graph is graph and value.producer() is not None:
+                name, suffix = value.name, "fp32" if narrow else self.precision
+                value.name = self.unused(f"{name}_{suffix}")
+                result.name = name
+
+
+def _drop_idle_casts(graphs: list[ir.Graph]) -> None:
+    """Removes the model's own casts that have become casts to the same type."""
+    for node in [node for graph in graphs for node in graph if node.op_type == "Cast"]:
+        source, result, graph = node.inputs[0], node.outputs[0], node.graph
+        idle = source is not None and source.dtype is not None and source.dtype == result.dtype
+        if idle and source is not None and not result.is_graph_output() and graph is not None:
+            result.replace_all_uses_with(source)
+            graph.remove(node, safe=True)

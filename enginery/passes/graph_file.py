@@ -1,0 +1,74 @@
+"""Graphs between disk and memory, with weights of any size.
+
+    >>> model = read_graph(artifact.model)
+    >>> data_files = write_graph(model, directory / "model.onnx")
+
+Weights outside the file are read when they are needed, and written one at a time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+
+from enginery.core.errors import ExportError
+from enginery.core.external_data import external_data_files
+
+# A protobuf message ends at 2 GB, and while it is written the weights are in memory twice.
+_INSIDE_BYTES = 256 << 20
+
+
+def read_graph(path: Path) -> ir.Model:
+    """The graph of a file; external weights stay on disk until they are read.
+
+    Raises:
+        SourceError: the file is not ONNX, or its external data are missing.
+    """
+    external_data_files(path)
+    return ir.load(path)
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """The size of all initializers, in bytes."""
+    return sum(
+        value.const_value.nbytes
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+        if value.const_value is not None
+    )
+
+
+def write_graph(
+    model: ir.Model, path: Path, *, inside_bytes: int = _INSIDE_BYTES
+) -> tuple[str, ...]:
+    """Writes the graph; weights go to `model.onnx.data` beside it when they are large.
+
+    Args:
+        model: stays as it is; it may read from files, but not from those that are written.
+        path: the ONNX file.
+        inside_bytes: up to this size weights are stored inside the file.
+
+    Returns:
+        The names of the external data files, of which there is at most one.
+    """
+    if weight_bytes(model) <= inside_bytes:
+        ir.external_data.load_to_model(model)
+        ir.save(model, path)
+        return ()
+    data = f"{path.name}.data"
+    ir.save(model, path, external_data=data)
+    return (data,)
+
+
+def check_graph(path: Path) -> None:
+    """Raises ExportError unless the file is valid ONNX with consistent types.
+
+    Graphs with ops of another domain are checked as far as ONNX knows them.
+    """
+    import onnx
+
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ExportError(f"{path.name} is not valid ONNX: {error}") from error

@@ -1,0 +1,158 @@
+"""The layers of a graph: matrix products and convolutions with stored weights.
+
+Takes an `onnx_ir.Model`; leaves it as it is.
+
+    >>> [layer.name for layer in find_layers(model) if not layer.obstacle][:1]
+    ['/encoder/layer.0/attention/self/query/MatMul']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+_LEAST_WIDTH = 16
+"""Tensor cores work on tiles of 16; narrower products gain nothing from INT8."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A MatMul, Gemm or Conv whose weight is stored in the graph."""
+
+    name: str
+    op_type: str
+    activation: str
+    weight: str
+    output: str
+    inner: int
+    """Multiply-adds of one output element, K."""
+    outer: int
+    """Output channels, N."""
+    weight_axis: int
+    """The weight's axis of output channels."""
+    bias: str
+    """The stored vector that is added to the output; empty where there is none."""
+    split: bool
+    """Its output is cut apart along the channels, as GPT-2's query, key and value are."""
+    obstacle: str
+    """Why it cannot be INT8; empty where it can."""
+
+    @property
+    def linear(self) -> bool:
+        """A matrix product over the activation's last axis, so that its channels can be scaled."""
+        return self.op_type != "Conv"
+
+
+def find_layers(model: ir.Model) -> tuple[Layer, ...]:
+    """Every MatMul, Gemm and Conv of the main graph with a stored weight, in graph order."""
+    found = (_layer(node) for node in model.graph)
+    return tuple(layer for layer in found if layer is not None)
+
+
+def stored(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor of a value that the graph stores: an initializer, or a Constant's.
+
+    Through Identity as well, which is how exporters share one weight between nodes.
+    """
+    while value is not None and (maker := value.producer()) and maker.op_type == "Identity":
+        value = maker.inputs[0]
+    return None if value is None else ir.convenience.get_const_tensor(value)
+
+
+def operands(node: ir.Node) -> tuple[ir.Value, NDArray[np.float32]]:
+    """The activation and the stored weight of a layer's node."""
+    source, tensor = node.inputs[0], stored(node.inputs[1])
+    if source is None or tensor is None:
+        raise ValueError(f"{node.name} is no layer: it has no activation, or no stored weight")
+    return source, np.asarray(tensor.numpy(), dtype=np.float32)
+
+
+def _bias(node: ir.Node, outer: int) -> str:
+    """The stored vector (N,) that a layer's output gets, if that is all the output is for."""
+    if node.op_type in ("Gemm", "Conv"):
+        value = node.inputs[2] if len(node.inputs) > 2 else None
+    else:
+        add = following_add(node)
+        value = None if add is None else _other_input(add, node.outputs[0])
+    tensor = stored(value)
+    if value is None or tensor is None or list(tensor.shape.numpy()) != [outer]:
+        return ""
+    return value.name or ""
+
+
+def _is_split(output: ir.Value, depth: int = 4) -> bool:
+    """Whether a value is cut apart, once it has its bias and its heads."""
+    for user in (use.node for use in output.uses()):
+        if user.op_type in ("Split", "Slice"):
+            return True
+        biased = user.op_type == "Add" and stored(_other_input(user, output)) is not None
+        moved = user.op_type in ("Reshape", "Transpose") and user.inputs[0] is output
+        if depth and (biased or moved) and _is_split(user.outputs[0], depth - 1):
+            return True
+    return False
+
+
+def following_add(node: ir.Node) -> ir.Node | None:
+    """The Add that alone takes a node's output, if there is one."""
+    uses = list(node.outputs[0].uses())
+    if len(uses) == 1 and not node.outputs[0].is_graph_output():
+        return uses[0].node if uses[0].node.op_type == "Add" else None
+    return None
+
+
+def _other_input(add: ir.Node, value: ir.Value) -> ir.Value | None:
+    return add.inputs[1] if add.inputs[0] is value else add.inputs[0]
+
+
+def _layer(node: ir.Node) -> Layer | None:
+    if node.op_type not in ("MatMul", "Gemm", "Conv") or node.domain not in ("", "ai.onnx"):
+        return None
+    weight = stored(node.inputs[1])
+    source = node.inputs[0]
+    if weight is None or source is None or stored(source) is not None:
+        return None
+    shape = [int(size) for size in weight.shape.numpy()]
+    obstacle = "" if weight.dtype == ir.DataType.FLOAT else f"its weight is {weight.dtype.name}"
+    axis = len(shape) - 1
+    if node.op_type == "Conv":
+        axis, groups = 0, _int(node, "group", 1)
+        inner, outer, narrow = int(np.prod(shape[1:])), shape[0], shape[0] // groups
+    else:
+        if node.op_type == "Gemm" and _int(node, "transB", 0):
+            axis = 0
+        inner, outer = shape[1 - axis] if len(shape) == 2 else 0, shape[axis]
+        narrow = outer
+        obstacle = obstacle or _product_obstacle(node, shape)
+    if not obstacle and min(inner, narrow) < _LEAST_WIDTH:
+        obstacle = f"K = {inner} and N = {narrow}: below {_LEAST_WIDTH} INT8 gains nothing"
+    return Layer(
+        name=node.name or "",
+        op_type=node.op_type,
+        activation=source.name or "",
+        weight=node.inputs[1].name or "" if node.inputs[1] else "",
+        output=node.outputs[0].name or "",
+        inner=inner,
+        outer=outer,
+        weight_axis=axis,
+        bias=_bias(node, outer),
+        split=_is_split(node.outputs[0]),
+        obstacle=obstacle,
+    )
+
+
+def _product_obstacle(node: ir.Node, shape: Sequence[int]) -> str:
+    if len(shape) != 2:
+        return f"its weight has {len(shape)} dims; a matrix is expected"
+    if node.op_type == "Gemm":
+        alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
+        if _int(node, "transA", 0) or (alpha, beta) != (1.0, 1.0):
+            return "a Gemm that transposes its input or scales its terms"
+    return ""
+
+
+def _int(node: ir.Node, name: str, default: int) -> int:
+    return int(node.attributes.get_int(name, default) or 0)

@@ -1,0 +1,143 @@
+"""A graph as the lint rules look at it: every node, also inside branches, loops and functions.
+
+>>> graph = LintGraph.read(Path("model.onnx"))
+>>> [place.name for place in graph.of("QuantizeLinear")]
+['/embeddings/LayerNorm_output_0_QuantizeLinear']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from enginery.core.errors import SourceError
+
+STANDARD_DOMAINS = ("", "ai.onnx")
+MICROSOFT = "com.microsoft"
+QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
+DYNAMIC_OPERATORS = (
+    "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "MatMulIntegerToFloat",
+    "DynamicQuantizeMatMul", "DynamicQuantizeLSTM",
+)  # fmt: skip
+_QOPERATORS = ("QGemm", "QAttention", "QMoE", "QEmbedLayerNormalization")
+
+
+@dataclass(frozen=True)
+class LintGraph:
+    """A model, read lazily: weights outside the file stay there."""
+
+    model: ir.Model
+
+    @classmethod
+    def read(cls, path: Path) -> LintGraph:
+        """Reads an ONNX file.
+
+        Raises:
+            SourceError: the file is missing, or is no ONNX model.
+        """
+        try:
+            model = ir.load(path)
+        except Exception as error:  # protobuf's and onnx_ir's own types, by version
+            found = "does not exist" if not path.exists() else f"is not an ONNX model: {error}"
+            raise SourceError(f"{path} {found}.") from error
+        if not model.graph.outputs:
+            raise SourceError(f"{path} is not an ONNX model: it has no outputs.")
+        return cls(model)
+
+    @cached_property
+    def opset(self) -> int:
+        """The version of ONNX's own operators; 0 where the graph imports none."""
+        imports = self.model.opset_imports
+        return next((imports[name] for name in STANDARD_DOMAINS if name in imports), 0)
+
+    @cached_property
+    def nodes(self) -> tuple[ir.Node, ...]:
+        """Every node of the graph, its subgraphs and its functions."""
+        functions = self.model.functions.values()
+        inside = (node for function in functions for node in function.all_nodes())
+        return (*self.model.graph.all_nodes(), *inside)
+
+    def of(self, *op_types: str) -> Iterator[ir.Node]:
+        """The nodes of some operators, of ONNX's own domain or of ONNX Runtime's copy of it."""
+        domains = (*STANDARD_DOMAINS, MICROSOFT)
+        return (n for n in self.nodes if n.op_type in op_types and n.domain in domains)
+
+    def initializers(self) -> Iterator[ir.Value]:
+        """Every stored tensor of the graph and its subgraphs, each once."""
+        graphs = {id(graph): graph for node in self.nodes if (graph := node.graph) is not None}
+        for graph in [self.model.graph, *graphs.values()]:
+            if isinstance(graph, ir.Graph):
+                yield from graph.initializers.values()
+
+
+def label(node: ir.Node) -> str:
+    """The node's name, or that of its first output."""
+    return node.name or next((out.name for out in node.outputs if out.name), "") or node.op_type
+
+
+def is_qoperator(node: ir.Node) -> bool:
+    """Whether a node is of ONNX Runtime's QOperator format, which computes on integers."""
+    return str(node.op_type).startswith("QLinear") or node.op_type in _QOPERATORS
+
+
+def entry(node: ir.Node, index: int) -> ir.Value | None:
+    """An input, None where the node has not got it."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def constant(value: ir.Value | None) -> NDArray[Any] | None:
+    """What a stored value or a Constant node holds; None for anything computed."""
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return None if tensor is None else np.asarray(tensor.numpy())
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Whether the value is stored in the graph; its content is not read."""
+    if value is None:
+        return False
+    producer = value.producer()
+    return value.const_value is not None or (
+        producer is not None and producer.op_type == "Constant"
+    )
+
+
+def made_by(value: ir.Value | None) -> str:
+    """The operator that computes a value; empty for inputs and stored tensors."""
+    producer = value.producer() if value is not None else None
+    return producer.op_type if producer is not None else ""
+
+
+def dtype_of(value: ir.Value | None) -> str:
+    """INT8, FLOAT16 …, as far as the graph says or Q/DQ imply it; empty where it does not."""
+    if value is None:
+        return ""
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is not None:
+        return str(tensor.dtype.name)
+    if value.dtype is not None:
+        return str(value.dtype.name)
+    producer = value.producer()
+    if producer is None:
+        return ""
+    if producer.op_type == QUANTIZE:
+        return quantized_dtype(producer)
+    return dtype_of(entry(producer, 1)) if producer.op_type == DEQUANTIZE else ""
+
+
+def quantized_dtype(node: ir.Node) -> str:
+    """The integer type of a Q or DQ node: UINT8 where a QuantizeLinear names none (ONNX)."""
+    if node.op_type == DEQUANTIZE and (found := dtype_of(entry(node, 0))):
+        return found
+    output = node.attributes.get("output_dtype")
+    if output is not None and output.as_int():
+        return str(ir.DataType(output.as_int()).name)
+    zero_point = entry(node, 2)
+    return dtype_of(zero_point) if zero_point is not None else "UINT8"

@@ -1,0 +1,139 @@
+"""Rules on operators and types for TensorRT.
+
+Takes a `LintGraph`; each rule yields its findings.
+
+    >>> [str(found) for found in foreign_operators(graph)]
+    ['error: gelu_1: com.microsoft::FastGelu … [domain]']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from enginery.passes.lint_findings import LintFinding
+from enginery.passes.lint_graph import (
+    DEQUANTIZE,
+    DYNAMIC_OPERATORS,
+    MICROSOFT,
+    QUANTIZE,
+    STANDARD_DOMAINS,
+    LintGraph,
+    dtype_of,
+    entry,
+    is_qoperator,
+    label,
+)
+
+DOMAIN_REMEDY = (
+    "Use the graph before ONNX Runtime's fusions: `enginery export`, "
+    "then `enginery optimize --target tensorrt`."
+)
+MERGED_REMEDY = (
+    "Export separate decoders: `enginery export --no-post-process`, or no_post_process=True "
+    "of Optimum."
+)
+
+_PLUGIN_DOMAINS = ("trt.plugins", "nv.plugins")
+# TensorRT's parser goes by the operator's name alone and takes these for ONNX's own.
+_SAME_NAME = (QUANTIZE, DEQUANTIZE, "Gelu", "LayerNormalization", "RMSNormalization", "Attention",
+              "RotaryEmbedding")  # fmt: skip
+_REFUSED_TYPES = ("INT16", "UINT16", "UINT32", "UINT64", "STRING", "COMPLEX64", "COMPLEX128",
+                  "FLOAT8E5M2", "FLOAT8E4M3FNUZ", "FLOAT8E5M2FNUZ", "UINT4")  # fmt: skip
+
+
+def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
+    """Operators of other domains than ONNX's own."""
+    local = {(key[0], key[1]) for key in graph.model.functions}
+    for node in graph.nodes:
+        known = (*STANDARD_DOMAINS, *_PLUGIN_DOMAINS)
+        if node.domain in known or (node.domain, node.op_type) in local:
+            continue
+        name = f"{node.domain}::{node.op_type}"
+        if node.domain == MICROSOFT and node.op_type in _SAME_NAME:
+            yield LintFinding(
+                "domain", "warning", label(node),
+                f"{name} is ONNX Runtime's; TensorRT takes it for ONNX's {node.op_type}, "
+                "whatever its own attributes say.",
+                f"Use ONNX's {node.op_type}.",
+            )  # fmt: skip
+        elif node.op_type not in DYNAMIC_OPERATORS and not is_qoperator(node):
+            # ONNX Runtime's integer operators have rules of their own, which say more
+            yield LintFinding(
+                "domain", "error", label(node),
+                f"{name} is not of ONNX's own operators; TensorRT does not know it.",
+                DOMAIN_REMEDY if node.domain == MICROSOFT else "Replace it by ONNX's own operators,"
+                " or write a TensorRT plugin.",
+            )  # fmt: skip
+
+
+def control_flow(graph: LintGraph) -> Iterator[LintFinding]:
+    """Branches and loops; Optimum's merged decoder is one."""
+    for node in graph.of("If"):
+        condition = entry(node, 0)
+        if condition is not None and condition.name == "use_cache_branch":
+            yield LintFinding(
+                "control-flow", "error", label(node),
+                "is a merged decoder: its branches give tensors of different shapes, of which "
+                "TensorRT builds no engine.",
+                MERGED_REMEDY,
+            )  # fmt: skip
+        else:
+            yield _branches(node)
+    for node in graph.of("Loop", "Scan"):
+        yield _branches(node)
+
+
+def _branches(node: ir.Node) -> LintFinding:
+    return LintFinding(
+        "control-flow", "warning", label(node),
+        f"{node.op_type}: TensorRT takes it only where its branches give tensors of the same "
+        "shapes, and fuses nothing across its borders.",
+        "Make its condition a constant of the export.",
+    )  # fmt: skip
+
+
+def types(graph: LintGraph) -> Iterator[LintFinding]:
+    """Types that TensorRT lacks, of inputs, outputs, stored tensors and casts."""
+    named = [(value.name or "", dtype_of(value)) for value in _declared(graph)]
+    casts = ((label(n), ir.DataType(n.attributes["to"].as_int()).name) for n in graph.of("Cast"))
+    for name, dtype in (*named, *casts):
+        if dtype == "DOUBLE":
+            yield LintFinding(
+                "type", "warning", name,
+                "is FP64; TensorRT computes it in FP32.",
+                "Export in FP32, so that what is checked is what runs.",
+            )  # fmt: skip
+        elif dtype in _REFUSED_TYPES:
+            yield LintFinding(
+                "type", "error", name,
+                f"is {dtype}, a type that TensorRT does not have.",
+                "Use INT32 or INT64, INT8 with Q/DQ, or a floating-point type.",
+            )  # fmt: skip
+
+
+def _declared(graph: LintGraph) -> Iterator[ir.Value]:
+    quantized = _zero_points(graph)
+    yield from graph.model.graph.inputs
+    yield from graph.model.graph.outputs
+    for value in graph.initializers():
+        if id(value) not in quantized:  # the rule on quantized types says more about these
+            yield value
+
+
+def _zero_points(graph: LintGraph) -> set[int]:
+    nodes = list(graph.of(QUANTIZE, DEQUANTIZE))
+    values = [entry(node, index) for node in nodes for index in (0, 2)]
+    return {id(value) for value in values if value is not None}
+
+
+def attention_operators(graph: LintGraph) -> Iterator[LintFinding]:
+    """ONNX's Attention operator (opset 23), which TensorRT builds in FP16 and BF16 alone."""
+    for node in graph.of("Attention"):
+        if node.domain in STANDARD_DOMAINS and dtype_of(entry(node, 0)) == "FLOAT":
+            yield LintFinding(
+                "attention", "warning", label(node),
+                "is the Attention operator in FP32; TensorRT builds it in FP16 and BF16 alone.",
+                "Make the graph FP16: `enginery optimize --target tensorrt --precision fp16`.",
+            )  # fmt: skip

@@ -1,0 +1,100 @@
+"""Stored FP32 tensors as FP16 or BF16, one at a time and when they are written.
+
+    >>> low_tensor(ir.tensor(np.float32([-3.4e38, 1e-12, np.inf])), ir.DataType.FLOAT16).numpy()
+    array([-6.55e+04,  5.96e-08,       inf], dtype=float16)
+
+A finite number stays finite: the lowest FP32 number, which masks are filled with, becomes the
+lowest one of the narrow type, since a row of -inf alone would make Softmax NaN. What is not zero
+stays so: an epsilon keeps a divisor from being zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from enginery.core.errors import OptionError
+
+FP16_MAX = 65504.0
+"""The largest finite FP16 number, (2 - 2**-10) * 2**15."""
+FP16_MIN_NORMAL = 2.0**-14
+"""Below it FP16 loses significand bits."""
+
+LOW_TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+SCHEMA_NAMES = {ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
+
+# Of a large weight, this many elements are in memory beside it while it is converted.
+_CHUNK = 1 << 22
+
+
+def low_type(precision: str) -> ir.DataType:
+    """The ONNX type of a precision; raises OptionError where it is not a narrow one."""
+    if precision not in LOW_TYPES:
+        raise OptionError(f"precision '{precision}': expected {' or '.join(LOW_TYPES)}.")
+    return LOW_TYPES[precision]
+
+
+def low_tensor(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.LazyTensor:
+    """The FP32 tensor in a narrow type, converted each time that it is read."""
+
+    def convert() -> ir.TensorProtocol:
+        return ir.Tensor(low_array(tensor.numpy(), dtype), dtype=dtype, name=tensor.name)
+
+    shape = ir.Shape(tensor.shape.numpy())
+    return ir.LazyTensor(convert, dtype, shape, name=tensor.name)
+
+
+def low_array(values: NDArray[Any], dtype: ir.DataType) -> NDArray[Any]:
+    """FP32 values rounded to FP16 or BF16; finite stays finite, and what is not zero stays so."""
+    flat = np.ravel(values)
+    result = np.empty(flat.shape, dtype.numpy())
+    largest, smallest = _extremes(dtype)
+    for start in range(0, flat.size, _CHUNK):
+        part = flat[start : start + _CHUNK]
+        with np.errstate(over="ignore", under="ignore"):
+            low = part.astype(result.dtype)
+        wide = low.astype(np.float32)
+        over = np.isinf(wide) & np.isfinite(part)
+        low[over] = np.copysign(largest, part[over]).astype(result.dtype)
+        under = (wide == 0) & (part != 0)
+        low[under] = np.copysign(smallest, part[under]).astype(result.dtype)
+        result[start : start + _CHUNK] = low
+    return result.reshape(values.shape)
+
+
+def out_of_range(tensor: ir.TensorProtocol) -> tuple[float, float] | None:
+    """The lowest and the highest finite element beyond FP16's range; None where all fit."""
+    low, high = 0.0, 0.0
+    for part in _chunks(tensor):
+        finite = part[np.isfinite(part)]
+        if finite.size:
+            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+    return (low, high) if max(-low, high) > FP16_MAX else None
+
+
+def is_mask_constant(tensor: ir.TensorProtocol) -> bool:
+    """Whether all that lies beyond FP16's range is one negative number, as in attention masks."""
+    limits = out_of_range(tensor)
+    if limits is None or limits[1] > FP16_MAX:
+        return False
+    return all(
+        bool(np.all(part[np.isfinite(part) & (part < -FP16_MAX)] == np.float32(limits[0])))
+        for part in _chunks(tensor)
+    )
+
+
+def _chunks(tensor: ir.TensorProtocol) -> Iterator[NDArray[Any]]:
+    flat = np.ravel(tensor.numpy())
+    for start in range(0, flat.size, _CHUNK):
+        yield flat[start : start + _CHUNK]
+
+
+def _extremes(dtype: ir.DataType) -> tuple[float, float]:
+    """The largest finite number and the smallest above zero. BF16 has FP32's exponents."""
+    if dtype == ir.DataType.FLOAT16:
+        return FP16_MAX, 2.0**-24
+    return (2.0 - 2.0**-7) * 2.0**127, 2.0**-133

@@ -1,0 +1,254 @@
+"""Explicit INT8: QuantizeLinear and DequantizeLinear where TensorRT fuses them, and nowhere else.
+
+Takes an `onnx_ir.Model` in FP32; leaves it with INT8 weights and Q/DQ pairs.
+
+    >>> chosen = [layer for layer in find_layers(model) if not layer.obstacle]
+    >>> insert_qdq(model, chosen, ranges)
+    Inserted(layers=36, activations=24, smoothed=24)
+
+The placement is TensorRT's: the activation and the weight that enter a MatMul, Gemm or Conv, both
+symmetric; no bias and no output, which would part the GEMM from what follows it. Source: TensorRT
+developer guide, "Q/DQ layer-placement recommendations".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from enginery.passes.layers import Layer, following_add, operands, stored
+
+Vector = NDArray[np.float32]
+
+INT8_LIMIT = 127
+"""-128 is left out, so that the range is symmetric as TensorRT has it."""
+LEAST_SCALE = 2.0**-20
+"""FP16 still holds four significand bits here; a channel of zeros needs some scale."""
+
+
+@dataclass(frozen=True)
+class ActivationRange:
+    """How an activation becomes INT8: round((x * multiplier + offset) / scale)."""
+
+    scale: float
+    multiplier: Vector | None = None
+    """(K,); None for no scaling of single channels."""
+    offset: Vector | None = None
+    """(K,), after the multiplier; None for no shift."""
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """What `insert_qdq` did."""
+
+    layers: int
+    activations: int
+    smoothed: int
+    """Activations whose channels are scaled or shifted first."""
+
+
+def insert_qdq(
+    model: ir.Model,
+    layers: Sequence[Layer],
+    ranges: Mapping[str, ActivationRange],
+    *,
+    bias_deltas: Mapping[str, Vector] | None = None,
+) -> Inserted:
+    """Makes the layers INT8, in place.
+
+    Args:
+        model: with a float32 graph of opset 13 or later.
+        layers: those to quantize, as `find_layers` gave them.
+        ranges: by activation.
+        bias_deltas: by layer, (N,): what is added to its bias besides what its offset demands.
+    """
+    graph = model.graph
+    nodes = {node.name: node for node in graph}
+    chosen = {layer.name: layer for layer in layers}
+    quantized: dict[str, ir.Value] = {}
+    for node in [nodes[name] for name in nodes if name in chosen]:
+        layer = chosen[node.name or ""]
+        ready = ranges[layer.activation]
+        source, weight = operands(node)
+        if layer.activation not in quantized:
+            quantized[layer.activation] = _quantize_activation(graph, node, source, ready)
+        scaled = scale_weight(layer, weight, ready)
+        delta = bias_shift(layer, scaled, ready)
+        if bias_deltas is not None and layer.name in bias_deltas:
+            delta = delta + bias_deltas[layer.name]
+        if np.any(delta):
+            add_to_bias(graph, node, layer, delta)
+        node.replace_input_with(0, quantized[layer.activation])
+        steps = weight_scales(layer, scaled)
+        if layer.split and layer.linear:
+            # TensorRT moves the split into the weights and then multiplies in float, unless their
+            # scale is one number. The channels' own scales go behind the product instead.
+            shared = fp16_scale(np.exp(np.log(steps).mean()))
+            factors = (steps / shared).astype(np.float16).astype(np.float32)
+            weights = _quantize_weight(graph, node, layer, scaled, shared, factors)
+            node.replace_input_with(1, weights)
+            _scale_output(graph, node, layer, factors)
+        else:
+            node.replace_input_with(1, _quantize_weight(graph, node, layer, scaled, steps))
+    used = [ranges[name] for name in quantized]
+    smoothed = sum(r.multiplier is not None or r.offset is not None for r in used)
+    return Inserted(layers=len(chosen), activations=len(quantized), smoothed=smoothed)
+
+
+def scale_weight(layer: Layer, weight: Vector, ready: ActivationRange) -> Vector:
+    """The weight that gives the same product with the scaled activation: W[k] / multiplier[k]."""
+    if ready.multiplier is None:
+        return weight
+    shape = (1, -1) if layer.weight_axis == 0 else (-1, 1)
+    return np.asarray(weight / ready.multiplier.reshape(shape), dtype=np.float32)
+
+
+def bias_shift(layer: Layer, scaled: Vector, ready: ActivationRange) -> Vector:
+    """(N,): what the bias takes up for the offset of the activation, -offset @ W."""
+    if ready.offset is None:
+        return np.zeros(layer.outer, dtype=np.float32)
+    matrix = scaled.T if layer.weight_axis == 0 else scaled
+    return np.asarray(-(ready.offset.astype(np.float64) @ matrix), dtype=np.float32)
+
+
+def weight_scales(layer: Layer, weight: Vector) -> Vector:
+    """(N,): the step of each output channel; rounded to FP16, in which it may be stored."""
+    others = tuple(axis for axis in range(weight.ndim) if axis != layer.weight_axis)
+    return fp16_scale(np.abs(weight).max(axis=others) / INT8_LIMIT)
+
+
+def fp16_scale(scale: Any) -> Vector:
+    """Scales that FP16 holds exactly, none below `LEAST_SCALE`: the graph may be cast later."""
+    floored = np.maximum(np.asarray(scale, dtype=np.float32), LEAST_SCALE)
+    return floored.astype(np.float16).astype(np.float32)
+
+
+def round_weight(layer: Layer, weight: Vector, scales: Vector) -> NDArray[np.int8]:
+    """The weight in INT8, of its own shape."""
+    shape = [1] * weight.ndim
+    shape[layer.weight_axis] = -1
+    steps = np.rint(weight / scales.reshape(shape))
+    return np.asarray(np.clip(steps, -INT8_LIMIT, INT8_LIMIT), dtype=np.int8)
+
+
+def add_to_bias(graph: ir.Graph, node: ir.Node, layer: Layer, delta: Vector) -> None:
+    """Adds a vector (N,) to what the layer gives out: to its bias, where it has one."""
+    holder = node if layer.op_type in ("Gemm", "Conv") else following_add(node)
+    if layer.bias and holder is not None:
+        index = next(
+            i for i, value in enumerate(holder.inputs) if value and value.name == layer.bias
+        )
+        tensor = stored(holder.inputs[index])
+        total = delta if tensor is None else tensor.numpy().astype(np.float32) + delta
+        holder.replace_input_with(index, _store(graph, f"{layer.name}/bias", total))
+        return
+    shape = (-1, 1, 1) if layer.op_type == "Conv" else (-1,)
+    vector = _store(graph, f"{layer.name}/bias", delta.reshape(shape))
+    output = node.outputs[0]
+    made = _node("Add", [output, vector], f"{layer.name}/add_bias", like=output)
+    graph.insert_after(node, made)
+    _redirect(graph, output, [made])
+
+
+def _scale_output(graph: ir.Graph, node: ir.Node, layer: Layer, factors: Vector) -> None:
+    """Multiplies the product's channels, before the bias."""
+    output = node.outputs[0]
+    factor = _store(graph, f"{layer.name}/weight_factors", factors)
+    made = [_node("Mul", [output, factor], f"{layer.name}/scale_output", like=output)]
+    if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
+        scaled = [made[0].outputs[0], node.inputs[2]]
+        made.append(_node("Add", scaled, f"{layer.name}/add_bias", like=output))
+        node.resize_inputs(2)
+    graph.insert_after(node, made)
+    _redirect(graph, output, made)
+
+
+def _redirect(graph: ir.Graph, old: ir.Value, made: Sequence[ir.Node]) -> None:
+    """Everything that took `old` takes the last new node's output, graph outputs included."""
+    new = made[-1].outputs[0]
+    for use in list(old.uses()):
+        if use.node not in made:
+            use.node.replace_input_with(use.idx, new)
+    for index, value in enumerate(graph.outputs):
+        if value is old:
+            old.name, new.name = f"{old.name}/product", old.name
+            graph.outputs[index] = new
+
+
+def _quantize_activation(
+    graph: ir.Graph, before: ir.Node, source: ir.Value, ready: ActivationRange
+) -> ir.Value:
+    """Inserts scaling, shift and Q/DQ before the first layer that takes them."""
+    name, value = source.name or "", source
+    made = []
+    if ready.multiplier is not None:
+        factor = _store(graph, f"{name}/multiplier", ready.multiplier)
+        made.append(_node("Mul", [value, factor], f"{name}/scale_channels", like=source))
+        value = made[-1].outputs[0]
+    if ready.offset is not None:
+        shift = _store(graph, f"{name}/offset", ready.offset)
+        made.append(_node("Add", [value, shift], f"{name}/shift_channels", like=source))
+        value = made[-1].outputs[0]
+    step = _store(graph, f"{name}/scale", fp16_scale(ready.scale).reshape(()))
+    zero = _store(graph, f"{name}/zero_point", np.zeros((), dtype=np.int8))
+    made.append(_node("QuantizeLinear", [value, step, zero], f"{name}/quantize", like=source,
+                      dtype=ir.DataType.INT8))  # fmt: skip
+    made.append(_node("DequantizeLinear", [made[-1].outputs[0], step, zero],
+                      f"{name}/dequantize", like=source))  # fmt: skip
+    graph.insert_before(before, made)
+    return made[-1].outputs[0]
+
+
+def _quantize_weight(
+    graph: ir.Graph,
+    before: ir.Node,
+    layer: Layer,
+    weight: Vector,
+    steps: Vector,
+    factors: Vector | None = None,
+) -> ir.Value:
+    """Stores the weight in INT8, with a DequantizeLinear before the layer.
+
+    `steps` is (N,), or one number with `factors` (N,) that multiply the layer's output.
+    """
+    whole = steps if factors is None else np.asarray(steps * factors, dtype=np.float32)
+    rounded = _store(graph, f"{layer.name}/weight", round_weight(layer, weight, whole))
+    step = _store(graph, f"{layer.name}/weight_scale", steps)
+    zero = _store(graph, f"{layer.name}/weight_zero_point", np.zeros(steps.shape, dtype=np.int8))
+    made = _node("DequantizeLinear", [rounded, step, zero], f"{layer.name}/dequantize_weight",
+                 attributes={"axis": layer.weight_axis} if steps.ndim else {})  # fmt: skip
+    made.outputs[0].shape = ir.Shape(weight.shape)
+    graph.insert_before(before, made)
+    return made.outputs[0]
+
+
+def _store(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
+    # Not ascontiguousarray, which makes a vector of a scalar.
+    tensor = ir.tensor(np.asarray(array, order="C"), name=name)
+    value = ir.Value(
+        name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
+
+
+def _node(
+    op_type: str,
+    inputs: Sequence[ir.Value],
+    name: str,
+    *,
+    like: ir.Value | None = None,
+    dtype: ir.DataType = ir.DataType.FLOAT,
+    attributes: Mapping[str, int] | None = None,
+) -> ir.Node:
+    node = ir.node(op_type, inputs, attributes=dict(attributes or {}), name=name)
+    output = node.outputs[0]
+    output.name = f"{name}_output"
+    output.type = ir.TensorType(dtype)
+    output.shape = None if like is None else like.shape
+    return node

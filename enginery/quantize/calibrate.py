@@ -1,0 +1,216 @@
+"""From data to everything that INT8 needs: ranges, smoothing, bias corrections, and what stays out.
+
+    >>> recorded, measured = calibrate(artifact, model, layers, data, config)
+    >>> len(recorded.ranges), measured.accuracy.cosine
+    (24, 0.9985)
+
+Two passes over the data with the FP32 graph; then mixes are measured on rows held out from both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+import onnx_ir as ir
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import InputError, OptionError, nearest
+from enginery.core.fingerprint import sha256_of
+from enginery.core.progress import SILENT, Progress
+from enginery.passes.layers import Layer, operands
+from enginery.passes.qdq import INT8_LIMIT, ActivationRange, Vector, fp16_scale
+from enginery.quantize.accuracy import Accuracy, Judge
+from enginery.quantize.calibration import Channels, observe_channels, observe_magnitudes
+from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.data import Batch, CalibrationData, make_batches
+from enginery.quantize.gating import GatedModel
+from enginery.quantize.ranges import choose_range
+from enginery.quantize.recorded import Recorded, Smoothed
+from enginery.quantize.search import Budget, SearchResult, search_mix
+from enginery.quantize.share import Arithmetic, count_multiply_adds, mean_length_feeds
+from enginery.quantize.smoothing import choose_smoothing, mean_error
+
+_EFFECT_ROWS = 32
+"""Rows that tell harmful layers from harmless ones; the mixes are measured on all."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the held-out rows said of the mixes."""
+
+    search: SearchResult
+    arithmetic: Arithmetic
+    budget: Budget
+    judge: Judge
+
+
+def calibrate(
+    artifact: Artifact,
+    model: ir.Model,
+    layers: Sequence[Layer],
+    data: CalibrationData,
+    config: QuantizeConfig,
+    *,
+    progress: Progress = SILENT,
+) -> tuple[Recorded, Measured]:
+    """Calibrates the layers and searches for those to leave out.
+
+    Args:
+        artifact: with the FP32 graph.
+        model: the same graph.
+        layers: all that were found.
+        data: the inputs.
+        config: the options.
+        progress: who is told what happens.
+
+    Raises:
+        InputError: an input cannot be used, or an activation is not finite.
+        OptionError: a pattern of `exclude` matches no layer.
+        CheckFailedError: no mix holds the budget.
+    """
+    record = artifact.manifest.graphs[0]
+    batches, held_out = make_batches(artifact, record, data, seed=config.seed)
+    arithmetic = count_multiply_adds(artifact.model, model, layers, mean_length_feeds(batches))
+    left_out = excluded_layers(layers, config.exclude, arithmetic)
+    candidates = [layer for layer in layers if layer.name not in left_out]
+    if not candidates:
+        raise InputError(
+            "no layer of the graph can be INT8: " + "; ".join(sorted(set(left_out.values()))) + "."
+        )
+    with progress.task("calibrating: channels", total=len(batches)) as advance:
+        seen = observe_channels(
+            artifact.model, candidates, batches, seed=config.seed, advance=advance
+        )
+    weights = _weights(model, candidates)
+    ranges, smoothed = _smooth(candidates, weights, seen, config, progress)
+    if config.method != "minmax":
+        ranges = _with_method(artifact, candidates, batches, seen, ranges, config, progress)
+    # The graph stores scales in FP16, so everything from here on is measured with those.
+    ranges = {
+        name: ActivationRange(float(fp16_scale(r.scale)), r.multiplier, r.offset)
+        for name, r in ranges.items()
+    }
+    deltas = {
+        x.name: mean_error(seen[x.activation].sample, x, weights[x.name], ranges[x.activation])
+        for x in candidates
+        if config.bias_correction and x.linear and seen[x.activation].width > 1
+    }
+    measured = _search(artifact, candidates, ranges, deltas, held_out, data, config, arithmetic,
+                       progress)  # fmt: skip
+    recorded = Recorded(
+        sha256_of(artifact.model),
+        ranges,
+        deltas,
+        {**left_out, **measured.search.left_out},
+        smoothed,
+    )
+    return recorded, measured
+
+
+def excluded_layers(
+    layers: Sequence[Layer], patterns: Sequence[str], arithmetic: Arithmetic | None
+) -> dict[str, str]:
+    """Layers that are never INT8, with reasons: by name, by shape, or by the option `exclude`."""
+    for pattern in patterns:
+        if not any(fnmatchcase(layer.name, pattern) for layer in layers):
+            names = [layer.name for layer in layers]
+            raise OptionError(
+                f"option 'exclude': no layer is named '{pattern}'{nearest(pattern, names)}"
+            )
+    reasons = {}
+    for layer in layers:
+        named = next((p for p in patterns if fnmatchcase(layer.name, p)), "")
+        vector = arithmetic is not None and arithmetic.rows_by_layer[layer.name] <= 1
+        if layer.obstacle:
+            reasons[layer.name] = layer.obstacle
+        elif named:
+            reasons[layer.name] = f"excluded by '{named}'"
+        elif vector and layer.linear:
+            reasons[layer.name] = "one row an input: a matrix-vector product gains nothing"
+    return reasons
+
+
+def _weights(model: ir.Model, layers: Sequence[Layer]) -> dict[str, Vector]:
+    nodes = {node.name: node for node in model.graph}
+    return {layer.name: operands(nodes[layer.name])[1] for layer in layers}
+
+
+def _smooth(
+    layers: Sequence[Layer],
+    weights: Mapping[str, Vector],
+    seen: Mapping[str, Channels],
+    config: QuantizeConfig,
+    progress: Progress,
+) -> tuple[dict[str, ActivationRange], dict[str, Smoothed]]:
+    ranges: dict[str, ActivationRange] = {}
+    smoothed: dict[str, Smoothed] = {}
+    with progress.task("calibrating: smoothing", total=len(seen)) as advance:
+        for name, channels in seen.items():
+            group = [(x, weights[x.name]) for x in layers if x.activation == name]
+            found = choose_smoothing(channels, group, strength=config.smoothing, shift=config.shift)
+            ranges[name] = found.ready
+            smoothed[name] = Smoothed(found.strength, found.shifted, found.error)
+            advance()
+    return ranges, smoothed
+
+
+def _with_method(
+    artifact: Artifact,
+    layers: Sequence[Layer],
+    batches: Sequence[Batch],
+    seen: Mapping[str, Channels],
+    ranges: Mapping[str, ActivationRange],
+    config: QuantizeConfig,
+    progress: Progress,
+) -> dict[str, ActivationRange]:
+    with progress.task("calibrating: ranges", total=len(batches)) as advance:
+        histograms = observe_magnitudes(
+            artifact.model, layers, batches, seen, ranges, advance=advance
+        )
+    tops = {
+        name: choose_range(histogram, config.method, percentile=config.percentile)
+        for name, histogram in histograms.items()
+    }
+    return {
+        name: ActivationRange(tops[name] / INT8_LIMIT, ready.multiplier, ready.offset)
+        for name, ready in ranges.items()
+    }
+
+
+def _search(
+    artifact: Artifact,
+    layers: Sequence[Layer],
+    ranges: Mapping[str, ActivationRange],
+    deltas: Mapping[str, Vector],
+    held_out: Sequence[Batch],
+    data: CalibrationData,
+    config: QuantizeConfig,
+    arithmetic: Arithmetic,
+    progress: Progress,
+) -> Measured:
+    total = sum(arithmetic.by_layer.values())
+    weights = {layer.name: arithmetic.by_layer[layer.name] / total for layer in layers}
+    few = _few(held_out)
+    with (
+        GatedModel(artifact.model, layers, ranges, deltas) as gated,
+        progress.task("measuring mixes of INT8") as advance,
+    ):
+        judge = Judge.of(artifact, held_out, lambda feeds: gated(feeds, ()), labels=data.labels)
+        budget = Budget.of(config, judge.reference_accuracy)
+
+        def measure(int8: Collection[str], part: bool) -> Accuracy:
+            return judge.measure(lambda feeds: gated(feeds, int8), batches=few if part else 0)
+
+        found = search_mix([x.name for x in layers], weights, measure, budget, advance=advance)
+    for name, reason in found.left_out.items():
+        progress.say(f"quantize: {name} stays out of INT8: {reason}")
+    return Measured(found, arithmetic, budget, judge)
+
+
+def _few(batches: Sequence[Batch]) -> int:
+    """How many of the first batches hold `_EFFECT_ROWS` rows."""
+    rows = np.cumsum([len(batch.rows) for batch in batches])
+    return int(np.searchsorted(rows, _EFFECT_ROWS)) + 1

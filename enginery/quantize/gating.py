@@ -1,0 +1,188 @@
+"""One graph in which each layer runs in FP32 or in INT8, as a switch of its own says.
+
+Takes an FP32 model with the layers' ranges; leaves an ONNX Runtime session on a graph with one
+boolean input more for each layer.
+
+    >>> with GatedModel(artifact.model, layers, ranges, deltas) as gated:
+    ...     gated(feeds, int8=["/encoder/layer.0/output/dense/MatMul"])["last_hidden_state"].shape
+    (8, 17, 384)
+
+So that the effect of any mix on the final answers is one run, without another session. INT8 is
+simulated: weights and activations are rounded to its steps and multiplied in FP32.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from enginery.core.errors import InputError
+from enginery.core.feeds import Feeds
+from enginery.passes.graph_file import read_graph
+from enginery.passes.layers import Layer, operands
+from enginery.passes.nodes import infer_types
+from enginery.passes.qdq import (
+    ActivationRange,
+    Vector,
+    bias_shift,
+    round_weight,
+    scale_weight,
+    weight_scales,
+)
+from enginery.runtime.ort import open_session
+from enginery.runtime.providers import choose_providers
+
+
+class GatedModel:
+    """The session. A context manager; closing frees it and its temporary files."""
+
+    def __init__(
+        self,
+        model: Path,
+        layers: Sequence[Layer],
+        ranges: Mapping[str, ActivationRange],
+        bias_deltas: Mapping[str, Vector],
+    ) -> None:
+        """Opens the session.
+
+        Args:
+        model: the FP32 graph's file.
+        layers: those with a switch.
+        ranges: by activation.
+        bias_deltas: by layer, what its bias gets in INT8 beside its offset.
+        """
+        self._scratch = tempfile.TemporaryDirectory(prefix="enginery-gated-")
+        self._gates = {layer.name: f"gate_{index}" for index, layer in enumerate(layers)}
+        graph = read_graph(model)
+        infer_types(graph)
+        self.outputs = [value.name or "" for value in graph.graph.outputs]
+        _gate(graph, layers, ranges, bias_deltas, self._gates)
+        path = Path(self._scratch.name, "gated.onnx")
+        ir.save(graph, path, external_data="gated.data")
+        self._session: Any = open_session(path, choose_providers(["cpu"]))
+
+    def __call__(self, feeds: Feeds, int8: Collection[str]) -> dict[str, NDArray[Any]]:
+        """The graph's outputs with the layers named in INT8 and all others in FP32."""
+        switches = {gate: np.asarray(name in int8) for name, gate in self._gates.items()}
+        try:
+            values = self._session.run(self.outputs, {**feeds, **switches})
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            raise InputError(f"the graph fails on the calibration inputs: {error}") from error
+        return dict(zip(self.outputs, values, strict=True))
+
+    def close(self) -> None:
+        """Frees the session and its files."""
+        self._session = None
+        self._scratch.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _gate(
+    model: ir.Model,
+    layers: Sequence[Layer],
+    ranges: Mapping[str, ActivationRange],
+    bias_deltas: Mapping[str, Vector],
+    gates: Mapping[str, str],
+) -> None:
+    """Replaces each layer by an If with the layer as it is and the layer in INT8."""
+    nodes = {node.name: node for node in model.graph}
+    for layer in layers:
+        node, ready = nodes[layer.name], ranges[layer.activation]
+        gate = ir.Value(name=gates[layer.name], shape=ir.Shape([]), type=_type(ir.DataType.BOOL))
+        model.graph.inputs.append(gate)
+        weight = scale_weight(layer, operands(node)[1], ready)
+        shape = [1] * weight.ndim
+        shape[layer.weight_axis] = -1
+        steps = weight_scales(layer, weight)
+        rounded = round_weight(layer, weight, steps) * steps.reshape(shape)
+        delta = bias_shift(layer, weight, ready)
+        if layer.name in bias_deltas:
+            delta = delta + bias_deltas[layer.name]
+        delta = delta.reshape((-1, 1, 1) if layer.op_type == "Conv" else (-1,))
+        stem = gates[layer.name]
+        branches = {
+            "then_branch": _int8_branch(stem, node, ready, rounded.astype(np.float32), delta),
+            "else_branch": _branch(f"{stem}_fp32", [_copy(node, node.inputs)]),
+        }
+        made = ir.node("If", [gate], attributes=branches, name=f"{stem}_if")
+        output = node.outputs[0]
+        made.outputs[0].name = f"{stem}_output"
+        made.outputs[0].type, made.outputs[0].shape = output.type, output.shape
+        model.graph.insert_before(node, made)
+        for use in list(output.uses()):
+            use.node.replace_input_with(use.idx, made.outputs[0])
+        for index, value in enumerate(model.graph.outputs):
+            if value is output:
+                made.outputs[0].name, output.name = output.name, f"{stem}_replaced"
+                model.graph.outputs[index] = made.outputs[0]
+        model.graph.remove(node, safe=True)
+
+
+def _int8_branch(
+    stem: str, node: ir.Node, ready: ActivationRange, weight: Vector, delta: Vector
+) -> ir.Graph:
+    made: list[ir.Node] = []
+
+    def constant(name: str, array: NDArray[Any]) -> ir.Value:
+        tensor = ir.tensor(np.asarray(array, order="C"), name=f"{stem}_{name}")
+        constants.append(
+            ir.Value(name=f"{stem}_{name}", shape=ir.Shape(array.shape),
+                     type=_type(tensor.dtype), const_value=tensor)
+        )  # fmt: skip
+        return constants[-1]
+
+    def add(op_type: str, inputs: Sequence[ir.Value]) -> ir.Value:
+        made.append(ir.node(op_type, inputs, name=f"{stem}_{len(made)}_{op_type}"))
+        made[-1].outputs[0].name = f"{stem}_{len(made)}"
+        return made[-1].outputs[0]
+
+    constants: list[ir.Value] = []
+    value, _ = operands(node)
+    if ready.multiplier is not None:
+        value = add("Mul", [value, constant("multiplier", ready.multiplier)])
+    if ready.offset is not None:
+        value = add("Add", [value, constant("offset", ready.offset)])
+    scale = constant("scale", np.asarray(ready.scale, dtype=np.float32))
+    zero = constant("zero", np.zeros((), dtype=np.int8))
+    value = add("DequantizeLinear", [add("QuantizeLinear", [value, scale, zero]), scale, zero])
+    made.append(_copy(node, [value, constant("weight", weight), *node.inputs[2:]]))
+    made[-1].outputs[0].name = f"{stem}_product"
+    if np.any(delta):
+        add("Add", [made[-1].outputs[0], constant("delta", delta)])
+    return _branch(stem, made, constants)
+
+
+def _copy(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
+    copy = ir.node(
+        node.op_type, inputs, attributes=dict(node.attributes), name=f"{node.name}/gated"
+    )
+    copy.outputs[0].type = node.outputs[0].type
+    return copy
+
+
+def _branch(stem: str, nodes: Sequence[ir.Node], constants: Sequence[ir.Value] = ()) -> ir.Graph:
+    output = nodes[-1].outputs[0]
+    output.name = f"{stem}_result"
+    output.type = _type(ir.DataType.FLOAT)
+    return ir.Graph([], [output], nodes=nodes, initializers=constants, name=stem)
+
+
+def _type(dtype: ir.DataType) -> ir.TensorType:
+    return ir.TensorType(dtype)

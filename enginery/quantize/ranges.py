@@ -1,0 +1,122 @@
+"""From what an activation was seen to be, to the range that INT8 covers of it.
+
+Takes histograms of magnitudes of fixed size; leaves the largest magnitude worth representing.
+
+    >>> histogram = Histogram.empty(largest=4.0)
+    >>> histogram.add(np.array([0.1, 0.2, 3.9]))
+    >>> choose_range(histogram, "minmax")
+    4.0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.errors import InputError
+from enginery.quantize.config import Method
+
+BINS = 2048
+_LEVELS = 127
+_MOMENTUM = 0.9
+"""Of the moving average: about the last ten batches count."""
+
+
+@dataclass
+class Histogram:
+    """Magnitudes of one activation in `BINS` equal bins, whatever number of values went in."""
+
+    largest: float
+    """The upper edge. Known from an earlier pass, so that bins never move."""
+    counts: NDArray[np.int64]
+    moving_average: float = 0.0
+    """Of the batches' largest magnitudes."""
+    batches: int = 0
+
+    @classmethod
+    def empty(cls, largest: float) -> Histogram:
+        """A histogram of magnitudes up to `largest`; raises InputError where that is not finite."""
+        if not np.isfinite(largest):
+            raise InputError(
+                "an activation is not finite on the calibration inputs, so it has no range.",
+                do="Validate the model first: enginery validate ARTIFACT",
+            )
+        return cls(max(float(largest), 1e-12), np.zeros(BINS, dtype=np.int64))
+
+    def add(self, values: NDArray[np.float32]) -> None:
+        """Counts the magnitudes of one batch; what lies beyond `largest` goes to the last bin."""
+        if values.size == 0:
+            return
+        magnitudes = np.abs(values).ravel()
+        top = float(magnitudes.max())
+        index = (magnitudes * np.float32(BINS / self.largest)).astype(np.int32)
+        np.minimum(index, BINS - 1, out=index)
+        self.counts += np.bincount(index, minlength=BINS)
+        weight = _MOMENTUM if self.batches else 0.0
+        self.moving_average = weight * self.moving_average + (1 - weight) * top
+        self.batches += 1
+
+    @property
+    def centres(self) -> NDArray[np.float64]:
+        return np.asarray((np.arange(BINS) + 0.5) * (self.largest / BINS), dtype=np.float64)
+
+
+def choose_range(histogram: Histogram, method: Method, *, percentile: float = 99.999) -> float:
+    """The magnitude that the largest INT8 step stands for.
+
+    minmax: the largest seen. moving-average: of the batches' largest. percentile: what that share
+    of values does not exceed. mse: the least squared rounding and clipping error. entropy: the
+    least Kullback-Leibler divergence (Migacz, "8-bit inference with TensorRT", 2017).
+    """
+    if method == "minmax" or not histogram.counts.any():
+        return histogram.largest
+    if method == "moving-average":
+        return histogram.moving_average
+    if method == "percentile":
+        shares = np.cumsum(histogram.counts) / histogram.counts.sum()
+        last = int(np.searchsorted(shares, percentile / 100))
+        return float((min(last, BINS - 1) + 1) * histogram.largest / BINS)
+    if method == "mse":
+        return _least_squares(histogram)
+    return _least_divergence(histogram)
+
+
+def _least_squares(histogram: Histogram) -> float:
+    centres, counts = histogram.centres, histogram.counts.astype(np.float64)
+    candidates = histogram.largest * np.linspace(0.02, 1.0, 99)
+
+    def error(top: float) -> float:
+        step = top / _LEVELS
+        rounded = np.minimum(np.rint(centres / step), _LEVELS) * step
+        return float(counts @ (rounded - centres) ** 2)
+
+    return float(min(candidates, key=error))
+
+
+def _least_divergence(histogram: Histogram) -> float:
+    """Clip at i bins, merge those into 128 levels, and compare both distributions."""
+    counts = histogram.counts.astype(np.float64)
+    levels = _LEVELS + 1
+    best, best_divergence = BINS, np.inf
+    for bins in range(levels, BINS + 1, 16):
+        kept = counts[:bins].copy()
+        target = kept.copy()
+        target[-1] += counts[bins:].sum()
+        merged = np.arange(bins) * levels // bins
+        filled = (kept > 0).astype(np.float64)
+        totals = np.bincount(merged, kept, levels)
+        members = np.maximum(np.bincount(merged, filled, levels), 1.0)
+        spread = (totals / members)[merged] * filled
+        divergence = _divergence(target, spread)
+        if divergence < best_divergence:
+            best, best_divergence = bins, divergence
+    return best * histogram.largest / BINS
+
+
+def _divergence(target: NDArray[np.float64], model: NDArray[np.float64]) -> float:
+    p, q = target / target.sum(), model / max(model.sum(), 1e-300)
+    seen = p > 0
+    # Where clipped values fall into an empty bin the model has nothing to offer.
+    return float(np.sum(p[seen] * np.log(p[seen] / np.maximum(q[seen], 1e-12))))

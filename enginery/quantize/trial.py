@@ -1,0 +1,109 @@
+"""What TensorRT and ONNX Runtime make of the quantized graph, before anything is saved.
+
+    >>> trial = build_trial(path, artifact, config, layers, lengths)
+    >>> trial.int8_layers, trial.layers
+    (36, {'gemm int8': 24, 'attention fp16': 6, 'other fp16': 44})
+
+What the builder did not do is not claimed: a layer counts as INT8 when the engine multiplies it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ProviderError
+from enginery.core.feeds import FeedLimits
+from enginery.core.json_file import read_json
+from enginery.core.manifest import GraphRecord
+from enginery.core.shapes import Profile, dynamic_dims
+from enginery.passes.layers import Layer
+from enginery.quantize.config import QuantizeConfig
+from enginery.runtime.tensorrt import build_plan, parse_onnx
+
+_BATCH = (1, 8, 32)
+
+
+@dataclass(frozen=True)
+class EngineTrial:
+    """One engine that was built, and thrown away."""
+
+    capability: str
+    tensorrt: str
+    profiles: tuple[str, ...]
+    layers: dict[str, int]
+    """Engine layers by kind and precision."""
+    int8_layers: int
+    """Quantized layers of the graph that the engine multiplies in INT8."""
+    not_int8: tuple[str, ...]
+    """Those that it multiplies in another precision, or whose kernel it does not name."""
+    fused_attentions: int
+    plan_bytes: int
+    seconds: float
+
+
+def build_trials(
+    graph: Path, artifact: Artifact, config: QuantizeConfig, quantized: Sequence[Layer]
+) -> list[EngineTrial]:
+    """Parses the graph and builds an engine of it for every capability asked for.
+
+    Raises:
+        ProviderError: TensorRT refuses the graph, or cannot build it.
+        MissingPackageError: TensorRT is not installed.
+        ShapeError: a profile does not fit.
+    """
+    if not config.capabilities:
+        return []
+    record = artifact.manifest.graphs[0]
+    report = parse_onnx(graph)
+    if not report.accepted:
+        more = "".join(f"; {refusal}" for refusal in report.refusals[1:3])
+        raise ProviderError(
+            f"TensorRT {report.tensorrt} refuses the quantized graph, so it is not saved: "
+            f"{report.refusals[0]}{more}",
+            do="Leave the layer out with --exclude NODE.",
+        )
+    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    sequence = {"sequence": limits.hard_limit} if limits.hard_limit else {}
+    profiles = [Profile.parse(text) for text in config.profile] or trial_profiles(record, limits)
+    trials = []
+    for capability in config.capabilities:
+        built = build_plan(graph, profiles=profiles, capabilities=[capability], limits=sequence)
+        # A fused layer names the nodes in it; the kernel that quantizes may name the product, too.
+        multiplied = {
+            node for layer in built.layers
+            if layer.kind in ("gemm", "convolution") and layer.precision == "int8"
+            for node in layer.nodes
+        }  # fmt: skip
+        missing = tuple(layer.name for layer in quantized if layer.name not in multiplied)
+        trials.append(
+            EngineTrial(
+                capability=capability,
+                tensorrt=built.tensorrt,
+                profiles=tuple(str(profile) for profile in profiles),
+                layers=built.counts(),
+                int8_layers=len(quantized) - len(missing),
+                not_int8=missing,
+                fused_attentions=built.fused_attentions,
+                plan_bytes=len(built.plan),
+                seconds=built.seconds,
+            )
+        )
+    return trials
+
+
+def trial_profiles(record: GraphRecord, limits: FeedLimits) -> list[Profile]:
+    """One profile over every dynamic dim: batches of 1 to 32, sequences up to the model's own."""
+    parts = []
+    for name in dynamic_dims(record.inputs):
+        if name == "batch":
+            low, opt, high = _BATCH
+        elif name in limits.sizes:
+            low = opt = high = limits.sizes[name]
+        else:
+            high = limits.hard_limit or limits.max_positions
+            low, opt = min(limits.min_sequence, high), min(max(high // 4, 1), 128)
+        parts.append(f"{name}={low}:{max(low, opt)}:{high}")
+    return [Profile.parse(",".join(parts))] if parts else []

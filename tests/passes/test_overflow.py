@@ -1,0 +1,143 @@
+"""Islands of FP32: found by ranges, no larger than needed, and needed."""
+
+import math
+
+import numpy as np
+import pytest
+
+from enginery.passes.cast import cast_graph
+from enginery.passes.nodes import infer_types
+from enginery.passes.overflow import find_islands, mask_floor
+from enginery.passes.ranges import float_tensors, measure_ranges, range_of
+from enginery.passes.simulation import simulate_cast
+from tests.passes.graphs import graph, run, saved
+
+# A residual stream as T5 has it: blocks add to it until it is beyond FP16, and RMSNorm squares it.
+T5 = """
+g (float[batch, 8] x) => (float[batch, 8] y) {
+  u = MatMul (x, up)
+  residual = Add (x, u)
+  square = Pow (residual, two)
+  mean = ReduceMean <keepdims: int = 1> (square, axes)
+  safe = Add (mean, eps)
+  root = Sqrt (safe)
+  normed = Div (residual, root)
+  z = MatMul (normed, down)
+  y = Tanh (z)
+}
+"""
+RNG = np.random.default_rng(0)
+T5_WEIGHTS = {
+    "up": RNG.normal(size=(8, 8)) * 3e4, "two": np.float32(2), "axes": np.array([-1]),
+    "eps": np.float32(1e-6), "down": RNG.normal(size=(8, 8)),
+}  # fmt: skip
+X = RNG.normal(size=(4, 8)).astype(np.float32)
+
+
+def islands_of(model, path, batches):
+    infer_types(model)
+    ranges = measure_ranges(path, float_tensors(model.graph), batches, mask_floor=mask_floor(model))
+    return find_islands(model.graph, ranges), ranges
+
+
+def test_growing_residual_is_finite_with_islands_and_not_without(tmp_path):
+    reference = saved(graph(T5, **T5_WEIGHTS), tmp_path / "fp32.onnx")
+    expected = run(reference, x=X)[0]
+    plain = graph(T5, **T5_WEIGHTS)
+    simulate_cast(plain, "fp16")
+    assert not np.isfinite(run(saved(plain, tmp_path / "plain.onnx"), x=X)[0]).all()
+
+    model = graph(T5, **T5_WEIGHTS)
+    islands, ranges = islands_of(model, reference, [{"x": X}])
+    assert ranges["residual"].largest > 65504
+    result = cast_graph(model, "fp16", keep_fp32=islands)
+    found = run(saved(model, tmp_path / "islands.onnx"), x=X)[0]
+    np.testing.assert_allclose(found, expected, atol=5e-3)
+    rounded = graph(T5, **T5_WEIGHTS)
+    simulate_cast(rounded, "fp16", keep_fp32=islands)
+    found = run(saved(rounded, tmp_path / "rounded.onnx"), x=X)[0]
+    np.testing.assert_allclose(found, expected, atol=5e-3)
+    # The second MatMul, behind the norm, is in range again.
+    assert "matmul_7" not in islands
+    assert result.casts <= 3, "x goes in as it is, the norm comes out once, and y"
+    assert "FP16 ends at 65504" in islands["pow_2"].reason
+
+
+def test_large_input_of_layer_normalization_stays_fp32(tmp_path):
+    text = """g (float[n, 8] x) => (float[n, 8] y) {
+      a = Mul (x, big)  b = LayerNormalization (a, scale)  y = Tanh (b) }"""
+    weights = {"big": np.float32(6e4), "scale": np.ones(8)}
+    reference = saved(graph(text, **weights), tmp_path / "fp32.onnx")
+    expected = run(reference, x=X)[0]
+    plain = graph(text, **weights)
+    simulate_cast(plain, "fp16")
+    assert not np.isfinite(run(saved(plain, tmp_path / "plain.onnx"), x=X)[0]).all()
+    model = graph(text, **weights)
+    islands, _ = islands_of(model, reference, [{"x": X}])
+    cast_graph(model, "fp16", keep_fp32=islands)
+    assert set(islands) == {"mul_0", "layernormalization_1"}
+    found = run(saved(model, tmp_path / "islands.onnx"), x=X)[0]
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+def test_variance_beyond_fp16_counts_although_input_and_output_fit(tmp_path):
+    text = """g (float[n, 8] x) => (float[n, 8] y) {
+      a = Mul (x, big)  y = LayerNormalization (a, scale) }"""
+    model = graph(text, big=np.float32(2e3), scale=np.ones(8))
+    islands, ranges = islands_of(model, saved(model, tmp_path / "m.onnx"), [{"x": X}])
+    assert ranges["a"].largest < 32752
+    assert list(islands) == ["layernormalization_1"]
+    assert "variance" in islands["layernormalization_1"].reason
+
+
+def test_sum_before_a_mean_counts(tmp_path):
+    text = """g (float[1, n] x) => (float[1, 1] y) {
+      y = ReduceMean <keepdims: int = 1> (x, axes) }"""
+    model = graph(text, axes=np.array([-1]))
+    long, short = np.full((1, 4000), 100, np.float32), np.full((1, 400), 100, np.float32)
+    path = saved(model, tmp_path / "m.onnx")
+    assert (
+        "sum before its mean reaches 4e+05"
+        in islands_of(model, path, [{"x": long}])[0]["reducemean_0"].reason
+    )
+    assert islands_of(model, path, [{"x": short}])[0] == {}
+
+
+def test_masked_scores_are_no_overflow(tmp_path):
+    text = """g (float[2, 4] x, bool[2, 4] m) => (float[2, 4] y) {
+      s = Where (m, x, low)  y = Softmax (s) }"""
+    model = graph(text, low=np.array([np.finfo(np.float32).min]))
+    feeds = {"x": np.ones((2, 4), np.float32), "m": np.array([[True] * 4, [True, False] * 2])}
+    islands, ranges = islands_of(model, saved(model, tmp_path / "m.onnx"), [feeds])
+    assert islands == {}
+    assert ranges["s"].largest == 1.0
+    # The same numbers without a mask constant in the graph are numbers.
+    assert range_of(np.float32([-3e38, 1])).largest == pytest.approx(3e38)
+
+
+def test_divisor_of_subnormal_numbers_stays_fp32(tmp_path):
+    text = "g (float[n, 8] x) => (float[n, 8] y) { a = Mul (x, tiny)  b = Abs (a)  y = Div (a, b) }"
+    model = graph(text, tiny=np.float32(1e-7))
+    islands, _ = islands_of(model, saved(model, tmp_path / "m.onnx"), [{"x": X}])
+    assert set(islands) == {"div_2"}
+    assert "loses bits below" in islands["div_2"].reason
+
+
+def test_ranges_are_the_same_in_groups_of_any_size(tmp_path):
+    model = graph(T5, **T5_WEIGHTS)
+    path = saved(model, tmp_path / "m.onnx")
+    infer_types(model)
+    tensors = float_tensors(model.graph)
+    batches = [{"x": X}, {"x": 2 * X[:1]}]
+    one = measure_ranges(path, tensors, batches, group_bytes=1)
+    assert one == measure_ranges(path, tensors, batches)
+    assert one["x"].largest == pytest.approx(max(np.abs(X).max(), 2 * np.abs(X[0]).max()))
+
+
+def test_range_of_an_array():
+    found = range_of(np.float32([[0, 1e-3, -5], [np.inf, 2, 3]]))
+    assert found.nonfinite
+    assert found.largest > 1e38
+    assert range_of(np.zeros((2, 0), np.float32)).elements == 0
+    assert range_of(np.float32([-np.inf, 2]), mask_floor=-math.inf).nonfinite is False
+    assert range_of(np.float32([[1, 3]])).row_variance == 1.0

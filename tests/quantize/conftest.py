@@ -1,0 +1,44 @@
+"""Tiny FP32 artifacts, each exported once a session, and a short way to quantize one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from enginery.core.artifact import Artifact
+from enginery.core.options import options_from
+from enginery.quantize import stage
+from enginery.quantize.config import QuantizeConfig
+from tests.tiny import TEXT, tiny_artifact
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """`tiny("bert", "text-classification", hidden_size=64)`; do not change what it gives."""
+    root = tmp_path_factory.mktemp("tiny")
+    made: dict[str, Artifact] = {}
+
+    def make(kind: str, task: str, **config) -> Artifact:
+        name = "-".join([kind, task, *(f"{k}={v}" for k, v in sorted(config.items()))])
+        if name not in made:
+            made[name] = tiny_artifact(kind, task, root / name, **config)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture
+def quantized(tmp_path):
+    """`quantized(artifact, min_cosine=0.9)`: the quantized artifact; no budget unless one is named.
+
+    Without `capabilities` no engine is built, which takes a second each.
+    """
+
+    def make(artifact: Artifact, inputs=TEXT, *, out: Path | None = None, **options) -> Artifact:
+        settings = {"min_cosine": -1, "capabilities": (), **options}
+        config = options_from(QuantizeConfig, "quantize", settings)
+        data = stage.read_calibration(artifact, config, inputs)
+        return stage.run(artifact, config, out or tmp_path / "int8", data=data)
+
+    return make

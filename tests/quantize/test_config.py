@@ -1,0 +1,33 @@
+import pytest
+
+from enginery.core.errors import OptionError
+from enginery.core.options import options_from
+from enginery.quantize.config import QuantizeConfig, check_options
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"scheme": "dynamic"}, "no dynamic INT8"),
+        ({"symmetric": False}, "zero points of 0 alone"),
+        ({"rows": 0}, "expected 1 or more"),
+        ({"percentile": 0.5}, "expected 50 to 100"),
+        ({"min_cosine": float("nan")}, "expected -1 to 1"),
+        ({"max_accuracy_drop": 2}, "expected 0 to 1"),
+        ({"smoothing": 1.5}, "expected 0 to 1"),
+        ({"seed": -1}, "expected 0 or more"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_refused_with_the_reason(options, reason):
+    with pytest.raises(OptionError, match=reason):
+        check_options(options_from(QuantizeConfig, "quantize", options))
+
+
+def test_the_defaults_can_be_used():
+    check_options(QuantizeConfig())
+
+
+def test_smoothing_is_a_number_or_a_word():
+    assert options_from(QuantizeConfig, "quantize", {"smoothing": 0.5}).smoothing == 0.5
+    with pytest.raises(OptionError, match="smoothing"):
+        options_from(QuantizeConfig, "quantize", {"smoothing": "a lot"})

@@ -1,0 +1,244 @@
+import json
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import (
+    ArtifactError,
+    CheckFailedError,
+    InputError,
+    OptionError,
+    ProviderError,
+    RejectedArtifactError,
+)
+from enginery.core.manifest import Verdict
+from enginery.core.options import options_from
+from enginery.quantize import stage
+from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.data import make_batches
+from enginery.runtime.ort import OrtRunner
+from tests.tiny import TEXT
+
+BERT = ("bert", "text-classification")
+
+
+def report_of(artifact):
+    return json.loads((artifact.path / stage.REPORT).read_bytes())
+
+
+def test_the_artifact_is_whole_and_says_what_it_is(tiny, quantized):
+    source = tiny(*BERT)
+    made = quantized(source)
+    manifest = Artifact.open(made.path, verify=True).manifest
+    assert (manifest.target, manifest.precision) == ("tensorrt", "fp16")
+    assert [record.stage for record in manifest.stages] == ["export", "quantize"]
+    assert manifest.graphs[0].inputs == source.manifest.graphs[0].inputs
+    assert manifest.graphs[0].outputs == source.manifest.graphs[0].outputs
+    assert (made.path / "tokenizer.json").is_file()
+
+
+def test_weights_are_int8_and_the_rest_is_fp16(tiny, quantized):
+    graph = onnx.load(quantized(tiny(*BERT)).model)
+    types = {tensor.data_type for tensor in graph.graph.initializer if len(tensor.dims) == 2}
+    assert onnx.TensorProto.INT8 in types
+    assert onnx.TensorProto.FLOAT not in types
+
+
+def test_with_fp32_residual_nothing_is_fp16(tiny, quantized):
+    made = quantized(tiny(*BERT), residual="fp32")
+    types = {tensor.data_type for tensor in onnx.load(made.model).graph.initializer}
+    assert onnx.TensorProto.FLOAT16 not in types
+    assert made.manifest.precision == "fp32"
+
+
+def test_the_engine_is_built_and_read_back(tiny, quantized):
+    made = quantized(tiny(*BERT), capabilities=("8.9",))
+    report = report_of(made)
+    (engine,) = report["engines"]
+    assert engine["int8_layers"] == len(report["int8_layers"]) == 12
+    assert engine["layers"]["gemm int8"] == 8  # query, key and value are one
+    assert engine["not_int8"] == []
+
+
+def test_smoothing_costs_neither_int8_gemms_nor_fused_attention(tiny, quantized):
+    source = tiny(*BERT, hidden_size=128, num_attention_heads=2)
+    engines = {
+        smoothing: report_of(quantized(source, capabilities=("8.9",), smoothing=smoothing,
+                                       shift=smoothing != "none"))["engines"][0]
+        for smoothing in ("none", 0.5)
+    }  # fmt: skip
+    assert engines["none"]["fused_attentions"] == 2
+    assert engines[0.5]["layers"] == engines["none"]["layers"]
+    assert engines[0.5]["fused_attentions"] == 2
+
+
+def test_the_report_counts_what_it_claims(tiny, quantized):
+    report = report_of(quantized(tiny(*BERT)))
+    assert report["layers"] == {"int8": 12, "all": 14}
+    reasons = " ".join(report["left_out"].values())
+    assert "one row an input" in reasons  # the pooler
+    assert "N = 3" in reasons  # the classifier
+    work = report["multiply_adds"]
+    assert 0.7 < work["int8_share_with_attention"] < work["int8_share"] < 1
+    # Two layers of 4 × 32 × 32 and 2 × 32 × 64 for each position, a pooler, and three labels.
+    per_position = 2 * (4 * 32 * 32 + 2 * 32 * 64)
+    assert work["all"] == work["positions"] * per_position + 32 * 32 + 32 * 3
+
+
+def test_the_measured_accuracy_is_that_of_the_saved_graph(tiny, quantized):
+    source = tiny(*BERT)
+    made = quantized(source)
+    config = QuantizeConfig()
+    data = stage.read_calibration(source, config, TEXT)
+    _, held_out = make_batches(source, source.manifest.graphs[0], data, seed=0)
+    cosines = []
+    with OrtRunner(source) as one, OrtRunner(made) as other:
+        for batch in held_out:
+            feeds = batch.load()
+            for a, b in zip(one(feeds)["logits"], other(feeds)["logits"], strict=True):
+                cosines.append(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+    assert report_of(made)["accuracy"]["cosine"] == pytest.approx(np.mean(cosines), abs=1e-5)
+
+
+def test_ranges_give_the_same_graph_without_the_data(tiny, quantized, tmp_path):
+    source = tiny(*BERT)
+    made = quantized(source)
+    again = quantized(source, None, out=tmp_path / "again", ranges=str(made.path))
+    assert again.model.read_bytes() == made.model.read_bytes()
+    assert "accuracy" not in report_of(again)
+
+
+def test_ranges_of_another_graph_are_refused(tiny, quantized):
+    made = quantized(tiny(*BERT))
+    with pytest.raises(InputError, match="calibrated for another graph"):
+        quantized(tiny("distilbert", "text-classification"), None, ranges=str(made.path))
+
+
+def test_the_same_inputs_give_the_same_bytes(tiny, quantized, tmp_path):
+    first = quantized(tiny(*BERT), out=tmp_path / "first")
+    second = quantized(tiny(*BERT), out=tmp_path / "second")
+    assert first.model.read_bytes() == second.model.read_bytes()
+
+
+def test_the_search_leaves_layers_out_until_the_budget_holds(tiny, quantized):
+    source = tiny("bert", "token-classification")
+    everything = report_of(quantized(source))["accuracy"]["cosine"]
+    budget = 1 - (1 - everything) / 2
+    report = report_of(quantized(source, min_cosine=budget))
+    assert report["accuracy"]["cosine"] >= budget
+    assert any("lowers 1 - cosine" in reason for reason in report["left_out"].values())
+    assert 0 < report["multiply_adds"]["int8_share"] < 1
+    assert len(report["search"]["curve"]) >= 2
+    assert len(report["search"]["effects"]) == 12
+
+
+def test_a_budget_that_cannot_be_kept_leaves_nothing(tiny, quantized, tmp_path):
+    with pytest.raises(CheckFailedError, match="no mix with INT8"):
+        quantized(tiny(*BERT), min_cosine=1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_saved_where_tensorrt_refuses_the_graph(tiny, quantized, tmp_path, monkeypatch):
+    real = stage.insert_qdq
+
+    def asymmetric(model, layers, ranges, **options):
+        done = real(model, layers, ranges, **options)
+        for name, value in model.graph.initializers.items():
+            if name.endswith("weight_zero_point"):
+                ones = np.ones(value.shape.numpy(), np.int8)
+                value.const_value = type(value.const_value)(ones, name=name)
+        return done
+
+    monkeypatch.setattr(stage, "insert_qdq", asymmetric)
+    with pytest.raises(ProviderError, match="refuses the quantized graph, so it is not saved"):
+        quantized(tiny(*BERT), capabilities=("8.9",))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_excluded_layers_stay_as_they_are(tiny, quantized):
+    made = quantized(tiny(*BERT), exclude=("*/layer.0/*",))
+    report = report_of(made)
+    assert not any("layer.0" in name for name in report["int8_layers"])
+    assert any(reason == "excluded by '*/layer.0/*'" for reason in report["left_out"].values())
+
+
+def test_a_pattern_that_names_no_layer_is_an_error(tiny, quantized):
+    with pytest.raises(OptionError, match="no layer is named"):
+        quantized(tiny(*BERT), exclude=("*/layer.7/*",))
+
+
+def test_made_up_inputs_mark_the_artifact(tiny, quantized):
+    made = quantized(tiny(*BERT), None, allow_random=True)
+    assert any("made-up inputs" in note for note in made.manifest.stages[-1].notes)
+
+
+def test_an_artifact_without_an_engine_says_so(tiny, quantized):
+    notes = quantized(tiny(*BERT)).manifest.stages[-1].notes
+    assert any("no engine was built" in note for note in notes)
+
+
+def test_labels_make_the_budget_one_of_accuracy(tiny, quantized, tmp_path):
+    rows = "".join(f'"{text.replace(chr(34), "")}",glad\n' for text in TEXT)
+    (tmp_path / "data.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
+    made = quantized(
+        tiny(*BERT), None, out=tmp_path / "int8", calibration=str(tmp_path / "data.csv"),
+        label_column="label", min_cosine=1.0, max_accuracy_drop=1.0,
+    )  # fmt: skip
+    report = report_of(made)
+    assert report["search"]["budget"].startswith("accuracy of at least")
+    assert report["accuracy"]["label_accuracy"] is not None
+
+
+def test_a_failed_validation_closes_the_artifact(tiny, quantized, tmp_path):
+    source = tiny(*BERT).copy_to(tmp_path / "source")
+    verdict = Verdict(stage="validate", key="k", fields={}, passed=False, summary="far off",
+                      report="reports/validation.json", finished="2026-01-01")  # fmt: skip
+    source = source.annotate(verdict, b"{}")
+    with pytest.raises(RejectedArtifactError, match="far off"):
+        quantized(source)
+    assert quantized(source, allow_failed=True).manifest.verdicts == ()
+
+
+def test_a_quantized_artifact_is_not_quantized_again(tiny, quantized, tmp_path):
+    made = quantized(tiny(*BERT))
+    with pytest.raises(ArtifactError, match="quantized already"):
+        quantized(made, out=tmp_path / "twice")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"precision": "fp16"}, "is fp16"),
+        ({"target": "cuda"}, "for cuda"),
+        ({"opset": 17}, "opset 17, expected 19"),
+        ({"graphs": 2}, "one is expected"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused_with_the_reason(tiny, change, reason):
+    source = tiny(*BERT)
+    (graph,) = source.manifest.graphs
+    if "opset" in change:
+        change = {"graphs": (graph.model_copy(update=change),)}
+    elif "graphs" in change:
+        change = {"graphs": (graph, graph)}
+    altered = replace(source, manifest=source.manifest.model_copy(update=change))
+    with pytest.raises(ArtifactError, match=reason):
+        stage.require_quantizable(altered)
+
+
+def test_the_fingerprint_follows_inputs_and_options(tiny):
+    source = tiny(*BERT)
+
+    def key(texts=("a", "b"), **options):
+        config = options_from(QuantizeConfig, "quantize", options)
+        return stage.fingerprint(
+            source, config, stage.read_calibration(source, config, list(texts))
+        ).key
+
+    assert key() == key()
+    assert key() != key(("a", "c"))
+    assert key() != key(method="mse")
+    assert key() == key(allow_failed=True)
