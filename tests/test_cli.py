@@ -87,7 +87,7 @@ def test_help_lists_every_option_with_its_meaning(cli, words, monkeypatch):
     for field in dataclasses.fields(COMMANDS[words]) if COMMANDS[words] else ():
         expected.add(field.name.replace("_", "-"))
     assert expected <= set(meanings)
-    assert set(meanings) == set(re.findall(r"(?<=\s)--([a-z-]+)", out.partition("╭")[2]))
+    assert set(meanings) == set(re.findall(r"(?<=\s)--([a-z0-9-]+)", out.partition("╭")[2]))
     assert [name for name, meaning in meanings.items() if len(meaning) < 10] == []
 
 
