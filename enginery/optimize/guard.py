@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginery.core.precision import Tolerance
@@ -133,7 +132,7 @@ def cast_guarded(
             )
         islands = find_islands(model.graph, ranges)
         progress.say(f"optimize: {len(islands)} nodes leave FP16's range")
-    by_node = {node.name or "": node for node in model.graph}
+    op_types = {node.name or "": node.op_type for node in model.graph}
     del model
     tolerance = Tolerance.for_precision(precision)
     limit = None if isinstance(config.max_error, str) else config.max_error
@@ -161,7 +160,7 @@ def cast_guarded(
             if rounds >= config.max_rounds or not unrepaired:
                 break
             for found in unrepaired:
-                islands[found.node] = _grown(by_node[found.node], found, ranges)
+                islands[found.node] = _grown(op_types[found.node], found, ranges)
             rounds += 1
             progress.say(f"optimize: {worst.describe()}; {len(unrepaired)} more nodes stay FP32")
     result, data_files = _cast(fp32, out, precision, islands, config)
@@ -206,11 +205,11 @@ def _cast(
     return result, data_files
 
 
-def _grown(node: ir.Node, found: Divergence, ranges: Mapping[str, TensorRange]) -> Island:
+def _grown(op_type: str, found: Divergence, ranges: Mapping[str, TensorRange]) -> Island:
     known = ranges.get(found.tensor)
     return Island(
         found.node,
-        node.op_type,
+        op_type,
         found.tensor,
         known.largest if known else float("nan"),
         known.smallest if known else float("nan"),

@@ -8,15 +8,17 @@ Weights outside the file are read when they are needed, and written one at a tim
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import onnx_ir as ir
 
 from enginery.core.errors import ExportError
-from enginery.core.external_data import external_data_files
+from enginery.core.external_data import external_data_files, load_graph
 
 # A protobuf message ends at 2 GB, and while it is written the weights are in memory twice.
 _INSIDE_BYTES = 256 << 20
+_OUTSIDE_BYTES = 64 << 20
 
 
 def read_graph(path: Path) -> ir.Model:
@@ -25,8 +27,33 @@ def read_graph(path: Path) -> ir.Model:
     Raises:
         SourceError: the file is not ONNX, or its external data are missing.
     """
-    external_data_files(path)
-    return ir.load(path)
+    # Graphs have cycles: one that was read before is still in memory, and its files are mapped.
+    gc.collect()
+    proto = load_graph(path)
+    external_data_files(path, proto)
+    model = ir.from_proto(proto)
+    ir.external_data.set_base_dir(model.graph, path.resolve().parent)
+    return model
+
+
+def weights_outside(path: Path, folder: Path) -> Path:
+    """The same graph with its weights outside the file, written to `folder` unless they are.
+
+    Who loads a graph with its weights inside holds them two or three times over.
+    """
+    model = read_graph(path)
+    inside = sum(
+        value.const_value.nbytes
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+        if value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor)
+    )
+    if inside <= _OUTSIDE_BYTES:
+        return path
+    target = folder / path.name
+    folder.mkdir(parents=True, exist_ok=True)
+    write_graph(model, target, inside_bytes=0)
+    return target
 
 
 def weight_bytes(model: ir.Model) -> int:

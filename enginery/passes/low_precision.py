@@ -42,7 +42,7 @@ def low_tensor(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.LazyTensor:
     """The FP32 tensor in a narrow type, converted each time that it is read."""
 
     def convert() -> ir.TensorProtocol:
-        return ir.Tensor(low_array(tensor.numpy(), dtype), dtype=dtype, name=tensor.name)
+        return ir.Tensor(low_array(values_of(tensor), dtype), dtype=dtype, name=tensor.name)
 
     shape = ir.Shape(tensor.shape.numpy())
     return ir.LazyTensor(convert, dtype, shape, name=tensor.name)
@@ -87,8 +87,22 @@ def is_mask_constant(tensor: ir.TensorProtocol) -> bool:
     )
 
 
+def values_of(tensor: ir.TensorProtocol) -> NDArray[Any]:
+    """A stored tensor's values, read anew where they lie outside the graph.
+
+    `tensor.numpy()` would map the whole file, and keep it mapped as long as the graph lives.
+    """
+    if not isinstance(tensor, ir.ExternalTensor):
+        return np.asarray(tensor.numpy())
+    shape = tuple(tensor.shape.numpy())
+    values: NDArray[Any] = np.fromfile(
+        tensor.path, tensor.dtype.numpy(), count=tensor.size, offset=tensor.offset or 0
+    )
+    return values.reshape(shape)
+
+
 def _chunks(tensor: ir.TensorProtocol) -> Iterator[NDArray[Any]]:
-    flat = np.ravel(tensor.numpy())
+    flat = np.ravel(values_of(tensor))
     for start in range(0, flat.size, _CHUNK):
         yield flat[start : start + _CHUNK]
 

@@ -84,12 +84,11 @@ def insert_qdq(
         if np.any(delta):
             add_to_bias(graph, node, layer, delta)
         node.replace_input_with(0, quantized[layer.activation])
-        steps = weight_scales(layer, scaled)
+        steps = _channel_scales(layer, scaled)
         if layer.split and layer.linear:
             # TensorRT moves the split into the weights and then multiplies in float, unless their
             # scale is one number. The channels' own scales go behind the product instead.
-            shared = fp16_scale(np.exp(np.log(steps).mean()))
-            factors = (steps / shared).astype(np.float16).astype(np.float32)
+            shared, factors = _parted(steps)
             weights = _quantize_weight(graph, node, layer, scaled, shared, factors)
             node.replace_input_with(1, weights)
             _scale_output(graph, node, layer, factors)
@@ -117,9 +116,23 @@ def bias_shift(layer: Layer, scaled: Vector, ready: ActivationRange) -> Vector:
 
 
 def weight_scales(layer: Layer, weight: Vector) -> Vector:
-    """(N,): the step of each output channel; rounded to FP16, in which it may be stored."""
+    """(N,): the step of each output channel, exactly as the graph will have it."""
+    steps = _channel_scales(layer, weight)
+    if layer.split and layer.linear:
+        shared, factors = _parted(steps)
+        return np.asarray(shared * factors, dtype=np.float32)
+    return steps
+
+
+def _channel_scales(layer: Layer, weight: Vector) -> Vector:
     others = tuple(axis for axis in range(weight.ndim) if axis != layer.weight_axis)
     return fp16_scale(np.abs(weight).max(axis=others) / INT8_LIMIT)
+
+
+def _parted(steps: Vector) -> tuple[Vector, Vector]:
+    """One scale for all channels, and (N,) what each channel's own is of it."""
+    shared = fp16_scale(np.exp(np.log(steps).mean()))
+    return shared, (steps / shared).astype(np.float16).astype(np.float32)
 
 
 def fp16_scale(scale: Any) -> Vector:

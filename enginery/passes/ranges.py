@@ -131,15 +131,17 @@ def _groups(
     tensors: Iterable[ir.Value], batches: Sequence[Feeds], group_bytes: int
 ) -> Iterator[list[str]]:
     """Names in groups of about `group_bytes`, by the shapes that the graph states."""
-    sizes = [max((int(n) for array in feeds.values() for n in array.shape), default=1)
-             for feeds in batches]  # fmt: skip
-    rows = max((array.shape[0] for feeds in batches for array in feeds.values() if array.ndim),
-               default=1)  # fmt: skip
-    longest = max(sizes, default=1)
+    shapes = [
+        (
+            max((array.shape[0] for array in feeds.values() if array.ndim), default=1),
+            max((int(n) for array in feeds.values() for n in array.shape), default=1),
+        )
+        for feeds in batches
+    ]
     group: list[str] = []
     total = 0
     for value in tensors:
-        size = 4 * _elements(value, rows, longest)
+        size = 4 * max((_elements(value, *shape) for shape in shapes), default=1)
         if group and total + size > group_bytes:
             yield group
             group, total = [], 0

@@ -22,7 +22,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, LiftConstantsToInitializersPass
 
 from enginery.passes.cast_plan import CastPlan, plan_cast
-from enginery.passes.low_precision import low_array, low_type
+from enginery.passes.low_precision import low_array, low_type, values_of
 from enginery.passes.nodes import UnusedNames, all_graphs, infer_types, raise_opset
 from enginery.passes.op_types import FLOAT
 
@@ -57,6 +57,10 @@ def simulate_cast(
         for value in list(graph.inputs):
             _round_input(value, plan, graph, low, unused)
         for node in nodes:
+            given = node.attributes.get("value")
+            if node.op_type == "ConstantOfShape" and given and any(plan.ports[node].outputs):
+                rounded = round_tensor(given.as_tensor(), low)
+                node.attributes["value"] = ir.AttrTensor("value", rounded)
             for value, follows in zip(node.outputs, plan.ports[node].outputs, strict=False):
                 if follows:
                     _round_output(value, graph, low, unused)
@@ -66,7 +70,7 @@ def round_tensor(tensor: ir.TensorProtocol, low: ir.DataType) -> ir.LazyTensor:
     """The FP32 tensor with the values that a narrow type has, still as FP32."""
 
     def convert() -> ir.TensorProtocol:
-        values = low_array(tensor.numpy(), low).astype(np.float32)
+        values = low_array(values_of(tensor), low).astype(np.float32)
         return ir.Tensor(values, dtype=FLOAT, name=tensor.name)
 
     return ir.LazyTensor(convert, FLOAT, ir.Shape(tensor.shape.numpy()), name=tensor.name)

@@ -21,7 +21,9 @@ from enginery.core.errors import InputError, OptionError, nearest
 from enginery.core.fingerprint import sha256_of
 from enginery.core.progress import SILENT, Progress
 from enginery.passes.layers import Layer, operands
+from enginery.passes.overflow import find_islands, mask_floor
 from enginery.passes.qdq import INT8_LIMIT, ActivationRange, Vector, fp16_scale
+from enginery.passes.ranges import float_tensors, measure_ranges
 from enginery.quantize.accuracy import Accuracy, Judge
 from enginery.quantize.calibration import Channels, observe_channels, observe_magnitudes
 from enginery.quantize.config import QuantizeConfig
@@ -35,6 +37,10 @@ from enginery.quantize.smoothing import choose_smoothing, mean_error
 
 _EFFECT_ROWS = 32
 """Rows that tell harmful layers from harmless ones; the mixes are measured on all."""
+_RANGE_BATCHES = 4
+"""Batches that FP16's range is checked on, from the longest to the shortest."""
+_RANGE_ROWS = 4
+"""Of each, as every tensor of the graph is looked at."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +107,12 @@ def calibrate(
     measured = _search(artifact, candidates, ranges, deltas, held_out, data, config, arithmetic,
                        progress)  # fmt: skip
     recorded = Recorded(
-        sha256_of(artifact.model),
-        ranges,
-        deltas,
-        {**left_out, **measured.search.left_out},
-        smoothed,
+        graph_sha256=sha256_of(artifact.model),
+        ranges=ranges,
+        bias_deltas=deltas,
+        left_out={**left_out, **measured.search.left_out},
+        smoothed=smoothed,
+        fp32_nodes=_fp32_nodes(artifact, model, batches) if config.residual == "fp16" else {},
     )
     return recorded, measured
 
@@ -208,6 +215,18 @@ def _search(
     for name, reason in found.left_out.items():
         progress.say(f"quantize: {name} stays out of INT8: {reason}")
     return Measured(found, arithmetic, budget, judge)
+
+
+def _fp32_nodes(artifact: Artifact, model: ir.Model, batches: Sequence[Batch]) -> dict[str, str]:
+    """Nodes that FP16 would break, by what the graph's tensors reach; with reasons."""
+    fixed = isinstance(artifact.manifest.graphs[0].inputs[0].dims[0], int)
+    feeds = [batch.load() for batch in batches[:: -(-len(batches) // _RANGE_BATCHES)]]
+    if not fixed:
+        feeds = [{name: a[:_RANGE_ROWS] for name, a in part.items()} for part in feeds]
+    found = measure_ranges(
+        artifact.model, float_tensors(model.graph), feeds, mask_floor=mask_floor(model)
+    )
+    return {name: island.reason for name, island in find_islands(model.graph, found).items()}
 
 
 def _few(batches: Sequence[Batch]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from enginery.core.data import _column, spread
+from enginery.core.data import read_column, spread
 from enginery.core.errors import InputError
 
 _TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
@@ -36,7 +36,7 @@ def read_labelled(
         raise InputError(
             f"data '{path}': labels need a file with columns ({', '.join(_TABLES)}).",
         )
-    texts, labels = (_column(path, suffix, name) for name in (column, label_column))
+    texts, labels = (read_column(path, suffix, name) for name in (column, label_column))
     pairs = [
         (text, label) for text, label in zip(texts, labels, strict=True)
         if isinstance(text, str) and text.strip()

@@ -56,6 +56,7 @@ class QuantizationReport:
             "layers": {"int8": len(int8), "all": len(layers)},
             "int8_layers": int8,
             "left_out": recorded.left_out,
+            "fp32_nodes": recorded.fp32_nodes,
             "calibration": {
                 "inputs": data.description if data else "none, ranges were reused",
                 "kind": data.kind if data else "none",

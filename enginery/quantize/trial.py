@@ -1,6 +1,6 @@
 """What TensorRT and ONNX Runtime make of the quantized graph, before anything is saved.
 
-    >>> trial = build_trial(path, artifact, config, layers, lengths)
+    >>> (trial,) = build_trials(path, artifact, config, layers)
     >>> trial.int8_layers, trial.layers
     (36, {'gemm int8': 24, 'attention fp16': 6, 'other fp16': 44})
 
@@ -20,6 +20,7 @@ from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Profile, dynamic_dims
 from enginery.passes.layers import Layer
+from enginery.passes.lint import lint_onnx
 from enginery.quantize.config import QuantizeConfig
 from enginery.runtime.tensorrt import build_plan, parse_onnx
 
@@ -47,13 +48,20 @@ class EngineTrial:
 def build_trials(
     graph: Path, artifact: Artifact, config: QuantizeConfig, quantized: Sequence[Layer]
 ) -> list[EngineTrial]:
-    """Parses the graph and builds an engine of it for every capability asked for.
+    """Looks the graph over, parses it and builds an engine of it for every capability asked for.
 
     Raises:
         ProviderError: TensorRT refuses the graph, or cannot build it.
         MissingPackageError: TensorRT is not installed.
         ShapeError: a profile does not fit.
     """
+    faults = lint_onnx(graph, parser=False).errors
+    if faults:
+        raise ProviderError(
+            f"TensorRT takes no such graph, so it is not saved: {faults[0].node}: "
+            f"{faults[0].problem}",
+            do=faults[0].remedy,
+        )
     if not config.capabilities:
         return []
     record = artifact.manifest.graphs[0]

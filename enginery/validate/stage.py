@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact import REPORTS, Artifact
-from enginery.core.errors import ArtifactError, SourceError
+from enginery.core.errors import ArtifactError, OptionError, SourceError
 from enginery.core.feeds import FeedLimits
 from enginery.core.fingerprint import (
     Fingerprint,
@@ -108,6 +108,7 @@ def run(
     """
     started = time.monotonic()
     key = fingerprint(artifact, config)
+    _require_limits(artifact, config)
     source = _reference_source(artifact, config)
     feed_limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
     require_use_for_data(artifact, config)
@@ -190,6 +191,21 @@ def _mark(artifact: Artifact, key: Fingerprint, report: ValidationReport) -> Non
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     artifact.annotate(verdict, report.to_json())
+
+
+def _require_limits(artifact: Artifact, config: ValidateConfig) -> None:
+    """Raises OptionError for a quantized artifact whose limits the user has not set.
+
+    PyTorch has no INT8 of this kind whose error could be the noise floor. How far the answers
+    moved was the quantize stage's own budget, and is in its report.
+    """
+    quantized = any(stage.stage == "quantize" for stage in artifact.manifest.stages)
+    if quantized and (isinstance(config.max_abs_error, str) or isinstance(config.min_cosine, str)):
+        raise OptionError(
+            f"{artifact.path} is quantized, and there is no noise floor for INT8. Its accuracy was "
+            f"measured when it was made: see {artifact.path / REPORTS / 'quantization.json'}.",
+            do="Say how far outputs may lie from PyTorch's: --max-abs-error 2 --min-cosine 0.95.",
+        )
 
 
 def _reference_source(artifact: Artifact, config: ValidateConfig) -> ModelSource:

@@ -10,6 +10,7 @@ from enginery.core.artifact import Artifact
 from enginery.core.options import options_from
 from enginery.quantize import stage
 from enginery.quantize.config import QuantizeConfig
+from enginery.runtime.tensorrt import has_tensorrt
 from tests.tiny import TEXT, tiny_artifact
 
 
@@ -36,6 +37,8 @@ def quantized(tmp_path):
     """
 
     def make(artifact: Artifact, inputs=TEXT, *, out: Path | None = None, **options) -> Artifact:
+        if options.get("capabilities") and not has_tensorrt():
+            pytest.skip("pip install 'enginery[tensorrt-rtx]'")
         settings = {"min_cosine": -1, "capabilities": (), **options}
         config = options_from(QuantizeConfig, "quantize", settings)
         data = stage.read_calibration(artifact, config, inputs)

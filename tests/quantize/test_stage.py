@@ -16,7 +16,9 @@ from enginery.core.errors import (
 )
 from enginery.core.manifest import Verdict
 from enginery.core.options import options_from
-from enginery.quantize import stage
+from enginery.passes.lint import LintReport
+from enginery.passes.overflow import Island
+from enginery.quantize import calibrate, stage, trial
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import make_batches
 from enginery.runtime.ort import OrtRunner
@@ -103,6 +105,14 @@ def test_the_measured_accuracy_is_that_of_the_saved_graph(tiny, quantized):
     assert report_of(made)["accuracy"]["cosine"] == pytest.approx(np.mean(cosines), abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_the_saved_graph_does_what_the_search_simulated(tiny, quantized, kind):
+    task = {"bert": "token-classification", "gpt2": "text-generation"}[kind]
+    report = report_of(quantized(tiny(kind, task), residual="fp32"))
+    shortfall = 1 - report["search"]["simulated"]["cosine"]
+    assert 1 - report["accuracy"]["cosine"] == pytest.approx(shortfall, rel=1e-3)
+
+
 def test_ranges_give_the_same_graph_without_the_data(tiny, quantized, tmp_path):
     source = tiny(*BERT)
     made = quantized(source)
@@ -141,10 +151,12 @@ def test_a_budget_that_cannot_be_kept_leaves_nothing(tiny, quantized, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_saved_where_tensorrt_refuses_the_graph(tiny, quantized, tmp_path, monkeypatch):
+@pytest.fixture
+def asymmetric(monkeypatch):
+    """Zero points that TensorRT does not take."""
     real = stage.insert_qdq
 
-    def asymmetric(model, layers, ranges, **options):
+    def insert(model, layers, ranges, **options):
         done = real(model, layers, ranges, **options)
         for name, value in model.graph.initializers.items():
             if name.endswith("weight_zero_point"):
@@ -152,10 +164,35 @@ def test_nothing_is_saved_where_tensorrt_refuses_the_graph(tiny, quantized, tmp_
                 value.const_value = type(value.const_value)(ones, name=name)
         return done
 
-    monkeypatch.setattr(stage, "insert_qdq", asymmetric)
+    monkeypatch.setattr(stage, "insert_qdq", insert)
+
+
+def test_nothing_is_saved_where_the_graph_breaks_a_rule(tiny, quantized, tmp_path, asymmetric):
+    with pytest.raises(ProviderError, match=r"zero point 1 .* TensorRT takes 0 alone"):
+        quantized(tiny(*BERT))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_saved_where_the_parser_refuses(
+    tiny, quantized, tmp_path, asymmetric, monkeypatch
+):
+    clean = LintReport("", "tensorrt", (), "")
+    monkeypatch.setattr(trial, "lint_onnx", lambda *_, **__: clean)
     with pytest.raises(ProviderError, match="refuses the quantized graph, so it is not saved"):
         quantized(tiny(*BERT), capabilities=("8.9",))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_leaves_the_range_of_fp16_stays_fp32(tiny, quantized, monkeypatch):
+    name = "/bert/encoder/layer.1/output/LayerNorm/LayerNormalization"
+    found = Island(name, "LayerNormalization", "t", 7e4, 1.0, "its output reaches 7e+04")
+    monkeypatch.setattr(calibrate, "find_islands", lambda *_: {name: found})
+    made = quantized(tiny(*BERT))
+    assert report_of(made)["fp32_nodes"] == {name: "its output reaches 7e+04"}
+    nodes = onnx.load(made.model).graph.node
+    (norm,) = [node for node in nodes if node.name == name]
+    (cast,) = [node for node in nodes if norm.input[0] in node.output]
+    assert (cast.op_type, cast.attribute[0].i) == ("Cast", onnx.TensorProto.FLOAT)
 
 
 def test_excluded_layers_stay_as_they_are(tiny, quantized):

@@ -1,0 +1,231 @@
+"""What the optimize stage leaves for each target, and what it refuses."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+
+from enginery.core.artifact import Artifact, commit_artifact, staging
+from enginery.core.errors import ExportError, InputError, OptionError, RejectedArtifactError
+from enginery.core.feeds import FeedLimits, make_feeds
+from enginery.core.json_file import read_json
+from enginery.optimize import stage
+from enginery.optimize.config import OptimizeConfig
+from enginery.runtime.ort import OrtRunner
+
+
+@pytest.fixture
+def optimized(tmp_path):
+    """`optimized(artifact, target="cuda")`: the artifact that the stage leaves."""
+
+    def make(artifact, **options):
+        name = "-".join(["out", *map(str, options.values())]).replace("/", "_")
+        return stage.run(artifact, OptimizeConfig(**options), tmp_path / name)
+
+    return make
+
+
+def report_of(artifact):
+    return json.loads((artifact.path / stage.REPORT).read_text())
+
+
+def feeds_for(artifact):
+    record = artifact.manifest.graphs[0]
+    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    sizes = {"batch": 3, "sequence": 12}
+    return make_feeds(record.inputs, sizes, limits, seed=0, ragged=True)
+
+
+def answers(artifact):
+    with OrtRunner(artifact) as runner:
+        return runner(feeds_for(artifact))
+
+
+def test_tensorrt_fp16_has_standard_ops_fp32_edges_and_a_record(exported, optimized):
+    source = exported("bert", "text-classification")
+    artifact = optimized(source)
+    manifest = artifact.manifest
+    assert (manifest.precision, manifest.target) == ("fp16", "tensorrt")
+    assert [record.stage for record in manifest.stages] == ["export", "optimize"]
+    assert manifest.graphs == source.manifest.graphs, "the interface is what it was"
+    model = onnx.load(artifact.model)
+    assert {o.domain for o in model.opset_import} == {""}
+    kinds = {tensor.data_type for tensor in model.graph.initializer}
+    assert onnx.TensorProto.FLOAT16 in kinds
+    assert onnx.TensorProto.FLOAT not in kinds
+    for name in ("tokenizer.json", "config.json"):
+        assert (artifact.path / name).read_bytes() == (source.path / name).read_bytes()
+    report = report_of(artifact)
+    assert report["passed"]
+    assert report["graphs"][0]["feeds"] == "built-in sentences"
+    assert report["graphs"][0]["largest"] > 0
+    error = np.abs(answers(artifact)["logits"] - answers(source)["logits"]).max()
+    assert error < report["graphs"][0]["agreements"][0]["limit"]
+
+
+def test_interface_is_fp16_where_asked(exported, optimized):
+    artifact = optimized(exported("vit", "image-classification"), io_dtype="same")
+    record = artifact.manifest.graphs[0]
+    assert {spec.dtype for spec in (*record.inputs, *record.outputs)} == {"float16"}
+
+
+def test_bf16_is_checked_by_simulation(exported, optimized):
+    artifact = optimized(exported("bert", "text-classification"), precision="bf16")
+    found = report_of(artifact)["graphs"][0]
+    assert "no BF16 kernels" in found["not_run"]
+    assert found["agreements"][0]["cosine"] > 0.999
+    assert artifact.manifest.verdict("optimize").passed
+
+
+def test_cuda_gets_fused_ops_and_tensorrt_refuses_them(exported, optimized):
+    artifact = optimized(exported("bert", "text-classification"), target="cuda", precision="fp32")
+    ops = {node.op_type for node in onnx.load(artifact.model).graph.node}
+    assert {"Attention", "SkipLayerNormalization"} <= ops
+    with pytest.raises(ExportError, match=r"nodes that TensorRT cannot parse.*com\.microsoft::"):
+        optimized(artifact, target="tensorrt")
+
+
+def test_cuda_fp16_is_close_after_fusion(exported, optimized):
+    source = exported("bert", "text-classification")
+    artifact = optimized(source, target="cuda", level="O4")
+    assert artifact.manifest.precision == "fp16"
+    assert "FastGelu" in {node.op_type for node in onnx.load(artifact.model).graph.node}
+    one, other = answers(artifact)["logits"].ravel(), answers(source)["logits"].ravel()
+    assert one @ other / np.sqrt((one @ one) * (other @ other)) > 0.999
+
+
+def test_cpu_dynamic_quantization_stores_int8(exported, optimized):
+    artifact = optimized(
+        exported("bert", "text-classification"), target="cpu", precision="fp32", quantize="dynamic"
+    )
+    assert "MatMulInteger" in {node.op_type for node in onnx.load(artifact.model).graph.node}
+    assert any("dynamic INT8" in note for note in artifact.manifest.stages[-1].notes)
+
+
+def overflowing(source, out):
+    """The artifact with a hidden state that grows past FP16 on its way into a norm."""
+    model = onnx.load(source.model)
+    nodes = model.graph.node
+    norms = [i for i, node in enumerate(nodes) if node.op_type == "LayerNormalization"]
+    norm = nodes[norms[2]]
+    scale = onnx.numpy_helper.from_array(np.float32(3e4), "growth")
+    model.graph.initializer.append(scale)
+    grown = onnx.helper.make_node("Mul", [norm.input[0], "growth"], ["grown"], name="grow")
+    norm.input[0] = "grown"
+    nodes.insert(norms[2], grown)
+    with staging(out) as directory:
+        for path in source.path.iterdir():
+            if path.is_file():
+                (directory / path.name).write_bytes(path.read_bytes())
+        onnx.save(model, directory / "model.onnx")
+        commit_artifact(directory, source.manifest.model_copy(update={"verdicts": ()}))
+    return Artifact.open(out)
+
+
+def test_overflow_becomes_an_island_with_its_range_in_the_report(exported, optimized, tmp_path):
+    source = overflowing(exported("bert", "text-classification"), tmp_path / "grown")
+    artifact = optimized(source)
+    islands = {island["node"]: island for island in report_of(artifact)["graphs"][0]["islands"]}
+    assert "grow" in islands
+    assert islands["grow"]["largest"] > 65504
+    assert len(islands) == 2, "the product and the norm, and nothing else"
+    assert np.isfinite(answers(artifact)["logits"]).all()
+
+
+def test_islands_grow_from_the_node_where_the_graphs_part(
+    exported, optimized, tmp_path, monkeypatch
+):
+    """Ranges of inputs that never overflow: the check alone finds the node."""
+    from enginery.optimize import guard
+
+    monkeypatch.setattr(guard, "find_islands", lambda graph, ranges: {})
+    source = overflowing(exported("bert", "text-classification"), tmp_path / "grown")
+    artifact = optimized(source)
+    found = report_of(artifact)["graphs"][0]
+    assert found["rounds"] >= 1
+    assert {island["node"] for island in found["islands"]} >= {"grow"}
+    assert artifact.failed() is None
+
+
+def test_graph_that_cannot_be_repaired_is_marked_with_its_node(
+    exported, optimized, tmp_path, monkeypatch
+):
+    from enginery.optimize import guard
+
+    monkeypatch.setattr(guard, "find_islands", lambda graph, ranges: {})
+    source = overflowing(exported("bert", "text-classification"), tmp_path / "grown")
+    artifact = optimized(source, max_rounds=0)
+    verdict = artifact.failed()
+    assert verdict is not None
+    assert "it parts at the node grow" in verdict.summary
+    with pytest.raises(RejectedArtifactError):
+        optimized(artifact, precision="bf16")
+
+
+def test_sequence_to_sequence_models_are_cast_graph_by_graph(exported, optimized):
+    source = exported("t5", "text2text-generation", post_process=False)
+    artifact = optimized(source)
+    assert len(report_of(artifact)["graphs"]) == len(source.manifest.graphs) > 1
+    assert artifact.failed() is None
+
+
+def test_data_of_the_users_set_the_ranges(exported, optimized, tmp_path):
+    file = tmp_path / "reviews.csv"
+    file.write_text("text\nGreat value.\nBroke after a week.\n")
+    artifact = optimized(exported("bert", "text-classification"), data=str(file))
+    assert report_of(artifact)["graphs"][0]["feeds"] == "rows of reviews.csv"
+    with pytest.raises(InputError, match="no column 'review'"):
+        optimized(exported("bert", "text-classification"), data=str(file), column="review")
+
+
+def test_an_artifact_that_is_narrow_already_is_refused(exported, optimized):
+    artifact = optimized(exported("bert", "text-classification"))
+    with pytest.raises(OptionError, match="is fp16 already"):
+        optimized(artifact, precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantize": "dynamic"}, "enginery quantize"),
+        ({"target": "cpu"}, "would only add casts"),
+        ({"level": "O4"}, "O3 in FP16 on CUDA"),
+        ({"rows": 0}, "expected 1 or more"),
+        ({"max_error": float("nan")}, "expected a number above 0"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(exported, options, message):
+    with pytest.raises(OptionError, match=message):
+        stage.fingerprint(exported("bert", "text-classification"), OptimizeConfig(**options))
+
+
+def test_fingerprint_follows_the_options_and_the_data(exported, tmp_path):
+    artifact = exported("bert", "text-classification")
+    file = tmp_path / "a.txt"
+    file.write_text("one\n")
+    first = stage.fingerprint(artifact, OptimizeConfig(data=str(file)))
+    file.write_text("two\n")
+    second = stage.fingerprint(artifact, OptimizeConfig(data=str(file)))
+    assert [change.partition(":")[0] for change in second.changes(first.fields)] == ["data sha256"]
+    assert first.key != stage.fingerprint(artifact, OptimizeConfig()).key
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [("bert", "text-classification"), ("distilbert", "fill-mask"), ("convnext",
+     "image-classification"), ("gpt2", "text-generation")],
+)  # fmt: skip
+def test_tensorrt_builds_an_engine_of_the_precision(exported, optimized, kind, task, precision):
+    pytest.importorskip("tensorrt_rtx_bindings")
+    from enginery.core.shapes import Profile, dynamic_dims
+    from enginery.runtime.tensorrt import build_plan
+
+    artifact = optimized(exported(kind, task), precision=precision)
+    names = dynamic_dims(artifact.manifest.graphs[0].inputs)
+    sizes = {"batch": "1:2:4", "height": "64", "width": "64"}
+    profile = Profile.parse(",".join(f"{name}={sizes.get(name, '1:8:16')}" for name in names))
+    built = build_plan(artifact.model, profiles=[profile], capabilities=("8.9",))
+    assert built.fp32_gemms == 0
+    assert (built.fp16_gemms if precision == "fp16" else built.bf16_gemms) > 0
