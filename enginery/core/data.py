@@ -97,6 +97,11 @@ def _lines(path: Path) -> list[Any]:
 
 
 def read_column(path: Path, suffix: str, column: str) -> list[Any]:
+    """All values of one column of a CSV, TSV, JSONL or Parquet file, by its suffix.
+
+    Raises:
+        InputError: the file cannot be read, or has no such column.
+    """
     import pyarrow as pa
 
     read = {".parquet": _parquet, ".jsonl": _jsonl, ".ndjson": _jsonl}.get(suffix, _csv)
