@@ -386,6 +386,6 @@ def test_quantized_artifact_is_compared_only_within_limits_that_the_user_sets(co
     made = artifact.manifest.stages[0].model_copy(update={"stage": "quantize"})
     stages = (*artifact.manifest.stages, made)
     quantized = Artifact(artifact.path, artifact.manifest.model_copy(update={"stages": stages}))
-    with pytest.raises(OptionError, match="no noise floor for INT8.*--max-abs-error"):
+    with pytest.raises(OptionError, match=r"no noise floor for INT8.*--max-abs-error"):
         validate_model(quantized)
     assert validate_model(quantized, max_abs_error=0.1, min_cosine=0.9).passed
