@@ -97,6 +97,14 @@ class Artifact:
         write_beside(self.path / MANIFEST, _manifest_bytes(manifest))
         return Artifact(self.path, manifest)
 
+    def copy_side_files(self, directory: Path) -> None:
+        """Copies everything but graphs, engines and reports: tokenizer, configuration, pooling."""
+        graphs = {n for graph in self.manifest.graphs for n in (graph.file, *graph.data_files)}
+        for name in self.manifest.files:
+            if name not in graphs and not name.startswith("engines/"):
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.path / name, directory / name)
+
     def copy_to(self, out: Path) -> Artifact:
         """Leaves the same artifact at `out`, which is never overwritten unless it is one itself.
 

@@ -107,6 +107,14 @@ def _settled_stat(path: Path) -> str:
     return f"{stat.st_size} {stat.st_ino} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
 
+def data_sha256(data: Path) -> str:
+    """Over the names and contents of a data file, or of everything in a folder."""
+    files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
+    return combined_sha256(
+        {str(path.relative_to(data)): sha256_of(path) for path in files if path.is_file()}
+    )
+
+
 def combined_sha256(files: Mapping[str, str]) -> str:
     """One digest over names and digests, independent of order.
 

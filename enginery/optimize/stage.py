@@ -14,7 +14,6 @@ and the report says at which node it parts from FP32.
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 import time
 from dataclasses import asdict, replace
@@ -26,10 +25,9 @@ from enginery.core.errors import OptionError
 from enginery.core.external_data import load_graph
 from enginery.core.fingerprint import (
     Fingerprint,
-    combined_sha256,
+    data_sha256,
     option_fields,
     runtime_version,
-    sha256_of,
     tool_versions,
 )
 from enginery.core.manifest import GraphRecord, Manifest, StageRecord, Verdict
@@ -64,7 +62,7 @@ def fingerprint(artifact: Artifact, config: OptimizeConfig) -> Fingerprint:
         "stage version": STAGE_VERSION,
     }
     if config.data:
-        fields["data sha256"] = _data_sha256(Path(config.data).expanduser())
+        fields["data sha256"] = data_sha256(Path(config.data).expanduser())
     return Fingerprint(STAGE, fields)
 
 
@@ -99,7 +97,7 @@ def run(
         staging(out) as directory,
         tempfile.TemporaryDirectory(prefix="enginery-optimize-") as scratch,
     ):
-        _copy_side_files(artifact, directory)
+        artifact.copy_side_files(directory)
         made = make_graphs(artifact, config, directory, Path(scratch), progress=progress)
         seconds = round(time.monotonic() - started, 3)
         finished = datetime.now(UTC).isoformat(timespec="seconds")
@@ -141,17 +139,6 @@ def run(
 
 def _tools(config: OptimizeConfig) -> tuple[str, ...]:
     return TOOLS if config.target == "tensorrt" else (*TOOLS, *_FUSION_TOOLS)
-
-
-def _copy_side_files(artifact: Artifact, directory: Path) -> None:
-    """Everything but the graphs: tokenizer, configuration, pooling."""
-    graphs = {
-        name for graph in artifact.manifest.graphs for name in (graph.file, *graph.data_files)
-    }
-    for name in artifact.manifest.files:
-        if name not in graphs:
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(artifact.path / name, directory / name)
 
 
 def _manifest(
@@ -201,11 +188,3 @@ def _graph_record(record: GraphRecord, directory: Path, data_files: tuple[str, .
 
 # onnx.TensorProto's numbers for the types that this stage can change an interface to.
 _DTYPES = {1: "float32", 10: "float16", 16: "bfloat16"}
-
-
-def _data_sha256(data: Path) -> str:
-    """Over the names and contents of a file or of everything in a folder."""
-    files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
-    return combined_sha256(
-        {str(path.relative_to(data)): sha256_of(path) for path in files if path.is_file()}
-    )

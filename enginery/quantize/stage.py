@@ -14,7 +14,6 @@ engine of it has been built.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -139,7 +138,7 @@ def run(
         notes.append("calibrated on made-up inputs: of no use but for trying things out")
         progress.say("quantize: calibrated on made-up inputs; do not use this artifact")
     with staging(out) as directory:
-        _copy_side_files(source, directory)
+        source.copy_side_files(directory)
         record = _write(model, quantized, recorded, source, directory, config)
         graph = directory / record.file
         accuracy = _check_accuracy(graph, measured)
@@ -269,12 +268,3 @@ def measure_file(graph: Path, judge: Judge) -> Accuracy:
     session = open_session(graph, choose_providers(["cpu"]))
     names = [value.name for value in session.get_outputs()]
     return judge.measure(lambda feeds: dict(zip(names, session.run(names, feeds), strict=True)))
-
-
-def _copy_side_files(source: Artifact, directory: Path) -> None:
-    """Everything that is no graph, no weights and no report."""
-    graphs = {name for graph in source.manifest.graphs for name in (graph.file, *graph.data_files)}
-    for name in source.manifest.files:
-        if name not in graphs and not name.startswith("engines/"):
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source.path / name, directory / name)

@@ -26,10 +26,9 @@ from enginery.core.errors import ArtifactError, OptionError, SourceError
 from enginery.core.feeds import FeedLimits
 from enginery.core.fingerprint import (
     Fingerprint,
-    combined_sha256,
+    data_sha256,
     option_fields,
     runtime_version,
-    sha256_of,
     tool_versions,
 )
 from enginery.core.json_file import read_json
@@ -72,7 +71,7 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
         "stage version": STAGE_VERSION,
     }
     if config.data:
-        fields["data sha256"] = _data_sha256(Path(config.data).expanduser())
+        fields["data sha256"] = data_sha256(Path(config.data).expanduser())
     if config.reference:
         fields["reference sha256"] = resolve_source(config.reference).record.sha256
     if config.allow_fallback:
@@ -162,14 +161,6 @@ def run(
     )  # fmt: skip
     _mark(artifact, key, report)
     return report
-
-
-def _data_sha256(data: Path) -> str:
-    """Over the names and contents of a file or of everything in a folder."""
-    files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
-    return combined_sha256(
-        {str(path.relative_to(data)): sha256_of(path) for path in files if path.is_file()}
-    )
 
 
 def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | None:
