@@ -16,13 +16,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from enginery.core.closing import Closing
 from enginery.core.errors import InputError
 from enginery.core.feeds import Feeds
 from enginery.passes.graph_file import read_graph
@@ -40,7 +40,7 @@ from enginery.runtime.ort import open_session
 from enginery.runtime.providers import choose_providers
 
 
-class GatedModel:
+class GatedModel(Closing):
     """The session. A context manager; closing frees it and its temporary files."""
 
     def __init__(
@@ -81,17 +81,6 @@ class GatedModel:
         """Frees the session and its files."""
         self._session = None
         self._scratch.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _gate(

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
+from enginery.core.closing import Closing
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.answers import Classification, ContextAnswer, MaskFillings, TokenSpan
 from enginery.runtime.classification import Activation, Aggregation
@@ -39,7 +39,7 @@ _METHODS = {
 ANSWERED_TASKS = tuple(_METHODS)
 
 
-class Model:
+class Model(Closing):
     """A model that answers. A context manager; closing frees its session.
 
     Every method takes a list and answers in its order; an empty list has an empty answer. Texts
@@ -194,17 +194,6 @@ class Model:
     def close(self) -> None:
         """Frees the session."""
         self._runner.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _text_model(self, method: str) -> TextModel:
         if self._texts is None or self.method != method:

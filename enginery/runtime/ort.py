@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
+from enginery.core.closing import Closing
 from enginery.core.errors import InputError, ProviderError
 from enginery.core.manifest import GraphRecord
 from enginery.runtime.obstacles import register_plugin
@@ -28,7 +28,7 @@ Feeds = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]
 
 
-class OrtRunner:
+class OrtRunner(Closing):
     """One ONNX Runtime session over one graph. A context manager; closing frees the session."""
 
     def __init__(
@@ -86,17 +86,6 @@ class OrtRunner:
     def close(self) -> None:
         """Frees the session and its memory."""
         self._session = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def open_session(path: Path, providers: Sequence[Provider], *, threads: int = 0) -> Any:

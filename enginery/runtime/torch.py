@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from enginery.core.closing import Closing
 from enginery.core.errors import ArtifactError, ExportError, InputError, MissingPackageError
 from enginery.core.manifest import GraphRecord, Manifest
 from enginery.core.source import ModelSource
@@ -70,7 +70,7 @@ def load_pytorch(
     return model.to(_DTYPES[precision]).eval()
 
 
-class TorchRunner:
+class TorchRunner(Closing):
     """One model in PyTorch, answering for one graph. A context manager; closing frees it."""
 
     def __init__(
@@ -143,17 +143,6 @@ class TorchRunner:
         """Frees the model."""
         self._model = None
         self._parts = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _tensor(self, array: NDArray[Any]) -> Any:
         tensor = torch.from_numpy(np.array(array)).to(self._device)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from numpy.typing import NDArray
 
+from enginery.core.closing import Closing
 from enginery.core.errors import InputError, ProviderError, nearest
 from enginery.core.external_data import load_graph
 from enginery.runtime.provider_names import TENSORRT_RTX
@@ -28,7 +28,7 @@ Feeds = Mapping[str, NDArray[Any]]
 Values = dict[str, NDArray[Any]]
 
 
-class GraphTracer:
+class GraphTracer(Closing):
     """An ONNX Runtime session that also gives out inner tensors. A context manager."""
 
     def __init__(
@@ -90,17 +90,6 @@ class GraphTracer:
     def close(self) -> None:
         """Frees the session and its memory."""
         self._session = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def open_in_memory(
