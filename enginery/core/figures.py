@@ -62,10 +62,11 @@ def figure_svg(draw: Draw, *, width: float = 6.4, height: float = 3.6) -> str:
         ModuleNotFoundError: matplotlib is not installed; see `can_draw`.
     """
     import matplotlib as mpl
+    from cycler import cycler
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    cycle = mpl.cycler(color=COLORS) + mpl.cycler(marker=MARKERS)
+    cycle = cycler(color=COLORS) + cycler(marker=MARKERS)
     # A figure of its own and no pyplot: nothing global, and no window system.
     with mpl.rc_context({**_STYLE, "axes.prop_cycle": cycle}):
         figure = Figure(figsize=(width, height))
