@@ -99,7 +99,7 @@ def main() -> None:
                 "budget": least,
                 "left_out": report["left_out"],
                 **{n: report["multiply_adds"][n]
-                   for n in ("int8_share", "int8_share_with_attention", "positions")},
+                   for n in ("share", "share_with_attention", "positions")},
                 "engines": report["engines"],
                 "unseen": found,
                 "held_out": report["accuracy"],
@@ -108,8 +108,8 @@ def main() -> None:
             }  # fmt: skip
         rows.append(row)
         print(
-            f"{least:<8} {len(row['left_out']):<9} {row['int8_share']:<11.1%} "
-            f"{row['int8_share_with_attention']:<15.1%} {found['cosine']:<8.5f} "
+            f"{least:<8} {len(row['left_out']):<9} {row['share']:<11.1%} "
+            f"{row['share_with_attention']:<15.1%} {found['cosine']:<8.5f} "
             f"{found['neighbour_agreement']:<11.1%} {seconds:<8.1f} "
             f"{row['peak_rss_bytes'] / 1e6:.0f}"
         )

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ExportError
-from enginery.core.external_data import external_data_files
 from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
 from enginery.core.precision import Tolerance
@@ -26,6 +25,7 @@ from enginery.optimize.fusions import fuse_graphs
 from enginery.optimize.guard import GuardRecord, cast_guarded
 from enginery.optimize.inputs import range_feeds
 from enginery.passes.cleanup import clean_graph, standard_only
+from enginery.passes.dynamic import quantize_dynamically
 from enginery.passes.graph_file import check_graph, read_graph, weights_outside, write_graph
 from enginery.passes.nodes import infer_types
 
@@ -34,8 +34,6 @@ from enginery.passes.nodes import infer_types
 _REARRANGED = 1e-4
 _APPROXIMATED = 3e-2
 _LISTED = 10
-_FLOAT32 = 1
-"""onnx.TensorProto.FLOAT"""
 
 
 @dataclass
@@ -105,7 +103,7 @@ def make_graphs(
             made.notes.append(guard.describe())
             data_files = guard.data_files
         elif config.quantize == "dynamic":
-            data_files = _quantize_dynamic(fp32, out)
+            data_files = quantize_dynamically(fp32, out)
             agreements = _agreements(fp32, out, record, batches, _APPROXIMATED)
             said = "; ".join(agreement.describe() for agreement in agreements)
             made.notes.append(f"{record.file}: dynamic INT8 against FP32: {said}")
@@ -173,20 +171,6 @@ def _agreements(
         Tolerance.for_precision("fp32"),
         max_error=limit,
     )
-
-
-def _quantize_dynamic(source: Path, out: Path) -> tuple[str, ...]:
-    """INT8 weights, a scale a column; activations are quantized as they come."""
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    large = bool(external_data_files(source))
-    quantize_dynamic(
-        source, out, per_channel=True, weight_type=QuantType.QInt8,
-        use_external_data_format=large,
-        # Types behind fused ops cannot be inferred; they are float32.
-        extra_options={"MatMulConstBOnly": True, "DefaultTensorType": _FLOAT32},
-    )  # fmt: skip
-    return tuple(external_data_files(out))
 
 
 def _ask_parser(out: Path, record: GraphRecord, made: Made) -> None:

@@ -30,6 +30,8 @@ class Layer:
     output: str
     inner: int
     """Multiply-adds of one output element, K."""
+    channels: int
+    """Input channels of one output channel: K, for a convolution without its kernel's area."""
     outer: int
     """Output channels, N."""
     weight_axis: int
@@ -121,11 +123,12 @@ def _layer(node: ir.Node) -> Layer | None:
     if node.op_type == "Conv":
         axis, groups = 0, _int(node, "group", 1)
         inner, outer, narrow = int(np.prod(shape[1:])), shape[0], shape[0] // groups
+        channels = shape[1]
     else:
         if node.op_type == "Gemm" and _int(node, "transB", 0):
             axis = 0
         inner, outer = shape[1 - axis] if len(shape) == 2 else 0, shape[axis]
-        narrow = outer
+        channels, narrow = inner, outer
         obstacle = obstacle or _product_obstacle(node, shape)
     if not obstacle and min(inner, narrow) < _LEAST_WIDTH:
         obstacle = f"K = {inner} and N = {narrow}: below {_LEAST_WIDTH} INT8 gains nothing"
@@ -136,6 +139,7 @@ def _layer(node: ir.Node) -> Layer | None:
         weight=node.inputs[1].name or "" if node.inputs[1] else "",
         output=node.outputs[0].name or "",
         inner=inner,
+        channels=channels,
         outer=outer,
         weight_axis=axis,
         bias=_bias(node, outer),

@@ -1,6 +1,6 @@
-"""Explicit INT8: QuantizeLinear and DequantizeLinear where TensorRT fuses them, and nowhere else.
+"""Explicit quantization: QuantizeLinear and DequantizeLinear just where TensorRT fuses them.
 
-Takes an `onnx_ir.Model` in FP32; leaves it with INT8 weights and Q/DQ pairs.
+Takes an `onnx_ir.Model` in FP32; leaves it with INT8 or FP8 weights and Q/DQ pairs.
 
     >>> chosen = [layer for layer in find_layers(model) if not layer.obstacle]
     >>> insert_qdq(model, chosen, ranges)
@@ -22,18 +22,15 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginery.passes.layers import Layer, following_add, operands, stored
+from enginery.passes.scheme import INT8, Scheme, Vector
 
-Vector = NDArray[np.float32]
-
-INT8_LIMIT = 127
-"""-128 is left out, so that the range is symmetric as TensorRT has it."""
 LEAST_SCALE = 2.0**-20
 """FP16 still holds four significand bits here; a channel of zeros needs some scale."""
 
 
 @dataclass(frozen=True)
 class ActivationRange:
-    """How an activation becomes INT8: round((x * multiplier + offset) / scale)."""
+    """How an activation is quantized: round((x * multiplier + offset) / scale)."""
 
     scale: float
     multiplier: Vector | None = None
@@ -57,14 +54,16 @@ def insert_qdq(
     layers: Sequence[Layer],
     ranges: Mapping[str, ActivationRange],
     *,
+    scheme: Scheme = INT8,
     bias_deltas: Mapping[str, Vector] | None = None,
 ) -> Inserted:
-    """Makes the layers INT8, in place.
+    """Quantizes the layers, in place.
 
     Args:
-        model: with a float32 graph of opset 13 or later.
+        model: with a float32 graph of opset 13 or later, 19 for FP8.
         layers: those to quantize, as `find_layers` gave them.
         ranges: by activation.
+        scheme: the type of the numbers.
         bias_deltas: by layer, (N,): what is added to its bias besides what its offset demands.
     """
     graph = model.graph
@@ -76,7 +75,7 @@ def insert_qdq(
         ready = ranges[layer.activation]
         source, weight = operands(node)
         if layer.activation not in quantized:
-            quantized[layer.activation] = _quantize_activation(graph, node, source, ready)
+            quantized[layer.activation] = _quantize_activation(graph, node, source, ready, scheme)
         scaled = scale_weight(layer, weight, ready)
         delta = bias_shift(layer, scaled, ready)
         if bias_deltas is not None and layer.name in bias_deltas:
@@ -84,16 +83,17 @@ def insert_qdq(
         if np.any(delta):
             add_to_bias(graph, node, layer, delta)
         node.replace_input_with(0, quantized[layer.activation])
-        steps = _channel_scales(layer, scaled)
-        if layer.split and layer.linear:
+        steps = _steps(layer, scaled, scheme)
+        if _is_parted(layer, scheme):
             # TensorRT moves the split into the weights and then multiplies in float, unless their
             # scale is one number. The channels' own scales go behind the product instead.
             shared, factors = _parted(steps)
-            weights = _quantize_weight(graph, node, layer, scaled, shared, factors)
+            weights = _quantize_weight(graph, node, layer, scaled, scheme, shared, factors)
             node.replace_input_with(1, weights)
             _scale_output(graph, node, layer, factors)
         else:
-            node.replace_input_with(1, _quantize_weight(graph, node, layer, scaled, steps))
+            weights = _quantize_weight(graph, node, layer, scaled, scheme, steps)
+            node.replace_input_with(1, weights)
     used = [ranges[name] for name in quantized]
     smoothed = sum(r.multiplier is not None or r.offset is not None for r in used)
     return Inserted(layers=len(chosen), activations=len(quantized), smoothed=smoothed)
@@ -115,18 +115,23 @@ def bias_shift(layer: Layer, scaled: Vector, ready: ActivationRange) -> Vector:
     return np.asarray(-(ready.offset.astype(np.float64) @ matrix), dtype=np.float32)
 
 
-def weight_scales(layer: Layer, weight: Vector) -> Vector:
-    """(N,): the step of each output channel, exactly as the graph will have it."""
-    steps = _channel_scales(layer, weight)
-    if layer.split and layer.linear:
+def weight_scales(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
+    """(N,), or () for one scale: the step of each output channel, exactly as the graph has it."""
+    steps = _steps(layer, weight, scheme)
+    if _is_parted(layer, scheme):
         shared, factors = _parted(steps)
         return np.asarray(shared * factors, dtype=np.float32)
     return steps
 
 
-def _channel_scales(layer: Layer, weight: Vector) -> Vector:
+def _steps(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
     others = tuple(axis for axis in range(weight.ndim) if axis != layer.weight_axis)
-    return fp16_scale(np.abs(weight).max(axis=others) / INT8_LIMIT)
+    reach = np.abs(weight).max(axis=others if scheme.per_channel else None)
+    return fp16_scale(reach / scheme.largest)
+
+
+def _is_parted(layer: Layer, scheme: Scheme) -> bool:
+    return scheme.per_channel and layer.split and layer.linear
 
 
 def _parted(steps: Vector) -> tuple[Vector, Vector]:
@@ -141,12 +146,16 @@ def fp16_scale(scale: Any) -> Vector:
     return floored.astype(np.float16).astype(np.float32)
 
 
-def round_weight(layer: Layer, weight: Vector, scales: Vector) -> NDArray[np.int8]:
-    """The weight in INT8, of its own shape."""
+def quantized_weight(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
+    """The weight as the quantized layer has it, in float32: rounded to the scheme's numbers."""
+    steps = _broadcast(layer, weight, weight_scales(layer, weight, scheme))
+    return np.asarray(scheme.nearest(weight / steps) * steps, dtype=np.float32)
+
+
+def _broadcast(layer: Layer, weight: Vector, steps: Vector) -> Vector:
     shape = [1] * weight.ndim
     shape[layer.weight_axis] = -1
-    steps = np.rint(weight / scales.reshape(shape))
-    return np.asarray(np.clip(steps, -INT8_LIMIT, INT8_LIMIT), dtype=np.int8)
+    return steps.reshape(shape)
 
 
 def add_to_bias(graph: ir.Graph, node: ir.Node, layer: Layer, delta: Vector) -> None:
@@ -194,7 +203,7 @@ def _redirect(graph: ir.Graph, old: ir.Value, made: Sequence[ir.Node]) -> None:
 
 
 def _quantize_activation(
-    graph: ir.Graph, before: ir.Node, source: ir.Value, ready: ActivationRange
+    graph: ir.Graph, before: ir.Node, source: ir.Value, ready: ActivationRange, scheme: Scheme
 ) -> ir.Value:
     """Inserts scaling, shift and Q/DQ before the first layer that takes them."""
     name, value = source.name or "", source
@@ -208,9 +217,9 @@ def _quantize_activation(
         made.append(_node("Add", [value, shift], f"{name}/shift_channels", like=source))
         value = made[-1].outputs[0]
     step = _store(graph, f"{name}/scale", fp16_scale(ready.scale).reshape(()))
-    zero = _store(graph, f"{name}/zero_point", np.zeros((), dtype=np.int8))
+    zero = _store(graph, f"{name}/zero_point", scheme.zeros(()))
     made.append(_node("QuantizeLinear", [value, step, zero], f"{name}/quantize", like=source,
-                      dtype=ir.DataType.INT8))  # fmt: skip
+                      dtype=scheme.dtype))  # fmt: skip
     made.append(_node("DequantizeLinear", [made[-1].outputs[0], step, zero],
                       f"{name}/dequantize", like=source))  # fmt: skip
     graph.insert_before(before, made)
@@ -222,17 +231,19 @@ def _quantize_weight(
     before: ir.Node,
     layer: Layer,
     weight: Vector,
+    scheme: Scheme,
     steps: Vector,
     factors: Vector | None = None,
 ) -> ir.Value:
-    """Stores the weight in INT8, with a DequantizeLinear before the layer.
+    """Stores the quantized weight, with a DequantizeLinear before the layer.
 
     `steps` is (N,), or one number with `factors` (N,) that multiply the layer's output.
     """
     whole = steps if factors is None else np.asarray(steps * factors, dtype=np.float32)
-    rounded = _store(graph, f"{layer.name}/weight", round_weight(layer, weight, whole))
+    numbers = scheme.stored(weight / _broadcast(layer, weight, whole))
+    rounded = _store(graph, f"{layer.name}/weight", numbers)
     step = _store(graph, f"{layer.name}/weight_scale", steps)
-    zero = _store(graph, f"{layer.name}/weight_zero_point", np.zeros(steps.shape, dtype=np.int8))
+    zero = _store(graph, f"{layer.name}/weight_zero_point", scheme.zeros(steps.shape))
     made = _node("DequantizeLinear", [rounded, step, zero], f"{layer.name}/dequantize_weight",
                  attributes={"axis": layer.weight_axis} if steps.ndim else {})  # fmt: skip
     made.outputs[0].shape = ir.Shape(weight.shape)

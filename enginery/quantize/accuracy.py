@@ -59,6 +59,7 @@ class Judge:
         self._labels = labels
         self._pooling = pooling
         self._expected: dict[str, Rows] = {}
+        self._outputs: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -72,19 +73,30 @@ class Judge:
         """
         embeds = (artifact.path / "modules.json").is_file()
         judge = cls(batches, labels, read_pooling(artifact.path) if embeds else None)
+        judge._outputs = tuple(spec.name for spec in artifact.manifest.graphs[0].outputs)
         judge._expected = judge._answers(reference, judge.batches)
         return judge
 
     @property
-    def reference_accuracy(self) -> float | None:
-        """The reference's own share of right labels."""
-        return self._label_accuracy(self._expected, self.batches)
+    def rows(self) -> int:
+        """How many inputs it measures on."""
+        return sum(len(batch.rows) for batch in self.batches)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The outputs that are compared, by their names in the graph."""
+        return self._outputs
+
+    def measure_reference(self) -> Accuracy:
+        """The reference against itself, and against the labels."""
+        return self._compare(self._expected, self.batches)
 
     def measure(self, graph: Graph, *, batches: int = 0) -> Accuracy:
         """Compares a graph on all batches, or on the first so many."""
         part = self.batches[:batches] if batches else self.batches
-        count = sum(len(batch.rows) for batch in part)
-        found = self._answers(graph, part)
+        return self._compare(self._answers(graph, part), part)
+
+    def _compare(self, found: Mapping[str, Rows], part: Sequence[Batch]) -> Accuracy:
         cosines = {
             name: [_cosine(a, b) for a, b in zip(rows, self._expected[name], strict=False)]
             for name, rows in found.items()
@@ -93,7 +105,7 @@ class Judge:
         worst = [float(np.min(values)) for values in cosines.values()]
         pooled = self._pooling is not None
         return Accuracy(
-            rows=count,
+            rows=sum(len(batch.rows) for batch in part),
             cosine=min(means, default=1.0),
             worst_cosine=min(worst, default=1.0),
             neighbour_agreement=self._neighbours(found) if pooled else None,

@@ -1,4 +1,4 @@
-"""From data to everything that INT8 needs: ranges, smoothing, bias corrections, and what stays out.
+"""From data to everything that Q/DQ need: ranges, smoothing, bias corrections, and what stays out.
 
     >>> recorded, measured = calibrate(artifact, model, layers, data, config)
     >>> len(recorded.ranges), measured.accuracy.cosine
@@ -10,7 +10,7 @@ Two passes over the data with the FP32 graph; then mixes are measured on rows he
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -22,8 +22,9 @@ from enginery.core.fingerprint import sha256_of
 from enginery.core.progress import SILENT, Progress
 from enginery.passes.layers import Layer, operands
 from enginery.passes.overflow import find_islands, mask_floor
-from enginery.passes.qdq import INT8_LIMIT, ActivationRange, Vector, fp16_scale
+from enginery.passes.qdq import ActivationRange, fp16_scale
 from enginery.passes.ranges import float_tensors, measure_ranges
+from enginery.passes.scheme import FP8, INT8, Scheme, Vector
 from enginery.quantize.accuracy import Accuracy, Judge
 from enginery.quantize.calibration import Channels, observe_channels, observe_magnitudes
 from enginery.quantize.config import QuantizeConfig
@@ -35,6 +36,8 @@ from enginery.quantize.search import Budget, SearchResult, search_mix
 from enginery.quantize.share import Arithmetic, count_multiply_adds, mean_length_feeds
 from enginery.quantize.smoothing import choose_smoothing, mean_error
 
+_FP8_CHANNELS = 16
+"""TensorRT for RTX 1.7 built an FP8 convolution of 3 input channels in FP16, of 16 in FP8."""
 _EFFECT_ROWS = 32
 """Rows that tell harmful layers from harmless ones; the mixes are measured on all."""
 _RANGE_BATCHES = 4
@@ -51,6 +54,11 @@ class Measured:
     arithmetic: Arithmetic
     budget: Budget
     judge: Judge
+
+
+def scheme_of(config: QuantizeConfig) -> Scheme:
+    """The quantized type that the options name."""
+    return replace(FP8 if config.scheme == "fp8" else INT8, per_channel=config.per_channel)
 
 
 def calibrate(
@@ -77,37 +85,42 @@ def calibrate(
         OptionError: a pattern of `exclude` matches no layer.
         CheckFailedError: no mix holds the budget.
     """
-    record = artifact.manifest.graphs[0]
+    record, scheme = artifact.manifest.graphs[0], scheme_of(config)
     batches, held_out = make_batches(artifact, record, data, seed=config.seed)
     arithmetic = count_multiply_adds(artifact.model, model, layers, mean_length_feeds(batches))
-    left_out = excluded_layers(layers, config.exclude, arithmetic)
+    left_out = excluded_layers(layers, config.exclude, arithmetic, scheme)
     candidates = [layer for layer in layers if layer.name not in left_out]
     if not candidates:
         raise InputError(
-            "no layer of the graph can be INT8: " + "; ".join(sorted(set(left_out.values()))) + "."
+            "no layer of the graph can be quantized: "
+            + "; ".join(sorted(set(left_out.values())))
+            + "."
         )
     with progress.task("calibrating: channels", total=len(batches)) as advance:
         seen = observe_channels(
             artifact.model, candidates, batches, seed=config.seed, advance=advance
         )
     weights = _weights(model, candidates)
-    ranges, smoothed = _smooth(candidates, weights, seen, config, progress)
+    ranges, smoothed = _smooth(candidates, weights, seen, config, scheme, progress)
     if config.method != "minmax":
-        ranges = _with_method(artifact, candidates, batches, seen, ranges, config, progress)
+        ranges = _with_method(artifact, candidates, batches, seen, ranges, config, scheme, progress)
     # The graph stores scales in FP16, so everything from here on is measured with those.
     ranges = {
         name: ActivationRange(float(fp16_scale(r.scale)), r.multiplier, r.offset)
         for name, r in ranges.items()
     }
     deltas = {
-        x.name: mean_error(seen[x.activation].sample, x, weights[x.name], ranges[x.activation])
+        x.name: mean_error(
+            seen[x.activation].sample, x, weights[x.name], ranges[x.activation], scheme
+        )
         for x in candidates
         if config.bias_correction and x.linear and seen[x.activation].width > 1
     }
     measured = _search(artifact, candidates, ranges, deltas, held_out, data, config, arithmetic,
-                       progress)  # fmt: skip
+                       scheme, progress)  # fmt: skip
     recorded = Recorded(
         graph_sha256=sha256_of(artifact.model),
+        scheme=scheme.name,
         ranges=ranges,
         bias_deltas=deltas,
         left_out={**left_out, **measured.search.left_out},
@@ -118,9 +131,12 @@ def calibrate(
 
 
 def excluded_layers(
-    layers: Sequence[Layer], patterns: Sequence[str], arithmetic: Arithmetic | None
+    layers: Sequence[Layer],
+    patterns: Sequence[str],
+    arithmetic: Arithmetic | None,
+    scheme: Scheme,
 ) -> dict[str, str]:
-    """Layers that are never INT8, with reasons: by name, by shape, or by the option `exclude`."""
+    """Layers that are never quantized, with reasons: by shape, or by the option `exclude`."""
     for pattern in patterns:
         if not any(fnmatchcase(layer.name, pattern) for layer in layers):
             names = [layer.name for layer in layers]
@@ -137,6 +153,11 @@ def excluded_layers(
             reasons[layer.name] = f"excluded by '{named}'"
         elif vector and layer.linear:
             reasons[layer.name] = "one row an input: a matrix-vector product gains nothing"
+        elif scheme.name == "fp8" and layer.channels < _FP8_CHANNELS:
+            reasons[layer.name] = (
+                f"{layer.channels} input channels: TensorRT multiplies FP8 of {_FP8_CHANNELS} or "
+                "more"
+            )
     return reasons
 
 
@@ -150,6 +171,7 @@ def _smooth(
     weights: Mapping[str, Vector],
     seen: Mapping[str, Channels],
     config: QuantizeConfig,
+    scheme: Scheme,
     progress: Progress,
 ) -> tuple[dict[str, ActivationRange], dict[str, Smoothed]]:
     ranges: dict[str, ActivationRange] = {}
@@ -157,7 +179,9 @@ def _smooth(
     with progress.task("calibrating: smoothing", total=len(seen)) as advance:
         for name, channels in seen.items():
             group = [(x, weights[x.name]) for x in layers if x.activation == name]
-            found = choose_smoothing(channels, group, strength=config.smoothing, shift=config.shift)
+            found = choose_smoothing(
+                channels, group, scheme, strength=config.smoothing, shift=config.shift
+            )
             ranges[name] = found.ready
             smoothed[name] = Smoothed(found.strength, found.shifted, found.error)
             advance()
@@ -171,6 +195,7 @@ def _with_method(
     seen: Mapping[str, Channels],
     ranges: Mapping[str, ActivationRange],
     config: QuantizeConfig,
+    scheme: Scheme,
     progress: Progress,
 ) -> dict[str, ActivationRange]:
     with progress.task("calibrating: ranges", total=len(batches)) as advance:
@@ -178,11 +203,11 @@ def _with_method(
             artifact.model, layers, batches, seen, ranges, advance=advance
         )
     tops = {
-        name: choose_range(histogram, config.method, percentile=config.percentile)
+        name: choose_range(histogram, config.method, scheme, percentile=config.percentile)
         for name, histogram in histograms.items()
     }
     return {
-        name: ActivationRange(tops[name] / INT8_LIMIT, ready.multiplier, ready.offset)
+        name: ActivationRange(tops[name] / scheme.largest, ready.multiplier, ready.offset)
         for name, ready in ranges.items()
     }
 
@@ -196,24 +221,26 @@ def _search(
     data: CalibrationData,
     config: QuantizeConfig,
     arithmetic: Arithmetic,
+    scheme: Scheme,
     progress: Progress,
 ) -> Measured:
     total = sum(arithmetic.by_layer.values())
     weights = {layer.name: arithmetic.by_layer[layer.name] / total for layer in layers}
     few = _few(held_out)
     with (
-        GatedModel(artifact.model, layers, ranges, deltas) as gated,
-        progress.task("measuring mixes of INT8") as advance,
+        GatedModel(artifact.model, layers, ranges, deltas, scheme) as gated,
+        progress.task("measuring mixes") as advance,
     ):
         judge = Judge.of(artifact, held_out, lambda feeds: gated(feeds, ()), labels=data.labels)
-        budget = Budget.of(config, judge.reference_accuracy)
+        budget = Budget.of(config, judge.measure_reference())
 
-        def measure(int8: Collection[str], part: bool) -> Accuracy:
-            return judge.measure(lambda feeds: gated(feeds, int8), batches=few if part else 0)
+        def measure(quantized: Collection[str], part: bool) -> Accuracy:
+            return judge.measure(lambda feeds: gated(feeds, quantized), batches=few if part else 0)
 
-        found = search_mix([x.name for x in layers], weights, measure, budget, advance=advance)
+        names = [layer.name for layer in layers]
+        found = search_mix(names, weights, measure, budget, curve=config.curve, advance=advance)
     for name, reason in found.left_out.items():
-        progress.say(f"quantize: {name} stays out of INT8: {reason}")
+        progress.say(f"quantize: {name} stays as it is: {reason}")
     return Measured(found, arithmetic, budget, judge)
 
 

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from enginery.core.errors import InputError
 from enginery.core.feeds import Feeds
 from enginery.passes.layers import Layer
-from enginery.passes.qdq import ActivationRange, Vector
+from enginery.passes.qdq import ActivationRange
+from enginery.passes.scheme import Vector
 from enginery.quantize.data import Batch
 from enginery.quantize.ranges import Histogram
 from enginery.runtime.tracing import GraphTracer

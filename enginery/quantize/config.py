@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,14 +13,14 @@ Method = Literal["percentile", "minmax", "moving-average", "entropy", "mse"]
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """How a model's matrix products become INT8, and how far its answers may move."""
+    """How a model's matrix products are quantized, and how far its answers may move."""
 
     calibration: str = ""
     """Real inputs: a CSV, TSV, JSONL, Parquet or text file, or a folder of images."""
     column: str = "text"
     """The column of `calibration` that holds the text."""
     label_column: str = ""
-    """The column that holds the right label. Then accuracy is what the budget is about."""
+    """The column that holds the right label, for `accuracy_budget`."""
     rows: int = 512
     """How many rows are read, evenly spread over the file. A quarter of them, at most 128, measure
     the accuracy and calibrate nothing."""
@@ -35,19 +36,27 @@ class QuantizeConfig:
     bias_correction: bool = True
     """Subtract the mean error of each output channel from its bias."""
     residual: Literal["fp16", "fp32"] = "fp16"
-    """The precision of everything that is not INT8."""
+    """The precision of everything that is not quantized."""
     min_cosine: float = 0.998
-    """The least mean cosine between the answers and the FP32 model's. Layers are left out of INT8,
-    the most harmful first, until it holds."""
-    max_accuracy_drop: float = 0.01
-    """With `label_column`, in place of `min_cosine`: how much accuracy may fall, 0.01 for one
-    percentage point."""
+    """The least mean cosine between the answers and the FP32 model's. Layers are left out, the most
+    harmful first, until it holds."""
+    accuracy_budget: str = ""
+    """In place of `min_cosine`, for a model that classifies: how much of its accuracy may be lost,
+    `0.5%` or 0.005. With `label_column`, right labels; without, answers that FP32 gives too."""
+    curve: bool = True
+    """Measure how accuracy falls with the quantized share, for the report, even where every layer
+    can be quantized."""
     exclude: tuple[str, ...] = ()
     """Layers that stay as they are: node names, or patterns such as `*/layer.0/*`."""
     ranges: str = ""
     """The `reports/ranges.json` of an earlier run, or its artifact: nothing is calibrated anew."""
-    scheme: Literal["int8", "dynamic"] = "int8"
-    """`int8`: static ranges. `dynamic` is refused: TensorRT has no such thing."""
+    scheme: Literal["int8", "fp8", "dynamic"] = "int8"
+    """`int8` and `fp8` (E4M3, for 8.9, 12.0 and later): static ranges. `dynamic`: INT8 weights and
+    activations quantized as they come, for the target cpu, without calibration."""
+    target: Literal["tensorrt", "cuda", "cpu"] = "tensorrt"
+    """Who will run it. `cuda` is refused: ONNX Runtime multiplies no INT8 there."""
+    per_channel: bool = True
+    """A scale for each output channel of a weight; else one for the whole weight."""
     symmetric: bool = True
     """Zero points are 0. Without, it is refused: TensorRT takes nothing else."""
     capabilities: tuple[str, ...] = ("8.9",)
@@ -65,13 +74,25 @@ class QuantizeConfig:
 
 
 def check_options(config: QuantizeConfig) -> None:
-    """Raises OptionError for a value that cannot be used, or that TensorRT cannot run."""
-    if config.scheme == "dynamic":
+    """Raises OptionError for a value that cannot be used, or that its target cannot run."""
+    if config.target == "cuda":
         raise OptionError(
-            "option 'scheme' is dynamic, but TensorRT and CUDA run no dynamic INT8: TensorRT's "
-            "scales are constants of the graph, and ONNX Runtime's CUDA provider has no kernels "
-            "for DynamicQuantizeLinear's integer products, so they would run on the CPU.",
-            do="Take int8, with --calibration FILE.",
+            "option 'target' is cuda, where ONNX Runtime multiplies no INT8: it has no kernels for "
+            "dynamic INT8's integer products, which then run on the CPU, and multiplies what lies "
+            "between Q and DQ in floating point.",
+            do="Quantize for TensorRT, or make FP16: enginery optimize --target cuda",
+        )
+    if config.scheme == "dynamic" and config.target == "tensorrt":
+        raise OptionError(
+            "option 'scheme' is dynamic, but TensorRT runs no dynamic INT8: its scales are "
+            "constants of the graph.",
+            do="Take int8, with --calibration FILE; or --scheme dynamic --target cpu.",
+        )
+    if config.scheme != "dynamic" and config.target == "cpu":
+        raise OptionError(
+            f"option 'scheme' is {config.scheme} for the target cpu; static Q/DQ are placed here "
+            "as TensorRT fuses them, and ONNX Runtime's CPU fuses others.",
+            do="Take --scheme dynamic --target cpu, which needs no calibration.",
         )
     if not config.symmetric:
         raise OptionError(
@@ -79,13 +100,56 @@ def check_options(config: QuantizeConfig) -> None:
             "refuses any other (`shiftIsAllZeros(zeroPoint)`).",
             do="Leave it on. One-sided activations are centred by 'shift', at no loss of range.",
         )
+    if config.scheme == "fp8" and config.method == "entropy":
+        raise OptionError(
+            "option 'method' is entropy, which compares distributions over INT8's equal steps; "
+            "FP8 has none.",
+            do="Take percentile, minmax, moving-average or mse.",
+        )
+    if config.scheme == "fp8":
+        for capability in config.capabilities:
+            if not _has_fp8(capability):
+                raise OptionError(
+                    f"option 'scheme' is fp8 and 'capabilities' has {capability}, a GPU that "
+                    "multiplies no FP8.",
+                    do="FP8 is for 8.9, 12.0 and later; take int8 for older GPUs.",
+                )
+    if config.label_column and not config.accuracy_budget:
+        raise OptionError(
+            "option 'label_column' is given without 'accuracy_budget', so labels decide nothing.",
+            do="Say how much accuracy may be lost: --accuracy-budget 0.5%",
+        )
+    if config.accuracy_budget:
+        lost_accuracy(config.accuracy_budget)
     _require("rows", config.rows, 1, float("inf"))
     _require("percentile", config.percentile, 50, 100)
     _require("min_cosine", config.min_cosine, -1, 1)
-    _require("max_accuracy_drop", config.max_accuracy_drop, 0, 1)
     _require("seed", config.seed, 0, float("inf"))
     if not isinstance(config.smoothing, str):
         _require("smoothing", config.smoothing, 0, 1)
+
+
+def _has_fp8(capability: str) -> bool:
+    major, _, minor = capability.partition(".")
+    if not (major.isdigit() and minor.isdigit()):
+        return True  # no capability at all; TensorRT says which there are
+    return (int(major), int(minor)) >= (8, 9)
+
+
+def lost_accuracy(budget: str) -> float:
+    """The part of all answers in an `accuracy_budget`: `0.5%` and `0.005` are 0.005.
+
+    Raises:
+        OptionError: it is neither a percentage nor a number from 0 to 1.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", budget)
+    part = float(found[1]) / (100 if found[2] else 1) if found else -1.0
+    if not 0 <= part <= 1:
+        raise OptionError(
+            f"option 'accuracy_budget' is '{budget}', expected a percentage or a part of 1: 0.5% "
+            "or 0.005."
+        )
+    return part
 
 
 def _require(name: str, value: float, low: float, high: float) -> None:

@@ -1,14 +1,14 @@
-"""One graph in which each layer runs in FP32 or in INT8, as a switch of its own says.
+"""One graph in which each layer runs in FP32 or quantized, as a switch of its own says.
 
 Takes an FP32 model with the layers' ranges; leaves an ONNX Runtime session on a graph with one
 boolean input more for each layer.
 
     >>> with GatedModel(artifact.model, layers, ranges, deltas) as gated:
-    ...     gated(feeds, int8=["/encoder/layer.0/output/dense/MatMul"])["last_hidden_state"].shape
+    ...     gated(feeds, ["/encoder/layer.0/output/dense/MatMul"])["last_hidden_state"].shape
     (8, 17, 384)
 
-So that the effect of any mix on the final answers is one run, without another session. INT8 is
-simulated: weights and activations are rounded to its steps and multiplied in FP32.
+So that the effect of any mix on the final answers is one run, without another session. The
+quantized layers are simulated: weights and activations are rounded and multiplied in FP32.
 """
 
 from __future__ import annotations
@@ -28,16 +28,10 @@ from enginery.core.feeds import Feeds
 from enginery.passes.graph_file import read_graph
 from enginery.passes.layers import Layer, operands
 from enginery.passes.nodes import infer_types
-from enginery.passes.qdq import (
-    ActivationRange,
-    Vector,
-    bias_shift,
-    round_weight,
-    scale_weight,
-    weight_scales,
-)
-from enginery.runtime.ort import open_session
+from enginery.passes.qdq import ActivationRange, bias_shift, quantized_weight, scale_weight
+from enginery.passes.scheme import INT8, Scheme, Vector
 from enginery.runtime.providers import choose_providers
+from enginery.runtime.tracing import open_in_memory
 
 
 class GatedModel(Closing):
@@ -49,6 +43,7 @@ class GatedModel(Closing):
         layers: Sequence[Layer],
         ranges: Mapping[str, ActivationRange],
         bias_deltas: Mapping[str, Vector],
+        scheme: Scheme = INT8,
     ) -> None:
         """Opens the session.
 
@@ -56,21 +51,24 @@ class GatedModel(Closing):
         model: the FP32 graph's file.
         layers: those with a switch.
         ranges: by activation.
-        bias_deltas: by layer, what its bias gets in INT8 beside its offset.
+        bias_deltas: by layer, what its bias gets beside its offset when the layer is quantized.
+        scheme: the type of quantized numbers.
         """
         self._scratch = tempfile.TemporaryDirectory(prefix="enginery-gated-")
         self._gates = {layer.name: f"gate_{index}" for index, layer in enumerate(layers)}
         graph = read_graph(model)
         infer_types(graph)
         self.outputs = [value.name or "" for value in graph.graph.outputs]
-        _gate(graph, layers, ranges, bias_deltas, self._gates)
+        _gate(graph, layers, ranges, bias_deltas, self._gates, scheme)
         path = Path(self._scratch.name, "gated.onnx")
         ir.save(graph, path, external_data="gated.data")
-        self._session: Any = open_session(path, choose_providers(["cpu"]))
+        self._session: Any = open_in_memory(
+            path.read_bytes(), path.parent, choose_providers(["cpu"]), optimized=scheme.runs_fused
+        )
 
-    def __call__(self, feeds: Feeds, int8: Collection[str]) -> dict[str, NDArray[Any]]:
-        """The graph's outputs with the layers named in INT8 and all others in FP32."""
-        switches = {gate: np.asarray(name in int8) for name, gate in self._gates.items()}
+    def __call__(self, feeds: Feeds, quantized: Collection[str]) -> dict[str, NDArray[Any]]:
+        """The graph's outputs with the layers named quantized and all others in FP32."""
+        switches = {gate: np.asarray(name in quantized) for name, gate in self._gates.items()}
         try:
             values = self._session.run(self.outputs, {**feeds, **switches})
         except Exception as error:  # ONNX Runtime raises many unrelated types
@@ -89,25 +87,23 @@ def _gate(
     ranges: Mapping[str, ActivationRange],
     bias_deltas: Mapping[str, Vector],
     gates: Mapping[str, str],
+    scheme: Scheme,
 ) -> None:
-    """Replaces each layer by an If with the layer as it is and the layer in INT8."""
+    """Replaces each layer by an If with the layer as it is and the layer quantized."""
     nodes = {node.name: node for node in model.graph}
     for layer in layers:
         node, ready = nodes[layer.name], ranges[layer.activation]
         gate = ir.Value(name=gates[layer.name], shape=ir.Shape([]), type=_type(ir.DataType.BOOL))
         model.graph.inputs.append(gate)
         weight = scale_weight(layer, operands(node)[1], ready)
-        shape = [1] * weight.ndim
-        shape[layer.weight_axis] = -1
-        steps = weight_scales(layer, weight)
-        rounded = round_weight(layer, weight, steps) * steps.reshape(shape)
+        rounded = quantized_weight(layer, weight, scheme)
         delta = bias_shift(layer, weight, ready)
         if layer.name in bias_deltas:
             delta = delta + bias_deltas[layer.name]
         delta = delta.reshape((-1, 1, 1) if layer.op_type == "Conv" else (-1,))
         stem = gates[layer.name]
         branches = {
-            "then_branch": _int8_branch(stem, node, ready, rounded.astype(np.float32), delta),
+            "then_branch": _quantized_branch(stem, node, ready, rounded, delta, scheme),
             "else_branch": _branch(f"{stem}_fp32", [_copy(node, node.inputs)]),
         }
         made = ir.node("If", [gate], attributes=branches, name=f"{stem}_if")
@@ -124,8 +120,13 @@ def _gate(
         model.graph.remove(node, safe=True)
 
 
-def _int8_branch(
-    stem: str, node: ir.Node, ready: ActivationRange, weight: Vector, delta: Vector
+def _quantized_branch(
+    stem: str,
+    node: ir.Node,
+    ready: ActivationRange,
+    weight: Vector,
+    delta: Vector,
+    scheme: Scheme,
 ) -> ir.Graph:
     made: list[ir.Node] = []
 
@@ -149,7 +150,7 @@ def _int8_branch(
     if ready.offset is not None:
         value = add("Add", [value, constant("offset", ready.offset)])
     scale = constant("scale", np.asarray(ready.scale, dtype=np.float32))
-    zero = constant("zero", np.zeros((), dtype=np.int8))
+    zero = constant("zero", scheme.zeros(()))
     value = add("DequantizeLinear", [add("QuantizeLinear", [value, scale, zero]), scale, zero])
     made.append(_copy(node, [value, constant("weight", weight), *node.inputs[2:]]))
     made[-1].outputs[0].name = f"{stem}_product"

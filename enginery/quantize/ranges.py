@@ -1,10 +1,10 @@
-"""From what an activation was seen to be, to the range that INT8 covers of it.
+"""From what an activation was seen to be, to the range of it that quantized numbers cover.
 
 Takes histograms of magnitudes of fixed size; leaves the largest magnitude worth representing.
 
     >>> histogram = Histogram.empty(largest=4.0)
     >>> histogram.add(np.array([0.1, 0.2, 3.9]))
-    >>> choose_range(histogram, "minmax")
+    >>> choose_range(histogram, "minmax", INT8)
     4.0
 """
 
@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError
+from enginery.passes.scheme import Scheme
 from enginery.quantize.config import Method
 
 BINS = 2048
-_LEVELS = 127
 _MOMENTUM = 0.9
 """Of the moving average: about the last ten batches count."""
 
@@ -63,8 +63,10 @@ class Histogram:
         return np.asarray((np.arange(BINS) + 0.5) * (self.largest / BINS), dtype=np.float64)
 
 
-def choose_range(histogram: Histogram, method: Method, *, percentile: float = 99.999) -> float:
-    """The magnitude that the largest INT8 step stands for.
+def choose_range(
+    histogram: Histogram, method: Method, scheme: Scheme, *, percentile: float = 99.999
+) -> float:
+    """The magnitude that the largest quantized number stands for.
 
     minmax: the largest seen. moving-average: of the batches' largest. percentile: what that share
     of values does not exceed. mse: the least squared rounding and clipping error. entropy: the
@@ -79,26 +81,25 @@ def choose_range(histogram: Histogram, method: Method, *, percentile: float = 99
         last = int(np.searchsorted(shares, percentile / 100))
         return float((min(last, BINS - 1) + 1) * histogram.largest / BINS)
     if method == "mse":
-        return _least_squares(histogram)
-    return _least_divergence(histogram)
+        return _least_squares(histogram, scheme)
+    return _least_divergence(histogram, levels=int(scheme.largest) + 1)
 
 
-def _least_squares(histogram: Histogram) -> float:
+def _least_squares(histogram: Histogram, scheme: Scheme) -> float:
     centres, counts = histogram.centres, histogram.counts.astype(np.float64)
     candidates = histogram.largest * np.linspace(0.02, 1.0, 99)
 
     def error(top: float) -> float:
-        step = top / _LEVELS
-        rounded = np.minimum(np.rint(centres / step), _LEVELS) * step
+        step = top / scheme.largest
+        rounded = scheme.nearest(centres / step).astype(np.float64) * step
         return float(counts @ (rounded - centres) ** 2)
 
     return float(min(candidates, key=error))
 
 
-def _least_divergence(histogram: Histogram) -> float:
-    """Clip at i bins, merge those into 128 levels, and compare both distributions."""
+def _least_divergence(histogram: Histogram, *, levels: int) -> float:
+    """Clip at i bins, merge those into the levels of INT8, and compare both distributions."""
     counts = histogram.counts.astype(np.float64)
-    levels = _LEVELS + 1
     best, best_divergence = BINS, np.inf
     for bins in range(levels, BINS + 1, 16):
         kept = counts[:bins].copy()

@@ -1,6 +1,6 @@
 """What calibration found, on disk: enough to make the same graph again without the data.
 
-    >>> recorded = Recorded.read("build/minilm-int8", graph_sha256="9c1f…")
+    >>> recorded = Recorded.read("build/minilm-int8", graph_sha256="9c1f…", scheme="int8")
     >>> recorded.ranges["/encoder/layer.0/Add_output_0"].scale
     0.0312
 
@@ -19,7 +19,8 @@ import numpy as np
 
 from enginery.core.errors import InputError
 from enginery.passes.layers import Layer
-from enginery.passes.qdq import ActivationRange, Vector
+from enginery.passes.qdq import ActivationRange
+from enginery.passes.scheme import Vector
 
 RANGES = "ranges.json"
 VERSION = 1
@@ -40,6 +41,8 @@ class Recorded:
 
     graph_sha256: str
     """Of the FP32 graph: ranges fit no other."""
+    scheme: str
+    """`int8` or `fp8`: a range is a scale, and a scale is of one of them."""
     ranges: dict[str, ActivationRange]
     """By activation."""
     bias_deltas: dict[str, Vector]
@@ -52,7 +55,7 @@ class Recorded:
     """Nodes whose numbers leave FP16's range, with reasons."""
 
     def quantized(self, layers: Sequence[Layer]) -> list[Layer]:
-        """The layers that become INT8."""
+        """The layers that are quantized."""
         return [layer for layer in layers if layer.name not in self.left_out]
 
     def to_json(self) -> bytes:
@@ -60,6 +63,7 @@ class Recorded:
         document = {
             "version": VERSION,
             "graph_sha256": self.graph_sha256,
+            "scheme": self.scheme,
             "ranges": {
                 name: {"scale": float(r.scale), "multiplier": _list(r.multiplier),
                        "offset": _list(r.offset)}
@@ -73,17 +77,19 @@ class Recorded:
         return json.dumps(document).encode() + b"\n"
 
     @classmethod
-    def read(cls, path: str | Path, *, graph_sha256: str) -> Recorded:
+    def read(cls, path: str | Path, *, graph_sha256: str, scheme: str) -> Recorded:
         """Reads the file, or that of an artifact's directory.
 
         Raises:
-            InputError: there is none, it is not such a file, or it belongs to another graph.
+            InputError: there is none, it is not such a file, or it belongs to another graph or
+                scheme.
         """
         file = find_ranges(path)
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
             recorded = cls(
                 graph_sha256=found["graph_sha256"],
+                scheme=found["scheme"],
                 ranges={n: _range(r) for n, r in found["ranges"].items()},
                 bias_deltas={n: _required(v) for n, v in found["bias_deltas"].items()},
                 left_out=dict(found["left_out"]),
@@ -97,6 +103,11 @@ class Recorded:
                 f"ranges '{file}' were calibrated for another graph "
                 f"({recorded.graph_sha256[:12]}…, this is {graph_sha256[:12]}…).",
                 do="Calibrate this one: --calibration FILE",
+            )
+        if recorded.scheme != scheme:
+            raise InputError(
+                f"ranges '{file}' were calibrated for {recorded.scheme}, found --scheme {scheme}.",
+                do="Calibrate anew: --calibration FILE",
             )
         return recorded
 

@@ -1,4 +1,4 @@
-"""What became INT8, how near the answers are, and what TensorRT made of it, as numbers.
+"""What was quantized, how near the answers are, and what TensorRT made of it, as numbers.
 
 >>> report = QuantizationReport.of(layers, recorded, measured, accuracy, trials, …)
 >>> report.summary
@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from enginery.core.figures import save_figure
 from enginery.passes.layers import Layer
 from enginery.quantize.accuracy import Accuracy
 from enginery.quantize.calibrate import Measured
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import CalibrationData
 from enginery.quantize.recorded import Recorded
+from enginery.quantize.search import Budget
 from enginery.quantize.trial import EngineTrial
 
 COUNTED = (
@@ -50,11 +53,14 @@ class QuantizationReport:
 
         `measured` and `accuracy` are None where ranges were reused.
         """
-        int8 = [layer.name for layer in recorded.quantized(layers)]
+        quantized = [layer.name for layer in recorded.quantized(layers)]
+        kind = config.scheme.upper()
         document: dict[str, Any] = {
-            "scheme": f"{config.scheme} static symmetric, the rest {config.residual}",
-            "layers": {"int8": len(int8), "all": len(layers)},
-            "int8_layers": int8,
+            "scheme": config.scheme,
+            "residual": config.residual,
+            "per_channel": config.per_channel,
+            "layers": {"quantized": len(quantized), "all": len(layers)},
+            "quantized_layers": quantized,
             "left_out": recorded.left_out,
             "fp32_nodes": recorded.fp32_nodes,
             "calibration": {
@@ -67,17 +73,17 @@ class QuantizationReport:
             "notes": list(notes),
             "fields": dict(fields),
         }
-        said = [f"{len(int8)} of {len(layers)} layers in INT8"]
+        said = [f"{len(quantized)} of {len(layers)} layers in {kind}"]
         if measured is not None:
-            document["multiply_adds"] = _multiply_adds(measured, int8)
-            said[0] += f", {measured.arithmetic.share(int8):.1%} of their multiply-adds"
+            document["multiply_adds"] = _multiply_adds(measured, quantized)
+            said[0] += f", {measured.arithmetic.share(quantized):.1%} of their multiply-adds"
             document["search"] = _search(measured)
         if accuracy is not None:
             document["accuracy"] = asdict(accuracy)
-            said.append(_words(accuracy))
+            said.append(accuracy_words(accuracy))
         said += [
-            f"TensorRT {trial.tensorrt} for {trial.capability}: {trial.int8_layers} of {len(int8)} "
-            f"multiplied in INT8, {trial.fused_attentions} fused attentions"
+            f"TensorRT {trial.tensorrt} for {trial.capability}: {trial.quantized_layers} of "
+            f"{len(quantized)} multiplied in {kind}, {trial.fused_attentions} fused attentions"
             for trial in trials
         ]
         summary = "; ".join(said)
@@ -89,7 +95,8 @@ class QuantizationReport:
         return text.encode() + b"\n"
 
 
-def _words(accuracy: Accuracy) -> str:
+def accuracy_words(accuracy: Accuracy) -> str:
+    """An accuracy in one line."""
     words = f"mean cosine {accuracy.cosine:.5f} to FP32 on {accuracy.rows} held-out rows"
     for name, value in (
         ("nearest neighbours", accuracy.neighbour_agreement),
@@ -102,27 +109,63 @@ def _words(accuracy: Accuracy) -> str:
     return words
 
 
+def save_curve(path: Path, measured: Measured, scheme: str) -> bool:
+    """Draws accuracy against the quantized share; False, and no file, without matplotlib."""
+    budget, points = measured.budget, measured.search.curve
+    chosen = next(p for p in points if p.accuracy == measured.search.accuracy)
+    shares = [100 * point.share for point in points]
+    values = [budget.value(point.accuracy) for point in points]
+
+    def draw(axes: Any) -> None:
+        axes.plot(shares, values, label="measured mixes")
+        axes.plot([100 * chosen.share], [budget.value(chosen.accuracy)], linestyle="none",
+                  markersize=11, markerfacecolor="none", label="chosen")  # fmt: skip
+        least = budget.reference - budget.allowed
+        if least > min(values) - 3 * (max(values) - min(values)) - 1e-3:
+            axes.axhline(least, color="black", linestyle="--", linewidth=1, label="budget")
+        axes.set(xlabel=f"multiply-adds in {scheme.upper()}, %", ylabel=_AXES[budget.kind])
+        axes.legend(loc="lower left")
+
+    return save_figure(path, draw)
+
+
+_AXES = {
+    "cosine": "mean cosine to FP32",
+    "agreement": "answers as FP32's",
+    "accuracy": "accuracy",
+}
+
+
+def budget_notes(budget: Budget, rows: int) -> list[str]:
+    """What a budget cannot say on so few rows."""
+    if budget.kind == "cosine" or budget.allowed * rows >= 1:
+        return []
+    return [
+        f"of {rows} held-out rows, one is {1 / rows:.2%}: with a budget of {budget.allowed:.2%} "
+        "not one answer may change; --rows takes more"
+    ]
+
+
 def _activations(recorded: Recorded) -> dict[str, Any]:
     """Scale and smoothing by activation; the vectors themselves are in ranges.json."""
     return {
         name: {
             "scale": ready.scale,
-            "largest": 127 * ready.scale,
             **(asdict(recorded.smoothed[name]) if name in recorded.smoothed else {}),
         }
         for name, ready in recorded.ranges.items()
     }
 
 
-def _multiply_adds(measured: Measured, int8: Sequence[str]) -> dict[str, Any]:
+def _multiply_adds(measured: Measured, quantized: Sequence[str]) -> dict[str, Any]:
     work = measured.arithmetic
     return {
         "counted": COUNTED,
         "positions": work.positions,
         "all": sum(work.by_layer.values()),
         "attention": work.attention,
-        "int8_share": work.share(int8),
-        "int8_share_with_attention": work.share(int8, with_attention=True),
+        "share": work.share(quantized),
+        "share_with_attention": work.share(quantized, with_attention=True),
     }
 
 
@@ -130,11 +173,12 @@ def _search(measured: Measured) -> dict[str, Any]:
     found = measured.search
     return {
         "budget": str(measured.budget),
-        "reference_accuracy": measured.budget.reference_accuracy,
+        "about": measured.budget.kind,
+        "reference": measured.budget.reference,
+        "allowed": measured.budget.allowed,
         "simulated": asdict(found.accuracy),
         "effects": found.effects,
         "curve": [
-            {"left_out": p.left_out, "int8_share": p.int8_share, **asdict(p.accuracy)}
-            for p in found.curve
+            {"left_out": p.left_out, "share": p.share, **asdict(p.accuracy)} for p in found.curve
         ],
     }

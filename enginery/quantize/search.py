@@ -1,64 +1,90 @@
-"""Which layers stay out of INT8, so that the answers stay near enough.
+"""Which layers stay as they are, so that the answers stay near enough.
 
 Takes a function that measures a mix; leaves the layers that were left out, each with its reason,
-and the curve of accuracy against the share of INT8.
+and the curve of accuracy against the quantized share.
 
     >>> result = search_mix(names, weights, measure, budget)
     >>> list(result.left_out), result.accuracy.cosine
     (['/encoder/layer.0/output/dense/MatMul'], 0.9984)
 
-All layers start in INT8. Where that is too far from FP32, each is switched off alone; then the most
-harmful for each multiply-add are left out together, just as many as it takes.
+All layers start quantized. Where that is too far from FP32, each is switched off alone; then the
+most harmful for each multiply-add are left out together, just as many as it takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from enginery.core.errors import CheckFailedError
+from enginery.core.errors import CheckFailedError, OptionError
 from enginery.quantize.accuracy import Accuracy
-from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.config import QuantizeConfig, lost_accuracy
 
 _HEADROOM = 0.95
 """FP16 takes a little of the budget as well, so the search does not spend all of it."""
 
 Measure = Callable[[Collection[str], bool], Accuracy]
-"""Layers in INT8, and whether a part of the rows will do -> accuracy."""
+"""Quantized layers, and whether a part of the rows will do -> accuracy."""
 
 
 @dataclass(frozen=True)
 class Budget:
     """How far the answers may move."""
 
-    min_cosine: float
-    max_accuracy_drop: float
-    reference_accuracy: float | None
-    """Of the FP32 model on the labels; None without labels, and then the cosine is what counts."""
+    kind: Literal["cosine", "agreement", "accuracy"]
+    """To FP32's answers: their mean cosine, or how many have the same largest score. To labels: how
+    many are right."""
+    allowed: float
+    """How much of it may be lost, 0 to 1; to 2 for the cosine."""
+    reference: float = 1.0
+    """What FP32 has of it."""
 
     @classmethod
-    def of(cls, config: QuantizeConfig, reference_accuracy: float | None) -> Budget:
-        """The options' budget; with labels it is one of accuracy."""
-        return cls(config.min_cosine, config.max_accuracy_drop, reference_accuracy)
+    def of(cls, config: QuantizeConfig, reference: Accuracy) -> Budget:
+        """The options' budget, with what the FP32 model has against itself and the labels.
+
+        Raises:
+            OptionError: a budget in accuracy is asked for, and the model's answers are neither
+                right nor wrong.
+        """
+        if not config.accuracy_budget:
+            return cls("cosine", 1 - config.min_cosine)
+        allowed = lost_accuracy(config.accuracy_budget)
+        if reference.label_accuracy is not None:
+            return cls("accuracy", allowed, reference.label_accuracy)
+        if reference.argmax_agreement is None:
+            raise OptionError(
+                "option 'accuracy_budget' is given, but the model gives no logits: its answers are "
+                "neither right nor wrong.",
+                do="Say how near they stay instead: --min-cosine 0.998",
+            )
+        return cls("agreement", allowed)
 
     def holds(self, found: Accuracy, *, headroom: float = 1.0) -> bool:
         """Whether the answers are near enough, with a part of the budget to spare."""
-        return self.distance(found) <= headroom * self.allowed
+        return self.reference - self.value(found) <= headroom * self.allowed
 
-    @property
-    def allowed(self) -> float:
-        return 1 - self.min_cosine if self.reference_accuracy is None else self.max_accuracy_drop
-
-    def distance(self, found: Accuracy) -> float:
-        """What the budget limits: 1 - cosine, or the fall in accuracy."""
-        if self.reference_accuracy is None or found.label_accuracy is None:
-            return 1 - found.cosine
-        return self.reference_accuracy - found.label_accuracy
+    def value(self, found: Accuracy) -> float:
+        """What the budget is about."""
+        values = {
+            "cosine": found.cosine,
+            "agreement": found.argmax_agreement,
+            "accuracy": found.label_accuracy,
+        }
+        value = values[self.kind]
+        if value is None:
+            raise AssertionError(f"every mix has the {self.kind} that FP32 has")
+        return value
 
     def __str__(self) -> str:
-        if self.reference_accuracy is None:
-            return f"mean cosine of at least {self.min_cosine}"
-        return f"accuracy of at least {self.reference_accuracy - self.max_accuracy_drop:.4f}"
+        least = self.reference - self.allowed
+        words = {
+            "cosine": f"mean cosine of at least {least:.6g}",
+            "agreement": f"agreement with FP32's answers of at least {least:.2%}",
+            "accuracy": f"accuracy of at least {least:.2%}",
+        }
+        return words[self.kind]
 
 
 @dataclass(frozen=True)
@@ -66,7 +92,8 @@ class CurvePoint:
     """One mix that was measured."""
 
     left_out: int
-    int8_share: float
+    share: float
+    """The quantized part of the multiply-adds, 0 to 1."""
     accuracy: Accuracy
 
 
@@ -78,8 +105,9 @@ class SearchResult:
     """Layer -> reason."""
     accuracy: Accuracy
     effects: dict[str, float]
-    """Layer -> what 1 - cosine loses when it alone leaves INT8; empty where nothing had to."""
+    """Layer -> what the cosine gains when it alone is left out; empty where it was not measured."""
     curve: list[CurvePoint] = field(default_factory=list)
+    """From all quantized to the fewest that were measured."""
 
 
 def search_mix(
@@ -88,58 +116,70 @@ def search_mix(
     measure: Measure,
     budget: Budget,
     *,
+    curve: bool = False,
     advance: Callable[[], None] = lambda: None,
 ) -> SearchResult:
-    """The largest INT8 mix in order of harm that holds the budget.
+    """The largest quantized mix in order of harm that holds the budget.
 
     Args:
-        names: the layers that can be INT8.
+        names: the layers that can be quantized.
         weights: their shares of the multiply-adds.
         measure: the accuracy of a mix.
         budget: what must hold.
+        curve: measure mixes of fewer layers too, though the answer does not need them.
         advance: called after each measurement.
 
     Raises:
-        CheckFailedError: the budget holds for no mix with any INT8 in it.
+        CheckFailedError: the budget holds for no mix with any layer quantized.
     """
-    curve: dict[int, CurvePoint] = {}
+    points: dict[int, CurvePoint] = {}
 
-    def measured(left_out: Sequence[str]) -> Accuracy:
-        found = measure(set(names) - set(left_out), False)
-        share = sum(weights[name] for name in names if name not in left_out)
-        curve[len(left_out)] = CurvePoint(len(left_out), share, found)
-        advance()
-        return found
+    def holds(left_out: Sequence[str]) -> bool:
+        count = len(left_out)
+        if count not in points:
+            found = measure(set(names) - set(left_out), False)
+            share = sum(weights[name] for name in names if name not in left_out)
+            points[count] = CurvePoint(count, share, found)
+            advance()
+        return budget.holds(points[count].accuracy, headroom=_HEADROOM)
 
-    found = measured([])
-    if budget.holds(found, headroom=_HEADROOM):
-        return SearchResult({}, found, {}, list(curve.values()))
+    enough = holds([])
+    if enough and not curve:
+        return SearchResult({}, points[0].accuracy, {}, [points[0]])
     effects = _effects(names, measure, advance)
     order = sorted(names, key=lambda name: effects[name] / max(weights[name], 1e-9), reverse=True)
     low, high = 0, 1
-    while high < len(order) and not budget.holds(measured(order[:high]), headroom=_HEADROOM):
+    if enough:
+        high = 0
+    while high < len(order) and not holds(order[:high]):
         low, high = high, 2 * high
     high = min(high, len(order))
     while high - low > 1:
         middle = (low + high) // 2
-        if budget.holds(measured(order[:middle]), headroom=_HEADROOM):
+        if holds(order[:middle]):
             high = middle
         else:
             low = middle
     if high == len(order):
-        best = max(curve.values(), key=lambda point: point.accuracy.cosine)
+        best = max(points.values(), key=lambda point: budget.value(point.accuracy))
         raise CheckFailedError(
-            f"no mix with INT8 in it keeps a {budget}: the best has a mean cosine of "
-            f"{best.accuracy.cosine:.4f} with {best.int8_share:.0%} of the multiply-adds in INT8.",
+            f"no mix with a quantized layer keeps a {budget}: the best has a mean cosine of "
+            f"{best.accuracy.cosine:.4f} with {best.share:.0%} of the multiply-adds quantized.",
             do="Lower the budget, or calibrate on inputs nearer to those that the model is for.",
         )
-    chosen = order[:high]
+    for count in _powers(len(order)) if curve else ():
+        holds(order[:count])
     reasons = {
-        name: f"left out of INT8 alone, it lowers 1 - cosine by {effects[name]:.2e}"
-        for name in chosen
+        name: f"left out alone, it raises the mean cosine by {effects[name]:.2e}"
+        for name in order[:high]
     }
-    points = sorted(curve.values(), key=lambda point: point.left_out)
-    return SearchResult(reasons, curve[high].accuracy, effects, points)
+    ordered = sorted(points.values(), key=lambda point: point.left_out)
+    return SearchResult(reasons, points[high].accuracy, effects, ordered)
+
+
+def _powers(below: int) -> list[int]:
+    """1, 2, 4, … below a number."""
+    return [1 << exponent for exponent in range(below.bit_length()) if 1 << exponent < below]
 
 
 def _effects(

@@ -1,9 +1,9 @@
-"""Outlier channels: scaled into the weights and shifted into the bias, before INT8 sees them.
+"""Outlier channels: scaled into the weights and shifted into the bias, before they are quantized.
 
 Takes what was seen of one activation and the weights that it meets; leaves the multiplier and the
 offset of its channels.
 
-    >>> choice = choose_smoothing(channels, [(layer, weight)], strength="search", shift=True)
+    >>> choice = choose_smoothing(channels, [(layer, weight)], INT8, strength="search", shift=True)
     >>> choice.strength, choice.shifted, choice.error
     (0.9, True, 0.0004)
 
@@ -22,15 +22,8 @@ from typing import Literal
 import numpy as np
 
 from enginery.passes.layers import Layer
-from enginery.passes.qdq import (
-    INT8_LIMIT,
-    ActivationRange,
-    Vector,
-    bias_shift,
-    round_weight,
-    scale_weight,
-    weight_scales,
-)
+from enginery.passes.qdq import ActivationRange, bias_shift, quantized_weight, scale_weight
+from enginery.passes.scheme import Scheme, Vector
 from enginery.quantize.calibration import Channels, largest_magnitude, transformed
 
 STRENGTHS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
@@ -57,6 +50,7 @@ class Smoothing:
 def choose_smoothing(
     channels: Channels,
     weighted: Sequence[Weighted],
+    scheme: Scheme,
     *,
     strength: float | Literal["search", "none"],
     shift: bool,
@@ -66,10 +60,12 @@ def choose_smoothing(
     Args:
         channels: of the activation that all the layers take.
         weighted: those layers.
+        scheme: the type that they are quantized to.
         strength: `search` tries none and `STRENGTHS`; a number is taken as it is.
         shift: whether centring the channels is tried.
     """
-    plain = Smoothing(with_scale(channels, ActivationRange(1.0)), 0.0, shifted=False, error=0.0)
+    unscaled = with_scale(channels, ActivationRange(1.0), scheme)
+    plain = Smoothing(unscaled, 0.0, shifted=False, error=0.0)
     if channels.width == 1 or not all(layer.linear for layer, _ in weighted):
         return plain
     strengths: Sequence[float] = STRENGTHS
@@ -86,48 +82,47 @@ def choose_smoothing(
     total = sum(float(np.square(output).sum()) for output in exact) or 1.0
     found = []
     for tried, unscaled in candidates:
-        ready = with_scale(channels, unscaled)
-        error = sum(
-            float(np.square(quantized_output(channels.sample, layer, weight, ready) - output).sum())
-            for (layer, weight), output in zip(weighted, exact, strict=True)
-        )
+        ready = with_scale(channels, unscaled, scheme)
+        error = 0.0
+        for (layer, weight), output in zip(weighted, exact, strict=True):
+            found_output = quantized_output(channels.sample, layer, weight, ready, scheme)
+            error += float(np.square(found_output - output).sum())
         found.append(Smoothing(ready, tried, ready.offset is not None, error / total))
     return min(found, key=lambda choice: choice.error)
 
 
-def with_scale(channels: Channels, ready: ActivationRange) -> ActivationRange:
+def with_scale(channels: Channels, ready: ActivationRange, scheme: Scheme) -> ActivationRange:
     """The same with the scale at which nothing that was seen is clipped."""
-    scale = largest_magnitude(channels, ready) / INT8_LIMIT
+    scale = largest_magnitude(channels, ready) / scheme.largest
     return ActivationRange(scale, ready.multiplier, ready.offset)
 
 
 def quantized_output(
-    sample: Vector, layer: Layer, weight: Vector, ready: ActivationRange
+    sample: Vector, layer: Layer, weight: Vector, ready: ActivationRange, scheme: Scheme
 ) -> Vector:
-    """(rows, N): what the layer gives for the sample in INT8, its bias left out."""
+    """(rows, N): what the quantized layer gives for the sample, its bias left out."""
     scaled = scale_weight(layer, weight, ready)
-    steps = weight_scales(layer, scaled)
-    shape = (-1, 1) if layer.weight_axis == 0 else (1, -1)
-    rounded = round_weight(layer, scaled, steps).astype(np.float32) * steps.reshape(shape)
-    product = rounded_rows(sample, ready) @ _matrix(layer, rounded)
+    rounded = quantized_weight(layer, scaled, scheme)
+    product = rounded_rows(sample, ready, scheme) @ _matrix(layer, rounded)
     return np.asarray(product + bias_shift(layer, scaled, ready), dtype=np.float32)
 
 
-def rounded_rows(sample: Vector, ready: ActivationRange) -> Vector:
-    """Rows (n, K) scaled, shifted, and rounded to the steps of INT8."""
+def rounded_rows(sample: Vector, ready: ActivationRange, scheme: Scheme) -> Vector:
+    """Rows (n, K) scaled, shifted, and rounded to the scheme's numbers."""
     scale = max(ready.scale, 1e-12)
-    steps = np.rint(transformed(sample, ready) / scale)
-    return np.asarray(np.clip(steps, -INT8_LIMIT - 1, INT8_LIMIT) * scale, dtype=np.float32)
+    return np.asarray(scheme.nearest(transformed(sample, ready) / scale) * scale, dtype=np.float32)
 
 
-def mean_error(sample: Vector, layer: Layer, weight: Vector, ready: ActivationRange) -> Vector:
-    """(N,): what the layer's outputs in INT8 lack on average; added to the bias, it is gone.
+def mean_error(
+    sample: Vector, layer: Layer, weight: Vector, ready: ActivationRange, scheme: Scheme
+) -> Vector:
+    """(N,): what the quantized layer's outputs lack on average; added to the bias, it is gone.
 
     Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction",
     2019, section 4.2, on real inputs.
     """
     exact = sample @ _matrix(layer, weight)
-    lacking = exact - quantized_output(sample, layer, weight, ready)
+    lacking = exact - quantized_output(sample, layer, weight, ready, scheme)
     return np.asarray(lacking.mean(axis=0, dtype=np.float64), dtype=np.float32)
 
 

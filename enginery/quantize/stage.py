@@ -1,7 +1,7 @@
-"""The quantize stage: an FP32 artifact -> one with INT8 weights and Q/DQ that TensorRT accepts.
+"""The quantize stage: an FP32 artifact -> one with INT8 or FP8 weights that its target multiplies.
 
 Takes an artifact and real inputs; leaves an artifact with its graph in INT8 and FP16,
-`reports/quantization.json` and `reports/ranges.json`.
+`reports/quantization.json`, `reports/quantization.svg` and `reports/ranges.json`.
 
     >>> config = QuantizeConfig(calibration="reviews.csv")
     >>> artifact = run(Artifact.open("minilm"), config, Path("minilm-int8"))
@@ -9,13 +9,13 @@ Takes an artifact and real inputs; leaves an artifact with its graph in INT8 and
     'tensorrt'
 
 Nothing is saved unless the answers hold the budget, TensorRT's parser takes the graph, and an
-engine of it has been built.
+engine of it has been built. Dynamic INT8, for the CPU, is in `quantize/dynamic.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from enginery.core.artifact import REPORTS, Artifact, commit_artifact, staging
 from enginery.core.errors import ArtifactError, CheckFailedError, OptionError
+from enginery.core.figures import NOT_DRAWN
 from enginery.core.fingerprint import (
     Fingerprint,
     option_fields,
@@ -43,23 +44,24 @@ from enginery.passes.layers import Layer, find_layers
 from enginery.passes.nodes import infer_types
 from enginery.passes.qdq import insert_qdq
 from enginery.quantize.accuracy import Accuracy, Judge
-from enginery.quantize.calibrate import Measured, calibrate, excluded_layers
+from enginery.quantize.calibrate import Measured, calibrate, excluded_layers, scheme_of
 from enginery.quantize.config import QuantizeConfig, check_options
 from enginery.quantize.data import CalibrationData, read_data
+from enginery.quantize.dynamic import make_dynamic
 from enginery.quantize.recorded import RANGES, Recorded, find_ranges
-from enginery.quantize.report import QuantizationReport
+from enginery.quantize.report import QuantizationReport, budget_notes, save_curve
 from enginery.quantize.trial import build_trials
-from enginery.runtime.ort import open_session
-from enginery.runtime.providers import choose_providers
+from enginery.runtime.tracing import GraphTracer
 
 STAGE = "quantize"
-STAGE_VERSION = "1"
+STAGE_VERSION = "2"
 """Raised when the same inputs would give another artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/quantization.json"
-TOOLS = ("onnx", "onnx-ir", "numpy", "tensorrt-rtx-cu13-bindings")
+CURVE = f"{REPORTS}/quantization.svg"
+TOOLS = ("onnx", "onnx-ir", "numpy", "ml_dtypes", "tensorrt-rtx-cu13-bindings")
 _LEAST_OPSET = 19
-"""From here on Q and DQ take FP16 scales."""
+"""From here on Q and DQ take FP16 scales, and FP8."""
 
 # What the graph and its numbers do not depend on.
 _NOT_IN_KEY = ("allow_failed", "calibration", "ranges")
@@ -95,7 +97,9 @@ def read_calibration(
 ) -> CalibrationData | None:
     """The calibration inputs that `fingerprint` and `run` take; see `read_data`."""
     check_options(config)
-    require_quantizable(source)
+    require_quantizable(source, config)
+    if config.scheme == "dynamic" and given is None and not config.calibration:
+        return None  # nothing is calibrated; inputs would only measure
     return read_data(source, config, given)
 
 
@@ -126,33 +130,14 @@ def run(
     """
     started = time.monotonic()
     source.require_passed(allow_failed=config.allow_failed)
-    require_quantizable(source)
+    require_quantizable(source, config)
     key = fingerprint(source, config, data)
-    model = read_graph(source.model)
-    infer_types(model)
-    layers = find_layers(model)
-    recorded, measured = _recorded(source, model, layers, data, config, progress)
-    quantized = recorded.quantized(layers)
-    notes = [data.description if data else f"ranges from {find_ranges(config.ranges)}"]
-    if data and data.kind == "random":
-        notes.append("calibrated on made-up inputs: of no use but for trying things out")
-        progress.say("quantize: calibrated on made-up inputs; do not use this artifact")
     with staging(out) as directory:
         source.copy_side_files(directory)
-        record = _write(model, quantized, recorded, source, directory, config)
-        graph = directory / record.file
-        accuracy = _check_accuracy(graph, measured)
-        with progress.task("building a trial engine"):
-            trials = build_trials(graph, source, config, quantized)
-        if not trials:
-            notes.append("no engine was built, as asked: TensorRT has not seen this graph")
-        report = QuantizationReport.of(
-            layers, recorded, measured, accuracy, trials, config, data, notes, key.fields
-        )
-        reports = directory / REPORTS
-        reports.mkdir()
+        (directory / REPORTS).mkdir()
+        make = make_dynamic if config.scheme == "dynamic" else _make_static
+        graphs, report, notes = make(source, config, directory, data, key.fields, progress)
         (directory / REPORT).write_bytes(report.to_json())
-        (reports / RANGES).write_bytes(recorded.to_json())
         stage = StageRecord(
             stage=STAGE,
             key=key.key,
@@ -165,9 +150,9 @@ def run(
             notes=(report.summary, *notes),
         )
         changes = {
-            "precision": config.residual,
-            "target": "tensorrt",
-            "graphs": (record,),
+            "precision": "fp32" if config.scheme == "dynamic" else config.residual,
+            "target": config.target,
+            "graphs": graphs,
             "stages": (*source.manifest.stages, stage),
             "verdicts": (),
         }
@@ -176,29 +161,71 @@ def run(
     return Artifact.open(out)
 
 
-def require_quantizable(source: Artifact) -> None:
-    """Raises ArtifactError unless this is one FP32 graph of standard ops, of opset 19 or later."""
+def _make_static(
+    source: Artifact,
+    config: QuantizeConfig,
+    directory: Path,
+    data: CalibrationData | None,
+    fields: Mapping[str, str],
+    progress: Progress,
+) -> tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]:
+    """The graph with Q/DQ in `directory`; its record, the report, and notes."""
+    model = read_graph(source.model)
+    infer_types(model)
+    layers = find_layers(model)
+    recorded, measured = _recorded(source, model, layers, data, config, progress)
+    quantized = recorded.quantized(layers)
+    notes = [data.description if data else f"ranges from {find_ranges(config.ranges)}"]
+    if data and data.kind == "random":
+        notes.append("calibrated on made-up inputs: of no use but for trying things out")
+        progress.say("quantize: calibrated on made-up inputs; do not use this artifact")
+    record = _write(model, quantized, recorded, source, directory, config)
+    graph = directory / record.file
+    accuracy = _check_accuracy(graph, measured, config)
+    with progress.task("building a trial engine"):
+        trials = build_trials(graph, source, config, quantized)
+    if not trials:
+        notes.append("no engine was built, as asked: TensorRT has not seen this graph")
+    if measured:
+        notes += budget_notes(measured.budget, measured.judge.rows)
+        if not save_curve(directory / CURVE, measured, config.scheme):
+            notes.append(NOT_DRAWN)
+    report = QuantizationReport.of(
+        layers, recorded, measured, accuracy, trials, config, data, notes, fields
+    )
+    (directory / REPORTS / RANGES).write_bytes(recorded.to_json())
+    return (record,), report, notes
+
+
+def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
+    """Raises ArtifactError unless these are FP32 graphs that the scheme can quantize.
+
+    For Q/DQ one graph of standard ops, of opset 19 or later.
+    """
     manifest = source.manifest
-    graphs = ", ".join(graph.file for graph in manifest.graphs)
     if any(stage.stage == STAGE for stage in manifest.stages):
         raise ArtifactError(
             f"{source.path} is quantized already.", do="Start from the artifact that was exported."
         )
+    targets = ("onnx", "cpu") if config.scheme == "dynamic" else ("onnx", "tensorrt")
+    if manifest.precision != "fp32" or manifest.target not in targets:
+        raise ArtifactError(
+            f"{source.path} is {manifest.precision} for {manifest.target}; quantizing for "
+            f"{config.target} starts from an FP32 graph for {' or '.join(targets)}.",
+            do="Start from the artifact that was exported: enginery export MODEL --dtype fp32",
+        )
+    if config.scheme == "dynamic":
+        return
     if len(manifest.graphs) != 1:
+        graphs = ", ".join(graph.file for graph in manifest.graphs)
         raise ArtifactError(
             f"{source.path} has the graphs {graphs}; one is expected: a decoder is calibrated on "
             "what an encoder and its own past feed it, which no file of inputs holds."
         )
-    if manifest.precision != "fp32" or manifest.target not in ("onnx", "tensorrt"):
-        raise ArtifactError(
-            f"{source.path} is {manifest.precision} for {manifest.target}; Q/DQ goes into an FP32 "
-            "graph that nothing has been fused in.",
-            do="Start from the artifact that was exported: enginery export MODEL --dtype fp32",
-        )
     if manifest.graphs[0].opset < _LEAST_OPSET:
         raise ArtifactError(
             f"{source.model} has opset {manifest.graphs[0].opset}, expected {_LEAST_OPSET} or "
-            "later: before, Q and DQ have no FP16 scales.",
+            "later: before, Q and DQ have neither FP16 scales nor FP8.",
             do="Export again: enginery export MODEL --opset 20",
         )
 
@@ -215,8 +242,11 @@ def _recorded(
         if data is None:
             raise OptionError("there are neither calibration inputs nor ranges.")
         return calibrate(source, model, layers, data, config, progress=progress)
-    recorded = Recorded.read(config.ranges, graph_sha256=sha256_of(source.model))
-    excluded = excluded_layers(layers, config.exclude, None)
+    scheme = scheme_of(config)
+    recorded = Recorded.read(
+        config.ranges, graph_sha256=sha256_of(source.model), scheme=scheme.name
+    )
+    excluded = excluded_layers(layers, config.exclude, None, scheme)
     left_out = {**recorded.left_out, **excluded}
     progress.say(f"quantize: ranges from {find_ranges(config.ranges)}, nothing is measured")
     return replace(recorded, left_out=left_out), None
@@ -232,7 +262,8 @@ def _write(
 ) -> GraphRecord:
     """Writes the quantized graph; returns its record."""
     old = source.manifest.graphs[0]
-    insert_qdq(model, quantized, recorded.ranges, bias_deltas=recorded.bias_deltas)
+    insert_qdq(model, quantized, recorded.ranges, scheme=scheme_of(config),
+               bias_deltas=recorded.bias_deltas)  # fmt: skip
     RemoveUnusedNodesPass()(model)
     if config.residual == "fp16":
         cast_graph(model, "fp16", keep_fp32=set(recorded.fp32_nodes))
@@ -249,22 +280,30 @@ def _write(
     )
 
 
-def _check_accuracy(graph: Path, measured: Measured | None) -> Accuracy | None:
+def _check_accuracy(
+    graph: Path, measured: Measured | None, config: QuantizeConfig
+) -> Accuracy | None:
     """Measures the graph as it is saved; raises CheckFailedError where it breaks the budget."""
     if measured is None:
         return None
-    found = measure_file(graph, measured.judge)
+    found = measure_file(graph, measured.judge, fused=scheme_of(config).runs_fused)
     if not measured.budget.holds(found):
         raise CheckFailedError(
             f"the quantized graph does not keep a {measured.budget}: its mean cosine is "
-            f"{found.cosine:.5f}, though INT8 alone has {measured.search.accuracy.cosine:.5f}.",
+            f"{found.cosine:.5f}, though quantization alone has "
+            f"{measured.search.accuracy.cosine:.5f}.",
             do="Keep the rest in FP32 with --residual fp32, or lower the budget.",
         )
     return found
 
 
-def measure_file(graph: Path, judge: Judge) -> Accuracy:
-    """An ONNX file against the judge's reference, in ONNX Runtime on the CPU."""
-    session = open_session(graph, choose_providers(["cpu"]))
-    names = [value.name for value in session.get_outputs()]
-    return judge.measure(lambda feeds: dict(zip(names, session.run(names, feeds), strict=True)))
+def measure_file(graph: Path, judge: Judge, *, fused: bool = True) -> Accuracy:
+    """An ONNX file against the judge's reference, in ONNX Runtime on the CPU.
+
+    Args:
+        graph: the file.
+        judge: holds the reference's answers.
+        fused: whether ONNX Runtime's fusions are on.
+    """
+    with GraphTracer(graph, judge.outputs, optimized=fused) as session:
+        return judge.measure(session)

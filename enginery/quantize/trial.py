@@ -1,10 +1,11 @@
 """What TensorRT and ONNX Runtime make of the quantized graph, before anything is saved.
 
     >>> (trial,) = build_trials(path, artifact, config, layers)
-    >>> trial.int8_layers, trial.layers
+    >>> trial.quantized_layers, trial.layers
     (36, {'gemm int8': 24, 'attention fp16': 6, 'other fp16': 44})
 
-What the builder did not do is not claimed: a layer counts as INT8 when the engine multiplies it so.
+What the builder did not do is not claimed: a layer counts when the engine multiplies it in INT8 or
+FP8.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class EngineTrial:
     profiles: tuple[str, ...]
     layers: dict[str, int]
     """Engine layers by kind and precision."""
-    int8_layers: int
-    """Quantized layers of the graph that the engine multiplies in INT8."""
-    not_int8: tuple[str, ...]
+    quantized_layers: int
+    """Quantized layers of the graph that the engine multiplies in their type."""
+    not_quantized: tuple[str, ...]
     """Those that it multiplies in another precision, or whose kernel it does not name."""
     fused_attentions: int
     plan_bytes: int
@@ -82,7 +83,7 @@ def build_trials(
         # A fused layer names the nodes in it; the kernel that quantizes may name the product, too.
         multiplied = {
             node for layer in built.layers
-            if layer.kind in ("gemm", "convolution") and layer.precision == "int8"
+            if layer.kind in ("gemm", "convolution") and layer.precision == config.scheme
             for node in layer.nodes
         }  # fmt: skip
         missing = tuple(layer.name for layer in quantized if layer.name not in multiplied)
@@ -92,8 +93,8 @@ def build_trials(
                 tensorrt=built.tensorrt,
                 profiles=tuple(str(profile) for profile in profiles),
                 layers=built.counts(),
-                int8_layers=len(quantized) - len(missing),
-                not_int8=missing,
+                quantized_layers=len(quantized) - len(missing),
+                not_quantized=missing,
                 fused_attentions=built.fused_attentions,
                 plan_bytes=len(built.plan),
                 seconds=built.seconds,

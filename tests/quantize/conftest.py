@@ -33,13 +33,14 @@ def tiny(tmp_path_factory):
 def quantized(tmp_path):
     """`quantized(artifact, min_cosine=0.9)`: the quantized artifact; no budget unless one is named.
 
-    Without `capabilities` no engine is built, which takes a second each.
+    Without `capabilities` no engine is built, which takes a second each; without `curve` no mix is
+    measured that the budget does not ask for.
     """
 
     def make(artifact: Artifact, inputs=TEXT, *, out: Path | None = None, **options) -> Artifact:
         if options.get("capabilities") and not has_tensorrt():
             pytest.skip("pip install 'enginery[tensorrt-rtx]'")
-        settings = {"min_cosine": -1, "capabilities": (), **options}
+        settings = {"min_cosine": -1, "capabilities": (), "curve": False, **options}
         config = options_from(QuantizeConfig, "quantize", settings)
         data = stage.read_calibration(artifact, config, inputs)
         return stage.run(artifact, config, out or tmp_path / "int8", data=data)

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import onnx
 import pytest
 
 from enginery.quantize import stage
@@ -29,6 +30,10 @@ CASES = [
 ]
 
 
+def report_of(artifact):
+    return json.loads((artifact.path / stage.REPORT).read_bytes())
+
+
 @pytest.fixture(scope="module")
 def images():
     generator = np.random.default_rng(0)
@@ -44,11 +49,70 @@ def test_every_quantized_layer_is_multiplied_in_int8(
     source = tiny(kind, task, **config)
     inputs = {"inputs": images} if "image" in task else {}
     made = quantized(source, capabilities=("8.9",), **inputs)
-    report = json.loads((made.path / stage.REPORT).read_bytes())
+    report = report_of(made)
     (engine,) = report["engines"]
-    assert engine["not_int8"] == []
-    assert engine["int8_layers"] == len(report["int8_layers"]) > 0
-    assert layers in (None, engine["int8_layers"])
+    assert engine["not_quantized"] == []
+    assert engine["quantized_layers"] == len(report["quantized_layers"]) > 0
+    assert layers in (None, engine["quantized_layers"])
     assert {name: engine["layers"].get(name) for name in kernels} == kernels
     assert engine["fused_attentions"] == attentions
     assert report["accuracy"]["cosine"] > 0.9  # random weights, drawn wide
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "config", "layers", "kernels", "attentions"),
+    [c for c in CASES if c[0] in ("bert", "distilbert", "roberta", "vit", "gpt2")],
+    ids=["bert", "distilbert", "roberta", "vit", "gpt2"],
+)
+def test_one_scale_a_weight_is_multiplied_in_int8_too(
+    tiny, quantized, images, kind, task, config, layers, kernels, attentions
+):
+    inputs = {"inputs": images} if "image" in task else {}
+    made = quantized(tiny(kind, task, **config), capabilities=("8.9",), per_channel=False, **inputs)
+    report = report_of(made)
+    (engine,) = report["engines"]
+    assert engine["not_quantized"] == []
+    assert engine["quantized_layers"] == len(report["quantized_layers"]) == layers
+    assert engine["fused_attentions"] == attentions
+    scales = [
+        tensor for tensor in onnx.load(made.model).graph.initializer
+        if tensor.name.endswith("/weight_scale")
+    ]  # fmt: skip
+    assert len(scales) == layers
+    assert all(len(tensor.dims) == 0 for tensor in scales)
+
+
+@pytest.mark.parametrize("capability", ["8.9", "12.0"])
+@pytest.mark.parametrize("per_channel", [True, False], ids=["per-channel", "per-tensor"])
+def test_fp8_layers_of_bert_are_multiplied_in_fp8(tiny, quantized, capability, per_channel):
+    source = tiny("bert", "token-classification", **WIDE)
+    made = quantized(source, scheme="fp8", capabilities=(capability,), per_channel=per_channel)
+    report = report_of(made)
+    (engine,) = report["engines"]
+    assert engine["not_quantized"] == []
+    assert engine["quantized_layers"] == len(report["quantized_layers"]) == 12
+    assert engine["layers"]["gemm fp8"] in (8, 12)  # query, key and value are one, or three
+    assert engine["fused_attentions"] == 2
+    types = {tensor.data_type for tensor in onnx.load(made.model).graph.initializer}
+    assert onnx.TensorProto.FLOAT8E4M3FN in types
+    assert onnx.TensorProto.INT8 not in types
+    assert report["accuracy"]["cosine"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "kernels"),
+    [
+        ("vit", WIDE, {"gemm fp8": 8, "convolution fp16": 1}),
+        ("resnet", {"embedding_size": 16, "hidden_sizes": [64, 64, 64, 64]},
+         {"convolution fp8": 16, "convolution fp16": 1}),
+    ],
+)  # fmt: skip
+def test_fp8_is_claimed_for_no_convolution_that_the_engine_multiplies_otherwise(
+    tiny, quantized, images, kind, config, kernels
+):
+    source = tiny(kind, "image-classification", **config)
+    report = report_of(quantized(source, images, scheme="fp8", capabilities=("8.9",)))
+    (engine,) = report["engines"]
+    assert engine["not_quantized"] == []
+    assert {name: engine["layers"].get(name) for name in kernels} == kernels
+    assert any("3 input channels" in reason for reason in report["left_out"].values())

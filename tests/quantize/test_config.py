@@ -2,18 +2,25 @@ import pytest
 
 from enginery.core.errors import OptionError
 from enginery.core.options import options_from
-from enginery.quantize.config import QuantizeConfig, check_options
+from enginery.quantize.config import QuantizeConfig, check_options, lost_accuracy
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"scheme": "dynamic"}, "no dynamic INT8"),
+        ({"scheme": "dynamic"}, "scales are constants of the graph"),
+        ({"scheme": "dynamic", "target": "cuda"}, "multiplies no INT8"),
+        ({"target": "cuda"}, "multiplies no INT8"),
+        ({"target": "cpu"}, "placed here as TensorRT fuses them"),
+        ({"scheme": "fp8", "method": "entropy"}, "equal steps"),
+        ({"scheme": "fp8", "capabilities": ("8.9", "8.0")}, "has 8.0, a GPU that multiplies no FP8"),
+        ({"label_column": "label"}, "without 'accuracy_budget'"),
+        ({"accuracy_budget": "a lot"}, "expected a percentage or a part of 1"),
+        ({"accuracy_budget": "120%"}, "expected a percentage or a part of 1"),
         ({"symmetric": False}, "zero points of 0 alone"),
         ({"rows": 0}, "expected 1 or more"),
         ({"percentile": 0.5}, "expected 50 to 100"),
         ({"min_cosine": float("nan")}, "expected -1 to 1"),
-        ({"max_accuracy_drop": 2}, "expected 0 to 1"),
         ({"smoothing": 1.5}, "expected 0 to 1"),
         ({"seed": -1}, "expected 0 or more"),
     ],
@@ -31,3 +38,10 @@ def test_smoothing_is_a_number_or_a_word():
     assert options_from(QuantizeConfig, "quantize", {"smoothing": 0.5}).smoothing == 0.5
     with pytest.raises(OptionError, match="smoothing"):
         options_from(QuantizeConfig, "quantize", {"smoothing": "a lot"})
+
+
+@pytest.mark.parametrize(
+    ("budget", "part"), [("0.5%", 0.005), ("0.005", 0.005), (" 2 % ", 0.02), ("1", 1.0), ("0%", 0)]
+)
+def test_an_accuracy_budget_is_a_percentage_or_a_part(budget, part):
+    assert lost_accuracy(budget) == pytest.approx(part)

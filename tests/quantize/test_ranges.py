@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from enginery.core.errors import InputError
+from enginery.passes.scheme import INT8
 from enginery.quantize.ranges import BINS, Histogram, choose_range
 
 GENERATOR = np.random.default_rng(0)
@@ -16,24 +17,24 @@ def histogram(*batches):
 
 
 def test_minmax_is_the_largest_magnitude_of_either_sign():
-    assert choose_range(histogram(np.float32([1, -3, 2])), "minmax") == 3
+    assert choose_range(histogram(np.float32([1, -3, 2])), "minmax", INT8) == 3
 
 
 def test_percentile_leaves_out_that_share_of_the_magnitudes():
-    found = choose_range(histogram(BELL), "percentile", percentile=99)
+    found = choose_range(histogram(BELL), "percentile", INT8, percentile=99)
     # 99 % of a standard normal distribution lie within 2.576 of its middle.
     assert found == pytest.approx(2.576, abs=0.03)
 
 
 def test_percentile_of_everything_is_the_largest():
     made = histogram(BELL)
-    assert choose_range(made, "percentile", percentile=100) == pytest.approx(made.largest)
+    assert choose_range(made, "percentile", INT8, percentile=100) == pytest.approx(made.largest)
 
 
 def test_moving_average_follows_the_batches_and_not_one_outlier():
     calm = np.full(100, 1, np.float32)
     spike = np.full(100, 100, np.float32)
-    found = choose_range(histogram(calm, calm, spike, *[calm] * 20), "moving-average")
+    found = choose_range(histogram(calm, calm, spike, *[calm] * 20), "moving-average", INT8)
     assert 1 < found < 10
 
 
@@ -41,13 +42,13 @@ def test_moving_average_follows_the_batches_and_not_one_outlier():
 def test_a_lone_outlier_is_clipped(method):
     # 200,000 steps of a normal distribution are worth more than one value.
     made = histogram(np.append(BELL, np.float32(60)))
-    assert 3 < choose_range(made, method) < 40
+    assert 3 < choose_range(made, method, INT8) < 40
 
 
 @pytest.mark.parametrize("method", ["mse", "entropy"])
 def test_an_even_distribution_is_not_clipped(method):
     even = GENERATOR.uniform(-1, 1, 200_000).astype(np.float32)
-    assert choose_range(histogram(even), method) == pytest.approx(1, abs=0.03)
+    assert choose_range(histogram(even), method, INT8) == pytest.approx(1, abs=0.03)
 
 
 def test_mse_is_the_least_squared_error_of_rounding():
@@ -59,7 +60,7 @@ def test_mse_is_the_least_squared_error_of_rounding():
         return np.square(np.clip(np.rint(values / step), -127, 127) * step - values).mean()
 
     best = min(error(top) for top in np.linspace(1, made.largest, 200))
-    assert error(choose_range(made, "mse")) < 1.05 * best
+    assert error(choose_range(made, "mse", INT8)) < 1.05 * best
 
 
 def test_a_histogram_has_its_size_whatever_goes_in():

@@ -2,18 +2,21 @@ import numpy as np
 import pytest
 
 from enginery.passes.layers import Layer
+from enginery.passes.qdq import ActivationRange
+from enginery.passes.scheme import FP8, INT8
 from enginery.quantize.calibration import Channels
 from enginery.quantize.smoothing import (
     choose_smoothing,
     mean_error,
     quantized_output,
     rounded_rows,
+    with_scale,
 )
 
 GENERATOR = np.random.default_rng(0)
 K, N = 64, 48
 WEIGHT = GENERATOR.normal(size=(K, N)).astype(np.float32)
-LAYER = Layer("layer", "MatMul", "x", "w", "y", K, N, 1, "b", False, "")
+LAYER = Layer("layer", "MatMul", "x", "w", "y", K, K, N, 1, "b", False, "")
 
 
 def channels(rows):
@@ -29,7 +32,7 @@ def outliers():
 
 def choose(rows, **options):
     defaults = {"strength": "search", "shift": True}
-    return choose_smoothing(channels(rows), [(LAYER, WEIGHT)], **{**defaults, **options})
+    return choose_smoothing(channels(rows), [(LAYER, WEIGHT)], INT8, **{**defaults, **options})
 
 
 def test_outlier_channels_move_into_the_weights():
@@ -73,8 +76,8 @@ def test_a_channel_that_is_always_zero_stays_finite():
 def test_the_mean_error_is_what_the_bias_lacks():
     rows = (np.abs(outliers()) + 1).astype(np.float32)
     found = choose(rows, strength="none", shift=False)
-    correction = mean_error(rows, LAYER, WEIGHT, found.ready)
-    left = rows @ WEIGHT - (quantized_output(rows, LAYER, WEIGHT, found.ready) + correction)
+    correction = mean_error(rows, LAYER, WEIGHT, found.ready, INT8)
+    left = rows @ WEIGHT - (quantized_output(rows, LAYER, WEIGHT, found.ready, INT8) + correction)
     np.testing.assert_allclose(left.mean(axis=0), 0, atol=1e-3)
     assert np.abs(correction).max() > 1e-3
 
@@ -82,6 +85,19 @@ def test_the_mean_error_is_what_the_bias_lacks():
 def test_rounded_rows_lie_on_the_steps():
     rows = outliers().astype(np.float32)
     ready = choose(rows, strength="none", shift=False).ready
-    steps = rounded_rows(rows, ready) / ready.scale
+    steps = rounded_rows(rows, ready, INT8) / ready.scale
     np.testing.assert_allclose(steps, np.rint(steps), atol=1e-3)
     assert np.abs(steps).max() == pytest.approx(127)
+
+
+@pytest.mark.parametrize(("loud", "better"), [(1, INT8), (500, FP8)], ids=["even", "outliers"])
+def test_fp8_is_for_activations_of_many_sizes(loud, better):
+    rows = GENERATOR.uniform(-1, 1, size=(400, K)) * np.where(np.arange(K) < 2, loud, 1)
+    rows = rows.astype(np.float32)
+    quiet = np.where(np.arange(K)[:, None] < 2, 0, WEIGHT).astype(np.float32)
+    errors = {}
+    for scheme in (INT8, FP8):
+        ready = with_scale(channels(rows), ActivationRange(1.0), scheme)
+        found = quantized_output(rows, LAYER, quiet, ready, scheme)
+        errors[scheme] = np.linalg.norm(found - rows @ quiet)
+    assert min(errors, key=errors.get) == better

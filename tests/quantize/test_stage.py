@@ -60,9 +60,9 @@ def test_the_engine_is_built_and_read_back(tiny, quantized):
     made = quantized(tiny(*BERT), capabilities=("8.9",))
     report = report_of(made)
     (engine,) = report["engines"]
-    assert engine["int8_layers"] == len(report["int8_layers"]) == 12
+    assert engine["quantized_layers"] == len(report["quantized_layers"]) == 12
     assert engine["layers"]["gemm int8"] == 8  # query, key and value are one
-    assert engine["not_int8"] == []
+    assert engine["not_quantized"] == []
 
 
 def test_smoothing_costs_neither_int8_gemms_nor_fused_attention(tiny, quantized):
@@ -79,12 +79,12 @@ def test_smoothing_costs_neither_int8_gemms_nor_fused_attention(tiny, quantized)
 
 def test_the_report_counts_what_it_claims(tiny, quantized):
     report = report_of(quantized(tiny(*BERT)))
-    assert report["layers"] == {"int8": 12, "all": 14}
+    assert report["layers"] == {"quantized": 12, "all": 14}
     reasons = " ".join(report["left_out"].values())
     assert "one row an input" in reasons  # the pooler
     assert "N = 3" in reasons  # the classifier
     work = report["multiply_adds"]
-    assert 0.7 < work["int8_share_with_attention"] < work["int8_share"] < 1
+    assert 0.7 < work["share_with_attention"] < work["share"] < 1
     # Two layers of 4 × 32 × 32 and 2 × 32 × 64 for each position, a pooler, and three labels.
     per_position = 2 * (4 * 32 * 32 + 2 * 32 * 64)
     assert work["all"] == work["positions"] * per_position + 32 * 32 + 32 * 3
@@ -139,14 +139,14 @@ def test_the_search_leaves_layers_out_until_the_budget_holds(tiny, quantized):
     budget = 1 - (1 - everything) / 2
     report = report_of(quantized(source, min_cosine=budget))
     assert report["accuracy"]["cosine"] >= budget
-    assert any("lowers 1 - cosine" in reason for reason in report["left_out"].values())
-    assert 0 < report["multiply_adds"]["int8_share"] < 1
+    assert any("raises the mean cosine" in reason for reason in report["left_out"].values())
+    assert 0 < report["multiply_adds"]["share"] < 1
     assert len(report["search"]["curve"]) >= 2
     assert len(report["search"]["effects"]) == 12
 
 
 def test_a_budget_that_cannot_be_kept_leaves_nothing(tiny, quantized, tmp_path):
-    with pytest.raises(CheckFailedError, match="no mix with INT8"):
+    with pytest.raises(CheckFailedError, match="no mix with a quantized layer"):
         quantized(tiny(*BERT), min_cosine=1.0)
     assert list(tmp_path.iterdir()) == []
 
@@ -198,7 +198,7 @@ def test_what_leaves_the_range_of_fp16_stays_fp32(tiny, quantized, monkeypatch):
 def test_excluded_layers_stay_as_they_are(tiny, quantized):
     made = quantized(tiny(*BERT), exclude=("*/layer.0/*",))
     report = report_of(made)
-    assert not any("layer.0" in name for name in report["int8_layers"])
+    assert not any("layer.0" in name for name in report["quantized_layers"])
     assert any(reason == "excluded by '*/layer.0/*'" for reason in report["left_out"].values())
 
 
@@ -222,7 +222,7 @@ def test_labels_make_the_budget_one_of_accuracy(tiny, quantized, tmp_path):
     (tmp_path / "data.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
     made = quantized(
         tiny(*BERT), None, out=tmp_path / "int8", calibration=str(tmp_path / "data.csv"),
-        label_column="label", min_cosine=1.0, max_accuracy_drop=1.0,
+        label_column="label", min_cosine=1.0, accuracy_budget="100%",
     )  # fmt: skip
     report = report_of(made)
     assert report["search"]["budget"].startswith("accuracy of at least")
@@ -263,7 +263,7 @@ def test_what_cannot_be_quantized_is_refused_with_the_reason(tiny, change, reaso
         change = {"graphs": (graph, graph)}
     altered = replace(source, manifest=source.manifest.model_copy(update=change))
     with pytest.raises(ArtifactError, match=reason):
-        stage.require_quantizable(altered)
+        stage.require_quantizable(altered, QuantizeConfig())
 
 
 def test_the_fingerprint_follows_inputs_and_options(tiny):
@@ -279,3 +279,70 @@ def test_the_fingerprint_follows_inputs_and_options(tiny):
     assert key() != key(("a", "c"))
     assert key() != key(method="mse")
     assert key() == key(allow_failed=True)
+
+
+def test_the_curve_is_drawn_and_its_numbers_are_beside_it(tiny, quantized):
+    made = quantized(tiny(*BERT), curve=True)
+    curve = report_of(made)["search"]["curve"]
+    assert [point["left_out"] for point in curve] == [0, 1, 2, 4, 8]
+    assert curve[0]["share"] > curve[-1]["share"]
+    picture = (made.path / stage.CURVE).read_text(encoding="utf-8")
+    assert picture.count("<svg") == 1
+    assert "multiply-adds in INT8, %" in picture
+
+
+def test_without_matplotlib_the_report_says_that_nothing_was_drawn(tiny, quantized, monkeypatch):
+    monkeypatch.setattr("enginery.core.figures.can_draw", lambda: False)
+    made = quantized(tiny(*BERT))
+    assert not (made.path / stage.CURVE).exists()
+    assert any("no figures were drawn" in note for note in made.manifest.stages[-1].notes)
+
+
+def test_without_labels_an_accuracy_budget_counts_answers_that_change(tiny, quantized):
+    found = report_of(quantized(tiny(*BERT), accuracy_budget="60%"))["search"]
+    assert (found["about"], found["reference"], found["allowed"]) == ("agreement", 1.0, 0.6)
+    assert found["budget"] == "agreement with FP32's answers of at least 40.00%"
+
+
+def test_ranges_of_another_scheme_are_refused(tiny, quantized):
+    made = quantized(tiny(*BERT))
+    with pytest.raises(InputError, match="calibrated for int8, found --scheme fp8"):
+        quantized(tiny(*BERT), None, ranges=str(made.path), scheme="fp8")
+
+
+class TestDynamic:
+    def test_it_needs_no_inputs_and_runs_on_the_cpu(self, tiny, quantized):
+        source = tiny(*BERT)
+        made = quantized(source, None, scheme="dynamic", target="cpu")
+        assert (made.manifest.target, made.manifest.precision) == ("cpu", "fp32")
+        report = report_of(made)
+        assert report["products"]["model.onnx"]["MatMulInteger"] >= 12
+        assert "accuracy" not in report
+        with OrtRunner(made) as runner, OrtRunner(source) as reference:
+            ids = np.array([[5, 6, 7, 8]], np.int64)
+            others = {"attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+            feeds = {"input_ids": ids, **others}
+            a, b = runner(feeds)["logits"][0], reference(feeds)["logits"][0]
+        assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.95
+
+    def test_inputs_measure_it_and_the_budget_must_hold(self, tiny, quantized, tmp_path):
+        source = tiny(*BERT)
+        report = report_of(quantized(source, scheme="dynamic", target="cpu"))
+        assert report["accuracy"]["rows"] == len(TEXT)
+        with pytest.raises(CheckFailedError, match="dynamic INT8 does not keep a mean cosine"):
+            quantized(source, out=tmp_path / "no", scheme="dynamic", target="cpu", min_cosine=1.0)
+        assert not (tmp_path / "no").exists()
+
+    def test_it_takes_what_optimize_fused_for_the_cpu(self, tiny, quantized):
+        source = tiny(*BERT)
+        fused = replace(source, manifest=source.manifest.model_copy(update={"target": "cpu"}))
+        assert quantized(fused, None, scheme="dynamic", target="cpu").manifest.target == "cpu"
+        with pytest.raises(ArtifactError, match="is fp32 for cpu"):
+            quantized(fused)
+
+    def test_every_graph_of_several_is_quantized(self, exported, quantized):
+        source = exported("t5", "text2text-generation", post_process=False)
+        made = quantized(source, None, scheme="dynamic", target="cpu")
+        products = report_of(made)["products"]
+        assert set(products) == {graph.file for graph in source.manifest.graphs}
+        assert all(products.values())
