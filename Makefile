@@ -2,6 +2,7 @@
 #   make run                                  the built-in model, exported, checked and asked
 #   make run MODEL=org/name TASK=text-classification
 #   make export MODEL=./my-model OUT=build/my-model
+#   make engine ARTIFACT=build/my-model PROFILE=batch=1:8:32,sequence=8:128:512 CAPABILITY=8.9
 PYTHON ?= python3
 VENV ?= .venv
 # The index that torch alone is installed from: PyTorch's page of CPU wheels on a machine without
@@ -13,6 +14,9 @@ TASK ?=
 REVISION ?=
 OUT ?=
 CALIBRATION ?=
+PROFILE ?=
+CAPABILITY ?=
+FLAVOR ?=
 ARTIFACT ?= $(OUT)
 ARGS ?=
 
@@ -25,7 +29,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 named = $(if $($(1)),--$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint format export optimize quantize validate doctor inspect schema clean
+.PHONY: help setup run test test-all lint format export optimize quantize engine validate doctor inspect schema clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +47,9 @@ optimize: setup  ## make ARTIFACT ready for TensorRT, CUDA or the CPU, at OUT
 
 quantize: setup  ## make ARTIFACT INT8 for TensorRT, calibrated on CALIBRATION, at OUT
 	$(BIN)/enginery quantize $(ARTIFACT) $(call named,CALIBRATION,calibration) $(call named,OUT,out) $(ARGS)
+
+engine: setup  ## build TensorRT engines of ARTIFACT into OUT: PROFILE, CAPABILITY, FLAVOR
+	$(BIN)/enginery build $(ARTIFACT) $(call named,PROFILE,profile) $(call named,CAPABILITY,capability) $(call named,FLAVOR,flavor) $(call named,OUT,out) $(ARGS)
 
 validate: setup  ## compare ARTIFACT with PyTorch
 	$(BIN)/enginery validate $(ARTIFACT) $(ARGS)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from enginery.core.artifact import Artifact
     from enginery.core.errors import EngineryError
     from enginery.pipeline import (
+        build_engine,
         export_model,
         optimize_model,
         quantize_model,
@@ -35,6 +36,7 @@ __all__ = [
     "EngineryError",
     "Recipe",
     "__version__",
+    "build_engine",
     "export_model",
     "load_model",
     "optimize_model",
@@ -47,6 +49,7 @@ _HOMES = {
     "Artifact": "enginery.core.artifact",
     "EngineryError": "enginery.core.errors",
     "Recipe": "enginery.recipe",
+    "build_engine": "enginery.pipeline",
     "export_model": "enginery.pipeline",
     "load_model": "enginery.runtime.model",
     "optimize_model": "enginery.pipeline",

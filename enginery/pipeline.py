@@ -22,12 +22,14 @@ from enginery.core.artifact import Artifact, refuse_foreign
 from enginery.core.errors import OptionError
 from enginery.core.options import options_from
 from enginery.core.progress import SILENT, Progress
+from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.recipe import Recipe
 from enginery.steps import (
     StageResult,
+    build_step,
     deliver,
     export_step,
     optimize_step,
@@ -133,7 +135,8 @@ def quantize_model(
 
     Args:
         artifact: an FP32 artifact that no other stage has changed, or its path.
-        calibration: real inputs: a file or folder, or any iterable of texts or images.
+        calibration: real inputs: a file or folder, or any iterable of texts, images, rows that have
+            `column` (a Hugging Face Dataset, dicts), or dicts of the graph's own inputs.
         out: where the new artifact goes; empty for the store.
         force: quantize although a finished artifact is there.
         progress: who is told what happens.
@@ -150,6 +153,35 @@ def quantize_model(
     given = None if isinstance(calibration, str | Path) else calibration
     opened = _as_artifact(artifact)
     return quantize_step(opened, config, given, str(out), force=force, progress=progress).artifact
+
+
+def build_engine(
+    artifact: Artifact | str | Path,
+    *,
+    out: str | Path = "",
+    force: bool = False,
+    progress: Progress = SILENT,
+    **options: Any,
+) -> Artifact:
+    """Builds TensorRT engines of an artifact's graphs, or takes the finished ones.
+
+    No engine has been run on a GPU by this project yet.
+
+    Args:
+        artifact: an artifact whose graphs TensorRT takes, or its path.
+        out: where the artifact with the engines goes, which may be where it is; empty for the
+            store.
+        force: build although the engines are there.
+        progress: who is told what happens.
+        options: of the stage, see `BuildConfig`.
+
+    Raises:
+        EngineryError: a profile does not fit, TensorRT refuses a graph or is not installed, or
+            there is no GPU where one is needed. Nothing is left then.
+    """
+    config = options_from(BuildConfig, "build", options)
+    opened = _as_artifact(artifact)
+    return build_step(opened, config, str(out), force=force, progress=progress).artifact
 
 
 def validate_model(
@@ -222,6 +254,9 @@ def run_recipe(
         elif isinstance(step.options, QuantizeConfig):
             options = replace(step.options, allow_failed=allow_failed or step.options.allow_failed)
             result = quantize_step(artifact, options, None, "", force=force, progress=progress)
+        elif isinstance(step.options, BuildConfig):
+            engines = replace(step.options, allow_failed=allow_failed or step.options.allow_failed)
+            result = build_step(artifact, engines, "", force=force, progress=progress)
         else:
             result = validate_step(artifact, step.options, force=force, progress=progress)
         stages.append(result)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, get_type_hints
 from enginery.core.errors import OptionError, RecipeError, nearest
 from enginery.core.options import option_names, options_from
 from enginery.core.yaml_lines import Node, Scalar, Sequence, Table, parse_yaml, plain
+from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.quantize.config import QuantizeConfig
@@ -28,11 +29,12 @@ STAGES: dict[str, type] = {
     "export": ExportConfig,
     "optimize": OptimizeConfig,
     "quantize": QuantizeConfig,
+    "build": BuildConfig,
     "validate": ValidateConfig,
 }
 
 _KEYS = ("model", "out", "stages", "ask")
-_PATH_OPTIONS = ("data", "cache_dir", "calibration", "ranges")
+_PATH_OPTIONS = ("data", "cache_dir", "calibration", "ranges", "profiles_from", "timing_cache")
 _MODEL_OPTIONS = ("reference",)
 _OF_ONE_MODEL = {"export": ("task", "revision"), "validate": ("reference",)}
 """Options that say something about one model; another model takes their defaults."""
@@ -43,7 +45,7 @@ class Step:
     """One stage of a recipe with its options."""
 
     stage: str
-    options: ExportConfig | OptimizeConfig | QuantizeConfig | ValidateConfig
+    options: ExportConfig | OptimizeConfig | QuantizeConfig | BuildConfig | ValidateConfig
     line: int = field(default=0, compare=False)
     """Where the recipe names it; 0 for a step that was made in Python."""
 

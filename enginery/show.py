@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -121,7 +122,7 @@ def validation_tables(report: ValidationReport, *, every: bool) -> dict[str, lis
                 "output": output.output if every else _kind(output.output),
                 "input" if every else "worst input": f"{case.kind}: {case.name}",
                 "max abs error": f"{output.max_abs:.1e}",
-                "allowed": f"{output.limit:.1e}",
+                "allowed": _limit(output),
                 "cosine": f"{output.cosine:.6f}",
                 "verdict": _verdict(output),
             }
@@ -153,9 +154,19 @@ def _verdict(output: OutputMetrics) -> str:
     return "failed" if output.max_abs > output.limit else output.problem or "ok"
 
 
+def _limit(output: OutputMetrics) -> str:
+    """The largest error allowed; a quantized graph is held to its cosine alone."""
+    return f"{output.limit:.1e}" if math.isfinite(output.limit) else _NOTHING
+
+
 def report_lines(report: ValidationReport) -> list[str]:
     """What the tables of a validation do not say."""
     lines = [provider_line(report)] if report.providers else []
+    lines += [
+        f"{o.output} over {o.inputs} real inputs: cosine {o.cosine:.4f}, at least "
+        f"{o.cosine_limit:.4f} expected"
+        for o in report.overall
+    ]
     if report.embeddings:
         found = report.embeddings
         lines.append(
@@ -209,7 +220,7 @@ def _stage_row(stage: StageResult) -> Row:
         "result": done if stage.worked else f"{done} earlier",
         "time": f"{stage.seconds:.1f} s",
         "max abs error": f"{worst[1].max_abs:.1e}" if worst else _NOTHING,
-        "allowed": f"{worst[1].limit:.1e}" if worst else _NOTHING,
+        "allowed": _limit(worst[1]) if worst else _NOTHING,
         "cosine": f"{min(cosines):.6f}" if cosines else _NOTHING,
         "provider": ", ".join(names) or _NOTHING,
     }
@@ -235,11 +246,12 @@ def run_json(result: RunResult, answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def store_rows(entries: Sequence[StoreEntry]) -> list[Row]:
-    """One row an artifact."""
+    """One row an artifact or an engine."""
     return [
         {
-            "artifact": entry.path.name,
-            "source": entry.artifact.manifest.source.id if entry.artifact else _NOTHING,
+            "kind": entry.kind.removesuffix("s"),
+            "name": entry.path.name,
+            "source": _source(entry) or _NOTHING,
             "size": human_bytes(entry.size_bytes),
             "used": f"{datetime.fromtimestamp(entry.used, UTC):%Y-%m-%d}",
             "state": f"damaged: {entry.problem}" if entry.problem else _state(entry),
@@ -253,7 +265,8 @@ def store_json(entries: Sequence[StoreEntry]) -> list[dict[str, Any]]:
     return [
         {
             "path": str(entry.path),
-            "source": entry.artifact.manifest.source.id if entry.artifact else None,
+            "kind": entry.kind.removesuffix("s"),
+            "source": _source(entry),
             "size_bytes": entry.size_bytes,
             "used": datetime.fromtimestamp(entry.used, UTC).isoformat(timespec="seconds"),
             "state": _state(entry),
@@ -263,10 +276,20 @@ def store_json(entries: Sequence[StoreEntry]) -> list[dict[str, Any]]:
     ]
 
 
+def _source(entry: StoreEntry) -> str | None:
+    """An artifact's model, and an engine's graph by its content: it may be in many artifacts."""
+    if entry.artifact:
+        return entry.artifact.manifest.source.id
+    if entry.engine:
+        record = entry.engine.record
+        return f"{record.graph} (sha256 {record.graph_sha256[:12]}…)"
+    return None
+
+
 def _state(entry: StoreEntry) -> str:
-    if entry.artifact is None:
+    if entry.content is None:
         return "damaged"
-    return "failed" if entry.artifact.failed() else "ok"
+    return "failed" if entry.artifact and entry.artifact.failed() else "ok"
 
 
 def _facts(facts: dict[str, str]) -> list[Row]:

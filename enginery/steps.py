@@ -24,7 +24,8 @@ from enginery.core.fingerprint import Fingerprint
 from enginery.core.manifest import Verdict
 from enginery.core.progress import Progress
 from enginery.core.source import resolve_source
-from enginery.core.store import Store
+from enginery.core.store import ARTIFACTS, Store
+from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.quantize.config import QuantizeConfig
@@ -73,6 +74,7 @@ def export_step(
         cache_dir=config.cache_dir,
     )
     artifact, worked = Store().obtain(
+        ARTIFACTS,
         export.fingerprint(source, config),
         source.name,
         lambda path: export.run(source, config, path, progress=progress),
@@ -136,6 +138,36 @@ def quantize_step(
     )
 
 
+def build_step(
+    artifact: Artifact, config: BuildConfig, out: str, *, force: bool, progress: Progress
+) -> StageResult:
+    """Builds engines, or takes the finished artifact; raises what `engine.stage.run` raises.
+
+    An artifact that has all the engines that are asked for is itself the result.
+    """
+    from enginery.engine import stage as build
+    from enginery.engine.request import read_requests
+
+    started = time.monotonic()
+    artifact.require_passed(allow_failed=config.allow_failed)
+    requested = read_requests(artifact, config)
+    if not force and build.has_engines(artifact, requested):
+        progress.say(f"build: nothing to do, {artifact.name} has the engines")
+        if out:
+            artifact = deliver(artifact, Path(out), progress)
+        return StageResult(build.STAGE, artifact, False, time.monotonic() - started)
+    return _make(
+        artifact,
+        build.fingerprint(artifact, config, requested),
+        lambda path: build.run(
+            artifact, config, path, requested=requested, force=force, progress=progress
+        ),
+        out,
+        force=force,
+        progress=progress,
+    )
+
+
 def _make(
     source: Artifact,
     fingerprint: Fingerprint,
@@ -150,7 +182,9 @@ def _make(
     if out:
         refuse_foreign(Path(out))
     name = source.manifest.source.name
-    artifact, worked = Store().obtain(fingerprint, name, build, force=force, progress=progress)
+    artifact, worked = Store().obtain(
+        ARTIFACTS, fingerprint, name, build, force=force, progress=progress
+    )
     if out:
         artifact = deliver(artifact, Path(out), progress)
     return StageResult(fingerprint.stage, artifact, worked, time.monotonic() - started)

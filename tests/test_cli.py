@@ -17,6 +17,7 @@ from enginery.cli import app, main
 from enginery.console import Console
 from enginery.core.store import Store
 from enginery.doctor.config import DoctorConfig
+from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.quantize.config import QuantizeConfig
@@ -27,11 +28,13 @@ COMMANDS = {
     ("export",): ExportConfig,
     ("optimize",): OptimizeConfig,
     ("quantize",): QuantizeConfig,
+    ("build",): BuildConfig,
     ("validate",): ValidateConfig,
     ("lint",): None,
     ("doctor",): DoctorConfig,
     ("run",): None,
     ("inspect",): None,
+    ("provider-options",): None,
     ("store",): None,
     ("store", "list"): None,
     ("store", "prune"): None,
@@ -123,7 +126,12 @@ def test_unknown_command_names_the_nearest(cli):
         ("validate", "no-such-directory", "--rows", "many"),
         ("run", "no-such-recipe.yaml"),
         ("run", "--ask"),
+        ("build",),
+        ("build", "no-such-directory"),
+        ("build", "no-such-directory", "--flavor", "trt"),
+        ("build", "no-such-directory", "--count", "many"),
         ("inspect", "no-such-directory"),
+        ("provider-options", "no-such-directory"),
         ("doctor", "--require", "cud"),
         ("store", "list", "surplus"),
         ("store", "prune"),
@@ -219,7 +227,7 @@ def test_inspect_doctor_and_store_print_json(cli, artifact, exported):
     entries = json.loads(cli("store", "list", "--json")[1])
     entry = next(entry for entry in entries if entry["path"] == str(made.path))
     assert entry["size_bytes"] > made.model.stat().st_size
-    assert json.loads(cli("store", "path", "--json")[1]) == {"path": str(made.path.parent)}
+    assert json.loads(cli("store", "path", "--json")[1]) == {"path": str(made.path.parents[1])}
 
 
 def test_doctor_says_no_with_status_1_and_one_document(cli, monkeypatch):
@@ -279,6 +287,134 @@ def test_inspect_says_what_is_damaged_and_verify_reads_again(cli, artifact, monk
     half = len(read) // 2
     assert read == [True] * half + [False] * half
     assert half == len(Artifact.open(artifact).manifest.files)
+
+
+# Engines
+
+
+@pytest.fixture
+def engine_words(tmp_path):
+    """An artifact with one small product, and the words that build its engine."""
+    pytest.importorskip("tensorrt_rtx_bindings", reason="pip install 'enginery[tensorrt-rtx]'")
+    from tests.engine.products import PROFILE, product
+
+    made = product(tmp_path / "product").path
+    return made, ("build", made, "--profile", PROFILE, "--capability", "8.9")
+
+
+def test_build_adds_an_engine_to_the_artifact_and_shows_it(cli, engine_words):
+    made, words = engine_words
+    status, out, err = cli(*words, "--out", made)
+    assert status == 0, err
+    (engine,) = (made / "engines").iterdir()
+    assert engine.name in out
+    assert "1 gemm fp32" in out
+    assert "note: no engine of this package has been run on a GPU yet" in out
+    status, out, err = cli(*words, "--out", made, "--json")
+    assert "build: nothing to do, product has the engines" in err
+    (record,) = json.loads(out)["engines"]
+    assert record == {"path": str(engine), **json.loads((engine / "engine.json").read_text())}
+
+
+def test_inspect_shows_an_engine_by_itself_and_within_its_artifact(cli, engine_words):
+    made, words = engine_words
+    cli(*words, "--out", made)
+    (engine,) = (made / "engines").iterdir()
+    status, out, _ = cli("inspect", engine)
+    assert status == 0
+    for fact in ("tensorrt-rtx, TensorRT ", "batch=1:4:8", "device memory", "peak memory",
+                 "model_ctx.onnx", "not on a GPU by this project yet", "gemm fp32"):  # fmt: skip
+        assert fact in out
+    said = json.loads(cli("inspect", engine, "--json")[1])
+    assert said["all_layers"] == json.loads((engine / "layers.json").read_text())
+    assert said["layers"]["gemm fp32"] == 1
+    assert "product" in [node for layer in said["all_layers"] for node in layer["nodes"]]
+    status, out, _ = cli("inspect", made)
+    assert (status, engine.name in out) == (0, True)
+    (listed,) = json.loads(cli("inspect", made, "--json")[1])["engines"]
+    assert listed["path"] == str(engine)
+
+
+def test_inspect_says_what_is_damaged_of_an_engine(cli, engine_words):
+    made, words = engine_words
+    cli(*words, "--out", made)
+    (engine,) = (made / "engines").iterdir()
+    plan = engine / "model.plan"
+    content = plan.read_bytes()
+    plan.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    status, out, err = cli("inspect", engine)
+    assert (status, out) == (2, "")
+    assert f"{plan} was altered" in err
+    assert "make its artifact again" in err
+    (engine / "layers.json").write_text("{}")
+    plan.write_bytes(content)
+    assert "layers.json is no list of layers" in cli("inspect", engine)[2]
+
+
+def test_layers_on_a_terminal_are_those_that_multiply(engine_words, home):
+    made, words = engine_words
+    assert in_pipe(*words, "--out", made).status == 0
+    (engine,) = (made / "engines").iterdir()
+    layers = json.loads((engine / "layers.json").read_text())
+    shown = on_terminal("inspect", engine, columns=200).out
+    every = in_pipe("inspect", engine).out
+    products = [layer["name"] for layer in layers if layer["kind"] != "other"]
+    assert all(name in shown for name in products)
+    assert all(layer["name"] in every for layer in layers)
+    assert len(products) < len(layers)
+
+
+def test_store_lists_engines_and_prunes_them_with_the_artifacts(
+    cli, engine_words, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+    _, words = engine_words
+    cli(*words)
+    entries = json.loads(cli("store", "list", "--json")[1])
+    assert sorted(entry["kind"] for entry in entries) == ["artifact", "engine"]
+    engine = next(entry for entry in entries if entry["kind"] == "engine")
+    assert engine["source"].startswith("model.onnx (sha256 ")
+    assert engine["state"] == "ok"
+    assert "model.onnx (sha256 " in cli("store", "list")[1]
+    assert "Nothing to remove." in cli("store", "prune", "--max-size", "20GB")[1]
+    before = Store().size_bytes()
+    said = json.loads(cli("store", "prune", "--all", "--json")[1])
+    assert {entry["kind"] for entry in said["removed"]} == {"artifact", "engine"}
+    assert said["freed_bytes"] == before
+    assert Store().size_bytes() == 0
+
+
+def test_provider_options_are_python_or_json_with_the_profiles_of_the_engines(cli, engine_words):
+    made, words = engine_words
+    cli(*words, "--out", made)
+    status, out, _ = cli("provider-options", made, "--provider", "tensorrt-rtx")
+    assert status == 0
+    scope = {}
+    exec(out, scope)
+    ((name, options),) = scope["providers"]
+    assert name == "NvTensorRTRTXExecutionProvider"
+    assert options["nv_profile_max_shapes"] == "x:8x64"
+    said = json.loads(cli("provider-options", made, "--provider", "tensorrt-rtx", "--json")[1])
+    assert said == {"provider": name, "provider_options": options}
+    classic = cli("provider-options", made, "--profile", "batch=1:2:3", "--json")[1]
+    assert json.loads(classic)["provider_options"]["trt_profile_opt_shapes"] == "x:2x64"
+    status, _, err = cli("provider-options", made, "--provider", "cuda")
+    assert status == 2
+    assert "builds no engines" in err
+
+
+def test_build_without_a_gpu_says_which_capabilities_there_are(cli, engine_words, monkeypatch):
+    from enginery.core.errors import ProviderError
+
+    def none():
+        raise ProviderError("no GPU can be used.")
+
+    monkeypatch.setattr("enginery.runtime.tensorrt_capability.visible_gpus", none)
+    _, words = engine_words
+    status, _, err = cli(*words[:-2])
+    assert status == 2
+    assert "capability 'current' is that of this machine's GPU" in err
+    assert "--capability 8.9" in err
 
 
 # A run

@@ -13,7 +13,8 @@ VERBS = [name for name in enginery.__all__ if not name.startswith("_")]
 
 def test_public_names_are_these():
     assert enginery.__all__ == sorted(
-        ["Artifact", "EngineryError", "Recipe", "__version__", "export_model", "load_model",
+        ["Artifact", "EngineryError", "Recipe", "__version__", "build_engine",
+         "export_model", "load_model",
          "optimize_model", "quantize_model", "run_recipe", "validate_model"]
     )  # fmt: skip
     assert dir(enginery) == enginery.__all__

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from enginery.core.errors import OptionError, RecipeError
+from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.recipe import STAGES, Recipe, Step
 from enginery.validate.config import ValidateConfig
@@ -296,6 +297,25 @@ def test_absolute_paths_and_home_are_as_they_are_meant(tmp_path, monkeypatch):
     assert only_validate("data: ''").data == ""
     assert only_validate("data: ~no_such_user/r.csv").data == "~no_such_user/r.csv"
     assert Recipe.parse(f"model: {'m' * 5000}\nstages: [export]").model == "m" * 5000
+
+
+def test_a_build_takes_one_profile_or_several_and_paths_from_the_recipe(tmp_path):
+    text = (
+        "model: m\nstages:\n  - export\n"
+        "  - build: {profile: batch=1, capability: '8.9', timing_cache: cache/timing}\n"
+    )
+    options = Recipe.parse(text, base=tmp_path).steps[1].options
+    assert isinstance(options, BuildConfig)
+    assert options.profile == ("batch=1",)
+    assert options.timing_cache == str(tmp_path / "cache/timing")
+    text = "model: m\nstages: [export, build: {profiles_from: reviews.csv, count: 2}]"
+    options = Recipe.parse(text, base=tmp_path).steps[1].options
+    assert (options.profiles_from, options.count) == (str(tmp_path / "reviews.csv"), 2)
+
+
+def test_an_unknown_option_of_a_build_names_the_nearest():
+    text = "model: m\nstages: [export, build: {capabilities: '8.9'}]"
+    assert "unknown option 'capabilities' for build; did you mean 'capability'?" in error(text)
 
 
 # Another model.

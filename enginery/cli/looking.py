@@ -1,4 +1,4 @@
-"""Commands that look: validate, lint, inspect, doctor."""
+"""Commands that look: validate, lint, inspect, provider-options, doctor."""
 
 from __future__ import annotations
 
@@ -85,26 +85,93 @@ def lint(
 
 
 @app.command
-def inspect(artifact: Path, *, verify: Flag = False, output: Output = OUTPUT) -> None:
-    """Show what an artifact is, how it was made, and what was found about it.
+def inspect(path: Path, *, verify: Flag = False, output: Output = OUTPUT) -> None:
+    """Show what an artifact or an engine is, how it was made, and what was found about it.
+
+    Parameters
+    ----------
+    path
+        The directory of an artifact, or of one engine in it.
+    verify
+        Read every file again instead of trusting its size and times.
+    """
+    from enginery.core.engine_record import ENGINE_FILE
+
+    if (path / ENGINE_FILE).is_file():
+        _inspect_engine(path, verify=verify, output=output)
+        return
+    from enginery import show, show_engines
+    from enginery.core.artifact import Artifact
+
+    console = output.console()
+    opened = Artifact.open(path, verify=verify)
+    engines = show_engines.engines_of(opened)
+    console.json(show_engines.artifact_json(opened, engines))
+    console.table(str(path), show.artifact_rows(opened))
+    console.table("Inputs and outputs", show.interface_rows(opened))
+    console.table("Made by", show.stage_rows(opened))
+    console.table("Files", show.file_rows(opened))
+    console.table("Engines", show_engines.list_rows(engines))
+
+
+def _inspect_engine(path: Path, *, verify: bool, output: Output) -> None:
+    from enginery import show_engines
+    from enginery.core.engine import Engine
+
+    console = output.console()
+    engine = Engine.open(path, verify=verify)
+    console.json(show_engines.engine_json(engine))
+    console.table(str(path), show_engines.engine_rows(engine))
+    console.table("Layers by kind and precision", show_engines.count_rows(engine))
+    # A person sees what is multiplied; a pipe, and -v, every layer.
+    every = console.verbose or not console.is_terminal
+    console.table("Layers", show_engines.layer_rows(engine, every=every))
+
+
+@app.command(name="provider-options")
+def show_provider_options(
+    artifact: Path,
+    *,
+    provider: str = "tensorrt",
+    graph: str = "",
+    profile: tuple[str, ...] = (),
+    fp16: Flag = False,
+    save_context: Flag = False,
+    output: Output = OUTPUT,
+) -> None:
+    """Print ONNX Runtime's options for TensorRT to build and cache by itself, as Python or JSON.
+
+    For Optimum and plain sessions; an engine of `enginery build` needs none. No GPU has been given
+    them by this project yet.
 
     Parameters
     ----------
     artifact
         The artifact's directory.
-    verify
-        Read every file again instead of trusting its size and times.
+    provider
+        tensorrt or tensorrt-rtx.
+    graph
+        Which of several graphs; empty for the first.
+    profile
+        A profile, batch=1:8:32,sequence=8:128:512; repeat it for several. Those of the artifact's
+        engines where none is named.
+    fp16
+        Let TensorRT 10 choose FP16 for an FP32 graph by itself.
+    save_context
+        Leave the engine's ONNX wrapper beside it; of the provider tensorrt alone.
     """
-    from enginery import show
+    import json
+
     from enginery.core.artifact import Artifact
+    from enginery.engine.provider_options import provider_options, to_json, to_python
 
     console = output.console()
-    opened = Artifact.open(artifact, verify=verify)
-    console.json(show.artifact_json(opened))
-    console.table(str(artifact), show.artifact_rows(opened))
-    console.table("Inputs and outputs", show.interface_rows(opened))
-    console.table("Made by", show.stage_rows(opened))
-    console.table("Files", show.file_rows(opened))
+    options = provider_options(
+        Artifact.open(artifact), provider, graph=graph, profiles=profile, fp16=fp16,
+        save_context=save_context,
+    )  # fmt: skip
+    console.json(json.loads(to_json(provider, options)))
+    console.line(to_python(provider, options).rstrip())
 
 
 @app.command

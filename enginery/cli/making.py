@@ -1,4 +1,4 @@
-"""Commands that make artifacts: export, optimize, quantize, and a recipe of them all."""
+"""Commands that make artifacts: export, optimize, quantize, build, and a recipe of them all."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from enginery.cli.app import OUTPUT, Flag, Out, Output
 from enginery.cli.app import application as app
 from enginery.core.errors import CheckFailedError, OptionError
+from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.quantize.config import QuantizeConfig
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _EXPORT = ExportConfig()
 _OPTIMIZE = OptimizeConfig()
 _QUANTIZE = QuantizeConfig()
+_BUILD = BuildConfig()
 
 
 @app.command
@@ -121,6 +123,42 @@ def quantize(
     calibration = options.pop("calibration")
     made = quantize_model(artifact, calibration, out=out, force=force, progress=console, **options)
     _show_made(console, made, "Quantized")
+
+
+@app.command
+def build(
+    artifact: Path,
+    *,
+    out: Out = "",
+    force: Flag = False,
+    config: Annotated[BuildConfig, Parameter(name="*")] = _BUILD,
+    output: Output = OUTPUT,
+) -> None:
+    """Build TensorRT engines of an artifact's graphs, for named GPUs and shapes.
+
+    With TensorRT for RTX no GPU is needed. No engine has been run on a GPU by this project yet.
+
+    Parameters
+    ----------
+    artifact
+        The artifact's directory.
+    out
+        Where the artifact with the engines goes; the artifact's own directory adds them to it.
+        Empty for the store.
+    force
+        Build although the engines are there.
+    """
+    from enginery import show_engines
+    from enginery.core.options import options_dict
+    from enginery.pipeline import build_engine
+
+    console = output.console()
+    made = build_engine(artifact, out=out, force=force, progress=console, **options_dict(config))
+    engines = show_engines.engines_of(made)
+    console.json(show_engines.artifact_json(made, engines))
+    console.table(f"Engines in {made.path}", show_engines.list_rows(engines))
+    for note in show_engines.build_notes(made):
+        console.line(f"note: {note}")
 
 
 @app.command

@@ -9,20 +9,20 @@ from cyclopts import App, Parameter
 from enginery.cli.app import OUTPUT, Output, application
 from enginery.core.errors import OptionError
 
-store_app = App(name="store", help="Finished artifacts, by what they were made from.")
+store_app = App(name="store", help="Finished artifacts and engines, by what they were made from.")
 application.command(store_app)
 
 
 @store_app.command(name="list")
 def list_store(*, output: Output = OUTPUT) -> None:
-    """List the finished artifacts, most recently used first."""
+    """List the finished artifacts and engines, most recently used first."""
     from enginery import show
     from enginery.core.store import Store
 
     console = output.console()
     entries = Store().entries()
     console.json(show.store_json(entries))
-    console.table(str(Store().artifacts), show.store_rows(entries))
+    console.table(str(Store().home), show.store_rows(entries))
     if not entries:
         console.line("The store is empty.")
 
@@ -34,7 +34,9 @@ def prune(
     everything: Annotated[bool, Parameter(name="--all", negative=())] = False,
     output: Output = OUTPUT,
 ) -> None:
-    """Remove damaged artifacts and leftovers, then the least recently used down to a size.
+    """Remove what is damaged and leftovers, then the least recently used down to a size.
+
+    Artifacts and engines share the size; files that they share count once.
 
     Parameters
     ----------
@@ -54,8 +56,10 @@ def prune(
             do="Say how much to keep, --max-size 20GB, or remove everything with --all.",
         )
     console = output.console()
-    removed = Store().prune(max_size_bytes=0 if everything else parse_bytes(max_size))
-    freed = sum(entry.size_bytes for entry in removed)
+    store, kept = Store(), 0 if everything else parse_bytes(max_size)
+    before = store.size_bytes()
+    removed = store.prune(max_size_bytes=kept)
+    freed = before - store.size_bytes()
     console.json({"removed": show.store_json(removed), "freed_bytes": freed})
     console.table("Removed", show.store_rows(removed))
     console.line(f"Freed {human_bytes(freed)}." if removed else "Nothing to remove.")
@@ -67,5 +71,5 @@ def path(*, output: Output = OUTPUT) -> None:
     from enginery.core.store import Store
 
     console = output.console()
-    console.json({"path": str(Store().artifacts)})
-    console.line(str(Store().artifacts))
+    console.json({"path": str(Store().home)})
+    console.line(str(Store().home))

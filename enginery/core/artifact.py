@@ -9,6 +9,7 @@ Takes a path; leaves a whole directory with `manifest.json`, or nothing.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from dataclasses import dataclass
@@ -18,12 +19,21 @@ from pydantic import ValidationError
 
 from enginery.core.errors import ArtifactError, RejectedArtifactError
 from enginery.core.fingerprint import combined_sha256, sha256_of
+from enginery.core.locks import named_lock
 from enginery.core.manifest import SCHEMA_VERSION, FileRecord, GraphRecord, Manifest, Verdict
 from enginery.core.staging import MANIFEST, STAGING_PREFIX, refuse_foreign, staging, write_beside
 
 REPORTS = "reports"
 
-__all__ = ["MANIFEST", "REPORTS", "Artifact", "commit_artifact", "refuse_foreign", "staging"]
+__all__ = [
+    "MANIFEST",
+    "REPORTS",
+    "Artifact",
+    "commit_artifact",
+    "link_or_copy",
+    "refuse_foreign",
+    "staging",
+]
 
 
 @dataclass(frozen=True)
@@ -69,8 +79,14 @@ class Artifact:
         raise ArtifactError(f"{self.path} has no graph '{file}'; it has {files}.")
 
     def content_sha256(self) -> str:
-        """One digest over all files of the artifact but its manifest and reports."""
-        return combined_sha256({n: record.sha256 for n, record in self.manifest.files.items()})
+        """One digest over the model: all files but the manifest, reports and engines.
+
+        Engines are made from the graphs, and what was found about those holds with and without.
+        """
+        files = self.manifest.files
+        return combined_sha256(
+            {n: record.sha256 for n, record in files.items() if not n.startswith("engines/")}
+        )
 
     def failed(self) -> Verdict | None:
         """The verdict that closes this artifact to later stages, if there is one."""
@@ -87,14 +103,24 @@ class Artifact:
             )
 
     def annotate(self, verdict: Verdict, report: bytes) -> Artifact:
-        """Adds a verdict and its report in place; a verdict of the same stage is replaced."""
-        reports = self.path / REPORTS
-        reports.mkdir(exist_ok=True)
-        write_beside(self.path / verdict.report, report)
-        current = _read_manifest(self.path)
-        others = tuple(v for v in current.verdicts if v.stage != verdict.stage)
-        manifest = current.model_copy(update={"verdicts": (*others, verdict)})
-        write_beside(self.path / MANIFEST, _manifest_bytes(manifest))
+        """Adds a verdict and its report in place; a verdict of the same stage is replaced.
+
+        One process at a time: each takes over the verdicts that are there by then.
+
+        Raises:
+            ArtifactError: the artifact is gone, or its manifest is damaged.
+            EngineryError: the store, where the lock is, cannot be written.
+        """
+        # The lock is no file of the artifact's own, which would have to be whole without it.
+        place = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()
+        with named_lock(f"annotate-{place[:16]}"):
+            reports = self.path / REPORTS
+            reports.mkdir(exist_ok=True)
+            write_beside(self.path / verdict.report, report)
+            current = _read_manifest(self.path)
+            others = tuple(v for v in current.verdicts if v.stage != verdict.stage)
+            manifest = current.model_copy(update={"verdicts": (*others, verdict)})
+            write_beside(self.path / MANIFEST, _manifest_bytes(manifest))
         return Artifact(self.path, manifest)
 
     def copy_side_files(self, directory: Path) -> None:
@@ -115,7 +141,7 @@ class Artifact:
             for source in sorted(self.path.rglob("*")):
                 # A killed `annotate` can leave such a file; it is no part of the artifact.
                 if source.is_file() and not source.name.startswith(STAGING_PREFIX):
-                    _link_or_copy(source, directory / source.relative_to(self.path))
+                    link_or_copy(source, directory / source.relative_to(self.path))
         return Artifact(out, self.manifest)
 
 
@@ -192,7 +218,8 @@ def _manifest_bytes(manifest: Manifest) -> bytes:
     return (manifest.model_dump_json(indent=2) + "\n").encode()
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
+    """A large file becomes a hard link where the file system allows; a small one is copied."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.stat().st_size >= 1 << 20:
         try:

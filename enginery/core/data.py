@@ -3,26 +3,35 @@
     >>> read_texts(Path("reviews.csv"), "text", rows=64)
     ['Great value.', …]
 
-CSV, TSV, JSONL and Parquet are read through pyarrow, the one column only; a text file holds one
-input a line.
+A file is read twice, once to count its texts and once to take some of them, and is never in memory
+as a whole. A text file holds one input a line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from enginery.core.errors import InputError, nearest
+from enginery.core.errors import InputError
+from enginery.core.tables import TABLES, Row, stream_columns
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _LINES = (".txt", ".text", "")
-_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
-
-# pyarrow reads in blocks that must hold a whole row; a row can be a whole book.
-_BLOCK_BYTES = 64 << 20
 
 Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Texts of a file, and what stands beside them."""
+
+    texts: list[str]
+    labels: list[Any]
+    """What the label column holds in the same rows; empty where none was asked for."""
+    left_out: int
+    """How many rows of the whole file have no text."""
 
 
 def read_texts(path: Path, column: str, *, rows: int) -> list[str]:
@@ -31,29 +40,37 @@ def read_texts(path: Path, column: str, *, rows: int) -> list[str]:
     Raises:
         InputError: the file or the column is missing, cannot be read, or holds no text.
     """
-    if not path.is_file():
-        found = "it is a folder" if path.is_dir() else "there is no such file"
-        raise InputError(
-            f"data '{path}': expected a file with texts ({', '.join(_TABLES)} or .txt); {found}."
-        )
-    suffix = path.suffix.lower()
-    if suffix in _LINES:
-        where, values = f"data '{path}'", _lines(path)
-    elif suffix in _TABLES:
-        where, values = f"data '{path}': column '{column}'", read_column(path, suffix, column)
-    else:
-        raise InputError(
-            f"data '{path}': found a {suffix} file, expected {', '.join(_TABLES)} or .txt.",
-            do="Write one JSON object a line, as .jsonl." if suffix == ".json" else "",
-        )
-    texts = [value for value in values if isinstance(value, str) and value.strip()]
-    if not texts:
-        other = next((value for value in values if value is not None), None)
-        found = "no rows" if not values else "nothing but empty values"
+    return read_text_rows(path, column, rows=rows).texts
+
+
+def read_text_rows(path: Path, column: str, *, rows: int, label_column: str = "") -> TextRows:
+    """Up to `rows` texts as `read_texts` takes them, and another column's values beside them.
+
+    Raises:
+        InputError: the file or a column is missing, cannot be read, or holds no text.
+    """
+    where = _require_readable(path, column, label_column)
+    count, left_out, other = 0, 0, None
+    for text, *_ in _stream(path, column, label_column):
+        if is_text(text):
+            count += 1
+        else:
+            left_out += 1
+            other = text if other is None else other
+    if not count:
+        found = "nothing but empty values" if left_out else "no rows"
         if other is not None and not isinstance(other, str):
             found = type(other).__name__
         raise InputError(f"{where} holds no text (found {found}).")
-    return spread(texts, rows)
+    with_text = (row for row in _stream(path, column, label_column) if is_text(row[0]))
+    chosen = list(_taken(with_text, spread(range(count), rows)))
+    labels = [label for _, *beside in chosen for label in beside]
+    return TextRows([text for text, *_ in chosen], labels, left_out)
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a text with something in it."""
+    return isinstance(value, str) and bool(value.strip())
 
 
 def list_images(path: Path, *, rows: int) -> list[Path]:
@@ -86,88 +103,52 @@ def spread(items: Sequence[Item], count: int) -> list[Item]:
     return [items[index * len(items) // count] for index in range(count)]
 
 
-def _lines(path: Path) -> list[Any]:
+def _require_readable(path: Path, column: str, label_column: str) -> str:
+    """What a message calls the texts; raises InputError for what is no file of texts."""
+    if not path.is_file():
+        found = "it is a folder" if path.is_dir() else "there is no such file"
+        raise InputError(
+            f"data '{path}': expected a file with texts ({', '.join(TABLES)} or .txt); {found}."
+        )
+    suffix = path.suffix.lower()
+    if suffix in TABLES:
+        return f"data '{path}': column '{column}'"
+    if label_column:
+        raise InputError(f"data '{path}': labels need a file with columns ({', '.join(TABLES)}).")
+    if suffix not in _LINES:
+        raise InputError(
+            f"data '{path}': found a {suffix} file, expected {', '.join(TABLES)} or .txt.",
+            do="Write one JSON object a line, as .jsonl." if suffix == ".json" else "",
+        )
+    return f"data '{path}'"
+
+
+def _stream(path: Path, column: str, label_column: str) -> Iterator[Row]:
+    """(text,) or (text, label) of each row."""
+    if path.suffix.lower() in _LINES:
+        return _lines(path)
+    return stream_columns(path, [column, label_column] if label_column else [column])
+
+
+def _lines(path: Path) -> Iterator[Row]:
     try:
-        # Not splitlines(): a line of text may hold U+2028 and the like.
-        return path.read_text(encoding="utf-8-sig").split("\n")
+        # A file's lines, not those of splitlines(): a text may hold U+2028 and the like.
+        with path.open(encoding="utf-8-sig") as lines:
+            for line in lines:
+                yield (line.removesuffix("\n"),)
     except UnicodeDecodeError as error:
         raise InputError(f"data '{path}' is not UTF-8 text: {error}.") from error
     except OSError as error:
         raise InputError(f"data '{path}' cannot be read: {error.strerror}.") from error
 
 
-def read_column(path: Path, suffix: str, column: str) -> list[Any]:
-    """All values of one column of a CSV, TSV, JSONL or Parquet file, by its suffix.
-
-    Raises:
-        InputError: the file cannot be read, or has no such column.
-    """
-    import pyarrow as pa
-
-    read = {".parquet": _parquet, ".jsonl": _jsonl, ".ndjson": _jsonl}.get(suffix, _csv)
-    try:
-        names, values = read(path, column)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        first = str(error).partition("\n")[0].rstrip(".")
-        raise InputError(f"data '{path}' cannot be read: {first}.") from error
-    if values is None:
-        raise InputError(
-            f"data '{path}' has no column '{column}'{nearest(column, names)}",
-            do=f"Its columns: {', '.join(names) or 'none'}.{_delimiter_hint(names, suffix)}",
-        )
-    return values
-
-
-def _delimiter_hint(names: Sequence[str], suffix: str) -> str:
-    """A header that was not cut, and what it seems to be cut by."""
-    if len(names) != 1 or suffix not in (".csv", ".tsv"):
-        return ""
-    for mark, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "commas")):
-        if mark in names[0]:
-            expected = "tabs" if suffix == ".tsv" else "commas"
-            return f" It seems to be separated by {name}; a {suffix} file is by {expected}."
-    return ""
-
-
-def _parquet(path: Path, column: str) -> tuple[list[str], list[Any] | None]:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(path) as file:
-        names = list(file.schema_arrow.names)
-        if column not in names:
-            return names, None
-        return names, file.read(columns=[column]).column(0).to_pylist()
-
-
-def _jsonl(path: Path, column: str) -> tuple[list[str], list[Any] | None]:
-    import pyarrow.json
-
-    options = pyarrow.json.ReadOptions(block_size=_BLOCK_BYTES)
-    table = pyarrow.json.read_json(path, read_options=options)
-    names = list(table.column_names)
-    return names, table.column(column).to_pylist() if column in names else None
-
-
-def _csv(path: Path, column: str) -> tuple[list[str], list[Any] | None]:
-    import pyarrow as pa
-    import pyarrow.csv
-
-    reading = pyarrow.csv.ReadOptions(block_size=_BLOCK_BYTES)
-    # Reviews hold line breaks inside quotes.
-    parsing = pyarrow.csv.ParseOptions(
-        delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True
-    )
-    # Read as text whatever it looks like: "5" is a review as well.
-    as_text = {column: pa.string()}
-    converting = pyarrow.csv.ConvertOptions(column_types=as_text)
-    with pyarrow.csv.open_csv(
-        path, read_options=reading, parse_options=parsing, convert_options=converting
-    ) as reader:
-        names = list(reader.schema.names)
-    if column not in names:
-        return names, None
-    converting = pyarrow.csv.ConvertOptions(column_types=as_text, include_columns=[column])
-    table = pyarrow.csv.read_csv(
-        path, read_options=reading, parse_options=parsing, convert_options=converting
-    )
-    return names, table.column(0).to_pylist()
+def _taken(stream: Iterator[Item], places: Sequence[int]) -> Iterator[Item]:
+    """The items at some places, which ascend; the stream is read no further than the last."""
+    wanted = iter(places)
+    place = next(wanted, None)
+    for index, item in enumerate(stream):
+        if index == place:
+            yield item
+            place = next(wanted, None)
+            if place is None:
+                return

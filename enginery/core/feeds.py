@@ -44,6 +44,11 @@ class FeedLimits:
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The natural size of other dims: an image's height and width, a spectrogram's bins."""
 
+    @property
+    def ends(self) -> dict[str, int]:
+        """The largest sizes of named dims: the positions end the sequence, where anything does."""
+        return {} if self.hard_limit is None else {"sequence": self.hard_limit}
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FeedLimits:
         """Reads a Hugging Face config.json, and the text and vision parts inside it."""

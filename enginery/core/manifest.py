@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import UTC, datetime
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from enginery.core.fingerprint import Fingerprint
 from enginery.core.shapes import TensorSpec
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -91,6 +93,19 @@ class Verdict(_Record):
     report: str
     """Path of the full report inside the artifact."""
     finished: str
+
+    @classmethod
+    def of(cls, key: Fingerprint, *, passed: bool, summary: str, report: str) -> Self:
+        """The verdict of the run with this fingerprint, finished now."""
+        return cls(
+            stage=key.stage,
+            key=key.key,
+            fields=key.fields,
+            passed=passed,
+            summary=summary,
+            report=report,
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
 
 
 class Manifest(_Record):

@@ -1,4 +1,4 @@
-"""Floating-point types: their names, their rounding, and how far two runs of one model may differ.
+"""Number types: their names, their rounding, and how far two runs of one model may differ.
 
 >>> tolerance = Tolerance.for_precision("fp16")
 >>> tolerance.limit(noise_floor=2e-3, largest=4.0)
@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,3 +85,26 @@ class Tolerance:
     def cosine_limit(self, *, noise_cosine: float) -> float:
         """The smallest cosine allowed, where PyTorch's own at this precision is `noise_cosine`."""
         return min(self.min_cosine, 1.0 - self.floor_factor**2 * (1.0 - noise_cosine))
+
+
+@dataclass(frozen=True)
+class QuantizedTolerance:
+    """How far one output of a quantized graph may lie from the reference, on any inputs.
+
+    Quantization errs by steps of the activations' ranges, which PyTorch has not. No absolute error
+    is too large, and the cosine says no more than that the output still points the same way; how
+    near answers are on real inputs is for a budget over many of them to say.
+    """
+
+    precision: str
+    """Of what is not quantized."""
+    min_cosine: float = 0.5
+    """Right INT8 graphs were seen at 0.74 and above on made-up inputs (tiny classifiers)."""
+
+    def limit(self, *, noise_floor: float, largest: float) -> float:  # noqa: ARG002
+        """The largest absolute error allowed: any."""
+        return math.inf
+
+    def cosine_limit(self, *, noise_cosine: float) -> float:  # noqa: ARG002
+        """The smallest cosine allowed, whatever PyTorch's own at this precision is."""
+        return self.min_cosine

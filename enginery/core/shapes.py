@@ -20,9 +20,21 @@ Dim = int | str
 """A fixed size, a name, or a sum of names and sizes ("past_sequence + sequence")."""
 
 _SUM = re.compile(r"\s*\+\s*")
-_SIZE = re.compile(r"\s*[0-9]{1,10}\s*")
+_SIZE = re.compile(r"0*[0-9]{1,10}")
+_EXAMPLE = "Write it as batch=1:8:32,sequence=8:128:512."
 _MAX_SIZE = 2**31 - 1  # TensorRT 10 and older hold a dim in 32 bits
-_TENSORRT = re.compile(r"^[^=,]+:[0-9]{1,10}(x[0-9]{1,10})*$")  # `input:0:1x8` is input:0
+_EXPECTED = f"expected a whole number from 1 to {_MAX_SIZE}."
+
+# The names that Optimum gives to these axes, by which a profile may mention one that is fixed.
+# Source: optimum.exporters.onnx.model_configs.
+_TEXT_AXES = ("batch", "sequence")
+_AXES = {
+    "input_ids": _TEXT_AXES,
+    "attention_mask": _TEXT_AXES,
+    "token_type_ids": _TEXT_AXES,
+    "position_ids": _TEXT_AXES,
+    "pixel_values": ("batch", "channels", "height", "width"),
+}
 
 
 def canonical_dim(name: str) -> str:
@@ -87,13 +99,62 @@ def dynamic_dims(specs: Iterable[TensorSpec]) -> list[str]:
     return list(dict.fromkeys(terms))
 
 
+def fixed_dims(specs: Iterable[TensorSpec]) -> dict[str, int]:
+    """The fixed sizes of usual inputs by the names that the axes have where they are dynamic.
+
+    >>> fixed_dims([TensorSpec("input_ids", "int64", (8, "sequence"))])
+    {'batch': 8}
+    """
+    inputs = tuple(specs)
+    dynamic = dynamic_dims(inputs)
+    sizes: dict[str, int] = {}
+    for spec in inputs:
+        for name, dim in zip(_AXES.get(spec.name, ()), spec.dims, strict=False):
+            if isinstance(dim, int) and name not in dynamic:
+                sizes.setdefault(name, dim)
+    return sizes
+
+
 @dataclass(frozen=True)
 class DimRange:
-    """The sizes of one dim that a profile covers, and the one to tune for."""
+    """The sizes of one dim that a profile covers, and the one to tune for.
+
+    Raises:
+        ShapeError: not 1 <= min <= opt <= max.
+    """
 
     min: int
     opt: int
     max: int
+
+    def __post_init__(self) -> None:
+        for size in (self.min, self.opt, self.max):
+            if not 1 <= size <= _MAX_SIZE:
+                raise ShapeError(f"found the size {size}, {_EXPECTED}")
+        for low, high in (("min", "opt"), ("opt", "max")):
+            if getattr(self, low) > getattr(self, high):
+                raise ShapeError(
+                    f"{low} {getattr(self, low)} is above {high} {getattr(self, high)}, "
+                    "expected 1 <= min <= opt <= max."
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> DimRange:
+        """Reads `min:opt:max`, or a single number for a fixed size.
+
+        Raises:
+            ShapeError: the notation is wrong, or not 1 <= min <= opt <= max.
+        """
+        numbers = [number.strip() for number in text.split(":")]
+        for number in numbers:
+            if not _SIZE.fullmatch(number):
+                raise ShapeError(f"found the size '{number}', {_EXPECTED}")
+        if len(numbers) not in (1, 3):
+            raise ShapeError(
+                f"'{text}' has {len(numbers)} numbers, expected min:opt:max or one size."
+            )
+        low, opt, high = (int(number) for number in (numbers * 3 if len(numbers) == 1 else numbers))
+        return cls(low, opt, high)
 
     def __str__(self) -> str:
         return str(self.opt) if self.min == self.max else f"{self.min}:{self.opt}:{self.max}"
@@ -114,63 +175,52 @@ class Profile:
         Raises:
             ShapeError: the notation is wrong, or not 1 <= min <= opt <= max.
         """
+        if not text.strip():
+            raise ShapeError("a profile is empty, expected name=min:opt:max.", do=_EXAMPLE)
         dims: dict[str, DimRange] = {}
         for part in text.split(","):
             name, equals, sizes = part.partition("=")
             name = canonical_dim(name)
-            numbers = sizes.split(":")
-            if not equals or not name or not all(map(_SIZE.fullmatch, numbers)):
+            if not equals or not name or not sizes.strip():
                 raise ShapeError(
                     f"profile '{text}': found '{part}', expected name=min:opt:max or name=size.",
-                    do="Write it as batch=1:8:32,sequence=8:128:512.",
-                )
-            if len(numbers) not in (1, 3):
-                raise ShapeError(
-                    f"profile '{text}': '{part}' has {len(numbers)} numbers, expected 1 or 3."
+                    do=_EXAMPLE,
                 )
             if name in dims:
-                raise ShapeError(f"profile '{text}': dim '{name}' is given twice.")
-            low, opt, high = (int(n) for n in (numbers * 3 if len(numbers) == 1 else numbers))
-            if not 1 <= low <= opt <= high <= _MAX_SIZE:
                 raise ShapeError(
-                    f"profile '{text}': {name} is {low}:{opt}:{high}, "
-                    f"expected 1 <= min <= opt <= max <= {_MAX_SIZE}."
+                    f"profile '{text}': dim '{name}' is given twice.",
+                    do="A profile has one range for each dim; give --profile again for another.",
                 )
-            dims[name] = DimRange(low, opt, high)
+            try:
+                dims[name] = DimRange.parse(sizes)
+            except ShapeError as error:
+                raise ShapeError(f"profile '{text}': {name}: {error.message}") from None
         return cls(dims)
 
-    @classmethod
-    def parse_tensorrt(
-        cls, minimum: str, optimum: str, maximum: str, inputs: Iterable[TensorSpec]
-    ) -> Profile:
-        """Reads TensorRT's own notation, `input_ids:1x1,attention_mask:1x1`, for min, opt and max.
-
-        Raises:
-            ShapeError: an input is unknown, a rank differs, or inputs disagree about a shared dim.
-        """
-        specs = {spec.name: spec for spec in inputs}
-        corners = [_sizes_from_tensorrt(text, specs) for text in (minimum, optimum, maximum)]
-        names = list(dict.fromkeys(name for corner in corners for name in corner))
-        missing = [n for n in names if any(n not in corner for corner in corners)]
-        if missing:
-            raise ShapeError(f"dim '{missing[0]}' is not given in all of min, opt and max shapes.")
-        if not names:
-            return cls({})
-        pairs = (f"{n}={corners[0][n]}:{corners[1][n]}:{corners[2][n]}" for n in names)
-        return cls.parse(",".join(pairs))
-
     def check(self, inputs: Iterable[TensorSpec], limits: Mapping[str, int]) -> None:
-        """Raises ShapeError unless the profile covers exactly the dynamic dims of `inputs`.
+        """Raises ShapeError unless the profile covers all dynamic dims of `inputs`, and no others.
 
-        `limits` are the largest sizes that the model allows (its position embeddings, say).
+        A fixed dim may be named with its own size. `limits` are the largest sizes that the model
+        allows (its position embeddings, say).
         """
-        known = dynamic_dims(inputs)
+        specs = tuple(inputs)
+        known, fixed = dynamic_dims(specs), fixed_dims(specs)
         for name, sizes in self.dims.items():
+            if name in fixed:
+                if {sizes.min, sizes.max} != {fixed[name]}:
+                    raise ShapeError(
+                        f"profile '{self}': {name} is fixed at {fixed[name]} in the graph, "
+                        f"found {name}={sizes}.",
+                        do=f"Leave {name} out, or export the model with a dynamic {name}.",
+                    )
+                continue
             if name not in known:
                 raise ShapeError(
                     f"profile '{self}': the model has no dynamic dim '{name}'"
                     f"{nearest(name, known)}",
-                    do=f"Its dynamic dims: {', '.join(known) or 'none'}.",
+                    do=f"Its dynamic dims: {', '.join(known)}."
+                    if known
+                    else "All its shapes are fixed; leave the profile out.",
                 )
             if name in limits and sizes.max > limits[name]:
                 raise ShapeError(
@@ -179,9 +229,10 @@ class Profile:
                     do=f"Lower the maximum of {name} to {limits[name]}.",
                 )
         if missing := [name for name in known if name not in self.dims]:
+            names = ", ".join(f"'{name}'" for name in missing)
             raise ShapeError(
-                f"profile '{self}' lacks the dim '{missing[0]}'.",
-                do=f"Add {missing[0]}=min:opt:max.",
+                f"profile '{self}' lacks the dim{'s' * (len(missing) > 1)} {names}.",
+                do=f"Add {','.join(f'{name}=min:opt:max' for name in missing)}.",
             )
 
     def corners(self) -> Iterator[dict[str, int]]:
@@ -196,38 +247,3 @@ class Profile:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={sizes}" for name, sizes in self.dims.items())
-
-
-def _sizes_from_tensorrt(text: str, specs: Mapping[str, TensorSpec]) -> dict[str, int]:
-    """Named sizes from `input_ids:1x8,attention_mask:1x8`."""
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        if not _TENSORRT.match(part.strip()):
-            raise ShapeError(f"shapes '{text}': found '{part}', expected input:AxBxC.")
-        name, _, shape = part.strip().rpartition(":")
-        if name not in specs:
-            raise ShapeError(
-                f"shapes '{text}': the model has no input '{name}'{nearest(name, specs)}"
-            )
-        numbers = [int(n) for n in shape.split("x")]
-        dims = specs[name].dims
-        if len(numbers) != len(dims):
-            raise ShapeError(f"{specs[name]} has {len(dims)} dims, found {shape}.")
-        for dim, size in zip(dims, numbers, strict=True):
-            if isinstance(dim, int) and dim != size:
-                raise ShapeError(f"{specs[name]}: dim {dim} is fixed, found {size}.")
-            if len(dim_terms(dim)) == 1 and "+" not in str(dim):
-                known = sizes.setdefault(str(dim), size)
-                if known != size:
-                    raise ShapeError(
-                        f"shapes '{text}': {dim} is {known} for one input and {size} for {name}."
-                    )
-    # Sums are checked last, when every plain name has its size.
-    for part in text.split(","):
-        name, _, shape = part.strip().rpartition(":")
-        if specs[name].shape(sizes) != tuple(int(n) for n in shape.split("x")):
-            raise ShapeError(
-                f"shapes '{text}': {name} is {shape}, but {specs[name]} "
-                f"makes it {'x'.join(str(n) for n in specs[name].shape(sizes))}."
-            )
-    return sizes

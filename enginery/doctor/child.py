@@ -12,12 +12,14 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from enginery.doctor.one_op import EXPECTED, FEED, one_op_model
 from enginery.runtime import libraries, obstacles, onnxruntime_build
+from enginery.runtime.gpus import gpus_from_driver
 from enginery.runtime.provider_names import CPU, TENSORRT_RTX
 
 
@@ -54,38 +56,18 @@ def examine_nvidia() -> dict[str, Any]:
     return {
         "driver_cuda": f"{major}.{minor}" if major else "",
         "problem": driver.problem,
-        "gpus": [] if driver.problem else gpus_from_driver(ctypes.CDLL(libraries.DRIVER)),
+        "gpus": [] if driver.problem else gpu_fields(ctypes.CDLL(libraries.DRIVER)),
         "libraries": library_versions(onnxruntime_build.cuda_major()),
         "onnxruntime_cuda": str(onnxruntime_build.cuda_major() or ""),
     }
 
 
-def gpus_from_driver(cuda: Any) -> list[dict[str, Any]]:
+def gpu_fields(cuda: Any) -> list[dict[str, Any]]:
     """Every visible GPU, as the fields of `Gpu`, from libcuda after `cuInit`.
 
-    Free memory needs a context on the GPU, so it is given as 0. The attributes 75 and 76 are the
-    compute capability (cuda.h, CUdevice_attribute).
+    Free memory needs a context on the GPU, so it is given as 0.
     """
-    count = ctypes.c_int()
-    cuda.cuDeviceGetCount(ctypes.byref(count))
-    gpus = []
-    for index in range(count.value):
-        device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-        name, size = ctypes.create_string_buffer(256), ctypes.c_size_t()
-        cuda.cuDeviceGet(ctypes.byref(device), index)
-        cuda.cuDeviceGetName(name, len(name), device)
-        cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
-        cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
-        cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
-        gpus.append(
-            {
-                "name": name.value.decode(errors="replace"),
-                "compute_capability": f"{major.value}.{minor.value}",
-                "memory_total_bytes": size.value,
-                "memory_free_bytes": 0,
-            }
-        )
-    return gpus
+    return [asdict(gpu) | {"memory_free_bytes": 0} for gpu in gpus_from_driver(cuda)]
 
 
 def library_versions(cuda_major: int) -> dict[str, str]:

@@ -13,10 +13,10 @@ import csv
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 from enginery.doctor.asking import ask
 from enginery.doctor.report import Finding, Gpu, NvidiaStatus
+from enginery.runtime.gpus import driver_version
 from enginery.runtime.obstacles import MIN_DRIVER
 
 _QUERY = ("name", "driver_version", "memory.total", "memory.free", "compute_cap")
@@ -36,7 +36,7 @@ def examine_nvidia(*, timeout_seconds: float) -> NvidiaStatus:
     if not gpus:
         gpus = tuple(Gpu(**gpu) for gpu in values.get("gpus", ()))
     return NvidiaStatus(
-        driver=driver or _driver_from_proc(),
+        driver=driver or driver_version(),
         driver_cuda=str(values.get("driver_cuda", "")),
         problem=problem.rstrip("; "),
         gpus=gpus,
@@ -119,15 +119,6 @@ def _ask_smi(timeout_seconds: float) -> tuple[str, tuple[Gpu, ...]]:
     except (OSError, subprocess.SubprocessError, ValueError):
         # It also fails where there is no driver, and libcuda then says so in better words.
         return "", ()
-
-
-def _driver_from_proc() -> str:
-    """The version of the loaded kernel module, in a container without nvidia-smi."""
-    try:
-        text = Path("/sys/module/nvidia/version").read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return text.strip()
 
 
 def _mib(cell: str) -> int:

@@ -196,7 +196,8 @@ def _wrong_tensorrt() -> Iterator[Finding]:
     if not linked:
         return
     major = linked.rpartition(".")[2]
-    for name in ("tensorrt", "tensorrt-cu13", "tensorrt-cu12", "tensorrt-cu13-libs"):
+    families = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
+    for name in (f"{family}{part}" for family in families for part in ("", "-libs", "-bindings")):
         version = installed_version(name)
         if version and version.split(".", maxsplit=1)[0] != major:
             yield Finding(

@@ -20,6 +20,7 @@ from enginery.doctor.machine import examine_machine
 from enginery.doctor.nvidia import examine_nvidia, nvidia_findings
 from enginery.doctor.packages import examine_packages, installed_version
 from enginery.doctor.report import Finding, MachineStatus, NvidiaStatus, ProviderStatus, Report
+from enginery.doctor.tensorrt import tensorrt_findings
 from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, full_name, short_name
 
 _ALWAYS = (CPU, CUDA, TENSORRT, TENSORRT_RTX)
@@ -51,6 +52,7 @@ def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> Report:
     findings = [
         *package_findings,
         *nvidia_findings(nvidia),
+        *tensorrt_findings(nvidia),
         *provider_findings(providers, nvidia, required),
         *machine_findings(machine),
     ]

@@ -11,19 +11,14 @@ The work happens in a child process: its memory comes back, and a crash is an er
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
 
 from enginery.core.artifact import Artifact, commit_artifact, staging
-from enginery.core.errors import EngineryError, ExportError, SourceError
+from enginery.core.child import ask_child
+from enginery.core.errors import ExportError, SourceError
 from enginery.core.fingerprint import Fingerprint, option_fields, tool_versions
 from enginery.core.home import enginery_home
 from enginery.core.manifest import GraphRecord, Manifest, StageRecord
@@ -103,58 +98,24 @@ def run(
 
 
 def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> WorkerResult:
-    with tempfile.TemporaryDirectory(prefix="enginery-export-") as scratch:
-        request_file, result_file = Path(scratch, "request.json"), Path(scratch, "result.json")
-        request_file.write_text(json.dumps(asdict(request)), encoding="utf-8")
-        log_path = enginery_home() / "logs" / f"export-{name}.log"
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "enginery.export.worker", request_file, result_file]
-        with log_path.open("w", encoding="utf-8") as log:
-            status = _watch(command, log, name, progress)
-        found = json.loads(result_file.read_text("utf-8")) if result_file.is_file() else {}
-        if "error" in found:
-            raise _worker_error(found["error"], log_path)
-        if status != 0 or not found:
-            raise ExportError(
-                f"exporting {name}: the exporting process {_how_it_ended(status)}.",
-                do=f"Its last words are in {log_path}.",
-            )
-        return WorkerResult(**found)
+    """Runs the child, follows its phases and keeps everything else it says in a log."""
+    with progress.task(f"exporting {name}") as advance:
 
+        def heard(line: str) -> bool:
+            if not line.startswith(PHASE):
+                # The tracer warns about every constant it sees; the user is spared.
+                return False
+            progress.say(f"export: {line.removeprefix(PHASE).strip()}")
+            advance()
+            return True
 
-def _watch(command: list[Any], log: IO[str], name: str, progress: Progress) -> int:
-    """Runs the child, follows its phases and keeps everything else it says in `log`."""
-    # The tracer warns about every constant it sees; the log keeps it, the user is spared.
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with (
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            encoding="utf-8", errors="replace", env=environment,
-        ) as child,
-        progress.task(f"exporting {name}") as advance,
-    ):  # fmt: skip
-        try:
-            for line in child.stdout or ():
-                if line.startswith(PHASE):
-                    progress.say(f"export: {line.removeprefix(PHASE).strip()}")
-                    advance()
-                else:
-                    log.write(line)
-        except BaseException:
-            child.kill()  # an interrupted parent leaves no exporter behind
-            raise
-        return child.wait()
-
-
-_WORKER_ERRORS: dict[str, type[EngineryError]] = {"SourceError": SourceError}
-
-
-def _worker_error(error: dict[str, str], log_path: Path) -> EngineryError:
-    kind = _WORKER_ERRORS.get(error["type"], ExportError)
-    return kind(error["message"], do=error["do"] or f"The whole log: {log_path}")
-
-
-def _how_it_ended(status: int) -> str:
-    if status == -9:
-        return "was killed (signal 9); the usual cause is that memory ran out"
-    return f"crashed with signal {-status}" if status < 0 else f"ended with status {status}"
+        found = ask_child(
+            "enginery.export.worker",
+            asdict(request),
+            log=enginery_home() / "logs" / f"export-{name}.log",
+            what=f"exporting {name}",
+            error=ExportError,
+            kinds=(SourceError,),
+            heard=heard,
+        )
+    return WorkerResult(**found)

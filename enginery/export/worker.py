@@ -8,15 +8,14 @@ Takes a request file; leaves the graphs and side files in the staging directory 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
-import traceback
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from enginery.core.errors import EngineryError
+from enginery.core.child import answer_parent
 from enginery.core.feeds import FeedLimits
 from enginery.core.memory import peak_rss_bytes
 from enginery.export.config import ExportConfig
@@ -95,28 +94,14 @@ def _load_transformers() -> None:
     del sys.modules["sklearn"]
 
 
-def main(request_file: str, result_file: str) -> int:
-    """Runs one request; expected errors are written into the result file, too."""
-    # A hundred thousand objects come to stay while torch and transformers load; looking through
-    # them after every 700 new ones takes a tenth of the time of loading.
-    gc.set_threshold(20_000)
-    raw = json.loads(Path(request_file).read_text(encoding="utf-8"))
-    request = WorkerRequest(**{**raw, "config": ExportConfig(**raw["config"])})
-    try:
-        found = asdict(export(request))
-    except EngineryError as error:
-        found = {"error": {"type": type(error).__name__, "message": error.message, "do": error.do}}
-    except Exception as error:
-        traceback.print_exc()
-        last = str(error).strip().splitlines() or [""]
-        message = f"exporting failed in {type(error).__name__}: {last[0]}"
-        found = {"error": {"type": "ExportError", "message": message, "do": ""}}
-    Path(result_file).write_text(json.dumps(found), encoding="utf-8")
-    return 0
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Runs one request, from JSON and to JSON."""
+    return asdict(export(WorkerRequest(**{**request, "config": ExportConfig(**request["config"])})))
 
 
 if __name__ == "__main__":
-    status = main(*sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # taking torch's modules down one by one would only cost half a second
+    # A hundred thousand objects come to stay while torch and transformers load; looking through
+    # them after every 700 new ones takes a tenth of the time of loading.
+    gc.set_threshold(20_000)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # it warns about forks, which nobody makes
+    answer_parent(answer, what="exporting")

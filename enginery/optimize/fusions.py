@@ -9,15 +9,13 @@ Optimum removes `*_data` files beside the graph that it reads, so it is given li
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 from enginery.core.artifact import Artifact
+from enginery.core.child import ask_child
 from enginery.core.errors import ExportError, MissingPackageError
 from enginery.core.external_data import load_graph
 from enginery.core.home import enginery_home
@@ -44,28 +42,16 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         _link(artifact.path / name, source / name)
     files = [graph.file for graph in artifact.manifest.graphs]
-    request, result = out / "request.json", out / "result.json"
-    request.write_text(
-        json.dumps({"model": str(source), "files": files, "level": level, "out": str(fused)}),
-        encoding="utf-8",
+    log = enginery_home() / "logs" / f"optimize-{artifact.name}.log"
+    found = ask_child(
+        "enginery.optimize.worker",
+        {"model": str(source), "files": files, "level": level, "out": str(fused)},
+        log=log,
+        what=f"fusing {artifact.name}",
+        error=ExportError,
     )
-    log_path = enginery_home() / "logs" / f"optimize-{artifact.name}.log"
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "enginery.optimize.worker", str(request), str(result)]
-    with log_path.open("w", encoding="utf-8") as log:
-        status = subprocess.run(
-            command, stdout=log, stderr=subprocess.STDOUT, check=False, stdin=subprocess.DEVNULL
-        ).returncode
-    found = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
-    if "error" in found:
-        raise ExportError(found["error"], do=found["do"] or f"The whole log: {log_path}")
-    if status != 0 or not found:
-        raise ExportError(
-            f"fusing {artifact.name}: the process ended with status {status}.",
-            do=f"Its last words are in {log_path}.",
-        )
     if missing := [file for file in files if not (fused / file).is_file()]:
-        raise ExportError(f"fusing {artifact.name} left no {missing[0]}.", do=str(log_path))
+        raise ExportError(f"fusing {artifact.name} left no {missing[0]}.", do=str(log))
     for file in files:
         ops = fused_ops(fused / file)
         found["notes"].append(f"{file}: " + (", ".join(f"{n} {op}" for op, n in ops.items())

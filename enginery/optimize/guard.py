@@ -13,6 +13,7 @@ node where the two graphs part joins the islands. BF16 has FP32's range, so noth
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,20 +24,14 @@ from numpy.typing import NDArray
 
 from enginery.core.precision import Tolerance
 from enginery.core.progress import SILENT, Progress
-from enginery.optimize.agreement import (
-    Agreement,
-    Divergence,
-    compare_outputs,
-    first_divergences,
-    outputs_of,
-    round_weights,
-)
+from enginery.optimize.agreement import Agreement, compare_outputs, outputs_of, round_weights
 from enginery.optimize.config import OptimizeConfig
+from enginery.optimize.divergence import Divergence, first_divergences
 from enginery.passes.cast import CastResult, cast_graph
 from enginery.passes.graph_file import check_graph, read_graph, write_graph
-from enginery.passes.nodes import infer_types
+from enginery.passes.nodes import all_nodes, infer_types
 from enginery.passes.overflow import Island, find_islands, mask_floor
-from enginery.passes.ranges import TensorRange, float_tensors, measure_ranges
+from enginery.passes.ranges import TensorRange, float_tensors, measure_ranges, name_apart
 from enginery.passes.simulation import simulate_cast
 
 Feeds = Mapping[str, NDArray[Any]]
@@ -89,9 +84,27 @@ class GuardRecord:
         said = worst.describe() if worst else "no float outputs"
         if self.passed:
             return f"{what}; {said}"
-        at = f"; it parts at the node {self.unrepaired[0].node}" if self.unrepaired else ""
         failed = next(a for a in self.agreements if not a.passed)
-        return f"{what}; after {self.rounds} rounds {failed.describe()}{at}"
+        after = f"after {self.rounds} round{'' if self.rounds == 1 else 's'}"
+        return f"{what}; {after} {failed.describe()}{self._where()}"
+
+    def _where(self) -> str:
+        """At which node the graphs still part, and why it was left at that."""
+        if not self.unrepaired:
+            return ""
+        at = self.unrepaired[0]
+        if not at.fixed:
+            return f"; it parts at the node {at.node} (--max-rounds allows no further islands)"
+        if math.isinf(at.error):
+            return (
+                f"; it parts at the node {at.node}, which is FP32 already: an input or output of "
+                f"the graph that is {self.precision} does not hold its numbers, --io-dtype fp32 "
+                "does"
+            )
+        return (
+            f"; it parts at the node {at.node}, which is FP32 already; its result is off by "
+            f"{at.error:.3g}, those of its inputs that were computed by {at.before:.3g}"
+        )
 
 
 def cast_guarded(
@@ -120,6 +133,23 @@ def cast_guarded(
         ProviderError: ONNX Runtime does not load a graph.
         InputError: a graph fails on the feeds.
     """
+    with tempfile.TemporaryDirectory(prefix="enginery-guard-") as scratch:
+        return _cast_guarded(
+            _named_apart(fp32, Path(scratch)), out, precision, batches, config, feeds_origin,
+            Path(scratch), progress,
+        )  # fmt: skip
+
+
+def _cast_guarded(
+    fp32: Path,
+    out: Path,
+    precision: Literal["fp16", "bf16"],
+    batches: Sequence[Feeds],
+    config: OptimizeConfig,
+    feeds_origin: str,
+    scratch: Path,
+    progress: Progress,
+) -> GuardRecord:
     model = read_graph(fp32)
     infer_types(model)
     outputs = [value.name or "" for value in model.graph.outputs]
@@ -132,37 +162,36 @@ def cast_guarded(
             )
         islands = find_islands(model.graph, ranges)
         progress.say(f"optimize: {len(islands)} nodes leave FP16's range")
-    op_types = {node.name or "": node.op_type for node in model.graph}
+    op_types = {node.name or "": node.op_type for node in all_nodes(model)}
     del model
     tolerance = Tolerance.for_precision(precision)
     limit = None if isinstance(config.max_error, str) else config.max_error
     expected = outputs_of(fp32, outputs, batches)
     rounds = 0
-    with tempfile.TemporaryDirectory(prefix="enginery-guard-") as scratch:
-        simulated = Path(scratch, "simulated.onnx")
-        round_weights(fp32, simulated, precision)
-        # FP32 arithmetic on narrow weights: nothing in the precision can do better.
-        noise = outputs_of(simulated, outputs, batches)
-        while True:
-            _simulate(fp32, simulated, precision, islands, config)
-            agreements = compare_outputs(
-                expected, outputs_of(simulated, outputs, batches), tolerance,
-                noise=noise, max_error=limit,
-            )  # fmt: skip
-            unrepaired: list[Divergence] = []
-            if all(agreement.passed for agreement in agreements):
-                break
-            worst = next(a for a in agreements if not a.passed)
-            fixed = {*islands, *config.keep_fp32}
-            unrepaired = first_divergences(
-                fp32, simulated, batches[worst.batch], fixed=fixed, count=1 << rounds
-            )
-            if rounds >= config.max_rounds or not unrepaired:
-                break
-            for found in unrepaired:
-                islands[found.node] = _grown(op_types[found.node], found, ranges)
-            rounds += 1
-            progress.say(f"optimize: {worst.describe()}; {len(unrepaired)} more nodes stay FP32")
+    simulated = scratch / "simulated.onnx"
+    round_weights(fp32, simulated, precision)
+    # FP32 arithmetic on narrow weights: nothing in the precision can do better.
+    noise = outputs_of(simulated, outputs, batches)
+    while True:
+        _simulate(fp32, simulated, precision, islands, config)
+        agreements = compare_outputs(
+            expected, outputs_of(simulated, outputs, batches), tolerance,
+            noise=noise, max_error=limit,
+        )  # fmt: skip
+        unrepaired: list[Divergence] = []
+        if all(agreement.passed for agreement in agreements):
+            break
+        worst = next(a for a in agreements if not a.passed)
+        fixed = {*islands, *config.keep_fp32}
+        found = first_divergences(fp32, simulated, batches[worst.batch], fixed=fixed)
+        repairable = [one for one in found if not one.fixed][: 1 << rounds]
+        unrepaired = repairable or found[:1]
+        if rounds >= config.max_rounds or not repairable:
+            break
+        for one in repairable:
+            islands[one.node] = _grown(op_types[one.node], one, ranges)
+        rounds += 1
+        progress.say(f"optimize: {worst.describe()}; {len(repairable)} more nodes stay FP32")
     result, data_files = _cast(fp32, out, precision, islands, config)
     not_run = ""
     if precision == "fp16":
@@ -173,6 +202,17 @@ def cast_guarded(
         fp32, precision, feeds_origin, batches, ranges, islands, result, rounds, agreements,
         not_run, unrepaired, data_files,
     )  # fmt: skip
+
+
+def _named_apart(fp32: Path, scratch: Path) -> Path:
+    """The graph, or a copy of it in which no two branches use the same names."""
+    model = read_graph(fp32)
+    infer_types(model)
+    if not name_apart(model):
+        return fp32
+    path = scratch / fp32.name
+    write_graph(model, path, inside_bytes=1 << 20)
+    return path
 
 
 def _simulate(

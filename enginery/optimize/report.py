@@ -6,11 +6,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
+from enginery.core.json_file import json_bytes
 from enginery.optimize.guard import GuardRecord
 
 
@@ -30,7 +28,7 @@ class OptimizationReport:
 
     def to_json(self) -> bytes:
         """JSON without NaN, which JSON does not have: a number that is none becomes null."""
-        return (json.dumps(_finite(asdict(self)), indent=2) + "\n").encode()
+        return json_bytes(asdict(self))
 
 
 def summarize(target: str, precision: str, records: list[GuardRecord]) -> str:
@@ -45,13 +43,3 @@ def summarize(target: str, precision: str, records: list[GuardRecord]) -> str:
     worst = max(agreements, key=lambda a: a.max_abs / a.limit if a.limit else 0.0, default=None)
     said = f"{precision} for {target}, {islands} nodes kept FP32 for their range"
     return f"{said}; {worst.describe()}" if worst else said
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

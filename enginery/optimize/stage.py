@@ -39,7 +39,7 @@ from enginery.optimize.graphs import Made, make_graphs
 from enginery.optimize.report import OptimizationReport, summarize
 
 STAGE = "optimize"
-STAGE_VERSION = "1"
+STAGE_VERSION = "2"
 """Raised when the same inputs would give another artifact; part of the fingerprint."""
 REPORT = f"{REPORTS}/optimization.json"
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
@@ -100,7 +100,6 @@ def run(
         artifact.copy_side_files(directory)
         made = make_graphs(artifact, config, directory, Path(scratch), progress=progress)
         seconds = round(time.monotonic() - started, 3)
-        finished = datetime.now(UTC).isoformat(timespec="seconds")
         report = OptimizationReport(
             passed=made.passed,
             summary=made.problem or summarize(config.target, config.precision, made.records),
@@ -118,20 +117,12 @@ def run(
             fields=key.fields,
             options=json.loads(json.dumps(asdict(config))),
             tools={**runtime_version(), **tool_versions(_tools(config))},
-            finished=finished,
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=seconds,
             peak_rss_bytes=max(peak_rss_bytes(), made.peak_rss_bytes),
             notes=tuple(made.notes),
         )
-        verdict = Verdict(
-            stage=STAGE,
-            key=key.key,
-            fields=key.fields,
-            passed=report.passed,
-            summary=report.summary,
-            report=REPORT,
-            finished=finished,
-        )
+        verdict = Verdict.of(key, passed=report.passed, summary=report.summary, report=REPORT)
         commit_artifact(directory, _manifest(artifact, config, made, directory, stage, verdict))
     progress.say(f"optimize: {report.summary}")
     return Artifact.open(out)

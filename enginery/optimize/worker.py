@@ -7,15 +7,12 @@ Takes a request file; leaves fused graphs in the directory that it names, and a 
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
-from enginery.core.errors import EngineryError, ExportError
+from enginery.core.child import answer_parent
+from enginery.core.errors import ExportError
 from enginery.core.memory import peak_rss_bytes
 
 
@@ -61,28 +58,14 @@ def _basic(model: Path, files: list[str], kind: str, out: Path) -> list[str]:
     return [f"no fusions: Optimum has none for {kind}; ONNX Runtime's level 1 alone"]
 
 
-def main(request_file: str, result_file: str) -> int:
-    """Runs one request; errors are written into the result file, too."""
-    request = json.loads(Path(request_file).read_text(encoding="utf-8"))
-    found: dict[str, Any]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about code that is not ours
-            notes = fuse(Path(request["model"]), request["files"], request["level"],
-                         Path(request["out"]))  # fmt: skip
-        found = {"notes": notes, "peak_rss_bytes": peak_rss_bytes()}
-    except EngineryError as error:
-        found = {"error": error.message, "do": error.do}
-    except Exception as error:
-        traceback.print_exc()
-        first = (str(error).strip().splitlines() or [""])[0]
-        found = {"error": f"fusing failed in {type(error).__name__}: {first}", "do": ""}
-    Path(result_file).write_text(json.dumps(found), encoding="utf-8")
-    return 0
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Runs one request, from JSON and to JSON."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about code that is not ours
+        notes = fuse(Path(request["model"]), request["files"], request["level"],
+                     Path(request["out"]))  # fmt: skip
+    return {"notes": notes, "peak_rss_bytes": peak_rss_bytes()}
 
 
 if __name__ == "__main__":
-    status = main(*sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # torch's modules need not be taken down one by one
+    answer_parent(answer, what="fusing")

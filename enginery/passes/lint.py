@@ -21,6 +21,7 @@ from enginery.passes import lint_cuda, lint_operators, lint_placement, lint_quan
 from enginery.passes.lint_findings import LintFinding, LintReport, ordered
 from enginery.passes.lint_graph import LintGraph
 from enginery.runtime.tensorrt import ParseReport, has_tensorrt, parse_onnx
+from enginery.runtime.tensorrt_parse import MERGED_REMEDY
 
 __all__ = ["LintFinding", "LintReport", "Target", "lint_onnx"]
 
@@ -62,7 +63,7 @@ _REMEDIES = {
     "scaleSize": "Quantize the weight again, one scale for each output channel.",
 }
 _REMEDIES_BY_OPERATOR = {
-    "If": lint_operators.MERGED_REMEDY,
+    "If": MERGED_REMEDY,
     "DynamicQuantizeLinear": lint_quantization.STATIC_REMEDY,
     "MatMulInteger": lint_quantization.STATIC_REMEDY,
     "ConvInteger": lint_quantization.STATIC_REMEDY,

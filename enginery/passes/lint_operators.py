@@ -25,14 +25,11 @@ from enginery.passes.lint_graph import (
     is_qoperator,
     label,
 )
+from enginery.runtime.tensorrt_parse import MERGED_REMEDY
 
 DOMAIN_REMEDY = (
     "Use the graph before ONNX Runtime's fusions: `enginery export`, "
     "then `enginery optimize --target tensorrt`."
-)
-MERGED_REMEDY = (
-    "Export separate decoders: `enginery export --no-post-process`, or no_post_process=True "
-    "of Optimum."
 )
 
 _PLUGIN_DOMAINS = ("trt.plugins", "nv.plugins")

@@ -6,13 +6,21 @@
 
 A tensor beyond FP16 stays FP32, and with it the node that makes it and the nodes that read it. So
 does a node whose inner sum leaves the range, and one that divides by or takes the root of numbers
-that FP16 rounds to few bits.
+that FP16 rounds to few bits. What was not measured stays FP32: a branch of an If that no input
+took, and the body of a Loop or a Scan.
+
+Sums inside MatMul, Gemm and Conv are taken as FP32, and only what comes out is held to the range.
+ONNX Runtime's CUDA provider computes FP16 products with CUBLAS_COMPUTE_32F unless the environment
+variable ORT_CUDA_GEMM_OPTIONS says otherwise (github.com/microsoft/onnxruntime/pull/7253).
+TensorRT's strong typing fixes the types of tensors; its documentation does not say which
+accumulator a kernel has, and the kernel is chosen on the GPU. A sum that leaves FP16 on the way is
+for the validation of the engine to see, and for `keep_fp32` to mend.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,17 +32,23 @@ from enginery.passes.low_precision import (
     is_mask_constant,
     out_of_range,
 )
+from enginery.passes.nodes import all_graphs
 from enginery.passes.op_types import FLOAT, has_subgraph
 from enginery.passes.ranges import TensorRange
 
 HEADROOM = 2.0
 """Inputs that were not measured may reach further than those that were."""
+_LOG_SUM_MAX = math.log(FP16_MAX / HEADROOM)
 
 # The result is a mean; FP16 hardware may hold the sum before it is divided.
 _MEANS = frozenset({"ReduceMean", "GlobalAveragePool", "AveragePool"})
 _NORMS = frozenset({"LayerNormalization", "InstanceNormalization", "GroupNormalization",
-                    "RMSNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization",
-                    "SkipSimplifiedLayerNormalization", "LpNormalization"})  # fmt: skip
+                    "SkipLayerNormalization", "MeanVarianceNormalization"})  # fmt: skip
+# They divide by the root of a mean of squares, from which no mean was taken away before.
+_SQUARE_NORMS = frozenset({"RMSNormalization", "SimplifiedLayerNormalization",
+                           "SkipSimplifiedLayerNormalization"})  # fmt: skip
+# TensorRT's parser makes Exp, ReduceSum and Log of them, without taking the maximum away before.
+_LOG_SUMS = frozenset({"ReduceLogSum", "ReduceLogSumExp"})
 # Which input a relative error in small numbers matters to.
 _SENSITIVE = {"Div": 1, "Reciprocal": 0, "Sqrt": 0, "Log": 0}
 # They hand numbers on as they are, so that a tiny one is as good as zero to what comes after.
@@ -76,18 +90,51 @@ def mask_floor(model: ir.Model) -> float:
 
 
 def find_islands(graph: ir.Graph, ranges: Mapping[str, TensorRange]) -> dict[str, Island]:
-    """The nodes of the graph that stay FP32, by name.
+    """The nodes of the graph that stay FP32, by name; those in branches and bodies too.
 
     Args:
         graph: the FP32 graph, its values with types.
-        ranges: by tensor name, of the graph's inputs and node outputs.
+        ranges: by tensor name, of the graph's inputs and node outputs, see `measure_ranges`.
     """
     islands: dict[str, Island] = {}
     for node in graph:
-        found = _in_range_problem(node, ranges)
-        if found is not None and not has_subgraph(node):
-            islands[node.name or ""] = found
+        if not has_subgraph(node):
+            found = _unmeasured(node, ranges) or _in_range_problem(node, ranges)
+            if found is not None:
+                islands[node.name or ""] = found
+            continue
+        for attribute in node.attributes.values():
+            for inner in graphs_of(attribute):
+                islands |= find_islands(inner, ranges) if node.op_type == "If" else {
+                    found.node: found for found in _unmeasurable(inner, node)
+                }  # fmt: skip
     return islands
+
+
+def graphs_of(attribute: ir.Attr) -> list[ir.Graph]:
+    """The graphs that an attribute of a node holds."""
+    if attribute.type == ir.AttributeType.GRAPH:
+        return [attribute.as_graph()]
+    return list(attribute.as_graphs()) if attribute.type == ir.AttributeType.GRAPHS else []
+
+
+def _unmeasured(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | None:
+    """A node that no number went through, on any input."""
+    for value in node.outputs:
+        found = ranges.get(value.name or "")
+        if value.dtype == FLOAT and found is not None and not found.elements:
+            return _island(node, value, found, "no input gave it a number: its range is unknown")
+    return None
+
+
+def _unmeasurable(graph: ir.Graph, outer: ir.Node) -> Iterator[Island]:
+    """Every node of a body that cannot be measured."""
+    unknown = TensorRange(math.nan, math.nan, math.nan, 0)
+    reason = f"it is inside the {outer.op_type} {outer.name}, where ranges cannot be measured"
+    for node in (node for inner in all_graphs(graph) for node in inner):
+        value = next((value for value in node.outputs if value.dtype == FLOAT), None)
+        if value is not None and not has_subgraph(node):
+            yield _island(node, value, unknown, reason)
 
 
 def _in_range_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | None:
@@ -122,12 +169,28 @@ def _sum_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | N
     if node.op_type == "ReduceL2" and after.largest**2 * HEADROOM > FP16_MAX:
         reason = f"its sum of squares reaches {after.largest**2:.3g}, FP16 ends at {FP16_MAX:.0f}"
         return _island(node, source, before, reason)
+    if node.op_type in _LOG_SUMS and after.largest > _LOG_SUM_MAX:
+        reason = (
+            f"it is the logarithm of a sum and reaches {after.largest:.3g} from zero; FP16 holds "
+            f"sums with logarithms up to {_LOG_SUM_MAX:.3g}"
+        )
+        return _island(node, source, before, reason)
+    square = before.row_square * (_width(source) if node.op_type == "LpNormalization" else 1)
+    if node.op_type in (*_SQUARE_NORMS, "LpNormalization") and square * HEADROOM > FP16_MAX:
+        reason = f"the squares inside come to {square:.3g}, FP16 ends at {FP16_MAX:.0f}"
+        return _island(node, source, before, reason)
     if node.op_type in _NORMS and before.row_variance * HEADROOM > FP16_MAX:
         reason = (
             f"the variance inside reaches {before.row_variance:.3g}, FP16 ends at {FP16_MAX:.0f}"
         )
         return _island(node, source, before, reason)
     return None
+
+
+def _width(value: ir.Value) -> int:
+    """The size of the last axis, as far as the graph says it."""
+    last = value.shape[-1] if value.shape is not None and len(value.shape) else 1
+    return last if isinstance(last, int) else 1
 
 
 def _small_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | None:

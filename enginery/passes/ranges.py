@@ -6,58 +6,44 @@ Takes an ONNX file and feeds; leaves one `TensorRange` a float tensor.
     >>> ranges["/layer.3/Add_output_0"].largest
     71236.0
 
-Inner tensors are fetched in groups of a bounded size, and only numbers of fixed size stay of each.
+The graph runs in segments (`passes/segments.py`), each of which makes tensors of a bounded size;
+only numbers of fixed size stay of each tensor.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+from onnx_ir.passes.common import ShapeInferencePass
 
-from enginery.passes.op_types import FLOAT
-from enginery.runtime.tracing import GraphTracer
+from enginery.core.errors import InputError
+from enginery.core.external_data import load_graph
+from enginery.passes.graph_file import read_graph
+from enginery.passes.nodes import UnusedNames, all_graphs, all_nodes, infer_types
+from enginery.passes.op_types import FLOAT, has_subgraph
+from enginery.passes.segments import Segment, alive_bytes, cut_graph, segment_model
+from enginery.passes.tensor_range import TensorRange, range_of
+from enginery.runtime.providers import choose_providers, parse_providers
+from enginery.runtime.tracing import open_in_memory
+
+__all__ = ["GROUP_BYTES", "TensorRange", "float_tensors", "measure_ranges", "name_apart",
+           "range_of"]  # fmt: skip
 
 Feeds = Mapping[str, NDArray[Any]]
+_Place = tuple[str, int, str]
+"""A tensor's name, its segment, and the output that it was fetched from."""
 
 GROUP_BYTES = 256 << 20
-"""Inner tensors that are fetched in one run."""
-_SMALL_QUANTILE = 0.01
-_SAMPLE = 1 << 16
+"""Inner tensors that are fetched in one run; what passes from segment to segment is as large again
+at most."""
 _UNKNOWN_ELEMENTS = 1 << 20
-
-
-@dataclass(frozen=True)
-class TensorRange:
-    """One tensor over all feeds. Numbers that a mask put there do not count."""
-
-    largest: float
-    """The largest magnitude."""
-    smallest: float
-    """The 1 % quantile of the magnitudes above zero; 0 where all are zero."""
-    row_variance: float
-    """The largest variance of one row along the last axis, as a normalisation computes it."""
-    elements: int
-    """Of the largest feed."""
-    nonfinite: bool = False
-    """It has NaN or an infinity that is no mask."""
-
-    def widest(self, other: TensorRange) -> TensorRange:
-        """Over two feeds."""
-        smalls = [value for value in (self.smallest, other.smallest) if value > 0]
-        return TensorRange(
-            max(self.largest, other.largest),
-            min(smalls, default=0.0),
-            max(self.row_variance, other.row_variance),
-            max(self.elements, other.elements),
-            self.nonfinite or other.nonfinite,
-        )
 
 
 def measure_ranges(
@@ -73,89 +59,173 @@ def measure_ranges(
     Args:
         path: the FP32 graph.
         tensors: values of the graph, see `float_tensors`.
-        batches: feeds; the largest sets the size of a group.
+        batches: feeds; the largest sets the size of a segment.
         mask_floor: numbers at and below it were put there by an attention mask.
-        group_bytes: the most that is fetched in one run; one larger tensor is a group of its own.
+        group_bytes: the most that is fetched in one run; one larger tensor is a run of its own.
 
     Raises:
         InputError: the graph fails on a batch.
         ProviderError: the graph cannot be loaded.
     """
-    ranges: dict[str, TensorRange] = {}
-    for group in _groups(tensors, batches, group_bytes):
-        with GraphTracer(path, group) as trace:
-            for feeds in batches:
-                for name, values in trace(feeds).items():
-                    found = range_of(values, mask_floor=mask_floor)
-                    ranges[name] = ranges[name].widest(found) if name in ranges else found
-    return ranges
+    proto = load_graph(path)
+    largest = max(batches, key=lambda feeds: sum(array.size for array in feeds.values()))
+    types, sizes = _types_and_sizes(path, largest)
+    names = dict.fromkeys(value.name or "" for value in tensors)
+    # Where two branches have values of one name and of different types, neither can be fetched.
+    wanted = [name for name in names if types.get(name) != ir.DataType.UNDEFINED]
+    segments = cut_graph(
+        proto.graph,
+        {name: sizes.get(name, 4 * _UNKNOWN_ELEMENTS) for name in wanted},
+        typed=types,
+        most_bytes=group_bytes,
+    )
+    at_once = max(1, group_bytes // max(1, alive_bytes(segments, sizes)))
+    ranges: dict[_Place, TensorRange] = {}
+    for start in range(0, len(batches), at_once):
+        part = batches[start : start + at_once]
+        for place, array in _values_of_part(path, proto, segments, types, part):
+            found = range_of(array, mask_floor=mask_floor)
+            ranges[place] = ranges[place].widest(found) if place in ranges else found
+        for feeds in part:
+            for name in names.keys() & feeds.keys():
+                found = range_of(feeds[name], mask_floor=mask_floor)
+                place = (name, -1, "")
+                ranges[place] = ranges[place].widest(found) if place in ranges else found
+    return _by_tensor(ranges, names)
 
 
 def float_tensors(graph: ir.Graph) -> list[ir.Value]:
     """The float32 outputs of the graph's nodes, and its float inputs, in topological order.
 
-    What is inside a subgraph cannot be fetched from outside.
+    Those in the branches of an If are among them. What is inside a Loop or a Scan is not: it has
+    values of another size each time round, and cannot be fetched from outside.
     """
-    inner = [value for node in graph for value in node.outputs if value.name]
-    return [value for value in (*graph.inputs, *inner) if value.dtype == FLOAT]
+    return [value for value in (*graph.inputs, *_made(graph)) if value.dtype == FLOAT]
 
 
-def range_of(values: NDArray[Any], *, mask_floor: float = -math.inf) -> TensorRange:
-    """The range of one array."""
-    array = np.asarray(values, np.float32)
-    if array.size == 0:
-        return TensorRange(0.0, 0.0, 0.0, 0)
-    # With a floor of -inf, -inf itself is a mask: Softmax makes zero of it.
-    masked = array <= np.float32(mask_floor)
-    counted = np.where(masked, np.float32(0), array) if masked.any() else array
-    nonfinite = not bool(np.isfinite(counted).all())
-    if nonfinite:
-        counted = np.nan_to_num(counted, nan=0.0, posinf=3.4e38, neginf=-3.4e38)
-    magnitudes = np.abs(counted)
-    step = max(1, magnitudes.size // _SAMPLE)
-    sample = magnitudes.ravel()[::step]
-    sample = sample[sample > 0]
-    rows = counted.reshape(-1, counted.shape[-1]) if counted.ndim else counted.reshape(1, 1)
-    with np.errstate(over="ignore"):
-        variance = float(rows.var(axis=1, dtype=np.float64).max())
-    return TensorRange(
-        largest=float(magnitudes.max()),
-        smallest=float(np.quantile(sample, _SMALL_QUANTILE)) if sample.size else 0.0,
-        row_variance=variance,
-        elements=int(array.size),
-        nonfinite=nonfinite,
-    )
+def name_apart(model: ir.Model) -> bool:
+    """Gives every value a name that no other has, in place; returns whether any was changed.
+
+    ONNX lets the two branches of an If use the same names. Ranges and errors are kept by name.
+    """
+    unused = UnusedNames(model)
+    seen: set[str] = set()
+    changed = False
+    for graph in all_graphs(model.graph):
+        made = [value for node in graph for value in node.outputs if value.name]
+        for value in (*graph.inputs, *graph.initializers.values(), *made):
+            if value.name in seen and not (value.is_graph_input() and value.is_initializer()):
+                value.name = unused(value.name)
+                changed = True
+            seen.add(value.name or "")
+    return changed
 
 
-def _groups(
-    tensors: Iterable[ir.Value], batches: Sequence[Feeds], group_bytes: int
-) -> Iterator[list[str]]:
-    """Names in groups of about `group_bytes`, by the shapes that the graph states."""
-    shapes = [
-        (
-            max((array.shape[0] for array in feeds.values() if array.ndim), default=1),
-            max((int(n) for array in feeds.values() for n in array.shape), default=1),
-        )
-        for feeds in batches
-    ]
-    group: list[str] = []
-    total = 0
-    for value in tensors:
-        size = 4 * max((_elements(value, *shape) for shape in shapes), default=1)
-        if group and total + size > group_bytes:
-            yield group
-            group, total = [], 0
-        group.append(value.name or "")
-        total += size
-    if group:
-        yield group
+def _made(graph: ir.Graph) -> Iterator[ir.Value]:
+    for node in graph:
+        if node.op_type == "If" and has_subgraph(node):
+            for attribute in node.attributes.values():
+                yield from _made(attribute.as_graph())
+        yield from (value for value in node.outputs if value.name)
+
+
+def _by_tensor(
+    ranges: Mapping[_Place, TensorRange], wanted: Iterable[str]
+) -> dict[str, TensorRange]:
+    """One range a name. Of two branches that use a name one may not have been taken: unknown."""
+    found: dict[str, list[TensorRange]] = {}
+    for (name, _, _), one in ranges.items():
+        found.setdefault(name, []).append(one)
+    return {
+        name: TensorRange(0.0, 0.0, 0.0, 0)
+        if not all(one.elements for one in found.get(name, ())) or name not in found
+        else functools.reduce(TensorRange.widest, found[name])
+        for name in wanted
+    }
+
+
+def _types_and_sizes(path: Path, feeds: Feeds) -> tuple[dict[str, int], dict[str, int]]:
+    """ONNX's numbers of element types, and sizes in bytes, by the names of values.
+
+    With the feeds' shapes at the inputs, ONNX's inference finds nearly all of the others.
+    """
+    model = read_graph(path)
+    infer_types(model)
+    values = [value for node in all_nodes(model) for value in node.outputs]
+    for value in values:
+        value.shape = None  # what the file says has names in place of numbers
+    for value in model.graph.inputs:
+        if value.name in feeds:
+            value.shape = ir.Shape(feeds[value.name].shape)
+    logger = logging.getLogger("onnx_ir")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of ops that ONNX does not know
+    try:
+        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+    finally:
+        logger.setLevel(level)
+    rows = max((array.shape[0] for array in feeds.values() if array.ndim), default=1)
+    longest = max((int(n) for array in feeds.values() for n in array.shape), default=1)
+    types: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for value in (*model.graph.inputs, *values):
+        name = value.name or ""
+        if value.dtype is not None and isinstance(value.type, ir.TensorType):
+            known = types.setdefault(name, int(value.dtype))
+            if known != value.dtype:
+                types[name] = int(ir.DataType.UNDEFINED)
+            size = math.ceil(_elements(value, rows, longest) * value.dtype.itemsize)
+            sizes[name] = max(size, sizes.get(name, 0))
+    return types, sizes
+
+
+def _values_of_part(
+    path: Path,
+    proto: Any,
+    segments: Sequence[Segment],
+    types: Mapping[str, int],
+    batches: Sequence[Feeds],
+) -> Iterator[tuple[_Place, NDArray[Any]]]:
+    """What the nodes make of the batches, a segment after the other."""
+    provider = choose_providers(parse_providers("cpu"))
+    alive: list[dict[str, NDArray[Any]]] = [dict(feeds) for feeds in batches]
+    last_read = {name: index for index, segment in enumerate(segments) for name in segment.reads}
+    for index, segment in enumerate(segments):
+        for number, group in enumerate(segment.groups):
+            passed_on = segment.passes_on if number == 0 else ()
+            fetch = tuple(dict.fromkeys((*group, *passed_on)))
+            if not fetch:
+                continue
+            model, sources = segment_model(proto, segment, fetch, types)
+            session = open_in_memory(
+                model.SerializeToString(), path.parent, provider, optimized=False,
+                keep_memory=False,
+            )  # fmt: skip
+            outputs = [output.name for output in model.graph.output]
+            for held, feeds in zip(alive, batches, strict=True):
+                found = _run(session, outputs, {name: held[name] for name in segment.reads}, feeds)
+                for name in group:
+                    for source in sources[name]:
+                        yield (name, index, source), found[source]
+                held |= {name: found[name] for name in passed_on}
+        for held in alive:
+            for name in [name for name in held if last_read.get(name, -1) <= index]:
+                del held[name]
+
+
+def _run(session: Any, outputs: list[str], given: Feeds, feeds: Feeds) -> dict[str, NDArray[Any]]:
+    try:
+        return dict(zip(outputs, session.run(outputs, dict(given)), strict=True))
+    except Exception as error:  # ONNX Runtime raises many unrelated types
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
+        raise InputError(f"the graph fails on {shapes}: {error}") from error
 
 
 def _elements(value: ir.Value, rows: int, longest: int) -> int:
     """About how many elements: a dim without a number is the batch if first, else the longest."""
     if value.shape is None:
         return _UNKNOWN_ELEMENTS
-    count = 1
-    for axis, dim in enumerate(value.shape):
-        count *= dim if isinstance(dim, int) else (rows if axis == 0 else longest)
-    return count
+    return math.prod(
+        dim if isinstance(dim, int) else (rows if axis == 0 else longest)
+        for axis, dim in enumerate(value.shape)
+    )

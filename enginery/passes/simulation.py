@@ -36,7 +36,8 @@ def simulate_cast(
 ) -> None:
     """Edits the graph in place; the arguments are those of `cast_graph`.
 
-    Inputs and outputs stay FP32 in any case. Raises OptionError for a precision that is not narrow.
+    The types of inputs and outputs stay FP32 in any case; with `same` their values are rounded.
+    Raises OptionError for a precision that is not narrow.
     """
     low = low_type(precision)
     if model.functions:
@@ -54,16 +55,21 @@ def simulate_cast(
         nodes = list(graph)
         for value in list(graph.initializers.values()):
             _round_weight(value, plan, graph, low, unused)
+        narrow_io = io_dtype == "same" and graph is model.graph
         for value in list(graph.inputs):
-            _round_input(value, plan, graph, low, unused)
+            _round_input(value, plan, graph, low, unused, all_uses=narrow_io)
         for node in nodes:
             given = node.attributes.get("value")
             if node.op_type == "ConstantOfShape" and given and any(plan.ports[node].outputs):
                 rounded = round_tensor(given.as_tensor(), low)
                 node.attributes["value"] = ir.AttrTensor("value", rounded)
-            for value, follows in zip(node.outputs, plan.ports[node].outputs, strict=False):
-                if follows:
-                    _round_output(value, graph, low, unused)
+            narrow = [*plan.ports[node].outputs, *[False] * len(node.outputs)]
+            for value, follows in zip(node.outputs, narrow, strict=False):
+                if follows or (narrow_io and value.dtype == FLOAT and value.is_graph_output()):
+                    _round_output(value, graph, low, unused, all_uses=follows, plan=plan)
+                else:
+                    # An FP32 node's result is cast for the narrow nodes that read it.
+                    _round_input(value, plan, graph, low, unused)
 
 
 def round_tensor(tensor: ir.TensorProtocol, low: ir.DataType) -> ir.LazyTensor:
@@ -101,26 +107,49 @@ def _round_weight(
 
 
 def _round_input(
-    value: ir.Value, plan: CastPlan, graph: ir.Graph, low: ir.DataType, unused: UnusedNames
+    value: ir.Value,
+    plan: CastPlan,
+    graph: ir.Graph,
+    low: ir.DataType,
+    unused: UnusedNames,
+    *,
+    all_uses: bool = False,
 ) -> None:
+    """Rounds a value that is FP32 itself for the narrow nodes that read it, or for all."""
     if value.dtype != FLOAT:
         return
-    narrow = [use for use in value.uses() if plan.narrows(use.node, use.idx)]
+    narrow = [use for use in value.uses() if all_uses or plan.narrows(use.node, use.idx)]
     if not narrow:
         return
     down, up = _pair(value, low, unused)
     rounded = up.outputs[0]
-    if len(graph):
+    producer = value.producer()
+    if producer is not None:
+        graph.insert_after(producer, [down, up])
+    elif len(graph):
         graph.insert_before(graph[0], [down, up])
     for use in narrow:
         use.node.replace_input_with(use.idx, rounded)
 
 
-def _round_output(value: ir.Value, graph: ir.Graph, low: ir.DataType, unused: UnusedNames) -> None:
+def _round_output(
+    value: ir.Value,
+    graph: ir.Graph,
+    low: ir.DataType,
+    unused: UnusedNames,
+    *,
+    all_uses: bool,
+    plan: CastPlan,
+) -> None:
+    """Rounds a node's result, which gives its name to the rounded one.
+
+    Not `all_uses`: the node is FP32, and only the graph's output and narrow nodes see it rounded.
+    """
     producer = value.producer()
     if producer is None:
         return
-    name, uses = value.name, list(value.uses())
+    name = value.name
+    uses = [use for use in value.uses() if all_uses or plan.narrows(use.node, use.idx)]
     down, up = _pair(value, low, unused)
     graph.insert_after(producer, [down, up])
     rounded = up.outputs[0]

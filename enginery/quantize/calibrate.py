@@ -44,6 +44,8 @@ _RANGE_BATCHES = 4
 """Batches that FP16's range is checked on, from the longest to the shortest."""
 _RANGE_ROWS = 4
 """Of each, as every tensor of the graph is looked at."""
+_RANGE_BYTES = 32 << 20
+"""Of inner tensors at once, so that memory does not follow the longest row."""
 
 
 @dataclass(frozen=True)
@@ -251,8 +253,9 @@ def _fp32_nodes(artifact: Artifact, model: ir.Model, batches: Sequence[Batch]) -
     if not fixed:
         feeds = [{name: a[:_RANGE_ROWS] for name, a in part.items()} for part in feeds]
     found = measure_ranges(
-        artifact.model, float_tensors(model.graph), feeds, mask_floor=mask_floor(model)
-    )
+        artifact.model, float_tensors(model.graph), feeds,
+        mask_floor=mask_floor(model), group_bytes=_RANGE_BYTES,
+    )  # fmt: skip
     return {name: island.reason for name, island in find_islands(model.graph, found).items()}
 
 

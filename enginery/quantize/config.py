@@ -37,7 +37,7 @@ class QuantizeConfig:
     """Subtract the mean error of each output channel from its bias."""
     residual: Literal["fp16", "fp32"] = "fp16"
     """The precision of everything that is not quantized."""
-    min_cosine: float = 0.998
+    min_cosine: float = 0.9985
     """The least mean cosine between the answers and the FP32 model's. Layers are left out, the most
     harmful first, until it holds."""
     accuracy_budget: str = ""

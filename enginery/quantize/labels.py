@@ -1,59 +1,55 @@
-"""Texts with the labels that people gave them, for a budget in accuracy.
+"""The labels that people gave to inputs, as the model's own indices, for a budget in accuracy.
 
->>> read_labelled(Path("reviews.csv"), "text", "label", rows=2, label2id={"calm": 0, "glad": 1})
-(['All is well.', 'How fine!'], [0, 1])
+>>> index_labels(["glad", "0", 1], {"calm": 0, "glad": 1}, where="data 'reviews.csv'")
+[1, 0, 1]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from enginery.core.data import read_column, spread
-from enginery.core.errors import InputError
-
-_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+from enginery.core.errors import InputError, nearest
 
 
-def read_labelled(
-    path: Path, column: str, label_column: str, *, rows: int, label2id: Mapping[str, Any]
-) -> tuple[list[str], list[int]]:
-    """Up to `rows` texts and the indices of their labels, evenly spread over the file.
+def index_labels(
+    labels: Sequence[Any], label2id: Mapping[str, Any], *, where: str, names: Sequence[str] = ()
+) -> list[int]:
+    """The model's index of each label.
 
     Args:
-        path: a CSV, TSV, JSONL or Parquet file.
-        column: of the texts; rows without a text are left out.
-        label_column: names of labels as config.json has them, or their indices.
-        rows: how many.
+        labels: names as config.json has them, or indices.
         label2id: config.json's.
+        where: what the message calls their source.
+        names: what the source's own indices stand for (a Dataset's ClassLabel). Where the model
+            knows one of these names, names decide and not indices: the orders may differ.
 
     Raises:
-        InputError: a column is missing, or a label is not one of the model's.
+        InputError: a label is not one of the model's.
     """
-    suffix = path.suffix.lower()
-    if not path.is_file() or suffix not in _TABLES:
-        raise InputError(
-            f"data '{path}': labels need a file with columns ({', '.join(_TABLES)}).",
-        )
-    texts, labels = (read_column(path, suffix, name) for name in (column, label_column))
-    pairs = [
-        (text, label) for text, label in zip(texts, labels, strict=True)
-        if isinstance(text, str) and text.strip()
-    ]  # fmt: skip
-    if not pairs:
-        raise InputError(f"data '{path}': column '{column}' holds no text.")
-    chosen = spread(pairs, rows)
     known = {str(name): int(index) for name, index in label2id.items()}
-    return [text for text, _ in chosen], [_index(path, label, known) for _, label in chosen]
+    by_name = any(name in known for name in names)
+    return [_index(_named(label, names) if by_name else label, known, where) for label in labels]
 
 
-def _index(path: Path, label: Any, known: Mapping[str, int]) -> int:
+def _named(label: Any, names: Sequence[str]) -> Any:
+    place = _whole(label)
+    return label if place is None or place >= len(names) else names[place]
+
+
+def _index(label: Any, known: Mapping[str, int], where: str) -> int:
     if str(label) in known:
         return known[str(label)]
-    if str(label).isdigit() and (not known or int(label) in known.values()):
-        return int(label)
+    index = _whole(label)
+    if index is not None and (not known or index in known.values()):
+        return index
     raise InputError(
-        f"data '{path}': the label {label!r} is not one of the model's.",
+        f"{where}: the label {label!r} is not one of the model's{nearest(str(label), known)}",
         do=f"Its labels: {', '.join(known) or 'indices from 0 on'}.",
     )
+
+
+def _whole(label: Any) -> int | None:
+    """A number from 0 on, however it is written: pandas makes floats of a column with a gap."""
+    text = str(int(label)) if isinstance(label, bool) else str(label).removesuffix(".0")
+    return int(text) if text.isascii() and text.isdigit() else None

@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from enginery.core.figures import save_figure
+from enginery.core.json_file import json_bytes
 from enginery.passes.layers import Layer
 from enginery.quantize.accuracy import Accuracy
 from enginery.quantize.calibrate import Measured
@@ -91,8 +91,7 @@ class QuantizationReport:
 
     def to_json(self) -> bytes:
         """For programs."""
-        text = json.dumps(self.document, indent=2, ensure_ascii=False)
-        return text.encode() + b"\n"
+        return json_bytes(self.document)
 
 
 def accuracy_words(accuracy: Accuracy) -> str:

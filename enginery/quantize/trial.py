@@ -75,11 +75,10 @@ def build_trials(
             do="Leave the layer out with --exclude NODE.",
         )
     limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
-    sequence = {"sequence": limits.hard_limit} if limits.hard_limit else {}
     profiles = [Profile.parse(text) for text in config.profile] or trial_profiles(record, limits)
     trials = []
     for capability in config.capabilities:
-        built = build_plan(graph, profiles=profiles, capabilities=[capability], limits=sequence)
+        built = build_plan(graph, profiles=profiles, capabilities=[capability], limits=limits.ends)
         # A fused layer names the nodes in it; the kernel that quantizes may name the product, too.
         multiplied = {
             node for layer in built.layers
@@ -96,7 +95,7 @@ def build_trials(
                 quantized_layers=len(quantized) - len(missing),
                 not_quantized=missing,
                 fused_attentions=built.fused_attentions,
-                plan_bytes=len(built.plan),
+                plan_bytes=built.plan_bytes,
                 seconds=built.seconds,
             )
         )

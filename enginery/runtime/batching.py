@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 MAX_ROWS = 32
 MAX_TOKENS = 4096
@@ -16,7 +16,7 @@ MAX_TOKENS = 4096
 def plan_batches(
     lengths: Sequence[int],
     *,
-    max_rows: int = MAX_ROWS,
+    max_rows: int | Callable[[int], int] = MAX_ROWS,
     max_tokens: int = MAX_TOKENS,
     equal_lengths: bool = False,
 ) -> list[list[int]]:
@@ -24,7 +24,7 @@ def plan_batches(
 
     Args:
         lengths: tokens of each input.
-        max_rows: the most inputs of a batch.
+        max_rows: the most inputs of a batch; a function, by the tokens of its longest.
         max_tokens: the most tokens of a batch after padding; one input alone may have more.
         equal_lengths: never put different lengths together, where padding would be seen.
     """
@@ -34,7 +34,8 @@ def plan_batches(
         if batches:
             batch = batches[-1]
             longest = lengths[batch[0]]
-            fits = len(batch) < max_rows and (len(batch) + 1) * longest <= max_tokens
+            most = max_rows if isinstance(max_rows, int) else max_rows(longest)
+            fits = len(batch) < most and (len(batch) + 1) * longest <= max_tokens
             if fits and not (equal_lengths and lengths[index] != longest):
                 batch.append(index)
                 continue

@@ -1,6 +1,6 @@
 """Logits to labels: of a whole text or image, and of stretches of a text.
 
-    >>> classify_logits(logits, ["calm", "angry"], "softmax", top_k=1)[0].label
+    >>> classify_logits(logits, config, "auto", top_k=1)[0].label
     'angry'
 
 Scores and grouping are those of transformers' text-classification and token-classification
@@ -48,16 +48,19 @@ def softmax(logits: Scores) -> Scores:
 
 
 def classify_logits(
-    logits: Scores, names: Sequence[str], activation: Activation, *, top_k: int
+    logits: Scores, config: Mapping[str, Any], activation: Activation, *, top_k: int
 ) -> list[Classification]:
     """One classification a row, best label first.
 
     Args:
         logits: (batch, labels).
-        names: one a label.
-        activation: softmax, sigmoid or none.
+        config: the model's config.json, which names the labels.
+        activation: softmax, sigmoid or none; `auto` for what `config` says.
         top_k: how many labels to keep; 0 for all.
     """
+    names = label_names(config, logits.shape[-1])
+    if activation == "auto":
+        activation = choose_activation(config, len(names))
     logits = logits.astype(np.float32, copy=False)
     if activation == "softmax":
         scores = softmax(logits)

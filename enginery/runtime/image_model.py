@@ -19,12 +19,7 @@ from enginery.core.errors import ArtifactError, InputError
 from enginery.core.json_file import read_json
 from enginery.runtime.answers import Classification
 from enginery.runtime.batching import MAX_ROWS
-from enginery.runtime.classification import (
-    Activation,
-    choose_activation,
-    classify_logits,
-    label_names,
-)
+from enginery.runtime.classification import Activation, classify_logits
 from enginery.runtime.image_files import load_image
 from enginery.runtime.images import ImageProcessor
 from enginery.runtime.ort import OrtRunner, Outputs
@@ -72,12 +67,7 @@ class ImageModel:
         _require_list(images)
         answers: list[Any] = [None] * len(images)
         for batch, outputs in self._run(images):
-            logits = outputs["logits"]
-            names = label_names(self.config, logits.shape[-1])
-            chosen = activation
-            if chosen == "auto":
-                chosen = choose_activation(self.config, len(names))
-            found = classify_logits(logits, names, chosen, top_k=top_k)
+            found = classify_logits(outputs["logits"], self.config, activation, top_k=top_k)
             for index, answer in zip(batch, found, strict=True):
                 answers[index] = answer
         return answers
@@ -119,16 +109,23 @@ class ImageModel:
             batch = waiting.setdefault(array.shape, [])
             batch.append(index)
             # Pixels are large: a full batch runs before more images are read.
-            if len(batch) == (fixed or MAX_ROWS):
+            if len(batch) >= (fixed or self._most_rows(array.shape)):
                 yield batch, self._outputs([pixels.pop(i) for i in batch], fixed)
                 del waiting[array.shape]
         for batch in waiting.values():
             yield batch, self._outputs([pixels.pop(i) for i in batch], fixed)
 
     def _outputs(self, arrays: Sequence[NDArray[Any]], fixed: int) -> Outputs:
-        feeds = {self.runner.record.inputs[0].name: np.stack(arrays)}
-        outputs = self.runner(fill_rows(feeds, fixed))
-        return {name: rows[: len(arrays)] for name, rows in outputs.items()}
+        spec = self.runner.record.inputs[0]
+        rows = self.runner.padded_shape(spec, (len(arrays), *arrays[0].shape))[0]
+        outputs = self.runner(fill_rows({spec.name: np.stack(arrays)}, fixed or rows))
+        return {name: values[: len(arrays)] for name, values in outputs.items()}
+
+    def _most_rows(self, shape: tuple[int, ...]) -> int:
+        """The most images of a batch of this (channels, height, width)."""
+        if not self.runner.profiles:
+            return MAX_ROWS
+        return self.runner.most_rows(self.runner.record.inputs[0], shape) or 1
 
     def _require_fit(self, array: NDArray[Any], index: int) -> None:
         spec = self.runner.record.inputs[0]

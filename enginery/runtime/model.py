@@ -191,6 +191,14 @@ class Model(Closing):
         """
         return self._image_model("embed_images").embed(images)
 
+    def warm_up(self) -> None:
+        """Runs every engine once at its optimum; `load_model` has done so.
+
+        Raises:
+            ProviderError: an engine fails at its own optimum.
+        """
+        self._runner.warm_up()
+
     def close(self) -> None:
         """Frees the session."""
         self._runner.close()
@@ -218,21 +226,24 @@ def load_model(
     provider: str = "cpu",
     allow_fallback: bool = False,
     allow_failed: bool = False,
+    allow_build: bool = False,
     threads: int = 0,
 ) -> Model:
-    """Opens an artifact to answer its task.
+    """Opens an artifact to answer its task; under TensorRT, its engines, and runs each once.
 
     Args:
         artifact: the artifact or its directory.
         provider: the ordered wish, `tensorrt,cuda,cpu`.
         allow_fallback: take a later wish when the first cannot be had.
         allow_failed: take an artifact whose validation failed.
+        allow_build: where no engine of the artifact fits this GPU, let TensorRT build one while
+            it loads; minutes, and nothing of it is kept.
         threads: intra-op threads; 0 for ONNX Runtime's choice.
 
     Raises:
         ArtifactError: not an artifact, or a task or a file that answers cannot be made from.
         RejectedArtifactError: its validation failed.
-        ProviderError: the provider cannot be had.
+        ProviderError: the provider cannot be had, or no engine of the artifact runs on this GPU.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     opened.require_passed(allow_failed=allow_failed)
@@ -244,9 +255,14 @@ def load_model(
             "classes.",
         )
     wish = parse_providers(provider)
-    runner = OrtRunner(opened, providers=wish, allow_fallback=allow_fallback, threads=threads)
+    runner = OrtRunner(
+        opened, providers=wish, allow_fallback=allow_fallback, allow_build=allow_build,
+        threads=threads,
+    )  # fmt: skip
     try:
-        return Model(opened, runner)
+        model = Model(opened, runner)
+        model.warm_up()
+        return model
     except BaseException:
         runner.close()
         raise

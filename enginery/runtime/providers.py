@@ -46,8 +46,8 @@ class Provider:
 def choose_providers(wish: Sequence[str], *, allow_fallback: bool = False) -> list[Provider]:
     """What a session is given, in ONNX Runtime's order of preference.
 
-    The provider that was asked for leads. CUDA follows TensorRT where the wish names it, or names
-    nothing but TensorRT. The CPU ends every list: ONNX Runtime adds it anyway, so it is said.
+    The provider that was asked for leads. CUDA follows classic TensorRT where the wish names it, or
+    names nothing but TensorRT. The CPU ends every list: ONNX Runtime adds it anyway, so it is said.
 
     Args:
         wish: short or full names; the first is meant, the others are for fallback.
@@ -87,7 +87,8 @@ def _beneath(head: str, names: Sequence[str]) -> list[Provider]:
         return []
     below = []
     missed = ""
-    if head in (TENSORRT, TENSORRT_RTX) and (CUDA in names or len(names) == 1):
+    # Beside a plugin's devices, as TensorRT for RTX has them, a session takes no other names.
+    if head == TENSORRT and (CUDA in names or len(names) == 1):
         obstacle = find_obstacle(CUDA)
         if obstacle is None:
             below.append(Provider(CUDA, f"operations that {short_name(head)} leaves over"))

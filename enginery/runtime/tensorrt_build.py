@@ -1,26 +1,27 @@
-"""Parsing and building in this process.
+"""Building in this process.
 
-Takes the path of an ONNX file; leaves nothing on disk.
+Takes the path of an ONNX file; leaves the plan in a file, if one is named.
 
     >>> built = build_here(Path("model.onnx"), [Profile.parse("batch=1:8:32,sequence=8:128:512")])
-    >>> len(built.plan), built.fused_attentions
+    >>> built.plan_bytes, built.fused_attentions
     (226900123, 12)
 
 TensorRT may end the process on a graph that it does not expect, and keeps memory after a build:
-`runtime.tensorrt` calls these functions in a child process.
+`runtime.tensorrt` calls this in a child process.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from enginery.core.errors import ProviderError, ShapeError, SourceError
+from enginery.core.errors import OptionError, ProviderError, ShapeError
 from enginery.core.memory import peak_rss_bytes
-from enginery.core.shapes import Profile, TensorSpec, canonical_dim, dynamic_dims
+from enginery.core.shapes import Profile, TensorSpec, dynamic_dims
+from enginery.core.staging import write_beside
+from enginery.runtime.tensorrt_inspector import inspect_plan
 from enginery.runtime.tensorrt_library import (
     Messages,
     Sink,
@@ -28,128 +29,141 @@ from enginery.runtime.tensorrt_library import (
     load_tensorrt,
     trt_messages,
 )
-from enginery.runtime.tensorrt_log import memory_bytes, read_layers
-from enginery.runtime.tensorrt_reports import BuiltPlan, ParseReport, Refusal
-
-# One word for each: TensorRT names the C++ type, the rest of this package numpy's.
-_DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT8": "int8",
-           "INT32": "int32", "INT64": "int64", "BOOL": "bool", "UINT8": "uint8"}  # fmt: skip
-
-# TensorRT looks for a device now and then; without one it says so inside other errors.
-_NO_DEVICE = re.compile(r"^\[?checkMacros\.cpp::catchCudaError.*$", re.MULTILINE)
-
-
-def parse_here(path: Path, *, follow: Sequence[Sink] = ()) -> ParseReport:
-    """Asks TensorRT's parser about a graph.
-
-    Raises:
-        SourceError: there is no such file.
-        MissingPackageError: TensorRT for RTX is not installed.
-    """
-    trt = load_tensorrt("Parsing a graph with TensorRT")
-    _require_file(path)
-    with trt_messages(follow) as messages:
-        network, parser = _parser(trt, messages)
-        refusals = _parse(parser, network, path, messages)
-        return ParseReport(
-            path=str(path),
-            tensorrt=trt.__version__,
-            accepted=not refusals,
-            refusals=refusals,
-            inputs=_inputs(network),
-            warnings=tuple(messages.warnings()),
-        )
+from enginery.runtime.tensorrt_log import LayerInfo, memory_bytes, read_layers
+from enginery.runtime.tensorrt_options import CLASSIC, RTX, BuildOptions, Flavor
+from enginery.runtime.tensorrt_parse import (
+    MERGED_CONDITION,
+    MERGED_REMEDY,
+    last_error,
+    make_builder,
+    network_inputs,
+    network_outputs,
+    open_parser,
+    parse_into,
+    require_file,
+)
+from enginery.runtime.tensorrt_reports import BuiltPlan, ParseReport
+from enginery.runtime.tensorrt_timing import TimingCache, attach_timing_cache
 
 
 def build_here(
     path: Path,
     profiles: Sequence[Profile],
     *,
+    flavor: Flavor = RTX,
     capabilities: Sequence[str],
-    workspace_bytes: int,
+    options: BuildOptions,
     limits: Mapping[str, int],
+    plan_path: Path | None = None,
     follow: Sequence[Sink] = (),
 ) -> BuiltPlan:
     """Builds an engine; the arguments and errors are those of `tensorrt.build_plan`."""
-    trt = load_tensorrt()
-    _require_file(path)
-    targets = [capability_value(trt, capability) for capability in capabilities]
+    trt = load_tensorrt(flavor=flavor)
+    require_file(path)
     started = time.monotonic()
-    with trt_messages(follow) as messages:
-        builder = trt.Builder(messages.logger)
-        network, parser = _parser(trt, messages, builder)
-        if refusals := _parse(parser, network, path, messages):
+    with trt_messages(trt, follow) as messages:
+        builder = make_builder(trt, flavor, messages)
+        network, parser = open_parser(trt, builder, flavor, messages)
+        if refusals := parse_into(network, parser, path, messages):
             ParseReport(str(path), trt.__version__, False, refusals, (), ()).require_accepted()
         config = builder.create_builder_config()
         # The layers are in the log, and in the engine for who inspects it, with their types.
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
-        config.num_compute_capabilities = len(targets)
-        for index, target in enumerate(targets):
-            config.set_compute_capability(target, index)
-        inputs = _inputs(network)
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
+        if options.weight_streaming:
+            config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
+        timing = TimingCache()
+        if flavor is CLASSIC:
+            _configure_classic(trt, config, capabilities, options)
+            timing = attach_timing_cache(config, options, messages)
+        else:
+            targets = [capability_value(trt, capability) for capability in capabilities]
+            config.num_compute_capabilities = len(targets)
+            for index, target in enumerate(targets):
+                config.set_compute_capability(target, index)
+        inputs = network_inputs(network)
         _add_profiles(builder, config, network, inputs, profiles, limits)
         plan = builder.build_serialized_network(network, config)
         if plan is None:
             raise ProviderError(
-                f"{path}: TensorRT {trt.__version__} built no engine for "
-                f"{', '.join(capabilities) or 'any GPU'}: {_last_error(messages)}",
-                do=_build_remedy(messages),
+                f"{path}: {flavor.title} {trt.__version__} built no engine for "
+                f"{', '.join(capabilities) or 'any GPU'}: {last_error(messages)}",
+                do=_build_remedy(messages, inputs),
             )
-        layers = read_layers(messages.texts("verbose"))
+        timing.save(config)
+        layers, memory = _layers_and_memory(trt, flavor, plan, options, messages)
         if not layers:
             raise ProviderError(
-                f"{path}: an engine was built, but TensorRT {trt.__version__} did not list its "
-                "layers in the build log.",
+                f"{path}: an engine was built, but {flavor.title} {trt.__version__} did not list "
+                "its layers.",
                 do="Another logger came first in this process; build in a child process.",
             )
-        memory = memory_bytes(messages.texts("info"))
+        if plan_path is not None:
+            write_beside(plan_path, plan)
         return BuiltPlan(
-            plan=bytes(plan),
+            held=b"" if plan_path else bytes(plan),
+            plan_path=str(plan_path or ""),
+            plan_bytes=int(plan.nbytes),
+            flavor=flavor.name,
             layers=layers,
             tensorrt=trt.__version__,
             capabilities=tuple(capabilities),
             profiles=tuple(str(profile) for profile in profiles),
             inputs=inputs,
-            outputs=tuple(_spec(network.get_output(i)) for i in range(network.num_outputs)),
+            outputs=network_outputs(network),
             seconds=round(time.monotonic() - started, 3),
             peak_rss_bytes=peak_rss_bytes(),
             activation_bytes=memory.get("activation", 0),
             weights_bytes=memory.get("weights", 0),
-            warnings=tuple(messages.warnings()),
+            warnings=(*messages.warnings(), *timing.warnings),
         )
 
 
-def _parser(trt: Any, messages: Messages, builder: Any = None) -> tuple[Any, Any]:
-    network = (builder or trt.Builder(messages.logger)).create_network(0)
-    return network, trt.OnnxParser(network, messages.logger)
+def _configure_classic(
+    trt: Any, config: Any, capabilities: Sequence[str], options: BuildOptions
+) -> None:
+    """Hands over the options that classic TensorRT alone has."""
+    config.builder_optimization_level = options.optimization_level
+    if options.auxiliary_streams != "auto":
+        config.max_aux_streams = options.auxiliary_streams
+    flags = {
+        trt.BuilderFlag.TF32: options.tf32,
+        trt.BuilderFlag.SPARSE_WEIGHTS: options.sparsity,
+        trt.BuilderFlag.VERSION_COMPATIBLE: options.version_compatible,
+    }
+    for flag, wanted in flags.items():
+        if wanted:
+            config.set_flag(flag)
+        else:
+            config.clear_flag(flag)
+    level = options.hardware_compatibility
+    if level == "ampere-plus" and capabilities[0].startswith("7."):
+        raise OptionError(
+            f"option 'hardware_compatibility' is {level}, and this GPU has compute capability "
+            f"{capabilities[0]}: such an engine is built on 8.0 and newer.",
+            do="Build it on a newer GPU, or use same-compute-capability.",
+        )
+    name = level.upper().replace("-", "_")
+    config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, name)
 
 
-def _parse(parser: Any, network: Any, path: Path, messages: Messages) -> tuple[Refusal, ...]:
-    """Parses the file into the network; why TensorRT does not take it, or nothing."""
-    if not parser.parse_from_file(str(path)):
-        return _refusals(parser) or (Refusal("", "", _last_error(messages)),)
-    # A file that is no ONNX at all is "parsed", too.
-    if not network.num_outputs:
-        raise SourceError(f"{path} is not an ONNX model: TensorRT finds no outputs in it.")
-    return ()
+def _layers_and_memory(
+    trt: Any, flavor: Flavor, plan: Any, options: BuildOptions, messages: Messages
+) -> tuple[tuple[LayerInfo, ...], dict[str, int]]:
+    """The engine's layers, and the device memory that it takes in bytes."""
+    memory = memory_bytes(messages.texts("info"))
+    if flavor is RTX:
+        return read_layers(messages.texts("verbose")), memory
+    layers, activation_bytes = inspect_plan(
+        trt, plan, messages, host_code_allowed=options.version_compatible
+    )
+    return layers, {"activation": activation_bytes, **memory}
 
 
-def _refusals(parser: Any) -> tuple[Refusal, ...]:
-    found = []
-    for error in (parser.get_error(index) for index in range(parser.num_errors)):
-        name = error.node_name() or (f"#{error.node()}" if error.node() >= 0 else "")
-        reason = " ".join(_NO_DEVICE.sub("", error.desc()).split())
-        found.append(Refusal(name, error.node_operator(), reason))
-    return tuple(dict.fromkeys(found))
-
-
-def _last_error(messages: Messages) -> str:
-    return next(reversed(messages.errors()), "no reason given.")
-
-
-def _build_remedy(messages: Messages) -> str:
+def _build_remedy(messages: Messages, inputs: Sequence[TensorSpec]) -> str:
     errors = " ".join(messages.errors())
+    if any(spec.name == MERGED_CONDITION for spec in inputs):
+        return MERGED_REMEDY
     if "FP32 GEMM is not supported" in errors:
         return (
             "Compute capability 7.5 multiplies matrices in FP16 and INT8 alone; make the graph "
@@ -163,30 +177,6 @@ def _build_remedy(messages: Messages) -> str:
     if "violate shape constraints" in errors:
         return "The graph cannot run at the profile's sizes; give sizes that the model allows."
     return ""
-
-
-def _require_file(path: Path) -> None:
-    if not path.is_file():
-        raise SourceError(f"{path} is not a file; expected an ONNX model.")
-
-
-def _inputs(network: Any) -> tuple[TensorSpec, ...]:
-    return tuple(_spec(network.get_input(index)) for index in range(network.num_inputs))
-
-
-def _spec(tensor: Any) -> TensorSpec:
-    """Dims by the names that profiles use: Optimum's `batch_size` is batch.
-
-    A dynamic dim without a name is -1; those of outputs have none.
-    """
-    dtype = tensor.dtype.name
-    sizes = [int(size) for size in tensor.shape] if len(tensor.shape) >= 0 else []
-    names = [tensor.get_dimension_name(axis) or "" for axis in range(len(sizes))]
-    dims = (
-        size if size >= 0 else canonical_dim(name) or -1
-        for size, name in zip(sizes, names, strict=True)
-    )
-    return TensorSpec(tensor.name, _DTYPES.get(dtype, dtype.lower()), tuple(dims))
 
 
 def _add_profiles(

@@ -1,59 +1,113 @@
-"""TensorRT for RTX as a library: its module, its one logger, the capabilities that it builds for.
+"""TensorRT as a library, of either flavor: its module, its version, its one logger.
 
-Takes nothing; needs no GPU.
+Takes a flavor; needs no GPU.
 
-    >>> with trt_messages() as messages:
+    >>> trt = load_tensorrt(RTX)
+    >>> with trt_messages(trt) as messages:
     ...     trt.Builder(messages.logger)
-    >>> capability_names(load_tensorrt())
-    ['7.5', '8.0', '8.6', '8.9', '12.0', '12.1']
+    >>> capability_names(trt), tensorrt_version(RTX)
+    (['7.5', '8.0', '8.6', '8.9', '12.0', '12.1'], '1.7.1.116')
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from enginery.core.errors import MissingPackageError, OptionError
-
-MODULE = "tensorrt_rtx_bindings"
-"""What the wheel `tensorrt-rtx-cu13-bindings` installs."""
+from enginery.core.errors import (
+    EngineryError,
+    MissingPackageError,
+    OptionError,
+    ProviderError,
+)
+from enginery.runtime.tensorrt_options import CLASSIC, RTX, Flavor
 
 _CAPABILITY = re.compile(r"^SM(?P<major>\d+)(?P<minor>\d)$")
+_VERSION = re.compile(r"^__version__\s*=\s*['\"]([\w.]+)['\"]", re.MULTILINE)
 _LEVELS = ("internal error", "error", "warning", "info", "verbose")
 
 
-def require_tensorrt(purpose: str) -> None:
-    """Raises MissingPackageError where TensorRT for RTX is not installed; loads nothing."""
-    if not has_tensorrt():
-        raise MissingPackageError(
-            "tensorrt-rtx-cu13-bindings", extra="tensorrt-rtx", purpose=purpose
+def has_tensorrt(flavor: Flavor = RTX) -> bool:
+    """Whether the flavor is installed; loads nothing."""
+    name = flavor.module
+    return sys.modules.get(name) is not None or find_spec(name) is not None
+
+
+def require_tensorrt(purpose: str, flavor: Flavor = RTX) -> None:
+    """Whether the flavor is there and fit, as an error where it is not; loads nothing.
+
+    Raises:
+        MissingPackageError: TensorRT for RTX is not installed.
+        ProviderError: classic TensorRT is not installed, or ONNX Runtime loads no engines of the
+            version that is.
+    """
+    if not has_tensorrt(flavor):
+        raise _missing(purpose, flavor)
+    require_version(tensorrt_version(flavor), flavor)
+
+
+def load_tensorrt(purpose: str = "Building an engine", flavor: Flavor = RTX) -> Any:
+    """The flavor's module; it ships no types.
+
+    Raises:
+        MissingPackageError: TensorRT for RTX is not installed.
+        ProviderError: classic TensorRT is not installed, or a library cannot be loaded.
+    """
+    try:
+        return importlib.import_module(flavor.module)
+    except ModuleNotFoundError as error:
+        raise _missing(purpose, flavor) from error
+    except (ImportError, OSError) as error:
+        raise ProviderError(
+            f"{purpose}: {flavor.title} is installed and cannot be loaded: {error}.",
+            do=f"Install it with its libraries: {flavor.install}",
+        ) from error
+
+
+def tensorrt_version(flavor: Flavor = RTX) -> str:
+    """The installed version and build, `1.7.1.116`; empty where the flavor is not installed.
+
+    Read from the module's text, as loading TensorRT maps a library of 234 MB.
+    """
+    loaded = sys.modules.get(flavor.module)
+    if loaded is not None:
+        return str(loaded.__version__)
+    spec = find_spec(flavor.module)
+    if spec is None or not spec.origin:
+        return ""
+    found = _VERSION.search(Path(spec.origin).read_text(encoding="utf-8", errors="replace"))
+    return found[1] if found else str(load_tensorrt(flavor=flavor).__version__)
+
+
+def require_version(version: str, flavor: Flavor) -> None:
+    """Raises ProviderError for a major version whose engines ONNX Runtime does not load."""
+    if version.split(".", maxsplit=1)[0] != str(flavor.major):
+        raise ProviderError(
+            f"{flavor.title} {version} is installed, and {flavor.major} is needed: an engine runs "
+            f"with the version that built it, and {flavor.provider} of ONNX Runtime 1.31 links "
+            f"{flavor.library}.",
+            do=f"Run: pip uninstall -y tensorrt {flavor.package} && {flavor.install}"
+            if flavor is CLASSIC
+            else f"Install it: {flavor.install}",
         )
 
 
-def has_tensorrt() -> bool:
-    """Whether TensorRT for RTX is installed."""
-    return importlib.util.find_spec(MODULE) is not None
-
-
-def load_tensorrt(purpose: str = "Building an engine") -> Any:
-    """The module of TensorRT for RTX; it ships no types.
-
-    Raises:
-        MissingPackageError: the package or one of its libraries is missing.
-    """
-    try:
-        return importlib.import_module(MODULE)
-    except (ImportError, OSError) as error:  # OSError: the wheel with the libraries is missing
-        raise MissingPackageError(
-            "tensorrt-rtx-cu13-bindings", extra="tensorrt-rtx", purpose=purpose
-        ) from error
+def _missing(purpose: str, flavor: Flavor) -> EngineryError:
+    if flavor.extra:
+        return MissingPackageError(flavor.package, extra=flavor.extra, purpose=purpose)
+    return ProviderError(
+        f"{purpose} needs the package '{flavor.package}', which is not installed.",
+        do=f"Install it with: {flavor.install}",
+    )
 
 
 def capability_names(trt: Any) -> list[str]:
@@ -72,8 +126,7 @@ def capability_value(trt: Any, capability: str) -> Any:
     known = capability_names(trt)
     if capability not in known:
         raise OptionError(
-            f"TensorRT for RTX {trt.__version__} does not build for compute capability "
-            f"'{capability}'.",
+            f"{RTX.title} {trt.__version__} does not build for compute capability '{capability}'.",
             do=f"It builds for {', '.join(known)}.",
         )
     return getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}")
@@ -111,17 +164,18 @@ _sinks: list[Sink] = []
 
 
 @contextmanager
-def trt_messages(follow: Sequence[Sink] = ()) -> Iterator[Messages]:
+def trt_messages(trt: Any, follow: Sequence[Sink] = ()) -> Iterator[Messages]:
     """Collects what TensorRT says while the block runs; one block at a time in a process.
 
     TensorRT keeps the first logger that a process gives it and ignores all later ones, so that
     there is one, and its messages belong to whoever holds the lock.
 
     Args:
+        trt: the module of a flavor; each has a logger of its own.
         follow: called with each level and text as they come, for a log that outlives a crash.
     """
     with _lock:
-        messages = Messages(_logger())
+        messages = Messages(_logger(trt))
         before = list(_sinks)
         _sinks[:] = [lambda level, text: messages.entries.append((level, text)), *follow]
         try:
@@ -131,8 +185,8 @@ def trt_messages(follow: Sequence[Sink] = ()) -> Iterator[Messages]:
 
 
 @cache
-def _logger() -> Any:
-    base: Any = load_tensorrt().ILogger
+def _logger(trt: Any) -> Any:
+    base: Any = trt.ILogger
 
     class Logger(base):  # type: ignore[misc]  # the bindings ship no types
         def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """An engine's layers, read from TensorRT's build log.
 
-Takes the log of a build with detailed verbosity; leaves one `LayerInfo` a layer. TensorRT's own
-inspector wants the GPU that the engine is for; the log does not.
+Takes the log of a build with detailed verbosity, by TensorRT for RTX; leaves one `LayerInfo` a
+layer. TensorRT's own inspector (`tensorrt_inspector`) wants the GPU that the engine is for; the log
+does not.
 
     >>> layers = read_layers(log)
     >>> [layer.name for layer in layers if layer.kind == "gemm" and layer.precision == "int8"]
@@ -54,7 +55,7 @@ class LayerInfo:
     """What a GEMM, a convolution or an attention multiplies, and any other layer gives its result
     in: fp32, fp16, bf16, fp8, int8, or TensorRT's name of another type."""
     type: str
-    """TensorRT's own word: gemm, kgen (a generated kernel), runtime_fusion, …"""
+    """TensorRT's own word: gemm, kgen (a generated kernel), runtime_fusion, CaskConvolution, …"""
     inputs: tuple[str, ...]
     """The types of the activations that it takes."""
     constants: tuple[str, ...]
@@ -83,7 +84,7 @@ def read_layer(line: str) -> LayerInfo | None:
         return None
     name, kind_name = match["name"], match["type"]
     inputs, constants, outputs = (
-        tuple(_precision(word) for word in _DTYPE.findall(match[part] or ""))
+        tuple(precision_named(word) for word in _DTYPE.findall(match[part] or ""))
         for part in ("inputs", "constants", "outputs")
     )
     kind = layer_kind(name, kind_name)
@@ -92,12 +93,12 @@ def read_layer(line: str) -> LayerInfo | None:
     return LayerInfo(
         name=name,
         kind=kind,
-        precision=_precision_of(name, kind, inputs, constants, outputs),
+        precision=product_precision(name, kind, inputs, constants, outputs),
         type=kind_name,
         inputs=inputs,
         constants=constants,
         outputs=outputs,
-        nodes=tuple(_NODE.findall(rest)),
+        nodes=onnx_nodes(rest),
         tactic=tactic[1] if tactic else "",
     )
 
@@ -117,13 +118,14 @@ def _operations(name: str) -> list[str]:
     return re.findall(r"[A-Z][a-z]*", fused["operations"]) if fused else []
 
 
-def _precision_of(
+def product_precision(
     name: str,
     kind: Kind,
     inputs: Sequence[str],
     constants: Sequence[str],
     outputs: Sequence[str],
 ) -> str:
+    """What a product multiplies, and any other layer gives its result in; see `LayerInfo`."""
     if kind == "other":
         return next(iter([*outputs, *inputs]), "")
     taken = next(iter([*inputs, *outputs]), "")
@@ -141,5 +143,11 @@ def memory_bytes(messages: Iterable[str]) -> dict[str, int]:
     return {match[1].lower(): int(match[2]) for match in found}
 
 
-def _precision(word: str) -> str:
+def onnx_nodes(metadata: str) -> tuple[str, ...]:
+    """The ONNX nodes of a layer, from `[ONNX Layer: …]` in its metadata."""
+    return tuple(_NODE.findall(metadata))
+
+
+def precision_named(word: str) -> str:
+    """`fp16` for TensorRT's `Half`; its own word, in small letters, for what is no float."""
     return _PRECISIONS.get(word.lower(), word.lower())

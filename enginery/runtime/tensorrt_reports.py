@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from enginery.core.errors import ProviderError
 from enginery.core.shapes import TensorSpec
@@ -25,6 +26,8 @@ class Refusal:
     op_type: str
     reason: str
     """TensorRT's own words."""
+    remedy: str = ""
+    """What to do about it, where that is known."""
 
     def __str__(self) -> str:
         where = f"{self.node} ({self.op_type}): " if self.node else ""
@@ -56,10 +59,45 @@ class ParseReport:
 
 
 @dataclass(frozen=True)
+class Coverage:
+    """Which nodes of a graph TensorRT takes; those inside branches and loops count with theirs."""
+
+    path: str
+    tensorrt: str
+    """TensorRT's version."""
+    total: int
+    """Nodes of the graph."""
+    taken: int
+    """Nodes that the parser takes."""
+    refused: tuple[Refusal, ...]
+    """The others. Of their reasons TensorRT gives the first that it meets."""
+    partitions: int
+    """Connected parts of the graph that it takes; a graph that it takes whole is 1."""
+
+    def require_complete(self) -> None:
+        """Raises ProviderError, with the first refused node and its remedy, unless it takes all."""
+        if not self.refused:
+            return
+        more = f" ({len(self.refused) - 1} more)" if len(self.refused) > 1 else ""
+        parts = f"{self.partitions} partition{'' if self.partitions == 1 else 's'}"
+        raise ProviderError(
+            f"{self.path}: TensorRT {self.tensorrt} takes {self.taken} of {self.total} nodes, in "
+            f"{parts}; it refuses {self.refused[0]}{more}",
+            do=self.refused[0].remedy or f"Run: enginery lint {self.path} --target tensorrt",
+        )
+
+
+@dataclass(frozen=True)
 class BuiltPlan:
     """A serialized engine, and what is in it."""
 
-    plan: bytes
+    held: bytes = field(repr=False)
+    """The plan; empty where it was written to a file."""
+    plan_path: str
+    """The file that it was written to; empty where it is held."""
+    plan_bytes: int
+    """The size of the plan."""
+    flavor: str
     layers: tuple[LayerInfo, ...]
     """In the order that they run."""
     tensorrt: str
@@ -79,6 +117,11 @@ class BuiltPlan:
     weights_bytes: int
     warnings: tuple[str, ...]
     """TensorRT's warnings, each once."""
+
+    @property
+    def plan(self) -> bytes:
+        """The plan itself, read from its file if it is there."""
+        return Path(self.plan_path).read_bytes() if self.plan_path else self.held
 
     def count(self, kind: Kind, precision: str = "") -> int:
         """How many layers are of a kind (and a precision): `count("gemm", "int8")`."""

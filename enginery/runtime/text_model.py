@@ -9,6 +9,7 @@ Inputs are sorted by length into batches; answers come in the order of the input
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +28,10 @@ from enginery.runtime.answers import (
     MaskFillings,
     TokenSpan,
 )
-from enginery.runtime.batching import MAX_ROWS, plan_batches
+from enginery.runtime.batching import MAX_ROWS, MAX_TOKENS, plan_batches
 from enginery.runtime.classification import (
     Activation,
     Aggregation,
-    choose_activation,
     classify_logits,
     label_names,
     softmax,
@@ -124,12 +124,7 @@ class TextModel:
         encodings = self._encode(texts)
         answers: list[Any] = [None] * len(encodings)
         for batch, _, outputs in self._run(encodings):
-            logits = outputs["logits"]
-            names = label_names(self.config, logits.shape[-1])
-            chosen = activation
-            if chosen == "auto":
-                chosen = choose_activation(self.config, len(names))
-            found = classify_logits(logits, names, chosen, top_k=top_k)
+            found = classify_logits(outputs["logits"], self.config, activation, top_k=top_k)
             for index, answer in zip(batch, found, strict=True):
                 answers[index] = answer
         return answers
@@ -252,12 +247,19 @@ class TextModel:
         lengths = [len(encoding.ids) for encoding in encodings]
         for batch in plan_batches(
             lengths,
-            max_rows=fixed or MAX_ROWS,
+            max_rows=fixed or (self._most_rows if self.runner.profiles else MAX_ROWS),
+            max_tokens=sys.maxsize if self.runner.profiles else MAX_TOKENS,
             equal_lengths=not self.tokenizer.can_pad(inputs),
         ):
-            feeds = self.tokenizer.feeds([encodings[index] for index in batch], inputs)
-            outputs = self.runner(fill_rows(feeds, fixed))
-            yield batch, feeds, {name: rows[: len(batch)] for name, rows in outputs.items()}
+            longest = max(lengths[index] for index in batch)
+            rows, width = self.runner.padded_shape(inputs[0], (len(batch), max(longest, 1)))
+            feeds = self.tokenizer.feeds([encodings[i] for i in batch], inputs, width=width)
+            outputs = self.runner(fill_rows(feeds, fixed or rows))
+            yield batch, feeds, {name: values[: len(batch)] for name, values in outputs.items()}
+
+    def _most_rows(self, tokens: int) -> int:
+        """The most texts of a batch whose longest has so many tokens, by the engines' profiles."""
+        return self.runner.most_rows(self.runner.record.inputs[0], (tokens,)) or 1
 
     def _dim(self) -> int:
         """The size of a vector where the graph says it; 0 where it does not."""
@@ -268,7 +270,7 @@ class TextModel:
 
 
 def fill_rows(feeds: dict[str, NDArray[Any]], rows: int) -> dict[str, NDArray[Any]]:
-    """The feeds with their last row repeated up to a graph's fixed batch; as they are for 0."""
+    """The feeds with their last row repeated up to a batch that the graph takes; never cut."""
     return {
         name: np.concatenate([array, np.repeat(array[-1:], rows - len(array), axis=0)])
         if rows > len(array)

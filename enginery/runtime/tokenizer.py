@@ -139,11 +139,11 @@ class TextTokenizer:
         return encodings
 
     def feeds(
-        self, encodings: Sequence[Any], inputs: Iterable[TensorSpec]
+        self, encodings: Sequence[Any], inputs: Iterable[TensorSpec], *, width: int = 1
     ) -> dict[str, NDArray[Any]]:
         """Encodings padded to the longest, as exactly the inputs that the graph has.
 
-        Where the graph's sequence is fixed, rows are padded to that.
+        Where the graph's sequence is fixed, rows are padded to that; else to `width` at least.
 
         Returns:
             input_ids, attention_mask, …: (len(encodings), sequence), of the graph's dtype.
@@ -160,7 +160,7 @@ class TextTokenizer:
                 f"known are {', '.join(_TEXT_INPUTS)}."
             )
         longest = max(len(encoding.ids) for encoding in encodings)
-        width = fixed_sequence(specs.values()) or max(longest, 1)
+        width = fixed_sequence(specs.values()) or max(longest, width)
         if longest > width:
             raise InputError(f"a text has {longest} tokens, but the graph takes exactly {width}.")
         padded = any(len(encoding.ids) != width for encoding in encodings)

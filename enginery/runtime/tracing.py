@@ -7,12 +7,15 @@ Takes an ONNX file and tensor names; leaves nothing on disk, and the file as it 
     (4, 17, 384)
 
 The tensors become outputs of a copy of the graph in memory. Weights outside the file stay there:
-the copy reads them from the file's own directory.
+the copy reads them from the file's own directory. ONNX Runtime gives out what the main graph makes;
+a float tensor inside a branch of an If becomes one more output of that If, and is empty where the
+other branch was taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,8 @@ class GraphTracer(Closing):
 
         Args:
         model: an ONNX file.
-        tensors: names of node outputs, graph outputs or graph inputs.
+        tensors: names of node outputs, graph outputs, graph inputs, or float32 tensors made in a
+            branch of an If.
         provider: the ordered wish; the first is meant.
         optimized: let ONNX Runtime fuse what lies between the tensors: about twice as fast, and
             values differ in the last bits.
@@ -56,12 +60,16 @@ class GraphTracer(Closing):
         self.tensors = tuple(dict.fromkeys(tensors))
         self.inputs = tuple(value.name for value in graph.graph.input)
         made = {name for node in graph.graph.node for name in node.output if name}
+        inner = expose_branches(graph.graph, {*self.tensors} - made - {*self.inputs})
         for name in self.tensors:
-            if name not in made and name not in self.inputs:
+            if name not in made and name not in self.inputs and name not in inner:
                 raise InputError(
                     f"{model} has no tensor '{name}'{nearest(name, [*made, *self.inputs])}"
                 )
-        self._fetched = [name for name in self.tensors if name in made]
+        # Two branches may have tensors of one name; at most one of them was taken.
+        self._sources = {name: inner.get(name, [name]) for name in self.tensors
+                         if name not in self.inputs}  # fmt: skip
+        self._fetched = [source for sources in self._sources.values() for source in sources]
         present = {value.name for value in graph.graph.output}
         for name in self._fetched:
             if name not in present:
@@ -85,15 +93,75 @@ class GraphTracer(Closing):
             shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
             raise InputError(f"the graph fails on {shapes}: {error}") from error
         values = dict(zip(self._fetched, found, strict=True))
-        return {name: values[name] if name in values else feeds[name] for name in self.tensors}
+        given = {}
+        for name in self.tensors:
+            sources = [values[source] for source in self._sources.get(name, ())]
+            taken = next((array for array in sources if array.size), None)
+            given[name] = feeds[name] if not sources else sources[0] if taken is None else taken
+        return given
 
     def close(self) -> None:
         """Frees the session and its memory."""
         self._session = None
 
 
+def expose_branches(graph: Any, names: Collection[str]) -> dict[str, list[str]]:
+    """Makes float32 tensors inside the branches of If nodes outputs of those nodes, in place.
+
+    Args:
+        graph: an `onnx.GraphProto`.
+        names: what is wanted; names that no branch makes are left out.
+
+    Returns:
+        For each name that was found the outputs of `graph`'s own nodes that have its values; one
+        for each branch that makes a tensor of that name. It is empty where another was taken.
+    """
+    return _expose(graph, frozenset(names), count()) if names else {}
+
+
+def _expose(graph: Any, names: frozenset[str], numbers: count[int]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for node in graph.node:
+        if node.op_type != "If" or node.domain not in ("", "ai.onnx"):
+            continue
+        branches = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+        for branch in branches:
+            inner = _expose(branch, names, numbers)
+            made = {name: [name] for n in branch.node for name in n.output if name in names}
+            for name, sources in (*made.items(), *inner.items()):
+                for source in sources:
+                    outside = f"{name}:fetched:{next(numbers)}"
+                    _add_output(branch, source, f"{outside}:inside")
+                    for other in branches:
+                        if other is not branch:
+                            _add_empty(other, f"{outside}:empty")
+                    node.output.append(outside)
+                    found.setdefault(name, []).append(outside)
+    return found
+
+
+def _add_output(branch: Any, source: str, copy: str) -> None:
+    """An output of its own: the tensor may be one of the branch already, and none is one twice."""
+    branch.node.add(op_type="Identity", input=[source], output=[copy], name=copy)
+    branch.output.add().name = copy
+
+
+def _add_empty(branch: Any, name: str) -> None:
+    import onnx
+
+    empty = onnx.TensorProto(name=name, data_type=onnx.TensorProto.FLOAT, dims=[0])
+    node = branch.node.add(op_type="Constant", output=[name], name=name)
+    node.attribute.append(onnx.helper.make_attribute("value", empty))
+    branch.output.add().name = name
+
+
 def open_in_memory(
-    model: bytes, directory: Path, providers: Sequence[Provider], *, optimized: bool
+    model: bytes,
+    directory: Path,
+    providers: Sequence[Provider],
+    *,
+    optimized: bool,
+    keep_memory: bool = True,
 ) -> Any:
     """An `onnxruntime.InferenceSession` over a serialized graph.
 
@@ -102,6 +170,7 @@ def open_in_memory(
         directory: where its external data lie.
         providers: what `choose_providers` chose.
         optimized: whether ONNX Runtime may fuse.
+        keep_memory: keep what one run took for the next; off, it is given back after each.
 
     Raises:
         ProviderError: the provider cannot take a graph in memory, or the graph cannot be loaded.
@@ -117,6 +186,7 @@ def open_in_memory(
     options.log_severity_level = 4  # errors come back as exceptions
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimized else level.ORT_DISABLE_ALL
+    options.enable_cpu_mem_arena = keep_memory
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(directory.resolve())
     )

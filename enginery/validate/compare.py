@@ -16,16 +16,19 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from enginery.core.artifact import Artifact
 from enginery.core.errors import EngineryError
 from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
-from enginery.core.precision import Tolerance
+from enginery.core.precision import QuantizedTolerance, Tolerance
 from enginery.core.progress import SILENT, Progress
 from enginery.runtime.ort import OrtRunner
+from enginery.validate.budget import is_quantized, quantization_budget
 from enginery.validate.cases import Case
 from enginery.validate.config import ValidateConfig
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.metrics import OutputMetrics, measure, unmatched
+from enginery.validate.overall import OverallComparison
 from enginery.validate.padding import kept_positions
 from enginery.validate.reference import Answers, Expected
 from enginery.validate.report import CaseResult
@@ -37,19 +40,45 @@ Outputs = dict[str, NDArray[Any]]
 class Limits:
     """How far outputs may be apart: by the tolerance, or as the user set it."""
 
-    tolerance: Tolerance
+    tolerance: Tolerance | QuantizedTolerance
     max_abs_error: float | None = None
     min_cosine: float | None = None
+    overall_cosine: float | None = None
+    """Over all real inputs together, for a quantized artifact; None where nothing is asked."""
+    rule: str = ""
+    """Where that comes from, in words."""
 
     @classmethod
-    def from_config(cls, precision: str, config: ValidateConfig) -> Limits:
-        """The limits for an artifact of a precision."""
-        error, cosine = config.max_abs_error, config.min_cosine
+    def of(cls, artifact: Artifact, config: ValidateConfig) -> Limits:
+        """The limits for an artifact; those that the user set go before its own.
+
+        Raises:
+            OptionError: the artifact is quantized, nothing says how near it was when it was made,
+                and the user has not set a cosine either.
+        """
+        precision = artifact.manifest.precision
+        error = None if isinstance(config.max_abs_error, str) else config.max_abs_error
+        cosine = None if isinstance(config.min_cosine, str) else config.min_cosine
+        if not is_quantized(artifact):
+            return cls(Tolerance.for_precision(precision), error, cosine)
+        tolerance = QuantizedTolerance(precision)
+        if cosine is not None:
+            return cls(tolerance, error, cosine)
+        budget = quantization_budget(artifact)
+        own_data = bool(config.data)
         return cls(
-            Tolerance.for_precision(precision),
-            None if isinstance(error, str) else error,
-            None if isinstance(cosine, str) else cosine,
+            tolerance,
+            error,
+            overall_cosine=max(budget.min_cosine(own_data=own_data), tolerance.min_cosine),
+            rule=budget.describe(own_data=own_data),
         )
+
+    @property
+    def embedding_cosine(self) -> float:
+        """What pooled embeddings are held to."""
+        if self.overall_cosine is not None:
+            return self.overall_cosine
+        return self.tolerance.min_cosine if self.min_cosine is None else self.min_cosine
 
 
 def compare_graph(
@@ -60,6 +89,7 @@ def compare_graph(
     limits: Limits,
     *,
     embeddings: EmbeddingComparison | None = None,
+    overall: OverallComparison | None = None,
     progress: Progress = SILENT,
 ) -> list[CaseResult]:
     """Runs every case and compares; what fails is in the results.
@@ -84,6 +114,8 @@ def compare_graph(
                     result = replace(result, outputs=outputs)
                     if case.kind == "real" and embeddings is not None:
                         embeddings.add(feeds, found, expected)
+                    if case.kind == "real" and overall is not None:
+                        overall.add(record, feeds, found, expected)
             results.append(result)
             advance()
     return results

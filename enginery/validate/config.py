@@ -31,9 +31,10 @@ class ValidateConfig:
     Empty: the artifact's own source."""
     max_abs_error: float | Literal["noise-floor"] = "noise-floor"
     """The largest absolute error of an output. `noise-floor`: scaled from PyTorch's own error
-    at the artifact's precision on the same inputs."""
+    at the artifact's precision on the same inputs; any, for a quantized artifact."""
     min_cosine: float | Literal["by-precision"] = "by-precision"
-    """The smallest cosine between an output and the reference."""
+    """The smallest cosine between an output and the reference. `by-precision`: for a quantized
+    artifact, by the budget that it was made with."""
     seed: int = 0
     """For the made-up inputs of the shape sweep."""
 

@@ -24,13 +24,35 @@ _LEAST_FILL = 1e4
 
 
 @dataclass(frozen=True)
+class Products:
+    """Three sums over the elements of two arrays, which add up over many arrays."""
+
+    dot: float = 0.0
+    mine_squared: float = 0.0
+    theirs_squared: float = 0.0
+
+    def __add__(self, other: Products) -> Products:
+        return Products(
+            self.dot + other.dot,
+            self.mine_squared + other.mine_squared,
+            self.theirs_squared + other.theirs_squared,
+        )
+
+    @property
+    def cosine(self) -> float:
+        """1.0 for two arrays of zeros, and where there is nothing to compare."""
+        norms = math.sqrt(self.mine_squared) * math.sqrt(self.theirs_squared)
+        both_zero = self.mine_squared == self.theirs_squared == 0.0
+        return self.dot / norms if norms else float(both_zero)
+
+
+@dataclass(frozen=True)
 class Differences:
     """What two arrays differ by, over their ordinary numbers."""
 
     max_abs: float
     p99_abs: float
-    cosine: float
-    """1.0 for two arrays of zeros, and where there is nothing to compare."""
+    products: Products
     largest: float
     """The reference's largest magnitude."""
     rms: float
@@ -40,12 +62,17 @@ class Differences:
     undefined: int
     """Elements that are NaN in the reference."""
 
+    @property
+    def cosine(self) -> float:
+        return self.products.cosine
+
 
 def differences(actual: Array, reference: Array, kept: Kept | None) -> Differences:
     """Compares two arrays of one shape in float64, one row of the batch at a time."""
     errors = np.empty(actual.size, np.float32)
     filled = 0
-    largest = dot = mine_squared = theirs_squared = 0.0
+    largest = 0.0
+    products = Products()
     unequal = undefined = 0
     for mine_row, theirs_row in zip(rows_of(actual, kept), rows_of(reference, kept), strict=True):
         mine, theirs = mine_row.astype(np.float64), theirs_row.astype(np.float64)
@@ -59,18 +86,14 @@ def differences(actual: Array, reference: Array, kept: Kept | None) -> Differenc
         errors[filled : filled + mine.size] = np.abs(mine - theirs)
         filled += mine.size
         largest = max(largest, float(np.abs(theirs).max(initial=0.0)))
-        dot += float(mine @ theirs)
-        mine_squared += float(mine @ mine)
-        theirs_squared += float(theirs @ theirs)
+        products += Products(float(mine @ theirs), float(mine @ mine), float(theirs @ theirs))
     every = errors[:filled]
-    norms = math.sqrt(mine_squared) * math.sqrt(theirs_squared)
-    both_zero = mine_squared == theirs_squared == 0.0
     return Differences(
         max_abs=float(every.max(initial=0.0)),
         p99_abs=float(np.quantile(every, 0.99, overwrite_input=True)) if every.size else 0.0,
-        cosine=dot / norms if norms else float(both_zero),
+        products=products,
         largest=largest,
-        rms=math.sqrt(theirs_squared / every.size) if every.size else 0.0,
+        rms=math.sqrt(products.theirs_squared / every.size) if every.size else 0.0,
         unequal=unequal,
         undefined=undefined,
     )

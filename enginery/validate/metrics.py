@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.precision import PRECISION_OF_DTYPE, Tolerance
+from enginery.core.precision import PRECISION_OF_DTYPE, QuantizedTolerance, Tolerance
 from enginery.validate.differences import Differences, differences, disagreeing_scores
 from enginery.validate.padding import Kept
 
@@ -48,14 +48,14 @@ class OutputMetrics:
     """Largest error relative to the reference's largest magnitude."""
     cosine: float
     argmax_agreement: float
-    """Share of rows with the same largest element; near ties, closer than the limit, count as
+    """Share of rows with the same largest element; near ties, closer than a finite limit, count as
     agreement. 1.0 for outputs that are not scores."""
     nonfinite: int
     """Elements that are NaN or infinite on one side only."""
     noise_floor: float
     """PyTorch's own largest error at this precision on the same inputs."""
     limit: float
-    """The largest absolute error that passes."""
+    """The largest absolute error that passes; infinite where any does."""
     cosine_limit: float
     """The smallest cosine that passes; -1 where the output is no larger than noise, so that it
     has no direction."""
@@ -68,11 +68,18 @@ class OutputMetrics:
 
     @property
     def badness(self) -> float:
-        """For ranking: the error in units of its limit; what fails ranks above all that passes."""
+        """For ranking: the error in units of its limit; what fails ranks above all that passes.
+
+        Where any error passes, it is what the cosine falls short of 1 by.
+        """
         if not math.isfinite(self.max_abs) or self.nonfinite:
             return math.inf
-        ratio = self.max_abs / self.limit if self.limit else math.inf
-        ratio = 0.0 if self.max_abs == 0 else ratio
+        if math.isfinite(self.limit):
+            error, limit = self.max_abs, self.limit
+        else:
+            error, limit = 1.0 - self.cosine, 1.0 - self.cosine_limit
+        ratio = error / limit if limit else math.inf
+        ratio = 0.0 if error == 0 else ratio
         return 1.0 + ratio if self.problem else ratio
 
 
@@ -83,7 +90,7 @@ def measure(
     *,
     dtype: str,
     noise: NoiseFloor,
-    tolerance: Tolerance,
+    tolerance: Tolerance | QuantizedTolerance,
     max_abs_error: float | None = None,
     min_cosine: float | None = None,
     kept: Kept | None = None,
@@ -112,7 +119,8 @@ def measure(
         cosine_limit = tolerance.cosine_limit(noise_cosine=noise.cosine) if has_direction else -1.0
     agreement = 1.0
     if "logits" in output and not found.unequal and not found.undefined:
-        agreement = 1.0 - disagreeing_scores(actual, reference, kept, margin=2 * limit)
+        margin = 2 * limit if math.isfinite(limit) else 0.0
+        agreement = 1.0 - disagreeing_scores(actual, reference, kept, margin=margin)
     return OutputMetrics(
         output=output,
         shape=actual.shape,
@@ -163,7 +171,7 @@ def _problem(found: Differences, limit: float, cosine_limit: float, agreement: f
         return f"largest error {found.max_abs:.3g}, allowed {limit:.3g}"
     if found.cosine < cosine_limit:
         return f"cosine {found.cosine:.7f}, expected at least {cosine_limit:.7f}"
-    if agreement < 1.0:
+    if agreement < 1.0 and math.isfinite(limit):
         return f"the largest score is another one in {1 - agreement:.2%} of rows"
     return ""
 

@@ -73,8 +73,12 @@ def ask_pytorch(
     cases: Sequence[Case],
     scratch: Path,
     progress: Progress,
+    *,
+    noise: bool = True,
 ) -> Answers:
     """Runs PyTorch in FP32, then at the precision whose error is the noise floor.
+
+    Without `noise` the floors are 0: no tolerance of a quantized graph is scaled by them.
 
     Raises:
         InputError: a case's own inputs cannot be made (a damaged image).
@@ -100,6 +104,9 @@ def ask_pytorch(
             else:
                 expected.append(Expected(_store(outputs, scratch / f"{record.file}-{index}")))
             advance()
+    if not noise:
+        names = {name for wide in expected for name in wide.files}
+        return Answers(expected, dict.fromkeys(names, NoiseFloor(0.0, cosine=1.0)), notes)
     floors, said = _noise_floors(artifact, source, record, cases, expected, progress)
     return Answers(expected, floors, [*notes, *said])
 

@@ -8,7 +8,8 @@ Takes an artifact; leaves `reports/validation.json` in it and a verdict in its m
 
 The reference is the artifact's own source in FP32 with eager attention. PyTorch also runs at the
 artifact's precision (FP64 for FP32): its own error on the same inputs is the noise floor that the
-tolerance is scaled by. One model is in memory at a time.
+tolerance is scaled by. A quantized artifact is held to the budget that it was made with instead,
+see `budget.py`. One model is in memory at a time.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact import REPORTS, Artifact
-from enginery.core.errors import ArtifactError, OptionError, SourceError
+from enginery.core.engine_record import engine_directories
+from enginery.core.errors import ArtifactError, SourceError
 from enginery.core.feeds import FeedLimits
 from enginery.core.fingerprint import (
     Fingerprint,
@@ -37,13 +38,15 @@ from enginery.core.progress import SILENT, Progress
 from enginery.core.source import ModelSource, resolve_record, resolve_source
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.providers import choose_providers, parse_providers
+from enginery.validate.budget import is_quantized
 from enginery.validate.cases import LONGEST, profile_cases, profiles_by_graph, sweep_cases
 from enginery.validate.compare import Limits, compare_graph
 from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.embeddings import EmbeddingComparison
+from enginery.validate.overall import OverallComparison
 from enginery.validate.real_inputs import real_cases, require_use_for_data
 from enginery.validate.reference import ask_pytorch
-from enginery.validate.report import CaseResult, ValidationReport, summarize
+from enginery.validate.report import CaseResult, OverallMetrics, ValidationReport, summarize
 
 STAGE = "validate"
 STAGE_VERSION = "2"
@@ -74,11 +77,22 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
         fields["data sha256"] = data_sha256(Path(config.data).expanduser())
     if config.reference:
         fields["reference sha256"] = resolve_source(config.reference).record.sha256
+    if rule := Limits.of(artifact, config).rule:
+        fields["quantization"] = rule
+    if engines := _engines(artifact, config):
+        fields["engines"] = engines
     if config.allow_fallback:
         # What runs then depends on the machine.
         chosen = choose_providers(parse_providers(config.provider), allow_fallback=True)
         fields["providers"] = ", ".join(provider.name for provider in chosen)
     return Fingerprint(STAGE, fields)
+
+
+def _engines(artifact: Artifact, config: ValidateConfig) -> str:
+    """The artifact's engines, where one of them would answer; its content's digest has none."""
+    if not any(name.startswith("tensorrt") for name in parse_providers(config.provider)):
+        return ""
+    return ", ".join(path.name for path in engine_directories(artifact.path)) or "none"
 
 
 def finished(artifact: Artifact, config: ValidateConfig) -> ValidationReport | None:
@@ -107,7 +121,7 @@ def run(
     """
     started = time.monotonic()
     key = fingerprint(artifact, config)
-    _require_limits(artifact, config)
+    limits = Limits.of(artifact, config)
     source = _reference_source(artifact, config)
     feed_limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
     require_use_for_data(artifact, config)
@@ -118,7 +132,7 @@ def run(
     if tokens and feed_limits.max_positions > LONGEST and not config.profile:
         notes.append(f"longest input compared: {LONGEST} of {feed_limits.max_positions} positions")
     embeddings = _embeddings(artifact, notes)
-    limits = Limits.from_config(manifest.precision, config)
+    overall = OverallComparison() if limits.overall_cosine is not None else None
     results: list[CaseResult] = []
     providers: list[dict[str, Any]] = []
     for record in manifest.graphs:
@@ -129,7 +143,10 @@ def run(
             *real,
         ]
         with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
-            answers = ask_pytorch(artifact, source, record, cases, Path(scratch), progress)
+            answers = ask_pytorch(
+                artifact, source, record, cases, Path(scratch), progress,
+                noise=not is_quantized(artifact),
+            )  # fmt: skip
             with OrtRunner(
                 artifact,
                 graph=record.file,
@@ -139,22 +156,27 @@ def run(
                 providers = [asdict(provider) for provider in runner.providers]
                 results += compare_graph(
                     runner, record, cases, answers, limits,
-                    embeddings=embeddings, progress=progress,
+                    embeddings=embeddings, overall=overall, progress=progress,
                 )  # fmt: skip
         notes.extend(note for note in (*said, *answers.notes) if note not in notes)
-    least = limits.tolerance.min_cosine if limits.min_cosine is None else limits.min_cosine
-    pooled = embeddings.metrics(min_cosine=least) if embeddings else None
+    least = limits.embedding_cosine
+    pooled = embeddings.metrics(min_cosine=least, of_mean=bool(overall)) if embeddings else None
+    together = overall.metrics(min_cosine=least) if overall else []
+    notes.extend(_rule(limits, together))
+    near = not (pooled and pooled.problem) and not any(found.problem for found in together)
     report = ValidationReport(
-        passed=_all_passed(results) and not (pooled and pooled.problem),
-        summary=summarize(results, pooled),
+        passed=_all_passed(results) and near,
+        summary=summarize(results, pooled, together),
         precision=manifest.precision,
         providers=providers,
         reference={"id": source.record.id, "revision": source.record.revision,
                    "sha256": source.record.sha256, "as": "PyTorch FP32, eager attention"},
         tolerance={**asdict(limits.tolerance), "max_abs_error set": limits.max_abs_error,
-                   "min_cosine set": limits.min_cosine},
+                   "min_cosine set": limits.min_cosine,
+                   "overall cosine": limits.overall_cosine, "rule": limits.rule},
         cases=results,
         embeddings=pooled,
+        overall=together,
         notes=notes,
         tools={**runtime_version(), **tool_versions(TOOLS)},
         seconds=round(time.monotonic() - started, 3),
@@ -171,32 +193,21 @@ def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | N
         return None
 
 
+def _rule(limits: Limits, together: Sequence[OverallMetrics]) -> list[str]:
+    """What a quantized artifact was held to, in words."""
+    if not limits.rule:
+        return []
+    if not together:
+        return [
+            f"no real inputs were compared: made-up ones alone say little of {limits.rule}; they "
+            f"are held to a cosine of {limits.tolerance.min_cosine:g}"
+        ]
+    return [f"{limits.rule}; {limits.tolerance.min_cosine:g} on any one input"]
+
+
 def _mark(artifact: Artifact, key: Fingerprint, report: ValidationReport) -> None:
-    verdict = Verdict(
-        stage=STAGE,
-        key=key.key,
-        fields=key.fields,
-        passed=report.passed,
-        summary=report.summary,
-        report=REPORT,
-        finished=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
+    verdict = Verdict.of(key, passed=report.passed, summary=report.summary, report=REPORT)
     artifact.annotate(verdict, report.to_json())
-
-
-def _require_limits(artifact: Artifact, config: ValidateConfig) -> None:
-    """Raises OptionError for a quantized artifact whose limits the user has not set.
-
-    PyTorch has no INT8 of this kind whose error could be the noise floor. How far the answers
-    moved was the quantize stage's own budget, and is in its report.
-    """
-    quantized = any(stage.stage == "quantize" for stage in artifact.manifest.stages)
-    if quantized and (isinstance(config.max_abs_error, str) or isinstance(config.min_cosine, str)):
-        raise OptionError(
-            f"{artifact.path} is quantized, and there is no noise floor for INT8. Its accuracy was "
-            f"measured when it was made: see {artifact.path / REPORTS / 'quantization.json'}.",
-            do="Say how far outputs may lie from PyTorch's: --max-abs-error 2 --min-cosine 0.95.",
-        )
 
 
 def _reference_source(artifact: Artifact, config: ValidateConfig) -> ModelSource:

@@ -1,11 +1,14 @@
 import json
 import os
+import shutil
 import signal
+import subprocess
 
 import pytest
+from filelock import FileLock
 
 from enginery.core.artifact import Artifact, refuse_foreign, staging
-from enginery.core.errors import ArtifactError, RejectedArtifactError
+from enginery.core.errors import ArtifactError, EngineryError, RejectedArtifactError
 from enginery.core.staging import remove_leftovers, write_beside
 from tests.core.artifacts import fill, make, start, verdict
 
@@ -18,6 +21,17 @@ with staging(Path(sys.argv[1])) as directory:
     fill(directory, graph=b"slow")
     print(directory.name, flush=True)
     sys.stdin.readline()
+"""
+
+ANNOTATE = """
+import sys
+from enginery.core.artifact import Artifact
+from tests.core.artifacts import verdict
+artifact = Artifact.open(sys.argv[1])
+print("open", flush=True)
+sys.stdin.readline()
+for _ in range(5):
+    artifact.annotate(verdict(stage=sys.argv[2]), sys.argv[2].encode())
 """
 
 
@@ -372,6 +386,53 @@ def test_annotate_leaves_the_old_manifest_when_it_is_interrupted(tmp_path, monke
         artifact.annotate(verdict(passed=False), b"{}")
     assert Artifact.open(artifact.path) == artifact
     assert hidden(artifact.path) == []
+
+
+def test_two_processes_that_annotate_at_once_keep_each_others_verdicts(tmp_path):
+    """By a link, too: the lock is on the directory that is meant."""
+    artifact = make(tmp_path / "minilm")
+    (tmp_path / "link").symlink_to("minilm")
+    stages = ["validate", "bench", "optimize", "lint"]
+    places = [artifact.path, tmp_path / "link"] * 2
+    children = [start(ANNOTATE, *given) for given in zip(places, stages, strict=True)]
+    for child in children:
+        assert child.stdout.readline() == "open\n"
+    for child in children:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    assert [child.communicate()[1] for child in children] == [""] * 4
+    found = Artifact.open(artifact.path)
+    assert sorted(v.stage for v in found.manifest.verdicts) == sorted(stages)
+    assert [(artifact.path / f"reports/{stage}.json").read_text() for stage in stages] == stages
+    assert {path.name for path in artifact.path.iterdir()} == {
+        "manifest.json", "model.onnx", "config.json", "reports",
+    }  # fmt: skip
+
+
+def test_annotate_waits_for_another_process(tmp_path, home):
+    """Whoever comes second reads the manifest that the first has written."""
+    artifact = make(tmp_path / "minilm")
+    artifact.annotate(verdict(), b"{}")
+    (lock,) = (home / "locks").glob("annotate-*.lock")
+    with FileLock(lock):
+        child = start(ANNOTATE, artifact.path, "bench")
+        child.stdout.readline()
+        child.stdin.write("go\n")
+        child.stdin.flush()
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(timeout=0.5)
+        edit_manifest(artifact, verdicts=[verdict(stage="lint").model_dump()])
+    child.communicate()
+    assert [v.stage for v in Artifact.open(artifact.path).manifest.verdicts] == ["lint", "bench"]
+
+
+def test_a_store_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path, home):
+    artifact = make(tmp_path / "minilm")
+    shutil.rmtree(home, ignore_errors=True)
+    home.write_text("a file")
+    with pytest.raises(EngineryError, match=r"cannot be used as the store.*Set ENGINERY_HOME"):
+        artifact.annotate(verdict(), b"{}")
+    assert Artifact.open(artifact.path) == artifact
 
 
 def test_write_beside_never_shows_a_part(tmp_path, monkeypatch):

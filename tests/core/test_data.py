@@ -1,11 +1,16 @@
 """Texts and images from files, and what is wrong with some of them."""
 
+import json
+import tracemalloc
+
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from enginery.core.data import list_images, read_texts, spread
+from enginery.core import data, tables
+from enginery.core.data import list_images, read_text_rows, read_texts, spread
 from enginery.core.errors import InputError
+from enginery.core.tables import stream_columns
 
 REVIEWS = ["Great value.", "Broke, after\n2 days", '"Meh"']
 
@@ -151,3 +156,92 @@ def test_images_are_found_below_the_folder_and_hidden_files_left(tmp_path):
     found = list_images(tmp_path, rows=9)
     assert [path.name for path in found] == ["b.PNG", "a.jpg"]
     assert list_images(tmp_path / "b.PNG", rows=9) == [tmp_path / "b.PNG"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
+def test_labels_stand_beside_their_texts(tmp_path, kind):
+    rows = [{"label": "good", "text": "x"}, {"label": "none", "text": " "},
+            {"label": "bad", "text": "y"}, {"label": "good", "text": "z"}]  # fmt: skip
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif kind == "jsonl":
+        written(path, "".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        mark = "," if kind == "csv" else "\t"
+        lines = [f"label{mark}text", *(f"{row['label']}{mark}{row['text']}" for row in rows)]
+        written(path, "\n".join(lines))
+    found = read_text_rows(path, "text", rows=9, label_column="label")
+    assert (found.texts, found.labels) == (["x", "y", "z"], ["good", "bad", "good"])
+    assert found.left_out == 1
+    few = read_text_rows(path, "text", rows=2, label_column="label")
+    assert (few.texts, few.labels) == (["x", "y"], ["good", "bad"])
+    same = read_text_rows(path, "label", rows=9, label_column="label")
+    assert same.texts == same.labels == ["good", "none", "bad", "good"]
+    with pytest.raises(InputError, match="no column 'lable'; did you mean 'label'"):
+        read_text_rows(path, "text", rows=9, label_column="lable")
+
+
+def test_labels_need_a_table(tmp_path):
+    with pytest.raises(InputError, match="labels need a file with columns"):
+        read_text_rows(written(tmp_path / "a.txt", "one"), "", rows=9, label_column="label")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet", "a.txt"])
+def test_a_file_is_never_in_memory_as_a_whole(tmp_path, name):
+    texts = [f"{number} " + "word " * 2000 for number in range(4000)]
+    path = tmp_path / name
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pa.table({"text": texts}), path, use_dictionary=False)
+    elif name == "a.jsonl":
+        written(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    else:
+        written(path, "\n".join(texts if name == "a.txt" else ["text", *texts]))
+    size = sum(map(len, texts))
+    wanted = texts[:: len(texts) // 4]
+    del texts
+    tracemalloc.start()
+    found = read_texts(path, "text", rows=4)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [text.strip() for text in found] == [text.strip() for text in wanted]
+    # Python's own objects; pyarrow holds one block more.
+    assert peak < size / 2
+
+
+def test_a_file_is_read_no_further_than_the_last_text_that_is_taken(tmp_path, monkeypatch):
+    path, seen = written(tmp_path / "a.txt", "\n".join(map(str, range(100)))), []
+    stream = data._stream
+
+    def counted(*arguments):
+        seen.append(0)
+        for row in stream(*arguments):
+            seen[-1] += 1
+            yield row
+
+    monkeypatch.setattr(data, "_stream", counted)
+    assert read_texts(path, "", rows=4) == ["0", "25", "50", "75"]
+    assert seen == [100, 76]
+
+
+def test_columns_of_a_batch_come_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_PYTHON_ROWS", 3)
+    path = written(tmp_path / "a.csv", "a,b\n" + "".join(f"{i},{-i}\n" for i in range(10)))
+    assert list(stream_columns(path, ["b", "a"])) == [(str(-i), str(i)) for i in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("[1]", "line 2 is a list"), ("5", "line 2 is a int"), ('{"text": ', "line 2: Expecting"),
+     ("[" * 100_000, "line 2: maximum recursion")],
+)  # fmt: skip
+def test_the_line_of_a_jsonl_that_is_no_object_is_named(tmp_path, line, said):
+    path = written(tmp_path / "a.jsonl", '{"text": "x"}\n' + line + "\n")
+    with pytest.raises(InputError, match=f"cannot be read: {said}"):
+        read_texts(path, "text", rows=9)
+
+
+def test_values_of_a_jsonl_column_need_not_be_of_one_kind(tmp_path):
+    path = written(tmp_path / "a.jsonl", '{"text": 5}\n{"text": "x"}\n\n{"text": [1]}\n')
+    found = read_text_rows(path, "text", rows=9)
+    assert (found.texts, found.left_out) == (["x"], 2)

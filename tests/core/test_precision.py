@@ -1,8 +1,10 @@
+import math
+
 import numpy as np
 import pytest
 
 from enginery.core.errors import OptionError
-from enginery.core.precision import Tolerance, roundoff
+from enginery.core.precision import QuantizedTolerance, Tolerance, roundoff
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,9 @@ def test_wider_types_are_held_to_more():
     cosines = [t.min_cosine for t in tolerances]
     assert cosines == sorted(cosines, reverse=True)
     assert all(0.9 < cosine < 1 for cosine in cosines)
+
+
+def test_quantized_outputs_have_a_direction_and_no_largest_error():
+    tolerance = QuantizedTolerance("fp16")
+    assert tolerance.limit(noise_floor=1e-3, largest=1.0) == math.inf
+    assert tolerance.cosine_limit(noise_cosine=1.0) == tolerance.min_cosine == 0.5

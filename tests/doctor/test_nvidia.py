@@ -10,7 +10,7 @@ import pytest
 
 from enginery.doctor import nvidia
 from enginery.doctor.asking import Answer
-from enginery.doctor.child import dotted, gpus_from_driver
+from enginery.doctor.child import dotted, gpu_fields
 from enginery.doctor.nvidia import examine_nvidia, gpus_from_smi, nvidia_findings
 from enginery.doctor.report import Gpu, NvidiaStatus
 
@@ -67,7 +67,7 @@ def test_smi_is_run_when_it_is_installed(monkeypatch, tmp_path, script, driver, 
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(nvidia, "ask", lambda *args, **options: Answer({"problem": ""}))
-    monkeypatch.setattr(nvidia, "_driver_from_proc", lambda: "")
+    monkeypatch.setattr(nvidia, "driver_version", lambda: "")
     found = examine_nvidia(timeout_seconds=30)
     assert (found.driver, len(found.gpus)) == (driver, count)
 
@@ -104,7 +104,7 @@ class FakeCuda:
 
 
 def test_without_smi_the_gpus_come_from_the_driver():
-    assert gpus_from_driver(FakeCuda()) == [
+    assert gpu_fields(FakeCuda()) == [
         {
             "name": name,
             "compute_capability": capability,

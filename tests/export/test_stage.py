@@ -165,7 +165,7 @@ def test_killed_exporter_is_an_error_that_names_the_signal(tiny_model, tmp_path,
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho about to die\nkill -9 $$\n")
     python.chmod(0o755)
-    monkeypatch.setattr(stage.sys, "executable", str(python))
+    monkeypatch.setattr(sys, "executable", str(python))
     source = resolve_source(str(tiny_model("bert", "fill-mask")))
     with pytest.raises(ExportError, match=r"killed \(signal 9\).*memory ran out.*log"):
         stage.run(source, ExportConfig(), tmp_path / "out")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import onnx
 import pytest
@@ -11,7 +13,6 @@ from enginery.core.errors import CheckFailedError, OptionError, ProviderError, S
 from enginery.core.shapes import Profile
 from enginery.passes import lint
 from enginery.passes.lint import lint_onnx
-from enginery.runtime import tensorrt_library
 from enginery.runtime.tensorrt import build_plan, has_tensorrt
 from tests.passes.onnx_graphs import WIDTH, node, quantized_constants, quantized_product, save_graph
 
@@ -478,7 +479,7 @@ def test_weights_in_external_data_are_not_needed(tmp_path):
 
 
 def test_without_tensorrt_the_rules_still_speak(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorrt_library, "MODULE", "tensorrt_that_is_not_there")
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", None)
     report = lint_onnx(save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")]))
     assert report.passed
     assert report.parser.startswith("TensorRT itself was not asked")

@@ -103,6 +103,80 @@ def test_sum_before_a_mean_counts(tmp_path):
     assert islands_of(model, path, [{"x": short}])[0] == {}
 
 
+def one_node(op_type, tmp_path, values, **attributes):
+    """The islands of a graph of one reduction over the last axis."""
+    options = ", ".join(f"{name}: int = {value}" for name, value in attributes.items())
+    text = f"""g (float[n, 8] x) => (float[n, 1] y) {{
+      y = {op_type} <{options or "keepdims: int = 1"}> (x, axes) }}"""
+    model = graph(text, axes=np.array([-1]))
+    path = saved(model, tmp_path / f"{op_type}.onnx")
+    return islands_of(model, path, [{"x": np.float32(values)}])[0]
+
+
+@pytest.mark.parametrize(
+    ("op_type", "value"),
+    [
+        ("ReduceSum", 5e3),  # 4e4
+        ("ReduceL1", -5e3),
+        ("ReduceSumSquare", 70),
+        ("ReduceL2", 70),  # 198, the root of 39200
+        ("ReduceLogSum", 5e3),
+        ("ReduceLogSumExp", 9),  # 8 exp(9) is 64824
+    ],
+)
+def test_sum_inside_a_reduction_counts(tmp_path, op_type, value):
+    assert list(one_node(op_type, tmp_path, np.full((2, 8), value))) == [f"{op_type.lower()}_0"]
+    assert one_node(op_type, tmp_path, np.full((2, 8), value / 10)) == {}
+
+
+def test_softmax_takes_the_largest_away_first(tmp_path):
+    text = "g (float[n, 8] x) => (float[n, 8] y) { s = Mul (x, scale)  y = Softmax (s) }"
+    model = graph(text, scale=np.float32(1e4))
+    path = saved(model, tmp_path / "m.onnx")
+    x = np.float32([[1, -1, 2, 3, 0, 0.5, -3, 1]])
+    assert islands_of(model, path, [{"x": x}])[0] == {}
+    expected = run(path, x=x)[0]
+    simulate_cast(model, "fp16")
+    np.testing.assert_allclose(run(saved(model, tmp_path / "s.onnx"), x=x)[0], expected, atol=1e-3)
+    beyond = graph(text, scale=np.float32(2e4))
+    path = saved(beyond, tmp_path / "beyond.onnx")
+    assert set(islands_of(beyond, path, [{"x": x}])[0]) == {"mul_0", "softmax_1"}
+
+
+def test_mean_of_squares_counts_where_no_mean_is_taken_away(tmp_path):
+    text = """g (float[n, 8] x) => (float[n, 8] y) { y = RMSNormalization (x, scale) }"""
+    model = graph(text, opset=23, scale=np.ones(8))
+    infer_types(model)
+    found = {"x": range_of(np.full((1, 8), 300, np.float32)),
+             "y": range_of(np.ones((1, 8), np.float32))}  # fmt: skip
+    assert found["x"].row_variance < 1
+    assert "squares inside come to 9e+04" in (
+        find_islands(model.graph, found)["rmsnormalization_0"].reason
+    )
+    plain = graph(text.replace("RMSNormalization", "LayerNormalization"), scale=np.ones(8))
+    infer_types(plain)
+    assert find_islands(plain.graph, found) == {}
+
+
+def test_simulation_rounds_what_an_island_hands_to_narrow_nodes(tmp_path):
+    """Between an FP32 node and an FP16 one is a cast, and there an overflow happens, too."""
+    text = "g (float[n, 8] x) => (float[n, 8] y) { a = Mul (x, big)  y = Sin (a) }"
+    for keep, finite in (({"mul_0"}, False), ({"mul_0", "sin_1"}, True)):
+        model = graph(text, big=np.float32(1e6))
+        simulate_cast(model, "fp16", keep_fp32=keep)
+        found = run(saved(model, tmp_path / f"{len(keep)}.onnx"), x=X)[0]
+        assert np.isfinite(found).all() == finite
+
+
+def test_simulation_rounds_narrow_outputs_of_islands(tmp_path):
+    text = "g (float[n, 8] x) => (float[n, 8] y) { y = Mul (x, big) }"
+    for io_dtype, finite in (("fp32", True), ("same", False)):
+        model = graph(text, big=np.float32(1e6))
+        simulate_cast(model, "fp16", keep_fp32={"mul_0"}, io_dtype=io_dtype)
+        found = run(saved(model, tmp_path / f"{io_dtype}.onnx"), x=X)[0]
+        assert np.isfinite(found).all() == finite
+
+
 def test_masked_scores_are_no_overflow(tmp_path):
     text = """g (float[2, 4] x, bool[2, 4] m) => (float[2, 4] y) {
       s = Where (m, x, low)  y = Softmax (s) }"""

@@ -5,6 +5,7 @@ from enginery.core.errors import InputError
 from enginery.passes.graph_file import read_graph
 from enginery.passes.layers import find_layers
 from enginery.passes.qdq import ActivationRange
+from enginery.passes.scheme import INT8
 from enginery.quantize.calibration import (
     Channels,
     observe_channels,
@@ -12,7 +13,6 @@ from enginery.quantize.calibration import (
     unpadded_rows,
 )
 from enginery.quantize.data import Batch
-from enginery.passes.scheme import INT8
 from enginery.quantize.smoothing import with_scale
 
 GENERATOR = np.random.default_rng(0)
@@ -90,7 +90,9 @@ def test_histograms_cover_exactly_what_was_seen(tiny):
     layers = [x for x in find_layers(read_graph(artifact.model)) if not x.obstacle]
     inputs = batches(artifact, padding=0)
     seen = observe_channels(artifact.model, layers, inputs, seed=0)
-    plain = {name: with_scale(channels, ActivationRange(1.0), INT8) for name, channels in seen.items()}
+    plain = {
+        name: with_scale(channels, ActivationRange(1.0), INT8) for name, channels in seen.items()
+    }
     histograms = observe_magnitudes(artifact.model, layers, inputs, seen, plain)
     for name, histogram in histograms.items():
         assert histogram.counts.sum() == 16 * seen[name].width

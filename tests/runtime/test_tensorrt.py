@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import numpy as np
 import onnx
+import psutil
 import pytest
 from onnx import TensorProto
 
+from enginery import export_model
 from enginery.core.errors import (
     MissingPackageError,
     OptionError,
@@ -16,7 +24,7 @@ from enginery.core.errors import (
 )
 from enginery.core.shapes import Profile
 from enginery.runtime import tensorrt, tensorrt_library
-from enginery.runtime.tensorrt import build_plan, parse_onnx
+from enginery.runtime.tensorrt import BuildOptions, build_plan, coverage, parse_onnx
 from tests.passes.onnx_graphs import WIDTH, node, quantized_constants, quantized_product, save_graph
 from tests.tiny import tiny_artifact
 
@@ -47,6 +55,33 @@ def halved(tmp_path):
         return out
 
     return make
+
+
+def merged_decoder(path):
+    """As Optimum merges decoders: an If on `use_cache_branch`."""
+
+    def branch(name, op_type):
+        out = onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH])
+        return onnx.helper.make_graph([node(op_type, "r", name)], name, [], [out])
+
+    return save_graph(
+        path,
+        [
+            node("Relu", "x", "r"),
+            node("If", "use_cache_branch", "y", name="choice",
+                 then_branch=branch("t", "Relu"), else_branch=branch("e", "Sigmoid")),
+        ],
+        inputs={"x": (TensorProto.FLOAT, ["batch", WIDTH]),
+                "use_cache_branch": (TensorProto.BOOL, [1])},
+    )  # fmt: skip
+
+
+def wait_for(condition):
+    """What `condition` gives, as soon as that is true; false after a minute."""
+    until = time.monotonic() + 60
+    while not (found := condition()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
 
 
 def products(path):
@@ -190,10 +225,11 @@ def test_messages_belong_to_their_own_call(tmp_path):
 
 @needs_tensorrt
 def test_messages_of_an_inner_block_stay_inside():
-    severity = tensorrt_library.load_tensorrt().ILogger.Severity
+    trt = tensorrt_library.load_tensorrt()
+    severity = trt.ILogger.Severity
     heard = []
-    with tensorrt_library.trt_messages() as outer:
-        with tensorrt_library.trt_messages([lambda *said: heard.append(said)]) as inner:
+    with tensorrt_library.trt_messages(trt) as outer:
+        with tensorrt_library.trt_messages(trt, [lambda *said: heard.append(said)]) as inner:
             inner.logger.log(severity.ERROR, "inside")
         outer.logger.log(severity.WARNING, "outside")
     outer.logger.log(severity.ERROR, "afterwards")
@@ -301,6 +337,131 @@ def test_attention_operator_in_fp32_says_what_to_do(tmp_path):
 
 @needs_tensorrt
 @pytest.mark.parametrize("isolated", [True, False])
+def test_plan_goes_into_a_file_and_is_read_when_asked_for(tmp_path, isolated):
+    path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
+    plan_path = tmp_path / "model.plan"
+    built = build_plan(path, profiles=[BATCH], plan_path=plan_path, isolated=isolated)
+    assert built.held == b""
+    assert built.plan == plan_path.read_bytes()
+    assert built.plan_bytes == plan_path.stat().st_size > 0
+    held = build_plan(path, profiles=[BATCH], isolated=isolated)
+    assert len(held.plan) == held.plan_bytes == len(held.held)
+    assert held.plan_path == ""
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.plan", "r.onnx"]
+
+
+@needs_tensorrt
+def test_weight_streaming_changes_the_plan(tmp_path):
+    constants = {"w": np.ones((WIDTH, WIDTH), np.float32)}
+    path = save_graph(tmp_path / "m.onnx", [node("MatMul", "x w", "y", name="m")], constants)
+    plain, again, streamed = (
+        build_plan(path, profiles=[BATCH], options=BuildOptions(weight_streaming=wanted)).plan
+        for wanted in (False, False, True)
+    )
+    assert plain == again  # of a graph as small as this one
+    assert streamed != plain
+
+
+@needs_tensorrt
+def test_option_that_the_flavor_lacks_stops_before_the_build(tmp_path):
+    path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
+    with pytest.raises(OptionError, match="the optimization level has no effect in TensorRT for"):
+        build_plan(path, profiles=[BATCH], options=BuildOptions(optimization_level=1))
+
+
+@needs_tensorrt
+@pytest.mark.parametrize("isolated", [True, False])
+def test_coverage_counts_what_is_taken_and_names_the_rest(tmp_path, isolated):
+    path = save_graph(
+        tmp_path / "g.onnx",
+        [
+            node("Relu", "x", "r"),
+            node("BiasGelu", "r b", "a", name="first", domain="com.microsoft"),
+            node("Relu", "a", "c"),
+            node("Relu", "c", "d"),
+            node("DynamicQuantizeLinear", "d", "q s z"),
+            node("DequantizeLinear", "q s z", "y"),
+        ],
+        {"b": np.ones(WIDTH, np.float32)},
+    )
+    found = coverage(path, isolated=isolated)
+    assert (found.total, found.taken, found.partitions) == (6, 4, 3)
+    first, second = found.refused
+    assert (first.node, first.op_type) == ("first", "BiasGelu")
+    assert "Plugin not found" in first.reason
+    assert "enginery optimize --target tensorrt" in first.remedy
+    assert (second.node, second.op_type, second.remedy) == ("#4", "DynamicQuantizeLinear", "")
+    with pytest.raises(ProviderError, match=r"4 of 6 nodes, in 3 partitions.*first.*\(1 more\)"):
+        found.require_complete()
+
+
+@needs_tensorrt
+def test_exported_graph_is_covered_whole(exported):
+    found = coverage(exported("bert", "text-classification").model)
+    assert found.refused == ()
+    assert found.taken == found.total > 100
+    assert found.partitions == 1
+    found.require_complete()
+
+
+@needs_tensorrt
+def test_merged_decoder_is_refused_with_the_way_to_export_it(tmp_path):
+    """The parser takes it; only the builder does not."""
+    path = merged_decoder(tmp_path / "merged.onnx")
+    found = coverage(path)
+    assert (found.total, found.taken, found.partitions) == (2, 1, 1)
+    (refusal,) = found.refused
+    assert (refusal.node, refusal.op_type) == ("choice", "If")
+    assert "--no-post-process" in refusal.remedy
+    assert parse_onnx(path).accepted
+
+
+@needs_tensorrt
+def test_merged_t5_that_fails_to_build_says_how_to_export_it(tiny_model):
+    source = tiny_model("t5", "text2text-generation")
+    artifact = export_model(str(source), task="text2text-generation-with-past")
+    dims = "batch=1:2:4,encoder_sequence=8,decoder_sequence=1,past_decoder_sequence=1:8:16"
+    with pytest.raises(ProviderError, match=r"built no engine for 8\.9.*--no-post-process"):
+        build_plan(artifact.path / "decoder_model_merged.onnx", profiles=[Profile.parse(dims)])
+
+
+@needs_tensorrt
+def test_coverage_of_what_is_no_model_is_an_error(tmp_path):
+    junk = tmp_path / "junk.onnx"
+    junk.write_bytes(b"hello junk")
+    with pytest.raises(SourceError, match="not an ONNX model"):
+        coverage(junk)
+    with pytest.raises(SourceError, match="is not a file"):
+        coverage(tmp_path / "none.onnx")
+
+
+@pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGKILL])
+def test_builder_ends_with_the_process_that_asked_for_it(tmp_path, kill):
+    # A TensorRT that takes for ever to load.
+    (tmp_path / "tensorrt.py").write_text('__version__ = "10.16"\nimport time\ntime.sleep(600)\n')
+    path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
+    script = (
+        "from pathlib import Path\n"
+        "from enginery.runtime.tensorrt import CLASSIC, parse_onnx\n"
+        f"parse_onnx(Path({str(path)!r}), flavor=CLASSIC)\n"
+    )
+    places = os.pathsep.join([str(tmp_path), *(place for place in sys.path if place)])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": places}
+    )
+    try:
+        (child,) = wait_for(lambda: psutil.Process(parent.pid).children())
+        wait_for(lambda: "enginery.runtime.tensorrt_worker" in child.cmdline())
+        time.sleep(1)  # it imports and then sleeps; either way it must end
+        parent.send_signal(kill)
+        parent.wait(timeout=60)
+        assert wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        parent.kill()
+
+
+@needs_tensorrt
+@pytest.mark.parametrize("isolated", [True, False])
 def test_file_that_is_no_model_is_an_error(tmp_path, isolated):
     """TensorRT's parser takes a file of junk for an empty graph."""
     junk = tmp_path / "junk.onnx"
@@ -316,14 +477,14 @@ def test_crash_of_the_child_is_an_error_message(tmp_path, monkeypatch):
     crash = tmp_path / "python"
     crash.write_text("#!/bin/sh\nkill -SEGV $$\n")
     crash.chmod(0o755)
-    monkeypatch.setattr(tensorrt.sys, "executable", str(crash))
+    monkeypatch.setattr(sys, "executable", str(crash))
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
     with pytest.raises(ProviderError, match=r"crashed with signal 11.*last words are in .*\.log"):
         parse_onnx(path)
 
 
 def test_missing_package_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorrt_library, "MODULE", "tensorrt_that_is_not_there")
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", None)
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
     for ask in (parse_onnx, lambda p: build_plan(p, profiles=[BATCH])):
         with pytest.raises(MissingPackageError, match=r"enginery\[tensorrt-rtx\]"):

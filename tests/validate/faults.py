@@ -98,6 +98,10 @@ def scale(output, factor):
     return lambda model: after(model.graph, output, with_operand("Mul", np.float32(factor)))
 
 
+def added(output, value):
+    return lambda model: after(model.graph, output, with_operand("Add", np.float32(value)))
+
+
 def reshape(output, shape):
     return lambda model: after(model.graph, output, with_operand("Reshape", np.int64(shape)))
 
@@ -192,3 +196,51 @@ def ignore_mask(model):
     ]
     for node in reversed(nodes):
         model.graph.node.insert(0, node)
+
+
+def weights_of(model):
+    """The DequantizeLinear nodes of stored weights, in the graph's order."""
+    stored = {tensor.name for tensor in model.graph.initializer}
+    return [
+        node
+        for node in model.graph.node
+        if node.op_type == "DequantizeLinear" and node.input[0] in stored
+    ]
+
+
+def change_initializer(model, name, change):
+    """The initializer becomes `change(array)`, in its own type."""
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+    array = numpy_helper.to_array(tensor)
+    changed = np.asarray(change(array.astype(np.float32))).astype(array.dtype)
+    tensor.CopyFrom(numpy_helper.from_array(changed, name))
+
+
+def change_quantized_weight(change, *, nth=-1, operand=0):
+    """Changes the numbers (operand 0) or the scale (operand 1) of one quantized weight."""
+    return lambda model: change_initializer(model, weights_of(model)[nth].input[operand], change)
+
+
+def swap_quantized_weights(model):
+    """The first two weights of one shape are each other's."""
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
+    nodes = weights_of(model)
+    first, second = next(
+        (a, b)
+        for index, a in enumerate(nodes)
+        for b in nodes[index + 1 :]
+        if [shapes[name] for name in a.input] == [shapes[name] for name in b.input]
+    )
+    for index in range(len(first.input)):
+        first.input[index], second.input[index] = second.input[index], first.input[index]
+
+
+def clip_activations(factor):
+    """Every activation's range is the part of it that `factor` says."""
+
+    def edit(model):
+        for node in model.graph.node:
+            if node.op_type == "QuantizeLinear":
+                change_initializer(model, node.input[1], lambda scale: scale * factor)
+
+    return edit

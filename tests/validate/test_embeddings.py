@@ -14,7 +14,7 @@ MEAN = Pooling(("mean",), normalize=True, include_prompt=True, note="")
 
 @pytest.fixture
 def compared(tmp_path):
-    def make(mine, theirs, min_cosine=1 - 1e-7):
+    def make(mine, theirs, min_cosine=1 - 1e-7, **options):
         comparison = EmbeddingComparison(MEAN)
         np.save(tmp_path / "0.npy", theirs)
         mask = np.ones(theirs.shape[:2], np.int64)
@@ -22,7 +22,7 @@ def compared(tmp_path):
             {"attention_mask": mask}, {"last_hidden_state": mine},
             Expected({"last_hidden_state": tmp_path / "0.npy"}),
         )  # fmt: skip
-        return comparison.metrics(min_cosine=min_cosine)
+        return comparison.metrics(min_cosine=min_cosine, **options)
 
     return make
 
@@ -65,6 +65,24 @@ def test_equal_texts_are_ties(compared):
     same = np.repeat(tokens(rows=2), 4, axis=0)
     noise = 1e-6 * tokens(seed=3, rows=8)
     assert compared(same + noise, same).neighbour_agreement == 1.0
+
+
+def test_mean_may_hold_where_one_vector_does_not(compared):
+    other = tokens(rows=10)
+    other[3] = tokens(seed=4)[0]
+    assert compared(other, tokens(rows=10), min_cosine=0.8).problem
+    found = compared(other, tokens(rows=10), min_cosine=0.8, of_mean=True)
+    assert found.min_cosine < 0.8 < found.mean_cosine
+    assert found.problem == ""
+    assert found.neighbour_agreement < 1.0, "counted, without the tie that a loose limit makes"
+    strict = compared(other, tokens(rows=10), min_cosine=0.999, of_mean=True)
+    assert strict.problem == f"mean cosine {found.mean_cosine:.4f}, expected at least 0.9990"
+
+
+def test_nan_is_no_agreement_in_the_mean_either(compared):
+    broken = tokens()
+    broken[0] = np.nan
+    assert compared(broken, tokens(), min_cosine=-1.0, of_mean=True).problem
 
 
 def test_nan_is_no_agreement(compared):

@@ -379,13 +379,3 @@ def test_large_answers_are_read_from_disk_with_the_same_result(exported, copied,
     monkeypatch.setattr(reference, "_IN_MEMORY_BYTES", 0)
     after = validate_model(artifact.path, force=True)
     assert [case.outputs for case in after.cases] == [case.outputs for case in before.cases]
-
-
-def test_quantized_artifact_is_compared_only_within_limits_that_the_user_sets(copied, exported):
-    artifact = copied(exported("bert", "text-classification"))
-    made = artifact.manifest.stages[0].model_copy(update={"stage": "quantize"})
-    stages = (*artifact.manifest.stages, made)
-    quantized = Artifact(artifact.path, artifact.manifest.model_copy(update={"stages": stages}))
-    with pytest.raises(OptionError, match=r"no noise floor for INT8.*--max-abs-error"):
-        validate_model(quantized)
-    assert validate_model(quantized, max_abs_error=0.1, min_cosine=0.9).passed

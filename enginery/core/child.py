@@ -1,0 +1,181 @@
+"""Work in a child process: its memory comes back, a crash is an answer, and it ends with us.
+
+Takes a module and a request; leaves a log with everything that the child said.
+
+    >>> with log.open("w") as stream:
+    ...     found = ask_child("enginery.export.worker", request, log=log, error=ExportError)
+
+The child reads the request from a JSON file, writes its answer or its error into another, and says
+what it likes on standard output:
+
+    $ python -m enginery.export.worker request.json result.json
+
+It holds one end of a pipe, and this process the other. However this process ends (SIGTERM and
+SIGKILL leave no time for anything), the kernel closes the pipe, and the child ends at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from enginery.core.errors import EngineryError
+
+_PIPE = "ENGINERY_PARENT_PIPE"
+"""The number of the file descriptor that the parent's death closes."""
+
+Answer = dict[str, Any]
+
+
+def ask_child(
+    module: str,
+    request: Mapping[str, Any],
+    *,
+    log: Path,
+    what: str,
+    error: type[EngineryError],
+    kinds: tuple[type[EngineryError], ...] = (),
+    heard: Callable[[str], bool] = lambda _: False,
+) -> Answer:
+    """Runs `python -m module` on a request and returns its answer.
+
+    Args:
+        module: one whose `__main__` calls `answer_parent`.
+        request: what JSON can hold.
+        log: where everything goes that the child says.
+        what: starts the message where the child ends without an answer: `exporting minilm`.
+        error: what is raised then, and for every error of the child's but `kinds`.
+        kinds: errors that are raised as the child raised them.
+        heard: is given each line of the child's output; a line that it takes is not logged.
+
+    Raises:
+        EngineryError: `error` or one of `kinds`, with the child's own words.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="enginery-child-") as scratch:
+        request_file, result_file = Path(scratch, "request.json"), Path(scratch, "result.json")
+        request_file.write_text(json.dumps(request), encoding="utf-8")
+        with log.open("w", encoding="utf-8") as stream:
+            status = run_child(
+                module, str(request_file), str(result_file),
+                heard=lambda line: heard(line) or stream.write(line),
+            )  # fmt: skip
+        found: Answer = {}
+        if status == 0 and result_file.is_file():
+            found = json.loads(result_file.read_text(encoding="utf-8"))
+    if not found:
+        raise error(
+            f"{what}: the process {how_it_ended(status)}.", do=f"Its last words are in {log}."
+        )
+    if "error" in found:
+        said = found["error"]
+        kind = {k.__name__: k for k in kinds}.get(said["type"], error)
+        raise kind(said["message"], do=said["do"] or f"The whole log: {log}")
+    return found
+
+
+def run_child(module: str, *words: str, heard: Callable[[str], object]) -> int:
+    """Runs `python -m module words…`, which ends when this process does; returns its status.
+
+    `heard` is given each line of what it says, errors included. An exception there, or an
+    interrupt, ends the child too.
+    """
+    with (
+        _held_pipe() as (environment, descriptors),
+        subprocess.Popen(
+            [sys.executable, "-m", module, *words],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, encoding="utf-8", errors="replace",
+            # Unbuffered, so that the log has its last words if it crashes.
+            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"}, pass_fds=descriptors,
+        ) as child,
+    ):  # fmt: skip
+        try:
+            for line in child.stdout or ():
+                heard(line)
+            return child.wait()
+        except BaseException:
+            child.kill()
+            raise
+
+
+@contextmanager
+def _held_pipe() -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
+    """What a child needs to know of a pipe whose other end is open here, and nowhere else."""
+    if sys.platform == "win32":  # descriptors are not handed on there
+        yield {}, ()
+        return
+    theirs, ours = os.pipe()
+    try:
+        yield {_PIPE: str(theirs)}, (theirs,)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def end_with_parent() -> None:
+    """Ends this process as soon as the one that started it with `run_child` is gone.
+
+    The kernel sends SIGIO when the pipe closes, and the default for SIGIO is to end the process.
+    No thread watches: one would need the interpreter's lock, which an exporter's C++ code may hold
+    for minutes. Does nothing in a process that was started in another way, or on Windows.
+    """
+    pipe = int(os.environ.pop(_PIPE, "-1"))
+    if pipe < 0 or sys.platform == "win32":
+        return
+    import fcntl  # not on Windows
+
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    # A parent's thread may have had every signal blocked, and children inherit that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:  # gone before we asked
+        signal.raise_signal(signal.SIGIO)
+
+
+def answer_parent(answer: Callable[[Any], Mapping[str, Any]], *, what: str) -> NoReturn:
+    """The whole of a child: reads its request, answers, and ends.
+
+    Errors go into the result file, too, under `error`. Those that nobody expected leave their
+    traceback in the log and start with `what`: `exporting failed in ValueError: …`. It may name
+    values of the request: `{path}: TensorRT`.
+    """
+    end_with_parent()
+    request_file, result_file = (Path(word) for word in sys.argv[1:3])
+    request = json.loads(request_file.read_text(encoding="utf-8"))
+    found: Mapping[str, Any]
+    try:
+        found = answer(request)
+    except EngineryError as error:
+        found = _error(type(error).__name__, error.message, error.do)
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).strip().splitlines() or [""])[0]
+        where = what.format_map(request)
+        found = _error("", f"{where} failed in {type(error).__name__}: {first}", "")
+    result_file.write_text(json.dumps(found), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # taking down large modules one by one takes time, and TensorRT may crash in it
+
+
+def _error(kind: str, message: str, do: str) -> Answer:
+    return {"error": {"type": kind, "message": message, "do": do}}
+
+
+def how_it_ended(status: int) -> str:
+    """A child's exit status in words: `crashed with signal 11`."""
+    if status == -signal.SIGKILL:
+        return "was killed (signal 9); the usual cause is that memory ran out"
+    return f"crashed with signal {-status}" if status < 0 else f"ended with status {status}"

@@ -1,0 +1,56 @@
+"""The flavors of TensorRT: whether what is installed builds engines that run here.
+
+    >>> [finding.problem for finding in tensorrt_findings(nvidia)]
+    ['TensorRT for RTX does not run on NVIDIA H200']
+
+Reads metadata only: TensorRT is not loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+
+from enginery.doctor.report import Finding, NvidiaStatus
+from enginery.runtime.gpus import CudaGpu
+from enginery.runtime.onnxruntime_build import cuda_major
+from enginery.runtime.tensorrt_capability import unsupported_gpu
+from enginery.runtime.tensorrt_library import has_tensorrt
+from enginery.runtime.tensorrt_options import CLASSIC, RTX
+
+
+def tensorrt_findings(nvidia: NvidiaStatus) -> Iterator[Finding]:
+    """What is installed and does not run here, and why.
+
+    Versions are those of packages, and `doctor.packages` compares them.
+    """
+    yield from _other_cuda()
+    for gpu in nvidia.gpus:
+        known = gpu.compute_capability in ("", *RTX.capabilities)
+        if has_tensorrt(RTX) and not known:
+            there = CudaGpu(gpu.name, gpu.compute_capability, gpu.memory_total_bytes)
+            yield Finding(
+                "note",
+                f"{RTX.title} does not run on {gpu.name}",
+                unsupported_gpu(RTX, there),
+                f"Build for it with --flavor {CLASSIC.name} ({CLASSIC.install}), or run models "
+                "with --provider cuda.",
+            )
+
+
+def _other_cuda() -> Iterator[Finding]:
+    """Classic TensorRT for another CUDA major version than onnxruntime's."""
+    wanted = cuda_major()
+    names = {(dist.metadata["Name"] or "").lower().replace("_", "-"): dist.version
+             for dist in metadata.distributions()}  # fmt: skip
+    for name, version in sorted(names.items()):
+        family, _, cuda = name.removesuffix("-bindings").removesuffix("-libs").rpartition("-cu")
+        if wanted and family == "tensorrt" and cuda.isdigit() and int(cuda) != wanted:
+            yield Finding(
+                "error",
+                f"{name} {version} is for CUDA {cuda}, onnxruntime for CUDA {wanted}",
+                f"ONNX Runtime's TensorRT provider links CUDA {wanted}; the libraries of both in "
+                "one process do not share memory or streams",
+                f"Run: pip uninstall -y {name} && {CLASSIC.install}",
+            )
+            return

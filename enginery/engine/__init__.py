@@ -1,0 +1,1 @@
+"""Stage: TensorRT engines, ahead of time: profiles, builds, their ONNX wrappers."""

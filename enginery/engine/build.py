@@ -1,0 +1,212 @@
+"""One engine: asked about, built into the store, put into an artifact.
+
+Takes an artifact and a request; leaves `plan`, `engine.json` and `layers.json` in
+`$ENGINERY_HOME/engines/`, and the same with the ONNX wrapper in the artifact.
+
+    >>> engine, built = obtain_engine(artifact, request, config)
+    >>> place_engine(engine, staged)
+
+TensorRT's parser and this package's rules are asked before anything is built: what they refuse is
+named node by node.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from enginery.core.artifact import Artifact, link_or_copy, staging
+from enginery.core.engine import Engine
+from enginery.core.engine_record import (
+    ENGINE_FILE,
+    ENGINES,
+    EngineRecord,
+    GpuRecord,
+    plan_name,
+    wrapper_name,
+)
+from enginery.core.errors import ProviderError
+from enginery.core.fingerprint import sha256_of
+from enginery.core.options import options_dict
+from enginery.core.progress import SILENT, Progress
+from enginery.core.store import ENGINES as STORED
+from enginery.core.store import Store
+from enginery.engine.config import BuildConfig
+from enginery.engine.ep_context import write_wrapper
+from enginery.engine.request import EngineRequest, size_limits
+from enginery.runtime.tensorrt import build_plan, coverage
+from enginery.runtime.tensorrt_options import Flavor, flavor_named
+
+LAYER_LIST = "layers.json"
+
+
+@dataclass(frozen=True)
+class RefusedNode:
+    """A node that TensorRT does not take, or would compute wrongly."""
+
+    node: str
+    op_type: str
+    """Empty where the words say it."""
+    reason: str
+    """TensorRT's own words, or those of `enginery lint`."""
+    remedy: str
+
+    def __str__(self) -> str:
+        op_type = f" ({self.op_type})" if self.op_type else ""
+        where = f"{self.node}{op_type}: " if self.node else ""
+        return f"{where}{self.reason}"
+
+
+@dataclass(frozen=True)
+class GraphCoverage:
+    """Whether TensorRT takes a graph as a whole."""
+
+    graph: str
+    total: int
+    """Nodes of the graph; 0 where this package's rules refuse it, and TensorRT was not asked."""
+    taken: int
+    partitions: int
+    """Connected parts that TensorRT takes."""
+    refused: tuple[RefusedNode, ...]
+
+    @property
+    def complete(self) -> bool:
+        return not self.refused
+
+    def error(self, *, several: bool) -> ProviderError:
+        """Says every kind of refusal once, with the nodes that share it, and what to do.
+
+        Args:
+            several: the artifact has other graphs, which can be built without this one.
+        """
+        by_reason: dict[tuple[str, str], list[RefusedNode]] = {}
+        for node in self.refused:
+            by_reason.setdefault((node.op_type, node.reason), []).append(node)
+        groups = [
+            f"{group[0]}{f' ({len(group) - 1} more alike)' if len(group) > 1 else ''}"
+            for group in by_reason.values()
+        ]
+        said = f"TensorRT takes {self.taken} of {self.total} nodes" if self.total else "refused"
+        remedies = [node.remedy for node in self.refused if node.remedy][:1]
+        if several:
+            remedies.append("--allow-partitions builds the other graphs alone.")
+        return ProviderError(
+            f"{self.graph}: {said}, and an engine is of a whole graph: {'; '.join(groups)}",
+            do=" ".join(remedies),
+        )
+
+
+def cover_graph(path: Path, name: str, flavor: Flavor) -> GraphCoverage:
+    """Which nodes of an ONNX file TensorRT takes; the rules of `enginery lint` are asked first.
+
+    Raises:
+        SourceError: the file is no ONNX model.
+        MissingPackageError: the flavor is not installed.
+        ProviderError: TensorRT crashed.
+    """
+    # With onnx it is half of what a hit in the store takes, which needs neither.
+    from enginery.passes.lint import lint_onnx
+
+    faults = lint_onnx(path, parser=False).errors
+    if faults:
+        refused = tuple(RefusedNode(f.node, "", f.problem, f.remedy) for f in faults)
+        return GraphCoverage(name, 0, 0, 0, refused)
+    found = coverage(path, flavor=flavor)
+    refused = tuple(RefusedNode(r.node, r.op_type, r.reason, r.remedy) for r in found.refused)
+    return GraphCoverage(name, found.total, found.taken, found.partitions, refused)
+
+
+def find_engine(request: EngineRequest) -> Engine | None:
+    """The engine from the store, if it is there."""
+    return Store().find(STORED, request.fingerprint, request.targets)
+
+
+def obtain_engine(
+    artifact: Artifact,
+    request: EngineRequest,
+    config: BuildConfig,
+    *,
+    force: bool = False,
+    progress: Progress = SILENT,
+) -> tuple[Engine, bool]:
+    """The engine from the store, and whether it was built now.
+
+    Raises:
+        ProviderError: TensorRT refuses the graph, builds no engine, or crashed.
+    """
+    return Store().obtain(
+        STORED,
+        request.fingerprint,
+        request.targets,
+        lambda out: _build(artifact, request, config, out, progress),
+        force=force,
+        progress=progress,
+    )
+
+
+def _build(
+    artifact: Artifact, request: EngineRequest, config: BuildConfig, out: Path, progress: Progress
+) -> Engine:
+    """Builds into the store; `engine.json` is written last."""
+    graph, fields = request.graph, request.fingerprint.fields
+    shutil.rmtree(out, ignore_errors=True)  # built anew; `staging` replaces artifacts alone
+    with staging(out) as directory, progress.task(f"building an engine of {graph.file}"):
+        plan = directory / plan_name(graph.file)
+        built = build_plan(
+            artifact.path / graph.file,
+            profiles=request.profiles,
+            capabilities=request.capabilities,
+            limits=size_limits(artifact),
+            flavor=flavor_named(config.flavor),
+            options=config.options,
+            plan_path=plan,
+        )
+        layers = [asdict(layer) for layer in built.layers]
+        (directory / LAYER_LIST).write_text(_json(layers), encoding="utf-8")
+        record = EngineRecord(
+            flavor=config.flavor,
+            tensorrt=built.tensorrt,
+            capabilities=built.capabilities,
+            gpu=GpuRecord(name=fields.get("gpu", ""), driver=fields.get("driver", "")),
+            hardware_compatibility=config.hardware_compatibility,
+            version_compatible=config.version_compatible,
+            profiles=built.profiles,
+            graph=graph.file,
+            graph_sha256=request.graph_sha256,
+            key=request.fingerprint.key,
+            fields=fields,
+            plan=plan.name,
+            plan_sha256=sha256_of(plan),
+            plan_size_bytes=plan.stat().st_size,
+            wrapper=wrapper_name(graph.file),
+            inputs=graph.inputs,
+            outputs=graph.outputs,
+            layers=built.counts(),
+            layer_list=LAYER_LIST,
+            fused_attentions=built.fused_attentions,
+            activation_bytes=built.activation_bytes,
+            weights_bytes=built.weights_bytes,
+            seconds=built.seconds,
+            peak_rss_bytes=built.peak_rss_bytes,
+            warnings=built.warnings,
+            options=options_dict(config.options),
+        )
+        (directory / ENGINE_FILE).write_text(record.to_json(), encoding="utf-8")
+    return Engine.open(out)
+
+
+def place_engine(engine: Engine, artifact: Path) -> Path:
+    """Puts an engine with its ONNX wrapper into a staged artifact; returns where."""
+    directory = artifact / ENGINES / engine.name
+    shutil.rmtree(directory, ignore_errors=True)  # of an earlier build, built anew
+    directory.mkdir(parents=True)
+    for file in (engine.record.plan, engine.record.layer_list, ENGINE_FILE):
+        link_or_copy(engine.path / file, directory / file)
+    write_wrapper(directory, engine.record)
+    return directory
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"

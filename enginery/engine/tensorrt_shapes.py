@@ -1,0 +1,160 @@
+"""Profiles in TensorRT's own notation: every input's shape at the minimum, optimum and maximum.
+
+    >>> shapes = ("input_ids:1x8", "input_ids:8x128", "input_ids:32x512")
+    >>> [str(profile) for profile in profiles_from_shapes(*shapes, graph.inputs)]
+    ['batch=1:8:32,sequence=8:128:512']
+
+Several profiles are written as ONNX Runtime's `trt_profile_min_shapes` and `nv_profile_min_shapes`
+have them: the inputs are named again, `input_ids:1x8,input_ids:1x64`. Names may be in single
+quotes, as trtexec wants those that hold a colon.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from enginery.core.errors import ShapeError, nearest
+from enginery.core.shapes import DimRange, Profile, TensorSpec, dim_terms, resolve_dim
+
+_ENTRY = re.compile(r"'?([^=,']+)'?:([0-9]{1,10}(?:x[0-9]{1,10})*)")  # `input:0:1x8` is input:0
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def profiles_from_shapes(
+    minimum: str, optimum: str, maximum: str, inputs: Iterable[TensorSpec]
+) -> list[Profile]:
+    """The profiles that the three texts describe, in the graph's named dims.
+
+    An input may be left out where others give its dims.
+
+    Raises:
+        ShapeError: a text is missing or has other inputs than the others, an input is unknown, a
+            rank or a fixed size differs, inputs disagree about a shared dim, or not
+            1 <= min <= opt <= max.
+    """
+    specs = {spec.name: spec for spec in inputs}
+    texts = {"min": minimum, "opt": optimum, "max": maximum}
+    absent = [end for end, text in texts.items() if not text.strip()]
+    if absent:
+        given = next((end for end in texts if end not in absent), "")
+        raise ShapeError(
+            f"{given or 'no'} shapes were given, {' and '.join(absent)} shapes were not.",
+            do="Give all three: --min-shapes, --opt-shapes and --max-shapes.",
+        )
+    read = {end: _profile_shapes(f"{end} shapes '{text}'", text) for end, text in texts.items()}
+    counts = {end: len(groups) for end, groups in read.items()}
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{count} in {end} shapes" for end, count in counts.items())
+        raise ShapeError(
+            f"the numbers of profiles differ: {found}.",
+            do="Name every input once for each profile in all three.",
+        )
+    corners = {
+        end: [_dim_sizes(f"{end} shapes '{texts[end]}'", group, specs) for group in groups]
+        for end, groups in read.items()
+    }
+    return [
+        _profile(*sizes)
+        for sizes in zip(corners["min"], corners["opt"], corners["max"], strict=True)
+    ]
+
+
+def _profile(low: dict[str, int], opt: dict[str, int], high: dict[str, int]) -> Profile:
+    dims = {}
+    for name in dict.fromkeys([*low, *opt, *high]):
+        ends = {"min": low, "opt": opt, "max": high}
+        if absent := [end for end, sizes in ends.items() if name not in sizes]:
+            raise ShapeError(
+                f"dim '{name}' has no size in {' and '.join(absent)} shapes, and has one in the "
+                "others.",
+                do="Give the same inputs in all three.",
+            )
+        try:
+            dims[name] = DimRange(low[name], opt[name], high[name])
+        except ShapeError as error:
+            raise ShapeError(
+                f"min, opt and max shapes give {name} {low[name]}:{opt[name]}:{high[name]}: "
+                f"{error.message}"
+            ) from None
+    return Profile(dims)
+
+
+def _profile_shapes(where: str, text: str) -> list[Shapes]:
+    """The shapes by input, one mapping a profile: a name's second mention is of the second one."""
+    groups: list[Shapes] = []
+    mentions: dict[str, int] = {}
+    for part in text.split(","):
+        entry = _ENTRY.fullmatch(part.strip())
+        if not entry:
+            raise ShapeError(
+                f"{where}: found '{part}', expected input:AxBxC.",
+                do="Write it as input_ids:1x8,attention_mask:1x8.",
+            )
+        name, shape = entry.groups()
+        index = mentions.get(name, 0)
+        mentions[name] = index + 1
+        if index == len(groups):
+            groups.append({})
+        groups[index][name] = tuple(int(size) for size in shape.split("x"))
+    for name, count in mentions.items():
+        if count != len(groups):
+            raise ShapeError(
+                f"{where}: '{name}' is given for {count} of {len(groups)} profiles.",
+                do="An input that is named again begins another profile; name all of them again.",
+            )
+    return groups
+
+
+def _dim_sizes(where: str, shapes: Shapes, specs: Mapping[str, TensorSpec]) -> dict[str, int]:
+    """The sizes of the named dims that give the inputs these shapes."""
+    sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        if name not in specs:
+            raise ShapeError(
+                f"{where}: the model has no input '{name}'{nearest(name, specs)}",
+                do=f"Its inputs: {', '.join(specs)}.",
+            )
+        dims = specs[name].dims
+        if len(shape) != len(dims):
+            raise ShapeError(
+                f"{where}: {name} has {len(shape)} dims, expected {len(dims)}: {specs[name]}."
+            )
+        for dim, size in zip(dims, shape, strict=True):
+            if isinstance(dim, int) and dim != size:
+                raise ShapeError(
+                    f"{where}: {name} has the size {size} where {specs[name]} is fixed at {dim}."
+                )
+            if (
+                isinstance(dim, str)
+                and dim_terms(dim) == [dim]
+                and sizes.setdefault(dim, size) != size
+            ):
+                raise ShapeError(
+                    f"{where}: {dim} is {sizes[dim]} for one input and {size} for {name}.",
+                    do="Inputs that share a dim have one size for it.",
+                )
+    _solve_sums(shapes, specs, sizes)
+    for name, shape in shapes.items():
+        if specs[name].shape(sizes) != shape:
+            raise ShapeError(
+                f"{where}: {name} is {_joined(shape)}, but {specs[name]} makes it "
+                f"{_joined(specs[name].shape(sizes))}."
+            )
+    return sizes
+
+
+def _solve_sums(shapes: Shapes, specs: Mapping[str, TensorSpec], sizes: dict[str, int]) -> None:
+    """Adds what a sum says of a name that no input has by itself: `past + sequence` is 6."""
+    for name, shape in shapes.items():
+        for dim, size in zip(specs[name].dims, shape, strict=True):
+            unknown = [term for term in dim_terms(dim) if term not in sizes]
+            if len(unknown) == 1:
+                rest = size - resolve_dim(dim, {**sizes, unknown[0]: 0})
+                if rest >= 1:
+                    sizes[unknown[0]] = rest
+
+
+def _joined(shape: tuple[int, ...]) -> str:
+    return "x".join(str(size) for size in shape)

@@ -1,0 +1,181 @@
+"""A graph cut into consecutive segments: all inner tensors are read, and each node runs once.
+
+    >>> segments = cut_graph(proto.graph, sizes, typed=types, most_bytes=256 << 20)
+    >>> model = segment_model(proto, segments[0], segments[0].groups[0], types)
+
+A segment's model takes what earlier ones made (`reads`) and gives the tensors of one group.
+Fetching the same tensors from the whole graph in groups would run it once for each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from enginery.runtime.tracing import expose_branches
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive nodes of a graph."""
+
+    start: int
+    """The index of the first node."""
+    stop: int
+    """The index behind the last one."""
+    reads: tuple[str, ...]
+    """Graph inputs and values of earlier segments that the nodes take."""
+    passes_on: tuple[str, ...]
+    """Values made here that later segments take."""
+    groups: tuple[tuple[str, ...], ...]
+    """The tensors to fetch, a run for each group; more than one where a single node makes more than
+    a group holds, as an If does with all that is in its branches."""
+
+
+def cut_graph(
+    graph: Any,
+    sizes: Mapping[str, int],
+    *,
+    typed: Collection[str],
+    most_bytes: int,
+) -> list[Segment]:
+    """Cuts where the tensors to fetch have come to `most_bytes`.
+
+    Args:
+        graph: an `onnx.GraphProto`, its nodes in topological order.
+        sizes: bytes of each tensor that is to be fetched, inside branches of If nodes too.
+        typed: values that can be handed from one segment to the next; the others' types are not
+            known, or they are no tensors, and no cut comes between their maker and their readers.
+        most_bytes: of one segment; one node may make more.
+    """
+    reads = [names_read(node) for node in graph.node]
+    last_use = {name: index for index, names in enumerate(reads) for name in names}
+    uncut = _uncut(graph, last_use, typed)
+    starts, total = [0], 0
+    tensors = [[name for name in names_made(node) if name in sizes] for node in graph.node]
+    for index, names in enumerate(tensors):
+        size = sum(sizes[name] for name in names)
+        if total and total + size > most_bytes and index not in uncut:
+            starts.append(index)
+            total = 0
+        total += size
+    stored = {tensor.name for tensor in graph.initializer}
+    segments = []
+    for start, stop in zip(starts, [*starts[1:], len(graph.node)], strict=True):
+        made = [name for node in graph.node[start:stop] for name in node.output if name]
+        wanted = dict.fromkeys(name for names in reads[start:stop] for name in names)
+        outside = wanted.keys() - set(made) - stored
+        fetched = (name for names in tensors[start:stop] for name in names)
+        segment = Segment(
+            start,
+            stop,
+            tuple(name for name in wanted if name in outside),
+            tuple(name for name in made if last_use.get(name, -1) >= stop),
+            tuple(_groups(fetched, sizes, most_bytes)),
+        )
+        segments.append(segment)
+    return segments
+
+
+def alive_bytes(segments: Sequence[Segment], sizes: Mapping[str, int]) -> int:
+    """The most that has to be kept between two segments, for one batch."""
+    last = {name: index for index, segment in enumerate(segments) for name in segment.reads}
+    alive = most = 0
+    freed = [0] * (len(segments) + 1)
+    for index, segment in enumerate(segments):
+        for name in segment.passes_on:
+            alive += sizes.get(name, 0)
+            freed[last[name]] += sizes.get(name, 0)
+        most = max(most, alive)
+        alive -= freed[index]
+    return most
+
+
+def segment_model(
+    proto: Any, segment: Segment, fetch: Sequence[str], types: Mapping[str, int]
+) -> tuple[Any, dict[str, list[str]]]:
+    """A model of the segment's nodes alone, with the weights that they read.
+
+    Args:
+        proto: the `onnx.ModelProto` that was cut; it is not changed.
+        segment: which nodes.
+        fetch: names of tensors made in the segment.
+        types: ONNX's number of the element type of each value.
+
+    Returns:
+        An `onnx.ModelProto`, and for each tensor the outputs that have its values, see
+        `expose_branches`.
+    """
+    import onnx
+
+    model = onnx.ModelProto(
+        ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions
+    )
+    graph = model.graph
+    graph.name = proto.graph.name
+    graph.node.extend(proto.graph.node[segment.start : segment.stop])
+    needed = {name for node in graph.node for name in names_read(node)} - set(segment.reads)
+    graph.initializer.extend(t for t in proto.graph.initializer if t.name in needed)
+    for name in segment.reads:
+        value = graph.input.add()
+        value.name = name
+        value.type.tensor_type.elem_type = types[name]
+    made = {name for node in graph.node for name in node.output}
+    sources = expose_branches(graph, {*fetch} - made)
+    sources |= {name: [name] for name in fetch if name in made}
+    for name in dict.fromkeys(source for names in sources.values() for source in names):
+        graph.output.add().name = name
+    return model, sources
+
+
+def names_read(node: Any) -> set[str]:
+    """What a node takes from its graph: its inputs, and what the graphs inside it capture."""
+    names = {name for name in node.input if name}
+    for graph in _graphs_in(node):
+        own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+        own |= {name for inner in graph.node for name in inner.output}
+        taken = {name for inner in graph.node for name in names_read(inner)}
+        names |= (taken | {value.name for value in graph.output}) - own
+    return names
+
+
+def names_made(node: Any) -> Iterator[str]:
+    """A node's outputs, and before them what the branches of an If make."""
+    if node.op_type == "If" and node.domain in ("", "ai.onnx"):
+        for graph in _graphs_in(node):
+            for inner in graph.node:
+                yield from names_made(inner)
+    yield from (name for name in node.output if name)
+
+
+def _graphs_in(node: Any) -> Iterator[Any]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _uncut(graph: Any, last_use: Mapping[str, int], typed: Collection[str]) -> set[int]:
+    """Where no segment may begin."""
+    return {
+        index
+        for made, node in enumerate(graph.node)
+        for name in node.output
+        if name and name not in typed
+        for index in range(made + 1, last_use.get(name, made) + 1)
+    }
+
+
+def _groups(
+    names: Iterable[str], sizes: Mapping[str, int], most_bytes: int
+) -> Iterator[tuple[str, ...]]:
+    group: dict[str, None] = {}
+    total = 0
+    for name in names:
+        if group and total + sizes[name] > most_bytes:
+            yield tuple(group)
+            group, total = {}, 0
+        group[name] = None
+        total += sizes[name]
+    yield tuple(group)

@@ -1,0 +1,85 @@
+"""Requests beside the profiles of engines: the sizes of arrays, and the padding that they need.
+
+>>> profiles = [Profile.parse("batch=2:8:32,sequence=8:64:128")]
+>>> padded_sizes(profiles, {"batch": 1, "sequence": 5})
+{'batch': 2, 'sequence': 8}
+>>> most_rows(profiles, "batch", {"sequence": 100})
+32
+
+Which profile then takes the request is `core.profile_choice.choose_profile`'s to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from enginery.core.errors import ShapeError
+from enginery.core.profile_choice import preference
+from enginery.core.shapes import Profile, TensorSpec, canonical_dim, dim_terms, resolve_dim
+
+
+def sizes_of(inputs: Iterable[TensorSpec], arrays: Mapping[str, NDArray[Any]]) -> dict[str, int]:
+    """The sizes of the named dims that arrays give them, by the names that profiles use.
+
+    Raises:
+        ShapeError: two inputs disagree about a dim, a fixed dim has another size, or a sum of dims
+            (`past_sequence + sequence`) is not their sum.
+    """
+    sizes: dict[str, int] = {}
+    sums = []
+    for spec in inputs:
+        shape = arrays[spec.name].shape
+        for dim, size in zip(spec.dims, shape, strict=True):
+            if isinstance(dim, int):
+                if dim not in (size, -1):
+                    raise ShapeError(f"{spec.name}: found the shape {shape}, expected {spec}.")
+            elif "+" in dim:
+                sums.append((spec.name, canonical_dim(dim), size))
+            elif sizes.setdefault(canonical_dim(dim), size) != size:
+                name = canonical_dim(dim)
+                raise ShapeError(
+                    f"{spec.name}: {name} is {size}, but {sizes[name]} in the inputs before it."
+                )
+    for name, dim, size in sums:
+        if all(term in sizes for term in dim_terms(dim)) and resolve_dim(dim, sizes) != size:
+            raise ShapeError(
+                f"{name}: found {size} where {dim} is {resolve_dim(dim, sizes)} in the others."
+            )
+    return sizes
+
+
+def padded_sizes(profiles: Sequence[Profile], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes to pad a request to, so that a profile takes it with the least to compute.
+
+    A size below a profile's minimum is raised to that. A request that no padding helps, beyond
+    every maximum, keeps its sizes.
+    """
+    taking = [p for p in (profiles[i] for i in preference(profiles)) if _within(p, sizes)]
+    raised = [
+        {
+            name: max(size, p.dims[name].min) if name in p.dims else size
+            for name, size in sizes.items()
+        }
+        for p in taking
+    ]
+    return min(raised, key=lambda found: math.prod(found.values()), default=dict(sizes))
+
+
+def most_rows(profiles: Sequence[Profile], rows: str, others: Mapping[str, int]) -> int:
+    """The largest size of the dim `rows` that a profile takes beside the sizes given.
+
+    0 where no profile takes those at any number of rows, or none bounds the dim.
+    """
+    fitting = [profile for profile in profiles if _within(profile, others)]
+    return max((p.dims[rows].max for p in fitting if rows in p.dims), default=0)
+
+
+def _within(profile: Profile, sizes: Mapping[str, int]) -> bool:
+    """Whether no size is beyond the profile's maximum."""
+    return all(
+        size <= profile.dims[name].max for name, size in sizes.items() if name in profile.dims
+    )

@@ -1,0 +1,32 @@
+"""JSON objects from files, and JSON that any reader takes."""
+
+import json
+import math
+
+import pytest
+
+from enginery.core.errors import SourceError
+from enginery.core.json_file import json_bytes, read_json
+
+
+def test_object_is_read_and_an_absent_file_is_empty(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert read_json(tmp_path / "config.json") == {"model_type": "bert"}
+    assert read_json(tmp_path / "none.json") == {}
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff"])
+def test_what_is_no_object_is_an_error_that_names_the_file(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(SourceError, match=r"config\.json"):
+        read_json(tmp_path / "config.json")
+
+
+def test_numbers_that_json_lacks_are_null_at_any_depth():
+    document = {"a": math.nan, "b": [1.5, (math.inf, {"c": -math.inf})], "d": "Ä\u2028"}
+    written = json_bytes(document)
+    assert json.loads(written) == {"a": None, "b": [1.5, [None, {"c": None}]], "d": "Ä\u2028"}
+    assert b"NaN" not in written
+    assert b"Infinity" not in written
+    assert written.endswith(b"}\n")
+    assert "Ä".encode() in written

@@ -1,0 +1,322 @@
+"""Engines in the store: what is shared, what never is, and what dies half-way."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from enginery.core.artifact import Artifact, commit_artifact
+from enginery.core.engine_record import engine_directories
+from enginery.core.errors import ProviderError
+from enginery.core.store import Store
+from enginery.engine import build, stage
+from enginery.engine.build import find_engine, obtain_engine
+from enginery.engine.request import read_requests
+from enginery.runtime.tensorrt import has_tensorrt
+from tests.core.artifacts import start
+from tests.engine.conftest import build_config
+from tests.engine.products import PROFILE, product
+
+pytestmark = pytest.mark.skipif(not has_tensorrt(), reason="pip install 'enginery[tensorrt-rtx]'")
+
+BUILD = f"""
+import sys
+from enginery import build_engine
+
+class Aloud:
+    from contextlib import contextmanager
+    @contextmanager
+    def task(self, name, total=0):
+        yield lambda: None
+    def say(self, message):
+        print(message, flush=True)
+
+print("ready", flush=True)
+sys.stdin.readline()
+build_engine(sys.argv[1], profile=["{PROFILE}"], capability="8.9", progress=Aloud())
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+class Said:
+    """A progress that keeps what it was told."""
+
+    from contextlib import contextmanager
+
+    def __init__(self):
+        self.messages = []
+
+    @contextmanager
+    def task(self, name, total=0):
+        yield lambda: None
+
+    def say(self, message):
+        self.messages.append(message)
+
+
+def request_of(artifact, **options):
+    (request,) = read_requests(artifact, build_config(**options)).requests
+    return request
+
+
+def obtain(artifact, progress=None, **options):
+    config = build_config(**options)
+    request = request_of(artifact, **options)
+    return obtain_engine(artifact, request, config, progress=progress or Said())
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
+# What is shared
+
+
+def test_the_second_time_is_taken_from_the_store(tmp_path, home):
+    artifact, said = product(tmp_path / "a"), Said()
+    engine, built = obtain(artifact)
+    again, rebuilt = obtain(artifact, said)
+    assert (built, rebuilt) == (True, False)
+    assert again == engine
+    assert engine.path.parent == home / "engines"
+    assert engine.name == engine.record.directory_name
+    assert said.messages == [f"tensorrt-rtx: nothing to do, {engine.name} is up to date"]
+    assert sorted(path.name for path in engine.path.iterdir()) == [
+        "engine.json", "layers.json", "model.plan",
+    ]  # fmt: skip
+
+
+def test_the_same_graph_in_another_artifact_hits(tmp_path):
+    engine, _ = obtain(product(tmp_path / "a", external=True))
+    other = product(tmp_path / "elsewhere" / "b", external=True, config='{"id2label": {}}')
+    assert obtain(other) == (engine, False)
+
+
+def test_what_does_not_change_a_plan_hits(tmp_path):
+    artifact = product(tmp_path / "a")
+    engine, _ = obtain(artifact)
+    for options in ({"allow_partitions": True}, {"engine_per_profile": False}, {"column": "x"}):
+        assert obtain(artifact, **options) == (engine, False)
+
+
+# What never is
+
+
+def test_two_fine_tunes_of_one_file_name_never_share_an_engine(tmp_path):
+    first, second = product(tmp_path / "a", seed=1), product(tmp_path / "b", seed=2)
+    assert first.model.name == second.model.name
+    assert first.model.stat().st_size == second.model.stat().st_size
+    engine, _ = obtain(first)
+    assert find_engine(request_of(second)) is None
+    other, built = obtain(second)
+    assert built
+    assert other.path != engine.path
+    assert find_engine(request_of(first)) == engine
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        ({"profile": ["batch=1:4:16"]}, "profiles: batch=1:4:8 → batch=1:4:16"),
+        ({"capability": "8.0"}, "capabilities: 8.9 → 8.0"),
+        ({"capability": "8.0,8.9"}, "capabilities: 8.9 → 8.0,8.9"),
+        ({"capability": "portable"}, "capabilities: 8.9 → portable"),
+        ({"weight_streaming": True}, "weight_streaming: False → True"),
+        ({"workspace_bytes": 1 << 30}, "workspace_bytes: 8589934592 → 1073741824"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_changed_option_misses_and_is_named(tmp_path, monkeypatch, options, changed):
+    artifact, said = product(tmp_path / "a"), Said()
+    obtain(artifact)
+    assert find_engine(request_of(artifact, **options)) is None
+    never_built(monkeypatch)
+    with pytest.raises(ProviderError, match="stopped"):
+        obtain(artifact, said, **options)
+    assert said.messages == [f"tensorrt-rtx: building anew: {changed}"]
+
+
+def never_built(monkeypatch):
+    def stop(*_, **__):
+        raise ProviderError("stopped.")
+
+    monkeypatch.setattr(build, "build_plan", stop)
+
+
+def test_another_tensorrt_misses_and_is_named(tmp_path, monkeypatch):
+    artifact, said = product(tmp_path / "a"), Said()
+    engine, _ = obtain(artifact)
+    monkeypatch.setattr("enginery.runtime.tensorrt_key.tensorrt_version", lambda _: "1.8.0.1")
+    assert find_engine(request_of(artifact)) is None
+    never_built(monkeypatch)
+    with pytest.raises(ProviderError):
+        obtain(artifact, said)
+    before = engine.record.fields["tensorrt"]
+    assert said.messages == [f"tensorrt-rtx: building anew: tensorrt: {before} → 1.8.0.1"]
+
+
+def test_another_precision_misses(tmp_path):
+    obtain(product(tmp_path / "a"))
+    assert find_engine(request_of(product(tmp_path / "b", dtype=np.float16))) is None
+
+
+def test_another_external_data_file_misses_and_the_graph_is_named(tmp_path, monkeypatch):
+    first = product(tmp_path / "a", external=True, seed=1)
+    second = product(tmp_path / "b", external=True, seed=2)
+    assert first.model.read_bytes() == second.model.read_bytes()
+    obtain(first)
+    assert find_engine(request_of(second)) is None
+    never_built(monkeypatch)
+    said = Said()
+    with pytest.raises(ProviderError):
+        obtain(second, said)
+    (message,) = said.messages
+    before, now = (request_of(a).graph_sha256[:12] for a in (first, second))
+    assert message == f"tensorrt-rtx: building anew: graph: {before} → {now}"
+
+
+def test_the_order_of_profiles_misses(tmp_path):
+    artifact = product(tmp_path / "a")
+    both = ["batch=1:4:8", "batch=16"]
+    obtain(artifact, profile=both)
+    assert find_engine(request_of(artifact, profile=both[::-1])) is None
+
+
+def test_engines_are_not_compared_by_the_bytes_of_their_plans(tmp_path):
+    """Two builds of one graph differ in names that TensorRT makes up."""
+    engine, _ = obtain(product(tmp_path / "a"))
+    assert engine.record.plan_sha256 not in engine.record.fields.values()
+
+
+# What is damaged or dies half-way
+
+
+@pytest.mark.parametrize("file", ["model.plan", "layers.json", "engine.json"])
+def test_damage_is_noticed_and_the_engine_built_again(tmp_path, file):
+    artifact, said = product(tmp_path / "a"), Said()
+    engine, _ = obtain(artifact)
+    content = (engine.path / file).read_bytes()
+    damaged = content[:-2] if file != "model.plan" else flipped(content)
+    (engine.path / file).write_bytes(damaged)
+    assert find_engine(request_of(artifact)) is None
+    (entry,) = [entry for entry in Store().entries() if entry.kind == "engines"]
+    assert file in entry.problem
+    again, built = obtain(artifact, said)
+    assert built
+    assert said.messages == [f"tensorrt-rtx: building anew: {engine.name} is damaged"]
+    assert find_engine(request_of(artifact)) == again
+
+
+def flipped(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+def test_a_list_that_lacks_a_layer_is_noticed(tmp_path):
+    artifact = product(tmp_path / "a")
+    engine, _ = obtain(artifact)
+    (engine.path / "layers.json").write_text(json.dumps(engine.layers()[1:]))
+    assert find_engine(request_of(artifact)) is None
+
+
+def test_a_damaged_plan_is_never_put_into_another_artifact(tmp_path):
+    artifact = product(tmp_path / "a")
+    engine, _ = obtain(artifact)
+    engine.plan.write_bytes(flipped(engine.plan.read_bytes()))
+    made = stage.run(artifact, build_config(), tmp_path / "made")
+    assert Artifact.open(made.path, verify=True)
+    assert find_engine(request_of(artifact))
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path, monkeypatch, home):
+    artifact = product(tmp_path / "a")
+    never_built(monkeypatch)
+    with pytest.raises(ProviderError):
+        obtain(artifact)
+    assert list((home / "engines").iterdir()) == []
+
+
+def test_two_processes_that_ask_at_once_build_one_engine(tmp_path, home):
+    # Two artifacts of one graph, so that both come as far as the engine.
+    artifacts = [product(tmp_path / "a"), product(tmp_path / "b", config='{"other": 1}')]
+    children = [start(BUILD, artifact.path) for artifact in artifacts]
+    for child in children:
+        assert child.stdout.readline() == "ready\n"
+    for child in children:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    outputs = [child.communicate() for child in children]
+    assert [child.returncode for child in children] == [0, 0], outputs
+    said = [line for out, _ in outputs for line in out.splitlines()]
+    (engine,) = [entry.engine for entry in Store().entries() if entry.kind == "engines"]
+    assert said.count("tensorrt-rtx: building, not in the store yet") == 1
+    assert said.count(f"tensorrt-rtx: nothing to do, {engine.name} is up to date") == 1
+    made = [entry.artifact for entry in Store().entries() if entry.artifact]
+    plans = {a.manifest.files[f"engines/{engine.name}/model.plan"].sha256 for a in made}
+    assert len(made) == 2
+    assert plans == {engine.record.plan_sha256}
+
+
+def test_a_killed_build_leaves_nothing_whole_and_the_next_one_succeeds(tmp_path, home):
+    artifact = product(tmp_path / "a")
+    with start(BUILD, artifact.path) as child:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+        wait_for(lambda: list((home / "engines").glob(".tmp-*")))
+        workers = wait_for(lambda: psutil.Process(child.pid).children())
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive, "TensorRT goes on without its parent"
+    assert list((home / "engines").glob(".tmp-*"))
+    assert Store().entries() == []
+    assert find_engine(request_of(artifact)) is None
+    engine, built = obtain(artifact)
+    assert built
+    assert not list((home / "engines").glob(".tmp-*"))
+    assert find_engine(request_of(artifact)) == engine
+
+
+def test_what_is_built_is_what_the_manifest_hashes(tmp_path):
+    artifact = product(tmp_path / "a")
+    made = stage.run(artifact, build_config(), tmp_path / "made")
+    (engine,) = [entry.engine for entry in Store().entries() if entry.engine]
+    name = f"engines/{engine.name}/model.plan"
+    assert made.manifest.files[name].sha256 == engine.record.plan_sha256
+    shutil.copy(artifact.model, made.path / name)
+    with pytest.raises(Exception, match=r"model\.plan has \d+ bytes"):
+        Artifact.open(made.path)
+
+
+def test_a_hidden_file_of_a_killed_verdict_is_not_hashed_into_the_artifact(tmp_path):
+    artifact = product(tmp_path / "a")
+    (artifact.path / ".tmp-manifest.json-0123456789ab").write_text("{}")
+    made = stage.run(artifact, build_config(), tmp_path / "made")
+    assert not [name for name in made.manifest.files if ".tmp-" in name]
+    assert Path(made.path, "manifest.json").is_file()
+
+
+def test_a_stray_directory_among_the_engines_is_kept_and_is_no_engine(tmp_path):
+    artifact = product(tmp_path / "a")
+    stray = artifact.path / "engines" / "stray"
+    stray.mkdir(parents=True)
+    (stray / "model.plan").write_bytes(b"no record")
+    commit_artifact(artifact.path, artifact.manifest)
+    made = stage.run(Artifact.open(artifact.path), build_config(), tmp_path / "made")
+    assert len(engine_directories(made.path)) == 1
+    assert (made.path / "engines/stray/model.plan").read_bytes() == b"no record"

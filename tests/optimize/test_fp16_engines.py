@@ -1,0 +1,48 @@
+"""FP16 graphs of each architecture as engines that TensorRT for RTX really builds."""
+
+from collections import Counter
+
+import pytest
+
+from enginery.core.shapes import Profile, dynamic_dims
+from enginery.optimize import stage
+from enginery.optimize.config import OptimizeConfig
+from tests.tiny import tiny_artifact
+
+pytest.importorskip("tensorrt_rtx_bindings")
+
+# Heads of 32: TensorRT fuses no attention whose heads are as narrow as those of the tiny models.
+WIDE = {"hidden_size": 128, "intermediate_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "config", "gemms", "convolutions", "attentions"),
+    [
+        ("bert", "text-classification", WIDE, 10, 0, 2),
+        ("distilbert", "text-classification", {"dim": 128, "hidden_dim": 256}, 10, 0, 2),
+        ("roberta", "text-classification", WIDE, 10, 0, 2),
+        ("vit", "image-classification", WIDE, 9, 1, 2),
+        ("convnext", "image-classification", {}, 8, 8, 0),
+        ("resnet", "image-classification", {}, 1, 10, 0),
+        ("gpt2", "text-generation", {"n_embd": 128}, 9, 0, 2),
+    ],
+)
+def test_fp16_engine_multiplies_in_fp16_alone_and_fuses_attention(
+    tmp_path, kind, task, config, gemms, convolutions, attentions
+):
+    """GEMMs and convolutions at least as many as the network's layers leave after fusion."""
+    from enginery.runtime.tensorrt import build_plan
+
+    source = tiny_artifact(kind, task, tmp_path / "source", **config)
+    artifact = stage.run(source, OptimizeConfig(), tmp_path / "out")
+    names = dynamic_dims(artifact.manifest.graphs[0].inputs)
+    pixels = "32" if kind == "vit" else "64"  # what the tiny model has positions for
+    sizes = {"batch": "1:2:4", "height": pixels, "width": pixels}
+    profile = Profile.parse(",".join(f"{name}={sizes.get(name, '1:8:16')}" for name in names))
+    built = build_plan(artifact.model, profiles=[profile], capabilities=("8.9",))
+    heavy = [layer for layer in built.layers if layer.kind != "other"]
+    assert {layer.precision for layer in heavy} == {"fp16"}
+    found = Counter(layer.kind for layer in heavy)
+    assert found["gemm"] >= gemms, found
+    assert found["convolution"] >= convolutions, found
+    assert found["attention"] == built.fused_attentions == attentions, found

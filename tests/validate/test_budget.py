@@ -1,0 +1,245 @@
+"""A quantized artifact is held to its own budget: right ones pass, wrong ones say what is off."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from enginery import Artifact, quantize_model, validate_model
+from enginery.core.artifact import commit_artifact
+from enginery.core.errors import ArtifactError, OptionError
+from enginery.show import report_lines
+from enginery.validate.budget import quantization_budget
+from enginery.validate.overall import OverallComparison
+from enginery.validate.report import ValidationReport
+from tests.tiny import TEXT, save_tiny
+from tests.validate import faults
+
+GPT2 = ("gpt2", "text-generation")
+DISTILBERT = ("distilbert", "feature-extraction")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, session_home):
+    """`made(kind, task)`: a tiny model, quantized within the stage's default budget."""
+    from enginery import export_model
+
+    root = tmp_path_factory.mktemp("quantized")
+    wide = {"gpt2": {"n_embd": 128, "n_head": 2}}
+    artifacts = {}
+
+    def make(kind, task, *, pooled=False):
+        key = f"{kind}-{pooled}"
+        if key not in artifacts:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("ENGINERY_HOME", str(session_home))
+                model = save_tiny(kind, task, root / f"{key}-model", **wide.get(kind, {}))
+                if pooled:
+                    as_sentence_transformer(model)
+                source = export_model(str(model), task=task)
+                artifacts[key] = quantize_model(source, TEXT, capabilities=(), out=root / key)
+        return artifacts[key]
+
+    return make
+
+
+def as_sentence_transformer(model):
+    """The modules of a sentence-transformers model that pools by the mean."""
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True})
+    )
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling",
+         "type": "sentence_transformers.models.Pooling"},
+    ]  # fmt: skip
+    (model / "modules.json").write_text(json.dumps(modules))
+
+
+@pytest.fixture
+def with_options(made, tmp_path):
+    """A copy of the quantized DistilBERT whose quantize stage had other options."""
+
+    def make(*, report=None, **options):
+        artifact = made(*DISTILBERT)
+        artifact = artifact.copy_to(tmp_path / f"copy-{len(list(tmp_path.iterdir()))}")
+        (artifact.path / "reports" / "quantization.json").unlink()
+        *before, stage = artifact.manifest.stages
+        changed = stage.model_copy(update={"options": {**stage.options, **options}})
+        commit_artifact(
+            artifact.path, artifact.manifest.model_copy(update={"stages": (*before, changed)})
+        )
+        if report is not None:
+            (artifact.path / "reports" / "quantization.json").write_text(report)
+        return Artifact.open(artifact.path)
+
+    return make
+
+
+@pytest.mark.parametrize("model", [GPT2, DISTILBERT])
+def test_right_artifact_passes_by_half_of_what_is_allowed(made, copied, model):
+    report = validate_model(copied(made(*model)))
+    assert report.passed, report.summary
+    (overall,) = report.overall
+    assert overall.cosine_limit == pytest.approx(0.98)
+    assert 1 - overall.cosine < 0.5 * (1 - overall.cosine_limit)
+    assert f"cosine {overall.cosine:.4f} over 16 real inputs, at least 0.9800" in report.summary
+
+
+def test_report_says_the_rule_in_words_and_survives_json(made, copied):
+    artifact = copied(made(*DISTILBERT))
+    report = validate_model(artifact)
+    lines = report_lines(report)
+    assert any("int8: over all real inputs a cosine of at least 0.9800" in line for line in lines)
+    assert any("10 times as much as its budget of 0.9980; 0.5 on any one" in line for line in lines)
+    again = ValidationReport.from_json((artifact.path / "reports/validation.json").read_bytes())
+    assert again.overall == report.overall
+    assert again.worst()[0].name == report.worst()[0].name
+    assert again.to_json() == report.to_json()
+
+
+WRONG = {
+    "scale doubled": faults.change_quantized_weight(lambda scale: 2 * scale, operand=1),
+    "sign flipped": faults.change_quantized_weight(np.negative),
+    "zeros": faults.change_quantized_weight(np.zeros_like),
+    "two weights swapped": faults.swap_quantized_weights,
+    "ranges a quarter": faults.clip_activations(0.25),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("model", [GPT2, DISTILBERT])
+def test_wrong_artifact_fails_and_says_by_how_much(made, copied, model, fault):
+    artifact = faults.break_graph(copied(made(*model)), WRONG[fault])
+    report = validate_model(artifact)
+    assert not report.passed
+    assert Artifact.open(artifact.path).failed()
+    (overall,) = report.overall
+    assert 1 - overall.cosine > 1.5 * (1 - overall.cosine_limit)
+    output = {"gpt2": "logits", "distilbert": "last_hidden_state"}[model[0]]
+    if all(o.passed for case in report.cases for o in case.outputs):
+        assert f"{output} differs from PyTorch's: cosine {overall.cosine:.4f}" in report.summary
+        assert "expected at least 0.9800" in report.summary
+    else:
+        assert f"worst: {output} on " in report.summary
+
+
+def test_value_that_is_not_finite_fails_whatever_the_cosine(made, copied):
+    def edit(model):
+        scale = faults.weights_of(model)[-1].input[1]
+        faults.change_initializer(model, scale, lambda a: np.where(np.arange(a.size), a, np.nan))
+
+    report = validate_model(faults.break_graph(copied(made(*DISTILBERT)), edit))
+    assert not report.passed
+    assert "NaN or infinite on one side only" in report.summary
+
+
+def test_made_up_inputs_alone_must_point_the_same_way(made, copied):
+    """Without a tokenizer only the sweep is left, and the report says how little that is."""
+    artifact = copied(made(*DISTILBERT))
+    (artifact.path / "tokenizer.json").unlink()
+    report = validate_model(faults.break_graph(artifact, lambda model: None))
+    assert report.passed
+    assert report.overall == []
+    assert any("made-up ones alone say little" in note for note in report.notes)
+    assert {o.cosine_limit for case in report.cases for o in case.outputs} == {0.5}
+    wrong = validate_model(faults.break_graph(artifact, WRONG["sign flipped"]))
+    assert not wrong.passed
+    assert "expected at least 0.5" in wrong.summary
+
+
+def test_data_of_the_users_are_held_to_less_slack(made, copied, tmp_path):
+    (tmp_path / "data.txt").write_text("\n".join(TEXT))
+    report = validate_model(copied(made(*GPT2)), data=str(tmp_path / "data.txt"))
+    assert report.passed, report.summary
+    assert [overall.cosine_limit for overall in report.overall] == [pytest.approx(0.992)]
+    assert any("4 times as much" in note for note in report.notes)
+
+
+def test_pooled_embeddings_are_held_to_the_same_by_their_mean(made, copied, monkeypatch):
+    artifact = copied(made(*DISTILBERT, pooled=True))
+    report = validate_model(artifact)
+    assert report.passed, report.summary
+    assert report.embeddings.mean_cosine > 0.98
+    # The same small error in every token, across what LayerNorm leaves.
+    faults.break_graph(artifact, faults.added("last_hidden_state", 0.3))
+    monkeypatch.setattr(OverallComparison, "metrics", lambda self, *, min_cosine: [])
+    wrong = validate_model(artifact.path)
+    assert not wrong.passed
+    assert "pooled embeddings differ from PyTorch's: mean cosine 0.9" in wrong.summary
+    assert "expected at least 0.9800" in wrong.summary
+
+
+def test_limits_of_the_users_own_go_before_the_budget(made, copied):
+    artifact = copied(made(*DISTILBERT))
+    strict = validate_model(artifact, min_cosine=0.9999)
+    assert not strict.passed
+    assert strict.overall == []
+    assert "expected at least 0.9999" in strict.summary
+    assert validate_model(artifact.path, min_cosine=0.9).passed
+    far = validate_model(artifact.path, max_abs_error=1e-3)
+    assert not far.passed
+    assert "largest error" in far.summary
+    assert far.overall, "the budget still holds for the cosine"
+    broken = faults.break_graph(artifact, WRONG["scale doubled"])
+    assert validate_model(broken, min_cosine=-1).passed
+
+
+def test_without_a_cosine_for_a_budget_what_was_measured_counts(with_options):
+    report = json.dumps({"accuracy": {"cosine": 0.995, "rows": 64}})
+    for options in ({"min_cosine": -1.0}, {"accuracy_budget": "1%"}, {"label_column": "label"}):
+        budget = quantization_budget(with_options(report=report, **options))
+        assert budget.min_cosine(own_data=False) == pytest.approx(0.95)
+        assert "what was measured, 0.9950" in budget.describe(own_data=False)
+
+
+def test_budget_that_was_not_held_is_none(with_options):
+    """A scheme that is not calibrated may be measured below the cosine that was asked for."""
+    report = json.dumps({"accuracy": {"cosine": 0.99}})
+    budget = quantization_budget(with_options(report=report, scheme="dynamic"))
+    assert budget.cosine == 0.99
+    assert budget.describe(own_data=True).startswith("dynamic: over all real inputs")
+
+
+@pytest.mark.parametrize("report", ["", "[]", "{}", '{"accuracy": null}', '{"accuracy": 1}'])
+def test_report_that_is_gone_or_damaged_leaves_the_budget(with_options, report):
+    assert quantization_budget(with_options(report=report)).cosine == 0.998
+
+
+def test_with_neither_budget_nor_measurement_the_user_is_asked(with_options):
+    artifact = with_options(min_cosine=-1.0)
+    with pytest.raises(OptionError, match=r"nothing says how near it was.*--min-cosine 0\.95"):
+        validate_model(artifact)
+    assert Artifact.open(artifact.path).manifest.verdicts == ()
+    assert validate_model(artifact, min_cosine=0.9).passed
+
+
+def test_budget_of_one_leaves_room_for_rounding(with_options):
+    budget = quantization_budget(with_options(min_cosine=1.0))
+    assert budget.min_cosine(own_data=False) == pytest.approx(1 - 10 * (16 * 2.0**-11) ** 2)
+
+
+def test_another_budget_is_another_verdict(with_options):
+    from enginery.validate import stage
+    from enginery.validate.config import ValidateConfig
+
+    keys = [
+        stage.fingerprint(with_options(min_cosine=least), ValidateConfig()).key
+        for least in (0.998, 0.99)
+    ]
+    assert keys[0] != keys[1]
+
+
+def test_artifact_that_is_not_quantized_has_no_such_budget(exported):
+    with pytest.raises(ArtifactError, match="not quantized"):
+        quantization_budget(exported("bert", "text-classification"))
+
+
+def test_scores_of_a_quantized_graph_are_counted_and_fail_nothing(made, copied):
+    report = validate_model(copied(made(*GPT2)))
+    agreements = [o.argmax_agreement for case in report.cases for o in case.outputs]
+    assert min(agreements) < 1.0
+    assert report.passed
+    assert all(math.isinf(o.limit) for case in report.cases for o in case.outputs)
