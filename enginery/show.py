@@ -249,8 +249,8 @@ def store_rows(entries: Sequence[StoreEntry]) -> list[Row]:
     """One row an artifact or an engine."""
     return [
         {
-            "kind": entry.kind.removesuffix("s"),
             "name": entry.path.name,
+            "kind": entry.kind.removesuffix("s"),
             "source": _source(entry) or _NOTHING,
             "size": human_bytes(entry.size_bytes),
             "used": f"{datetime.fromtimestamp(entry.used, UTC):%Y-%m-%d}",

@@ -92,7 +92,8 @@ def read_requests(artifact: Artifact, config: BuildConfig) -> Requested:
         found = profiles[graph.file]
         checked = _check(graph, found, limits, several=len(profiles) > 1)
         digest = graph_sha256(graph, artifact.manifest.files)
-        for together in [[one] for one in found] if config.engine_per_profile else [found]:
+        apart = config.engine_per_profile and len(found) > 1
+        for together in [[one] for one in found] if apart else [found]:
             fields = {
                 "graph": digest,
                 **key_fields(flavor, config.options, capabilities, together),

@@ -58,7 +58,9 @@ def embedder(minilm, home):
 )
 def test_minilm_with_two_profiles_for_three_generations(embedder, precision, product, attentions):
     source = embedder(precision)
-    made = build_engine(source, profile=PROFILES, capability=",".join(TARGETS))
+    made = build_engine(
+        source, profile=PROFILES, capability=",".join(TARGETS), engine_per_profile=False
+    )
     (engine,) = engines_of(made)
     record = engine.record
     assert record.capabilities == TARGETS
@@ -157,13 +159,14 @@ def test_a_model_over_two_gigabytes_is_built_from_its_external_data(tmp_path, mo
     source = large_artifact(tmp_path / "large", width=12288, products=4)
     weights = sum(file.size_bytes for file in source.manifest.files.values())
     assert weights > 2 << 30
+    before = peak_rss_bytes()
     made = build_engine(source, profile=["batch=1:8:32"], capability="8.9")
     (engine,) = engines_of(made)
     record = engine.record
     assert record.plan_size_bytes > 2 << 30
     assert record.layers["gemm fp32"] == 4
     assert record.peak_rss_bytes <= 4 * record.plan_size_bytes + 500e6
-    assert peak_rss_bytes() < 1e9, "nothing of it comes into this process"
+    assert peak_rss_bytes() - before < 1e9, "nothing of it comes into this process"
 
 
 def large_artifact(out, *, width, products):

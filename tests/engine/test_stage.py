@@ -360,10 +360,10 @@ def test_profiles_from_data_are_reported_with_their_padding(exported, built, tmp
     report = report_of(made)
     assert len(report["lengths"]["buckets"]) == 2
     assert sum(bucket["rows"] for bucket in report["lengths"]["buckets"]) >= 20
-    (engine,) = engines_of(made)
-    assert len(engine.record.profiles) == 2
-    assert engine.record.profiles[-1].endswith(":128"), "the model's limit"
-    assert all("batch=1:2:4" in profile for profile in engine.record.profiles)
+    profiles = [profile for engine in engines_of(made) for profile in engine.record.profiles]
+    assert len(profiles) == len(engines_of(made)) == 2, "ONNX Runtime reaches the first alone"
+    assert any(profile.endswith(":128") for profile in profiles), "the model's limit"
+    assert all("batch=1:2:4" in profile for profile in profiles)
     pytest.importorskip("matplotlib")
     assert (made.path / stage.FIGURE).read_text().lstrip().startswith("<?xml")
 

@@ -38,7 +38,9 @@ def made(tmp_path_factory, session_home):
                 if pooled:
                     as_sentence_transformer(model)
                 source = export_model(str(model), task=task)
-                artifacts[key] = quantize_model(source, TEXT, capabilities=(), out=root / key)
+                artifacts[key] = quantize_model(
+                    source, TEXT, min_cosine=0.998, capabilities=(), out=root / key
+                )
         return artifacts[key]
 
     return make
