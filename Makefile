@@ -45,7 +45,7 @@ export: setup  ## export MODEL to an ONNX artifact at OUT
 optimize: setup  ## make ARTIFACT ready for TensorRT, CUDA or the CPU, at OUT
 	$(BIN)/enginery optimize $(ARTIFACT) $(call named,OUT,out) $(ARGS)
 
-quantize: setup  ## make ARTIFACT INT8 for TensorRT, calibrated on CALIBRATION, at OUT
+quantize: setup  ## make ARTIFACT INT8 or FP8 for TensorRT, calibrated on CALIBRATION, at OUT
 	$(BIN)/enginery quantize $(ARTIFACT) $(call named,CALIBRATION,calibration) $(call named,OUT,out) $(ARGS)
 
 engine: setup  ## build TensorRT engines of ARTIFACT into OUT: PROFILE, CAPABILITY, FLAVOR

@@ -131,7 +131,7 @@ def quantize_model(
     progress: Progress = SILENT,
     **options: Any,
 ) -> Artifact:
-    """Makes the INT8 artifact for TensorRT, or takes the finished one.
+    """Makes an INT8 or FP8 artifact for TensorRT, or takes the finished one.
 
     Args:
         artifact: an FP32 artifact that no other stage has changed, or its path.

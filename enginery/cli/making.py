@@ -104,7 +104,7 @@ def quantize(
     config: Annotated[QuantizeConfig, Parameter(name="*")] = _QUANTIZE,
     output: Output = OUTPUT,
 ) -> None:
-    """Make the INT8 artifact for TensorRT, within an accuracy budget.
+    """Make an artifact INT8 or FP8 for TensorRT, within an accuracy budget.
 
     Parameters
     ----------
