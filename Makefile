@@ -29,7 +29,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 named = $(if $($(1)),--$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint format export optimize quantize engine validate doctor inspect schema clean
+.PHONY: help setup run test test-all lint format export optimize quantize engine validate bench doctor inspect schema clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,9 @@ engine: setup  ## build TensorRT engines of ARTIFACT into OUT: PROFILE, CAPABILI
 
 validate: setup  ## compare ARTIFACT with PyTorch
 	$(BIN)/enginery validate $(ARTIFACT) $(ARGS)
+
+bench: setup  ## measure ARTIFACT beside PyTorch, ONNX Runtime and Optimum
+	$(BIN)/enginery bench $(ARTIFACT) $(ARGS)
 
 inspect: setup  ## show what ARTIFACT is
 	$(BIN)/enginery inspect $(ARTIFACT) $(ARGS)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from enginery.core.artifact import Artifact
     from enginery.core.errors import EngineryError
     from enginery.pipeline import (
+        bench_model,
         build_engine,
         export_model,
         optimize_model,
@@ -36,6 +37,7 @@ __all__ = [
     "EngineryError",
     "Recipe",
     "__version__",
+    "bench_model",
     "build_engine",
     "export_model",
     "load_model",
@@ -49,6 +51,7 @@ _HOMES = {
     "Artifact": "enginery.core.artifact",
     "EngineryError": "enginery.core.errors",
     "Recipe": "enginery.recipe",
+    "bench_model": "enginery.pipeline",
     "build_engine": "enginery.pipeline",
     "export_model": "enginery.pipeline",
     "load_model": "enginery.runtime.model",

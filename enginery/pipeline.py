@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from enginery.bench.config import BenchConfig
 from enginery.core.artifact import Artifact, refuse_foreign
 from enginery.core.errors import OptionError
 from enginery.core.options import options_from
@@ -39,6 +40,7 @@ from enginery.steps import (
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
+    from enginery.bench.result import BenchResult
     from enginery.validate.report import ValidationReport
 
 
@@ -208,6 +210,31 @@ def validate_model(
     if report is None:
         raise AssertionError("the validate stage always leaves a report")
     return report
+
+
+def bench_model(
+    *models: Artifact | str | Path,
+    out: str | Path = "",
+    progress: Progress = SILENT,
+    **options: Any,
+) -> BenchResult:
+    """Measures models beside one another, PyTorch, ONNX Runtime and Optimum.
+
+    The result goes into each artifact's `reports/`, with figures and a page.
+
+    Args:
+        models: artifacts, their paths, or .onnx files.
+        out: where `reports/` goes; empty for the artifacts themselves.
+        progress: who is told what happens.
+        options: of the stage, see `BenchConfig`.
+
+    Raises:
+        EngineryError: a model or a contender that was named cannot run, or a shape does not fit.
+    """
+    from enginery.bench import stage as bench
+
+    config = options_from(BenchConfig, "bench", options)
+    return bench.run(models, config, out=out, progress=progress)
 
 
 def run_recipe(

@@ -227,6 +227,8 @@ class _Parser:
             self._fail(node.line, f"option '{option}' has no value.",
                        do="Leave the line out for the default.")  # fmt: skip
         value = plain(node)
+        if option == "provider" and not isinstance(value, str):
+            return self._providers(node, value)
         if isinstance(value, str):
             if option in option_names(kind) and get_type_hints(kind)[option] == tuple[str, ...]:
                 return (value,)
@@ -235,6 +237,15 @@ class _Parser:
             if option in _MODEL_OPTIONS:
                 return self._model(value)
         return value
+
+    def _providers(self, node: Node, value: Any) -> str:
+        """Providers as a list, or as a mapping with their options."""
+        from enginery.runtime.provider_wish import parse_wishes, wish_text
+
+        try:
+            return wish_text(parse_wishes(value))
+        except OptionError as error:
+            self._fail(node.line, error.message, do=error.do)
 
     def _text(self, node: Node, key: str) -> str:
         if not isinstance(node, Scalar) or node.is_null:

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from cyclopts import CycloptsError
 
-from enginery.cli import looking, making, store  # noqa: F401  each adds its commands
+from enginery.cli import looking, making, measuring, store  # noqa: F401  each adds its commands
 from enginery.cli.app import Output
 from enginery.cli.app import application as app
 from enginery.core.errors import EngineryError, OptionError

@@ -85,7 +85,15 @@ def lint(
 
 
 @app.command
-def inspect(path: Path, *, verify: Flag = False, output: Output = OUTPUT) -> None:
+def inspect(
+    path: Path,
+    *,
+    verify: Flag = False,
+    placement: Flag = False,
+    provider: str = "",
+    provider_option: tuple[str, ...] = (),
+    output: Output = OUTPUT,
+) -> None:
     """Show what an artifact or an engine is, how it was made, and what was found about it.
 
     Parameters
@@ -94,6 +102,12 @@ def inspect(path: Path, *, verify: Flag = False, output: Output = OUTPUT) -> Non
         The directory of an artifact, or of one engine in it.
     verify
         Read every file again instead of trusting its size and times.
+    placement
+        Load the graph and show which provider runs which nodes, and what fell to the CPU.
+    provider
+        Execution providers in order of preference, for --placement: tensorrt,cuda,cpu.
+    provider_option
+        An option of a provider, cuda.gpu_mem_limit=2GiB; repeat it for several.
     """
     from enginery.core.engine_record import ENGINE_FILE
 
@@ -106,12 +120,26 @@ def inspect(path: Path, *, verify: Flag = False, output: Output = OUTPUT) -> Non
     console = output.console()
     opened = Artifact.open(path, verify=verify)
     engines = show_engines.engines_of(opened)
-    console.json(show_engines.artifact_json(opened, engines))
+    found = None
+    if placement:
+        from enginery.runtime.ort import OrtRunner
+        from enginery.runtime.provider_wish import parse_wishes
+
+        wishes = parse_wishes(provider, provider_option, default="cpu")
+        with console.task("loading the graph"), OrtRunner(opened, providers=wishes) as runner:
+            found = runner.placement()
+    placed = {"placement": found.as_json()} if found else {}
+    console.json(show_engines.artifact_json(opened, engines) | placed)
     console.table(str(path), show.artifact_rows(opened))
     console.table("Inputs and outputs", show.interface_rows(opened))
     console.table("Made by", show.stage_rows(opened))
     console.table("Files", show.file_rows(opened))
     console.table("Engines", show_engines.list_rows(engines))
+    if found:
+        console.table("Placement", found.rows())
+        console.table("Compute on the CPU", found.node_rows())
+        for note in found.notes:
+            console.line(note)
 
 
 def _inspect_engine(path: Path, *, verify: bool, output: Output) -> None:

@@ -2,6 +2,7 @@
 
     python -m enginery.doctor.child compiled
     python -m enginery.doctor.child provider CUDAExecutionProvider
+    python -m enginery.doctor.child absent OpenVINOExecutionProvider CoreMLExecutionProvider
     python -m enginery.doctor.child nvidia
 
 The answer is one line of JSON on standard output, the last one: libraries print before it.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -46,6 +48,20 @@ def examine_provider(name: str) -> dict[str, Any]:
     if not np.array_equal(answer, EXPECTED):
         return status | {"reason": f"wrong answer: {answer.tolist()}, not {EXPECTED.tolist()}"}
     return status | {"runs": True, "reason": obstacles.find_caveat(name)}
+
+
+def examine_absent(names: Sequence[str]) -> list[dict[str, Any]]:
+    """What stands in the way of each of these, as the fields of `ProviderStatus`; none is tried."""
+    found = []
+    for name in names:
+        obstacle = obstacles.find_obstacle(name)
+        found.append({
+            "name": name, "compiled": obstacle is None or _is_built_in(name), "missing": [],
+            "registers": False, "runs": False,
+            "reason": obstacle.reason if obstacle else "it was not tried",
+            "remedy": obstacle.do if obstacle else "",
+        })  # fmt: skip
+    return found
 
 
 def examine_nvidia() -> dict[str, Any]:
@@ -136,17 +152,19 @@ def _placement(session: Any) -> set[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Answers `compiled`, `provider NAME` or `nvidia`."""
+    """Answers `compiled`, `provider NAME`, `absent NAMES` or `nvidia`."""
     answer: dict[str, Any]
     match arguments:
         case ["compiled"]:
             answer = {"providers": onnxruntime_build.compiled_providers()}
         case ["provider", name]:
             answer = examine_provider(name)
+        case ["absent", *names]:
+            answer = {"providers": examine_absent(names)}
         case ["nvidia"]:
             answer = examine_nvidia()
         case _:
-            sys.exit(f"expected compiled, provider NAME or nvidia, found {arguments}")
+            sys.exit(f"expected compiled, provider NAME, absent NAMES or nvidia, found {arguments}")
     sys.stdout.write(f"\n{json.dumps(answer)}\n")
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from enginery.core.errors import CheckFailedError
 from enginery.runtime.provider_names import full_name, short_name
+from enginery.runtime.provider_table import known_provider
 
 Severity = Literal["error", "warning", "note"]
 
@@ -66,6 +67,16 @@ class ProviderStatus:
         if self.missing:
             return "libraries missing"
         return "fails to run" if self.registers else "cannot register"
+
+    @property
+    def package(self) -> str:
+        """The Python package that brings it; empty where ONNX Runtime is built with it."""
+        return known_provider(self.name).package
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of its options that are known."""
+        return known_provider(self.name).options
 
 
 @dataclass(frozen=True)
@@ -163,6 +174,9 @@ class Report:
         plain = asdict(self)
         for values, status in zip(plain["providers"], self.providers, strict=True):
             values["state"] = status.state
+            values["short_name"] = short_name(status.name)
+            values["package"] = status.package
+            values["options"] = list(status.options)
         return plain
 
     def tables(self) -> tuple[Table, ...]:
@@ -180,8 +194,8 @@ class Report:
             ),
             Table(
                 "Execution providers",
-                ("provider", "state", "reason"),
-                tuple((short_name(p.name), p.state, p.reason) for p in self.providers),
+                ("provider", "state", "package", "options", "reason"),
+                tuple(_provider_row(p) for p in self.providers),
             ),
             Table(
                 "Findings",
@@ -189,6 +203,18 @@ class Report:
                 tuple((f.severity, f.problem, f.evidence, f.remedy) for f in self.findings),
             ),
         )
+
+
+def _provider_row(status: ProviderStatus) -> tuple[str, ...]:
+    known = known_provider(status.name)
+    options = f"{len(known.options)} {'checked' if known.typed else 'known'}"
+    return (
+        f"{short_name(status.name)} ({known.title})",
+        status.state,
+        status.package or "build from source",
+        options if known.options else "–",
+        status.reason,
+    )
 
 
 def _machine_rows(version: str, machine: MachineStatus) -> tuple[tuple[str, str], ...]:

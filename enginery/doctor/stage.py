@@ -9,7 +9,7 @@ Takes options, leaves nothing on disk.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from enginery.doctor.packages import examine_packages, installed_version
 from enginery.doctor.report import Finding, MachineStatus, NvidiaStatus, ProviderStatus, Report
 from enginery.doctor.tensorrt import tensorrt_findings
 from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, full_name, short_name
+from enginery.runtime.provider_table import TABLE
 
 _ALWAYS = (CPU, CUDA, TENSORRT, TENSORRT_RTX)
 _LITTLE_DISK_BYTES = 5 << 30
@@ -40,13 +41,18 @@ def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> Report:
     compiled = ask(["compiled"], timeout_seconds=config.timeout_seconds).values.get("providers", [])
     names = list(dict.fromkeys([*_ALWAYS, *compiled, *([required] if required else [])]))
     providers = []
-    with progress.task("examining", total=len(names) + 1) as advance:
+    with progress.task("examining", total=len(names) + 2) as advance:
         nvidia = examine_nvidia(timeout_seconds=config.timeout_seconds)
         advance()
         for name in names:
             answer = ask(["provider", name], timeout_seconds=config.timeout_seconds)
             providers.append(provider_status(name, answer))
             advance()
+        absent = [row.name for row in TABLE if row.name not in names]
+        providers += absent_statuses(
+            absent, ask(["absent", *absent], timeout_seconds=config.timeout_seconds)
+        )
+        advance()
     machine = examine_machine()
     packages, package_findings = examine_packages()
     findings = [
@@ -83,6 +89,12 @@ def provider_status(name: str, answer: Answer) -> ProviderStatus:
     # The session was made without the provider; only the log says why.
     return ProviderStatus(**{**values, "missing": status.missing,
                              "reason": f"{status.reason}: {answer.log}"})  # fmt: skip
+
+
+def absent_statuses(names: Sequence[str], answer: Answer) -> list[ProviderStatus]:
+    """The rest of ONNX Runtime's table: what each lacks here, asked of one child together."""
+    told = {values["name"]: values for values in answer.values.get("providers", [])}
+    return [provider_status(name, Answer(told[name]) if name in told else answer) for name in names]
 
 
 def provider_findings(

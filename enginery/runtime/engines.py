@@ -25,8 +25,8 @@ from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Profile, dynamic_dims
 from enginery.runtime.engine_fit import loaded_version, misfit
 from enginery.runtime.gpus import CudaGpu, visible_gpus
-from enginery.runtime.provider_names import CPU, full_name, short_name
-from enginery.runtime.providers import Provider, choose_providers
+from enginery.runtime.provider_names import CPU, short_name
+from enginery.runtime.providers import Provider, ProviderWish, choose_providers, parse_wishes
 from enginery.runtime.tensorrt_options import CLASSIC, FLAVORS, Flavor
 
 
@@ -96,7 +96,7 @@ def choose_engines(
 def choose_with_engines(
     artifact: Artifact,
     graph: GraphRecord,
-    wish: Sequence[str],
+    wish: Sequence[str | ProviderWish],
     *,
     allow_fallback: bool = False,
     allow_build: bool = False,
@@ -114,14 +114,14 @@ def choose_with_engines(
         ProviderError: a provider cannot be had, or no engine runs on this GPU.
         ArtifactError: a file of an engine is missing or altered.
     """
-    names = [full_name(name) for name in wish]
+    wishes = list(parse_wishes(tuple(wish)))
     missed: list[str] = []
     while True:
-        head, *below = choose_providers(names, allow_fallback=allow_fallback)
+        head, *below = choose_providers(wishes, allow_fallback=allow_fallback)
         flavor = flavor_of(head.name)
         if flavor is None:
             return [_because(head, *missed), *below], []
-        later = names[names.index(head.name) + 1 :]
+        later = wishes[[one.full_name for one in wishes].index(head.name) + 1 :]
         try:
             engines, reason = choose_engines(artifact, graph, flavor)
         except ProviderError as error:
@@ -131,7 +131,7 @@ def choose_with_engines(
             if not allow_fallback or not later:
                 raise
             missed.append(f"{short_name(head.name)} asked for, but {error.message}")
-            names = later
+            wishes = later
         else:
             rest = Provider(CPU, "ONNX Runtime adds it; an engine leaves no operations over")
             return [_because(head, *missed, reason), rest], engines

@@ -23,7 +23,7 @@ from enginery.runtime.answers import Classification, ContextAnswer, MaskFillings
 from enginery.runtime.classification import Activation, Aggregation
 from enginery.runtime.image_model import ImageModel
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.providers import Provider, parse_providers
+from enginery.runtime.providers import Provider, parse_wishes
 from enginery.runtime.question_answering import MAX_ANSWER_TOKENS
 from enginery.runtime.text_model import TextModel
 
@@ -223,7 +223,8 @@ class Model(Closing):
 def load_model(
     artifact: str | Path | Artifact,
     *,
-    provider: str = "cpu",
+    provider: str = "",
+    provider_options: Sequence[str] = (),
     allow_fallback: bool = False,
     allow_failed: bool = False,
     allow_build: bool = False,
@@ -233,7 +234,9 @@ def load_model(
 
     Args:
         artifact: the artifact or its directory.
-        provider: the ordered wish, `tensorrt,cuda,cpu`.
+        provider: the ordered wish, `tensorrt,cuda,cpu`; empty for what `ENGINERY_PROVIDERS` says,
+            and else the CPU.
+        provider_options: options of the providers, `cuda.gpu_mem_limit=2GiB`.
         allow_fallback: take a later wish when the first cannot be had.
         allow_failed: take an artifact whose validation failed.
         allow_build: where no engine of the artifact fits this GPU, let TensorRT build one while
@@ -244,6 +247,7 @@ def load_model(
         ArtifactError: not an artifact, or a task or a file that answers cannot be made from.
         RejectedArtifactError: its validation failed.
         ProviderError: the provider cannot be had, or no engine of the artifact runs on this GPU.
+        OptionError: an option of a provider does not fit it.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     opened.require_passed(allow_failed=allow_failed)
@@ -254,7 +258,7 @@ def load_model(
             do="Run its graphs with OrtRunner, or open the directory with Optimum's ORTModel "
             "classes.",
         )
-    wish = parse_providers(provider)
+    wish = parse_wishes(provider, provider_options, default="cpu")
     runner = OrtRunner(
         opened, providers=wish, allow_fallback=allow_fallback, allow_build=allow_build,
         threads=threads,

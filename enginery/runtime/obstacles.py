@@ -26,6 +26,7 @@ from enginery.runtime.onnxruntime_build import (
     reinstall,
 )
 from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
+from enginery.runtime.provider_table import known_provider
 
 # cuBLAS is in neither extra.
 _CUDA_LIBRARIES = "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.31,<1.32' 'nvidia-cublas>=13,<14'"
@@ -39,15 +40,6 @@ INSTALL = {
 MIN_DRIVER = "580"  # for CUDA 13, docs.nvidia.com/deploy/cuda-compatibility
 _RTX_GPUS = "TensorRT for RTX runs on RTX GPUs from Ampere (compute capability 8.0) on."
 _RTX_MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
-
-_OTHER_BUILDS = {
-    "OpenVINOExecutionProvider": "onnxruntime-openvino",
-    "DmlExecutionProvider": "onnxruntime-directml",
-    "QNNExecutionProvider": "onnxruntime-qnn",
-    "MIGraphXExecutionProvider": "onnxruntime-migraphx",
-    "CANNExecutionProvider": "onnxruntime-cann",
-}
-"""Builds of ONNX Runtime that carry a provider. All install the same module `onnxruntime`."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +78,25 @@ def find_obstacle(name: str) -> Obstacle | None:
             f"The installation is broken. {reinstall('onnxruntime-gpu')}",
         )
     return _gpu_obstacle() or _library_obstacle(name, f"Install it: {INSTALL[name]}")
+
+
+def find_device_obstacle(name: str, options: Mapping[str, str]) -> Obstacle | None:
+    """Why the GPU that the options name cannot be had; None without a `device_id`.
+
+    Args:
+        name: ONNX Runtime's name of a provider for which nothing else stands in the way.
+        options: as ONNX Runtime takes them.
+    """
+    if name not in (CUDA, TENSORRT, TENSORRT_RTX) or "device_id" not in options:
+        return None
+    driver = libraries.cuda_driver()
+    if driver.problem or int(options["device_id"]) < driver.gpus:
+        return None
+    there = f"{driver.gpus} GPUs, 0 to {driver.gpus - 1}" if driver.gpus > 1 else "one GPU, 0"
+    return Obstacle(
+        f"device_id is {options['device_id']}, and this process sees {there}",
+        "Name one of them, or show the process more: CUDA_VISIBLE_DEVICES, docker run --gpus.",
+    )
 
 
 def find_caveat(name: str) -> str:
@@ -219,13 +230,16 @@ def describe_missing(missing: Mapping[str, str]) -> str:
 def _not_compiled(name: str) -> Obstacle:
     builds = installed_onnxruntimes()
     listed = ", ".join(f"{build} {version}" for build, version in builds.items())
-    package = "onnxruntime-gpu" if name in (CUDA, TENSORRT) else _OTHER_BUILDS.get(name, "")
+    known = known_provider(name)
+    package = known.package
     if len(builds) > 1 and package in builds:
         return Obstacle(
             f"{' and '.join(builds)} are installed together and overwrite each other",
             reinstall(package),
         )
     reason = f"the installed onnxruntime ({listed or 'unknown'}) is built without it"
+    if elsewhere := known.elsewhere(sys.platform):
+        return Obstacle(f"{elsewhere}, and {reason}", "Name a provider for this system.")
     if not package:
         return Obstacle(reason, "ONNX Runtime has to be built from source with it.")
     return Obstacle(reason, reinstall(package))

@@ -6,6 +6,8 @@
 ONNX Runtime's own silent fallback to the CPU is off: a provider that was asked for and is not in
 the session is an error. TensorRT's providers are given engines that were built ahead of time, one
 session each; a session that would build while it loads has to be asked for (`allow_build`).
+On NVIDIA's providers inputs and outputs are bound to buffers on the GPU; that part has not run on a
+GPU yet.
 """
 
 from __future__ import annotations
@@ -25,15 +27,21 @@ from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
 from enginery.core.profile_choice import choose_profile
-from enginery.core.shapes import Profile, TensorSpec, canonical_dim
+from enginery.core.shapes import Profile, TensorSpec, canonical_dim, dynamic_dims
+from enginery.runtime.binding import DeviceBinding, run_options
+from enginery.runtime.cuda_graph import with_cuda_graph
+from enginery.runtime.device_values import device_of, read_value, shaped_like
 from enginery.runtime.engines import choose_with_engines, reachable_profile, wrapper_of
-from enginery.runtime.obstacles import register_plugin
+from enginery.runtime.placement import Placement, read_placement
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
-from enginery.runtime.provider_names import TENSORRT_RTX
-from enginery.runtime.providers import Provider
+from enginery.runtime.providers import Provider, ProviderWish, parse_wishes
+from enginery.runtime.sessions import new_session
 
 Feeds = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]
+
+_SHRINK = "memory.enable_memory_arena_shrinkage"
+_TOKENS = 16
 
 
 class OrtRunner(Closing):
@@ -48,40 +56,61 @@ class OrtRunner(Closing):
         artifact: Artifact,
         *,
         graph: str = "",
-        providers: Sequence[str] = ("cpu",),
+        providers: Sequence[str | ProviderWish] = ("cpu",),
         allow_fallback: bool = False,
         allow_build: bool = False,
         threads: int = 0,
+        io_binding: bool = True,
+        cuda_graph: bool = False,
+        shrink_arena: bool = False,
     ) -> None:
         """Opens the sessions.
 
         Args:
         artifact: what to run.
         graph: which of several graphs; empty for the first.
-        providers: the ordered wish, `("tensorrt", "cuda", "cpu")`.
+        providers: the ordered wish, `("tensorrt", "cuda", "cpu")`, or `parse_wishes(…)` with the
+            providers' options; `cuda.gpu_mem_limit` bounds the memory of CUDA's arena.
         allow_fallback: take a later wish when the first cannot be had, or no engine fits it.
         allow_build: where no engine fits, let TensorRT's provider build one while it loads and
             whenever a request does not fit; nothing of it is kept.
         threads: intra-op threads; 0 for ONNX Runtime's choice, one a physical core.
+        io_binding: on NVIDIA's providers, keep inputs and outputs in buffers on the GPU.
+        cuda_graph: record each shape's run as a CUDA graph and replay it. The graph is loaded
+            twice: first to see that every node is the provider's.
+        shrink_arena: give the memory that a run took beyond the arena's first piece back after
+            it, so that one large batch is not held for good. Each run allocates anew.
 
         Raises:
             ProviderError: the provider cannot be had, or does not take the model; or none of the
-                artifact's engines runs on this GPU.
+                artifact's engines runs on this GPU; or a node keeps CUDA graphs from being made.
+            OptionError: an option of a provider does not fit it.
             ArtifactError: a file of an engine is missing or altered.
         """
         self.record: GraphRecord = artifact.graph(graph) if graph else artifact.manifest.graphs[0]
+        wishes = parse_wishes(providers if isinstance(providers, str) else tuple(providers))
         self.providers, self.engines = choose_with_engines(
-            artifact, self.record, providers,
+            artifact, self.record, wishes,
             allow_fallback=allow_fallback, allow_build=allow_build,
         )  # fmt: skip
         self.profiles: list[Profile] = [reachable_profile(e.record) for e in self.engines]
         """What requests must fit, one for each session; none where no engine is used."""
-        self._config = read_json(artifact.path / "config.json") if self.engines else {}
+        self._config = read_json(artifact.path / "config.json")
+        path = artifact.path / self.record.file
+        self._paths = [wrapper_of(engine) for engine in self.engines] or [path]
+        if cuda_graph:
+            self.providers = with_cuda_graph(self._paths, self.providers)
         if self.engines:
             self._sessions = [open_engine(e, self.providers, threads=threads) for e in self.engines]
         else:
-            path = artifact.path / self.record.file
             self._sessions = [open_session(path, self.providers, threads=threads)]
+        self._capture = cuda_graph
+        self._shrink = shrink_arena
+        self._bindings: dict[int, DeviceBinding] = {}
+        if io_binding or cuda_graph:
+            for index, session in enumerate(self._sessions):
+                if device_of(session).kind != "cpu":
+                    self._bindings[index] = self._bind(session)
 
     def __call__(self, feeds: Feeds) -> Outputs:
         """Runs the graph.
@@ -103,15 +132,90 @@ class OrtRunner(Closing):
             expected = ", ".join(str(spec) for spec in self.record.inputs)
             raise InputError(f"unknown input '{unknown[0]}'; the graph takes {expected}.")
         names = [spec.name for spec in self.record.outputs]
-        index = 0
-        if self.profiles:
-            index = choose_profile(self.profiles, sizes_of(self.record.inputs, arrays))
+        index = self._index(arrays)
+        if index in self._bindings:
+            return self._bindings[index](arrays)
+        session = self._sessions[index]
+        # A session takes no `None` for the options of a run.
+        options = [run_options(self._run_config(session))] if self._shrink else []
         try:
-            values = self._sessions[index].run(names, arrays)
+            values = session.run(names, arrays, *options)
         except Exception as error:  # ONNX Runtime raises many unrelated types
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise InputError(f"the graph fails on {shapes}: {error}") from error
         return dict(zip(names, values, strict=True))
+
+    def run_on_device(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Runs the graph and leaves the outputs on the device of the session.
+
+        Args:
+            feeds: for each input a numpy array, or a tensor that speaks DLPack, as torch's: one
+                that is on the session's device is not copied.
+
+        Returns:
+            An `onnxruntime.OrtValue` of each output, for `torch.from_dlpack`; the next run on the
+            same shapes writes over it.
+
+        Raises:
+            InputError, ShapeError: as calling the runner does; or an input is on another device.
+        """
+        if not self._sessions:
+            raise ProviderError("the runner is closed.")
+        index = 0
+        if self.profiles:
+            device = device_of(self._sessions[0])
+            values = {spec.name: read_value(spec, feeds[spec.name], device)
+                      for spec in self.record.inputs if spec.name in feeds}  # fmt: skip
+            if len(values) == len(self.record.inputs):  # else the binding says what is missing
+                index = self._index({name: shaped_like(value) for name, value in values.items()})
+        if index not in self._bindings:
+            self._bindings[index] = self._bind(self._sessions[index])
+        return self._bindings[index].run(feeds)
+
+    def placement(self, feeds: Feeds | None = None) -> Placement:
+        """Which provider runs which nodes; opens a session for it, as recording would cost.
+
+        Of several engines the first is looked at. `Placement.notes` says which compute nodes
+        are on the CPU though another provider was asked for.
+
+        Args:
+            feeds: what multiply-adds are counted on; None for one made-up row of 16 tokens, or of
+                the model's natural size.
+
+        Raises:
+            ProviderError: the session cannot be opened.
+            InputError: the graph fails on the feeds.
+        """
+        if feeds is None:
+            limits = FeedLimits.from_config(self._config)
+            length = max(limits.min_sequence, min(_TOKENS, limits.max_positions))
+            sizes = {name: limits.sizes.get(name, length)
+                     for name in dynamic_dims(self.record.inputs)}  # fmt: skip
+            sizes |= {name: 1 for name in sizes if canonical_dim(name) == "batch"}
+            if self.profiles:
+                sizes |= {name: dim.opt for name, dim in self.profiles[0].dims.items()}
+            feeds = make_feeds(self.record.inputs, sizes, limits, seed=0)
+        return read_placement(self._paths[0], self.providers, feeds)
+
+    def _index(self, arrays: Feeds) -> int:
+        """The session that takes these shapes; raises ShapeError where none does."""
+        if not self.profiles:
+            return 0
+        return choose_profile(self.profiles, sizes_of(self.record.inputs, arrays))
+
+    def _bind(self, session: Any) -> DeviceBinding:
+        return DeviceBinding(
+            session, self.record.inputs, self.record.outputs, capture=self._capture,
+            run_config=self._run_config(session),
+        )  # fmt: skip
+
+    def _run_config(self, session: Any) -> dict[str, str]:
+        if not self._shrink:
+            return {}
+        device = device_of(session)
+        # ONNX Runtime's name for CUDA's memory in this option is gpu.
+        gpu = f"gpu:{device.index};" if device.kind == "cuda" else ""
+        return {_SHRINK: f"{gpu}cpu:0"}
 
     def padded_shape(self, spec: TensorSpec, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape to pad an input to so that an engine takes it; as it is without engines.
@@ -153,6 +257,9 @@ class OrtRunner(Closing):
 
     def close(self) -> None:
         """Frees the sessions and their memory."""
+        for binding in self._bindings.values():
+            binding.close()
+        self._bindings = {}
         self._sessions = []
 
 
@@ -171,31 +278,7 @@ def open_session(path: Path, providers: Sequence[Provider], *, threads: int = 0)
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3  # errors come back as exceptions; warnings would be noise
-    wanted: list[tuple[str, dict[str, str]]] | None = [
-        (provider.name, dict(provider.options)) for provider in providers
-    ]
-    for provider in providers:
-        if provider.name == TENSORRT_RTX:
-            # A plugin is given by its devices. ONNX Runtime then takes no list of names beside
-            # it, and adds the CPU itself.
-            devices = register_plugin(provider.name)
-            options.add_provider_for_devices(devices, dict(provider.options))
-            wanted = None
-    try:
-        session = ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
-    except Exception as error:
-        raise ProviderError(f"{path} cannot be loaded by ONNX Runtime: {error}") from error
-    session.disable_fallback()  # run() has a fallback of its own
-    registered = session.get_providers()
-    for provider in providers:
-        if provider.name not in registered:
-            raise ProviderError(
-                f"{provider.name} was asked for but did not register; "
-                f"the session has {', '.join(registered)}.",
-                do="Run: enginery doctor",
-            )
-    return session
+    return new_session(path, providers, options)
 
 
 def _dim_name(dim: int | str) -> str:

@@ -13,8 +13,11 @@ from enginery.core.errors import OptionError
 class ValidateConfig:
     """What an artifact is compared on, where, and how strictly."""
 
-    provider: str = "cpu"
-    """Execution providers in order of preference: tensorrt,cuda,cpu."""
+    provider: str = ""
+    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty: what the variable
+    `ENGINERY_PROVIDERS` says, and else cpu."""
+    provider_option: tuple[str, ...] = ()
+    """An option of a provider, `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
     allow_fallback: bool = False
     """Take the next provider where the first cannot be had, and say so."""
     profile: tuple[str, ...] = ()

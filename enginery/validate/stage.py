@@ -37,7 +37,8 @@ from enginery.core.manifest import Verdict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.source import ModelSource, resolve_record, resolve_source
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.providers import choose_providers, parse_providers
+from enginery.runtime.provider_wish import ProviderWish, parse_wishes, wish_text
+from enginery.runtime.providers import choose_providers
 from enginery.validate.budget import is_quantized
 from enginery.validate.cases import LONGEST, profile_cases, profiles_by_graph, sweep_cases
 from enginery.validate.compare import Limits, compare_graph
@@ -69,6 +70,7 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
         "task": manifest.task,
         "precision": manifest.precision,
         **option_fields(asdict(config)),
+        "provider": wish_text(wish_of(config)),
         **runtime_version(),
         **tool_versions(TOOLS),
         "stage version": STAGE_VERSION,
@@ -83,14 +85,19 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
         fields["engines"] = engines
     if config.allow_fallback:
         # What runs then depends on the machine.
-        chosen = choose_providers(parse_providers(config.provider), allow_fallback=True)
+        chosen = choose_providers(wish_of(config), allow_fallback=True)
         fields["providers"] = ", ".join(provider.name for provider in chosen)
     return Fingerprint(STAGE, fields)
 
 
+def wish_of(config: ValidateConfig) -> tuple[ProviderWish, ...]:
+    """The providers that the options, or the environment, ask for."""
+    return parse_wishes(config.provider, config.provider_option, default="cpu")
+
+
 def _engines(artifact: Artifact, config: ValidateConfig) -> str:
     """The artifact's engines, where one of them would answer; its content's digest has none."""
-    if not any(name.startswith("tensorrt") for name in parse_providers(config.provider)):
+    if not any(wish.name.startswith("tensorrt") for wish in wish_of(config)):
         return ""
     return ", ".join(path.name for path in engine_directories(artifact.path)) or "none"
 
@@ -150,7 +157,7 @@ def run(
             with OrtRunner(
                 artifact,
                 graph=record.file,
-                providers=parse_providers(config.provider),
+                providers=wish_of(config),
                 allow_fallback=config.allow_fallback,
             ) as runner:
                 providers = [asdict(provider) for provider in runner.providers]

@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 from enginery.quantize import stage
+from enginery.runtime.ort import OrtRunner
 
 WIDE = {"hidden_size": 128, "num_attention_heads": 2}
 
@@ -97,6 +98,17 @@ def test_fp8_layers_of_bert_are_multiplied_in_fp8(tiny, quantized, capability, p
     assert onnx.TensorProto.FLOAT8E4M3FN in types
     assert onnx.TensorProto.INT8 not in types
     assert report["accuracy"]["cosine"] > 0.9
+
+
+def test_fp8_beside_fp32_runs_on_the_cpu(tiny, quantized):
+    """ONNX Runtime's own fusions would make a graph of it that it refuses."""
+    made = quantized(tiny("bert", "token-classification", **WIDE), scheme="fp8", residual="fp32")
+    ids = np.array([[5, 6, 7, 8]], np.int64)
+    feeds = {
+        "input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)
+    }  # fmt: skip
+    with OrtRunner(made) as runner:
+        assert np.isfinite(runner(feeds)["logits"]).all()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,13 @@ from enginery.runtime import libraries, obstacles
 from enginery.runtime.libraries import CudaDriver
 from enginery.runtime.onnxruntime_build import cuda_major, provider_library
 from enginery.runtime.provider_names import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
-from enginery.runtime.providers import Provider, choose_providers, parse_providers
+from enginery.runtime.providers import (
+    Provider,
+    choose_providers,
+    parse_providers,
+    parse_wishes,
+    with_options,
+)
 
 
 def write_library(path, needed):
@@ -322,3 +328,116 @@ def test_no_libcuda_is_no_driver(monkeypatch):
     monkeypatch.setattr(libraries, "DRIVER", "libcudagone.so.1")
     driver = libraries.cuda_driver()
     assert driver.problem == "there is no NVIDIA driver: libcudagone.so.1 was not found"
+
+
+def test_options_go_to_the_providers_that_they_are_for(machine):
+    wishes = parse_wishes(
+        "tensorrt,cuda,cpu", ["cuda.gpu_mem_limit=2GiB", "tensorrt.trt_engine_cache_enable=1"]
+    )
+    chosen = choose_providers(wishes)
+    assert [(provider.name, provider.options) for provider in chosen] == [
+        (TENSORRT, {"trt_engine_cache_enable": "True"}),
+        (CUDA, {"gpu_mem_limit": "2147483648"}),
+        (CPU, {}),
+    ]
+
+
+def test_cuda_beneath_tensorrt_is_on_its_gpu_unless_it_is_told_another(machine):
+    machine.driver = CudaDriver((13, 0), gpus=3)
+    beneath = choose_providers(parse_wishes("tensorrt", ["tensorrt.device_id=2"]))[1]
+    assert beneath.options == {"device_id": "2"}
+    wish = parse_wishes("tensorrt,cuda", ["tensorrt.device_id=2", "cuda.device_id=1"])
+    assert choose_providers(wish)[1].options == {"device_id": "1"}
+
+
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
+def test_a_gpu_beyond_those_that_are_there_is_refused(machine, provider):
+    wish = parse_wishes(f"{provider},cpu", [f"{provider}.device_id=1"])
+    error = refusal(*wish)
+    assert error.message == (
+        f"{provider} asked for, but device_id is 1, and this process sees one GPU, 0."
+    )
+    assert "CUDA_VISIBLE_DEVICES" in error.do
+    (cpu,) = choose_providers(wish, allow_fallback=True)
+    assert cpu.reason.startswith(f"{provider} asked for, but device_id is 1")
+    machine.driver = CudaDriver((13, 0), gpus=2)
+    assert choose_providers(wish)[0].options == {"device_id": "1"}
+    assert (
+        "2 GPUs, 0 to 1" in refusal(parse_wishes(f"{provider}; {provider}.device_id=2")[0]).message
+    )
+
+
+def test_options_that_are_added_to_chosen_providers_are_checked_against_the_gpus(machine):
+    chosen = choose_providers(["cuda"])
+    wishes = parse_wishes("cuda", ["cuda.device_id=0"])
+    assert with_options(chosen, wishes)[0].options == {"device_id": "0"}
+    with pytest.raises(ProviderError, match="device_id is 4, and this process sees one GPU"):
+        with_options(chosen, parse_wishes("cuda", ["cuda.device_id=4"]))
+
+
+@pytest.mark.parametrize(("provider", "name"), [("cuda", CUDA), ("tensorrt", TENSORRT)])
+def test_a_library_that_is_there_and_lacks_another_is_refused_for_that(machine, provider, name):
+    write_library(machine.wheels / "libthere.so.1", ["libdeeper.so.2"])
+    machine.needs[name] = ["libthere.so.1"]
+    assert refusal(provider).message == f"{provider} asked for, but libdeeper.so.2 was not found."
+    (cpu,) = choose_providers([provider, "cpu"], allow_fallback=True)
+    assert cpu == Provider(CPU, f"{provider} asked for, but libdeeper.so.2 was not found")
+
+
+def test_tensorrt_11_in_place_of_10_falls_back_to_cuda_and_says_so(machine):
+    machine.needs[TENSORRT] = ["libinfergone.so.10"]
+    (machine.wheels / "libinfergone.so.11").touch()
+    cuda, cpu = choose_providers(["tensorrt", "cuda", "cpu"], allow_fallback=True)
+    assert (cuda.name, cpu.name) == (CUDA, CPU)
+    assert cuda.reason == (
+        "tensorrt asked for, but libinfergone.so.10 was not found (libinfergone.so.11 is installed)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("provider", "words"),
+    [
+        ("xnnpack", "has to be built from source"),
+        ("dnnl", "has to be built from source"),
+        ("qnn", "pip install 'onnxruntime-qnn'"),
+        ("nnapi", "Name a provider for this system"),
+    ],
+)
+def test_what_is_not_here_says_what_brings_it(machine, provider, words):
+    assert words in refusal(provider).do
+
+
+@pytest.mark.parametrize("provider", ["xnnpack", "dnnl"])
+def test_a_provider_of_processors_runs_where_it_is_compiled_in(provider):
+    from enginery.doctor.child import examine_provider
+    from enginery.runtime.onnxruntime_build import compiled_providers
+
+    name = SHORT_NAMES[provider]
+    if name not in compiled_providers():
+        pytest.skip(f"this onnxruntime is built without {provider}")
+    assert examine_provider(name)["runs"]
+
+
+def test_the_doctor_has_a_row_for_every_provider_with_what_brings_it():
+    from enginery.doctor.config import DoctorConfig
+    from enginery.doctor.stage import examine
+
+    report = examine(DoctorConfig())
+    assert {status.name for status in report.providers} == set(SHORT_NAMES.values())
+    plain = {provider["short_name"]: provider for provider in report.as_json()["providers"]}
+    assert plain["openvino"]["package"] == "onnxruntime-openvino"
+    assert "gpu_mem_limit" in plain["cuda"]["options"]
+    for provider in plain.values():
+        assert provider["state"] == "runs" or (provider["reason"] and provider["remedy"])
+    (table,) = [table for table in report.tables() if table.title == "Execution providers"]
+    rows = {row[0].split(" (")[0]: row for row in table.rows}
+    assert rows["cuda"][2:4] == ("onnxruntime-gpu", "23 checked")
+    assert rows["xnnpack"][2] == "build from source"
+
+
+def test_those_that_are_not_here_have_no_answer_where_the_child_died():
+    from enginery.doctor.asking import Answer
+    from enginery.doctor.stage import absent_statuses
+
+    (status,) = absent_statuses(["CoreMLExecutionProvider"], Answer(reason="the process died"))
+    assert (status.runs, status.reason) == (False, "the process died")

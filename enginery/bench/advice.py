@@ -1,0 +1,236 @@
+"""What a measurement suggests: each rule looks at the result, and says what it saw and what to do.
+
+>>> [advice.rule for advice in advise(result)]
+['threads', 'padding']
+
+A rule is a function of the result alone, so that it can be asked again of any `benchmark.json`.
+Where two times have to differ for it, they must differ beyond the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from enginery.bench.config import OURS
+from enginery.bench.result import Advice, BenchResult, CaseResult, ContenderRecord, Measurement
+from enginery.runtime.provider_names import CPU, CUDA
+
+_MUCH_PADDING = 0.3
+_MUCH_COPYING = 0.25
+_FLAT = 1.3
+"""A batch several times as large that takes up to so many times as long was not computing."""
+
+
+def advise(result: BenchResult) -> list[Advice]:
+    """Every rule's findings, in the order of the rules."""
+    return [advice for rule in RULES for advice in rule(result)]
+
+
+def searching_convolutions(result: BenchResult) -> Iterator[Advice]:
+    """Each new shape makes cuDNN search for its convolutions' kernels again.
+
+    Seen by users of ONNX Runtime: github.com/microsoft/onnxruntime/issues/13198 and /6978.
+    """
+    shapes = _shapes(result)
+    for record in _on_gpu(result):
+        facts = _facts_of(result, record)
+        search = facts.get("provider_options", {}).get(CUDA, {}).get("cudnn_conv_algo_search", "")
+        if not facts.get("convolutions") or search != "EXHAUSTIVE" or shapes < 2:
+            continue
+        yield Advice(
+            "convolution search",
+            "cuDNN searches for convolution kernels again at each new shape",
+            f"{record.name} has {facts['convolutions']} convolutions, ran {shapes} shapes, and "
+            f"cudnn_conv_algo_search is EXHAUSTIVE{_first_runs(result, record.name)}",
+            "Set cudnn_conv_algo_search=HEURISTIC for the CUDA provider, or pad the inputs to a "
+            "few sizes.",
+        )
+
+
+def more_shapes_than_profiles(result: BenchResult) -> Iterator[Advice]:
+    """An engine is tuned for the optimum of each profile, and for nothing else."""
+    shapes = _shapes(result)
+    for record in result.contenders:
+        profiles = record.facts.get("profiles", [])
+        if record.kind == OURS and profiles and shapes > len(profiles):
+            yield Advice(
+                "shapes and profiles",
+                "there are more shapes than profiles",
+                f"{shapes} shapes ran in {len(profiles)} profiles: {'; '.join(profiles)}",
+                "Pad to the profiles' own sizes, or build profiles from the data: "
+                "enginery build --profiles-from FILE --count N.",
+            )
+
+
+def launches_dominate(result: BenchResult) -> Iterator[Advice]:
+    """A GPU that takes as long for one input as for several waits for its launches."""
+    for record in _on_gpu(result):
+        if record.kind != OURS:
+            continue
+        for one, several in _batches(result, record.name):
+            ratio = several[1].latency.median_ms / one[1].latency.median_ms
+            if several[0].rows >= 4 and ratio < _FLAT:
+                yield Advice(
+                    "launches",
+                    "at batch 1 the GPU waits for kernel launches",
+                    f"{record.name}: {one[1].latency.median_ms:.2f} ms for 1 input, "
+                    f"{several[1].latency.median_ms:.2f} ms for {several[0].rows}",
+                    "Record a CUDA graph (enable_cuda_graph for CUDA, trt_cuda_graph_enable for "
+                    "TensorRT; shapes must not change), or batch requests together.",
+                )
+                break
+
+
+def copies_dominate(result: BenchResult) -> Iterator[Advice]:
+    """Inputs and outputs go through the host's memory although nobody needs them there."""
+    for case in result.cases:
+        for found in case.measurements:
+            if found.copies and found.copies["share"] > _MUCH_COPYING:
+                copies = found.copies
+                yield Advice(
+                    "host copies",
+                    "copies between host and GPU take a large part of the time",
+                    f"{found.contender} at {_named(case)}: {copies['in_ms']:.2f} ms in, "
+                    f"{copies['out_ms']:.2f} ms out, {copies['device_ms']:.2f} ms on the GPU",
+                    "Bind inputs and outputs to the GPU (IOBinding), and copy back only what is "
+                    "read: the pooled output instead of every token's.",
+                )
+                return
+
+
+def gpu_slower_than_cpu(result: BenchResult) -> Iterator[Advice]:
+    """The CPU beats the GPU, and what of the result may be why."""
+    comparisons = [(_named(case), c) for case in result.cases for c in case.comparisons]
+    if result.images:
+        comparisons += [("all images", c) for c in result.images.comparisons]
+    for where, found in comparisons:
+        pair = [result.contender(name) for name in (found.contender, found.base)]
+        if len({record.subject for record in pair}) > 1:
+            continue
+        gpu = next((r for r in pair if r.kind == OURS and _is_gpu(r)), None)
+        cpu = next((r for r in pair if r.kind == "enginery-cpu"), None)
+        gpu_is_faster = (found.speedup > 1) == (gpu is pair[0])
+        if gpu is None or cpu is None or not found.different or gpu_is_faster:
+            continue
+        times = found.speedup if cpu is pair[0] else 1 / found.speedup
+        yield Advice(
+            "GPU slower than CPU",
+            f"the GPU is slower than the CPU at {where}",
+            f"the CPU is {times:.2f} times as fast; "
+            + ("; ".join(_why_slow(result, gpu)) or "nothing in the result says why"),
+            "Mend what is named; else run batches, or keep this model on the CPU.",
+        )
+        return
+
+
+def int8_slower_than_fp16(result: BenchResult) -> Iterator[Advice]:
+    """INT8 is for speed; where it brings none, it only costs accuracy."""
+    precision = {subject["name"]: subject["precision"] for subject in result.subjects}
+    for case in result.cases:
+        for found in case.comparisons:
+            pair = [result.contender(name) for name in (found.contender, found.base)]
+            kinds = [precision[record.subject] for record in pair]
+            if [record.kind for record in pair] != [OURS, OURS] or set(kinds) != {"int8", "fp16"}:
+                continue
+            int8_speedup = found.speedup if kinds[0] == "int8" else 1 / found.speedup
+            if int8_speedup < 1 and found.different:
+                yield Advice(
+                    "INT8 slower than FP16",
+                    f"INT8 is slower than FP16 at {_named(case)}",
+                    f"INT8 is {int8_speedup:.2f} times as fast as FP16",
+                    "Ship FP16 for these shapes. Small batches are bound by memory and launches; "
+                    "on ONNX Runtime's CUDA provider, Q/DQ is not fused: run INT8 in TensorRT.",
+                )
+                return
+
+
+def much_padding(result: BenchResult) -> Iterator[Advice]:
+    """Padding is computed like anything else."""
+    worst = max(result.padding, key=lambda found: found.in_order, default=None)
+    if worst and worst.in_order > _MUCH_PADDING:
+        yield Advice(
+            "padding",
+            f"{worst.in_order:.0%} of the tokens are padding",
+            f"texts in the file's order at batch {worst.batch}; sorted by length it is "
+            f"{worst.sorted:.0%}",
+            "Batch texts of like length (the package's own text models do), and build profiles "
+            "from the lengths: enginery build --profiles-from FILE.",
+        )
+
+
+def too_many_threads(result: BenchResult) -> Iterator[Advice]:
+    """Two threads of one core share its arithmetic units."""
+    threads = int(result.options.get("threads", 0))
+    cores = int(result.machine.get("physical_cores", 0))
+    if 0 < cores < threads:
+        yield Advice(
+            "threads",
+            "there are more intra-op threads than physical cores",
+            f"{threads} threads on {cores} cores",
+            f"Pass --threads {cores}, or 0 for ONNX Runtime's own choice.",
+        )
+
+
+RULES: tuple[Callable[[BenchResult], Iterator[Advice]], ...] = (
+    gpu_slower_than_cpu, searching_convolutions, more_shapes_than_profiles, launches_dominate,
+    copies_dominate, int8_slower_than_fp16, much_padding, too_many_threads,
+)  # fmt: skip
+
+
+def _why_slow(result: BenchResult, gpu: ContenderRecord) -> Iterator[str]:
+    """What of the result slows a GPU."""
+    for rule in (searching_convolutions, launches_dominate, copies_dominate):
+        yield from (advice.evidence for advice in rule(result))
+    placed = gpu.facts.get("compute_nodes_on_cpu", [])
+    if placed:
+        yield f"{len(placed)} operations run on the CPU under it: {', '.join(placed[:3])}"
+
+
+def _is_gpu(record: ContenderRecord) -> bool:
+    return bool(record.providers) and record.providers[0]["name"] != CPU
+
+
+def _on_gpu(result: BenchResult) -> list[ContenderRecord]:
+    return [record for record in result.contenders if _is_gpu(record) and record.kind == OURS]
+
+
+def _facts_of(result: BenchResult, record: ContenderRecord) -> dict[str, Any]:
+    """What is known of a record's session; the bare one of the same model tells its options."""
+    found: dict[str, Any] = {}
+    for other in result.contenders:
+        if other.subject == record.subject and other.kind in ("onnxruntime", OURS):
+            found |= other.facts
+    return found | record.facts
+
+
+def _shapes(result: BenchResult) -> int:
+    return result.images.shapes if result.images else len(result.cases)
+
+
+def _first_runs(result: BenchResult, name: str) -> str:
+    """Where images were run: how much longer the first pass took."""
+    if not result.images or name not in result.images.totals:
+        return ""
+    first, again = result.images.first_total_ms[name], result.images.totals[name].median_ms
+    return f"; the first pass over the images took {first:.0f} ms, later ones {again:.0f} ms"
+
+
+Point = tuple[CaseResult, Measurement]
+
+
+def _batches(result: BenchResult, name: str) -> Iterator[tuple[Point, Point]]:
+    """A case of one row and one of several that is the same else."""
+    points: list[Point] = [
+        (case, found) for case in result.cases for found in case.measurements
+        if found.contender == name
+    ]  # fmt: skip
+    for one in points:
+        for several in points:
+            others = [{k: v for k, v in p[0].sizes.items() if k != "batch"} for p in (one, several)]
+            if one[0].rows == 1 and several[0].rows > 1 and others[0] == others[1]:
+                yield one, several
+
+
+def _named(case: CaseResult) -> str:
+    return ", ".join(f"{name} {size}" for name, size in case.sizes.items()) or "fixed shapes"

@@ -1,0 +1,147 @@
+"""Who is measured: the artifact through this package's runner, and what stands beside it.
+
+>>> plans, left_out = plan_contenders(subjects, BenchConfig())
+>>> [plan.name for plan in plans], left_out
+(['enginery', 'onnxruntime', 'optimum', 'pytorch'], {'pytorch-fp16': 'on the CPU it is …'})
+
+A plan says what a process is to open; whether it can is known when it has tried.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from enginery.bench.config import AUTO, CONTENDERS, OURS, BenchConfig, contender_names
+from enginery.bench.subject import Subject
+from enginery.core.errors import ProviderError
+from enginery.runtime.provider_names import CPU, parse_providers
+
+_LABELS = {
+    OURS: "enginery's runner",
+    "enginery-cpu": "enginery's runner on the CPU",
+    "onnxruntime": "onnxruntime.InferenceSession.run",
+    "optimum": "Optimum's ORTModel",
+    "pytorch": "PyTorch, eager mode",
+    "pytorch-compile": "PyTorch, torch.compile",
+    "pytorch-fp16": "PyTorch, FP16",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One contender on one subject."""
+
+    name: str
+    """Unique in a measurement: the contender, after its artifact where there are several."""
+    kind: str
+    subject: str
+    asked: bool
+    """Named by the user, so that not running is an error."""
+    providers: tuple[str, ...]
+    device: str
+    """Of PyTorch: cpu or cuda."""
+
+    @property
+    def label(self) -> str:
+        """In words: `PyTorch, eager mode`."""
+        return _LABELS[self.kind]
+
+    def as_json(self) -> dict[str, Any]:
+        """For the process that opens it, and for the result."""
+        return {**asdict(self), "label": self.label}
+
+
+def plan_contenders(
+    subjects: Sequence[Subject], config: BenchConfig
+) -> tuple[list[Plan], dict[str, str]]:
+    """Who is to run, and who cannot be expected to, with the reasons.
+
+    Each artifact runs through our runner and, where it was not narrowed, bare ONNX Runtime;
+    PyTorch and Optimum run once, for the first.
+
+    Raises:
+        OptionError: a contender is unknown.
+        ProviderError: one that was named cannot run.
+    """
+    named = contender_names(config)
+    wish = parse_providers(config.provider)
+    on_gpu = wish[0] != "cpu"
+    plans: list[Plan] = []
+    left_out: dict[str, str] = {}
+
+    def add(kind: str, subject: Subject, *, asked: bool) -> None:
+        name = kind if len(subjects) == 1 else f"{subject.name}: {kind}"
+        providers = ("cpu",) if kind == "enginery-cpu" else wish
+        device = "cuda" if wish[0] in ("cuda", "tensorrt", "tensorrt-rtx") else "cpu"
+        plans.append(Plan(name, kind, subject.name, asked, providers, device))
+
+    for subject in subjects:
+        add(OURS, subject, asked=True)
+    wanted = named or (CONTENDERS if config.against == AUTO else ())
+    for kind in wanted:
+        repeated = kind in ("onnxruntime", "enginery-cpu")
+        for subject in subjects if repeated else subjects[:1]:
+            reason = _obstacle(kind, subject, on_gpu=on_gpu)
+            if not reason and not named:
+                reason = _not_by_itself(kind, on_gpu=on_gpu)
+            if reason and named:
+                raise ProviderError(
+                    f"{kind} cannot run beside {subject.name}: {reason}.",
+                    do="Leave it out of --against, or name --against auto for those that can run.",
+                )
+            if reason:
+                left_out[kind] = reason
+            else:
+                add(kind, subject, asked=bool(named))
+    return plans, left_out
+
+
+def for_images(plans: Sequence[Plan], left_out: dict[str, str]) -> list[Plan]:
+    """Those that run on images; of `auto`, the others go to `left_out` with the reason."""
+    kept = []
+    for plan in plans:
+        if plan.asked or plan.kind in ("onnxruntime", "enginery-cpu"):
+            kept.append(plan)
+        else:
+            left_out[plan.name] = "on images it runs where it is named"
+    return kept
+
+
+def _obstacle(kind: str, subject: Subject, *, on_gpu: bool) -> str:
+    """Why a contender cannot run, as far as that is known without trying."""
+    manifest = subject.artifact.manifest
+    if kind == "optimum":
+        if importlib.util.find_spec("optimum.onnxruntime") is None:
+            return "optimum is not installed (pip install 'enginery[export]')"
+        if subject.is_bare or manifest.source.kind == "onnx":
+            return "it needs a Hugging Face model's config.json and task, an .onnx file has none"
+        if len(manifest.graphs) > 1:
+            return "it runs a whole model of several graphs, and one graph is measured"
+    if kind.startswith("pytorch"):
+        if importlib.util.find_spec("torch") is None:
+            return "torch is not installed (pip install 'enginery[export]')"
+        if subject.is_bare or manifest.source.kind == "onnx":
+            return "an .onnx file has no PyTorch model"
+    if kind == "pytorch-compile" and not on_gpu and not any(map(shutil.which, ("g++", "clang++"))):
+        return "torch.compile needs a C++ compiler on the CPU, and g++ was not found"
+    return ""
+
+
+def _not_by_itself(kind: str, *, on_gpu: bool) -> str:
+    """Why `auto` leaves a contender out that could run."""
+    if kind == "pytorch-fp16" and not on_gpu:
+        return "PyTorch's FP16 is for GPUs; on the CPU it is slower than FP32 (name it to see)"
+    if kind == "pytorch-compile" and not on_gpu:
+        return "torch.compile compiles for each shape on the CPU, which takes minutes (name it)"
+    if kind == "enginery-cpu" and not on_gpu:
+        return "the CPU is measured anyway"
+    return ""
+
+
+def runs_on_cpu(providers: Sequence[dict[str, Any]]) -> bool:
+    """Whether the first of a contender's providers is the CPU."""
+    return bool(providers) and providers[0]["name"] == CPU

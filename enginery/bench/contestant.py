@@ -1,0 +1,165 @@
+"""The process of one contender: it loads a model, and runs it when it is told to.
+
+Reads one JSON command a line from standard input, answers one JSON line on standard output:
+
+    $ echo '{"do": "memory"}' | python -m enginery.bench.contestant
+    {"peak_rss_bytes": 41205760}
+
+Contenders stay in processes of their own, so that each has its own peak of memory and a crash is
+an answer; they take turns when told, so that a drift of the machine hits all of them. When standard
+input ends, as it does when the parent is gone, so does the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_STARTED = time.perf_counter()
+
+import numpy as np  # noqa: E402  starting is measured
+
+from enginery.bench.copies import measure_copies  # noqa: E402
+from enginery.bench.nvml import Nvml  # noqa: E402
+from enginery.bench.opened import BareSession, Opened, Run, open_contender  # noqa: E402
+from enginery.bench.warmup import take_turn, warm_up  # noqa: E402
+from enginery.core.artifact import Artifact  # noqa: E402
+from enginery.core.errors import EngineryError, ProviderError  # noqa: E402
+from enginery.core.manifest import Manifest  # noqa: E402
+from enginery.core.memory import peak_rss_bytes  # noqa: E402
+
+Answer = dict[str, Any]
+
+
+class Contestant:
+    """One contender and what it was told so far."""
+
+    def __init__(self) -> None:
+        self._opened: Opened | None = None
+        self._run: Run | None = None
+        self._feeds: dict[str, Any] = {}
+
+    def answer(self, command: Mapping[str, Any]) -> Answer:
+        """Does what a command says; raises EngineryError where it cannot be done."""
+        does = {"load": self.load, "prepare": self.prepare, "turn": self.turn,
+                "copies": self.copies, "energy": self.energy, "memory": self.memory}  # fmt: skip
+        return does[command["do"]](command)
+
+    def load(self, command: Mapping[str, Any]) -> Answer:
+        """Opens the model; the seconds are those of opening, with the imports that it needs."""
+        manifest = Manifest.model_validate(command["manifest"])
+        artifact = Artifact(Path(command["artifact"]), manifest)
+        before = time.perf_counter()
+        self._opened = open_contender(
+            command["plan"], artifact, artifact.graph(command["graph"]),
+            threads=command["threads"], allow_fallback=command["allow_fallback"],
+        )  # fmt: skip
+        loaded = time.perf_counter()
+        return {
+            "start_seconds": before - _STARTED,
+            "load_seconds": loaded - before,
+            "providers": self._opened.providers,
+            "tools": self._opened.tools,
+            "notes": self._opened.notes,
+            "rss_bytes": peak_rss_bytes(),
+        }
+
+    def prepare(self, command: Mapping[str, Any]) -> Answer:
+        """Takes inputs from a file, and warms up on them where `seconds` are given."""
+        with np.load(command["feeds"], allow_pickle=False) as stored:
+            self._feeds = {name: stored[name] for name in stored.files}
+        self._run = self._ready().prepared(self._feeds)
+        if command["seconds"] <= 0:
+            return {"prepared": True}
+        found = warm_up(self._run, max_seconds=command["seconds"])
+        return {**vars(found)}
+
+    def turn(self, command: Mapping[str, Any]) -> Answer:
+        """The times of some runs; `cold` ones are timed from the first on."""
+        run = self._prepared()
+        if command.get("cold"):
+            before = time.perf_counter()
+            run()
+            return {"times_ms": [(time.perf_counter() - before) * 1e3]}
+        return {"times_ms": take_turn(run, runs=command["runs"])}
+
+    def copies(self, command: Mapping[str, Any]) -> Answer:
+        """The copies to and from the device, apart."""
+        opened = self._ready()
+        if not isinstance(opened, BareSession):
+            raise ProviderError("copies are measured on a bare session.")
+        session = opened.session_for(self._feeds)
+        found = measure_copies(
+            session, self._feeds, device=command["device"], seconds=command["seconds"]
+        )
+        return {**vars(found), "share": found.share}
+
+    def energy(self, command: Mapping[str, Any]) -> Answer:
+        """Joules of one run, over some seconds of them: the counter moves every 20 to 100 ms."""
+        run = self._prepared()
+        with Nvml.open() as nvml:
+            before, began, runs = nvml.energy_joules(), time.perf_counter(), 0
+            while not runs or time.perf_counter() - began < command["seconds"]:
+                run()
+                runs += 1
+            return {"joules": (nvml.energy_joules() - before) / runs}
+
+    def memory(self, command: Mapping[str, Any]) -> Answer:  # noqa: ARG002
+        """Peaks so far, and what the session says of itself."""
+        found: Answer = {"peak_rss_bytes": peak_rss_bytes()}
+        if self._opened is not None:
+            found["facts"] = self._opened.facts()
+            if self._opened.providers and "CPU" in self._opened.providers[0]["name"]:
+                found["device_memory"] = "it runs on the CPU"
+                return found
+        try:
+            with Nvml.open() as nvml:
+                found["device_memory_bytes"] = nvml.memory_bytes(os.getpid())
+        except ProviderError as error:
+            found["device_memory"] = error.message
+        return found
+
+    def _ready(self) -> Opened:
+        if self._opened is None:
+            raise ProviderError("no model is loaded.")
+        return self._opened
+
+    def _prepared(self) -> Run:
+        if self._run is None:
+            raise ProviderError("no inputs are prepared.")
+        return self._run
+
+
+def main() -> None:
+    """Answers until standard input ends."""
+    # Libraries print what they like; answers have a descriptor of their own.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    contestant = Contestant()
+    for line in sys.stdin:
+        found: Answer
+        try:
+            found = contestant.answer(json.loads(line))
+        except EngineryError as error:
+            kind = type(error).__name__
+            found = {"error": {"type": kind, "message": error.message, "do": error.do}}
+        except Exception as error:
+            traceback.print_exc()
+            first = next(iter(str(error).strip().splitlines()), "")
+            message = f"it failed in {type(error).__name__}: {first}"
+            found = {"error": {"type": "", "message": message, "do": ""}}
+        with suppress(BrokenPipeError):  # the parent has gone; so does this process
+            answers.write(json.dumps(found) + "\n")
+            answers.flush()
+    os._exit(0)  # taking down large modules one by one takes time, and TensorRT may crash in it
+
+
+if __name__ == "__main__":
+    main()

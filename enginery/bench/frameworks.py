@@ -1,0 +1,193 @@
+"""PyTorch and Optimum as contenders. The one room of this stage that imports them.
+
+>>> model = PyTorchModel(artifact, record, "pytorch", "cpu", threads=0)
+>>> model.prepared(feeds)()
+{'last_hidden_state': array(…)}
+
+PyTorch runs with the attention that transformers gives it by default (SDPA, where the model has
+it), not with the eager attention of the validation's reference: it is what a user would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import optimum.onnxruntime as optimum_ort
+import torch
+from numpy.typing import NDArray
+from optimum.exporters.tasks import TasksManager
+
+from enginery.bench.opened import Run, torch_tools
+from enginery.core.artifact import Artifact
+from enginery.core.errors import InputError, ProviderError
+from enginery.core.feeds import Feeds
+from enginery.core.fingerprint import runtime_version, tool_versions
+from enginery.core.manifest import GraphRecord, Manifest
+from enginery.core.source import ModelSource, resolve_record
+from enginery.runtime.provider_names import full_name
+from enginery.runtime.torch import TorchRunner
+
+_CLASSES = {
+    "feature-extraction": "FeatureExtraction",
+    "sentence-similarity": "FeatureExtraction",
+    "text-classification": "SequenceClassification",
+    "token-classification": "TokenClassification",
+    "question-answering": "QuestionAnswering",
+    "fill-mask": "MaskedLM",
+    "multiple-choice": "MultipleChoice",
+    "image-classification": "ImageClassification",
+    "semantic-segmentation": "SemanticSegmentation",
+    "audio-classification": "AudioClassification",
+}
+
+
+class PyTorchModel:
+    """The artifact's own source in PyTorch, as it was trained, in FP16, or compiled."""
+
+    def __init__(
+        self, artifact: Artifact, record: GraphRecord, kind: str, device: str, *, threads: int
+    ) -> None:
+        if threads:
+            torch.set_num_threads(threads)
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ProviderError(
+                f"{kind}: the installed torch {torch.__version__} sees no GPU.",
+                do="Install a build of torch for this CUDA, or leave it out of --against.",
+            )
+        manifest = artifact.manifest
+        source = resolve_record(manifest.source)
+        self._device = device
+        self._dtype = torch.float16 if kind == "pytorch-fp16" else torch.float32
+        self._names = [spec.name for spec in record.outputs]
+        self._model: Any = None
+        self._runner: TorchRunner | None = None
+        if _is_whole(artifact, record):
+            self._model = _load(source, manifest, self._dtype, device)
+            config = getattr(self._model, "config", None)
+            attention = getattr(config, "_attn_implementation", "") or "its own"
+            self.notes = [f"attention: {attention}; {torch.get_num_threads()} threads"]
+            if kind == "pytorch-compile":
+                self._model.compile()
+        elif kind == "pytorch-compile":
+            raise ProviderError(
+                f"{kind}: {record.file} is a part of its model, and that is not compiled here."
+            )
+        else:
+            precision = "fp16" if kind == "pytorch-fp16" else "fp32"
+            self._runner = TorchRunner(
+                source, manifest, graph=record.file, precision=precision, device=device
+            )
+            self.notes = [*self._runner.notes, "attention: eager"]
+        self.providers: list[dict[str, Any]] = []
+        self.tools = torch_tools()
+
+    def prepared(self, feeds: Feeds) -> Run:
+        """One forward pass, from numpy to numpy."""
+        if self._runner is not None:
+            runner = self._runner
+            return lambda: runner(feeds)
+        return lambda: self._forward(feeds)
+
+    def facts(self) -> dict[str, Any]:
+        """Threads and device."""
+        return {"threads": torch.get_num_threads(), "device": self._device}
+
+    def close(self) -> None:
+        """Frees the model."""
+        self._model = self._runner = None
+
+    def _forward(self, feeds: Feeds) -> object:
+        try:
+            with torch.inference_mode():
+                tensors = {name: self._tensor(array) for name, array in feeds.items()}
+                found = self._model(**tensors, return_dict=True)
+                # Copying to the host waits for the GPU.
+                return [found[name].cpu().numpy() for name in self._names if name in found]
+        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise InputError(f"PyTorch rejects the inputs {shapes}: {first}") from error
+
+    def _tensor(self, array: NDArray[Any]) -> Any:
+        tensor = torch.from_numpy(array).to(self._device)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def _is_whole(artifact: Artifact, record: GraphRecord) -> bool:
+    """Whether the graph is a transformers model as it stands, and not a part that Optimum cut."""
+    past = any("past" in spec.name for spec in record.inputs)
+    manifest = artifact.manifest
+    return len(manifest.graphs) == 1 and not past and manifest.library != "timm"
+
+
+def _load(source: ModelSource, manifest: Manifest, dtype: Any, device: str) -> Any:
+    """The model in evaluation mode, with transformers' own choice of attention."""
+    try:
+        model = TasksManager.get_model_from_task(
+            manifest.task, str(source.path), framework="pt", library_name="transformers",
+            device=device, torch_dtype=dtype, trust_remote_code=manifest.trust_remote_code,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ProviderError(f"PyTorch cannot load {source.path}: {first}") from error
+    return model.to(dtype).eval()
+
+
+class OptimumModel:
+    """The artifact's graph through `optimum.onnxruntime.ORTModelFor…`, with its defaults."""
+
+    def __init__(
+        self, artifact: Artifact, record: GraphRecord, wish: Sequence[str], *, threads: int
+    ) -> None:
+        import onnxruntime
+
+        task = artifact.manifest.task
+        if task not in _CLASSES:
+            raise ProviderError(f"optimum has no ORTModel for the task {task}.")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        provider = full_name(wish[0])
+        cls = getattr(optimum_ort, f"ORTModelFor{_CLASSES[task]}")
+        try:
+            self._model: Any = cls.from_pretrained(
+                str(artifact.path), file_name=record.file, provider=provider,
+                session_options=options, local_files_only=True,
+            )  # fmt: skip
+        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ProviderError(f"optimum cannot load {artifact.path}: {first}") from error
+        found = self._model.providers
+        if provider not in found:
+            raise ProviderError(
+                f"optimum runs {artifact.path} on {', '.join(found)}, not on {provider}."
+            )
+        self.providers = [{"name": name, "reason": "chosen by Optimum"} for name in found]
+        self.tools = {**runtime_version(), **tool_versions(["optimum", "optimum-onnx", "torch"])}
+        self.notes = [f"IOBinding {'on' if self._model.use_io_binding else 'off'}, its default"]
+
+    def prepared(self, feeds: Feeds) -> Run:
+        """One forward pass, from tensors on the host to tensors on the host."""
+        tensors = {name: torch.from_numpy(array) for name, array in feeds.items()}
+        device = self._model.device
+
+        def run() -> object:
+            try:
+                moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+                with torch.inference_mode():
+                    found = self._model(**moved)
+                return [value.cpu() for value in found.values() if hasattr(value, "cpu")]
+            except Exception as error:  # ONNX Runtime raises many unrelated types
+                shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
+                raise InputError(f"optimum fails on {shapes}: {error}") from error
+
+        return run
+
+    def facts(self) -> dict[str, Any]:
+        """Nothing beyond its providers."""
+        return {}
+
+    def close(self) -> None:
+        """Frees the session."""
+        self._model = None

@@ -1,0 +1,187 @@
+"""A contender, opened in its own process: host arrays in, host arrays out.
+
+>>> with open_contender(plan, artifact, record, threads=0) as opened:
+...     run = opened.prepared(feeds)
+...     outputs = run()
+
+What `prepared` returns takes the inputs from the host's memory and has the outputs there when it
+returns, so that a GPU is waited for and the copies count, for every contender alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from enginery.bench.config import OURS
+from enginery.core.artifact import Artifact
+from enginery.core.errors import InputError, MissingPackageError, ProviderError
+from enginery.core.feeds import Feeds
+from enginery.core.fingerprint import runtime_version, tool_versions
+from enginery.core.manifest import GraphRecord
+from enginery.core.profile_choice import choose_profile
+from enginery.runtime.engines import choose_with_engines, reachable_profile, wrapper_of
+from enginery.runtime.ort import OrtRunner, open_session
+from enginery.runtime.placement import read_placement
+from enginery.runtime.profiles import sizes_of
+
+Run = Callable[[], object]
+
+
+class Opened(Protocol):
+    """What a process asks of its contender."""
+
+    providers: list[dict[str, Any]]
+    """ONNX Runtime's, each with its reason; none for PyTorch."""
+    tools: dict[str, str]
+    """The versions that run it."""
+    notes: list[str]
+
+    def prepared(self, feeds: Feeds) -> Run:
+        """One inference on these inputs, again and again; raises what the first one would."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the session says of itself after it has run: options, engines, placement."""
+
+    def close(self) -> None:
+        """Frees it."""
+
+
+def open_contender(
+    plan: Mapping[str, Any],
+    artifact: Artifact,
+    record: GraphRecord,
+    *,
+    threads: int,
+    allow_fallback: bool,
+) -> Opened:
+    """Loads the model.
+
+    Raises:
+        EngineryError: the contender cannot run, with the reason.
+    """
+    kind = plan["kind"]
+    if kind in (OURS, "enginery-cpu"):
+        return OurRunner(
+            artifact, record, plan["providers"], threads=threads, allow_fallback=allow_fallback
+        )
+    if kind == "onnxruntime":
+        return BareSession(
+            artifact, record, plan["providers"], threads=threads, allow_fallback=allow_fallback
+        )
+    try:
+        from enginery.bench import frameworks
+    except ImportError as error:
+        raise MissingPackageError(
+            error.name or kind, extra="export", purpose=f"Running {plan['label']}"
+        ) from error
+    if kind == "optimum":
+        return frameworks.OptimumModel(artifact, record, plan["providers"], threads=threads)
+    return frameworks.PyTorchModel(artifact, record, kind, plan["device"], threads=threads)
+
+
+class OurRunner:
+    """The artifact through `runtime.ort.OrtRunner`."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        record: GraphRecord,
+        wish: Sequence[str],
+        *,
+        threads: int,
+        allow_fallback: bool,
+    ) -> None:
+        self._runner = OrtRunner(
+            artifact, graph=record.file, providers=tuple(wish), allow_fallback=allow_fallback,
+            threads=threads,
+        )  # fmt: skip
+        self._model = artifact.path / record.file
+        self.providers = [asdict(provider) for provider in self._runner.providers]
+        self.tools = runtime_version()
+        self.notes: list[str] = []
+
+    def prepared(self, feeds: Feeds) -> Run:
+        """One call of the runner."""
+        return lambda: self._runner(feeds)
+
+    def facts(self) -> dict[str, Any]:
+        """The engines' names and profiles; without engines, which provider runs which nodes."""
+        engines = [engine.name for engine in self._runner.engines]
+        found = {"engines": engines, "profiles": [str(p) for p in self._runner.profiles]}
+        return found if engines else {**found, **self._placed()}
+
+    def _placed(self) -> dict[str, Any]:
+        try:
+            placement = read_placement(self._model, self._runner.providers)
+        except ProviderError as error:
+            return {"no_placement": error.message}
+        return {
+            "placement": placement.as_json()["providers"],
+            "compute_nodes_on_cpu": [f"{n.name} ({n.op_type})" for n in placement.fallen],
+        }
+
+    def close(self) -> None:
+        """Frees the sessions."""
+        self._runner.close()
+
+
+class BareSession:
+    """`onnxruntime.InferenceSession.run` on the same graph or engine, and nothing around it."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        record: GraphRecord,
+        wish: Sequence[str],
+        *,
+        threads: int,
+        allow_fallback: bool,
+    ) -> None:
+        chosen, engines = choose_with_engines(
+            artifact, record, tuple(wish), allow_fallback=allow_fallback, allow_build=False
+        )
+        paths: list[Path] = [wrapper_of(engine) for engine in engines]
+        paths = paths or [artifact.path / record.file]
+        self._record = record
+        self._profiles = [reachable_profile(engine.record) for engine in engines]
+        self._sessions = [open_session(path, chosen, threads=threads) for path in paths]
+        self.providers = [asdict(provider) for provider in chosen]
+        self.tools = runtime_version()
+        self.notes: list[str] = []
+
+    def prepared(self, feeds: Feeds) -> Run:
+        """One `session.run`; the engine is chosen here, once."""
+        session = self.session_for(feeds)
+        names = [spec.name for spec in self._record.outputs]
+
+        def run() -> object:
+            try:
+                return session.run(names, feeds)
+            except Exception as error:  # ONNX Runtime raises many unrelated types
+                shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
+                raise InputError(f"the graph fails on {shapes}: {error}") from error
+
+        return run
+
+    def session_for(self, feeds: Feeds) -> Any:
+        """The session whose engine takes the inputs; raises ShapeError where none does."""
+        if not self._sessions:
+            raise ProviderError("the session is closed.")
+        sizes = sizes_of(self._record.inputs, feeds) if self._profiles else {}
+        return self._sessions[choose_profile(self._profiles, sizes) if self._profiles else 0]
+
+    def facts(self) -> dict[str, Any]:
+        """The options that ONNX Runtime gave each provider, its own defaults included."""
+        return {"provider_options": self._sessions[0].get_provider_options()}
+
+    def close(self) -> None:
+        """Frees the sessions."""
+        self._sessions = []
+
+
+def torch_tools() -> dict[str, str]:
+    """The versions that run PyTorch's side."""
+    return tool_versions(["torch", "transformers"])

@@ -1,0 +1,134 @@
+"""The report of an artifact: one page and its figures, from whatever is in it.
+
+Takes a directory with `manifest.json`, `reports/benchmark.json` or both; leaves
+`reports/report.html` and the figures as SVG beside it.
+
+>>> write_report(Path("minilm"))
+PosixPath('minilm/reports/report.html')
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from enginery.bench.curves import caption, draw_figures, height_of
+from enginery.bench.page import render_page
+from enginery.bench.result import BenchResult
+from enginery.bench.rows import lines, tables
+from enginery.bench.sections import (
+    Figure,
+    Section,
+    Table,
+    engines_section,
+    guarded,
+    made_sections,
+    quantization_section,
+    validation_section,
+)
+from enginery.core.artifact import MANIFEST, REPORTS, Artifact
+from enginery.core.errors import ArtifactError
+from enginery.core.figures import NOT_DRAWN, can_draw, figure_svg
+from enginery.core.staging import write_beside
+
+PAGE = f"{REPORTS}/report.html"
+_BENCHMARK = "benchmark.json"
+_WIDTH = 4.8
+"""Inches: on a telephone of 360 pixels the figure's text is still 9 pixels high."""
+
+
+def write_report(path: Path) -> Path:
+    """Makes the page anew from what is there; returns its path.
+
+    Raises:
+        ArtifactError: the directory is no artifact and has no benchmark, or a file is damaged.
+        MissingPackageError: jinja2 is not installed.
+    """
+    result = read_benchmark(path)
+    sections: list[Section] = []
+    title, subtitle = path.resolve().name, ""
+    if (path / MANIFEST).is_file() or result is None:
+        manifest = Artifact.open(path).manifest
+        title = manifest.source.name
+        subtitle = f"{manifest.task}, {manifest.precision}, for {manifest.target}"
+        sections += made_sections(manifest)
+    for make, name in ((validation_section, "Validation"), (quantization_section, "Quantization"),
+                       (engines_section, "Engines")):  # fmt: skip
+        sections += guarded(make, path, name)
+    if result is not None:
+        if not subtitle:
+            subject = result.subjects[0]
+            title, subtitle = subject["name"], f"{subject['precision']}, {subject['path']}"
+        sections += bench_sections(result, path / REPORTS)
+    page = path / PAGE
+    page.parent.mkdir(exist_ok=True)
+    write_beside(page, render_page(title, subtitle, sections).encode())
+    return page
+
+
+def read_benchmark(path: Path) -> BenchResult | None:
+    """What `reports/benchmark.json` holds; None where there is none.
+
+    Raises:
+        ArtifactError: it is damaged, or of another version.
+    """
+    file = path / REPORTS / _BENCHMARK
+    if not file.is_file():
+        return None
+    try:
+        return BenchResult.from_json(file.read_bytes())
+    except (OSError, ValueError, ValidationError) as error:
+        first = str(error).partition("\n")[0]
+        raise ArtifactError(
+            f"{file} cannot be read: {first}.", do="Measure again: enginery bench"
+        ) from error
+
+
+def bench_sections(result: BenchResult, figures_at: Path) -> list[Section]:
+    """What was measured; the figures are drawn here, and kept as files."""
+    figures, notes = [], list(result.notes)
+    if can_draw():
+        figures_at.mkdir(parents=True, exist_ok=True)
+        for name, draw in draw_figures(result).items():
+            svg = figure_svg(draw, width=_WIDTH, height=height_of(name, result))
+            write_beside(figures_at / f"{name}.svg", svg.encode())
+            figures.append(Figure(svg, caption(name, result)))
+    else:
+        notes.append(NOT_DRAWN)
+    found = tables(result)
+    placed = {"Contenders", "Placement", "Left out", "Padding", "Advice"}
+    machine = result.machine
+    gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) or machine["no_gpu"]
+    facts = {
+        "processor": f"{machine['cpu']}, {machine['physical_cores']} cores, "
+        f"{machine['usable_cpus']} CPUs usable",
+        "flags": ", ".join(machine["cpu_flags"]) or "none known",
+        "memory": f"{machine['memory_bytes'] / 1e9:,.1f} GB",
+        "GPU": gpus,
+        "driver": machine["driver"] or "none",
+        "system": f"{machine['system']}, Python {machine['python']}",
+        "versions": ", ".join(f"{tool} {version}" for tool, version in machine["tools"].items()),
+    }
+    confidence = float(result.options["confidence"])
+    lead = (
+        "All contenders take inputs from the host's memory and leave the outputs there; each has a "
+        "process of its own, and they take turns in rounds. Intervals are of the median, at "
+        f"{confidence:.0%}; ratios are paired by round."
+    )
+    speed = Section(
+        "Speed", lead=lead, figures=figures, notes=[*lines(result)[1:], *notes[len(result.notes):]],
+        tables=[Table(title, rows) for title, rows in found.items() if title not in placed],
+    )  # fmt: skip
+    advice = [Table("Findings", found["Advice"])] if "Advice" in found else []
+    padding = [Table("Padding by batch", found["Padding"])] if "Padding" in found else []
+    sections = [speed]
+    if advice or padding:
+        sections.append(Section("Advice", tables=[*advice, *padding]))
+    rest = [
+        Table(title, found[title])
+        for title in ("Contenders", "Placement", "Left out")
+        if title in found
+    ]
+    sections.append(Section("What ran, and where", facts=facts, tables=rest))
+    return sections

@@ -1,0 +1,225 @@
+"""The bench stage: how fast an artifact is, beside PyTorch, bare ONNX Runtime and Optimum.
+
+Takes artifacts or .onnx files; leaves `reports/benchmark.json`, figures and `reports/report.html`
+in each artifact (in `out` for an .onnx file), and changes nothing else of it.
+
+    >>> result = run([Artifact.open("minilm")], BenchConfig(batch="1,8", sequence="128"))
+    >>> result.cases[0].comparisons[0].words
+    '1.21 times as fast (1.18 to 1.24)'
+
+Each contender has a process of its own, for its own peak of memory, and they take turns on command:
+every round holds one turn of each, so that times are interleaved, and ratios are paired by round.
+All of them take inputs from the host's memory and leave the outputs there.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from enginery.bench.advice import advise
+from enginery.bench.cases import sweep
+from enginery.bench.config import OURS, BenchConfig, check_options
+from enginery.bench.contenders import Plan, for_images, plan_contenders
+from enginery.bench.images import ImageInputs
+from enginery.bench.machine import describe_machine
+from enginery.bench.measure import measure_case, measure_images, on_gpu
+from enginery.bench.padding import measure_padding
+from enginery.bench.process import Contender
+from enginery.bench.report import write_report
+from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, ImagesResult
+from enginery.bench.subject import Subject, with_unique_names
+from enginery.core.artifact import REPORTS, Artifact
+from enginery.core.errors import EngineryError, OptionError
+from enginery.core.options import options_dict
+from enginery.core.progress import SILENT, Progress
+from enginery.core.staging import write_beside
+
+STAGE = "bench"
+REPORT = f"{REPORTS}/benchmark.json"
+_BUSY = 0.5
+"""Processes a core that wanted to run before anything was measured."""
+
+
+def run(
+    models: Sequence[Artifact | str | Path],
+    config: BenchConfig,
+    *,
+    out: str | Path = "",
+    progress: Progress = SILENT,
+) -> BenchResult:
+    """Measures, and writes what was found.
+
+    Args:
+        models: artifacts, their directories, or .onnx files; several are compared on the same
+            shapes.
+        config: what is measured, beside what, how long.
+        out: a directory for `reports/`, in place of the artifacts' own. Without it, what is found
+            of .onnx files alone is returned, and written nowhere.
+        progress: who is told what happens.
+
+    Raises:
+        OptionError: an option cannot be used, or the model has no such dim.
+        ShapeError: a shape is beyond the model.
+        EngineryError: a model cannot be opened, or a contender that was named cannot run.
+    """
+    started = time.monotonic()
+    check_options(config)
+    if not models:
+        raise OptionError("no model is named.", do="Name an artifact or an .onnx file.")
+    subjects = with_unique_names(
+        [Subject.of(model, config.graph, allow_failed=config.allow_failed) for model in models]
+    )
+    by_name = {subject.name: subject for subject in subjects}
+    plans, left_out = plan_contenders(subjects, config)
+    inputs = ImageInputs.of(subjects[0], config) if config.images else None
+    if inputs:
+        _require_same_images(subjects, inputs, config)
+        plans = for_images(plans, left_out)
+    cases = [] if inputs else sweep(subjects, config)
+    padding = measure_padding(subjects[0], config)
+    machine = describe_machine()
+    results: list[CaseResult] = []
+    images: ImagesResult | None = None
+    with (
+        tempfile.TemporaryDirectory(prefix="enginery-bench-") as scratch,
+        _started(plans, by_name, config, left_out, Path(scratch), progress) as contenders,
+    ):
+        with progress.task("measuring", total=len(cases) or len(inputs.files if inputs else ())) \
+                as advance:  # fmt: skip
+            if inputs:
+                images = measure_images(inputs, contenders, config, Path(scratch), advance)
+            for case in cases:
+                results.append(measure_case(case, contenders, by_name, config, Path(scratch)))
+                progress.say(f"measured {case}: {results[-1].rounds_ended}")
+                advance()
+        records = [_record(one, by_name[one.plan.subject]) for one in contenders.values()]
+        unknown = _unknown(contenders, records, results)
+    result = BenchResult(
+        subjects=[subject.as_json() for subject in subjects],
+        machine=machine,
+        options=options_dict(config),
+        contenders=records,
+        left_out=left_out,
+        cases=results,
+        images=images,
+        padding=padding,
+        advice=[],
+        unknown=unknown,
+        notes=_notes(machine, results),
+        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=round(time.monotonic() - started, 3),
+    )
+    result = replace(result, advice=advise(result))
+    _write(result, subjects, out, progress)
+    return result
+
+
+@contextmanager
+def _started(
+    plans: Sequence[Plan],
+    subjects: Mapping[str, Subject],
+    config: BenchConfig,
+    left_out: dict[str, str],
+    scratch: Path,
+    progress: Progress,
+) -> Iterator[dict[str, Contender]]:
+    """All contenders with their models loaded; those of `auto` that cannot run are left out."""
+    with ExitStack() as stack:
+        found: dict[str, Contender] = {}
+        for index, plan in enumerate(plans):
+            try:
+                contender = Contender.start(
+                    plan, subjects[plan.subject], config, scratch / f"{index}.log"
+                )
+            except EngineryError as error:
+                if plan.asked:
+                    raise
+                left_out[plan.name] = error.message.rstrip(".")
+                progress.say(f"{plan.name} is left out: {error.message}")
+                continue
+            found[plan.name] = stack.enter_context(contender)
+        yield found
+
+
+def _record(contender: Contender, subject: Subject) -> ContenderRecord:
+    """What a contender says of itself at the end."""
+    plan, loaded, found = contender.plan, contender.loaded, contender.ask("memory")
+    facts: dict[str, Any] = dict(found["facts"])
+    if plan.kind == OURS:
+        facts["convolutions"] = subject.convolutions()
+    return ContenderRecord(
+        name=plan.name,
+        kind=plan.kind,
+        label=plan.label,
+        subject=plan.subject,
+        providers=loaded["providers"],
+        tools=loaded["tools"],
+        start_seconds=loaded["start_seconds"],
+        load_seconds=loaded["load_seconds"],
+        peak_rss_bytes=found["peak_rss_bytes"],
+        device_memory_bytes=found.get("device_memory_bytes"),
+        device_memory=found.get("device_memory", ""),
+        facts=facts,
+        notes=loaded["notes"],
+    )
+
+
+def _unknown(
+    contenders: Mapping[str, Contender],
+    records: Sequence[ContenderRecord],
+    cases: Sequence[CaseResult],
+) -> dict[str, str]:
+    """What was not measured, and why."""
+    if not any(on_gpu(contender) for contender in contenders.values()):
+        reason = "nothing ran on an NVIDIA GPU"
+        return {"device memory": reason, "energy": reason, "host copies": reason}
+    hidden = [r.device_memory for r in records if on_gpu(contenders[r.name]) and r.device_memory]
+    found = {"device memory": hidden[0]} if hidden else {}
+    return found | {what: why for case in cases for what, why in case.unknown.items()}
+
+
+def _require_same_images(
+    subjects: Sequence[Subject], inputs: ImageInputs, config: BenchConfig
+) -> None:
+    for other in subjects[1:]:
+        found = ImageInputs.of(other, config)
+        if (found.spec, found.processor) != (inputs.spec, inputs.processor):
+            raise OptionError(
+                f"option 'images': {other.name} takes {found.spec}, {subjects[0].name} "
+                f"{inputs.spec}: they cannot be run on the same images."
+            )
+
+
+def _notes(machine: Mapping[str, Any], cases: Sequence[CaseResult]) -> list[str]:
+    notes = []
+    load, cpus = machine["load"], machine["usable_cpus"]
+    if load is not None and load > _BUSY * cpus:
+        notes.append(
+            f"the machine was busy before: a load of {load:.1f} on {cpus} CPUs; ratios hold "
+            "better than times"
+        )
+    unsettled = sum(not m.settled for case in cases for m in case.measurements)
+    if unsettled:
+        notes.append(f"{unsettled} warm-ups ended by their bounds before the times had settled")
+    return notes
+
+
+def _write(
+    result: BenchResult, subjects: Sequence[Subject], out: str | Path, progress: Progress
+) -> None:
+    if out:
+        places = [Path(out)]
+    else:
+        places = list(dict.fromkeys(s.artifact.path for s in subjects if not s.is_bare))
+    for place in places:
+        (place / REPORTS).mkdir(parents=True, exist_ok=True)
+        write_beside(place / REPORT, result.to_json())
+        page = write_report(place)
+        progress.say(f"wrote {page}")

@@ -1,0 +1,290 @@
+"""A session whose inputs and outputs stay on its device, in buffers that are used again.
+
+    >>> binding = DeviceBinding(session, record.inputs, record.outputs, Device("cuda", 0))
+    >>> torch.from_dlpack(binding.run({"input_ids": ids_on_the_gpu, …})["logits"]).device
+    device(type='cuda', index=0)
+
+Without it ONNX Runtime copies every input to the GPU and every output back, even those that are
+there already. Each combination of input shapes has a bucket: outputs are allocated once, and
+inputs from the host are copied into buffers that are there. The buckets used last are kept.
+With `capture`, a run of a bucket is recorded as a CUDA graph and replayed: then every
+input is copied, because a replay reads the addresses of the recording.
+
+Buckets, reuse and DLPack are tested on the CPU; nothing here has run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.closing import Closing
+from enginery.core.errors import InputError, OptionError, ProviderError, ShapeError
+from enginery.core.shapes import TensorSpec, canonical_dim
+from enginery.runtime.device_values import (
+    ELEMENTS,
+    Device,
+    device_of,
+    is_on,
+    new_buffer,
+    read_value,
+    shape_of,
+    shaped_like,
+)
+from enginery.runtime.profiles import sizes_of
+
+_NO_CAPTURE = "-1"
+_GRAPH_ID = "gpu_graph_id"
+
+
+@dataclass
+class _Bucket:
+    """The buffers of one combination of input shapes."""
+
+    bound: Any
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """Buffers that inputs are copied into."""
+    outputs: dict[str, Any] = field(default_factory=dict)
+    """Outputs whose shapes are known beforehand."""
+    free: list[str] = field(default_factory=list)
+    """Outputs that ONNX Runtime allocates in each run."""
+    held: dict[str, Any] = field(default_factory=dict)
+    """What is bound as it was given; it must outlive the run."""
+    graph: str = _NO_CAPTURE
+
+
+class DeviceBinding(Closing):
+    """Runs a session on bound inputs and outputs, one run at a time: threads wait in line."""
+
+    def __init__(
+        self,
+        session: Any,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        device: Device | None = None,
+        *,
+        buckets: int = 8,
+        capture: bool = False,
+        run_config: Mapping[str, str] | None = None,
+    ) -> None:
+        """Binds nothing yet.
+
+        Args:
+        session: an `onnxruntime.InferenceSession`.
+        inputs: the graph's, with their named dims.
+        outputs: likewise; what a name in them stands for is read from the inputs.
+        device: where tensors are; None for that of the session's first provider.
+        buckets: how many combinations of input shapes keep their buffers.
+        capture: record each bucket as a CUDA graph; the session has the provider's option for it.
+            Shapes beyond the number of buckets run without; what is recorded is not given up.
+        run_config: entries for ONNX Runtime's run options (`memory.enable_memory_arena_shrinkage`).
+
+        Raises:
+            OptionError: there is no bucket.
+            ProviderError: an input or an output is of a type that cannot be bound.
+        """
+        if buckets < 1:
+            raise OptionError(f"buckets is {buckets}, expected 1 or more.")
+        for spec in (*inputs, *outputs):
+            if spec.dtype not in ELEMENTS:
+                raise ProviderError(f"{spec}: a tensor of {spec.dtype} cannot be bound.",
+                                    do="Run it with io_binding=False.")  # fmt: skip
+        self.device = device or device_of(session)
+        self.capture = capture
+        self._session: Any = session
+        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        self._limit = buckets
+        self._run_config = dict(run_config or {})
+        self._buckets: OrderedDict[tuple[tuple[int, ...], ...], _Bucket] = OrderedDict()
+        self._captured: dict[tuple[tuple[int, ...], ...], _Bucket] = {}
+        self._lock = threading.Lock()
+        self._shapes_vary = False
+
+    def __call__(self, feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        """Runs the graph; takes what `run` takes, and returns copies on the host.
+
+        Raises:
+            InputError, ShapeError, ProviderError: as `run`; numpy has no bfloat16.
+        """
+        with self._lock:
+            found = self._run(feeds)
+            # On the host `numpy()` is the buffer itself, which the next run writes over.
+            return {name: np.array(value.numpy()) for name, value in found.items()}
+
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Runs the graph and leaves the outputs where they are.
+
+        Args:
+            feeds: for each input a numpy array, an `onnxruntime.OrtValue`, or what else speaks
+                DLPack: a torch tensor on the host or on the session's GPU, without a copy there. A
+                kernel that still writes it has to be waited for; for torch that is done here.
+
+        Returns:
+            `onnxruntime.OrtValue` of each output, which speaks DLPack: `torch.from_dlpack(value)`.
+            The next run on the same shapes writes over them.
+
+        Raises:
+            InputError: an input is missing, unknown, on another device or of another type, or the
+                graph fails on it.
+            ShapeError: shapes disagree about a dim.
+            ProviderError: the binding is closed.
+        """
+        with self._lock:
+            return self._run(feeds)
+
+    def close(self) -> None:
+        """Frees the buffers and lets go of the session."""
+        self._buckets.clear()
+        self._captured.clear()
+        self._session = None
+
+    @property
+    def shapes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The input shapes of each bucket that is kept, the one used longest ago first."""
+        return (*self._captured, *self._buckets)
+
+    def _run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        if self._session is None:
+            raise ProviderError("the binding is closed.")
+        given = self._given(feeds)
+        key = tuple(shape_of(given[spec.name]) for spec in self._inputs)
+        bucket = self._bucket(key, given)
+        for spec in self._inputs:
+            self._bind_input(bucket, spec, given[spec.name])
+        self._bind_free(bucket)
+        try:
+            bucket.bound.synchronize_inputs()
+            self._session.run_with_iobinding(bucket.bound, self._run_options(bucket))
+            bucket.bound.synchronize_outputs()
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            if self._try_without_buffers(bucket):
+                return self._found(bucket)
+            self._buckets.pop(key, None)  # its outputs may be half written
+            shapes = ", ".join(f"{spec.name} {shape}" for spec, shape in
+                               zip(self._inputs, key, strict=True))  # fmt: skip
+            raise InputError(f"the graph fails on {shapes}: {error}") from error
+        return self._found(bucket)
+
+    def _found(self, bucket: _Bucket) -> dict[str, Any]:
+        # In the order in which they were bound, which is the graph's.
+        names = (spec.name for spec in self._outputs)
+        return dict(zip(names, bucket.bound.get_outputs(), strict=True))
+
+    def _given(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Numpy arrays for what is on the host, OrtValues for the rest; types and ranks checked."""
+        names = [spec.name for spec in self._inputs]
+        if unknown := [name for name in feeds if name not in names]:
+            raise InputError(f"unknown input '{unknown[0]}'; the graph takes {', '.join(names)}.")
+        if missing := [name for name in names if name not in feeds]:
+            raise InputError(
+                f"input '{missing[0]}' is missing; found {', '.join(feeds) or 'none'}."
+            )
+        return {spec.name: read_value(spec, feeds[spec.name], self.device) for spec in self._inputs}
+
+    def _bucket(self, key: tuple[tuple[int, ...], ...], given: Mapping[str, Any]) -> _Bucket:
+        if key in self._captured:
+            return self._captured[key]
+        if key in self._buckets:
+            self._buckets.move_to_end(key)
+            return self._buckets[key]
+        bucket = _Bucket(self._session.io_binding())
+        shapes = {name: shaped_like(value) for name, value in given.items()}
+        sizes = sizes_of(self._inputs, shapes)
+        self._bind_outputs(bucket, sizes)
+        if self.capture and len(self._captured) < self._limit:
+            bucket.graph = str(len(self._captured) + 1)
+            self._captured[key] = bucket
+            return bucket
+        self._buckets[key] = bucket
+        if len(self._buckets) > self._limit:
+            self._buckets.popitem(last=False)
+        return bucket
+
+    def _bind_input(self, bucket: _Bucket, spec: TensorSpec, value: Any) -> None:
+        import onnxruntime as ort
+
+        if is_on(value, self.device) and bucket.graph == _NO_CAPTURE:
+            # A view of the caller's memory: nothing is copied.
+            on_host = isinstance(value, np.ndarray)
+            held = ort.OrtValue.ortvalue_from_numpy(value) if on_host else value
+            bucket.held[spec.name] = held
+            bucket.bound.bind_ortvalue_input(spec.name, held)
+            return
+        if spec.name not in bucket.inputs:
+            buffer = new_buffer(spec.dtype, shape_of(value), self.device)
+            bucket.inputs[spec.name] = buffer
+            bucket.bound.bind_ortvalue_input(spec.name, buffer)
+        bucket.inputs[spec.name].update_inplace(value)
+
+    def _bind_outputs(self, bucket: _Bucket, sizes: Mapping[str, int]) -> None:
+        """Allocates what has a known shape; ONNX Runtime allocates the rest in each run."""
+        for spec in self._outputs:
+            shape = None if self._shapes_vary else _known_shape(spec, sizes)
+            if shape is None:
+                if self.capture:
+                    raise ProviderError(
+                        f"{spec}: its shape is not known before a run, so none can be captured.",
+                        do="Run it with cuda_graph=False.",
+                    )
+                bucket.free.append(spec.name)
+                # Here too, because outputs come in the order in which they are first bound.
+                self._bind_free(bucket)
+            else:
+                bucket.outputs[spec.name] = new_buffer(spec.dtype, shape, self.device)
+                bucket.bound.bind_ortvalue_output(spec.name, bucket.outputs[spec.name])
+
+    def _bind_free(self, bucket: _Bucket) -> None:
+        """Once for each run: ONNX Runtime would keep what it allocated, of the last run's shape."""
+        for name in bucket.free:
+            bucket.bound.bind_output(name, self.device.kind, self.device.index)
+
+    def _try_without_buffers(self, bucket: _Bucket) -> bool:
+        """A graph may declare other dims than it makes: whether it runs where they are not used."""
+        if self.capture or not bucket.outputs:
+            return False
+        bucket.outputs.clear()
+        bucket.bound.clear_binding_outputs()
+        bucket.free = [spec.name for spec in self._outputs]
+        self._bind_free(bucket)
+        try:
+            self._session.run_with_iobinding(bucket.bound, self._run_options(bucket))
+            bucket.bound.synchronize_outputs()
+        except Exception:  # the first failure is the one to tell
+            return False
+        self._shapes_vary = True
+        return True
+
+    def _run_options(self, bucket: _Bucket) -> Any:
+        config = dict(self._run_config)
+        if self.capture:
+            config[_GRAPH_ID] = bucket.graph
+        return run_options(config)
+
+
+def run_options(config: Mapping[str, str]) -> Any:
+    """ONNX Runtime's run options with these entries; None for none."""
+    if not config:
+        return None
+    import onnxruntime as ort
+
+    options = ort.RunOptions()
+    for name, value in config.items():
+        options.add_run_config_entry(name, value)
+    return options
+
+
+def _known_shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+    """The shape that the inputs' sizes give an output; None where it depends on values."""
+    dims = tuple(dim if isinstance(dim, int) else canonical_dim(dim) for dim in spec.dims)
+    if any(isinstance(dim, int) and dim < 0 for dim in dims):
+        return None
+    try:
+        return TensorSpec(spec.name, spec.dtype, dims).shape(sizes)
+    except ShapeError:
+        return None

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import pytest
+
+from enginery.bench.cases import rows_of, sweep, tokens_of
+from enginery.bench.config import BenchConfig, check_options, contender_names, read_sizes
+from enginery.bench.contenders import for_images, plan_contenders
+from enginery.bench.subject import Subject, image_layout
+from enginery.core.errors import ArtifactError, OptionError, ProviderError, ShapeError
+from enginery.core.shapes import TensorSpec
+from tests.bench.made import save_detector
+
+
+@pytest.fixture
+def bert(exported):
+    return Subject.of(exported("bert", "feature-extraction"), "", allow_failed=False)
+
+
+@pytest.fixture
+def vit(exported):
+    return Subject.of(exported("vit", "image-classification"), "", allow_failed=False)
+
+
+@pytest.fixture
+def detector(tmp_path):
+    path = save_detector(tmp_path / "detector.onnx")
+    return Subject.of(path, "", allow_failed=False)
+
+
+def shapes(subject, **options):
+    return [str(case) for case in sweep([subject], BenchConfig(**options))]
+
+
+def test_sweep_is_every_batch_with_every_sequence(bert):
+    found = shapes(bert, batch="8,1", sequence="16,64")
+    assert found == [f"batch {b}, sequence {s}" for b in (1, 8) for s in (16, 64)]
+
+
+def test_automatic_sequences_end_with_the_positions(bert):
+    assert shapes(bert, batch="1") == ["batch 1, sequence 16", "batch 1, sequence 128"]
+
+
+def test_feeds_have_the_shape_and_the_same_numbers_each_time(bert):
+    (case,) = sweep([bert], BenchConfig(batch="3", sequence="17"))
+    feeds, again = case.feeds(bert, seed=0), case.feeds(bert, seed=0)
+    assert feeds["input_ids"].shape == (3, 17)
+    assert (feeds["input_ids"] == again["input_ids"]).all()
+    assert (rows_of(case.sizes, bert), tokens_of(case.sizes, bert)) == (3, 51)
+
+
+def test_sequence_beyond_the_positions_is_refused_with_the_limit(bert):
+    with pytest.raises(ShapeError, match=r"sequence 129 is beyond .*its positions end at 128") as e:
+        shapes(bert, sequence="16,129")
+    assert e.value.do == "Measure up to 128: --sequence 16,128"
+    with pytest.raises(ShapeError, match="end at 128"):
+        shapes(bert, shape=("batch=1,sequence=512",))
+
+
+def test_sequence_on_an_image_model_says_what_its_dims_are(vit):
+    with pytest.raises(OptionError, match=r"no free dim 'sequence'.*pixel_values: float32 \(batch"):
+        shapes(vit, sequence="128")
+    assert shapes(vit, batch="1,2")[0].startswith("batch 1")
+    assert not any("sequence" in case for case in shapes(vit))
+
+
+def test_shape_names_other_dims_and_takes_the_rest_from_the_options(detector):
+    found = shapes(
+        detector, batch="1,2", shape=("height=64,width=96", "batch=4,height=32,width=32")
+    )
+    assert found == ["batch 1, height 64, width 96", "batch 2, height 64, width 96",
+                     "batch 4, height 32, width 32"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "error", "words"),
+    [
+        ("heigth=64,width=64", OptionError, "no dim 'heigth'; did you mean 'height'"),
+        ("height=0,width=64", OptionError, "found '0', expected whole numbers from 1 on"),
+        ("height", OptionError, "found 'height', expected name=size"),
+        ("height=1,height=2,width=3", OptionError, "'height' is given twice"),
+        ("channels=4,height=64,width=64", ShapeError, "no dim 'channels'|channels is fixed"),
+        ("height=64", ShapeError, "dim 'width' of detector has no size. Name it: --shape width"),
+    ],
+)
+def test_shape_that_cannot_be_used(detector, shape, error, words):
+    with pytest.raises((error, OptionError), match=words):
+        shapes(detector, shape=(shape,))
+
+
+def test_models_with_other_dims_are_not_run_on_the_same_shapes(bert, vit):
+    with pytest.raises(ShapeError, match="cannot be run on the same shapes"):
+        sweep([bert, vit], BenchConfig())
+
+
+def test_onnx_file_is_taken_with_its_usual_dims(detector):
+    assert detector.record.inputs[0].dims == ("batch", 3, "height", "width")
+    assert detector.is_bare
+    assert detector.convolutions() == 2
+
+
+def test_no_model_and_no_onnx(tmp_path):
+    with pytest.raises(ArtifactError, match="is not there"):
+        Subject.of(tmp_path / "absent.onnx", "", allow_failed=False)
+    broken = tmp_path / "broken.onnx"
+    broken.write_bytes(b"no protobuf")
+    with pytest.raises(ProviderError, match="cannot be read by ONNX Runtime"):
+        Subject.of(broken, "", allow_failed=False)
+
+
+def test_layout_is_read_from_the_channels():
+    assert image_layout(TensorSpec("x", "float32", (1, 3, "h", "w"))) == "first"
+    assert image_layout(TensorSpec("x", "uint8", ("b", "h", "w", 3))) == "last"
+    with pytest.raises(OptionError, match="takes no image"):
+        image_layout(TensorSpec("input_ids", "int64", ("batch", "sequence")))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"against": "pytorhc"}, "unknown contender 'pytorhc'; did you mean 'pytorch'"),
+        ({"against": "auto,pytorch"}, "unknown contender 'auto'"),
+        ({"threads": -1}, "'threads' is -1, expected 0 or more"),
+        ({"max_rounds": 3}, "'max_rounds' is 3, expected 10 or more"),
+        ({"confidence": 1.0}, "'confidence' is 1, expected more than 0.5 and less than 1"),
+        ({"precision": float("nan")}, "'precision' is nan"),
+        ({"images": "photos", "shape": ("a=1",)}, "both say what is run"),
+    ],
+)
+def test_option_that_nothing_can_be_measured_with(options, words):
+    with pytest.raises(OptionError, match=words):
+        check_options(BenchConfig(**options))
+
+
+def test_sizes_are_sorted_and_each_once():
+    assert read_sizes("32, 1,8,1", "batch") == (1, 8, 32)
+    for text in ("", "1,,2", "-1", "1.5", "١"):
+        with pytest.raises(OptionError, match="whole numbers"):
+            read_sizes(text, "batch")
+    assert contender_names(BenchConfig(against="none")) == ()
+
+
+def test_automatic_contenders_say_why_others_are_left_out(bert, detector):
+    plans, left_out = plan_contenders([bert], BenchConfig())
+    assert [plan.name for plan in plans] == ["enginery", "onnxruntime", "optimum", "pytorch"]
+    assert set(left_out) == {"pytorch-compile", "pytorch-fp16", "enginery-cpu"}
+    plans, left_out = plan_contenders([detector], BenchConfig())
+    assert [plan.name for plan in plans] == ["enginery", "onnxruntime"]
+    assert left_out["pytorch"] == "an .onnx file has no PyTorch model"
+
+
+def test_named_contender_that_cannot_run_is_an_error(detector):
+    with pytest.raises(ProviderError, match=r"pytorch cannot run beside detector: an \.onnx file"):
+        plan_contenders([detector], BenchConfig(against="pytorch"))
+
+
+def test_pytorch_runs_once_beside_several_artifacts(bert):
+    from dataclasses import replace
+
+    plans, _ = plan_contenders([bert, replace(bert, name="other")], BenchConfig(against="pytorch"))
+    assert [plan.name for plan in plans] == [
+        f"{bert.name}: enginery", "other: enginery", f"{bert.name}: pytorch",
+    ]  # fmt: skip
+
+
+def test_cpu_stands_beside_a_gpu_by_itself(detector):
+    plans, _ = plan_contenders([detector], BenchConfig(provider="cuda"))
+    assert [(plan.kind, plan.providers) for plan in plans][-1] == ("enginery-cpu", ("cpu",))
+
+
+def test_on_images_the_frameworks_run_where_they_are_named(bert):
+    left_out = {}
+    plans, _ = plan_contenders([bert], BenchConfig(provider="cuda"))
+    kept = [plan.kind for plan in for_images(plans, left_out)]
+    assert kept == ["enginery", "onnxruntime", "enginery-cpu"]
+    assert {"optimum", "pytorch"} <= set(left_out)
+    plans, _ = plan_contenders([bert], BenchConfig(against="pytorch"))
+    assert [plan.kind for plan in for_images(plans, {})] == ["enginery", "pytorch"]

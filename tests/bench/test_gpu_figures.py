@@ -1,0 +1,169 @@
+"""Memory, energy and copies of a GPU, on doubles of the driver: none of it has run on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from enginery.bench.copies import Copies, measure_copies
+from enginery.bench.measure import _told
+from enginery.bench.nvml import Nvml, _Process
+from enginery.core.errors import ProviderError
+from tests.bench.made import CPU, CUDA, save_detector
+
+
+class Function:
+    def __init__(self, call):
+        self._call = call
+        self.restype = None
+
+    def __call__(self, *arguments):
+        return self._call(*arguments)
+
+
+class Driver:
+    """What NVML answers; `refuses` are functions that return an error."""
+
+    def __init__(self, *, refuses=(), pids=()):
+        self.refuses = refuses
+        self.pids = pids
+        self.millijoules = 5_000
+        self.shut = 0
+        self.nvmlErrorString = Function(lambda code: b"Not Supported")
+
+    def __getattr__(self, name):
+        if not name.startswith("nvml"):
+            raise AttributeError(name)
+        return Function(lambda *arguments: self._do(name, arguments))
+
+    def _do(self, name, arguments):
+        if name in self.refuses:
+            return 3
+        if name == "nvmlShutdown":
+            self.shut += 1
+        if name == "nvmlDeviceGetTotalEnergyConsumption":
+            arguments[1]._obj.value = self.millijoules
+        if name == "nvmlDeviceGetComputeRunningProcesses_v3":
+            room = arguments[1]._obj
+            many = len(self.pids) > room.value
+            room.value = len(self.pids)
+            if many:
+                return 7
+            for index, (pid, size) in enumerate(self.pids):
+                arguments[2][index] = _Process(pid, size, 0, 0)
+        return 0
+
+
+def test_energy_is_in_joules():
+    with Nvml(Driver(), b"0000:65:00.0") as nvml:
+        assert nvml.energy_joules() == 5.0
+
+
+def test_memory_is_that_of_the_process_among_many():
+    others = [(pid, 1 << 20) for pid in range(2, 102)]
+    with Nvml(Driver(pids=[*others, (os.getpid(), 3 << 30)]), b"") as nvml:
+        assert nvml.memory_bytes(os.getpid()) == 3 << 30
+
+
+@pytest.mark.parametrize("pids", [[], [(1, 2**64 - 1)]], ids=["hidden", "not told"])
+def test_memory_that_is_not_told_is_an_error_and_not_zero(pids):
+    with Nvml(Driver(pids=pids), b"") as nvml, pytest.raises(ProviderError, match="not list"):
+        nvml.memory_bytes(1)
+
+
+@pytest.mark.parametrize("refused", ["nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2"])
+def test_driver_that_refuses_is_quoted(refused):
+    with pytest.raises(ProviderError, match="Not Supported"):
+        Nvml(Driver(refuses=[refused]), b"")
+
+
+def test_energy_of_a_gpu_that_tells_none():
+    driver = Driver(refuses=["nvmlDeviceGetTotalEnergyConsumption"])
+    with Nvml(driver, b"") as nvml, pytest.raises(ProviderError, match="tells no energy"):
+        nvml.energy_joules()
+
+
+def test_closing_lets_go_once():
+    driver = Driver()
+    nvml = Nvml(driver, b"")
+    nvml.close()
+    nvml.close()
+    assert driver.shut == 1
+
+
+def test_layout_of_a_process_is_nvmls():
+    # nvml.h: unsigned int, 4 bytes of padding, unsigned long long, two unsigned ints.
+    assert ctypes.sizeof(_Process) == 24
+
+
+def test_no_gpu_is_said():
+    with pytest.raises(ProviderError, match=r"NVIDIA driver|libnvidia-ml"):
+        Nvml.open()
+
+
+class Stub:
+    """A contender that answers what a GPU tells."""
+
+    def __init__(self, provider, answers):
+        self.plan = SimpleNamespace(kind="onnxruntime", device="cpu")
+        self.loaded = {"providers": [provider]}
+        self.asked = []
+        self._answers = answers
+
+    def ask(self, what, **values):
+        self.asked.append(what)
+        answer = self._answers.get(what, ProviderError(f"{what} is not told."))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_what_a_gpu_tells_is_kept_and_what_not_has_its_reason():
+    told, unknown = Stub(CUDA, {"energy": {"joules": 0.5}}), {}
+    assert _told(told, "energy", unknown) == {"joules": 0.5}
+    assert _told(told, "copies", unknown, device="cuda") is None
+    assert unknown == {"host copies": "copies is not told."}
+
+
+def test_nothing_is_asked_of_a_gpu_that_is_not_there():
+    stub, unknown = Stub(CPU, {}), {}
+    assert _told(stub, "energy", unknown) is None
+    assert (stub.asked, unknown) == ([], {})
+
+
+def test_copies_through_iobinding_give_all_three_parts(tmp_path):
+    """On the CPU there is nothing to copy, and the same calls are made."""
+    import onnxruntime as ort
+
+    model = save_detector(tmp_path / "d.onnx")
+    session = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    feeds = {"x": np.zeros((1, 3, 64, 64), "float32")}
+    found = measure_copies(session, feeds, device="cpu", seconds=0.0)
+    assert min(found.in_ms, found.device_ms, found.out_ms) > 0
+
+
+def test_copies_are_told_apart_by_their_clock():
+    class Session:
+        def io_binding(self):
+            return self
+
+        def __getattr__(self, name):
+            return lambda *_: None
+
+        def get_outputs(self):
+            return []
+
+    ticks = iter(range(10**6))
+    steps = {0: 0.0, 1: 2.0, 2: 7.0, 3: 8.0}
+
+    def clock():  # start, copied, computed, done, and then whether to go on
+        tick = next(ticks)
+        return 0.0 if tick == 0 else steps[(tick - 1) % 4]
+
+    found = measure_copies(Session(), {}, device="cuda", seconds=-1, clock=clock)
+    assert found == Copies(2000.0, 5000.0, 1000.0)
+    assert found.share == pytest.approx(3 / 8)

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import pytest
+
+from enginery.bench import page as page_module
+from enginery.bench.curves import draw_figures
+from enginery.bench.page import inline_svg, render_page
+from enginery.bench.report import write_report
+from enginery.bench.result import Advice, ImagesResult, ImageTimes
+from enginery.bench.sections import Figure, Section, Table
+from enginery.bench.statistics import compare, latency
+from enginery.core.errors import ArtifactError, MissingPackageError
+from enginery.core.figures import figure_svg
+from tests.bench.chromium import Chromium, find_chromium
+from tests.bench.made import made_case, made_contender, made_result
+
+
+class Outline(HTMLParser):
+    """Words, tags and what they point at."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.links, self.words = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_data(self, data):
+        self.words.append(data.strip())
+
+
+def measured():
+    names = ["enginery", "onnxruntime", "optimum", "pytorch"]
+    pairs = [("enginery", "pytorch"), ("onnxruntime", "pytorch"), ("onnxruntime", "enginery")]
+    cases = [
+        made_case(
+            {"batch": batch, "sequence": sequence},
+            {n: (1 + i) * batch * sequence / 64 for i, n in enumerate(names)}, pairs=pairs,
+        )
+        for batch in (1, 8, 32) for sequence in (16, 128, 512)
+    ]  # fmt: skip
+    return made_result(contenders=[made_contender(name) for name in names], cases=cases)
+
+
+def with_images():
+    turns = {"enginery": [[9.0]] * 8, "enginery-cpu": [[4.0]] * 8}
+    images = [
+        ImageTimes(f"photograph-{i}.png", [1, 3, 640, 32 * i], dict.fromkeys(turns, 9.0),
+                   dict.fromkeys(turns, 1.0 * i))
+        for i in range(1, 9)
+    ]  # fmt: skip
+    totals = {name: latency(found) for name, found in turns.items()}
+    pair = compare(turns["enginery"], turns["enginery-cpu"], confidence=0.95, smallest=0.02,
+                   names=("enginery-cpu", "enginery"))  # fmt: skip
+    found = ImagesResult("photos", images, 8, 2.0, dict.fromkeys(turns, 70.0), totals, [pair], 8)
+    return made_result(contenders=[made_contender(name) for name in turns], images=found)
+
+
+def save_result(directory, result):
+    (directory / "reports").mkdir(parents=True, exist_ok=True)
+    (directory / "reports" / "benchmark.json").write_bytes(result.to_json())
+    return directory
+
+
+def full_artifact(exported, copied):
+    """An artifact with every report that a page shows."""
+    from dataclasses import replace
+
+    from enginery import validate_model
+
+    artifact = copied(exported("bert", "feature-extraction"))
+    validate_model(artifact)
+    advice = Advice("threads", "too many", "9 threads on 4 cores", "Pass --threads 4.")
+    save_result(artifact.path, replace(measured(), advice=[advice]))
+    quantization = {
+        "summary": "36 of 36 layers in INT8", "scheme": "int8", "notes": ["a note"],
+        "calibration": {"inputs": "reviews.csv", "method": "mse"},
+        "multiply_adds": {"share": 1.0},
+        "search": {"budget": "cosine 0.9985",
+                   "curve": [{"share": 0.5, "cosine": 0.9999, "label_accuracy": None}]},
+    }  # fmt: skip
+    engines = {
+        "summary": "1 engine", "notes": ["no engine has been run on a GPU yet"],
+        "engines": [{"directory": "tensorrt-rtx-sm89-" + "8b029eef" * 4, "capabilities": ["8.9"],
+                     "profiles": ["batch=1:8:32,sequence=8:128:512"], "layers": {"gemm fp16": 14},
+                     "plan_size_bytes": 2922564}],
+    }  # fmt: skip
+    reports = artifact.path / "reports"
+    (reports / "quantization.json").write_text(json.dumps(quantization))
+    (reports / "engines.json").write_text(json.dumps(engines))
+    for name in ("quantization.svg", "lengths.svg"):
+        (reports / name).write_text(figure_svg(lambda axes: axes.plot([1, 2, 3])))
+    return artifact
+
+
+def test_page_has_all_that_the_artifact_has_and_asks_for_nothing(exported, copied):
+    artifact = full_artifact(exported, copied)
+    text = write_report(artifact.path).read_text()
+    outline = Outline(text)
+    words = set(outline.words)
+    assert {"What it is", "How it was made", "Quantization", "Engines", "Speed", "Advice",
+            "What ran, and where", "36 of 36 layers in INT8"} <= words  # fmt: skip
+    assert {"last_hidden_state", "passed", "export"} <= words
+    assert "opset=20" in text
+    assert "2.00 times as fast (2.00 to 2.00)" in words
+    assert outline.tags.count("svg") == 4 + 2
+    assert all(link.startswith(("#", "data:")) for link in outline.links)
+    assert not {"script", "img", "iframe"} & set(outline.tags)
+    assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", text)
+    figures = {path.name for path in (artifact.path / "reports").glob("*.svg")}
+    assert {"latency-by-batch.svg", "latency-by-sequence.svg", "throughput.svg",
+            "speedup.svg"} <= figures  # fmt: skip
+
+
+def test_page_is_the_same_each_time(exported, copied):
+    artifact = full_artifact(exported, copied)
+    first = write_report(artifact.path).read_bytes()
+    assert write_report(artifact.path).read_bytes() == first
+
+
+def test_damaged_report_is_said_and_the_rest_is_shown(exported, copied):
+    artifact = full_artifact(exported, copied)
+    (artifact.path / "reports" / "validation.json").write_text("{")
+    (artifact.path / "reports" / "engines.json").write_text("{}")
+    words = " ".join(Outline(write_report(artifact.path).read_text()).words)
+    assert "reports/validation.json cannot be read" in words
+    assert "the report is of another version: KeyError('engines')" in words
+    assert "36 of 36 layers" in words
+
+
+def test_benchmark_of_another_version_is_an_error(tmp_path):
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports" / "benchmark.json").write_text('{"schema_version": 9}')
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        write_report(tmp_path)
+
+
+def test_directory_with_nothing_is_no_artifact(tmp_path):
+    with pytest.raises(ArtifactError, match="is not an artifact"):
+        write_report(tmp_path)
+
+
+def test_everything_is_escaped():
+    evil = "<script>alert('x')</script>&\"'"
+    table = Table(evil, [{evil: evil}])
+    figure = Figure("<svg></svg>", evil)
+    section = Section(
+        evil, lead=evil, facts={evil: evil}, tables=[table], notes=[evil], figures=[figure]
+    )
+    text = render_page(evil, evil, [section])
+    assert "<script" not in text
+    assert "script" not in Outline(text).tags
+    assert evil in Outline(text).words
+
+
+def test_svg_loses_what_could_run_or_load_and_keeps_its_own_ids():
+    svg = (
+        '<?xml version="1.0"?><!DOCTYPE svg><svg width="36pt" height="20pt" viewBox="0 0 36 20">'
+        '<script>alert(1)</script><g id="a" onclick="alert(1)"><use href="#a"/>'
+        '<image href="https://example.org/x.png"/></g>'
+        '<path clip-path="url(#a)" style="fill: #ffffff; stroke: #000000"/></svg>'
+    )
+    found = inline_svg(svg, "figure1-", 'a "label" <')
+    assert "alert" not in found
+    assert "example.org" not in found
+    assert found.startswith('<svg role="img" aria-label="a &quot;label&quot; &lt;"')
+    assert 'id="figure1-a"' in found
+    assert 'href="#figure1-a"' in found
+    assert "url(#figure1-a)" in found
+    assert "fill: none; stroke: currentColor" in found
+    assert "max-width:36pt" in found
+    ET.fromstring(found)
+
+
+def test_without_jinja_the_error_says_what_to_install(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(MissingPackageError, match=r"enginery\[report\]"):
+        page_module.render_page("a", "b", [])
+
+
+def test_without_matplotlib_the_page_says_so(tmp_path, monkeypatch):
+    from enginery.bench import report
+
+    monkeypatch.setattr(report, "can_draw", lambda: False)
+    text = write_report(save_result(tmp_path, measured())).read_text()
+    assert "no figures were drawn" in text
+    assert "<svg" not in text
+
+
+def test_figures_are_those_that_have_something_to_show():
+    assert set(draw_figures(measured())) == {
+        "latency-by-batch", "latency-by-sequence", "throughput", "speedup",
+    }  # fmt: skip
+    assert set(draw_figures(with_images())) == {"images"}
+    one = made_result(contenders=[made_contender("enginery")],
+                      cases=[made_case({}, {"enginery": 1.0})])  # fmt: skip
+    assert draw_figures(one) == {}
+
+
+def test_latency_is_drawn_on_log_axes_with_the_sizes_that_were_run():
+    svg = figure_svg(draw_figures(measured())["latency-by-batch"])
+    texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    words = {"".join(text.itertext()) for text in texts}
+    assert {"1", "8", "32", "batch", "latency, ms", "enginery", "pytorch"} <= words
+    assert "2" not in words
+
+
+@pytest.mark.skipif(not find_chromium(), reason="no Chromium is installed (apt install chromium)")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("kind", ["artifact", "images"])
+def test_page_in_a_browser(exported, copied, tmp_path, dark, kind):
+    """The pictures stay in pytest's temporary directory."""
+    if kind == "artifact":
+        directory = full_artifact(exported, copied).path
+    else:
+        directory = save_result(tmp_path / "images", with_images())
+    html = write_report(directory)
+    with Chromium(find_chromium(), tmp_path) as browser:
+        for width in (1280, 360):
+            picture = tmp_path / f"{kind}-{width}-{'dark' if dark else 'light'}.png"
+            look = browser.look(html, width=width, picture=picture, dark=dark)
+            assert look.overflow == 0
+            assert look.wide == []
+            assert look.logged == []
+            assert look.repeated_ids == []
+            assert look.smallest_text >= 8
+            assert picture.stat().st_size > 10_000

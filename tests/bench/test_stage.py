@@ -1,0 +1,184 @@
+"""Real measurements of tiny models. No test reads a time: they hold what is measured, and how."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from enginery.bench.config import BenchConfig
+from enginery.bench.result import BenchResult
+from enginery.bench.rows import lines, tables
+from enginery.bench.stage import run
+from enginery.core.errors import (
+    ArtifactError,
+    InputError,
+    OptionError,
+    RejectedArtifactError,
+    ShapeError,
+    SourceError,
+)
+from enginery.core.fingerprint import Fingerprint
+from enginery.core.manifest import Verdict
+from tests.bench.made import QUICK, save_detector, save_photographs
+
+
+def bench(*models, out="", **options):
+    return run(models, BenchConfig(**{**QUICK, **options}), out=out)
+
+
+@pytest.fixture
+def bert(exported, copied):
+    return copied(exported("bert", "feature-extraction"))
+
+
+def test_every_contender_runs_and_the_artifact_keeps_what_was_found(bert):
+    before = bert.manifest
+    result = bench(bert, batch="1,2", sequence="8")
+    names = ["enginery", "onnxruntime", "optimum", "pytorch"]
+    assert [record.name for record in result.contenders] == names
+    for case, batch in zip(result.cases, (1, 2), strict=True):
+        assert case.sizes == {"batch": batch, "sequence": 8}
+        assert [found.contender for found in case.measurements] == names
+        assert (case.rows, case.tokens, case.problems) == (batch, 8 * batch, {})
+        for found in case.measurements:
+            times = found.latency
+            assert 0 < times.p50_ms <= times.p90_ms
+            assert found.tokens_per_second == pytest.approx(8 * found.inputs_per_second)
+            assert found.first_ms > 0
+        rounds = {found.latency.rounds for found in case.measurements}
+        assert len(rounds) == 1  # all had the same rounds
+        pairs = {(c.contender, c.base) for c in case.comparisons}
+        assert {("enginery", "pytorch"), ("onnxruntime", "enginery")} <= pairs
+    by_name = {record.name: record for record in result.contenders}
+    assert by_name["pytorch"].peak_rss_bytes > 1.5 * by_name["enginery"].peak_rss_bytes
+    assert by_name["pytorch"].notes[0].startswith("attention: sdpa")
+    assert by_name["enginery"].facts["placement"][0]["name"] == "CPUExecutionProvider"
+    stored = (bert.path / "reports" / "benchmark.json").read_bytes()
+    assert BenchResult.from_json(stored) == result
+    assert (bert.path / "reports" / "report.html").is_file()
+    # What was measured is no part of what the artifact is.
+    assert type(bert).open(bert.path, verify=True).manifest == before
+
+
+def test_what_cannot_be_measured_here_is_said(bert):
+    result = bench(bert, batch="1", sequence="8", against="none")
+    assert set(result.unknown) == {"device memory", "energy", "host copies"}
+    assert all(found.joules_per_run is None for found in result.cases[0].measurements)
+    assert any("host copies: nothing ran on an NVIDIA GPU" in line for line in lines(result))
+
+
+def test_two_artifacts_are_compared_with_one_another(bert, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(bert.path, other)
+    result = bench(bert.path, other, batch="1", sequence="8", against="none")
+    assert [record.name for record in result.contenders] == ["copy: enginery", "other: enginery"]
+    (comparison,) = result.cases[0].comparisons
+    assert (comparison.contender, comparison.base) == ("other: enginery", "copy: enginery")
+    stored = [json.loads((path / "reports" / "benchmark.json").read_text())
+              for path in (bert.path, other)]  # fmt: skip
+    assert stored[0] == stored[1]
+
+
+def test_named_contender_that_fails_to_start_is_an_error_and_automatic_is_left_out(bert):
+    source = bert.manifest.source.model_copy(update={"id": "/gone", "sha256": "0" * 64})
+    broken = type(bert)(bert.path, bert.manifest.model_copy(update={"source": source}))
+    with pytest.raises(SourceError, match="/gone"):
+        bench(broken, batch="1", sequence="8", against="pytorch")
+    result = bench(broken, batch="1", sequence="8")
+    assert "/gone" in result.left_out["pytorch"]
+    assert [record.name for record in result.contenders] == ["enginery", "onnxruntime", "optimum"]
+
+
+def test_more_threads_than_cores_and_padding_bring_advice(bert, tmp_path):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(["warm", "the engine is warm and the pump runs again " * 4] * 8))
+    cores = result_cores()
+    result = bench(
+        bert, batch="1,8", sequence="8", against="none", threads=cores + 1, data=str(texts)
+    )
+    rules = {advice.rule: advice for advice in result.advice}
+    assert set(rules) == {"padding", "threads"}
+    assert rules["threads"].evidence == f"{cores + 1} threads on {cores} cores"
+    assert [padding.batch for padding in result.padding] == [1, 8]
+    assert result.padding[1].in_order > 0.3 > result.padding[1].sorted
+    assert "Advice" in tables(result)
+
+
+def result_cores():
+    import psutil
+
+    return psutil.cpu_count(logical=False)
+
+
+def test_onnx_file_on_images_of_several_sizes(tmp_path):
+    model = save_detector(tmp_path / "detector.onnx")
+    folder = save_photographs(tmp_path / "photos", (64, 64), (96, 60), (130, 97))
+    result = bench(model, images=str(folder), out=tmp_path / "out")
+    images = result.images
+    assert [image.shape for image in images.images] == [
+        [1, 3, 64, 64], [1, 3, 64, 96], [1, 3, 96, 128],
+    ]  # fmt: skip
+    assert images.shapes == 3
+    assert set(images.totals) == {"enginery", "onnxruntime"}
+    for name, total in images.totals.items():
+        assert images.first_total_ms[name] == sum(image.first_ms[name] for image in images.images)
+        assert total.rounds == images.passes
+    assert result.contender("enginery").facts["convolutions"] == 2
+    assert result.contender("onnxruntime").facts["provider_options"]["CPUExecutionProvider"] == {}
+    found = tables(result)
+    assert [row["image"] for row in found["Images"]] == ["0.png", "1.png", "2.png"]
+    assert [row["contender"] for row in found["All images"]] == ["enginery", "onnxruntime"]
+    assert (tmp_path / "out" / "reports" / "report.html").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["detector.onnx", "out", "photos"]
+
+
+def test_images_of_an_artifact_are_prepared_by_its_own_processor(exported, copied, tmp_path):
+    vit = copied(exported("vit", "image-classification"))
+    folder = save_photographs(tmp_path / "photos", (64, 64), (96, 60))
+    result = bench(vit, images=str(folder), against="pytorch")
+    assert [image.shape for image in result.images.images] == [[1, 3, 32, 32]] * 2
+    assert set(result.images.totals) == {"enginery", "pytorch"}
+
+
+def test_images_and_texts_do_not_mix(bert, tmp_path):
+    folder = save_photographs(tmp_path / "photos", (64, 64))
+    with pytest.raises(OptionError, match=r"expected one image alone"):
+        bench(bert, images=str(folder))
+    model = save_detector(tmp_path / "detector.onnx")
+    with pytest.raises(OptionError, match="detector takes no texts"):
+        bench(model, shape=("height=32,width=32",), data=str(tmp_path / "texts.txt"))
+    with pytest.raises(InputError, match="there is nothing of that name"):
+        bench(model, images=str(tmp_path / "absent"))
+
+
+def test_damaged_image_is_named(tmp_path):
+    model = save_detector(tmp_path / "detector.onnx")
+    folder = save_photographs(tmp_path / "photos", (64, 64))
+    (folder / "9.png").write_bytes(b"no picture")
+    with pytest.raises(InputError, match=r"9\.png"):
+        bench(model, images=str(folder))
+
+
+def test_graph_with_a_fixed_batch_takes_no_single_image(tmp_path):
+    model = save_detector(tmp_path / "detector.onnx", dims=(2, 3, 32, 32))
+    folder = save_photographs(tmp_path / "photos", (64, 64))
+    with pytest.raises(ShapeError, match="takes 2 images at once"):
+        bench(model, images=str(folder))
+
+
+def test_failed_artifact_is_measured_only_when_asked(bert):
+    key = Fingerprint("validate", {})
+    verdict = Verdict.of(key, passed=False, summary="far off", report="reports/validation.json")
+    failed = bert.annotate(verdict, b"{}")
+    with pytest.raises(RejectedArtifactError, match="far off"):
+        bench(failed, batch="1", sequence="8", against="none")
+    assert bench(failed, batch="1", sequence="8", against="none", allow_failed=True).cases
+
+
+def test_nothing_named_and_nothing_there(tmp_path):
+    with pytest.raises(OptionError, match="no model is named"):
+        bench()
+    with pytest.raises(ArtifactError, match="is not an artifact"):
+        bench(tmp_path)
