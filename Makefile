@@ -18,6 +18,7 @@ PROFILE ?=
 CAPABILITY ?=
 FLAVOR ?=
 ARTIFACT ?= $(OUT)
+INPUT ?=
 ARGS ?=
 
 # A worker an export each; every one holds PyTorch, so that memory bounds their number.
@@ -26,10 +27,11 @@ PARALLEL ?= --numprocesses logical --maxprocesses 4 --dist worksteal
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+need = $(or $($(1)),$(error make $@ needs $(1): make $@ $(1)=build/my-model))
 named = $(if $($(1)),--$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint format export optimize quantize engine validate bench doctor inspect schema clean
+.PHONY: help setup run test test-all lint format export optimize quantize engine validate bench predict doctor inspect schema clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,22 +45,25 @@ export: setup  ## export MODEL to an ONNX artifact at OUT
 	$(BIN)/enginery export $(MODEL) $(call named,TASK,task) $(call named,REVISION,revision) $(call named,OUT,out) $(ARGS)
 
 optimize: setup  ## make ARTIFACT ready for TensorRT, CUDA or the CPU, at OUT
-	$(BIN)/enginery optimize $(ARTIFACT) $(call named,OUT,out) $(ARGS)
+	$(BIN)/enginery optimize $(call need,ARTIFACT) $(call named,OUT,out) $(ARGS)
 
 quantize: setup  ## make ARTIFACT INT8 or FP8 for TensorRT, calibrated on CALIBRATION, at OUT
-	$(BIN)/enginery quantize $(ARTIFACT) $(call named,CALIBRATION,calibration) $(call named,OUT,out) $(ARGS)
+	$(BIN)/enginery quantize $(call need,ARTIFACT) $(call named,CALIBRATION,calibration) $(call named,OUT,out) $(ARGS)
 
 engine: setup  ## build TensorRT engines of ARTIFACT into OUT: PROFILE, CAPABILITY, FLAVOR
-	$(BIN)/enginery build $(ARTIFACT) $(call named,PROFILE,profile) $(call named,CAPABILITY,capability) $(call named,FLAVOR,flavor) $(call named,OUT,out) $(ARGS)
+	$(BIN)/enginery build $(call need,ARTIFACT) $(call named,PROFILE,profile) $(call named,CAPABILITY,capability) $(call named,FLAVOR,flavor) $(call named,OUT,out) $(ARGS)
 
 validate: setup  ## compare ARTIFACT with PyTorch
-	$(BIN)/enginery validate $(ARTIFACT) $(ARGS)
+	$(BIN)/enginery validate $(call need,ARTIFACT) $(ARGS)
 
 bench: setup  ## measure ARTIFACT beside PyTorch, ONNX Runtime and Optimum
-	$(BIN)/enginery bench $(ARTIFACT) $(ARGS)
+	$(BIN)/enginery bench $(call need,ARTIFACT) $(ARGS)
+
+predict: setup  ## answer the rows of INPUT with ARTIFACT, into OUT
+	$(BIN)/enginery predict $(call need,ARTIFACT) --input $(call need,INPUT) --output $(call need,OUT) $(ARGS)
 
 inspect: setup  ## show what ARTIFACT is
-	$(BIN)/enginery inspect $(ARTIFACT) $(ARGS)
+	$(BIN)/enginery inspect $(call need,ARTIFACT) $(ARGS)
 
 doctor: setup  ## show what this machine can run
 	$(BIN)/enginery doctor $(ARGS)

@@ -114,7 +114,7 @@ class Console:
         """An expected failure. A check that said no has printed its JSON already."""
         self._err.print("error:", style="bold red", end=" ")
         self._err.print(str(error), markup=False)
-        if error.exit_code != 1:
+        if error.exit_code not in (1, 3):  # those come after a result
             kind = type(error).__name__
             self.json({"error": error.message, "do": error.do, "kind": kind})
 
@@ -154,7 +154,10 @@ def _rich(stream: IO[str]) -> Rich:
         def on_broken_pipe(self) -> None:
             discard(stream)
 
-    return Pipe(file=stream, force_terminal=stream.isatty(), soft_wrap=True, highlight=False)
+    # Without emoji: a profile's `1:100:512` holds a name of one.
+    return Pipe(
+        file=stream, force_terminal=stream.isatty(), soft_wrap=True, highlight=False, emoji=False
+    )
 
 
 def _rich_table(rows: Sequence[Row], widths: Sequence[int]) -> Any:

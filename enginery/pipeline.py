@@ -26,6 +26,7 @@ from enginery.core.progress import SILENT, Progress
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
+from enginery.predict.config import PredictConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.recipe import Recipe
 from enginery.steps import (
@@ -41,6 +42,7 @@ from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
     from enginery.bench.result import BenchResult
+    from enginery.predict.report import PredictReport
     from enginery.validate.report import ValidationReport
 
 
@@ -235,6 +237,36 @@ def bench_model(
 
     config = options_from(BenchConfig, "bench", options)
     return bench.run(models, config, out=out, progress=progress)
+
+
+def predict_file(
+    artifact: Artifact | str | Path,
+    source: str | Path,
+    output: str | Path,
+    *,
+    force: bool = False,
+    progress: Progress = SILENT,
+    **options: Any,
+) -> PredictReport:
+    """Answers every row of a file, in its order; an interrupted run goes on where it was.
+
+    Args:
+        artifact: the artifact or its path.
+        source: a CSV, TSV, JSONL, Parquet or text file, a folder of images, or `-`.
+        output: a .parquet, .csv or .jsonl file.
+        force: answer anew although there is an output.
+        progress: who is told what happens.
+        options: of the stage, see `PredictConfig`.
+
+    Raises:
+        EngineryError: the artifact, the file or an option cannot be used. Rows that cannot be
+            answered are counted in the report, with the reason in the output's `error` column.
+    """
+    from enginery.predict import stage as predict
+
+    config = options_from(PredictConfig, "predict", options)
+    opened = _as_artifact(artifact)
+    return predict.run(opened, str(source), Path(output), config, force=force, progress=progress)
 
 
 def run_recipe(

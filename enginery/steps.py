@@ -156,6 +156,11 @@ def build_step(
         if out:
             artifact = deliver(artifact, Path(out), progress)
         return StageResult(build.STAGE, artifact, False, time.monotonic() - started)
+    if replaced := build.engines_lost(artifact, requested, Path(out)) if out else []:
+        progress.say(
+            f"build: engines of {out} that {artifact.name} does not have are replaced: "
+            f"{', '.join(replaced)}. To add to them, build from {out}."
+        )
     return _make(
         artifact,
         build.fingerprint(artifact, config, requested),

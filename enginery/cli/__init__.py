@@ -4,7 +4,8 @@
     $ enginery export org/name --task text-classification --out build/name
     $ enginery validate build/name --profile batch=1:8:32,sequence=8:64:128
 
-Exit status: 0 when everything asked for is true, 1 when a check says no, 2 when it cannot be done.
+Exit status: 0 when everything asked for is true, 1 when a check says no, 2 when it cannot be done,
+3 when rows of predict have no answer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import suppress
 
 from cyclopts import CycloptsError
 
-from enginery.cli import looking, making, measuring, store  # noqa: F401  each adds its commands
+from enginery.cli import looking, making, measuring, predicting, store  # noqa: F401  each adds its commands
 from enginery.cli.app import Output
 from enginery.cli.app import application as app
 from enginery.core.errors import EngineryError, OptionError

@@ -192,7 +192,7 @@ def _check_graphs(root: Path, manifest: Manifest) -> None:
 
 def _check_file(root: Path, name: str, record: FileRecord, *, verify: bool) -> None:
     path = root / name
-    remedy = "Export the model again; the directory cannot be trusted."
+    remedy = "Make it again from what it was made from; the directory cannot be trusted."
     if not path.resolve().is_relative_to(root.resolve()):
         raise ArtifactError(f"{name} lies outside the artifact {root}.")
     if not path.is_file():

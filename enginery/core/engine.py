@@ -41,6 +41,7 @@ class Engine:
         path = Path(path)
         engine = cls(path, EngineRecord.read(path))
         record = engine.record
+        _check_record(path, record)
         try:
             size_bytes = engine.plan.stat().st_size
             found = sha256_of(engine.plan, trust_stat=not verify)
@@ -97,3 +98,21 @@ class Engine:
         if not isinstance(found, list) or not all(isinstance(layer, dict) for layer in found):
             raise ArtifactError(f"{file} is no list of layers.", do=_REMEDY)
         return found
+
+
+def _check_record(path: Path, record: EngineRecord) -> None:
+    """What the record says of the engine must be what its key was made from."""
+    said = {
+        "graph": record.graph_sha256,
+        "capabilities": ",".join(record.capabilities) or "portable",
+        "profiles": "; ".join(record.profiles) or "none",
+    }
+    altered = [name for name, value in said.items() if record.fields.get(name, value) != value]
+    if Fingerprint(record.flavor, record.fields).key != record.key:
+        altered.append("key")
+    if altered:
+        raise ArtifactError(
+            f"{path / ENGINE_FILE} was altered: its {altered[0]} is not what the engine was "
+            "built from.",
+            do=_REMEDY,
+        )

@@ -11,7 +11,8 @@
     ├── ProviderError                an execution provider cannot be had, or did not take the model
     ├── InputError                   a text, an image, a tensor or a data file cannot be used
     ├── MissingPackageError          an optional package is needed and not installed
-    └── CheckFailedError             exit 1: everything ran, and the answer is no
+    ├── CheckFailedError             exit 1: everything ran, and the answer is no
+    └── BadRowsError                 exit 3: everything ran, and some rows have no answer
 
 A message says what was found and what was expected; `do` says what to do next.
 The command line prints the two and exits; any other exception is a bug.
@@ -84,6 +85,12 @@ class CheckFailedError(EngineryError):
     """Everything that was asked for ran, and the answer is no."""
 
     exit_code = 1
+
+
+class BadRowsError(EngineryError):
+    """Everything ran, and some rows have no answer."""
+
+    exit_code = 3
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

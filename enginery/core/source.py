@@ -197,7 +197,8 @@ def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) ->
             raise SourceError(
                 f"model '{hub_id}' at revision '{revision}' cannot be had from the Hub: "
                 f"{_hub_reason(error)}.",
-                do="Check the id and the network; for a private model set HF_TOKEN.",
+                do="Check the id and the network; for a private model set HF_TOKEN. There is no "
+                "directory of that name either.",
             ) from error
         path = str(local)
     source = _from_directory("hub", hub_id, Path(path), allow_pickle)

@@ -11,6 +11,7 @@ however it dies: what nobody holds is a leftover, and the next run removes it.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -25,6 +26,9 @@ from enginery.core.errors import ArtifactError
 
 MANIFEST = "manifest.json"
 STAGING_PREFIX = ".tmp-"
+# linux/fs.h and fcntl.h
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
 _LEFTOVER = re.compile(r"^\.tmp-(?P<target>.+)-[0-9a-f]{12}$")
 
 
@@ -60,8 +64,17 @@ def staging(out: Path) -> Iterator[Path]:
 
 
 def refuse_foreign(out: Path) -> None:
-    """Raises ArtifactError if `out` holds anything that is not an artifact."""
-    if not out.exists() or _is_ours(out / MANIFEST):
+    """Raises ArtifactError if `out` holds anything that is not an artifact, or not of it."""
+    if not out.exists():
+        return
+    if _is_ours(out / MANIFEST):
+        if others := _strangers(out):
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            raise ArtifactError(
+                f"{out} is an artifact, but holds files that are not its own and would be lost: "
+                f"{', '.join(others[:3])}{more}.",
+                do="Move them elsewhere, or name another --out.",
+            )
         return
     if out.is_dir() and not any(out.iterdir()):
         return
@@ -135,6 +148,23 @@ def _is_ours(manifest: Path) -> bool:
     return isinstance(found, dict) and {"source", "graphs", "stages", "files"} <= found.keys()
 
 
+def _strangers(artifact: Path) -> list[str]:
+    """Files below an artifact that neither its manifest nor a report accounts for."""
+    try:
+        known = json.loads((artifact / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError):
+        return []
+    names = (path.relative_to(artifact) for path in artifact.rglob("*") if path.is_file())
+    return sorted(
+        name.as_posix()
+        for name in names
+        if name.as_posix() not in known
+        and name.as_posix() != MANIFEST
+        and name.parts[0] != "reports"
+        and not name.name.startswith(STAGING_PREFIX)
+    )
+
+
 def _sync(directory: Path) -> None:
     """Flushes every file, so that the rename cannot reach the disk before the content."""
     for path in directory.rglob("*"):
@@ -147,6 +177,9 @@ def _swap(directory: Path, out: Path) -> None:
     if not out.exists():
         os.replace(directory, out)
         return
+    if _exchanged(directory, out):
+        shutil.rmtree(directory, ignore_errors=True)  # it has the old content now
+        return
     old = _beside(out)
     os.replace(out, old)
     try:
@@ -155,6 +188,21 @@ def _swap(directory: Path, out: Path) -> None:
         os.replace(old, out)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Swaps two directories at once; False, and nothing done, where the system cannot.
+
+    Without it there is a moment between two renames in which neither is in its place.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # a C library older than 2018, or musl
+        return False
+    here, names = _AT_FDCWD, (os.fsencode(one), os.fsencode(other))
+    return bool(renameat2(here, names[0], here, names[1], _RENAME_EXCHANGE) == 0)
 
 
 def _beside(path: Path) -> Path:

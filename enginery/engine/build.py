@@ -27,7 +27,7 @@ from enginery.core.engine_record import (
     plan_name,
     wrapper_name,
 )
-from enginery.core.errors import ProviderError
+from enginery.core.errors import ArtifactError, ProviderError
 from enginery.core.fingerprint import sha256_of
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
@@ -203,7 +203,13 @@ def place_engine(engine: Engine, artifact: Path) -> Path:
     shutil.rmtree(directory, ignore_errors=True)  # of an earlier build, built anew
     directory.mkdir(parents=True)
     for file in (engine.record.plan, engine.record.layer_list, ENGINE_FILE):
-        link_or_copy(engine.path / file, directory / file)
+        try:
+            link_or_copy(engine.path / file, directory / file)
+        except FileNotFoundError as error:
+            raise ArtifactError(
+                f"{engine.path / file} has just gone: another process removed it from the store.",
+                do="Run the same command again.",
+            ) from error
     write_wrapper(directory, engine.record)
     return directory
 

@@ -27,6 +27,7 @@ from enginery.engine.config import BuildConfig, check_config
 from enginery.engine.lengths import profiles_from_data
 from enginery.engine.profiles import ProfileReport, check_profiles, read_profiles
 from enginery.runtime.tensorrt import key_fields, resolve_capabilities
+from enginery.runtime.tensorrt_library import require_tensorrt
 from enginery.runtime.tensorrt_options import check_options, flavor_named
 
 ENGINE_VERSION = "1"
@@ -84,6 +85,7 @@ def read_requests(artifact: Artifact, config: BuildConfig) -> Requested:
     check_config(config)
     flavor = flavor_named(config.flavor)
     check_options(flavor, config.options)
+    require_tensorrt("Building an engine", flavor)
     capabilities = resolve_capabilities(flavor, config.capability)
     limits = size_limits(artifact)
     profiles, buckets = _profiles(artifact, config)

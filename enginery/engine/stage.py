@@ -16,6 +16,7 @@ is in. No engine of this package has been run on a GPU yet.
 
 from __future__ import annotations
 
+import shutil
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +24,7 @@ from pathlib import Path
 from enginery.core.artifact import MANIFEST, REPORTS, Artifact, commit_artifact, link_or_copy
 from enginery.core.engine import Engine
 from enginery.core.engine_record import ENGINE_FILE, ENGINES, engine_directories
-from enginery.core.fingerprint import Fingerprint, tool_versions
+from enginery.core.fingerprint import Fingerprint, combined_sha256, sha256_of, tool_versions
 from enginery.core.manifest import StageRecord
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
@@ -71,6 +72,10 @@ def fingerprint(source: Artifact, config: BuildConfig, requested: Requested) -> 
         STAGE,
         {
             "artifact": source.content_sha256(),
+            # They go along with the artifact, so that one with others is another.
+            "verdicts": ", ".join(f"{v.stage} {v.key[:16]} {v.passed}" for v in
+                                  source.manifest.verdicts) or "none",
+            "reports": _reports_sha256(source),
             "other engines": ", ".join(sorted(others)) or "none",
             **engines,
             "profiles from": f"{requested.data_sha256} {config.column}" if requested.buckets
@@ -81,10 +86,26 @@ def fingerprint(source: Artifact, config: BuildConfig, requested: Requested) -> 
     )  # fmt: skip
 
 
+def _reports_sha256(source: Artifact) -> str:
+    """Over the reports, but for those that this stage writes itself."""
+    own = {Path(REPORT).name, Path(FIGURE).name}
+    files = (source.path / REPORTS).rglob("*")
+    found = {str(path.relative_to(source.path)): sha256_of(path) for path in files
+             if path.is_file() and path.name not in own}  # fmt: skip
+    return combined_sha256(found) if found else "none"
+
+
 def has_engines(source: Artifact, requested: Requested) -> bool:
     """Whether every engine that is asked for is in the artifact already."""
     records = (f"{ENGINES}/{r.directory}/{ENGINE_FILE}" for r in requested.requests)
     return all(record in source.manifest.files for record in records)
+
+
+def engines_lost(source: Artifact, requested: Requested, out: Path) -> list[str]:
+    """Engines at `out` that the artifact which replaces it there will not have."""
+    present = {path.name for path in engine_directories(out)}
+    kept = {path.name for path in engine_directories(source.path)}
+    return sorted(present - kept - {request.directory for request in requested.requests})
 
 
 def run(
@@ -189,12 +210,16 @@ def _left_out(
 
 
 def _copy(source: Artifact, directory: Path) -> None:
-    """Everything of the source but its manifest; large files are linked."""
+    """Everything of the source but its manifest; large files are linked, reports are not."""
     for path in sorted(source.path.rglob("*")):
         name = path.relative_to(source.path)
         hidden = path.name.startswith(STAGING_PREFIX)  # of an `annotate` that was killed
         if path.is_file() and not hidden and str(name) != MANIFEST:
-            link_or_copy(path, directory / name)
+            if name.parts[0] == REPORTS:  # they are written anew, here and by other stages
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, directory / name)
+            else:
+                link_or_copy(path, directory / name)
 
 
 def _engine_of(file: str) -> str:

@@ -55,6 +55,12 @@ def check_options(config: OptimizeConfig) -> None:
             "computes in FP32 and would only add casts.",
             do="Leave it at --precision fp32; --quantize dynamic makes it smaller and faster.",
         )
+    if config.target == "tensorrt" and config.level != OptimizeConfig.level:
+        raise OptionError(
+            f"option 'level' is {config.level} for the target tensorrt, which gets no fusions of "
+            "ONNX Runtime's.",
+            do="Leave it out; levels are for cuda and cpu.",
+        )
     if config.level == "O4" and (config.target != "cuda" or config.precision != "fp16"):
         raise OptionError(
             f"option 'level' is O4, which is O3 in FP16 on CUDA; found target {config.target} and "

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from enginery.core.artifact import Artifact
-from enginery.core.errors import ExportError
+from enginery.core.errors import ExportError, OptionError, nearest
 from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
 from enginery.core.precision import Tolerance
@@ -76,6 +76,7 @@ def make_graphs(
         InputError: the data cannot be read, or a graph fails on them.
     """
     made = Made()
+    _require_nodes(artifact, config)
     if config.target == "tensorrt":
         _require_standard_ops(artifact)
         prepared = scratch / "clean"
@@ -105,7 +106,8 @@ def make_graphs(
         elif config.quantize == "dynamic":
             data_files = quantize_dynamically(fp32, out)
             agreements = _agreements(fp32, out, record, batches, _APPROXIMATED)
-            said = "; ".join(agreement.describe() for agreement in agreements)
+            said = "; ".join(f"{a.output}: largest error {a.max_abs:.3g}, cosine {a.cosine:.5f}"
+                             for a in agreements)  # fmt: skip
             made.notes.append(f"{record.file}: dynamic INT8 against FP32: {said}")
         else:
             data_files = write_graph(read_graph(fp32), out)
@@ -115,6 +117,23 @@ def make_graphs(
         if config.target == "tensorrt":
             _ask_parser(out, record, made)
     return made
+
+
+def _require_nodes(artifact: Artifact, config: OptimizeConfig) -> None:
+    """Raises OptionError where `keep_fp32` names a node that no graph has."""
+    if not config.keep_fp32:
+        return
+    names = {
+        node.name or ""
+        for record in artifact.manifest.graphs
+        for graph in read_graph(artifact.path / record.file).graphs()
+        for node in graph
+    }
+    for name in config.keep_fp32:
+        if name not in names:
+            raise OptionError(
+                f"option 'keep_fp32': no node is named '{name}'{nearest(name, names)}"
+            )
 
 
 def _require_standard_ops(artifact: Artifact) -> None:

@@ -10,6 +10,7 @@ Takes an FP32 ONNX file; leaves another one.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from pathlib import Path
 
@@ -26,12 +27,16 @@ def quantize_dynamically(source: Path, out: Path) -> tuple[str, ...]:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    quantize_dynamic(
-        source, out, per_channel=True, weight_type=QuantType.QInt8,
-        use_external_data_format=bool(external_data_files(source)),
-        # Types behind fused ops cannot be inferred; they are float32.
-        extra_options={"MatMulConstBOnly": True, "DefaultTensorType": _FLOAT32},
-    )  # fmt: skip
+    logging.disable(logging.WARNING)  # it asks each time to be called by another way
+    try:
+        quantize_dynamic(
+            source, out, per_channel=True, weight_type=QuantType.QInt8,
+            use_external_data_format=bool(external_data_files(source)),
+            # Types behind fused ops cannot be inferred; they are float32.
+            extra_options={"MatMulConstBOnly": True, "DefaultTensorType": _FLOAT32},
+        )  # fmt: skip
+    finally:
+        logging.disable(logging.NOTSET)
     return tuple(external_data_files(out))
 
 

@@ -147,7 +147,7 @@ class Judge:
 
     def _argmax_agreement(self, found: Mapping[str, Rows]) -> float | None:
         agreed = [
-            np.mean(mine.argmax(axis=-1) == theirs.argmax(axis=-1))
+            np.mean(_largest(mine) == theirs.argmax(axis=-1))
             for name, rows in found.items()
             for mine, theirs in zip(rows, self._expected[name], strict=False)
             if "logits" in name and mine.shape[-1] > 1
@@ -161,10 +161,15 @@ class Judge:
             return None
         order = [row for batch in batches for row in batch.rows]
         right = [
-            int(logits.ravel().argmax()) == self._labels[row]
+            int(_largest(logits.ravel())) == self._labels[row]
             for row, logits in zip(order, answers["logits"], strict=False)
         ]
         return float(np.mean(right))
+
+
+def _largest(scores: NDArray[np.float32]) -> NDArray[np.intp]:
+    """The place of the largest score along the last axis; -1 where one is NaN or infinite."""
+    return np.where(np.isfinite(scores).all(axis=-1), scores.argmax(axis=-1), -1)
 
 
 def _unpadded(row: NDArray[Any], index: int, mask: NDArray[Any] | None) -> NDArray[np.float32]:

@@ -41,7 +41,7 @@ hundred; with a larger limit more rows would take more memory, as more of them a
 _IMAGES = 4
 _HELD_OUT = 4
 """One row of so many measures."""
-_MAX_HELD_OUT = 128
+MOST_HELD_OUT = 128
 _LEAST_ROWS = 8
 
 Kind = Literal["texts", "images", "feeds", "random"]
@@ -60,6 +60,11 @@ class CalibrationData:
     """Over the items' contents."""
     description: str
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are enough that some only measure; else the same ones calibrate, too."""
+        return len(self.items) >= _LEAST_ROWS
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -71,7 +76,12 @@ class Batch:
 
 
 def make_batches(
-    artifact: Artifact, record: GraphRecord, data: CalibrationData, *, seed: int
+    artifact: Artifact,
+    record: GraphRecord,
+    data: CalibrationData,
+    *,
+    seed: int,
+    most_held_out: int = MOST_HELD_OUT,
 ) -> tuple[list[Batch], list[Batch]]:
     """Batches that calibrate, and batches that measure; the same ones where there are few inputs.
 
@@ -81,9 +91,9 @@ def make_batches(
     """
     count = len(data.items)
     rows = list(range(count))
-    every = max(_HELD_OUT, -(-count // _MAX_HELD_OUT))
-    held_out = rows[every - 1 :: every] if count >= _LEAST_ROWS else rows
-    calibrating = sorted(set(rows) - set(held_out)) if count >= _LEAST_ROWS else rows
+    every = max(_HELD_OUT, -(-count // most_held_out))
+    held_out = rows[every - 1 :: every] if data.holds_out else rows
+    calibrating = sorted(set(rows) - set(held_out)) if data.holds_out else rows
     make = {"texts": _text_batches, "images": _image_batches, "feeds": _feed_batches}
     if data.kind == "random":
         limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))

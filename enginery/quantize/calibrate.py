@@ -26,6 +26,7 @@ from enginery.passes.qdq import ActivationRange, fp16_scale
 from enginery.passes.ranges import float_tensors, measure_ranges
 from enginery.passes.scheme import FP8, INT8, Scheme, Vector
 from enginery.quantize.accuracy import Accuracy, Judge
+from enginery.quantize.batches import MOST_HELD_OUT
 from enginery.quantize.calibration import Channels, observe_channels, observe_magnitudes
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import Batch, CalibrationData, make_batches
@@ -36,6 +37,8 @@ from enginery.quantize.search import Budget, SearchResult, search_mix
 from enginery.quantize.share import Arithmetic, count_multiply_adds, mean_length_feeds
 from enginery.quantize.smoothing import choose_smoothing, mean_error
 
+_MOST_ANSWERS = 1024
+"""Rows that measure a budget in answers, which are counted one by one; a cosine needs fewer."""
 _FP8_CHANNELS = 16
 """TensorRT for RTX 1.7 built an FP8 convolution of 3 input channels in FP16, of 16 in FP8."""
 _EFFECT_ROWS = 32
@@ -88,8 +91,11 @@ def calibrate(
         CheckFailedError: no mix holds the budget.
     """
     record, scheme = artifact.manifest.graphs[0], scheme_of(config)
-    batches, held_out = make_batches(artifact, record, data, seed=config.seed)
-    arithmetic = count_multiply_adds(artifact.model, model, layers, mean_length_feeds(batches))
+    most = _MOST_ANSWERS if config.accuracy_budget else MOST_HELD_OUT
+    batches, held_out = make_batches(artifact, record, data, seed=config.seed, most_held_out=most)
+    arithmetic = count_multiply_adds(
+        artifact.model, model, layers, mean_length_feeds(batches, record)
+    )
     left_out = excluded_layers(layers, config.exclude, arithmetic, scheme)
     candidates = [layer for layer in layers if layer.name not in left_out]
     if not candidates:
@@ -102,6 +108,13 @@ def calibrate(
         seen = observe_channels(
             artifact.model, candidates, batches, seed=config.seed, advance=advance
         )
+    silent = {name for name, found in seen.items() if not found.reach}
+    for layer in [x for x in candidates if x.activation in silent]:
+        left_out[layer.name] = "its input is zero on all calibration inputs, so it has no range"
+        candidates.remove(layer)
+    seen = {name: found for name, found in seen.items() if name not in silent}
+    if not candidates:
+        raise InputError("every layer's input is zero on all calibration inputs.")
     weights = _weights(model, candidates)
     ranges, smoothed = _smooth(candidates, weights, seen, config, scheme, progress)
     if config.method != "minmax":
@@ -127,7 +140,8 @@ def calibrate(
         bias_deltas=deltas,
         left_out={**left_out, **measured.search.left_out},
         smoothed=smoothed,
-        fp32_nodes=_fp32_nodes(artifact, model, batches) if config.residual == "fp16" else {},
+        # Also where the rest stays FP32: the ranges may be used again for FP16.
+        fp32_nodes=_fp32_nodes(artifact, model, batches),
     )
     return recorded, measured
 

@@ -56,6 +56,11 @@ class Channels:
         self._generator = np.random.default_rng(self.seed)
 
     @property
+    def reach(self) -> float:
+        """The largest magnitude of all channels."""
+        return float(max(np.abs(self.smallest).max(), np.abs(self.largest).max()))
+
+    @property
     def capacity(self) -> int:
         """The most rows that are kept."""
         return max(16, min(_SAMPLE_ROWS, _SAMPLE_BYTES // (4 * self.width)))

@@ -22,8 +22,8 @@ class QuantizeConfig:
     label_column: str = ""
     """The column that holds the right label, for `accuracy_budget`."""
     rows: int = 512
-    """How many rows are read, evenly spread over the file. A quarter of them, at most 128, measure
-    the accuracy and calibrate nothing."""
+    """How many rows are read, evenly spread over the file. A quarter of them, at most 128 and 1024
+    for `accuracy_budget`, measure the accuracy and calibrate nothing."""
     method: Method = "percentile"
     """What the range of an activation is taken from."""
     percentile: float = 99.999
@@ -42,14 +42,15 @@ class QuantizeConfig:
     harmful first, until it holds."""
     accuracy_budget: str = ""
     """In place of `min_cosine`, for a model that classifies: how much of its accuracy may be lost,
-    `0.5%` or 0.005. With `label_column`, right labels; without, answers that FP32 gives too."""
+    `0.5%`. With `label_column`, right labels; without, answers that FP32 gives too."""
     curve: bool = True
     """Measure how accuracy falls with the quantized share, for the report, even where every layer
     can be quantized."""
     exclude: tuple[str, ...] = ()
     """Layers that stay as they are: node names, or patterns such as `*/layer.0/*`."""
     ranges: str = ""
-    """The `reports/ranges.json` of an earlier run, or its artifact: nothing is calibrated anew."""
+    """The `reports/ranges.json` of an earlier run, or its artifact: nothing is calibrated anew, and
+    nothing is measured."""
     scheme: Literal["int8", "fp8", "dynamic"] = "int8"
     """`int8` and `fp8` (E4M3, for 8.9, 12.0 and later): static ranges. `dynamic`: INT8 weights and
     activations quantized as they come, for the target cpu, without calibration."""
@@ -106,8 +107,14 @@ def check_options(config: QuantizeConfig) -> None:
             "FP8 has none.",
             do="Take percentile, minmax, moving-average or mse.",
         )
+    if config.ranges and (config.calibration or config.accuracy_budget):
+        given = "calibration" if config.calibration else "accuracy_budget"
+        raise OptionError(
+            f"options 'ranges' and '{given}' are both given, but with ranges nothing is measured.",
+            do="Leave one out: ranges make the same graph again, a calibration makes a new one.",
+        )
     if config.scheme == "fp8":
-        for capability in config.capabilities:
+        for capability in capabilities_of(config):
             if not _has_fp8(capability):
                 raise OptionError(
                     f"option 'scheme' is fp8 and 'capabilities' has {capability}, a GPU that "
@@ -121,12 +128,24 @@ def check_options(config: QuantizeConfig) -> None:
         )
     if config.accuracy_budget:
         lost_accuracy(config.accuracy_budget)
+        if config.min_cosine != QuantizeConfig.min_cosine:
+            raise OptionError(
+                "options 'accuracy_budget' and 'min_cosine' are both given; one is in place of the "
+                "other.",
+                do="Leave one out.",
+            )
     _require("rows", config.rows, 1, float("inf"))
     _require("percentile", config.percentile, 50, 100)
     _require("min_cosine", config.min_cosine, -1, 1)
     _require("seed", config.seed, 0, float("inf"))
     if not isinstance(config.smoothing, str):
         _require("smoothing", config.smoothing, 0, 1)
+
+
+def capabilities_of(config: QuantizeConfig) -> list[str]:
+    """Each of `capabilities`, which may be written with commas."""
+    words = (word.strip() for text in config.capabilities for word in text.split(","))
+    return [word for word in words if word]
 
 
 def _has_fp8(capability: str) -> bool:
@@ -137,17 +156,16 @@ def _has_fp8(capability: str) -> bool:
 
 
 def lost_accuracy(budget: str) -> float:
-    """The part of all answers in an `accuracy_budget`: `0.5%` and `0.005` are 0.005.
+    """The part of all answers in an `accuracy_budget`: `0.5%` is 0.005.
 
     Raises:
-        OptionError: it is neither a percentage nor a number from 0 to 1.
+        OptionError: it is no percentage; a number alone could mean either.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", budget)
-    part = float(found[1]) / (100 if found[2] else 1) if found else -1.0
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", budget)
+    part = float(found[1]) / 100 if found else -1.0
     if not 0 <= part <= 1:
         raise OptionError(
-            f"option 'accuracy_budget' is '{budget}', expected a percentage or a part of 1: 0.5% "
-            "or 0.005."
+            f"option 'accuracy_budget' is '{budget}', expected a percentage, such as 0.5%."
         )
     return part
 

@@ -157,7 +157,7 @@ def _digest(kind: Kind, items: Iterable[Any], labels: Sequence[int] = ()) -> str
     digest = hashlib.sha256()
     for index, item in enumerate(items):
         if kind == "texts":
-            digest.update(item.encode() + b"\0")
+            digest.update(json.dumps(item).encode() + b"\0")
         elif kind == "feeds":
             digest.update(_feed_bytes(item))
         else:
@@ -169,8 +169,9 @@ def _digest(kind: Kind, items: Iterable[Any], labels: Sequence[int] = ()) -> str
 
 
 def _feed_bytes(item: Mapping[str, Any]) -> bytes:
-    return b"".join(f"{n}{np.asarray(a).shape}".encode() + np.ascontiguousarray(a).tobytes()
-                    for n, a in sorted(item.items()))  # fmt: skip
+    arrays = {name: np.asarray(array) for name, array in sorted(item.items())}
+    head = json.dumps([[n, a.dtype.str, a.shape] for n, a in arrays.items()]).encode()
+    return head + b"".join(np.ascontiguousarray(a).tobytes() for a in arrays.values())
 
 
 def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
@@ -184,7 +185,10 @@ def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
                 do="Hand over rows in Python: quantize_model(…, dataset, column='image', …).",
             )
         images = list_images(path, rows=config.rows)
-        digest = combined_sha256({str(image): sha256_of(image) for image in images})
+        digest = combined_sha256(
+            {image.relative_to(path).as_posix() if path.is_dir() else image.name: sha256_of(image)
+             for image in images}
+        )  # fmt: skip
         return CalibrationData("images", tuple(images), (), digest, f"{path.name}: images")
     if not takes_texts(record):
         names = ", ".join(sorted(spec.name for spec in record.inputs))

@@ -63,7 +63,9 @@ def make_dynamic(
     document: dict[str, Any] = {
         "scheme": "dynamic", "products": products, "notes": notes, "fields": dict(fields),
     }  # fmt: skip
-    if data is not None:
+    if data is None:
+        notes.append("its accuracy was not measured: no inputs were given")
+    else:
         found, budget = _measure(source, directory / records[0].file, config, data)
         notes += [data.description, *budget_notes(budget, found.rows)]
         document["accuracy"] = asdict(found)

@@ -20,7 +20,7 @@ from enginery.quantize.calibrate import Measured
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import CalibrationData
 from enginery.quantize.recorded import Recorded
-from enginery.quantize.search import Budget
+from enginery.quantize.search import HEADROOM, Budget
 from enginery.quantize.trial import EngineTrial
 
 COUNTED = (
@@ -80,7 +80,9 @@ class QuantizationReport:
             document["search"] = _search(measured)
         if accuracy is not None:
             document["accuracy"] = asdict(accuracy)
-            said.append(accuracy_words(accuracy))
+            said.append(accuracy_words(accuracy, held_out=data is None or data.holds_out))
+            if measured is not None and measured.budget.kind == "accuracy":
+                said[-1] += f" (FP32 {measured.budget.reference:.1%})"
         said += [
             f"TensorRT {trial.tensorrt} for {trial.capability}: {trial.quantized_layers} of "
             f"{len(quantized)} multiplied in {kind}, {trial.fused_attentions} fused attentions"
@@ -94,9 +96,13 @@ class QuantizationReport:
         return json_bytes(self.document)
 
 
-def accuracy_words(accuracy: Accuracy) -> str:
-    """An accuracy in one line."""
-    words = f"mean cosine {accuracy.cosine:.5f} to FP32 on {accuracy.rows} held-out rows"
+def accuracy_words(accuracy: Accuracy, *, held_out: bool = True) -> str:
+    """An accuracy in one line.
+
+    `held_out` is false where so few inputs were given that the same ones calibrated.
+    """
+    which = "held-out rows" if held_out else "rows, those of the calibration themselves"
+    words = f"mean cosine {accuracy.cosine:.5f} to FP32 on {accuracy.rows} {which}"
     for name, value in (
         ("nearest neighbours", accuracy.neighbour_agreement),
         ("largest scores", accuracy.argmax_agreement),
@@ -137,7 +143,7 @@ _AXES = {
 
 def budget_notes(budget: Budget, rows: int) -> list[str]:
     """What a budget cannot say on so few rows."""
-    if budget.kind == "cosine" or budget.allowed * rows >= 1:
+    if budget.kind == "cosine" or HEADROOM * budget.allowed * rows >= 1:
         return []
     return [
         f"of {rows} held-out rows, one is {1 / rows:.2%}: with a budget of {budget.allowed:.2%} "

@@ -21,8 +21,10 @@ from enginery.core.errors import CheckFailedError, OptionError
 from enginery.quantize.accuracy import Accuracy
 from enginery.quantize.config import QuantizeConfig, lost_accuracy
 
-_HEADROOM = 0.95
+HEADROOM = 0.95
 """FP16 takes a little of the budget as well, so the search does not spend all of it."""
+_ROUNDING = 1e-12
+"""1 - 0.99 is a little more than 0.01."""
 
 Measure = Callable[[Collection[str], bool], Accuracy]
 """Quantized layers, and whether a part of the rows will do -> accuracy."""
@@ -63,7 +65,7 @@ class Budget:
 
     def holds(self, found: Accuracy, *, headroom: float = 1.0) -> bool:
         """Whether the answers are near enough, with a part of the budget to spare."""
-        return self.reference - self.value(found) <= headroom * self.allowed
+        return self.reference - self.value(found) <= headroom * self.allowed + _ROUNDING
 
     def value(self, found: Accuracy) -> float:
         """What the budget is about."""
@@ -80,7 +82,7 @@ class Budget:
     def __str__(self) -> str:
         least = self.reference - self.allowed
         words = {
-            "cosine": f"mean cosine of at least {least:.6g}",
+            "cosine": f"mean cosine of at least {least:.10g}",
             "agreement": f"agreement with FP32's answers of at least {least:.2%}",
             "accuracy": f"accuracy of at least {least:.2%}",
         }
@@ -141,7 +143,7 @@ def search_mix(
             share = sum(weights[name] for name in names if name not in left_out)
             points[count] = CurvePoint(count, share, found)
             advance()
-        return budget.holds(points[count].accuracy, headroom=_HEADROOM)
+        return budget.holds(points[count].accuracy, headroom=HEADROOM)
 
     enough = holds([])
     if enough and not curve:
@@ -164,7 +166,7 @@ def search_mix(
         best = max(points.values(), key=lambda point: budget.value(point.accuracy))
         raise CheckFailedError(
             f"no mix with a quantized layer keeps a {budget}: the best has a mean cosine of "
-            f"{best.accuracy.cosine:.4f} with {best.share:.0%} of the multiply-adds quantized.",
+            f"{best.accuracy.cosine:.8g} with {best.share:.0%} of the multiply-adds quantized.",
             do="Lower the budget, or calibrate on inputs nearer to those that the model is for.",
         )
     for count in _powers(len(order)) if curve else ():

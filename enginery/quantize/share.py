@@ -19,8 +19,10 @@ import numpy as np
 import onnx_ir as ir
 
 from enginery.core.feeds import Feeds
+from enginery.core.manifest import GraphRecord
 from enginery.passes.layers import Layer, stored
 from enginery.quantize.data import Batch
+from enginery.runtime.real_inputs import fixed_batch
 from enginery.runtime.tracing import GraphTracer
 
 
@@ -43,8 +45,11 @@ class Arithmetic:
         return done / total if total else 0.0
 
 
-def mean_length_feeds(batches: Sequence[Batch]) -> Feeds:
-    """One row of the batch whose sequence is nearest to the rows' mean length."""
+def mean_length_feeds(batches: Sequence[Batch], record: GraphRecord) -> Feeds:
+    """One row of the batch whose sequence is nearest to the rows' mean length.
+
+    Of a graph with a fixed batch, as many rows as it takes.
+    """
     loaded = []
     for batch in batches:
         feeds = batch.load()
@@ -55,7 +60,10 @@ def mean_length_feeds(batches: Sequence[Batch]) -> Feeds:
             break  # without a mask all inputs are of one size
     mean = np.average([length for length, _, _ in loaded], weights=[n for _, n, _ in loaded])
     nearest = min(loaded, key=lambda entry: abs(entry[0] - mean))[2]
-    return {name: value[:1] if value.ndim else value for name, value in nearest.load().items()}
+    found = nearest.load()
+    if fixed_batch(record):
+        return found
+    return {name: value[:1] if value.ndim else value for name, value in found.items()}
 
 
 def count_multiply_adds(

@@ -50,7 +50,7 @@ from enginery.quantize.data import CalibrationData, read_data
 from enginery.quantize.dynamic import make_dynamic
 from enginery.quantize.recorded import RANGES, Recorded, find_ranges
 from enginery.quantize.report import QuantizationReport, budget_notes, save_curve
-from enginery.quantize.trial import build_trials
+from enginery.quantize.trial import build_trials, check_trial
 from enginery.runtime.tracing import GraphTracer
 
 STAGE = "quantize"
@@ -98,6 +98,13 @@ def read_calibration(
     """The calibration inputs that `fingerprint` and `run` take; see `read_data`."""
     check_options(config)
     require_quantizable(source, config)
+    if config.ranges and given is not None:
+        raise OptionError(
+            "there are both calibration inputs and ranges, but with ranges nothing is measured.",
+            do="Leave one out.",
+        )
+    if config.scheme != "dynamic":
+        check_trial(source, config)
     if config.scheme == "dynamic" and given is None and not config.calibration:
         return None  # nothing is calibrated; inputs would only measure
     return read_data(source, config, given)

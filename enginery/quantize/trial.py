@@ -22,8 +22,9 @@ from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Profile, dynamic_dims
 from enginery.passes.layers import Layer
 from enginery.passes.lint import lint_onnx
-from enginery.quantize.config import QuantizeConfig
-from enginery.runtime.tensorrt import build_plan, parse_onnx
+from enginery.quantize.config import QuantizeConfig, capabilities_of
+from enginery.runtime.tensorrt import RTX, build_plan, parse_onnx, resolve_capabilities
+from enginery.runtime.tensorrt_library import require_tensorrt
 
 _BATCH = (1, 8, 32)
 
@@ -46,6 +47,23 @@ class EngineTrial:
     seconds: float
 
 
+def check_trial(artifact: Artifact, config: QuantizeConfig) -> None:
+    """Looks at what engines are to be built for, before the calibration takes its time.
+
+    Raises:
+        OptionError: TensorRT builds for no such GPU.
+        ShapeError: a profile does not fit.
+        MissingPackageError: TensorRT is not installed.
+    """
+    if not capabilities_of(config):
+        return
+    require_tensorrt("Building a trial engine (--empty-capabilities builds none)")
+    resolve_capabilities(RTX, capabilities_of(config))
+    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    for profile in config.profile:
+        Profile.parse(profile).check(artifact.manifest.graphs[0].inputs, limits.ends)
+
+
 def build_trials(
     graph: Path, artifact: Artifact, config: QuantizeConfig, quantized: Sequence[Layer]
 ) -> list[EngineTrial]:
@@ -63,7 +81,7 @@ def build_trials(
             f"{faults[0].problem}",
             do=faults[0].remedy,
         )
-    if not config.capabilities:
+    if not capabilities_of(config):
         return []
     record = artifact.manifest.graphs[0]
     report = parse_onnx(graph)
@@ -77,7 +95,7 @@ def build_trials(
     limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
     profiles = [Profile.parse(text) for text in config.profile] or trial_profiles(record, limits)
     trials = []
-    for capability in config.capabilities:
+    for capability in capabilities_of(config):
         built = build_plan(graph, profiles=profiles, capabilities=[capability], limits=limits.ends)
         # A fused layer names the nodes in it; the kernel that quantizes may name the product, too.
         multiplied = {

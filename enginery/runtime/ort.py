@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact import Artifact
 from enginery.core.closing import Closing
 from enginery.core.engine import Engine
-from enginery.core.errors import InputError, ProviderError, ShapeError
+from enginery.core.errors import InputError, ProviderError
 from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
@@ -131,8 +131,11 @@ class OrtRunner(Closing):
         if unknown := [name for name in feeds if name not in arrays]:
             expected = ", ".join(str(spec) for spec in self.record.inputs)
             raise InputError(f"unknown input '{unknown[0]}'; the graph takes {expected}.")
+        return self._run(self._index(arrays), arrays)
+
+    def _run(self, index: int, arrays: Feeds) -> Outputs:
+        """Runs one of the sessions on arrays that fit its graph."""
         names = [spec.name for spec in self.record.outputs]
-        index = self._index(arrays)
         if index in self._bindings:
             return self._bindings[index](arrays)
         session = self._sessions[index]
@@ -245,11 +248,13 @@ class OrtRunner(Closing):
             ProviderError: an engine fails at its own optimum.
         """
         limits = FeedLimits.from_config(self._config)
-        for engine, profile in zip(self.engines, self.profiles, strict=True):
+        engines = zip(self.engines, self.profiles, strict=True)
+        for index, (engine, profile) in enumerate(engines):
             sizes = {name: sizes.opt for name, sizes in profile.dims.items()}
             try:
-                self(make_feeds(self.record.inputs, sizes, limits, seed=0))
-            except (InputError, ShapeError) as error:
+                # Not by choice: another engine may be preferred for the very same shape.
+                self._run(index, make_feeds(self.record.inputs, sizes, limits, seed=0))
+            except InputError as error:
                 raise ProviderError(
                     f"{engine.name} does not run at its own optimum, {profile}: {error.message}",
                     do="Build it again for this GPU, and run: enginery doctor",

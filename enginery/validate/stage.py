@@ -23,7 +23,7 @@ from typing import Any
 
 from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.engine_record import engine_directories
-from enginery.core.errors import ArtifactError, SourceError
+from enginery.core.errors import ArtifactError, ProviderError, SourceError
 from enginery.core.feeds import FeedLimits
 from enginery.core.fingerprint import (
     Fingerprint,
@@ -37,6 +37,7 @@ from enginery.core.manifest import Verdict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.source import ModelSource, resolve_record, resolve_source
 from enginery.runtime.ort import OrtRunner
+from enginery.runtime.provider_names import CPU
 from enginery.runtime.provider_wish import ProviderWish, parse_wishes, wish_text
 from enginery.runtime.providers import choose_providers
 from enginery.validate.budget import is_quantized
@@ -128,6 +129,7 @@ def run(
     """
     started = time.monotonic()
     key = fingerprint(artifact, config)
+    _require_provider(artifact, config)
     limits = Limits.of(artifact, config)
     source = _reference_source(artifact, config)
     feed_limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
@@ -215,6 +217,16 @@ def _rule(limits: Limits, together: Sequence[OverallMetrics]) -> list[str]:
 def _mark(artifact: Artifact, key: Fingerprint, report: ValidationReport) -> None:
     verdict = Verdict.of(key, passed=report.passed, summary=report.summary, report=REPORT)
     artifact.annotate(verdict, report.to_json())
+
+
+def _require_provider(artifact: Artifact, config: ValidateConfig) -> None:
+    """Raises ProviderError before PyTorch has worked for nothing."""
+    chosen = choose_providers(wish_of(config), allow_fallback=config.allow_fallback)
+    if artifact.manifest.precision == "bf16" and chosen[0].name == CPU:
+        raise ProviderError(
+            f"{artifact.path} is bf16, and ONNX Runtime has no BF16 kernels on the CPU.",
+            do="Validate it on a GPU: --provider cuda",
+        )
 
 
 def _reference_source(artifact: Artifact, config: ValidateConfig) -> ModelSource:

@@ -3,6 +3,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from filelock import FileLock
@@ -257,6 +258,7 @@ def test_a_rename_that_fails_leaves_the_earlier_artifact(tmp_path, monkeypatch):
             raise OSError("no space")
         replace(source, target)
 
+    monkeypatch.setattr("enginery.core.staging._exchanged", lambda *_: False)
     monkeypatch.setattr("enginery.core.staging.os.replace", fail_for_the_new_one)
     with pytest.raises(OSError, match="no space"), staging(tmp_path / "out") as directory:
         (directory / "marker").touch()
@@ -277,6 +279,35 @@ def test_a_killed_process_leaves_nothing_finished_and_the_next_run_cleans_up(tmp
         Artifact.open(out)
     assert make(out).model.read_bytes() == b"graph"
     assert hidden(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot exchange names")
+def test_an_artifact_is_replaced_without_a_moment_when_it_is_gone(tmp_path, monkeypatch):
+    def never(*_):
+        raise AssertionError("a rename leaves a moment between two")
+
+    first = make(tmp_path / "a")
+    monkeypatch.setattr("enginery.core.staging.os.replace", never)
+    second = make(first.path, graph=b"other")
+    assert Artifact.open(first.path).content_sha256() == second.content_sha256()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("stranger", ["README.md", "notes/a.txt", "inner/manifest.json"])
+def test_an_artifact_that_holds_other_files_is_not_replaced(tmp_path, stranger):
+    artifact = make(tmp_path / "a")
+    (artifact.path / stranger).parent.mkdir(parents=True, exist_ok=True)
+    (artifact.path / stranger).write_text("mine")
+    with pytest.raises(ArtifactError, match=f"would be lost: {stranger}"):
+        make(tmp_path / "a", graph=b"other")
+    assert (artifact.path / stranger).read_text() == "mine"
+
+
+def test_reports_do_not_keep_an_artifact_from_being_replaced(tmp_path):
+    artifact = make(tmp_path / "a")
+    (artifact.path / "reports").mkdir()
+    (artifact.path / "reports" / "benchmark.json").write_text("{}")
+    make(tmp_path / "a", graph=b"other")
 
 
 def test_a_killed_process_leaves_the_earlier_artifact(tmp_path):

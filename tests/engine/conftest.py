@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 
 from enginery.core.artifact import Artifact
@@ -10,6 +12,20 @@ from enginery.engine import stage
 from enginery.engine.config import BuildConfig
 from enginery.runtime.tensorrt import has_tensorrt
 from tests.engine.products import PROFILE
+
+
+class Said:
+    """A progress that keeps what it was told."""
+
+    def __init__(self):
+        self.messages = []
+
+    @contextmanager
+    def task(self, name, total=0):
+        yield lambda: None
+
+    def say(self, message):
+        self.messages.append(message)
 
 
 def build_config(**options) -> BuildConfig:

@@ -17,6 +17,7 @@ from enginery.core.engine_record import (
     plan_name,
     wrapper_name,
 )
+from enginery.core.fingerprint import Fingerprint
 from enginery.engine.ep_context import write_wrapper
 
 PLAN = b"vtrt" + bytes(range(200))
@@ -25,7 +26,6 @@ PLAN = b"vtrt" + bytes(range(200))
 def engine_record(artifact: Artifact, *, plan: bytes = PLAN, **changes: Any) -> EngineRecord:
     """The record of an engine of the artifact's first graph; RTX 1.7.1 for 8.9 unless changed."""
     graph = artifact.manifest.graphs[0]
-    fields = {"profiles": str(changes.get("profiles")), "salt": json.dumps(changes, default=str)}
     values: dict[str, Any] = {
         "flavor": "tensorrt-rtx",
         "tensorrt": "1.7.1.116",
@@ -33,8 +33,6 @@ def engine_record(artifact: Artifact, *, plan: bytes = PLAN, **changes: Any) -> 
         "profiles": ("batch=1:2:4,sequence=1:16:64",),
         "graph": graph.file,
         "graph_sha256": graph_sha256(graph, artifact.manifest.files),
-        "key": hashlib.sha256(json.dumps(fields).encode()).hexdigest(),
-        "fields": fields,
         "plan": plan_name(graph.file),
         "plan_sha256": hashlib.sha256(plan).hexdigest(),
         "plan_size_bytes": len(plan),
@@ -51,7 +49,15 @@ def engine_record(artifact: Artifact, *, plan: bytes = PLAN, **changes: Any) -> 
         "warnings": (),
         "options": {},
     }
-    return EngineRecord(**{**values, **changes})
+    values |= changes
+    fields = {
+        "graph": values["graph_sha256"],
+        "capabilities": ",".join(values["capabilities"]) or "portable",
+        "profiles": "; ".join(values["profiles"]) or "none",
+        "salt": json.dumps(changes, default=str),
+    }
+    key = Fingerprint(values["flavor"], fields).key
+    return EngineRecord(**{"fields": fields, "key": key, **values})
 
 
 def write_engine(directory: Path, record: EngineRecord, *, plan: bytes = PLAN) -> Path:

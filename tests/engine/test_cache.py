@@ -12,15 +12,16 @@ import psutil
 import pytest
 
 from enginery.core.artifact import Artifact, commit_artifact
+from enginery.core.engine import Engine
 from enginery.core.engine_record import engine_directories
-from enginery.core.errors import ProviderError
+from enginery.core.errors import ArtifactError, ProviderError
 from enginery.core.store import Store
 from enginery.engine import build, stage
 from enginery.engine.build import find_engine, obtain_engine
 from enginery.engine.request import read_requests
 from enginery.runtime.tensorrt import has_tensorrt
 from tests.core.artifacts import start
-from tests.engine.conftest import build_config
+from tests.engine.conftest import Said, build_config
 from tests.engine.products import PROFILE, product
 
 pytestmark = pytest.mark.skipif(not has_tensorrt(), reason="pip install 'enginery[tensorrt-rtx]'")
@@ -47,22 +48,6 @@ build_engine(sys.argv[1], profile=["{PROFILE}"], capability="8.9", progress=Alou
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
-
-
-class Said:
-    """A progress that keeps what it was told."""
-
-    from contextlib import contextmanager
-
-    def __init__(self):
-        self.messages = []
-
-    @contextmanager
-    def task(self, name, total=0):
-        yield lambda: None
-
-    def say(self, message):
-        self.messages.append(message)
 
 
 def request_of(artifact, **options):
@@ -226,6 +211,22 @@ def test_damage_is_noticed_and_the_engine_built_again(tmp_path, file):
 def flipped(content):
     middle = len(content) // 2
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"profiles": ["batch=1:8:999"]}, {"capabilities": ["8.0"]}, {"graph_sha256": "0" * 64},
+     {"key": "0" * 64}],
+    ids=["profiles", "capabilities", "graph_sha256", "key"],
+)  # fmt: skip
+def test_a_record_that_says_other_than_it_was_built_from_is_noticed(tmp_path, change):
+    artifact = product(tmp_path / "a")
+    engine, _ = obtain(artifact)
+    file = engine.path / "engine.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    assert find_engine(request_of(artifact)) is None
+    with pytest.raises(ArtifactError, match=r"engine.json was altered"):
+        Engine.open(engine.path)
 
 
 def test_a_list_that_lacks_a_layer_is_noticed(tmp_path):

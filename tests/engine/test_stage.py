@@ -25,7 +25,7 @@ from enginery.runtime.tensorrt import has_tensorrt
 from enginery.validate import stage as validate
 from enginery.validate.config import ValidateConfig
 from tests.core.artifacts import verdict
-from tests.engine.conftest import build_config
+from tests.engine.conftest import Said, build_config
 from tests.engine.products import PROFILE, artifact_of, product
 from tests.passes.onnx_graphs import WIDTH, node, quantized_constants, quantized_product
 from tests.tiny import TEXT
@@ -243,6 +243,48 @@ def test_a_verdict_of_other_content_is_not_carried_over(tmp_path, built):
     assert made.manifest.verdicts == (stale,), "what it was about is not this"
 
 
+def test_a_stored_result_never_brings_an_older_verdict(tmp_path, own_home):
+    options = {"profile": [PROFILE], "capability": "8.9"}
+    source = product(tmp_path / "a").annotate(verdict(passed=True), b"{}")
+    assert not build_engine(source, **options).failed()
+    source = source.annotate(verdict(passed=False), b"{}")
+    assert build_engine(source, allow_failed=True, **options).failed()
+
+
+def test_reports_written_since_stay_where_engines_come_from_the_store(tmp_path, own_home):
+    options = {"profile": [PROFILE], "capability": "8.9"}
+    source = product(tmp_path / "a")
+    build_engine(source, **options)
+    source = source.annotate(verdict(passed=True), b"{}")
+    reports = source.path / "reports"
+    (reports / "benchmark.json").write_text("{}")
+    made = build_engine(source, out=source.path, **options)
+    assert made.manifest.verdicts == source.manifest.verdicts
+    assert {"benchmark.json", "engines.json"} <= {path.name for path in reports.iterdir()}
+
+
+def test_engines_that_a_copy_replaces_are_named(tmp_path, own_home):
+    source, out = product(tmp_path / "a"), tmp_path / "out"
+    build_engine(source, out=out, profile=[PROFILE], capability="8.9")
+    said = Said()
+    build_engine(source, out=out, profile=[PROFILE], capability="8.0", progress=said)
+    (news,) = [message for message in said.messages if "are replaced" in message]
+    assert "tensorrt-rtx-sm89-" in news
+    assert f"build from {out}" in news
+    build_engine(out, out=out, profile=[PROFILE], capability="8.9", progress=said)
+    assert len(engines_of(Artifact.open(out))) == 2
+    assert len([message for message in said.messages if "are replaced" in message]) == 1
+
+
+def test_a_large_report_of_the_source_is_not_written_over(tmp_path, built):
+    source = product(tmp_path / "a")
+    (source.path / "reports").mkdir()
+    large = json.dumps({"padding": "x" * (2 << 20)})
+    (source.path / stage.REPORT).write_text(large)
+    assert report_of(built(source))["engines"]
+    assert (source.path / stage.REPORT).read_text() == large
+
+
 def test_a_failed_artifact_is_refused_unless_forgiven(tmp_path, built):
     source = product(tmp_path / "a").annotate(verdict(passed=False), b"{}")
     with pytest.raises(RejectedArtifactError, match="failed its validation"):
@@ -261,9 +303,10 @@ def test_a_failed_artifact_is_refused_unless_forgiven(tmp_path, built):
         ({"capability": "9.0"}, OptionError, "does not build for compute capability '9.0'"),
         ({"capability": " "}, OptionError, "option 'capability' is empty"),
         ({"capability": "current"}, ProviderError, "no GPU can be used"),
+        # What is missing comes before what it could not do either.
         ({"flavor": "tensorrt", "capability": "current"}, ProviderError,
-         "TensorRT builds on the GPU that it builds for, and no GPU can be used"),
-        ({"flavor": "tensorrt", "capability": "portable"}, OptionError, "capability 'portable'"),
+         "pip install 'tensorrt-cu13>=10,<11'"),
+        ({"flavor": "tensorrt", "capability": "8.9"}, ProviderError, "which is not installed"),
         ({"flavor": "trt"}, OptionError, "option 'flavor' for build"),
         ({"optimization_level": 5}, OptionError, "no effect in TensorRT for RTX"),
         ({"count": 0}, OptionError, "option 'count' is 0, expected 1 or more"),

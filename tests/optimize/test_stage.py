@@ -190,7 +190,8 @@ def test_an_artifact_that_is_narrow_already_is_refused(exported, optimized):
     [
         ({"quantize": "dynamic"}, "enginery quantize"),
         ({"target": "cpu"}, "would only add casts"),
-        ({"level": "O4"}, "O3 in FP16 on CUDA"),
+        ({"level": "O4", "target": "cpu", "precision": "fp32"}, "O3 in FP16 on CUDA"),
+        ({"level": "O3"}, "which gets no fusions"),
         ({"rows": 0}, "expected 1 or more"),
         ({"max_error": float("nan")}, "expected a number above 0"),
     ],

@@ -47,7 +47,9 @@ def save_graph(
     )
     domains = dict.fromkeys(n.domain for n in nodes if n.domain)
     imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in domains)]
-    onnx.save(helper.make_model(graph, opset_imports=imports), str(path))
+    # Of a version that ONNX Runtime 1.31 reads, too.
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    onnx.save(model, str(path))
     return path
 
 

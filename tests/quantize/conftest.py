@@ -40,7 +40,9 @@ def quantized(tmp_path):
     def make(artifact: Artifact, inputs=TEXT, *, out: Path | None = None, **options) -> Artifact:
         if options.get("capabilities") and not has_tensorrt():
             pytest.skip("pip install 'enginery[tensorrt-rtx]'")
-        settings = {"min_cosine": -1, "capabilities": (), "curve": False, **options}
+        settings = {"capabilities": (), "curve": False, **options}
+        if "accuracy_budget" not in settings:
+            settings.setdefault("min_cosine", -1)
         config = options_from(QuantizeConfig, "quantize", settings)
         data = stage.read_calibration(artifact, config, inputs)
         return stage.run(artifact, config, out or tmp_path / "int8", data=data)

@@ -15,8 +15,13 @@ from enginery.quantize.config import QuantizeConfig, check_options, lost_accurac
         ({"scheme": "fp8", "method": "entropy"}, "equal steps"),
         ({"scheme": "fp8", "capabilities": ("8.9", "8.0")}, "has 8.0, a GPU .* no FP8"),
         ({"label_column": "label"}, "without 'accuracy_budget'"),
-        ({"accuracy_budget": "a lot"}, "expected a percentage or a part of 1"),
-        ({"accuracy_budget": "120%"}, "expected a percentage or a part of 1"),
+        ({"ranges": "r.json", "calibration": "c.csv"}, "nothing is measured"),
+        ({"ranges": "r.json", "accuracy_budget": "1%"}, "nothing is measured"),
+        ({"accuracy_budget": "a lot"}, "expected a percentage"),
+        ({"accuracy_budget": "0.5"}, "expected a percentage"),
+        ({"accuracy_budget": "120%"}, "expected a percentage"),
+        ({"accuracy_budget": "1%", "min_cosine": 0.9}, "one is in place of the other"),
+        ({"scheme": "fp8", "capabilities": ("8.9,8.6",)}, "has 8.6, a GPU .* no FP8"),
         ({"symmetric": False}, "zero points of 0 alone"),
         ({"rows": 0}, "expected 1 or more"),
         ({"percentile": 0.5}, "expected 50 to 100"),
@@ -41,7 +46,7 @@ def test_smoothing_is_a_number_or_a_word():
 
 
 @pytest.mark.parametrize(
-    ("budget", "part"), [("0.5%", 0.005), ("0.005", 0.005), (" 2 % ", 0.02), ("1", 1.0), ("0%", 0)]
+    ("budget", "part"), [("0.5%", 0.005), (" 2 % ", 0.02), ("100%", 1.0), ("0%", 0)]
 )
-def test_an_accuracy_budget_is_a_percentage_or_a_part(budget, part):
+def test_an_accuracy_budget_is_a_percentage(budget, part):
     assert lost_accuracy(budget) == pytest.approx(part)

@@ -201,3 +201,22 @@ def test_names_decide_where_the_source_orders_its_labels_otherwise():
     assert index_labels([0, 1], {}, where="", names=("bad", "good")) == [0, 1]
     with pytest.raises(InputError, match="the label 'sad' is not"):
         index_labels([0, 1], LABELS, where="", names=("glad", "sad"))
+
+
+def test_inputs_that_differ_have_different_digests(bert):
+    assert read(bert, ["a\0b"]).sha256 != read(bert, ["a", "b"]).sha256
+    ids = np.zeros((1, 4), np.int64)
+    names = [spec.name for spec in bert.manifest.graphs[0].inputs]
+    feeds = [dict.fromkeys(names, ids)]
+    wide = [dict.fromkeys(names, ids.view(np.float64))]
+    assert read(bert, feeds).sha256 != read(bert, wide).sha256
+
+
+def test_a_folder_of_images_that_is_moved_is_the_same(vit, tmp_path):
+    from PIL import Image
+
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", (40, 40), (7, 8, 9)).save(tmp_path / folder / "one.png")
+    first, second = (read(vit, calibration=str(tmp_path / f)).sha256 for f in ("a", "b"))
+    assert first == second

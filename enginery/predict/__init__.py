@@ -1,0 +1,1 @@
+"""Stage: a model's answers to every row of a file, or to every image of a folder."""

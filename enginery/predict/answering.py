@@ -1,0 +1,225 @@
+"""A window of rows in, its answers out: the one function that the rest of predict is around.
+
+    >>> with Answerer(artifact, PredictConfig(), workers=2) as answer:
+    ...     columns = answer.columns(reader.schema, reader.names)
+    ...     answer(piece, columns).batch.schema.names
+    ['id', 'text', 'embedding', 'error']
+
+It may be called from several threads. Rows are independent: where one cannot be answered, its
+`error` says why, and the others are answered all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from enginery.core.artifact import Artifact
+from enginery.core.closing import Closing
+from enginery.core.errors import InputError
+from enginery.predict.asking import (
+    ask_texts,
+    column_names,
+    find_problem,
+    is_finite,
+    own_message,
+    require_task,
+    wishes_of,
+)
+from enginery.predict.columns import AnswerColumns
+from enginery.predict.config import PredictConfig
+from enginery.predict.counts import Counts
+from enginery.predict.rows import Piece, Values
+from enginery.predict.token_batches import Meter, RunPool, WindowModel
+from enginery.runtime.image_model import ImageModel
+from enginery.runtime.ort import OrtRunner
+from enginery.runtime.provider_names import CPU
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A window with its answers."""
+
+    first: int
+    batch: Any
+    """`pyarrow.RecordBatch`: what is kept of the rows, the answer's columns, and `error`."""
+    counts: Counts
+    first_bad: tuple[int, str] | None
+    """The number of the first bad row, from 0, and what is wrong with it."""
+
+
+class Answerer(Closing):
+    """A model that answers windows of rows. A context manager; closing frees its session."""
+
+    def __init__(
+        self, artifact: Artifact, config: PredictConfig, *, workers: int, base: Path = Path()
+    ) -> None:
+        """Opens the session.
+
+        Args:
+            artifact: answers one of the tasks that `load_model` answers.
+            config: the provider, and how answers are made.
+            workers: batches of texts at the same time.
+            base: what relative paths of images are relative to.
+
+        Raises:
+            ArtifactError: the task is not answered, or a file that answers cannot be made from.
+            ProviderError: the provider cannot be had.
+            OptionError: an option does not fit the task.
+        """
+        artifact.require_passed(allow_failed=config.allow_failed)
+        self._config, self._base = config, base
+        self.workers = workers
+        self.task = require_task(artifact, config)
+        self._names = column_names(self.task, config)
+        # A thread each for the batches that run side by side: none of ONNX Runtime's own.
+        wishes = wishes_of(config)
+        on_cpu = wishes[0].full_name == CPU
+        self._runner = OrtRunner(
+            artifact, providers=wishes, allow_fallback=config.allow_fallback,
+            threads=1 if on_cpu else 0,
+        )  # fmt: skip
+        self._pool = RunPool(workers)
+        self._texts: WindowModel | None = None
+        self._images: ImageModel | None = None
+        try:
+            if any(spec.name == "pixel_values" for spec in self._runner.record.inputs):
+                self._images = ImageModel.open(artifact, self._runner)
+            else:
+                self._texts = WindowModel.open_for(artifact, self._runner, self._pool, config)
+            self._runner.warm_up()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def providers(self) -> list[str]:
+        return [provider.name for provider in self._runner.providers]
+
+    @property
+    def takes_images(self) -> bool:
+        return self._images is not None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Choices that were made for this model, with their reasons."""
+        model = self._texts or self._images
+        return model.notes if model else ()
+
+    @property
+    def first_run(self) -> float | None:
+        """When the first batch of texts ran, by `time.perf_counter`."""
+        return self._pool.first_run
+
+    def columns(self, kept: Any, names: Sequence[str]) -> AnswerColumns:
+        """The columns of the answer beside those that are kept.
+
+        Args:
+            kept: the schema of what is kept of the input.
+            names: the input's own columns.
+
+        Raises:
+            InputError: the input has a column of such a name already.
+        """
+        dim = self._dim() if self.task == "feature-extraction" else 0
+        return AnswerColumns.of(self.task, self._config, kept, names, dim=dim)
+
+    def __call__(self, piece: Piece, columns: AnswerColumns) -> Answered:
+        """The answers to a window, row by row.
+
+        Raises:
+            EngineryError: what no row is to blame for, as a graph that wants another input.
+        """
+        errors = dict(piece.errors)
+        asked: list[int] = []
+        inputs: list[Any] = []
+        for row, values in enumerate(piece.values):
+            if row in errors:
+                continue
+            if problem := find_problem(values, self._names):
+                errors[row] = problem
+                continue
+            asked.append(row)
+            inputs.append(self._input(values))
+        meter, truncated = Meter(), _Truncated()
+        answers: list[Any] = [None] * len(piece.values)
+        self._spread(asked, inputs, answers, errors, meter, truncated)
+        for row in asked:
+            if row not in errors and not is_finite(answers[row]):
+                answers[row], errors[row] = None, "the model answered NaN or infinity"
+        batch = columns.batch(piece.kept, answers, errors)
+        bad = min(errors) if errors else None
+        counts = Counts(
+            rows=len(piece.values), bad_rows=len(errors), truncated=truncated.rows,
+            tokens=meter.tokens, padded_tokens=meter.padded_tokens,
+            encode_seconds=meter.encode_seconds, run_seconds=meter.run_seconds,
+        )  # fmt: skip
+        first_bad = None if bad is None else (piece.first + bad, errors[bad])
+        return Answered(piece.first, batch, counts, first_bad)
+
+    def close(self) -> None:
+        """Frees the session."""
+        self._pool.close()
+        self._runner.close()
+
+    def _dim(self) -> int:
+        """The length of a vector. One answer says it; not every graph does."""
+        probe: Any = "a"
+        if self._images:
+            from PIL import Image
+
+            probe = Image.new("RGB", (64, 64))
+        return int(self._ask([probe], Meter(), _Truncated())[0].shape[0])
+
+    def _spread(
+        self, rows: Sequence[int], inputs: Sequence[Any], answers: list[Any],
+        errors: dict[int, str], meter: Meter, truncated: _Truncated,
+    ) -> None:  # fmt: skip
+        """Answers all rows at once, or halves them until the bad ones are alone."""
+        if not rows:
+            return
+        try:
+            found = self._ask(inputs, meter, truncated)
+        except InputError as error:
+            if len(rows) == 1:
+                errors[rows[0]] = own_message(error.message)
+                return
+            middle = len(rows) // 2
+            for part in (slice(None, middle), slice(middle, None)):
+                self._spread(rows[part], inputs[part], answers, errors, meter, truncated)
+            return
+        for row, answer in zip(rows, found, strict=True):
+            answers[row] = answer
+
+    def _ask(self, inputs: Sequence[Any], meter: Meter, truncated: _Truncated) -> Sequence[Any]:
+        config = self._config
+        if self._images is not None:
+            if self.task == "feature-extraction":
+                return list(self._images.embed(inputs))
+            return self._images.classify(inputs, top_k=config.top_k, activation=config.activation)
+        if self._texts is None:
+            raise AssertionError("the answerer has neither a text model nor an image model")
+        model = self._texts.fresh()
+        try:
+            found = ask_texts(model, self.task, inputs, config)
+        finally:
+            meter.tokens += model.meter.tokens
+            meter.padded_tokens += model.meter.padded_tokens
+            meter.encode_seconds += model.meter.encode_seconds
+            meter.run_seconds += model.meter.run_seconds
+        truncated.rows += model.truncated
+        return found
+
+    def _input(self, values: Values) -> Any:
+        if self._images is not None:
+            return str(self._base / values[0])
+        return values[0] if len(values) == 1 else values
+
+
+@dataclass
+class _Truncated:
+    """Rows whose text was longer than the model takes, of those that were answered."""
+
+    rows: int = 0

@@ -1,0 +1,108 @@
+"""The options of predict; importing them is quick, as `enginery --help` is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from enginery.core.errors import OptionError
+
+Format = Literal["auto", "csv", "tsv", "jsonl", "parquet", "text", "images"]
+Activation = Literal["auto", "softmax", "sigmoid", "none"]
+Aggregation = Literal["none", "simple", "first", "average", "max"]
+
+
+@dataclass(frozen=True)
+class PredictConfig:
+    """How a file's rows are read, answered and written."""
+
+    column: str = "text"
+    """The column that holds the text, or the path of an image for a model of images."""
+    pair_column: str = ""
+    """The column of the second text, for a model that compares two."""
+    question_column: str = "question"
+    """The column of the question, for question answering."""
+    context_column: str = "context"
+    """The column of the text that answers it."""
+    format: Format = "auto"
+    """What the input is; `auto` goes by its suffix. Standard input needs it named."""
+    delimiter: str = "auto"
+    """What separates a CSV's fields; `auto` is a tab for TSV and a comma for CSV."""
+    encoding: str = "utf-8"
+    """Of CSV, TSV, JSONL and text lines. A row that is not in it counts as a bad row."""
+    prefix: str = ""
+    """Goes before the names of the answer's columns, where the input has such columns already."""
+    top_k: int = 1
+    """Labels, answers or fillings of a row, best first; 0 for all. Beyond one, labels and answers
+    are also written as a list."""
+    activation: Activation = "auto"
+    """What makes scores of a classifier's logits; `auto` as transformers' pipeline chooses."""
+    aggregation: Aggregation = "simple"
+    """How tokens become spans, as in transformers' pipeline."""
+    prompt_name: str = ""
+    """A prompt of config_sentence_transformers.json; empty for the model's default."""
+    max_answer_tokens: int = 15
+    """The most tokens of an answer to a question."""
+    allow_no_answer: bool = False
+    """Let "no answer" compete, as an empty text."""
+    provider: str = ""
+    """The ordered wish of execution providers: tensorrt,cuda,cpu. Empty for what
+    `ENGINERY_PROVIDERS` says, or else cpu."""
+    provider_options: tuple[str, ...] = ()
+    """Options of the providers: cuda.gpu_mem_limit=2GiB."""
+    allow_fallback: bool = False
+    """Take a later provider when the first cannot be had."""
+    allow_failed: bool = False
+    """Take an artifact whose validation failed."""
+    workers: int = 0
+    """Batches that run at the same time on the CPU, one thread each; 0 for one a core. Another
+    provider runs one at a time."""
+    window: int = 1024
+    """Rows that are sorted by length together before they are cut into batches."""
+    batch_tokens: int = 512
+    """Padded tokens of a batch; one text alone may have more. A GPU wants many more than a CPU."""
+    batch_rows: int = 64
+    """The most rows of a batch."""
+    part_rows: int = 4096
+    """Rows after which a part is on disk for good: what a killed run repeats, at most."""
+    part_seconds: float = 30.0
+    """Time after which a part is closed although it has fewer rows."""
+    fail_fast: bool = False
+    """Stop at the first bad row."""
+
+    def __post_init__(self) -> None:
+        """Raises OptionError for a value that no run could have."""
+        least = {
+            "top_k": 0, "max_answer_tokens": 1, "workers": 0, "window": 1, "batch_tokens": 1,
+            "batch_rows": 1, "part_rows": 1,
+        }  # fmt: skip
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise OptionError(f"{name} is {getattr(self, name)}, expected {smallest} or more.")
+        if not self.part_seconds > 0:
+            raise OptionError(f"part_seconds is {self.part_seconds}, expected more than 0.")
+        if self.delimiter != "auto" and len(self.delimiter) != 1:
+            raise OptionError(
+                f"delimiter is {self.delimiter!r}, expected one character or auto.",
+                do="A tab is $'\\t' in a shell.",
+            )
+        _require_encoding(self.encoding)
+
+
+WITHOUT_EFFECT = (
+    "workers", "window", "batch_tokens", "batch_rows", "part_rows", "part_seconds", "fail_fast",
+    "allow_failed", "provider", "provider_options",
+)  # fmt: skip
+"""Options that do not change an answer beyond its rounding: they are not in the fingerprint. The
+providers are, as they are understood."""
+
+
+def _require_encoding(name: str) -> None:
+    import codecs
+
+    try:
+        codecs.lookup(name)
+    except (LookupError, ValueError):
+        raise OptionError(
+            f"encoding '{name}' is not known.", do="As Python names them: utf-8, cp1252, utf-16."
+        ) from None

@@ -1,0 +1,236 @@
+"""Predict: a file's rows in, the same rows with the model's answers out.
+
+Takes an artifact and a table, lines, a folder of images or standard input; leaves a Parquet, CSV or
+JSONL file, and its report beside it as `OUTPUT.json`.
+
+    >>> report = run(artifact, "reviews.csv", Path("out.parquet"), PredictConfig())
+    >>> report.counts.rows, report.counts.bad_rows
+    (10000, 0)
+
+Rows come out in their order. Finished parts outlive a killed run, and the same command goes on
+after them; memory does not follow the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import EngineryError, InputError
+from enginery.core.fingerprint import (
+    Fingerprint,
+    data_sha256,
+    option_fields,
+    runtime_version,
+    tool_versions,
+)
+from enginery.core.json_file import json_bytes
+from enginery.core.memory import peak_rss_bytes
+from enginery.core.options import options_dict
+from enginery.core.progress import SILENT, Progress
+from enginery.core.staging import write_beside
+from enginery.predict.answering import Answerer
+from enginery.predict.asking import column_names, wishes_of
+from enginery.predict.columns import AnswerColumns
+from enginery.predict.config import WITHOUT_EFFECT, PredictConfig
+from enginery.predict.delimited import LineReader
+from enginery.predict.journal import Journal, is_whole, only_run
+from enginery.predict.parts import write_parts
+from enginery.predict.reading import ImageReader, input_format, on_disk, open_input
+from enginery.predict.report import PredictReport, sidecar
+from enginery.predict.rows import Reader
+from enginery.predict.writing import OutputFormat, assemble, output_format
+
+STAGE = "predict"
+STAGE_VERSION = "1"
+
+
+def fingerprint(artifact: Artifact, path: Path, kind: str, config: PredictConfig) -> Fingerprint:
+    """What an output depends on: the input's content, the artifact, the options, the tools."""
+    options = {k: v for k, v in options_dict(config).items() if k not in WITHOUT_EFFECT}
+    return Fingerprint(
+        STAGE,
+        {
+            "stage_version": STAGE_VERSION,
+            "input": data_sha256(path),
+            "artifact": artifact.content_sha256(),
+            "output_format": kind,
+            "providers": "; ".join(f"{wish.name} {wish.options}" for wish in wishes_of(config)),
+            **option_fields(options),
+            **runtime_version(),
+            **tool_versions(["tokenizers"]),
+        },
+    )
+
+
+def run(
+    artifact: Artifact,
+    source: str,
+    output: Path,
+    config: PredictConfig,
+    *,
+    force: bool = False,
+    progress: Progress = SILENT,
+    stdin: IO[bytes] | None = None,
+) -> PredictReport:
+    """Answers every row of the input, or finds that this is done.
+
+    Args:
+        artifact: a model that answers: vectors, labels, spans, answers, fillings.
+        source: a file, a folder of images, or `-`.
+        output: a .parquet, .csv or .jsonl file.
+        config: how rows are read, answered and written.
+        force: replace an output that is there.
+        progress: who is told what happens.
+        stdin: read in place of standard input.
+
+    Returns:
+        The report. Bad rows are counted in it and are no error.
+
+    Raises:
+        InputError: the input cannot be read, is empty or lacks a column; the output is there and
+            of something else, or cannot be written; with `fail_fast`, the first bad row.
+        OptionError: an option does not fit the input or the task.
+        ArtifactError, ProviderError: the artifact cannot answer.
+    """
+    started = time.perf_counter()
+    kind = output_format(output)
+    _make_folder(output)
+    with only_run(output), on_disk(source, _spool(output), config, stdin) as path:
+        input_format(path, config)
+        if path.resolve() == output.resolve():
+            raise InputError(f"output '{output}' is the input, which is never overwritten.")
+        key = fingerprint(artifact, path, kind, config)
+        if done := finished_report(output, key, force=force):
+            progress.say(f"predict: {output} is there, whole and of the same: nothing to do")
+            return done
+        workers = config.workers or _cores()
+        with ExitStack() as opened:
+            # The session loads while the input is looked at; neither waits for the other.
+            side = opened.enter_context(ThreadPoolExecutor(1))
+            base = path if path.is_dir() else path.parent
+            loading = side.submit(Answerer, artifact, config, workers=workers, base=base)
+            try:
+                columns = column_names(artifact.manifest.task, config)
+                reader = open_input(path, columns, config, raw_lines=kind == "jsonl")
+            except BaseException:
+                _drop(loading)
+                raise
+            answerer = opened.enter_context(loading.result())
+            _require_shape(reader, columns, answerer)
+            written = answerer.columns(reader.schema, reader.names)
+            journal = Journal.open(output, key, str(written.schema))
+            resumed = journal.counts.rows
+            if resumed:
+                progress.say(f"predict: going on after {resumed:,} rows of an earlier run")
+            if not journal.whole:
+                write_parts(
+                    answerer, reader, written, journal, config, kind=kind, progress=progress
+                )
+            first_run = answerer.first_run or started
+            providers, notes = tuple(answerer.providers), answerer.notes
+        # The session is gone by now: its memory is free for the row groups.
+        report = PredictReport(
+            output=str(output), task=artifact.manifest.task, worked=True, counts=journal.counts,
+            resumed_rows=resumed, first_bad=journal.first_bad, workers=workers,
+            providers=providers, notes=notes, boot_seconds=max(first_run - started, 0.0),
+            total_seconds=0.0, peak_rss_bytes=0, fingerprint=key.fields, key=key.key,
+            size_bytes=0,
+        )  # fmt: skip
+        return _deliver(report, journal, written, output, kind, started)
+
+
+def _deliver(
+    report: PredictReport, journal: Journal, written: AnswerColumns, output: Path,
+    kind: OutputFormat, started: float,
+) -> PredictReport:  # fmt: skip
+    """The output from its parts, then its report, then no parts: in this order, each at once."""
+    # From here on the output may be of this run and its report of another: never the other way.
+    sidecar(output).unlink(missing_ok=True)
+    assemble(journal.paths(), output, kind, written.schema)
+    complete = replace(
+        report, total_seconds=time.perf_counter() - started, peak_rss_bytes=peak_rss_bytes(),
+        size_bytes=output.stat().st_size,
+    )  # fmt: skip
+    write_beside(sidecar(output), json_bytes(complete.as_json()))
+    journal.remove()
+    return complete
+
+
+def finished_report(output: Path, key: Fingerprint, *, force: bool) -> PredictReport | None:
+    """The report of an output that is there and of the same; None where there is work to do.
+
+    Raises:
+        InputError: the output is there and of something else, or was changed since, and `force`
+            is not said.
+    """
+    if not output.exists() or force:
+        return None
+    if output.is_dir():
+        raise InputError(f"output '{output}' is a folder, expected the name of a file.")
+    if is_whole(output, key):
+        return None  # killed after the rename: the parts are all there, and put together again
+    do = "Pass --force to replace it, or name another --output."
+    try:
+        found = PredictReport.from_json(
+            json.loads(sidecar(output).read_text(encoding="utf-8")), worked=False
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(
+            f"output '{output}' exists, and no {sidecar(output).name} says what it was made from.",
+            do=do,
+        ) from None
+    if changes := key.changes(found.fingerprint):
+        raise InputError(f"output '{output}' was made from something else: {changes[0]}.", do=do)
+    if output.stat().st_size != found.size_bytes:
+        raise InputError(
+            f"output '{output}' has {output.stat().st_size} bytes, its report says "
+            f"{found.size_bytes}: it was changed.",
+            do=do,
+        )
+    return found
+
+
+def _require_shape(reader: Reader, columns: tuple[str, ...], answerer: Answerer) -> None:
+    """Raises InputError for lines or images where the model wants something else."""
+    if isinstance(reader, ImageReader) and not answerer.takes_images:
+        raise InputError(f"the input is images, but the model does {answerer.task} of texts.")
+    if isinstance(reader, LineReader) and (len(columns) > 1 or answerer.takes_images):
+        wanted = " and ".join(f"'{column}'" for column in columns)
+        raise InputError(
+            f"the input is lines of text, but {answerer.task} needs the columns {wanted}.",
+            do="Give it a CSV, JSONL or Parquet file.",
+        )
+
+
+def _make_folder(output: Path) -> None:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
+
+
+def _spool(output: Path) -> Path:
+    """Where standard input is while it is needed."""
+    return output.with_name(f"{output.name}.stdin")
+
+
+def _cores() -> int:
+    """Physical cores that this process may run on; two threads of a core share its multiplier."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
+
+
+def _drop(loading: Future[Answerer]) -> None:
+    """Closes what was loaded for nothing; its own error is not the one to show."""
+    with suppress(EngineryError):
+        loading.result().close()

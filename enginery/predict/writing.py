@@ -1,0 +1,234 @@
+"""Answers into parts, and parts into one Parquet, CSV or JSONL file.
+
+    >>> with PartWriter(journal.path(0), "jsonl", schema) as part:
+    ...     part.write(answered.batch)
+    >>> assemble(journal.paths(), Path("out.jsonl"), "jsonl", schema)
+
+A part of Parquet is an Arrow stream, which costs nothing to write and is as typed; parts of CSV and
+JSONL are the bytes of the output. The output is written beside its place and renamed.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+
+from enginery.core.closing import Closing
+from enginery.core.errors import InputError
+from enginery.core.staging import STAGING_PREFIX
+from enginery.predict.arrays import numbers_in
+from enginery.predict.rows import RAW_LINE
+
+OutputFormat = Literal["parquet", "csv", "jsonl"]
+_SUFFIXES: dict[str, OutputFormat] = {
+    ".parquet": "parquet", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl",
+}  # fmt: skip
+_GROUP_BYTES = 8 << 20
+"""Of a row group before it is compressed: what is in memory while the output is put together."""
+
+
+def output_format(output: Path) -> OutputFormat:
+    """By the suffix; raises InputError for another."""
+    found = _SUFFIXES.get(output.suffix.lower())
+    if found is None:
+        raise InputError(
+            f"output '{output}': found the suffix '{output.suffix}', "
+            f"expected {', '.join(_SUFFIXES)}."
+        )
+    return found
+
+
+class PartWriter(Closing):
+    """Writes batches into one part; closing flushes it to the disk."""
+
+    def __init__(self, path: Path, kind: OutputFormat, schema: Any) -> None:
+        import pyarrow as pa
+
+        self.rows = 0
+        self._kind = kind
+        self._stream = path.open("wb")
+        self._arrow = pa.ipc.new_stream(self._stream, schema) if kind == "parquet" else None
+
+    def write(self, batch: Any) -> None:
+        """Adds the rows of a `pyarrow.RecordBatch`."""
+        if self._arrow is not None:
+            self._arrow.write_batch(batch)
+        elif self._kind == "jsonl":
+            self._stream.writelines(_json_lines(batch))
+        else:
+            self._stream.write(_csv_rows(batch))
+        self.rows += batch.num_rows
+
+    def close(self) -> None:
+        """Flushes; closing twice is fine."""
+        if self._stream.closed:
+            return
+        if self._arrow is not None:
+            self._arrow.close()
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+
+def assemble(parts: Sequence[Path], output: Path, kind: OutputFormat, schema: Any) -> None:
+    """Puts parts together; the output appears whole.
+
+    Raises:
+        InputError: the output cannot be written.
+    """
+    fresh = output.parent / f"{STAGING_PREFIX}{output.name}-{uuid.uuid4().hex[:12]}"
+    try:
+        with fresh.open("xb") as stream:
+            if kind == "parquet":
+                _write_parquet(parts, stream, schema)
+            else:
+                if kind == "csv":
+                    stream.write(_csv_header(schema))
+                for part in parts:
+                    with part.open("rb") as rows:
+                        shutil.copyfileobj(rows, stream, 1 << 20)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(fresh, output)
+    except OSError as error:
+        raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _write_parquet(parts: Sequence[Path], stream: IO[bytes], schema: Any) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    # Random floats neither repeat nor compress; trying to takes longer than writing them.
+    vectors = [f.name for f in schema if pa.types.is_fixed_size_list(f.type)]
+    compression = {
+        path: "none" if path.partition(".")[0] in vectors else "zstd" for path in _leaves(schema)
+    }
+    dictionaries = [path for path, kind in compression.items() if kind != "none"]
+    with pq.ParquetWriter(
+        stream, schema, compression=compression, use_dictionary=dictionaries,
+        write_statistics=dictionaries,
+    ) as writer:  # fmt: skip
+        for batches in _groups(parts):
+            writer.write_table(pa.Table.from_batches(batches, schema))
+
+
+def _groups(parts: Sequence[Path]) -> Iterator[list[Any]]:
+    """Batches of all parts, a row group's at a time."""
+    import pyarrow as pa
+
+    group: list[Any] = []
+    size = 0
+    for part in parts:
+        with part.open("rb") as stream, pa.ipc.open_stream(stream) as batches:
+            for batch in batches:
+                group.append(batch)
+                size += batch.nbytes
+                if size >= _GROUP_BYTES:
+                    yield group
+                    group, size = [], 0
+    if group:
+        yield group
+
+
+def _leaves(schema: Any) -> list[str]:
+    """The paths of a schema's columns in Parquet: `scores.list.element.label`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = io.BytesIO()
+    with pq.ParquetWriter(sink, schema):
+        pass
+    found = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
+    return [found.column(index).path for index in range(len(found))]
+
+
+def _json_lines(batch: Any) -> Iterator[bytes]:
+    names = batch.schema.names
+    raw = names[0] == RAW_LINE
+    columns = [_cells(column) for column in batch.columns]
+    for cells in zip(*columns, strict=True):
+        if raw:
+            # The line is an object: the answer goes before its last bracket.
+            answer = _json_object(names[1:], cells[1:])
+            line = json.loads(cells[0])
+            opened = cells[0].rstrip()[:-1].rstrip()
+            yield f"{opened}{', ' if line else ''}{answer[1:]}\n".encode()
+        else:
+            yield f"{_json_object(names, cells)}\n".encode()
+
+
+def _json_object(names: Sequence[str], cells: Sequence[Any]) -> str:
+    pairs = (f"{_json(name)}: {_json(cell)}" for name, cell in zip(names, cells, strict=True))
+    return f"{{{', '.join(pairs)}}}"
+
+
+def _csv_header(schema: Any) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(schema.names)
+    return text.getvalue().encode()
+
+
+def _csv_rows(batch: Any) -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    columns = [_cells(column) for column in batch.columns]
+    for cells in zip(*columns, strict=True):
+        writer.writerow([_csv_cell(cell) for cell in cells])
+    return text.getvalue().encode()
+
+
+def _csv_cell(cell: Any) -> str:
+    if cell is None:
+        return ""
+    if isinstance(cell, str):
+        return cell
+    return _json(cell).removeprefix('"').removesuffix('"')
+
+
+def _cells(column: Any) -> Any:
+    """A column's values; vectors stay arrays of float32, which have fewer digits than floats."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_fixed_size_list(kind) and pa.types.is_float32(kind.value_type):
+        flat = numbers_in(column.values)
+        rows = flat.reshape(-1, kind.list_size)[column.offset :][: len(column)]
+        valid = column.is_valid().to_pylist()
+        return [row if there else None for row, there in zip(rows, valid, strict=True)]
+    if pa.types.is_float32(kind):
+        return [None if cell is None else np.float32(cell) for cell in column.to_pylist()]
+    return column.to_pylist()
+
+
+def _json(value: Any) -> str:
+    """JSON; float32 by the digits that tell it apart, NaN and infinity as null."""
+    if isinstance(value, np.ndarray):
+        return f"[{', '.join(map(_number, value))}]"
+    if isinstance(value, np.float32):
+        return _number(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "null"
+    if isinstance(value, bytes):
+        return _json(value.hex())
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_json(str(k))}: {_json(v)}' for k, v in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_json, value))}]"
+    # Dates and decimals as they are written.
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.9g}" if math.isfinite(value) else "null"

@@ -1,0 +1,183 @@
+"""Runs that are killed, in processes of their own."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pyarrow.parquet as pq
+import pytest
+
+from enginery.core.errors import InputError
+from enginery.predict.token_batches import WindowModel
+from enginery.predict.writing import assemble
+
+ROWS = 200
+_PROGRAM = """
+import sys, time
+from pathlib import Path
+from enginery.core.artifact import Artifact
+from enginery.predict.config import PredictConfig
+from enginery.predict.stage import run
+from enginery.runtime.ort import OrtRunner
+plain = OrtRunner.__call__
+def slowly(self, feeds):
+    time.sleep(0.05)
+    return plain(self, feeds)
+OrtRunner.__call__ = slowly
+config = PredictConfig(window=8, part_rows=16)
+run(Artifact.open(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), config)
+"""
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "in.csv"
+    lines = [f"{n},{'' if n % 50 == 7 else f'the pump {n} is warm'}\n" for n in range(ROWS)]
+    path.write_text("id,text\n" + "".join(lines))
+    return path
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The texts that the model is asked from here on."""
+    texts = []
+    classify = WindowModel.classify
+
+    def noting(self, inputs, **options):
+        texts.extend(inputs)
+        return classify(self, inputs, **options)
+
+    monkeypatch.setattr(WindowModel, "classify", noting)
+    return texts
+
+
+def kill_midway(artifact, data, output):
+    """Starts a run and kills it, SIGKILL, when some parts are finished; how many rows they have."""
+    words = [sys.executable, "-c", _PROGRAM, str(artifact.path), str(data), str(output)]
+    journal = output.with_name(f"{output.name}.parts") / "journal.jsonl"
+    with subprocess.Popen(words) as child:
+        until = time.monotonic() + 120
+        while not journal.is_file() or journal.read_bytes().count(b"\n") < 4:
+            assert child.poll() is None, "ended before it was killed"
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    lines = journal.read_bytes().split(b"\n")[1:-1]
+    return sum(json.loads(line)["counts"]["rows"] for line in lines)
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.csv", "out.jsonl"])
+def test_killed_run_goes_on_and_loses_and_repeats_nothing(
+    predict, tmp_path, tiny, data, asked, name
+):
+    artifact = tiny("bert", "text-classification")
+    predict(artifact, data, f"whole-{name}", window=8)
+    asked.clear()
+    finished = kill_midway(artifact, data, tmp_path / name)
+    assert 0 < finished < ROWS
+    assert not (tmp_path / name).exists()
+    # What the killed run had begun and not finished.
+    parts = tmp_path / f"{name}.parts"
+    (parts / f"part-{finished // 16:06d}").write_bytes(b"half a part")
+    report = predict(artifact, data, name, window=8, part_rows=16)
+    assert report.resumed_rows == finished
+    good = [n for n in range(finished, ROWS) if n % 50 != 7]
+    assert asked == [f"the pump {n} is warm" for n in good]
+    assert (report.counts.rows, report.bad_rows) == (ROWS, 4)
+    assert report.first_bad == "row 8: text is empty"
+    if name == "out.parquet":
+        found, whole = (pq.read_table(tmp_path / n) for n in (name, f"whole-{name}"))
+        assert found.equals(whole)
+    else:
+        assert (tmp_path / name).read_bytes() == (tmp_path / f"whole-{name}").read_bytes()
+    assert not parts.exists()
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".tmp-")]
+
+
+def stop_after(predict, monkeypatch, artifact, data, parts):
+    """A run that ends in an error once so many parts are finished."""
+    from enginery.predict import parts as room
+
+    write = room._write_part
+
+    def ending(answered, columns, journal, *others):
+        if len(journal.parts) == parts:
+            raise InputError("stopped")
+        return write(answered, columns, journal, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "_write_part", ending)
+        with pytest.raises(InputError, match="stopped"):
+            predict(artifact, data, window=8, part_rows=16)
+
+
+def test_torn_line_of_the_journal_and_missing_part_do_not_count(
+    predict, rows, tmp_path, tiny, data, monkeypatch
+):
+    artifact = tiny("bert", "text-classification")
+    stop_after(predict, monkeypatch, artifact, data, 4)
+    parts = tmp_path / "out.parquet.parts"
+    (parts / "part-000002").unlink()
+    with (parts / "journal.jsonl").open("ab") as stream:
+        stream.write(b'{"part": 4, "byt')
+    report = predict(artifact, data, window=8, part_rows=16)
+    assert report.resumed_rows == 32
+    assert [row["id"] for row in rows()] == [str(n) for n in range(ROWS)]
+
+
+def test_parts_of_another_input_or_option_are_not_taken(predict, rows, tiny, data, monkeypatch):
+    artifact = tiny("bert", "text-classification")
+    stop_after(predict, monkeypatch, artifact, data, 4)
+    data.write_text(data.read_text().replace("pump", "engine"))
+    assert predict(artifact, data).resumed_rows == 0
+    assert rows()[0]["text"] == "the engine 0 is warm"
+
+
+def test_run_killed_before_its_report_is_put_together_again(
+    predict, rows, tmp_path, tiny, data, monkeypatch, asked
+):
+    from enginery.predict import stage
+
+    artifact = tiny("bert", "text-classification")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "write_beside", killed)
+        with pytest.raises(KeyboardInterrupt):
+            predict(artifact, data)
+    assert (tmp_path / "out.parquet").exists()
+    asked.clear()
+    report = predict(artifact, data)
+    assert (report.resumed_rows, asked) == (ROWS, [])
+    assert len(rows()) == ROWS
+    assert not predict(artifact, data).worked
+
+
+def test_output_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    import os
+
+    (tmp_path / "part").write_bytes(b"a\n")
+    (tmp_path / "out.jsonl").write_bytes(b"old\n")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        assemble([tmp_path / "part"], tmp_path / "out.jsonl", "jsonl", None)
+    assert (tmp_path / "out.jsonl").read_bytes() == b"old\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "part"]
+
+
+def test_output_is_replaced_at_once(tmp_path):
+    (tmp_path / "part").write_bytes(b"new\n")
+    (tmp_path / "out.jsonl").write_bytes(b"old\n")
+    with (tmp_path / "out.jsonl").open("rb") as reader:
+        assemble([tmp_path / "part"], tmp_path / "out.jsonl", "jsonl", None)
+        assert reader.read() == b"old\n"
+    assert (tmp_path / "out.jsonl").read_bytes() == b"new\n"

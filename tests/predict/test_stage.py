@@ -1,0 +1,306 @@
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+import pytest
+
+from enginery.core.errors import EngineryError, InputError, OptionError
+from enginery.predict import stage
+from enginery.runtime.model import load_model
+from tests.predict.conftest import text_of
+from tests.tiny import LABELS
+
+
+@pytest.fixture
+def bert(tiny):
+    return tiny("bert", "feature-extraction")
+
+
+@pytest.fixture
+def classifier(tiny):
+    return tiny("bert", "text-classification")
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 7, "batch_tokens": 16, "workers": 3}])
+def test_rows_come_out_in_input_order_with_the_models_own_vectors(
+    predict, rows, bert, reviews, options
+):
+    report = predict(bert, reviews, part_rows=9, **options)
+    found = rows()
+    assert [row["id"] for row in found] == [f"00{index}" for index in range(40)]
+    with load_model(bert) as model:
+        expected = model.embed([text_of(index) for index in range(40)])
+    np.testing.assert_allclose([row["embedding"] for row in found], expected, atol=1e-5)
+    assert {row["error"] for row in found} == {None}
+    assert (report.counts.rows, report.bad_rows, report.worked) == (40, 0, True)
+
+
+def test_parquet_has_fixed_size_vectors_and_keeps_the_inputs_types(predict, tmp_path, bert):
+    table = pa.table({"n": pa.array([1, None], pa.int8()), "text": ["warm", "cold"],
+                      "kind": pa.array(["a", "b"]).dictionary_encode()})  # fmt: skip
+    pq.write_table(table, tmp_path / "in.parquet")
+    predict(bert, tmp_path / "in.parquet")
+    schema = pq.read_schema(tmp_path / "out.parquet")
+    assert schema.field("embedding").type == pa.list_(pa.float32(), 32)
+    assert [schema.field(name).type for name in table.column_names] == [
+        field.type for field in table.schema
+    ]
+    found = pq.read_table(tmp_path / "out.parquet")
+    assert found.select(table.column_names).to_pylist() == table.to_pylist()
+
+
+def test_batches_of_sorted_texts_are_hardly_padded(predict, bert, reviews):
+    report = predict(bert, reviews, batch_tokens=64)
+    assert 1 <= report.padding_ratio < 1.15
+    unsorted = predict(bert, reviews, "other.parquet", window=4, batch_tokens=4096)
+    assert unsorted.padding_ratio > 1.3
+    assert report.counts.tokens == unsorted.counts.tokens
+
+
+@pytest.mark.parametrize("suffix", ["tsv", "jsonl", "parquet", "txt"])
+def test_every_format_gives_the_same_vectors(predict, rows, tmp_path, bert, suffix):
+    texts = [text_of(index) for index in range(5)]
+    path = tmp_path / f"in.{suffix}"
+    if suffix == "tsv":
+        path.write_text("text\n" + "".join(f"{text}\n" for text in texts))
+    elif suffix == "jsonl":
+        path.write_text("".join(json.dumps({"text": text}) + "\n\n" for text in texts))
+    elif suffix == "txt":
+        path.write_text("\n".join(texts))
+    else:
+        pq.write_table(pa.table({"text": texts}), path)
+    predict(bert, path)
+    found = rows()
+    assert [row["text"] for row in found] == texts
+    with load_model(bert) as model:
+        np.testing.assert_allclose(
+            [row["embedding"] for row in found], model.embed(texts), atol=1e-5
+        )
+
+
+def test_csv_output_can_be_read_back(predict, tmp_path, classifier, reviews):
+    predict(classifier, reviews, "out.csv", top_k=2)
+    table = pacsv.read_csv(
+        tmp_path / "out.csv", convert_options=pacsv.ConvertOptions(column_types={"id": pa.string()})
+    )
+    assert table.column("text").to_pylist() == [text_of(index) for index in range(40)]
+    assert table.column("id")[3].as_py() == "003"
+    scores = json.loads(table.column("scores")[0].as_py())
+    assert scores[0]["label"] == table.column("label")[0].as_py()
+    assert scores[0]["score"] == pytest.approx(table.column("score")[0].as_py())
+
+
+def test_jsonl_lines_are_kept_as_they_are(predict, tmp_path, classifier):
+    lines = ['{"text":"warm", "n": 1.10, "deep": {"a": [1, null]}}', '{"n":2,"text":"cold" }']
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    predict(classifier, tmp_path / "in.jsonl", "out.jsonl")
+    found = (tmp_path / "out.jsonl").read_text().splitlines()
+    for line, out in zip(lines, found, strict=True):
+        assert out.startswith(line.rstrip(" }"))
+        assert json.loads(out).items() >= json.loads(line).items()
+        assert json.loads(out)["label"] in LABELS["text-classification"]
+
+
+def test_jsonl_columns_get_types_that_lose_nothing(predict, rows, tmp_path, classifier):
+    lines = [{"text": "a", "n": 1, "mixed": 1, "big": 2**70, "half": 1},
+             {"text": "b", "n": None, "mixed": "x", "list": [1], "half": 0.5}]  # fmt: skip
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    predict(classifier, tmp_path / "in.jsonl")
+    first, second = rows()
+    assert (first["n"], first["mixed"], first["big"], first["half"]) == (1, "1", str(2**70), 1.0)
+    assert (second["n"], second["mixed"], second["list"], second["big"]) == (
+        None, '"x"', "[1]", None
+    )  # fmt: skip
+
+
+def test_bad_rows_have_an_error_and_the_others_their_answer(predict, rows, tmp_path, classifier):
+    values = ["warm", None, 7, "", "  \t", "\ud800", "cold"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": v}) + "\n" for v in values))
+    report = predict(classifier, tmp_path / "in.jsonl", "out.jsonl")
+    found = rows("out.jsonl")
+    assert [row["error"] for row in found] == [
+        None, "text is null", "text is a int, expected text", "text is empty", "text is empty",
+        "text holds a lone surrogate, which is no character", None,
+    ]  # fmt: skip
+    assert [row["label"] is None for row in found] == [bool(row["error"]) for row in found]
+    assert report.bad_rows == 5
+    assert report.first_bad == "row 2: text is null"
+
+
+def test_fail_fast_stops_at_the_first_bad_row(predict, tmp_path, classifier):
+    (tmp_path / "in.csv").write_text("id,text\n1,warm\n2,\n3,\n")
+    with pytest.raises(InputError, match=r"row 2: text is empty"):
+        predict(classifier, tmp_path / "in.csv", fail_fast=True)
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_rows_that_the_model_refuses_are_found_one_by_one(predict, rows, tmp_path, tiny):
+    texts = [f"the pump is {'[MASK]' if index % 5 else 'warm'}." for index in range(12)]
+    (tmp_path / "in.txt").write_text("\n".join(texts))
+    predict(tiny("bert", "fill-mask"), tmp_path / "in.txt", top_k=3)
+    for index, row in enumerate(rows()):
+        if index % 5:
+            assert [len(mask) for mask in row["masks"]] == [3]
+        else:
+            assert row["error"] == "the text has no [MASK]."
+
+
+def test_spans_are_a_list_of_structs(predict, rows, tmp_path, tiny):
+    tagger = tiny("bert", "token-classification")
+    (tmp_path / "in.txt").write_text("Marie Curie lived in Paris.\nAda wrote.\n")
+    predict(tagger, tmp_path / "in.txt", aggregation="none")
+    with load_model(tagger) as model:
+        expected = model.tag(["Marie Curie lived in Paris."], aggregation="none")[0]
+    found = rows()[0]["spans"]
+    assert [(s["start"], s["end"], s["label"], s["text"]) for s in found] == [
+        (s.start, s.end, s.label, s.text) for s in expected
+    ]
+
+
+def test_questions_are_answered_from_their_contexts(predict, rows, tmp_path, tiny):
+    answerer = tiny("bert", "question-answering")
+    pair = ("Where is the cat?", "A small cat sleeps on the boat under the tree.")
+    (tmp_path / "in.jsonl").write_text(json.dumps({"question": pair[0], "context": pair[1]}))
+    predict(answerer, tmp_path / "in.jsonl", top_k=2)
+    with load_model(answerer) as model:
+        expected = model.answer([pair], top_k=2)[0]
+    (row,) = rows()
+    assert (row["answer"], row["start"], row["end"]) == (
+        expected[0].text, expected[0].start, expected[0].end
+    )  # fmt: skip
+    assert [answer["text"] for answer in row["answers"]] == [answer.text for answer in expected]
+
+
+def test_images_of_a_folder_with_one_that_is_none(predict, rows, tmp_path, tiny):
+    from PIL import Image
+
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for index in range(5):
+        Image.new("RGB", (40, 30), (index * 50, 20, 90)).save(folder / f"{index}.png")
+    (folder / "3.png").write_bytes(b"no image at all")
+    model = tiny("vit", "image-classification")
+    report = predict(model, folder)
+    found = rows()
+    assert [row["path"] for row in found] == [f"{index}.png" for index in range(5)]
+    assert [bool(row["label"]) for row in found] == [True, True, True, False, True]
+    assert "is not a whole image" in found[3]["error"]
+    assert report.bad_rows == 1
+    with load_model(model) as loaded:
+        expected = loaded.classify_images([folder / "4.png"])[0]
+    assert found[4]["label"] == expected.label
+
+
+def test_long_texts_are_cut_and_counted_and_a_whole_book_is_no_worse(predict, rows, tmp_path, bert):
+    book = "the pump is warm again and the motor is cold. " * 220_000  # 10 MB
+    texts = ["warm", "the pump is warm. " * 60, book]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "in.parquet")
+    report = predict(bert, tmp_path / "in.parquet")
+    assert report.counts.truncated == 2
+    with load_model(bert) as model:
+        expected = model.embed([*texts[:2], book[:20_000]])
+    np.testing.assert_allclose([row["embedding"] for row in rows()], expected, atol=1e-5)
+
+
+def test_a_cell_of_ten_megabytes_in_a_csv(predict, rows, tmp_path, classifier):
+    text = "warm \n again, " * 800_000
+    (tmp_path / "in.csv").write_text(f'id,text\n1,"{text}"\n2,cold\n')
+    report = predict(classifier, tmp_path / "in.csv")
+    assert [row["text"] == text for row in rows()] == [True, False]
+    assert report.counts.truncated == 1
+
+
+def test_standard_input_needs_a_format_and_then_is_like_a_file(predict, rows, tmp_path, bert):
+    with pytest.raises(OptionError, match="standard input has no suffix"):
+        predict(bert, "-", stdin=io.BytesIO(b"text\nwarm\n"))
+    predict(bert, "-", stdin=io.BytesIO(b"text\nwarm\n"), format="csv")
+    assert [row["text"] for row in rows()] == ["warm"]
+    # The same bytes once more are the same input.
+    assert not predict(bert, "-", stdin=io.BytesIO(b"text\nwarm\n"), format="csv").worked
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.parquet", "out.parquet.json"]
+
+
+def test_finished_output_of_the_same_is_left_alone(predict, tmp_path, classifier, reviews):
+    first = predict(classifier, reviews)
+    before = (tmp_path / "out.parquet").stat()
+    second = predict(classifier, reviews, workers=5, window=3)
+    after = (tmp_path / "out.parquet").stat()
+    assert (second.worked, second.counts) == (False, first.counts)
+    assert (before.st_mtime_ns, before.st_ino) == (after.st_mtime_ns, after.st_ino)
+
+
+def test_output_of_something_else_is_refused_unless_forced(
+    predict, rows, tmp_path, classifier, reviews
+):
+    predict(classifier, reviews)
+    with pytest.raises(InputError, match="made from something else: top_k: 1 → 2"):
+        predict(classifier, reviews, top_k=2)
+    reviews.write_text("id,text\n9,other\n")
+    with pytest.raises(InputError, match=r"made from something else: input: .* → .*--force"):
+        predict(classifier, reviews)
+    predict(classifier, reviews, force=True)
+    assert [row["id"] for row in rows()] == ["9"]
+
+
+def test_output_that_was_changed_or_is_unknown_is_refused(predict, tmp_path, classifier, reviews):
+    predict(classifier, reviews)
+    with (tmp_path / "out.parquet").open("ab") as stream:
+        stream.write(b"x")
+    with pytest.raises(InputError, match="it was changed"):
+        predict(classifier, reviews)
+    (tmp_path / "mine.csv").write_text("mine\n")
+    with pytest.raises(InputError, match=r"no mine\.csv\.json says what it was made from"):
+        predict(classifier, reviews, "mine.csv")
+    assert (tmp_path / "mine.csv").read_text() == "mine\n"
+
+
+def test_columns_that_the_answer_is_to_have_need_a_prefix(predict, rows, tmp_path, classifier):
+    (tmp_path / "in.csv").write_text("text,label\nwarm,glad\n")
+    with pytest.raises(InputError, match=r"'label' already.*--prefix predicted_"):
+        predict(classifier, tmp_path / "in.csv")
+    predict(classifier, tmp_path / "in.csv", prefix="predicted_")
+    (row,) = rows()
+    assert row["label"] == "glad"
+    assert row["predicted_label"] in LABELS["text-classification"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [("out.xlsx", {}, "found the suffix '.xlsx', expected .parquet"),
+     ("reviews.csv", {"force": True}, "is the input, which is never overwritten"),
+     ("o.csv", {"pair_column": "id", "top_k": -1}, "top_k is -1, expected 0 or more"),
+     ("o.csv", {"encoding": "utf-9"}, "encoding 'utf-9' is not known"),
+     ("o.csv", {"delimiter": ";;"}, "expected one character")],
+    ids=["suffix", "input", "top_k", "encoding", "delimiter"],
+)  # fmt: skip
+def test_options_that_make_no_sense(predict, classifier, reviews, name, options, message):
+    with pytest.raises(EngineryError, match=message):
+        predict(classifier, reviews, name, **options)
+
+
+def test_answers_of_nan_are_bad_rows(predict, rows, monkeypatch, bert, reviews):
+    from enginery.runtime.ort import OrtRunner
+
+    run = OrtRunner.__call__
+
+    def poisoned(self, feeds):
+        outputs = run(self, feeds)
+        for values in outputs.values():
+            values[0] = np.nan
+        return outputs
+
+    monkeypatch.setattr(OrtRunner, "__call__", poisoned)
+    report = predict(bert, reviews, batch_rows=10)
+    assert report.bad_rows == 4
+    assert {row["error"] for row in rows()} == {None, "the model answered NaN or infinity"}
+
+
+def test_only_one_run_writes_an_output(predict, tmp_path, classifier, reviews):
+    with (
+        stage.only_run(tmp_path / "out.parquet"),
+        pytest.raises(InputError, match="being written by another process"),
+    ):
+        predict(classifier, reviews)

@@ -1,0 +1,162 @@
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from enginery.core.errors import OptionError
+from enginery.predict.config import WITHOUT_EFFECT, PredictConfig
+from enginery.predict.pace import Pace, duration, pace_line
+from enginery.predict.workers import in_order
+from enginery.predict.writing import _json
+
+
+def test_results_come_in_order_and_the_stream_is_read_little_ahead():
+    read = []
+    gates = [threading.Event() for _ in range(20)]
+
+    def numbers():
+        for number in range(20):
+            read.append(number)
+            yield number
+
+    def work(number):
+        if number == 0:
+            gates[1].wait(30)  # the first ends after the second
+        gates[number].set()
+        return number
+
+    found = in_order(work, numbers(), threads=2)
+    assert next(found) == 0
+    assert len(read) <= 3
+    assert [0, *found] == list(range(20))
+
+
+def test_error_of_one_ends_all_and_leaves_no_thread():
+    def work(number):
+        if number == 3:
+            raise ValueError("three")
+        return number
+
+    with pytest.raises(ValueError, match="three"):
+        list(in_order(work, iter(range(10_000)), threads=2))
+    assert not [t for t in threading.enumerate() if t.name.startswith("enginery-window")]
+
+
+def test_no_threads_are_left_after_a_run(predict, tiny, reviews):
+    predict(tiny("bert", "text-classification"), reviews)
+    assert not [t for t in threading.enumerate() if t.name.startswith("enginery-")]
+
+
+def test_pace_says_how_long_is_left():
+    line = pace_line(20_480, 0.4, 0.4, 45.0)
+    assert line == "predict: 20,480 rows, 455.1 a second, 40%, 1 min 8 s left"
+    assert [duration(s) for s in (9.4, 67, 3720)] == ["9 s", "1 min 7 s", "1 h 2 min"]
+
+
+def test_pace_of_a_run_that_goes_on_does_not_count_what_was_there():
+    # Half was there; a tenth more took 10 s, and four tenths are left.
+    assert pace_line(100, 0.6, 0.1, 10.0).endswith("40 s left")
+
+
+def test_pace_tells_from_where_this_run_began(monkeypatch):
+    from enginery.predict import pace as room
+
+    monkeypatch.setattr(room, "_EVERY_SECONDS", 0.0)
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr(room.time, "monotonic", lambda: next(clock))
+    said, steps = [], []
+    progress = type("Told", (), {"say": staticmethod(said.append)})
+    pace = Pace(progress, lambda: steps.append(1), done=0.5)
+    pace.tell(rows=100, done=0.6)
+    assert len(steps) == 60
+    assert said == ["predict: 100 rows, 10.0 a second, 60%, 40 s left"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"window": 0}, "window is 0, expected 1 or more"),
+     ({"part_seconds": 0.0}, "part_seconds is 0.0, expected more than 0")],
+)  # fmt: skip
+def test_config_refuses_what_no_run_could_have(options, message):
+    with pytest.raises(OptionError, match=message):
+        PredictConfig(**options)
+
+
+def test_options_without_effect_are_options():
+    assert set(WITHOUT_EFFECT) <= set(PredictConfig.__dataclass_fields__)
+
+
+def test_json_of_numbers_is_short_and_never_nan():
+    import numpy as np
+
+    assert _json(np.array([0.1, np.nan], np.float32)) == "[0.100000001, null]"
+    assert np.float32(float(_json(np.float32(1) / np.float32(3)))) == np.float32(1) / np.float32(3)
+    assert _json({"a": [float("inf"), "é", b"\x00"]}) == '{"a": [null, "é", "00"]}'
+
+
+def test_predict_loads_neither_torch_nor_transformers(tiny, reviews, tmp_path):
+    artifact = tiny("bert", "feature-extraction")
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from enginery.predict.config import PredictConfig\n"
+        "print('config:', *sorted({'numpy', 'pyarrow', 'onnxruntime'} & set(sys.modules)))\n"
+        "from enginery.core.artifact import Artifact\n"
+        "from enginery.predict.stage import run\n"
+        f"artifact, folder = Artifact.open({str(artifact.path)!r}), Path({str(tmp_path)!r})\n"
+        f"run(artifact, {str(reviews)!r}, folder / 'o.csv', PredictConfig())\n"
+        f"run(artifact, {str(reviews)!r}, folder / 'o.parquet', PredictConfig())\n"
+        "config = PredictConfig(prefix='again_')\n"
+        "run(artifact, str(folder / 'o.parquet'), folder / 'o.jsonl', config)\n"
+        "run(artifact, str(folder / 'o.jsonl'), folder / 'p.jsonl', PredictConfig(prefix='x_'))\n"
+        "heavy = {'torch', 'transformers', 'optimum', 'onnx', 'pandas', 'PIL'}\n"
+        "print('heavy:', *sorted(heavy & set(sys.modules)))\n"
+    )
+    words = [sys.executable, "-c", program]
+    found = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == ["config:", "heavy:"]
+
+
+@pytest.mark.slow
+def test_memory_does_not_follow_the_file(tiny, tmp_path):
+    artifact = tiny("bert", "text-classification")
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from enginery.core.artifact import Artifact\n"
+        "from enginery.predict.config import PredictConfig\n"
+        "from enginery.predict.stage import run\n"
+        "artifact = Artifact.open(sys.argv[1])\n"
+        "report = run(artifact, sys.argv[2], Path(sys.argv[3]), PredictConfig())\n"
+        "print(report.peak_rss_bytes)\n"
+    )
+    peaks = []
+    for rows in (20_000, 200_000):
+        data = tmp_path / f"{rows}.csv"
+        with data.open("w") as stream:
+            stream.write("text\n")
+            stream.writelines(f"the pump number {n} {'is warm ' * (n % 9)}\n" for n in range(rows))
+        words = [sys.executable, "-c", program, artifact.path, data, tmp_path / f"{rows}.parquet"]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout))
+    assert peaks[1] < peaks[0] + (32 << 20)
+
+
+@pytest.mark.parametrize("unit", ["the pump is warm. ", "pump" * 999 + " ", "   \t", "Ünïcödé "])
+def test_beginning_of_a_long_text_has_the_same_first_tokens(tiny, unit):
+    from enginery.predict.token_batches import RunPool, WindowModel
+    from enginery.runtime.ort import OrtRunner
+    from enginery.runtime.tokenizer import TextTokenizer
+
+    artifact = tiny("bert", "feature-extraction")
+    text = unit * (1_000_000 // len(unit)) + "the end"
+    with OrtRunner(artifact) as runner, RunPool(1) as pool:
+        model = WindowModel.open_for(artifact, runner, pool, PredictConfig()).fresh()
+        tokenizer = model.tokenizer
+        (found,) = tokenizer.encode([text])
+        (whole,) = TextTokenizer.open(artifact.path).encode([text])
+        assert found.ids == whole.ids
+        assert bool(found.overflowing) == bool(whole.overflowing)
+        if unit.startswith("the"):
+            assert len(tokenizer._cut(text)) < 50_000
