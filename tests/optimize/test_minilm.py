@@ -1,0 +1,16 @@
+"""The real all-MiniLM-L6-v2 in FP16: how near its answers stay."""
+
+import json
+
+from enginery import export_model, optimize_model
+from enginery.optimize import stage
+
+
+def test_minilm_in_fp16_keeps_its_cosine_and_needs_no_islands(minilm, home):
+    source = export_model(minilm, task="feature-extraction")
+    made = optimize_model(source, target="tensorrt", precision="fp16")
+    (graph,) = json.loads((made.path / stage.REPORT).read_bytes())["graphs"]
+    assert graph["islands"] == []
+    assert [agreement["output"] for agreement in graph["agreements"]] == ["last_hidden_state"]
+    assert all(agreement["cosine"] >= 0.9999 for agreement in graph["agreements"])
+    assert all(agreement["nonfinite"] == 0 for agreement in graph["agreements"])
