@@ -10,7 +10,7 @@ the CPU alone probes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from enginery.core.errors import ProviderError
 from enginery.runtime.obstacles import (
@@ -87,20 +87,6 @@ def choose_providers(
             break
     rest = "" if allow_fallback or len(names) == 1 else " Or pass --allow-fallback."
     raise ProviderError(f"{_refusals(refused)}.", do=remedies[0] + rest)
-
-
-def with_options(providers: Sequence[Provider], wishes: Sequence[ProviderWish]) -> list[Provider]:
-    """Providers that were chosen by name, each with the options of its wish.
-
-    Raises:
-        ProviderError: the GPU that an option names is not there.
-    """
-    options = {wished.full_name: wished.options for wished in wishes}
-    for provider in providers:
-        if obstacle := find_device_obstacle(provider.name, options.get(provider.name, {})):
-            short = short_name(provider.name)
-            raise ProviderError(f"{short} asked for, but {obstacle.reason}.", do=obstacle.do)
-    return [replace(p, options={**p.options, **options.get(p.name, {})}) for p in providers]
 
 
 def _obstacle(name: str, options: Mapping[str, str]) -> Obstacle | None:

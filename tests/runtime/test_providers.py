@@ -20,7 +20,6 @@ from enginery.runtime.providers import (
     choose_providers,
     parse_providers,
     parse_wishes,
-    with_options,
 )
 
 
@@ -365,14 +364,6 @@ def test_a_gpu_beyond_those_that_are_there_is_refused(machine, provider):
     assert (
         "2 GPUs, 0 to 1" in refusal(parse_wishes(f"{provider}; {provider}.device_id=2")[0]).message
     )
-
-
-def test_options_that_are_added_to_chosen_providers_are_checked_against_the_gpus(machine):
-    chosen = choose_providers(["cuda"])
-    wishes = parse_wishes("cuda", ["cuda.device_id=0"])
-    assert with_options(chosen, wishes)[0].options == {"device_id": "0"}
-    with pytest.raises(ProviderError, match="device_id is 4, and this process sees one GPU"):
-        with_options(chosen, parse_wishes("cuda", ["cuda.device_id=4"]))
 
 
 @pytest.mark.parametrize(("provider", "name"), [("cuda", CUDA), ("tensorrt", TENSORRT)])
