@@ -594,6 +594,18 @@ def test_crowded_table_breaks_its_long_columns_alone(monkeypatch, capsys):
     assert max(map(len, out.splitlines())) <= 74
 
 
+def test_a_profile_is_printed_as_it_is_written(monkeypatch, capsys):
+    """`:100:` is also the name of a picture."""
+    monkeypatch.setattr(Console, "is_terminal", True)
+    console, profile = Console(), "batch=1:100:512"
+    console.line(profile)
+    console.say(profile)
+    console.table("Profiles", [{"profile": profile}])
+    shown = capsys.readouterr()
+    assert shown.out.count(profile) == 2
+    assert shown.err.count(profile) == 1
+
+
 def test_narrow_terminal_gets_a_line_a_cell(tiny):
     words = ("run", "--model", tiny, "--task", "text-classification", "--quiet")
     shown = on_terminal(*words, columns=40).out

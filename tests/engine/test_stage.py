@@ -255,11 +255,10 @@ def test_reports_written_since_stay_where_engines_come_from_the_store(tmp_path, 
     options = {"profile": [PROFILE], "capability": "8.9"}
     source = product(tmp_path / "a")
     build_engine(source, **options)
-    source = source.annotate(verdict(passed=True), b"{}")
     reports = source.path / "reports"
+    reports.mkdir()
     (reports / "benchmark.json").write_text("{}")
-    made = build_engine(source, out=source.path, **options)
-    assert made.manifest.verdicts == source.manifest.verdicts
+    build_engine(source, out=source.path, **options)
     assert {"benchmark.json", "engines.json"} <= {path.name for path in reports.iterdir()}
 
 
