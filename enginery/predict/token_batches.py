@@ -29,11 +29,6 @@ from enginery.runtime.ort import OrtRunner, Outputs
 from enginery.runtime.text_model import TextModel, fill_rows
 from enginery.runtime.tokenizer import TextTokenizer
 
-_LETTERS_A_TOKEN = 32
-"""A text is first looked at up to so many letters for each token that the model takes."""
-_MARGIN = 64
-"""Tokens beyond the limit which show that the place of the cut, within a word, is of no effect."""
-
 
 class RunPool(Closing):
     """Threads that run batches; closing waits for the batches that run."""
@@ -74,14 +69,14 @@ class Meter:
 
 @dataclass(frozen=True)
 class WindowTokenizer(TextTokenizer):
-    """The tokenizer, with its time taken, and in bounded memory whatever the length of a text."""
+    """The tokenizer, with its time taken."""
 
     meter: Meter = field(default_factory=Meter)
 
     def encode(self, texts: Sequence[str | tuple[str, str]]) -> list[Any]:
-        """As `TextTokenizer.encode`, on the part of a long text that can reach the model."""
+        """As `TextTokenizer.encode`."""
         started = time.perf_counter()
-        found = super().encode([self._cut(t) if isinstance(t, str) else t for t in texts])
+        found = super().encode(texts)
         self.meter.encode_seconds += time.perf_counter() - started
         return found
 
@@ -91,21 +86,6 @@ class WindowTokenizer(TextTokenizer):
         found = super().encode_pairs(pairs)
         self.meter.encode_seconds += time.perf_counter() - started
         return found
-
-    def _cut(self, text: str) -> str:
-        """The beginning of a text that has the same first tokens, and more than the limit."""
-        letters = self.limit * _LETTERS_A_TOKEN
-        if len(text) <= letters or self.texts.truncation["direction"] != "right":
-            return text
-        while letters < len(text):
-            beginning = text[:letters]
-            encoding = self.texts.encode(beginning)
-            if len(encoding.ids) + sum(len(e.ids) for e in encoding.overflowing) > (
-                self.limit + _MARGIN
-            ):
-                return beginning
-            letters *= 4
-        return text
 
 
 @dataclass
@@ -125,9 +105,10 @@ class WindowModel(TextModel):
         cls, artifact: Artifact, runner: OrtRunner, pool: RunPool, config: PredictConfig
     ) -> WindowModel:
         """Reads the model's files; raises what `TextModel.open` raises."""
-        plain = TextModel.open(artifact, runner)
-        given = {f.name: getattr(plain, f.name) for f in fields(plain) if f.name != "_lock"}
-        return cls(**given, pool=pool, max_rows=config.batch_rows, max_tokens=config.batch_tokens)
+        return cls.read(
+            artifact, runner.record, runner=runner, pool=pool, max_rows=config.batch_rows,
+            max_tokens=config.batch_tokens,
+        )  # fmt: skip
 
     def fresh(self) -> WindowModel:
         """The same model with nothing counted."""

@@ -11,6 +11,7 @@ Formulas and their order are sentence-transformers' (`models/Pooling.py`, `model
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,21 +48,25 @@ class Pooling:
     note: str
     """Where this comes from."""
 
-    def __call__(self, tokens: NDArray[Any], mask: NDArray[Any], *, prompt: int = 0) -> Vectors:
+    def __call__(
+        self, tokens: NDArray[Any], mask: NDArray[Any], *, prompt: int | Sequence[int] = 0
+    ) -> Vectors:
         """Pools one batch.
 
         Args:
             tokens: (batch, sequence, dim).
             mask: (batch, sequence), 1 for tokens and 0 for padding.
-            prompt: tokens at the start of each text that belong to its prompt.
+            prompt: tokens at the start of each text that belong to its prompt; a sequence where
+                the texts have different ones.
 
         Returns:
             float32 (batch, dim * len(modes)).
         """
         tokens = tokens.astype(np.float32, copy=False)
-        if prompt and not self.include_prompt:
+        if not self.include_prompt:
             # Counted over real tokens: with padding on the left a row does not start at 0.
-            mask = mask * (np.cumsum(mask, axis=1) > prompt)
+            first = np.asarray(prompt or 0).reshape(-1, 1)
+            mask = mask * (np.cumsum(mask, axis=1) > first)
         pooled = [_pool(mode, tokens, mask) for mode in self.modes]
         vectors = np.concatenate(pooled, axis=1)
         return self.finish(vectors)

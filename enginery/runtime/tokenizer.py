@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,33 @@ _BERT_CLASSES = (
     "Bert", "DistilBert", "Electra", "MPNet", "MobileBert", "ConvBert", "Funnel", "LayoutLM",
     "Lxmert", "SqueezeBert", "RetriBert",
 )  # fmt: skip
+_LETTERS_A_TOKEN = 32
+"""A text is first looked at up to so many letters for each token that the model takes."""
+_MARGIN = 64
+"""Tokens beyond the limit which show that the place of the cut, within a word, is of no effect."""
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Ids in place of a `tokenizers.Encoding`, of which no text is known."""
+
+    ids: list[int]
+    overflowing: tuple[Any, ...] = ()
+    """Not empty where ids were cut."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def attention_mask(self) -> list[int]:
+        """1 for each."""
+        return [1] * len(self.ids)
+
+    @property
+    def type_ids(self) -> list[int]:
+        """0 for each, as a single text has."""
+        return [0] * len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -115,8 +142,65 @@ class TextTokenizer:
             InputError: `texts` is one string, or an item of it is neither a string nor a pair.
         """
         check_texts(texts, pairs=True)
-        encodings: list[Any] = self.texts.encode_batch(list(texts))
+        cut = [self._cut(text) if isinstance(text, str) else text for text in texts]
+        # One text is encoded where it is: a batch goes through a pool of threads.
+        if len(cut) == 1 and isinstance(cut[0], str):
+            return [self.texts.encode(cut[0])]
+        encodings: list[Any] = self.texts.encode_batch(cut)
         return encodings
+
+    def encode_ids(self, ids: Sequence[int], index: int = 0) -> TokenIds:
+        """Ids that another tokenizer made, between the special tokens of this model.
+
+        Args:
+            ids: with the model's special tokens around them, or without.
+            index: which input it is, for messages.
+
+        Raises:
+            InputError: an id is none of this tokenizer.
+        """
+        size = self.texts.get_vocab_size(with_added_tokens=True)
+        for found in ids:
+            if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:
+                raise InputError(
+                    f"input {index} has the token id {found!r}, expected whole numbers from 0 to "
+                    f"{size - 1}."
+                )
+        before, after = self._special_around
+        inner = list(ids)
+        if (
+            before + after
+            and inner[: len(before)] == before
+            and (inner[len(inner) - len(after) :] == after)
+        ):
+            inner = inner[len(before) : len(inner) - len(after)]
+        room = max(self.limit - len(before) - len(after), 0)
+        cut = len(inner) > room
+        left = self.texts.truncation["direction"] == "left"
+        inner = inner[len(inner) - room :] if cut and left else inner[:room]
+        return TokenIds([*before, *inner, *after], ("cut",) if cut else ())
+
+    @cached_property
+    def _special_around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the model has before a text and after it."""
+        encoding = self.texts.encode("a")
+        mask = encoding.special_tokens_mask
+        first = mask.index(0) if 0 in mask else len(mask)
+        last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
+        return encoding.ids[:first], encoding.ids[last:]
+
+    def _cut(self, text: str) -> str:
+        """The beginning of a text that has the same first tokens, and more than the limit."""
+        letters = self.limit * _LETTERS_A_TOKEN
+        if len(text) <= letters or self.texts.truncation["direction"] != "right":
+            return text
+        while letters < len(text):
+            beginning = text[:letters]
+            encoding = self.texts.encode(beginning)
+            if len(encoding) + sum(len(e) for e in encoding.overflowing) > self.limit + _MARGIN:
+                return beginning
+            letters *= 4
+        return text
 
     def prepare(self, text: str) -> str:
         """The text as sentence-transformers hands it to the tokenizer."""
