@@ -283,7 +283,7 @@ def _source(entry: StoreEntry) -> str | None:
     if entry.engine:
         record = entry.engine.record
         return f"{record.graph} (sha256 {record.graph_sha256[:12]}…)"
-    return None
+    return entry.graph.source if entry.graph else None
 
 
 def _state(entry: StoreEntry) -> str:

@@ -1,4 +1,4 @@
-"""Finished artifacts and engines by fingerprint, under `$ENGINERY_HOME`.
+"""Finished artifacts, engines and graphs by fingerprint, under `$ENGINERY_HOME`.
 
 Takes a kind, a fingerprint and the function that builds; leaves one whole directory, built once
 however many processes ask for it at the same time.
@@ -22,17 +22,25 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from enginery.core.artifact import Artifact
-from enginery.core.engine import Engine
 from enginery.core.errors import ArtifactError
 from enginery.core.fingerprint import Fingerprint
 from enginery.core.home import enginery_home
 from enginery.core.locks import named_lock
 from enginery.core.progress import SILENT, Progress
 from enginery.core.staging import remove_leftovers
-from enginery.core.stored import ARTIFACTS, ENGINES, KINDS, Finished, Inode, Kind, StoreEntry
+from enginery.core.stored import (
+    ARTIFACTS,
+    ENGINES,
+    GRAPHS,
+    KINDS,
+    AnyKind,
+    Finished,
+    Inode,
+    Kind,
+    StoreEntry,
+)
 
-__all__ = ["ARTIFACTS", "ENGINES", "Kind", "Store", "StoreEntry"]
+__all__ = ["ARTIFACTS", "ENGINES", "GRAPHS", "Kind", "Store", "StoreEntry"]
 
 _KEY_DIGITS = 16
 _NAME_LENGTH = 64  # file systems allow 255 with the stage, the key and a staging prefix
@@ -192,7 +200,7 @@ def _files(directory: Path) -> dict[Inode, int]:
     return {(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}
 
 
-def _entry(path: Path, kind: Kind[Artifact] | Kind[Engine]) -> StoreEntry | None:
+def _entry(path: Path, kind: AnyKind) -> StoreEntry | None:
     """What lies at `path`; None where another process has just removed it."""
     try:
         files = _files(path)

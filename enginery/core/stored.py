@@ -1,4 +1,4 @@
-"""What the store holds: finished artifacts and engines, and one entry of the store.
+"""What the store holds: artifacts, engines, optimized graphs; and one entry of the store.
 
 >>> ENGINES.open(Path("engines/tensorrt-rtx-sm89-3f2a91c04be7d815")).record.profiles
 ('batch=1:8:32,sequence=8:128:512',)
@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from enginery.core.artifact import Artifact
 from enginery.core.engine import Engine
 from enginery.core.fingerprint import Fingerprint
+from enginery.core.loaded_graph import LoadedGraph
 
 Finished = TypeVar("Finished")
 Inode = tuple[int, int]
@@ -57,7 +58,14 @@ ENGINES = Kind(
     lambda engine: [engine.fingerprint],
     lambda wanted, other: _same_start(wanted, other, "graph"),
 )
-KINDS: tuple[Kind[Artifact] | Kind[Engine], ...] = (ARTIFACTS, ENGINES)
+GRAPHS = Kind(
+    "graphs",
+    LoadedGraph.open,
+    lambda graph: [graph.fingerprint],
+    lambda wanted, other: _same_start(wanted, other, "graph"),
+)
+AnyKind = Kind[Artifact] | Kind[Engine] | Kind[LoadedGraph]
+KINDS: tuple[AnyKind, ...] = (ARTIFACTS, ENGINES, GRAPHS)
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,8 @@ class StoreEntry:
 
     path: Path
     kind: str
-    """`artifacts` or `engines`."""
-    content: Artifact | Engine | None
+    """`artifacts`, `engines` or `graphs`."""
+    content: Artifact | Engine | LoadedGraph | None
     """None where it cannot be opened."""
     problem: str
     """Why it cannot be opened; empty when it can."""
@@ -87,3 +95,7 @@ class StoreEntry:
     @property
     def engine(self) -> Engine | None:
         return self.content if isinstance(self.content, Engine) else None
+
+    @property
+    def graph(self) -> LoadedGraph | None:
+        return self.content if isinstance(self.content, LoadedGraph) else None

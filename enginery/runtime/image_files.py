@@ -10,6 +10,7 @@ white picture.
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,16 @@ if TYPE_CHECKING:
 _CONVERTED = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "La",
               "RGBa")  # fmt: skip
 
+_NO_IMAGE = (OSError, SyntaxError, ValueError)
+"""What Pillow raises for a damaged file."""
+
 
 def load_image(source: Any, *, name: str = "image") -> Image:
     """An upright RGB image.
 
     Args:
-        source: a path, a Pillow image, or a uint8 array (height, width), (height, width, 1), 3 or
-            4 channels.
+        source: a path, the bytes of a file, a Pillow image, or a uint8 array (height, width),
+            (height, width, 1), 3 or 4 channels.
         name: what the message calls it, `image 3`.
 
     Raises:
@@ -42,13 +46,16 @@ def load_image(source: Any, *, name: str = "image") -> Image:
     if isinstance(source, str | Path):
         image = _from_file(Path(source), name)
         name = f"{name} ({source})"
+    elif isinstance(source, bytes):
+        image = _from_bytes(source, name)
     elif isinstance(source, np.ndarray):
         image = _from_array(source, name)
     elif isinstance(source, Pillow.Image):
         image = source
     else:
         raise InputError(
-            f"{name} is a {type(source).__name__}, expected a path, a Pillow image or an array."
+            f"{name} is a {type(source).__name__}, expected a path, a file's "
+            "bytes, a Pillow image or an array."
         )
     if image.mode not in _CONVERTED:
         raise InputError(
@@ -65,18 +72,36 @@ def load_image(source: Any, *, name: str = "image") -> Image:
 
 
 def _from_file(path: Path, name: str) -> Image:
+    try:
+        return _opened(path)
+    except FileNotFoundError:
+        raise InputError(f"{name}: there is no file {path}.") from None
+    except _NO_IMAGE as error:
+        raise InputError(f"{name}: {path} is not a whole image: {error}.") from error
+
+
+def _from_bytes(content: bytes, name: str) -> Image:
+    from PIL import UnidentifiedImageError
+
+    try:
+        return _opened(BytesIO(content))
+    except UnidentifiedImageError:  # its message has an address of memory
+        raise InputError(f"{name} is not an image of a format that Pillow reads.") from None
+    except _NO_IMAGE as error:
+        raise InputError(f"{name} is not a whole image: {error}.") from error
+
+
+def _opened(source: Path | BytesIO) -> Image:
     from PIL import Image as Pillow
     from PIL import ImageOps
 
     try:
-        with Pillow.open(path) as opened:
+        with Pillow.open(source) as opened:
             opened.load()
             # While the file is open: some formats read their EXIF late.
             return ImageOps.exif_transpose(opened)
-    except FileNotFoundError:
-        raise InputError(f"{name}: there is no file {path}.") from None
-    except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
-        raise InputError(f"{name}: {path} is not a whole image: {error}.") from error
+    except Pillow.DecompressionBombError as error:
+        raise ValueError(str(error)) from error
 
 
 def _from_array(array: np.ndarray[Any, Any], name: str) -> Image:

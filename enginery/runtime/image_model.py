@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from enginery.runtime.batching import MAX_ROWS
 from enginery.runtime.classification import Activation, classify_logits
 from enginery.runtime.image_files import load_image
 from enginery.runtime.images import ImageProcessor
-from enginery.runtime.ort import OrtRunner, Outputs
+from enginery.runtime.ort import OrtRunner
 from enginery.runtime.text_model import fill_rows
 
 _VECTOR_OUTPUTS = ("image_embeds", "pooler_output")
@@ -35,6 +35,7 @@ class ImageModel:
     """A graph over pixels, with its processor and the model's own settings."""
 
     runner: OrtRunner
+    task: str
     processor: ImageProcessor
     config: dict[str, Any]
     notes: tuple[str, ...]
@@ -58,32 +59,60 @@ class ImageModel:
         notes = [f"images are prepared as {processor.kind}ImageProcessor does it with Pillow"]
         if artifact.manifest.task == "feature-extraction":
             notes.append(f"the vector of an image is {_vector_rule(runner, config)[1]}")
-        return cls(runner, processor, config, tuple(notes))
+        return cls(runner, artifact.manifest.task, processor, config, tuple(notes))
 
     def classify(
         self, images: Sequence[Any], *, top_k: int, activation: Activation
     ) -> list[Classification]:
         """One classification an image."""
-        _require_list(images)
-        answers: list[Any] = [None] * len(images)
-        for batch, outputs in self._run(images):
-            found = classify_logits(outputs["logits"], self.config, activation, top_k=top_k)
-            for index, answer in zip(batch, found, strict=True):
-                answers[index] = answer
-        return answers
+        return self.labels(self._rows(images), top_k=top_k, activation=activation)
 
     def embed(self, images: Sequence[Any]) -> NDArray[np.float32]:
         """float32 (len(images), dim)."""
-        _require_list(images)
-        output, _ = _vector_rule(self.runner, self.config)
-        rows: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(images)
-        for batch, outputs in self._run(images):
-            for index, found in zip(batch, outputs[output], strict=True):
-                rows[index] = self._vector(found.astype(np.float32, copy=False))
-        return np.stack(rows) if rows else np.empty((0, self._dim(output)), np.float32)
+        rows = self._rows(images)
+        return np.stack(rows) if rows else np.empty((0, self._dim()), np.float32)
 
-    def _dim(self, output: str) -> int:
+    def pixels(self, image: Any, index: int = 0) -> NDArray[Any]:
+        """One image as the graph takes it: (channels, height, width), of the graph's dtype.
+
+        Raises:
+            InputError: the image cannot be used; the message calls it by its index.
+        """
+        array = self.processor(load_image(image, name=f"image {index}"))
+        self._require_fit(array, index)
+        return array.astype(self.runner.record.inputs[0].dtype)
+
+    def run(self, arrays: Sequence[NDArray[Any]]) -> list[Any]:
+        """One batch of pixels of the same shape: logits, or vectors, of each."""
+        spec = self.runner.record.inputs[0]
+        fixed = spec.dims[0] if isinstance(spec.dims[0], int) else 0
+        rows = self.runner.padded_shape(spec, (len(arrays), *arrays[0].shape))[0]
+        outputs = self.runner(fill_rows({spec.name: np.stack(arrays)}, fixed or rows))
+        if self.task == "feature-extraction":
+            found = outputs[_vector_rule(self.runner, self.config)[0]][: len(arrays)]
+            return [self._vector(row.astype(np.float32, copy=False)) for row in found]
+        return list(outputs["logits"][: len(arrays)])
+
+    def labels(
+        self, rows: Sequence[Any], *, top_k: int, activation: Activation
+    ) -> list[Classification]:
+        """One classification a row of `run`."""
+        if not rows:
+            return []
+        return classify_logits(np.stack(rows), self.config, activation, top_k=top_k)
+
+    def most_rows(self, shape: tuple[int, ...]) -> int:
+        """The most images of a batch of this (channels, height, width)."""
+        spec = self.runner.record.inputs[0]
+        if isinstance(spec.dims[0], int):
+            return spec.dims[0]
+        if not self.runner.profiles:
+            return MAX_ROWS
+        return self.runner.most_rows(spec, shape) or 1
+
+    def _dim(self) -> int:
         """The size of a vector, from the graph or else from config.json; 0 if neither says it."""
+        output, _ = _vector_rule(self.runner, self.config)
         dims = next(s.dims for s in self.runner.record.outputs if s.name == output)
         dim = dims[1] if len(dims) == 4 else dims[-1]
         return dim if isinstance(dim, int) else int(self.config.get("hidden_size") or 0)
@@ -96,36 +125,25 @@ class ImageModel:
             return np.asarray(found[0] if first else found.mean(axis=0))
         return found
 
-    def _run(self, images: Sequence[Any]) -> Iterator[tuple[list[int], Outputs]]:
-        """The graph over all images: indices and outputs of each batch."""
-        spec = self.runner.record.inputs[0]
-        fixed = spec.dims[0] if isinstance(spec.dims[0], int) else 0
-        pixels: dict[int, NDArray[Any]] = {}
-        waiting: dict[tuple[int, ...], list[int]] = {}
+    def _rows(self, images: Sequence[Any]) -> list[Any]:
+        """What `run` gives for each image, in their order."""
+        _require_list(images)
+        rows: list[Any] = [None] * len(images)
+        waiting: dict[tuple[int, ...], dict[int, NDArray[Any]]] = {}
         for index, image in enumerate(images):
-            array = self.processor(load_image(image, name=f"image {index}"))
-            self._require_fit(array, index)
-            pixels[index] = array.astype(spec.dtype)
-            batch = waiting.setdefault(array.shape, [])
-            batch.append(index)
+            array = self.pixels(image, index)
+            batch = waiting.setdefault(array.shape, {})
+            batch[index] = array
             # Pixels are large: a full batch runs before more images are read.
-            if len(batch) >= (fixed or self._most_rows(array.shape)):
-                yield batch, self._outputs([pixels.pop(i) for i in batch], fixed)
-                del waiting[array.shape]
+            if len(batch) >= self.most_rows(array.shape):
+                self._fill(rows, waiting.pop(array.shape))
         for batch in waiting.values():
-            yield batch, self._outputs([pixels.pop(i) for i in batch], fixed)
+            self._fill(rows, batch)
+        return rows
 
-    def _outputs(self, arrays: Sequence[NDArray[Any]], fixed: int) -> Outputs:
-        spec = self.runner.record.inputs[0]
-        rows = self.runner.padded_shape(spec, (len(arrays), *arrays[0].shape))[0]
-        outputs = self.runner(fill_rows({spec.name: np.stack(arrays)}, fixed or rows))
-        return {name: values[: len(arrays)] for name, values in outputs.items()}
-
-    def _most_rows(self, shape: tuple[int, ...]) -> int:
-        """The most images of a batch of this (channels, height, width)."""
-        if not self.runner.profiles:
-            return MAX_ROWS
-        return self.runner.most_rows(self.runner.record.inputs[0], shape) or 1
+    def _fill(self, rows: list[Any], batch: dict[int, NDArray[Any]]) -> None:
+        for index, row in zip(batch, self.run(list(batch.values())), strict=True):
+            rows[index] = row
 
     def _require_fit(self, array: NDArray[Any], index: int) -> None:
         spec = self.runner.record.inputs[0]

@@ -32,6 +32,7 @@ from enginery.runtime.binding import DeviceBinding, run_options
 from enginery.runtime.cuda_graph import with_cuda_graph
 from enginery.runtime.device_values import device_of, read_value, shaped_like
 from enginery.runtime.engines import choose_with_engines, reachable_profile, wrapper_of
+from enginery.runtime.loaded_graph import optimized_graph
 from enginery.runtime.placement import Placement, read_placement
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
 from enginery.runtime.providers import Provider, ProviderWish, parse_wishes
@@ -63,6 +64,8 @@ class OrtRunner(Closing):
         io_binding: bool = True,
         cuda_graph: bool = False,
         shrink_arena: bool = False,
+        keep_optimized: bool = False,
+        spinning: bool = True,
     ) -> None:
         """Opens the sessions.
 
@@ -80,6 +83,10 @@ class OrtRunner(Closing):
             twice: first to see that every node is the provider's.
         shrink_arena: give the memory that a run took beyond the arena's first piece back after
             it, so that one large batch is not held for good. Each run allocates anew.
+        keep_optimized: on the CPU, load the graph as ONNX Runtime optimized it for this processor,
+            from the store; it is made and put there the first time.
+        spinning: intra-op threads look for work in busy loops. It helps one caller and takes the
+            cores from several.
 
         Raises:
             ProviderError: the provider cannot be had, or does not take the model; or none of the
@@ -103,7 +110,15 @@ class OrtRunner(Closing):
         if self.engines:
             self._sessions = [open_engine(e, self.providers, threads=threads) for e in self.engines]
         else:
-            self._sessions = [open_session(path, self.providers, threads=threads)]
+            kept = (
+                optimized_graph(artifact, self.record, self.providers) if keep_optimized else None
+            )
+            self._sessions = [
+                open_session(
+                    kept or path, self.providers, threads=threads, optimize=kept is None,
+                    spinning=spinning,
+                )
+            ]  # fmt: skip
         self._capture = cuda_graph
         self._shrink = shrink_arena
         self._bindings: dict[int, DeviceBinding] = {}
@@ -273,8 +288,22 @@ def open_engine(engine: Engine, providers: Sequence[Provider], *, threads: int =
     return open_session(wrapper_of(engine), providers, threads=threads)
 
 
-def open_session(path: Path, providers: Sequence[Provider], *, threads: int = 0) -> Any:
+def open_session(
+    path: Path,
+    providers: Sequence[Provider],
+    *,
+    threads: int = 0,
+    optimize: bool = True,
+    spinning: bool = True,
+) -> Any:
     """An `onnxruntime.InferenceSession` on exactly the providers given.
+
+    Args:
+        path: an ONNX file.
+        providers: as `choose_providers` gives them.
+        threads: intra-op threads; 0 for ONNX Runtime's choice.
+        optimize: False for a graph that ONNX Runtime has optimized before.
+        spinning: whether its threads wait for work in busy loops.
 
     Raises:
         ProviderError: a provider did not register, or the graph cannot be loaded.
@@ -283,6 +312,10 @@ def open_session(path: Path, providers: Sequence[Provider], *, threads: int = 0)
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if not spinning:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return new_session(path, providers, options)
 
 

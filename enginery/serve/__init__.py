@@ -1,1 +1,1 @@
-"""Stage: the HTTP server. Not there yet."""
+"""Serve: artifacts over HTTP, in the protocols that clients already speak."""

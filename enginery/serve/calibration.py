@@ -1,0 +1,81 @@
+"""What a batch costs: a part that it costs in any case, and a part a token.
+
+>>> cost = fit_cost([(8, 0.0034), (96, 0.0224)])
+>>> round(cost.fixed_seconds, 4), round(cost.seconds_per_token, 6)
+(0.0017, 0.000216)
+
+Two sizes are run when a model is loaded, and a line goes through their quickest runs. From the
+line follows how many tokens a batch should have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_CPU_TOKENS = 256
+"""On a CPU a batch of more tokens is slower a token: its activations leave the caches. Measured on
+two cores with all-MiniLM-L6-v2: docs/benchmarks.md."""
+_LEAST_TOKENS, _MOST_TOKENS = 256, 16_384
+_FIXED_SHARE = 0.1
+"""Of a batch's time that may be its fixed part."""
+RUNS = 3
+
+
+@dataclass(frozen=True)
+class BatchCost:
+    """A line through measured batches."""
+
+    fixed_seconds: float
+    seconds_per_token: float
+
+    @property
+    def worth_tokens(self) -> float:
+        """How many tokens take as long as the fixed part."""
+        return self.fixed_seconds / self.seconds_per_token if self.seconds_per_token else 0.0
+
+    def __str__(self) -> str:
+        fixed, each = self.fixed_seconds * 1e3, self.seconds_per_token * 1e3
+        return f"{fixed:.2f} ms + {each:.3f} ms a token"
+
+
+def fit_cost(samples: Sequence[tuple[int, float]]) -> BatchCost:
+    """The line through the quickest run of the smallest and of the largest size.
+
+    Args:
+        samples: tokens and seconds of each run.
+    """
+    quickest: dict[int, float] = {}
+    for tokens, seconds in samples:
+        quickest[tokens] = min(seconds, quickest.get(tokens, seconds))
+    small, large = min(quickest), max(quickest)
+    if small == large:
+        return BatchCost(0.0, quickest[small] / max(small, 1))
+    slope = max((quickest[large] - quickest[small]) / (large - small), 0.0)
+    return BatchCost(max(quickest[small] - slope * small, 0.0), slope)
+
+
+def measure_cost(run: Callable[[int], float], *, limit: int) -> BatchCost:
+    """Measures a small and a larger input.
+
+    Args:
+        run: runs one input of so many tokens; the seconds that it took.
+        limit: the most tokens that the model takes.
+    """
+    small, large = min(8, limit), min(96, limit)
+    run(large)  # memory for it is allocated
+    return fit_cost([(tokens, run(tokens)) for _ in range(RUNS) for tokens in {small, large}])
+
+
+def choose_tokens(cost: BatchCost, *, on_cpu: bool) -> tuple[int, str]:
+    """How many tokens a batch should have at most, and why."""
+    if on_cpu:
+        return _CPU_TOKENS, (
+            f"{_CPU_TOKENS} tokens: on a CPU larger batches are slower a token; measured {cost}"
+        )
+    wanted = int(cost.worth_tokens * (1 - _FIXED_SHARE) / _FIXED_SHARE)
+    tokens = min(max(wanted, _LEAST_TOKENS), _MOST_TOKENS)
+    return tokens, (
+        f"{tokens} tokens: from {wanted} on the fixed part is below {_FIXED_SHARE:.0%}, within "
+        f"{_LEAST_TOKENS} to {_MOST_TOKENS}; measured {cost}"
+    )

@@ -1,0 +1,93 @@
+"""The options of serve; importing them is quick, as `enginery --help` is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from enginery.core.errors import OptionError
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Where the server listens, how it batches, and what it refuses."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on; 0.0.0.0 for all, as a container needs."""
+    port: int = 8000
+    """0 for any free one, which is printed."""
+    provider: str = ""
+    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty for what
+    `ENGINERY_PROVIDERS` says, and else the CPU."""
+    provider_option: tuple[str, ...] = ()
+    """An option of a provider, `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
+    allow_fallback: bool = False
+    """Take the next provider where the first cannot be had; /health and /info say so."""
+    allow_failed: bool = False
+    """Take an artifact whose validation failed."""
+    workers: int = 0
+    """Batches that run at the same time; 0 for a physical core each on the CPU, 1 on a GPU."""
+    threads: int = 0
+    """Intra-op threads of a batch; 0 for one on the CPU where there are several workers."""
+    batch_tokens: int = 0
+    """The most tokens of a batch after padding; 0 for what the warm-up measures."""
+    batch_rows: int = 64
+    """The most inputs of a batch."""
+    max_padding: float = 0.1
+    """The most padding in a batch, as a share of its tokens."""
+    queue_inputs: int = 2048
+    """The most inputs that wait for a model; beyond it requests are refused with 429."""
+    queue_tokens: int = 262144
+    """The most tokens that wait for a model; beyond it requests are refused with 429."""
+    max_inputs: int = 2048
+    """The most inputs of one request."""
+    max_body_bytes: int = 2_097_152
+    """The largest body of a request."""
+    truncate: bool = True
+    """Cut texts that are longer than the model takes, where a request does not say."""
+    api_key: str = ""
+    """The key that clients have to send; prefer `api_key_file` or ENGINERY_API_KEY, which other
+    users of the machine cannot read."""
+    api_key_file: str = ""
+    """A file with one key a line."""
+    grace: float = 30.0
+    """Seconds for requests that run to end after SIGTERM."""
+    drain_delay: float = 0.0
+    """Seconds after SIGTERM for which new connections are still taken, while readiness is off:
+    as long as a load balancer needs to look."""
+    stuck_after: float = 60.0
+    """Seconds after which a batch that still runs counts as stuck."""
+    restart: bool = True
+    """Start the process that runs the models anew when it dies or is stuck."""
+    idle_timeout: float = 75.0
+    """Seconds for which a connection may say nothing between requests."""
+    request_timeout: float = 30.0
+    """Seconds in which a request has to arrive, headers and body."""
+    max_connections: int = 10_000
+    """The most connections at the same time."""
+    access_log: Literal["json", "off"] = "json"
+    """A line of JSON for each request, on standard output."""
+    optimized_graph: bool = True
+    """Keep the graph as ONNX Runtime optimizes it for this processor in the store: the next start
+    is faster and smaller."""
+
+
+def check_options(config: ServeConfig) -> None:
+    """Raises OptionError for a value that nothing can be served with."""
+    least: tuple[tuple[str, float], ...] = (
+        ("workers", 0), ("threads", 0), ("batch_tokens", 0), ("batch_rows", 1), ("max_padding", 0),
+        ("queue_inputs", 1), ("queue_tokens", 1), ("max_inputs", 1), ("max_body_bytes", 1),
+        ("grace", 0), ("drain_delay", 0), ("stuck_after", 0.1), ("idle_timeout", 0.1),
+        ("request_timeout", 0.1), ("max_connections", 1),
+    )  # fmt: skip
+    for name, low in least:
+        if not getattr(config, name) >= low:  # NaN is not
+            raise OptionError(
+                f"option '{name}' is {getattr(config, name):g}, expected {low:g} or more."
+            )
+    if not 0 <= config.port < 65536:
+        raise OptionError(f"option 'port' is {config.port}, expected 0 to 65535.")
+    if config.max_padding >= 1:
+        raise OptionError(f"option 'max_padding' is {config.max_padding:g}, expected less than 1.")
+    if config.api_key and config.api_key_file:
+        raise OptionError("options 'api_key' and 'api_key_file' both give a key.", do="Keep one.")

@@ -1,0 +1,70 @@
+"""What travels between the HTTP layer and the application.
+
+    >>> Response.of_json({"error": "no such model"}, status=404).body
+    b'{"error":"no such model"}'
+
+The HTTP layer makes a `Request` of bytes and bytes of a `Response`; the application is a coroutine
+between the two, and knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import orjson
+
+JSON = "application/json"
+
+
+@dataclass(slots=True)
+class Request:
+    """One request, whole."""
+
+    method: str
+    path: str
+    """Without the query, percent-decoded."""
+    query: str = ""
+    """Behind the question mark, as it came."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Names in lower case; one that came several times is joined by commas."""
+    body: bytes = b""
+    client: str = ""
+    """Host and port of who asks."""
+    started: float = 0.0
+    """When its first byte was read, by `time.perf_counter`."""
+
+
+@dataclass(slots=True)
+class Response:
+    """One answer, whole."""
+
+    status: int = 200
+    body: bytes = b""
+    content_type: str = JSON
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of_json(
+        cls, value: Any, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()
+    ) -> Response:
+        """A JSON body. numpy arrays are lists, NaN is null."""
+        body = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+        return cls(status, body, JSON, headers)
+
+
+class Application(Protocol):
+    """What the HTTP layer calls."""
+
+    async def __call__(self, request: Request) -> Response:
+        """The answer to a request.
+
+        It is cancelled when the client has gone. It raises nothing: what goes wrong is a status.
+        """
+
+    def refusal(self, path: str, status: int, message: str) -> Response:
+        """An error that the HTTP layer itself found, in the shape of the protocol of `path`.
+
+        `path` is empty where the request could not be read so far.
+        """

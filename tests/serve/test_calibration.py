@@ -1,0 +1,42 @@
+import pytest
+
+from enginery.serve.calibration import BatchCost, choose_tokens, fit_cost, measure_cost
+
+
+def test_the_line_goes_through_the_quickest_runs():
+    cost = fit_cost([(8, 0.010), (8, 0.004), (96, 0.9), (96, 0.048)])
+    assert cost.seconds_per_token == pytest.approx(0.0005)
+    assert cost.fixed_seconds == pytest.approx(0.0)
+
+
+def test_noise_makes_no_negative_cost():
+    cost = fit_cost([(8, 0.01), (96, 0.009)])
+    assert cost.seconds_per_token == 0
+    assert cost.fixed_seconds == 0.01
+    assert cost.worth_tokens == 0
+
+
+def test_a_model_of_few_tokens_is_measured_with_what_it_takes():
+    asked = []
+
+    def run(tokens):
+        asked.append(tokens)
+        return 0.001 * tokens
+
+    cost = measure_cost(run, limit=8)
+    assert set(asked) == {8}
+    assert cost.seconds_per_token == pytest.approx(0.001)
+
+
+def test_on_a_gpu_batches_grow_until_their_fixed_part_is_small():
+    tokens, why = choose_tokens(BatchCost(0.001, 0.000001), on_cpu=False)
+    assert tokens == 9000
+    assert "10%" in why
+    assert choose_tokens(BatchCost(1.0, 1e-9), on_cpu=False)[0] == 16_384
+    assert choose_tokens(BatchCost(0.0, 0.1), on_cpu=False)[0] == 256
+
+
+def test_on_a_cpu_batches_stay_small():
+    tokens, why = choose_tokens(BatchCost(0.001, 0.000001), on_cpu=True)
+    assert tokens == 256
+    assert "1.00 ms + 0.001 ms a token" in why

@@ -1,0 +1,370 @@
+import asyncio
+import io
+import threading
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from enginery.core.errors import InputError
+from enginery.runtime.model import load_model
+from enginery.runtime.ort import OrtRunner
+from enginery.serve.config import ServeConfig
+from enginery.serve.hosted import HostedModel
+from enginery.serve.refusals import (
+    InvalidInputError,
+    OverloadedError,
+    TooLargeError,
+    UnavailableError,
+)
+
+TEXTS = ["the pump runs", "a", "the engine is warm and the valve is open again", "the pump runs"]
+PAIR = ("what runs?", "the pump runs and the valve is open. " * 12)
+
+
+@asynccontextmanager
+async def hosted(artifact, **options):
+    model = HostedModel("tiny", artifact.path, ServeConfig(**options), asyncio.get_running_loop())
+    await asyncio.to_thread(model.load)
+    try:
+        yield model
+    finally:
+        await model.close(drain=False)
+
+
+def photo(size=(40, 30), color=(200, 30, 60)):
+    stream = io.BytesIO()
+    Image.new("RGB", size, color).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def near(found, expected):
+    """Whether two answers are the same but for the last bits of their scores."""
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(near, found, expected))
+    if isinstance(expected, float | np.ndarray):
+        return np.allclose(found, expected, atol=1e-5)
+    if hasattr(expected, "to_dict"):
+        return near(found.to_dict(), expected.to_dict())
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(near(found[k], expected[k]) for k in found)
+    return found == expected
+
+
+ASKED = [
+    ("feature-extraction", "embed", TEXTS, {}),
+    ("text-classification", "classify", [*TEXTS, ("the pump", "runs")], {"top_k": 2}),
+    ("token-classification", "tag", TEXTS, {"aggregation": "none"}),
+    ("question-answering", "answer", [PAIR, ("who?", "the engine")], {"top_k": 2}),
+    ("fill-mask", "fill", ["the [MASK] runs", "[MASK] the [MASK] is open"], {"top_k": 3}),
+]
+
+
+@pytest.mark.parametrize(("task", "method", "inputs", "options"), ASKED, ids=[a[0] for a in ASKED])
+def test_answers_are_those_of_the_model_itself_alone_or_together(
+    exported, task, method, inputs, options
+):
+    artifact = exported("bert", task)
+    with load_model(artifact) as model:
+        expected = list(getattr(model, method)(inputs, **options))
+
+    async def ask():
+        async with hosted(artifact) as served:
+            ask_one = getattr(served, method)
+            one = await ask_one(inputs, **options)
+            many = await asyncio.gather(*(ask_one([item], **options) for item in inputs * 5))
+            return one, many
+
+    one, many = asyncio.run(ask())
+    assert near(list(one.values), expected)
+    assert near([reply.values[0] for reply in many], expected * 5)
+    assert one.timings.tokens == sum(reply.timings.tokens for reply in many[: len(inputs)])
+    assert one.timings.inference_seconds > 0
+
+
+def test_images_are_labelled_and_become_vectors(exported):
+    images = [photo(), photo((33, 50), (0, 90, 10))]
+    pictures = [Image.open(io.BytesIO(image)) for image in images]
+    for task, method in (
+        ("image-classification", "classify_images"),
+        ("feature-extraction", "embed_images"),
+    ):
+        artifact = exported("vit", task)
+        with load_model(artifact) as model:
+            expected = list(getattr(model, method)(pictures))
+
+        async def ask(artifact=artifact, method=method):
+            async with hosted(artifact) as served:
+                return await getattr(served, method)(images)
+
+        assert near(list(asyncio.run(ask()).values), expected)
+
+
+def test_an_image_that_is_none_is_refused_by_its_place(exported):
+    async def ask():
+        async with hosted(exported("vit", "image-classification")) as served:
+            await served.classify_images([photo(), b"not an image"])
+
+    with pytest.raises(InputError, match="image 1 is not an image"):
+        asyncio.run(ask())
+
+
+def test_token_ids_are_as_good_as_their_text(exported):
+    async def ask():
+        async with hosted(exported("bert", "feature-extraction")) as served:
+            ids = served.tokenizer.texts.encode("the pump runs").ids
+            replies = await served.embed(["the pump runs", ids, ids[1:-1]])
+            with pytest.raises(InputError, match="token id 100000"):
+                await served.embed([[1, 100000]])
+            return replies.values
+
+    text, whole, bare = asyncio.run(ask())
+    assert np.allclose(text, whole, atol=1e-6)
+    assert np.allclose(text, bare, atol=1e-6)
+
+
+def test_tensors_are_run_as_they_are_sent(exported):
+    async def ask():
+        async with hosted(exported("bert", "text-classification")) as served:
+            names = [spec.name for spec in served.record.inputs]
+            row = {name: np.ones((1, 9), np.int64) for name in names}
+            rows = {name: np.ones((3, 9), np.int64) for name in names}
+            one, three = await asyncio.gather(served.infer(row), served.infer(rows))
+            singles = await asyncio.gather(*(served.infer(row) for _ in range(6)))
+            return one.values["logits"], three.values["logits"], singles
+
+    one, three, singles = asyncio.run(ask())
+    assert one.shape == (1, 3)
+    assert np.allclose(three, np.repeat(one, 3, axis=0), atol=1e-5)
+    assert all(np.allclose(reply.values["logits"], one, atol=1e-5) for reply in singles)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f.pop("input_ids"), "input 'input_ids' is missing"),
+        (lambda f: f.update(more=np.ones((1, 4))), "unknown input 'more'"),
+        (lambda f: f.update(input_ids=np.ones((1, 4), np.int32)), "found int32"),
+        (lambda f: f.update(input_ids=np.ones((1, 0), np.int64)), r"shape \(1, 0\)"),
+        (lambda f: f.update(input_ids=np.ones((1, 5), np.int64)), "sequence is"),
+        (lambda f: f.update(input_ids=np.full((1, 4), 10**6)), "the graph fails on"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(exported, change, message):
+    async def ask():
+        async with hosted(exported("bert", "text-classification")) as served:
+            feeds = {spec.name: np.ones((1, 4), np.int64) for spec in served.record.inputs}
+            change(feeds)
+            await served.infer(feeds)
+
+    with pytest.raises(Exception, match=message):
+        asyncio.run(ask())
+
+
+def test_tensors_with_nan_are_refused(exported):
+    async def ask():
+        async with hosted(exported("vit", "image-classification")) as served:
+            spec = served.record.inputs[0]
+            size = [
+                d if isinstance(d, int) else s
+                for d, s in zip(spec.dims, (1, 3, 32, 32), strict=True)
+            ]
+            await served.infer({spec.name: np.full(size, np.nan, np.float32)})
+
+    with pytest.raises(InputError, match="NaN or infinity"):
+        asyncio.run(ask())
+
+
+def test_one_bad_input_does_not_spoil_the_batch_that_it_is_in(exported):
+    async def ask():
+        async with hosted(exported("bert", "text-classification")) as served:
+            good = {spec.name: np.ones((1, 4), np.int64) for spec in served.record.inputs}
+            bad = {**good, "input_ids": np.full((1, 4), 10**6)}
+            sent = [served.infer(good if place % 4 else bad) for place in range(12)]
+            return await asyncio.gather(*sent, return_exceptions=True)
+
+    found = asyncio.run(ask())
+    assert [isinstance(reply, InputError) for reply in found] == [True, False, False, False] * 3
+
+
+def test_a_method_of_another_task_is_refused(exported):
+    async def ask():
+        async with hosted(exported("bert", "fill-mask")) as served:
+            await served.embed(["a"])
+
+    with pytest.raises(InvalidInputError, match="does fill-mask and not embed; it answers fill"):
+        asyncio.run(ask())
+
+
+def test_texts_over_the_limit_are_cut_and_counted_or_refused(exported):
+    long = "the pump runs " * 500
+
+    async def ask():
+        async with hosted(exported("bert", "feature-extraction")) as served:
+            reply = await served.embed([long, "a"])
+            assert reply.timings.truncated == 1
+            with pytest.raises(TooLargeError, match="input 1 has more than"):
+                await served.embed(["a", long], truncate=False)
+        async with hosted(exported("bert", "feature-extraction"), truncate=False) as served:
+            with pytest.raises(TooLargeError):
+                await served.embed([long])
+            assert (await served.embed([long], truncate=True)).timings.truncated == 1
+
+    asyncio.run(ask())
+
+
+def test_an_empty_list_has_an_empty_answer(exported):
+    async def ask():
+        async with hosted(exported("bert", "text-classification")) as served:
+            return (await served.classify([])).values
+
+    assert asyncio.run(ask()) == []
+
+
+def test_too_many_inputs_and_a_full_queue_are_refused(exported):
+    async def ask():
+        artifact = exported("bert", "feature-extraction")
+        async with hosted(artifact, max_inputs=3, queue_inputs=4, workers=1) as served:
+            with pytest.raises(TooLargeError, match="found 4 inputs, at most 3"):
+                await served.embed(["a"] * 4)
+            held = Held(served)
+            first = asyncio.create_task(served.embed(["a"]))
+            await held.wait()
+            others = [asyncio.create_task(served.embed(["a", "b"])) for _ in range(2)]
+            await asyncio.sleep(0)
+            with pytest.raises(OverloadedError, match="4 inputs"):
+                await served.embed(["a"])
+            held.release()
+            assert len(await asyncio.gather(first, *others)) == 3
+
+    asyncio.run(ask())
+
+
+def test_a_request_that_is_cancelled_leaves_the_queue(exported):
+    async def ask():
+        async with hosted(exported("bert", "feature-extraction"), workers=1) as served:
+            held = Held(served)
+            first = asyncio.create_task(served.embed(["a"]))
+            await held.wait()
+            gone = asyncio.create_task(served.embed(["b", "c"]))
+            await asyncio.sleep(0)
+            assert served.waiting[0] == 2
+            gone.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await gone
+            assert served.waiting == (0, 0)
+            held.release()
+            await first
+            assert held.runs == 1
+
+    asyncio.run(ask())
+
+
+def test_a_batch_that_does_not_end_makes_the_model_stuck_until_it_does(exported):
+    async def ask():
+        artifact = exported("bert", "feature-extraction")
+        async with hosted(artifact, workers=1, stuck_after=0.1) as served:
+            held = Held(served)
+            running = asyncio.create_task(served.embed(["a"]))
+            await held.wait()
+            await asyncio.sleep(0.2)
+            served.watch()
+            assert served.state == "stuck"
+            assert "has been running for" in served.reason
+            with pytest.raises(UnavailableError):
+                await served.embed(["b"])
+            held.release()
+            await running
+            served.watch()
+            assert (served.state, served.reason) == ("ready", "")
+            await served.embed(["b"])
+
+    asyncio.run(ask())
+
+
+def test_a_provider_that_is_gone_is_no_fault_of_the_client(exported):
+    async def ask():
+        async with hosted(exported("bert", "feature-extraction")) as served:
+
+            def lost(*_):
+                raise InputError("the graph fails on anything: the device was lost")
+
+            served.loaded.runner.__class__ = type("Lost", (OrtRunner,), {"__call__": lost})
+            with pytest.raises(UnavailableError, match="the device was lost"):
+                await served.embed(["a"])
+            assert served.state == "failed"
+            assert "no longer runs" in served.reason
+            with pytest.raises(UnavailableError, match="no longer runs"):
+                await served.embed(["a"])
+
+    asyncio.run(ask())
+
+
+def test_closing_answers_what_waits(exported):
+    async def ask():
+        async with hosted(exported("bert", "feature-extraction"), workers=1) as served:
+            held = Held(served)
+            sent = [asyncio.create_task(served.embed([text])) for text in TEXTS]
+            await held.wait()
+            held.release()
+            await served.close(drain=True)
+            replies = await asyncio.gather(*sent)
+            assert [len(reply.values) for reply in replies] == [1] * 4
+            with pytest.raises(UnavailableError, match="closed"):
+                await served.embed(["late"])
+
+    asyncio.run(ask())
+
+
+def test_what_cannot_be_loaded_says_why(exported, tmp_path):
+    async def ask():
+        model = HostedModel("tiny", tmp_path, ServeConfig(), asyncio.get_running_loop())
+        with pytest.raises(UnavailableError, match="is being loaded"):
+            await model.embed(["a"])
+        with pytest.raises(Exception, match="manifest") as failed:
+            model.load()
+        assert (model.state, model.reason) == ("failed", str(failed.value))
+        assert model.info()["state"] == "failed"
+        await model.close()
+
+    asyncio.run(ask())
+
+
+def test_info_says_what_runs_where_and_how_it_is_batched(exported):
+    async def ask():
+        async with hosted(exported("bert", "feature-extraction")) as served:
+            for _ in range(200):
+                if served.info()["batching"]["seconds_per_token"]:
+                    break
+                await asyncio.sleep(0.05)
+            return served.info()
+
+    info = asyncio.run(ask())
+    assert info["state"] == "ready"
+    assert info["providers"][0]["name"] == "CPUExecutionProvider"
+    assert info["dim"] == 32
+    assert "tokens: on a CPU" in info["batching"]["explanation"]
+    assert info["batching"]["seconds_per_token"] > 0
+
+
+class Held:
+    """Holds a model's first batch until it is released."""
+
+    def __init__(self, served):
+        self.runs = 0
+        self._begun, self._go = threading.Event(), threading.Event()
+        self._run = served._workers._run
+        served._workers._run = self._held
+
+    def _held(self, batch):
+        self.runs += 1
+        self._begun.set()
+        assert self._go.wait(30)
+        return self._run(batch)
+
+    async def wait(self):
+        await asyncio.to_thread(self._begun.wait, 30)
+
+    def release(self):
+        self._go.set()

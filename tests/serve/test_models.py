@@ -1,0 +1,97 @@
+import asyncio
+import shutil
+
+import pytest
+
+from enginery.core.errors import EngineryError
+from enginery.serve.config import ServeConfig
+from enginery.serve.models import Models
+from enginery.serve.refusals import InvalidInputError, NotFoundError, UnavailableError
+
+
+def models_of(**paths):
+    return Models(paths, ServeConfig(), asyncio.get_running_loop())
+
+
+def test_models_are_found_by_name(exported):
+    async def ask():
+        path = exported("bert", "feature-extraction").path
+        models = models_of(one=path, two=exported("bert", "fill-mask").path)
+        assert not models.ready
+        await models.load()
+        assert models.ready
+        assert models.get("two").task == models.only("two").task == "fill-mask"
+        with pytest.raises(NotFoundError, match="no model 'on'; did you mean 'one'"):
+            models.get("on")
+        with pytest.raises(InvalidInputError, match="2 models, and none was named"):
+            models.only()
+        models.draining = True
+        assert not models.ready
+        await models.close()
+
+    asyncio.run(ask())
+
+
+def test_a_model_that_cannot_be_loaded_fails_the_start(exported, tmp_path):
+    async def ask():
+        models = models_of(good=exported("bert", "feature-extraction").path, bad=tmp_path / "x")
+        with pytest.raises(EngineryError, match="x"):
+            await models.load()
+        await models.close()
+
+    asyncio.run(ask())
+
+
+def test_reloading_swaps_the_artifact_and_loses_no_request(exported, tmp_path):
+    first, second = (
+        exported("bert", "text-classification", opset=opset).path for opset in (20, 19)
+    )
+    place = tmp_path / "served"
+    place.symlink_to(first)
+
+    async def ask():
+        models = models_of(tiny=place)
+        await models.load()
+        before = models.get("tiny").artifact.content_sha256()
+        stop, answered = asyncio.Event(), []
+
+        async def client():
+            while not stop.is_set():
+                answered.append((await models.get("tiny").classify(["the pump"])).values[0].label)
+
+        clients = [asyncio.create_task(client()) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        place.unlink()
+        place.symlink_to(second)
+        said = await models.reload("tiny")
+        await asyncio.sleep(0.1)
+        stop.set()
+        await asyncio.gather(*clients)
+        after = models.get("tiny").artifact.content_sha256()
+        await models.close()
+        assert before != after
+        assert said == {"tiny": f"reloaded: {before[:12]} → {after[:12]}"}
+        assert len(answered) > 8
+
+    asyncio.run(ask())
+
+
+def test_what_cannot_be_reloaded_changes_nothing(exported, tmp_path):
+    place = tmp_path / "served"
+    shutil.copytree(exported("bert", "feature-extraction").path, place)
+
+    async def ask():
+        models = models_of(tiny=place)
+        await models.load()
+        (place / "model.onnx").write_bytes(b"broken")
+        said = await models.reload()
+        assert said["tiny"].startswith("not reloaded: ")
+        assert len((await models.get("tiny").embed(["a"])).values) == 1
+        assert models.ready
+        with pytest.raises(NotFoundError):
+            await models.reload("other")
+        await models.close()
+        with pytest.raises(UnavailableError, match="about to end"):
+            await models.reload()
+
+    asyncio.run(ask())

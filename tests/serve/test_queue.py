@@ -1,0 +1,153 @@
+import random
+import threading
+import time
+
+import pytest
+
+from enginery.serve.batches import BatchRules
+from enginery.serve.queue import BatchQueue, Waiting
+from enginery.serve.refusals import OverloadedError, UnavailableError
+
+RULES = BatchRules(max_tokens=64, max_rows=8, max_padding=0.1)
+
+
+def new_queue(*, max_inputs=1000, max_tokens=100_000, rules=RULES):
+    return BatchQueue(rules, max_inputs=max_inputs, max_tokens=max_tokens)
+
+
+def inputs(request, *lengths, kind="texts"):
+    return [
+        Waiting(request, place, kind, length, content=(request, place), tokens=length)
+        for place, length in enumerate(lengths)
+    ]
+
+
+def names(batch):
+    return [item.content for item in batch]
+
+
+def test_inputs_of_one_length_share_a_batch_whoever_sent_them():
+    queue = new_queue()
+    queue.put(inputs("a", 8), now=0)
+    queue.put(inputs("b", 8, 8), now=1)
+    assert sorted(names(queue.take())) == [("a", 0), ("b", 0), ("b", 1)]
+    assert (queue.inputs, queue.tokens) == (0, 0)
+
+
+def test_what_came_first_runs_first():
+    queue = new_queue()
+    for place, length in enumerate([30, 3, 60, 12]):
+        queue.put(inputs(place, length), now=place)
+    assert [names(queue.take())[0][0] for _ in range(4)] == [0, 1, 2, 3]
+
+
+def test_kinds_never_share_a_batch():
+    queue = new_queue()
+    queue.put(inputs("a", 8, kind="texts"), now=0)
+    queue.put(inputs("b", 8, kind=("tensors", 8)), now=0)
+    assert [len(queue.take()), len(queue.take())] == [1, 1]
+
+
+def test_a_long_list_does_not_hold_up_a_request_that_comes_after_it():
+    queue = new_queue()
+    queue.seconds_per_token = 1.0
+    queue.put(inputs("list", *[64] * 10), now=0)
+    queue.put(inputs("short", 3), now=100)  # the list's third input is due at 128
+    taken = [names(queue.take())[0][0] for _ in range(4)]
+    assert taken == ["list", "list", "short", "list"]
+
+
+def test_a_full_queue_refuses_a_request_whole_and_says_when_to_come_again():
+    queue = new_queue(max_inputs=3)
+    queue.seconds_per_token = 0.5
+    queue.put(inputs("a", 8, 8), now=0)
+    with pytest.raises(OverloadedError, match="2 inputs with 16 tokens wait") as refused:
+        queue.put(inputs("b", 8, 8), now=0)
+    assert refused.value.retry_after_seconds == 8
+    assert queue.inputs == 2
+    queue.put(inputs("c", 8), now=0)
+
+
+def test_too_many_tokens_are_refused():
+    queue = new_queue(max_tokens=100)
+    queue.put(inputs("a", 60), now=0)
+    with pytest.raises(OverloadedError):
+        queue.put(inputs("b", 60), now=0)
+
+
+def test_a_request_larger_than_the_queue_is_taken_where_nothing_waits():
+    queue = new_queue(max_inputs=2)
+    queue.put(inputs("a", 8, 8, 8), now=0)
+    assert queue.inputs == 3
+
+
+def test_a_cancelled_request_leaves_the_queue():
+    queue = new_queue()
+    queue.put(inputs("a", 8, 30), now=0)
+    queue.put(inputs("b", 8), now=0)
+    assert queue.cancel("a") == 2
+    assert (queue.inputs, queue.tokens) == (1, 8)
+    assert names(queue.take()) == [("b", 0)]
+    assert queue.cancel("b") == 0  # it was taken
+
+
+def test_workers_that_are_free_share_what_waits():
+    queue = new_queue(rules=BatchRules(max_tokens=1000, max_rows=100, max_padding=0.1))
+    taken = []
+    threads = [threading.Thread(target=lambda: taken.append(queue.take())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while queue._idle < 2:
+        time.sleep(0.001)
+    queue.put(inputs("a", *[8] * 10), now=0)
+    for thread in threads:
+        thread.join(10)
+    assert sorted(map(len, taken)) == [5, 5]
+
+
+def test_a_closed_queue_takes_nothing_and_ends_its_workers():
+    queue = new_queue()
+    queue.put(inputs("a", 8), now=0)
+    assert queue.close(drain=True) == []
+    with pytest.raises(UnavailableError):
+        queue.put(inputs("b", 8), now=0)
+    assert names(queue.take()) == [("a", 0)]
+    assert queue.take() == []
+
+
+def test_a_queue_closed_at_once_gives_back_what_waited():
+    queue = new_queue()
+    queue.put(inputs("a", 8, 60), now=0)
+    assert sorted(names(queue.close(drain=False))) == [("a", 0), ("a", 1)]
+    assert queue.inputs == 0
+    assert queue.take() == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_input_is_taken_once_whatever_happens_meanwhile(seed):
+    chance = random.Random(seed)
+    queue = new_queue()
+    taken, cancelled = [], set()
+
+    def work():
+        while batch := queue.take():
+            taken.extend(names(batch))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    sent = []
+    for request in range(200):
+        lengths = [chance.randint(1, 64) for _ in range(chance.randint(1, 6))]
+        queue.put(inputs(request, *lengths, kind=chance.choice(["x", "y"])), now=request)
+        sent += [(request, place) for place in range(len(lengths))]
+        if chance.random() < 0.2 and queue.cancel(request):
+            cancelled.add(request)
+    queue.close(drain=True)
+    for thread in threads:
+        thread.join(30)
+    assert len(taken) == len(set(taken))
+    assert {item for item in sent if item[0] not in cancelled} <= set(taken) <= set(sent)
+    assert (queue.inputs, queue.tokens) == (0, 0)
+    assert not queue._due
+    assert not queue._lanes
