@@ -174,7 +174,7 @@ def report_lines(report: ValidationReport) -> list[str]:
             f"nearest neighbour the same for {found.neighbour_agreement:.0%}"
         )
     if skipped := [case for case in report.cases if case.skipped]:
-        lines.append(f"skipped, as PyTorch itself rejects them: {len(skipped)} inputs")
+        lines.append(f"skipped: {len(skipped)} inputs that PyTorch rejects or no engine takes")
     lines.extend(f"note: {note}" for note in report.notes)
     lines.append(f"{'passed' if report.passed else 'failed'}: {report.summary}")
     return lines

@@ -235,6 +235,38 @@ def test_inspect_doctor_and_store_print_json(cli, artifact, exported):
     assert json.loads(cli("store", "path", "--json")[1]) == {"path": str(made.path.parents[1])}
 
 
+def test_inspect_places_the_graph_on_the_providers_that_are_asked_for(cli, artifact, monkeypatch):
+    status, out, _ = cli("inspect", artifact, "--placement", "--json")
+    placed = json.loads(out)["placement"]
+    assert (status, placed["head"], placed["reason"]) == (0, "CPUExecutionProvider", "asked for")
+    status, out, _ = cli(
+        "inspect", artifact, "--placement", "--provider", "openvino,cpu", "--provider-option",
+        "openvino.device_type=CPU", "--allow-fallback", "--json",
+    )  # fmt: skip
+    placed = json.loads(out)["placement"]
+    assert (status, placed["head"]) == (0, "CPUExecutionProvider")
+    assert placed["reason"].startswith("openvino asked for, but ")
+    monkeypatch.setenv("ENGINERY_PROVIDERS", "openvino")
+    assert "openvino asked for, but" in cli("inspect", artifact, "--placement")[2]
+    status, _, said = cli("inspect", artifact, "--provider", "cpu")
+    assert status == 2
+    assert "Add --placement." in said
+
+
+@pytest.mark.parametrize("command", ["bench", "predict", "validate"])
+def test_providers_are_wished_for_alike(cli, artifact, tmp_path, command):
+    words = [command, artifact, "--provider", "cuda"]
+    if command == "predict":
+        (tmp_path / "in.txt").write_text("warm")
+        words += ["--input", tmp_path / "in.txt", "--output", tmp_path / "out.csv"]
+    options = ["--provider-option", "cuda.device_id=0", "--provider-option", "cuda.memory=2GiB"]
+    status, _, said = cli(*words, "--allow-fallback", *options)
+    assert (status, "unknown option 'memory' for cuda" in said) == (2, True)
+    if command != "validate":
+        status, _, said = cli(*words[:2], *words[4:], "--cuda-graph", "--no-io-binding")
+        assert (status, "cpu has no CUDA graphs" in said) == (2, True)
+
+
 def test_doctor_says_no_with_status_1_and_one_document(cli, monkeypatch):
     from enginery.doctor import stage
     from enginery.doctor.asking import Answer

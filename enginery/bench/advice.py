@@ -13,9 +13,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from enginery.bench.config import OURS
-from enginery.bench.result import Advice, BenchResult, CaseResult, ContenderRecord, Measurement
-from enginery.runtime.provider_names import CPU, CUDA
+from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, Measurement
+from enginery.runtime import advice as shared
+from enginery.runtime.advice import Advice
+from enginery.runtime.provider_names import CUDA, TENSORRT, TENSORRT_RTX, full_name
 
+_GPUS = (
+    CUDA, TENSORRT, TENSORRT_RTX, *map(full_name, ("directml", "rocm", "migraphx", "webgpu")),
+)  # fmt: skip
+"""Providers of GPUs alone; OpenVINO, for one, runs on CPUs too."""
 _MUCH_PADDING = 0.3
 _MUCH_COPYING = 0.25
 _FLAT = 1.3
@@ -28,23 +34,16 @@ def advise(result: BenchResult) -> list[Advice]:
 
 
 def searching_convolutions(result: BenchResult) -> Iterator[Advice]:
-    """Each new shape makes cuDNN search for its convolutions' kernels again.
-
-    Seen by users of ONNX Runtime: github.com/microsoft/onnxruntime/issues/13198 and /6978.
-    """
+    """Each new shape makes cuDNN search for its convolutions' kernels again."""
     shapes = _shapes(result)
     for record in _on_gpu(result):
         facts = _facts_of(result, record)
         search = facts.get("provider_options", {}).get(CUDA, {}).get("cudnn_conv_algo_search", "")
         if not facts.get("convolutions") or search != "EXHAUSTIVE" or shapes < 2:
             continue
-        yield Advice(
-            "convolution search",
-            "cuDNN searches for convolution kernels again at each new shape",
+        yield shared.exhaustive_search(
             f"{record.name} has {facts['convolutions']} convolutions, ran {shapes} shapes, and "
-            f"cudnn_conv_algo_search is EXHAUSTIVE{_first_runs(result, record.name)}",
-            "Set cudnn_conv_algo_search=HEURISTIC for the CUDA provider, or pad the inputs to a "
-            "few sizes.",
+            f"cudnn_conv_algo_search is EXHAUSTIVE{_first_runs(result, record.name)}"
         )
 
 
@@ -76,8 +75,8 @@ def launches_dominate(result: BenchResult) -> Iterator[Advice]:
                     "at batch 1 the GPU waits for kernel launches",
                     f"{record.name}: {one[1].latency.median_ms:.2f} ms for 1 input, "
                     f"{several[1].latency.median_ms:.2f} ms for {several[0].rows}",
-                    "Record a CUDA graph (enable_cuda_graph for CUDA, trt_cuda_graph_enable for "
-                    "TensorRT; shapes must not change), or batch requests together.",
+                    "Record a CUDA graph (--cuda-graph; each shape has its own), or batch requests "
+                    "together.",
                 )
                 break
 
@@ -163,13 +162,13 @@ def too_many_threads(result: BenchResult) -> Iterator[Advice]:
     """Two threads of one core share its arithmetic units."""
     threads = int(result.options.get("threads", 0))
     cores = int(result.machine.get("physical_cores", 0))
-    if 0 < cores < threads:
-        yield Advice(
-            "threads",
-            "there are more intra-op threads than physical cores",
-            f"{threads} threads on {cores} cores",
-            f"Pass --threads {cores}, or 0 for ONNX Runtime's own choice.",
-        )
+    found = shared.too_many_threads(
+        threads, cores,
+        evidence=f"{threads} threads on {cores} cores",
+        remedy=f"Pass --threads {cores}, or 0 for ONNX Runtime's own choice.",
+    )  # fmt: skip
+    if found:
+        yield found
 
 
 RULES: tuple[Callable[[BenchResult], Iterator[Advice]], ...] = (
@@ -188,7 +187,7 @@ def _why_slow(result: BenchResult, gpu: ContenderRecord) -> Iterator[str]:
 
 
 def _is_gpu(record: ContenderRecord) -> bool:
-    return bool(record.providers) and record.providers[0]["name"] != CPU
+    return bool(record.providers) and record.providers[0]["name"] in _GPUS
 
 
 def _on_gpu(result: BenchResult) -> list[ContenderRecord]:

@@ -28,10 +28,20 @@ AUTO = "auto"
 class BenchConfig:
     """What is measured, beside what, and how long."""
 
-    provider: str = "cpu"
-    """Execution providers in order of preference: tensorrt,cuda,cpu."""
+    provider: str = ""
+    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty: what the variable
+    `ENGINERY_PROVIDERS` says, and else cpu."""
+    provider_option: tuple[str, ...] = ()
+    """An option of a provider, `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
     allow_fallback: bool = False
     """Take the next provider where the first cannot be had, and say so."""
+    io_binding: bool = True
+    """On NVIDIA's providers, keep inputs and outputs in buffers on the GPU."""
+    cuda_graph: bool = False
+    """Record each shape's run as a CUDA graph and replay it."""
+    shrink_arena: bool = False
+    """Give memory that a run took beyond the arena's first piece back after it; each run allocates
+    anew."""
     against: str = AUTO
     """What stands beside it: onnxruntime, optimum, pytorch, pytorch-compile, pytorch-fp16,
     enginery-cpu; none for nothing. `auto`: those that can run here, the others with their reasons.

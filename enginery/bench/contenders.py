@@ -18,7 +18,9 @@ from typing import Any
 from enginery.bench.config import AUTO, CONTENDERS, OURS, BenchConfig, contender_names
 from enginery.bench.subject import Subject
 from enginery.core.errors import ProviderError
-from enginery.runtime.provider_names import CPU, parse_providers
+from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
+from enginery.runtime.provider_wish import ProviderWish, parse_wishes
+from enginery.runtime.run_fit import require_fit
 
 _LABELS = {
     OURS: "enginery's runner",
@@ -41,9 +43,13 @@ class Plan:
     subject: str
     asked: bool
     """Named by the user, so that not running is an error."""
-    providers: tuple[str, ...]
+    providers: tuple[ProviderWish, ...]
+    """What is asked for, with the options."""
     device: str
-    """Of PyTorch: cpu or cuda."""
+    """Of PyTorch: cpu, or cuda:0, the GPU that the providers are given."""
+    io_binding: bool = True
+    cuda_graph: bool = False
+    shrink_arena: bool = False
 
     @property
     def label(self) -> str:
@@ -55,6 +61,21 @@ class Plan:
         return {**asdict(self), "label": self.label}
 
 
+def wishes_of(config: BenchConfig) -> tuple[ProviderWish, ...]:
+    """The providers that the options, or the environment, ask for.
+
+    Raises:
+        ProviderError: a name is unknown, or the first has no CUDA graphs and they are asked for.
+        OptionError: an option does not fit its provider, or ways of running exclude each other.
+    """
+    wishes = parse_wishes(config.provider, config.provider_option, default="cpu")
+    require_fit(
+        wishes, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
+        shrink_arena=config.shrink_arena,
+    )  # fmt: skip
+    return wishes
+
+
 def plan_contenders(
     subjects: Sequence[Subject], config: BenchConfig
 ) -> tuple[list[Plan], dict[str, str]]:
@@ -64,20 +85,28 @@ def plan_contenders(
     PyTorch and Optimum run once, for the first.
 
     Raises:
-        OptionError: a contender is unknown.
-        ProviderError: one that was named cannot run.
+        OptionError: a contender is unknown, or as `wishes_of`.
+        ProviderError: one that was named cannot run, or as `wishes_of`.
     """
     named = contender_names(config)
-    wish = parse_providers(config.provider)
-    on_gpu = wish[0] != "cpu"
+    wishes = wishes_of(config)
+    on_gpu = wishes[0].full_name != CPU
     plans: list[Plan] = []
     left_out: dict[str, str] = {}
 
     def add(kind: str, subject: Subject, *, asked: bool) -> None:
         name = kind if len(subjects) == 1 else f"{subject.name}: {kind}"
-        providers = ("cpu",) if kind == "enginery-cpu" else wish
-        device = "cuda" if wish[0] in ("cuda", "tensorrt", "tensorrt-rtx") else "cpu"
-        plans.append(Plan(name, kind, subject.name, asked, providers, device))
+        on_cpu = kind == "enginery-cpu"
+        plans.append(
+            Plan(
+                name, kind, subject.name, asked,
+                providers=(ProviderWish("cpu"),) if on_cpu else wishes,
+                device=_device(wishes[0]),
+                io_binding=config.io_binding,
+                cuda_graph=config.cuda_graph and not on_cpu,
+                shrink_arena=config.shrink_arena,
+            )
+        )  # fmt: skip
 
     for subject in subjects:
         add(OURS, subject, asked=True)
@@ -140,6 +169,13 @@ def _not_by_itself(kind: str, *, on_gpu: bool) -> str:
     if kind == "enginery-cpu" and not on_gpu:
         return "the CPU is measured anyway"
     return ""
+
+
+def _device(wish: ProviderWish) -> str:
+    """Where PyTorch runs beside a provider: on the same GPU."""
+    if wish.full_name in (CUDA, TENSORRT, TENSORRT_RTX):
+        return f"cuda:{wish.options.get('device_id', '0')}"
+    return "cpu"
 
 
 def runs_on_cpu(providers: Sequence[dict[str, Any]]) -> bool:

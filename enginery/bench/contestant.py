@@ -6,8 +6,8 @@ Reads one JSON command a line from standard input, answers one JSON line on stan
     {"peak_rss_bytes": 41205760}
 
 Contenders stay in processes of their own, so that each has its own peak of memory and a crash is
-an answer; they take turns when told, so that a drift of the machine hits all of them. When standard
-input ends, as it does when the parent is gone, so does the process.
+an answer; they take turns when told, so that a drift of the machine hits all of them. When the
+parent is gone, so is the process, in the middle of a run too; and when standard input ends.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from enginery.bench.nvml import Nvml  # noqa: E402
 from enginery.bench.opened import BareSession, Opened, Run, open_contender  # noqa: E402
 from enginery.bench.warmup import take_turn, warm_up  # noqa: E402
 from enginery.core.artifact import Artifact  # noqa: E402
+from enginery.core.child import end_with_parent  # noqa: E402
 from enginery.core.errors import EngineryError, ProviderError  # noqa: E402
 from enginery.core.manifest import Manifest  # noqa: E402
 from enginery.core.memory import peak_rss_bytes  # noqa: E402
@@ -45,6 +46,7 @@ class Contestant:
         self._opened: Opened | None = None
         self._run: Run | None = None
         self._feeds: dict[str, Any] = {}
+        self._device_id = 0
 
     def answer(self, command: Mapping[str, Any]) -> Answer:
         """Does what a command says; raises EngineryError where it cannot be done."""
@@ -56,6 +58,7 @@ class Contestant:
         """Opens the model; the seconds are those of opening, with the imports that it needs."""
         manifest = Manifest.model_validate(command["manifest"])
         artifact = Artifact(Path(command["artifact"]), manifest)
+        self._device_id = int(command["plan"]["device"].partition(":")[2] or 0)
         before = time.perf_counter()
         self._opened = open_contender(
             command["plan"], artifact, artifact.graph(command["graph"]),
@@ -104,7 +107,7 @@ class Contestant:
     def energy(self, command: Mapping[str, Any]) -> Answer:
         """Joules of one run, over some seconds of them: the counter moves every 20 to 100 ms."""
         run = self._prepared()
-        with Nvml.open() as nvml:
+        with Nvml.open(self._device_id) as nvml:
             before, began, runs = nvml.energy_joules(), time.perf_counter(), 0
             while not runs or time.perf_counter() - began < command["seconds"]:
                 run()
@@ -120,7 +123,7 @@ class Contestant:
                 found["device_memory"] = "it runs on the CPU"
                 return found
         try:
-            with Nvml.open() as nvml:
+            with Nvml.open(self._device_id) as nvml:
                 found["device_memory_bytes"] = nvml.memory_bytes(os.getpid())
         except ProviderError as error:
             found["device_memory"] = error.message
@@ -138,7 +141,8 @@ class Contestant:
 
 
 def main() -> None:
-    """Answers until standard input ends."""
+    """Answers until standard input ends, or the parent does."""
+    end_with_parent()
     # Libraries print what they like; answers have a descriptor of their own.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -50,13 +50,15 @@ def measure_copies(
     Args:
         session: an `onnxruntime.InferenceSession`.
         feeds: its inputs, on the host.
-        device: `cuda`; `cpu` has nothing to copy.
+        device: `cuda`, or `cuda:1` for another GPU; `cpu` has nothing to copy.
         seconds: no run starts after these.
         outputs: their names; all where none is named.
         clock: seconds, ascending.
     """
     import onnxruntime as ort
 
+    kind, _, number = device.partition(":")
+    index = int(number or 0)
     names = list(outputs) or [output.name for output in session.get_outputs()]
     parts: list[tuple[float, float, float]] = []
     began = clock()
@@ -65,10 +67,10 @@ def measure_copies(
         binding = session.io_binding()
         start = clock()
         for name, array in feeds.items():
-            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array, device, 0))
+            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array, kind, index))
         binding.synchronize_inputs()
         for name in names:
-            binding.bind_output(name, device)
+            binding.bind_output(name, kind, index)
         copied = clock()
         session.run_with_iobinding(binding)
         binding.synchronize_outputs()

@@ -25,7 +25,7 @@ from enginery.core.feeds import Feeds
 from enginery.core.fingerprint import runtime_version, tool_versions
 from enginery.core.manifest import GraphRecord, Manifest
 from enginery.core.source import ModelSource, resolve_record
-from enginery.runtime.provider_names import full_name
+from enginery.runtime.provider_wish import ProviderWish
 from enginery.runtime.torch import TorchRunner
 
 _CLASSES = {
@@ -50,7 +50,7 @@ class PyTorchModel:
     ) -> None:
         if threads:
             torch.set_num_threads(threads)
-        if device == "cuda" and not torch.cuda.is_available():
+        if device != "cpu" and not torch.cuda.is_available():
             raise ProviderError(
                 f"{kind}: the installed torch {torch.__version__} sees no GPU.",
                 do="Install a build of torch for this CUDA, or leave it out of --against.",
@@ -135,10 +135,19 @@ def _load(source: ModelSource, manifest: Manifest, dtype: Any, device: str) -> A
 
 
 class OptimumModel:
-    """The artifact's graph through `optimum.onnxruntime.ORTModelFor…`, with its defaults."""
+    """The artifact's graph through `optimum.onnxruntime.ORTModelFor…`, with its defaults.
+
+    It is given the first provider, with its options; IOBinding is its own choice unless it is off.
+    """
 
     def __init__(
-        self, artifact: Artifact, record: GraphRecord, wish: Sequence[str], *, threads: int
+        self,
+        artifact: Artifact,
+        record: GraphRecord,
+        wishes: Sequence[ProviderWish],
+        *,
+        threads: int,
+        io_binding: bool,
     ) -> None:
         import onnxruntime
 
@@ -148,12 +157,13 @@ class OptimumModel:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
-        provider = full_name(wish[0])
+        provider, given = wishes[0].full_name, wishes[0].options
         cls = getattr(optimum_ort, f"ORTModelFor{_CLASSES[task]}")
         try:
             self._model: Any = cls.from_pretrained(
                 str(artifact.path), file_name=record.file, provider=provider,
-                session_options=options, local_files_only=True,
+                provider_options=dict(given), session_options=options, local_files_only=True,
+                use_io_binding=None if io_binding else False,
             )  # fmt: skip
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -163,9 +173,13 @@ class OptimumModel:
             raise ProviderError(
                 f"optimum runs {artifact.path} on {', '.join(found)}, not on {provider}."
             )
-        self.providers = [{"name": name, "reason": "chosen by Optimum"} for name in found]
+        self.providers = [
+            {"name": name, "reason": "chosen by Optimum", "options": given if name == provider
+             else {}} for name in found
+        ]  # fmt: skip
         self.tools = {**runtime_version(), **tool_versions(["optimum", "optimum-onnx", "torch"])}
-        self.notes = [f"IOBinding {'on' if self._model.use_io_binding else 'off'}, its default"]
+        whose = ", its default" if io_binding else ", as asked for"
+        self.notes = [f"IOBinding {'on' if self._model.use_io_binding else 'off'}{whose}"]
 
     def prepared(self, feeds: Feeds) -> Run:
         """One forward pass, from tensors on the host to tensors on the host."""

@@ -85,7 +85,7 @@ def measure_case(
                 inputs_per_second=1e3 * rows / found.median_ms,
                 tokens_per_second=1e3 * tokens / found.median_ms if tokens else None,
                 joules_per_run=(_told(contender, "energy", unknown) or {}).get("joules"),
-                copies=_told(contender, "copies", unknown, device="cuda")
+                copies=_told(contender, "copies", unknown, device=_gpu_of(contender))
                 if contender.plan.kind == "onnxruntime"
                 else None,
             )
@@ -224,11 +224,17 @@ def _told(
     return found
 
 
+def _gpu_of(contender: Contender) -> str:
+    """The GPU of a contender's first provider, `cuda:0`."""
+    options = contender.loaded["providers"][0].get("options", {})
+    return f"cuda:{options.get('device_id', 0)}"
+
+
 def on_gpu(contender: Contender) -> bool:
     """Whether a contender runs on an NVIDIA GPU."""
     providers = contender.loaded["providers"]
     if not providers:
-        return contender.plan.device == "cuda"
+        return contender.plan.device.startswith("cuda")
     return not runs_on_cpu(providers) and any(
         word in providers[0]["name"] for word in ("CUDA", "Tensor")
     )

@@ -38,7 +38,7 @@ class _Process(ctypes.Structure):
 
 
 class Nvml(Closing):
-    """The first GPU that CUDA sees, as NVML knows it. A context manager."""
+    """A GPU that CUDA sees, as NVML knows it. A context manager."""
 
     def __init__(self, library: Any, bus_id: bytes) -> None:
         """Finds the GPU.
@@ -60,8 +60,12 @@ class Nvml(Closing):
         )
 
     @classmethod
-    def open(cls) -> Nvml:
-        """NVML on this machine; raises ProviderError where there is none, or no GPU."""
+    def open(cls, device_id: int = 0) -> Nvml:
+        """NVML on this machine, for the GPU of CUDA's number.
+
+        Raises:
+            ProviderError: there is no NVML, or no GPU.
+        """
         driver = libraries.cuda_driver()
         if driver.problem:
             raise ProviderError(f"{driver.problem}.")
@@ -69,7 +73,7 @@ class Nvml(Closing):
             library = ctypes.CDLL(_LIBRARY)
         except OSError as error:
             raise ProviderError(f"{error}.") from error
-        return cls(library, _bus_id(ctypes.CDLL(libraries.DRIVER)))
+        return cls(library, _bus_id(ctypes.CDLL(libraries.DRIVER), device_id))
 
     def energy_joules(self) -> float:
         """What the GPU has used since the driver was loaded; raises ProviderError."""
@@ -108,10 +112,10 @@ class Nvml(Closing):
             raise ProviderError(f"{what}: {words.decode() if words else f'error {code}'}.")
 
 
-def _bus_id(cuda: Any) -> bytes:
-    """The PCI bus id of CUDA's first visible device, from libcuda after `cuInit`."""
+def _bus_id(cuda: Any, device_id: int) -> bytes:
+    """The PCI bus id of one of CUDA's visible devices, from libcuda after `cuInit`."""
     device = ctypes.c_int()
     found = ctypes.create_string_buffer(32)
-    cuda.cuDeviceGet(ctypes.byref(device), 0)
+    cuda.cuDeviceGet(ctypes.byref(device), device_id)
     cuda.cuDeviceGetPCIBusId(found, len(found), device)
     return found.value

@@ -10,7 +10,7 @@ returns, so that a GPU is waited for and the copies count, for every contender a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,10 +22,13 @@ from enginery.core.feeds import Feeds
 from enginery.core.fingerprint import runtime_version, tool_versions
 from enginery.core.manifest import GraphRecord
 from enginery.core.profile_choice import choose_profile
+from enginery.runtime.binding import run_options
+from enginery.runtime.device_values import device_of
 from enginery.runtime.engines import choose_with_engines, reachable_profile, wrapper_of
 from enginery.runtime.ort import OrtRunner, open_session
 from enginery.runtime.placement import read_placement
 from enginery.runtime.profiles import sizes_of
+from enginery.runtime.provider_wish import ProviderWish
 
 Run = Callable[[], object]
 
@@ -59,18 +62,21 @@ def open_contender(
 ) -> Opened:
     """Loads the model.
 
+    Args:
+        plan: `Plan.as_json`, as it comes through a pipe.
+        artifact: what to run.
+        record: which graph of it.
+        threads: intra-op threads; 0 for the contender's own choice.
+        allow_fallback: take a later provider when the first cannot be had.
+
     Raises:
         EngineryError: the contender cannot run, with the reason.
     """
     kind = plan["kind"]
     if kind in (OURS, "enginery-cpu"):
-        return OurRunner(
-            artifact, record, plan["providers"], threads=threads, allow_fallback=allow_fallback
-        )
+        return OurRunner(artifact, record, plan, threads=threads, allow_fallback=allow_fallback)
     if kind == "onnxruntime":
-        return BareSession(
-            artifact, record, plan["providers"], threads=threads, allow_fallback=allow_fallback
-        )
+        return BareSession(artifact, record, plan, threads=threads, allow_fallback=allow_fallback)
     try:
         from enginery.bench import frameworks
     except ImportError as error:
@@ -78,8 +84,15 @@ def open_contender(
             error.name or kind, extra="export", purpose=f"Running {plan['label']}"
         ) from error
     if kind == "optimum":
-        return frameworks.OptimumModel(artifact, record, plan["providers"], threads=threads)
+        return frameworks.OptimumModel(
+            artifact, record, wishes_of_plan(plan), threads=threads, io_binding=plan["io_binding"]
+        )
     return frameworks.PyTorchModel(artifact, record, kind, plan["device"], threads=threads)
+
+
+def wishes_of_plan(plan: Mapping[str, Any]) -> tuple[ProviderWish, ...]:
+    """The providers of a plan, with their options."""
+    return tuple(ProviderWish(one["name"], one["options"]) for one in plan["providers"])
 
 
 class OurRunner:
@@ -89,14 +102,15 @@ class OurRunner:
         self,
         artifact: Artifact,
         record: GraphRecord,
-        wish: Sequence[str],
+        plan: Mapping[str, Any],
         *,
         threads: int,
         allow_fallback: bool,
     ) -> None:
         self._runner = OrtRunner(
-            artifact, graph=record.file, providers=tuple(wish), allow_fallback=allow_fallback,
-            threads=threads,
+            artifact, graph=record.file, providers=wishes_of_plan(plan),
+            allow_fallback=allow_fallback, threads=threads, io_binding=plan["io_binding"],
+            cuda_graph=plan["cuda_graph"], shrink_arena=plan["shrink_arena"],
         )  # fmt: skip
         self._model = artifact.path / record.file
         self.providers = [asdict(provider) for provider in self._runner.providers]
@@ -135,31 +149,37 @@ class BareSession:
         self,
         artifact: Artifact,
         record: GraphRecord,
-        wish: Sequence[str],
+        plan: Mapping[str, Any],
         *,
         threads: int,
         allow_fallback: bool,
     ) -> None:
         chosen, engines = choose_with_engines(
-            artifact, record, tuple(wish), allow_fallback=allow_fallback, allow_build=False
-        )
+            artifact, record, wishes_of_plan(plan),
+            allow_fallback=allow_fallback, allow_build=False,
+        )  # fmt: skip
         paths: list[Path] = [wrapper_of(engine) for engine in engines]
         paths = paths or [artifact.path / record.file]
         self._record = record
         self._profiles = [reachable_profile(engine.record) for engine in engines]
         self._sessions = [open_session(path, chosen, threads=threads) for path in paths]
+        self._shrink = bool(plan["shrink_arena"])
         self.providers = [asdict(provider) for provider in chosen]
         self.tools = runtime_version()
         self.notes: list[str] = []
+        if plan["cuda_graph"]:
+            self.notes.append("without a CUDA graph, which session.run has no fixed buffers for")
 
     def prepared(self, feeds: Feeds) -> Run:
         """One `session.run`; the engine is chosen here, once."""
         session = self.session_for(feeds)
         names = [spec.name for spec in self._record.outputs]
+        # A session takes no `None` for the options of a run.
+        options = [run_options(_shrinking(session))] if self._shrink else []
 
         def run() -> object:
             try:
-                return session.run(names, feeds)
+                return session.run(names, feeds, *options)
             except Exception as error:  # ONNX Runtime raises many unrelated types
                 shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
                 raise InputError(f"the graph fails on {shapes}: {error}") from error
@@ -180,6 +200,13 @@ class BareSession:
     def close(self) -> None:
         """Frees the sessions."""
         self._sessions = []
+
+
+def _shrinking(session: Any) -> dict[str, str]:
+    """The entry of a run's options that shrinks the arenas, as `OrtRunner` has it."""
+    device = device_of(session)
+    gpu = f"gpu:{device.index};" if device.kind == "cuda" else ""
+    return {"memory.enable_memory_arena_shrinkage": f"{gpu}cpu:0"}
 
 
 def torch_tools() -> dict[str, str]:

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +19,7 @@ from enginery.bench.config import BenchConfig
 from enginery.bench.contenders import Plan
 from enginery.bench.subject import Subject
 from enginery.core import errors
-from enginery.core.child import how_it_ended
+from enginery.core.child import held_pipe, how_it_ended
 from enginery.core.closing import Closing
 from enginery.core.errors import EngineryError, ProviderError
 
@@ -26,13 +27,19 @@ Answer = dict[str, Any]
 
 
 class Contender(Closing):
-    """A contender that has loaded its model. A context manager; closing ends its process."""
+    """A contender that has loaded its model. A context manager; closing ends its process.
 
-    def __init__(self, plan: Plan, process: subprocess.Popen[str], log: Path) -> None:
+    So does the end of this process, however it comes, in the middle of a long run too.
+    """
+
+    def __init__(
+        self, plan: Plan, process: subprocess.Popen[str], log: Path, held: ExitStack
+    ) -> None:
         self.plan = plan
         self.loaded: Answer = {}
         self._process = process
         self._log = log
+        self._held = held
 
     @classmethod
     def start(cls, plan: Plan, subject: Subject, config: BenchConfig, log: Path) -> Contender:
@@ -48,14 +55,16 @@ class Contender(Closing):
             EngineryError: it cannot run, with its own reason.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w", encoding="utf-8") as stream:
+        with ExitStack() as stack, log.open("w", encoding="utf-8") as stream:
+            environment, descriptors = stack.enter_context(held_pipe())
             process = subprocess.Popen(
                 [sys.executable, "-m", "enginery.bench.contestant"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream,
                 text=True, encoding="utf-8",
-                env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+                env={**os.environ, **environment, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+                pass_fds=descriptors,
             )  # fmt: skip
-        contender = cls(plan, process, log)
+            contender = cls(plan, process, log, stack.pop_all())
         try:
             contender.loaded = contender.ask(
                 "load",
@@ -106,6 +115,7 @@ class Contender(Closing):
         # It may be in the middle of a long run, and there is nothing in it to keep.
         self._process.kill()
         self._process.wait()
+        self._held.close()
         for stream in (self._process.stdin, self._process.stdout):
             if stream:
                 try:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from enginery.bench.statistics import Comparison, Latency
 from enginery.core.json_file import json_bytes
+from enginery.runtime.advice import Advice
 
 
 @dataclass(frozen=True)
@@ -111,16 +112,6 @@ class Padding:
     """The share of padded tokens with texts in the file's order."""
     sorted: float
     """The same with texts of like length together."""
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What a measurement suggests."""
-
-    rule: str
-    finding: str
-    evidence: str
-    remedy: str
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import Any
 from enginery.bench.advice import advise
 from enginery.bench.cases import sweep
 from enginery.bench.config import OURS, BenchConfig, check_options
-from enginery.bench.contenders import Plan, for_images, plan_contenders
+from enginery.bench.contenders import Plan, for_images, plan_contenders, wishes_of
 from enginery.bench.images import ImageInputs
 from enginery.bench.machine import describe_machine
 from enginery.bench.measure import measure_case, measure_images, on_gpu
@@ -40,6 +40,7 @@ from enginery.core.errors import EngineryError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.staging import write_beside
+from enginery.runtime.provider_wish import wish_text
 
 STAGE = "bench"
 REPORT = f"{REPORTS}/benchmark.json"
@@ -71,6 +72,8 @@ def run(
     """
     started = time.monotonic()
     check_options(config)
+    # As it is understood: ENGINERY_PROVIDERS may say it, and the result has to.
+    config = replace(config, provider=wish_text(wishes_of(config)), provider_option=())
     if not models:
         raise OptionError("no model is named.", do="Name an artifact or an .onnx file.")
     subjects = with_unique_names(

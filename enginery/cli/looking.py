@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from enginery.cli.app import OUTPUT, Flag, Output
 from enginery.cli.app import application as app
-from enginery.core.errors import CheckFailedError
+from enginery.core.errors import CheckFailedError, OptionError
 from enginery.doctor.config import DoctorConfig
 from enginery.validate.config import ValidateConfig
 
@@ -92,6 +92,7 @@ def inspect(
     placement: Flag = False,
     provider: str = "",
     provider_option: tuple[str, ...] = (),
+    allow_fallback: bool = False,
     output: Output = OUTPUT,
 ) -> None:
     """Show what an artifact or an engine is, how it was made, and what was found about it.
@@ -105,12 +106,19 @@ def inspect(
     placement
         Load the graph and show which provider runs which nodes, and what fell to the CPU.
     provider
-        Execution providers in order of preference, for --placement: tensorrt,cuda,cpu.
+        Execution providers in order of preference, for --placement: tensorrt,cuda,cpu. Empty: what
+        the variable ENGINERY_PROVIDERS says, and else cpu.
     provider_option
         An option of a provider, cuda.gpu_mem_limit=2GiB; repeat it for several.
+    allow_fallback
+        Take the next provider where the first cannot be had, and say so.
     """
     from enginery.core.engine_record import ENGINE_FILE
 
+    if not placement and (provider or provider_option or allow_fallback):
+        raise OptionError(
+            "a provider is named, and nothing is to be placed on it.", do="Add --placement."
+        )
     if (path / ENGINE_FILE).is_file():
         _inspect_engine(path, verify=verify, output=output)
         return
@@ -120,15 +128,18 @@ def inspect(
     console = output.console()
     opened = Artifact.open(path, verify=verify)
     engines = show_engines.engines_of(opened)
-    found = None
+    found, reason = None, ""
     if placement:
         from enginery.runtime.ort import OrtRunner
         from enginery.runtime.provider_wish import parse_wishes
 
         wishes = parse_wishes(provider, provider_option, default="cpu")
-        with console.task("loading the graph"), OrtRunner(opened, providers=wishes) as runner:
-            found = runner.placement()
-    placed = {"placement": found.as_json()} if found else {}
+        with (
+            console.task("loading the graph"),
+            OrtRunner(opened, providers=wishes, allow_fallback=allow_fallback) as runner,
+        ):
+            found, reason = runner.placement(), runner.providers[0].reason
+    placed = {"placement": {**found.as_json(), "reason": reason}} if found else {}
     console.json(show_engines.artifact_json(opened, engines) | placed)
     console.table(str(path), show.artifact_rows(opened))
     console.table("Inputs and outputs", show.interface_rows(opened))
@@ -138,7 +149,7 @@ def inspect(
     if found:
         console.table("Placement", found.rows())
         console.table("Compute on the CPU", found.node_rows())
-        for note in found.notes:
+        for note in (f"{found.head}: {reason}", *found.notes):
             console.line(note)
 
 

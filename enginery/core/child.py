@@ -11,7 +11,8 @@ what it likes on standard output:
     $ python -m enginery.export.worker request.json result.json
 
 It holds one end of a pipe, and this process the other. However this process ends (SIGTERM and
-SIGKILL leave no time for anything), the kernel closes the pipe, and the child ends at once.
+SIGKILL leave no time for anything), the kernel closes the pipe, and the child ends at once. A child
+that is started in another way is given the same pipe by `held_pipe`.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def run_child(module: str, *words: str, heard: Callable[[str], object]) -> int:
     interrupt, ends the child too.
     """
     with (
-        _held_pipe() as (environment, descriptors),
+        held_pipe() as (environment, descriptors),
         subprocess.Popen(
             [sys.executable, "-m", module, *words],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -110,8 +111,13 @@ def run_child(module: str, *words: str, heard: Callable[[str], object]) -> int:
 
 
 @contextmanager
-def _held_pipe() -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
-    """What a child needs to know of a pipe whose other end is open here, and nowhere else."""
+def held_pipe() -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
+    """A pipe whose one end is open here, and nowhere else, for as long as the context is.
+
+    Gives what a child is started with to hold the other end: variables of its environment, and
+    descriptors to pass on (`pass_fds`). The child calls `end_with_parent`, and ends when the
+    context does.
+    """
     if sys.platform == "win32":  # descriptors are not handed on there
         yield {}, ()
         return
@@ -124,7 +130,7 @@ def _held_pipe() -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
 
 
 def end_with_parent() -> None:
-    """Ends this process as soon as the one that started it with `run_child` is gone.
+    """Ends this process as soon as the one that holds its pipe is gone: see `held_pipe`.
 
     The kernel sends SIGIO when the pipe closes, and the default for SIGIO is to end the process.
     No thread watches: one would need the interpreter's lock, which an exporter's C++ code may hold

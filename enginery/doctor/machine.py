@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import sys
@@ -15,13 +14,7 @@ from pathlib import Path
 
 from enginery.core.home import enginery_home
 from enginery.doctor.report import MachineStatus
-
-_FEATURES = (
-    *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
-    *("amx_tile", "amx_int8", "amx_bf16"),
-    *("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),  # Arm
-)
-_SYSTEM = Path("/")
+from enginery.runtime.machine import memory_bytes, physical_cores, read_cpuinfo, usable_cpus
 
 
 def examine_machine() -> MachineStatus:
@@ -34,7 +27,7 @@ def examine_machine() -> MachineStatus:
         python=f"{platform.python_version()} ({sys.executable})",
         platform=platform.platform(),
         cpu=model or platform.processor() or platform.machine(),
-        physical_cores=_physical_cores(),
+        physical_cores=physical_cores(),
         usable_cpus=usable_cpus(),
         cpu_features=features,
         memory_total_bytes=total,
@@ -46,102 +39,7 @@ def examine_machine() -> MachineStatus:
     )
 
 
-def read_cpuinfo(root: Path = _SYSTEM) -> tuple[str, tuple[str, ...]]:
-    """The model and the features of the first processor in /proc/cpuinfo."""
-    text = _read(root / "proc/cpuinfo")
-    lines = (line.partition(":") for line in text.splitlines())
-    fields: dict[str, str] = {}
-    for key, _, value in lines:
-        fields.setdefault(key.strip(), value.strip())
-    flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    return fields.get("model name", ""), tuple(name for name in _FEATURES if name in flags)
-
-
-def memory_bytes(root: Path = _SYSTEM) -> tuple[int, int]:
-    """Total and available memory in bytes, within the tightest limit of this process's cgroups."""
-    try:
-        import psutil
-    except ImportError:  # a damaged installation is what the doctor is asked about
-        return 0, 0
-    memory = psutil.virtual_memory()
-    total, available = int(memory.total), int(memory.available)
-    for limit, used in _cgroup_memory(root):
-        if limit < total:
-            total, available = limit, min(available, max(0, limit - used))
-    return total, available
-
-
-def usable_cpus(root: Path = _SYSTEM) -> int:
-    """CPUs in this process's affinity, or fewer where its cgroup's quota says so."""
-    known = os.cpu_count() or 1
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else known
-    for directory in _cgroup_directories(root, "cpu"):
-        quota, _, period = _read(directory / "cpu.max").partition(" ")
-        if not quota:
-            quota = _read(directory / "cpu.cfs_quota_us")
-            period = _read(directory / "cpu.cfs_period_us")
-        if quota.isdigit() and period.isdigit() and int(period):
-            count = min(count, max(1, int(quota) // int(period)))
-    return count
-
-
 def free_bytes(path: Path) -> int:
     """Free space where `path` is or will be."""
     existing = next((p for p in (path, *path.absolute().parents) if p.exists()), None)
     return shutil.disk_usage(existing).free if existing else 0
-
-
-def _physical_cores() -> int:
-    try:
-        import psutil
-    except ImportError:
-        return 0
-    return psutil.cpu_count(logical=False) or 0
-
-
-def _cgroup_memory(root: Path) -> list[tuple[int, int]]:
-    """Limit and use in bytes of each cgroup around this process that has a limit.
-
-    Cached file pages that the kernel drops first (inactive_file) do not count as used.
-    """
-    found = []
-    for directory in _cgroup_directories(root, "memory"):
-        for limit_file, used_file, cached in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            limit = _read(directory / limit_file)
-            used = _read(directory / used_file)
-            if limit.isdigit() and used.isdigit():
-                stat = dict(
-                    line.split(" ", 1)
-                    for line in _read(directory / "memory.stat").splitlines()
-                    if " " in line
-                )
-                found.append((int(limit), max(0, int(used) - int(stat.get(cached, "0")))))
-    return found
-
-
-def _cgroup_directories(root: Path, controller: str) -> list[Path]:
-    """The cgroup of this process and those around it, version 2 first, then version 1.
-
-    In a container the path in /proc/self/cgroup may be the host's; then only its end, the mount's
-    own directory, exists.
-    """
-    directories = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
-        leaf = mount / path.strip("/")
-        inside = [leaf, *(p for p in leaf.parents if p.is_relative_to(mount))]
-        directories += [directory for directory in inside if directory.is_dir()]
-    return directories
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.progress import SILENT, Progress
+from enginery.doctor.advice import advise
 from enginery.doctor.asking import Answer, ask
 from enginery.doctor.config import DoctorConfig
 from enginery.doctor.machine import examine_machine
@@ -61,6 +62,7 @@ def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> Report:
         *tensorrt_findings(nvidia),
         *provider_findings(providers, nvidia, required),
         *machine_findings(machine),
+        *advise(os.environ, machine, nvidia, providers),
     ]
     order = ("error", "warning", "note")
     return Report(

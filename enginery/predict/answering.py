@@ -36,6 +36,7 @@ from enginery.predict.token_batches import Meter, RunPool, WindowModel
 from enginery.runtime.image_model import ImageModel
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.provider_names import CPU
+from enginery.runtime.run_fit import require_fit
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Answerer(Closing):
 
         Raises:
             ArtifactError: the task is not answered, or a file that answers cannot be made from.
-            ProviderError: the provider cannot be had.
-            OptionError: an option does not fit the task.
+            ProviderError: the provider cannot be had, or has no CUDA graphs.
+            OptionError: an option does not fit the task, or ways of running exclude each other.
         """
         artifact.require_passed(allow_failed=config.allow_failed)
         self._config, self._base = config, base
@@ -77,9 +78,14 @@ class Answerer(Closing):
         # A thread each for the batches that run side by side: none of ONNX Runtime's own.
         wishes = wishes_of(config)
         on_cpu = wishes[0].full_name == CPU
+        require_fit(
+            wishes, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
+            shrink_arena=config.shrink_arena,
+        )  # fmt: skip
         self._runner = OrtRunner(
             artifact, providers=wishes, allow_fallback=config.allow_fallback,
-            threads=1 if on_cpu else 0,
+            threads=1 if on_cpu else 0, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
+            shrink_arena=config.shrink_arena,
         )  # fmt: skip
         self._pool = RunPool(workers)
         self._texts: WindowModel | None = None

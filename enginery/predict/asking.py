@@ -56,7 +56,7 @@ def require_task(artifact: Artifact, config: PredictConfig) -> str:
 
 def wishes_of(config: PredictConfig) -> tuple[ProviderWish, ...]:
     """The providers that are asked for; raises ProviderError or OptionError as `parse_wishes`."""
-    return parse_wishes(config.provider, config.provider_options, default="cpu")
+    return parse_wishes(config.provider, config.provider_option, default="cpu")
 
 
 def ask_texts(

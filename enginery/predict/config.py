@@ -46,12 +46,19 @@ class PredictConfig:
     allow_no_answer: bool = False
     """Let "no answer" compete, as an empty text."""
     provider: str = ""
-    """The ordered wish of execution providers: tensorrt,cuda,cpu. Empty for what
-    `ENGINERY_PROVIDERS` says, or else cpu."""
-    provider_options: tuple[str, ...] = ()
-    """Options of the providers: cuda.gpu_mem_limit=2GiB."""
+    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty: what the variable
+    `ENGINERY_PROVIDERS` says, and else cpu."""
+    provider_option: tuple[str, ...] = ()
+    """An option of a provider, `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
     allow_fallback: bool = False
-    """Take a later provider when the first cannot be had."""
+    """Take the next provider where the first cannot be had, and say so."""
+    io_binding: bool = True
+    """On NVIDIA's providers, keep inputs and outputs in buffers on the GPU."""
+    cuda_graph: bool = False
+    """Record each shape's run as a CUDA graph and replay it."""
+    shrink_arena: bool = False
+    """Give memory that a run took beyond the arena's first piece back after it; each run allocates
+    anew."""
     allow_failed: bool = False
     """Take an artifact whose validation failed."""
     workers: int = 0
@@ -91,7 +98,7 @@ class PredictConfig:
 
 WITHOUT_EFFECT = (
     "workers", "window", "batch_tokens", "batch_rows", "part_rows", "part_seconds", "fail_fast",
-    "allow_failed", "provider", "provider_options",
+    "allow_failed", "provider", "provider_option", "io_binding", "cuda_graph", "shrink_arena",
 )  # fmt: skip
 """Options that do not change an answer beyond its rounding: they are not in the fingerprint. The
 providers are, as they are understood."""

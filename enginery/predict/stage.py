@@ -14,7 +14,6 @@ after them; memory does not follow the file.
 from __future__ import annotations
 
 import json
-import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -47,6 +46,7 @@ from enginery.predict.reading import ImageReader, input_format, on_disk, open_in
 from enginery.predict.report import PredictReport, sidecar
 from enginery.predict.rows import Reader
 from enginery.predict.writing import OutputFormat, assemble, output_format
+from enginery.runtime.machine import usable_cores
 
 STAGE = "predict"
 STAGE_VERSION = "1"
@@ -111,7 +111,7 @@ def run(
         if done := finished_report(output, key, force=force):
             progress.say(f"predict: {output} is there, whole and of the same: nothing to do")
             return done
-        workers = config.workers or _cores()
+        workers = config.workers or usable_cores()
         with ExitStack() as opened:
             # The session loads while the input is looked at; neither waits for the other.
             side = opened.enter_context(ThreadPoolExecutor(1))
@@ -220,14 +220,6 @@ def _make_folder(output: Path) -> None:
 def _spool(output: Path) -> Path:
     """Where standard input is while it is needed."""
     return output.with_name(f"{output.name}.stdin")
-
-
-def _cores() -> int:
-    """Physical cores that this process may run on; two threads of a core share its multiplier."""
-    import psutil
-
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
 
 
 def _drop(loading: Future[Answerer]) -> None:

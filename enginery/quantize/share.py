@@ -72,6 +72,8 @@ def count_multiply_adds(
     """Counts on the shapes that the feeds give the graph; raises InputError where it fails."""
     products = [node for node in model.graph if node.op_type == "MatMul" and _between(node)]
     operands = {node.name: (node.inputs[0], node.outputs[0]) for node in products}
+    # By tensors and not through `runtime.multiply_adds`, which goes by the names of the file's
+    # nodes: they may have none there, and those in memory have been given some.
     wanted = [layer.output for layer in layers]
     wanted += [value.name or "" for pair in operands.values() for value in pair if value]
     with GraphTracer(model_path, wanted, optimized=True) as tracer:

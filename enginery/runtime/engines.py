@@ -13,6 +13,7 @@ has been run on a GPU by this project yet.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,9 +61,9 @@ def read_engines(artifact: Artifact) -> list[Engine]:
 
 
 def choose_engines(
-    artifact: Artifact, graph: GraphRecord, flavor: Flavor
+    artifact: Artifact, graph: GraphRecord, flavor: Flavor, *, device_id: int = 0
 ) -> tuple[list[Engine], str]:
-    """The engines of a graph that this GPU runs, one for each profile, and why these.
+    """The engines of a graph that a GPU runs, one for each profile, and why these.
 
     Of two with the same profile, the one built for this very GPU goes before a portable one.
 
@@ -70,13 +71,14 @@ def choose_engines(
         artifact: where the engines are.
         graph: the graph that they stand for.
         flavor: of the execution provider that is to load them.
+        device_id: which of the visible GPUs.
 
     Raises:
         ProviderError: no engine fits; the message names those that are there and what each lacks,
-            and the GPU. Or there is no GPU.
+            and the GPU. Or there is no such GPU.
         ArtifactError: a file of an engine is missing or altered.
     """
-    gpu = visible_gpus()[0]
+    gpu = gpu_of(device_id)
     version = loaded_version(flavor)
     fitting: dict[str, Engine] = {}
     refused = []
@@ -88,7 +90,7 @@ def choose_engines(
         else:
             fitting.setdefault(str(reachable_profile(engine.record)), engine)
     if not fitting:
-        raise _no_engine(artifact, graph, flavor, gpu, refused)
+        raise _no_engine(artifact, graph, flavor, gpu, refused, device_id)
     chosen = list(fitting.values())
     return chosen, _reason(chosen, gpu, version)
 
@@ -123,7 +125,8 @@ def choose_with_engines(
             return [_because(head, *missed), *below], []
         later = wishes[[one.full_name for one in wishes].index(head.name) + 1 :]
         try:
-            engines, reason = choose_engines(artifact, graph, flavor)
+            device_id = int(head.options.get("device_id", "0"))
+            engines, reason = choose_engines(artifact, graph, flavor, device_id=device_id)
         except ProviderError as error:
             if allow_build:
                 built = "ONNX Runtime builds an engine while it loads (allow_build)"
@@ -135,6 +138,22 @@ def choose_with_engines(
         else:
             rest = Provider(CPU, "ONNX Runtime adds it; an engine leaves no operations over")
             return [_because(head, *missed, reason), rest], engines
+
+
+def gpu_of(device_id: int) -> CudaGpu:
+    """The visible GPU of a provider's `device_id`.
+
+    Raises:
+        ProviderError: there is no such GPU, or none at all.
+    """
+    gpus = visible_gpus()
+    if device_id >= len(gpus):
+        names = ", ".join(f"{index} {gpu.name}" for index, gpu in enumerate(gpus))
+        raise ProviderError(
+            f"device_id is {device_id}, and this process sees the GPUs {names}.",
+            do="Name one of them, or show the process more: CUDA_VISIBLE_DEVICES.",
+        )
+    return gpus[device_id]
 
 
 def _because(provider: Provider, *reasons: str) -> Provider:
@@ -169,7 +188,12 @@ def _reason(engines: Sequence[Engine], gpu: CudaGpu, version: str) -> str:
 
 
 def _no_engine(
-    artifact: Artifact, graph: GraphRecord, flavor: Flavor, gpu: CudaGpu, refused: Sequence[str]
+    artifact: Artifact,
+    graph: GraphRecord,
+    flavor: Flavor,
+    gpu: CudaGpu,
+    refused: Sequence[str],
+    device_id: int,
 ) -> ProviderError:
     found = f": {'; '.join(refused)}" if refused else ", it has none"
     message = (
@@ -185,8 +209,14 @@ def _no_engine(
         )
     profile = ",".join(f"{name}=1:8:32" for name in dynamic_dims(graph.inputs))
     shapes = f" --profile {profile}" if profile else ""
-    return ProviderError(
-        message,
-        do=f"Build one: enginery build {artifact.path} --flavor {flavor.name} "
-        f"--capability current{shapes}",
-    )
+    line = f"enginery build {artifact.path} --flavor {flavor.name} --capability current{shapes}"
+    if device_id:
+        # A build looks at the first GPU that it sees.
+        line = f"CUDA_VISIBLE_DEVICES={_outer_number(device_id)} {line}"
+    return ProviderError(message, do=f"Build one: {line}")
+
+
+def _outer_number(device_id: int) -> str:
+    """What CUDA_VISIBLE_DEVICES calls one of the GPUs that it leaves."""
+    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return visible[device_id] if device_id < len(visible) else str(device_id)

@@ -25,10 +25,11 @@ from enginery.runtime.image_model import ImageModel
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.providers import Provider, parse_wishes
 from enginery.runtime.question_answering import MAX_ANSWER_TOKENS
+from enginery.runtime.run_fit import require_fit
 from enginery.runtime.text_model import TextModel
 
 # What each task answers with; feature-extraction by what the graph takes.
-_METHODS = {
+METHODS = {
     "feature-extraction": "embed",
     "text-classification": "classify",
     "token-classification": "tag",
@@ -36,7 +37,7 @@ _METHODS = {
     "fill-mask": "fill",
     "image-classification": "classify_images",
 }
-ANSWERED_TASKS = tuple(_METHODS)
+ANSWERED_TASKS = tuple(METHODS)
 
 
 class Model(Closing):
@@ -53,7 +54,7 @@ class Model(Closing):
         takes_pixels = any(spec.name == "pixel_values" for spec in runner.record.inputs)
         self._texts = None if takes_pixels else TextModel.open(artifact, runner)
         self._images = ImageModel.open(artifact, runner) if takes_pixels else None
-        self.method = _METHODS[self.task]
+        self.method = METHODS[self.task]
         """The method that answers the task."""
         if takes_pixels and self.method == "embed":
             self.method = "embed_images"
@@ -229,6 +230,9 @@ def load_model(
     allow_failed: bool = False,
     allow_build: bool = False,
     threads: int = 0,
+    io_binding: bool = True,
+    cuda_graph: bool = False,
+    shrink_arena: bool = False,
 ) -> Model:
     """Opens an artifact to answer its task; under TensorRT, its engines, and runs each once.
 
@@ -242,26 +246,31 @@ def load_model(
         allow_build: where no engine of the artifact fits this GPU, let TensorRT build one while
             it loads; minutes, and nothing of it is kept.
         threads: intra-op threads; 0 for ONNX Runtime's choice.
+        io_binding: on NVIDIA's providers, keep inputs and outputs in buffers on the GPU.
+        cuda_graph: record each shape's run as a CUDA graph and replay it.
+        shrink_arena: give memory that a run took beyond the arena's first piece back after it.
 
     Raises:
         ArtifactError: not an artifact, or a task or a file that answers cannot be made from.
         RejectedArtifactError: its validation failed.
-        ProviderError: the provider cannot be had, or no engine of the artifact runs on this GPU.
-        OptionError: an option of a provider does not fit it.
+        ProviderError: the provider cannot be had, has no CUDA graphs, or runs no engine of the
+            artifact on this GPU.
+        OptionError: an option of a provider does not fit it, or ways of running exclude each other.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     opened.require_passed(allow_failed=allow_failed)
     task = opened.manifest.task
-    if task not in _METHODS:
+    if task not in METHODS:
         raise ArtifactError(
-            f"{opened.path} was exported for {task}; answers are made for {', '.join(_METHODS)}.",
+            f"{opened.path} was exported for {task}; answers are made for {', '.join(METHODS)}.",
             do="Run its graphs with OrtRunner, or open the directory with Optimum's ORTModel "
             "classes.",
         )
     wish = parse_wishes(provider, provider_options, default="cpu")
+    require_fit(wish, io_binding=io_binding, cuda_graph=cuda_graph, shrink_arena=shrink_arena)
     runner = OrtRunner(
         opened, providers=wish, allow_fallback=allow_fallback, allow_build=allow_build,
-        threads=threads,
+        threads=threads, io_binding=io_binding, cuda_graph=cuda_graph, shrink_arena=shrink_arena,
     )  # fmt: skip
     try:
         model = Model(opened, runner)

@@ -13,9 +13,9 @@ padding to 128. Texts are cut at the smallest of the limits that the model's own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,9 @@ class TextTokenizer:
 
     texts: Any
     """`tokenizers.Tokenizer` that cuts single texts at `limit`."""
-    pairs: Any
-    """The same for (question, context): a long context becomes overlapping windows."""
+    pairs: Callable[[], Any]
+    """The same for (question, context), read when it is asked for: a long context becomes
+    overlapping windows."""
     limit: int
     """The most tokens of one input, special tokens included."""
     limit_source: str
@@ -103,20 +104,26 @@ class TextTokenizer:
             ArtifactError: there is no tokenizer.json, or it cannot be read.
             SourceError: a config file is not a JSON object.
         """
-        texts, pairs = _load(directory), _load(directory)
+        texts = _load(directory)
         settings = read_json(directory / "tokenizer_config.json")
         config = read_json(directory / "config.json")
         sentence = read_json(directory / "sentence_bert_config.json")
         special = {**read_json(directory / "special_tokens_map.json"), **settings}
-        for tokenizer in (texts, pairs):
-            _follow_settings(tokenizer, settings)
+        _follow_settings(texts, settings)
         limit, limit_source = _length_limit(config, settings, sentence)
         truncation_side = settings.get("truncation_side") or "right"
         texts.enable_truncation(max_length=limit, direction=truncation_side)
-        window = min(limit, _WINDOW)
-        pairs.enable_truncation(
-            max_length=window, stride=min(window // 2, _WINDOW_OVERLAP), strategy="only_second"
-        )
+
+        @cache
+        def pairs() -> Any:
+            tokenizer = _load(directory)
+            _follow_settings(tokenizer, settings)
+            window = min(limit, _WINDOW)
+            tokenizer.enable_truncation(
+                max_length=window, stride=min(window // 2, _WINDOW_OVERLAP), strategy="only_second"
+            )
+            return tokenizer
+
         return cls(
             texts=texts,
             pairs=pairs,
@@ -213,8 +220,9 @@ class TextTokenizer:
         Raises:
             InputError: a question leaves no room for its context.
         """
+        tokenizer = self.pairs()
         try:
-            encodings: list[Any] = self.pairs.encode_batch(list(pairs))
+            encodings: list[Any] = tokenizer.encode_batch(list(pairs))
         except Exception as error:  # tokenizers raises bare Exception
             raise InputError(
                 f"a question is too long: with it and its context in windows of "
@@ -277,7 +285,7 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """Ids as text, as transformers decodes them."""
-        text: str = self.pairs.decode(list(ids), skip_special_tokens=skip_special)
+        text: str = self.texts.decode(list(ids), skip_special_tokens=skip_special)
         return _without_spaces(text) if self.clean_up else text
 
     def _padded(self, rows: Sequence[Sequence[int]], width: int, value: int) -> NDArray[np.int64]:

@@ -15,6 +15,9 @@ from typing import Any
 from enginery.core.json_file import json_bytes
 from enginery.validate.metrics import OutputMetrics
 
+UNTAKEN = "no engine takes it: "
+"""What the reason of a case starts with that is outside the profiles of the engines."""
+
 
 @dataclass(frozen=True)
 class CaseResult:
@@ -29,7 +32,7 @@ class CaseResult:
     problem: str
     """Why nothing could be compared; empty where it could."""
     skipped: str = ""
-    """Why the case does not count: PyTorch itself rejects it."""
+    """Why the case does not count: PyTorch itself rejects it, or no engine takes it."""
 
     @property
     def passed(self) -> bool:
@@ -139,10 +142,12 @@ def summarize(
         return f"{least.output} differs from PyTorch's: {least.problem}"
     if embeddings and embeddings.problem:
         return f"pooled embeddings differ from PyTorch's: {embeddings.problem}"
-    skipped = len(cases) - len(compared)
+    untaken = sum(case.skipped.startswith(UNTAKEN) for case in cases)
+    rejected = len(cases) - len(compared) - untaken
     return (
         f"{len(pairs)} outputs agree with PyTorch; {_nearest_to_fail(output, where, overall)}"
-        + (f"; {skipped} inputs skipped that PyTorch itself rejects" if skipped else "")
+        + (f"; {rejected} inputs skipped that PyTorch itself rejects" if rejected else "")
+        + (f"; {untaken} inputs skipped that no engine takes" if untaken else "")
     )
 
 

@@ -9,7 +9,8 @@ Takes an artifact; leaves `reports/validation.json` in it and a verdict in its m
 The reference is the artifact's own source in FP32 with eager attention. PyTorch also runs at the
 artifact's precision (FP64 for FP32): its own error on the same inputs is the noise floor that the
 tolerance is scaled by. A quantized artifact is held to the budget that it was made with instead,
-see `budget.py`. One model is in memory at a time.
+see `budget.py`. One model is in memory at a time. Engines are run at every corner of their own
+profiles, and on what else fits these, see `engine_cases.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.engine_record import engine_directories
-from enginery.core.errors import ArtifactError, ProviderError, SourceError
+from enginery.core.errors import ArtifactError, SourceError
 from enginery.core.feeds import FeedLimits
 from enginery.core.fingerprint import (
     Fingerprint,
@@ -37,7 +38,6 @@ from enginery.core.manifest import Verdict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.source import ModelSource, resolve_record, resolve_source
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.provider_names import CPU
 from enginery.runtime.provider_wish import ProviderWish, parse_wishes, wish_text
 from enginery.runtime.providers import choose_providers
 from enginery.validate.budget import is_quantized
@@ -45,13 +45,14 @@ from enginery.validate.cases import LONGEST, profile_cases, profiles_by_graph, s
 from enginery.validate.compare import Limits, compare_graph
 from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.embeddings import EmbeddingComparison
+from enginery.validate.engine_cases import reached_profiles, within_profiles
 from enginery.validate.overall import OverallComparison
 from enginery.validate.real_inputs import real_cases, require_use_for_data
 from enginery.validate.reference import ask_pytorch
 from enginery.validate.report import CaseResult, OverallMetrics, ValidationReport, summarize
 
 STAGE = "validate"
-STAGE_VERSION = "2"
+STAGE_VERSION = "3"
 REPORT = f"{REPORTS}/validation.json"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -129,7 +130,7 @@ def run(
     """
     started = time.monotonic()
     key = fingerprint(artifact, config)
-    _require_provider(artifact, config)
+    reached = reached_profiles(artifact, wish_of(config), allow_fallback=config.allow_fallback)
     limits = Limits.of(artifact, config)
     source = _reference_source(artifact, config)
     feed_limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
@@ -146,11 +147,16 @@ def run(
     providers: list[dict[str, Any]] = []
     for record in manifest.graphs:
         real, said = real_cases(artifact, record, config)
-        cases = [
-            *sweep_cases(record, feed_limits, seed=config.seed),
-            *profile_cases(record, profiles[record.file], feed_limits, seed=config.seed),
-            *real,
-        ]
+        promised = [*profiles[record.file], *reached[record.file]]
+        cases, left_out = within_profiles(
+            [
+                *sweep_cases(record, feed_limits, seed=config.seed),
+                *profile_cases(record, promised, feed_limits, seed=config.seed),
+                *real,
+            ],
+            record,
+            reached[record.file],
+        )
         with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
             answers = ask_pytorch(
                 artifact, source, record, cases, Path(scratch), progress,
@@ -167,6 +173,7 @@ def run(
                     runner, record, cases, answers, limits,
                     embeddings=embeddings, overall=overall, progress=progress,
                 )  # fmt: skip
+        results += left_out
         notes.extend(note for note in (*said, *answers.notes) if note not in notes)
     least = limits.embedding_cosine
     pooled = embeddings.metrics(min_cosine=least, of_mean=bool(overall)) if embeddings else None
@@ -217,16 +224,6 @@ def _rule(limits: Limits, together: Sequence[OverallMetrics]) -> list[str]:
 def _mark(artifact: Artifact, key: Fingerprint, report: ValidationReport) -> None:
     verdict = Verdict.of(key, passed=report.passed, summary=report.summary, report=REPORT)
     artifact.annotate(verdict, report.to_json())
-
-
-def _require_provider(artifact: Artifact, config: ValidateConfig) -> None:
-    """Raises ProviderError before PyTorch has worked for nothing."""
-    chosen = choose_providers(wish_of(config), allow_fallback=config.allow_fallback)
-    if artifact.manifest.precision == "bf16" and chosen[0].name == CPU:
-        raise ProviderError(
-            f"{artifact.path} is bf16, and ONNX Runtime has no BF16 kernels on the CPU.",
-            do="Validate it on a GPU: --provider cuda",
-        )
 
 
 def _reference_source(artifact: Artifact, config: ValidateConfig) -> ModelSource:

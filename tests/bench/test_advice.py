@@ -100,6 +100,14 @@ def test_gpu_slower_than_cpu_says_why():
     assert advice.evidence.startswith("the CPU is 2.50 times as fast; enginery has 12 convolutions")
 
 
+def test_another_provider_of_the_cpu_is_no_gpu():
+    openvino = {"name": "OpenVINOExecutionProvider", "reason": "asked for"}
+    contenders = [made_contender("enginery", provider=openvino), made_contender("enginery-cpu")]
+    times = {"enginery": 100.0, "enginery-cpu": 40.0}
+    cases = [made_case({"height": 640}, times, pairs=[("enginery-cpu", "enginery")])]
+    assert not list(gpu_slower_than_cpu(made_result(contenders=contenders, cases=cases)))
+
+
 @pytest.mark.parametrize("gpu_ms", [10.0, 40.0, 40.4])
 def test_faster_gpu_or_no_difference_is_no_advice(gpu_ms):
     assert not list(gpu_slower_than_cpu(gpu_and_cpu(gpu_ms, 40.0)))

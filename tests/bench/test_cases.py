@@ -8,6 +8,7 @@ from enginery.bench.contenders import for_images, plan_contenders
 from enginery.bench.subject import Subject, image_layout
 from enginery.core.errors import ArtifactError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec
+from enginery.runtime.provider_wish import ProviderWish
 from tests.bench.made import save_detector
 
 
@@ -164,7 +165,10 @@ def test_pytorch_runs_once_beside_several_artifacts(bert):
 
 def test_cpu_stands_beside_a_gpu_by_itself(detector):
     plans, _ = plan_contenders([detector], BenchConfig(provider="cuda"))
-    assert [(plan.kind, plan.providers) for plan in plans][-1] == ("enginery-cpu", ("cpu",))
+    assert [(plan.kind, plan.providers) for plan in plans][-1] == (
+        "enginery-cpu",
+        (ProviderWish("cpu"),),
+    )
 
 
 def test_on_images_the_frameworks_run_where_they_are_named(bert):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from enginery.bench.copies import Copies, measure_copies
-from enginery.bench.measure import _told
-from enginery.bench.nvml import Nvml, _Process
+from enginery.bench.measure import _gpu_of, _told
+from enginery.bench.nvml import Nvml, _bus_id, _Process
 from enginery.core.errors import ProviderError
 from tests.bench.made import CPU, CUDA, save_detector
 
@@ -167,3 +167,37 @@ def test_copies_are_told_apart_by_their_clock():
     found = measure_copies(Session(), {}, device="cuda", seconds=-1, clock=clock)
     assert found == Copies(2000.0, 5000.0, 1000.0)
     assert found.share == pytest.approx(3 / 8)
+
+
+def test_the_gpu_that_is_asked_for_is_the_one_that_is_measured():
+    told = Stub({**CUDA, "options": {"device_id": "1"}}, {})
+    assert (_gpu_of(told), _gpu_of(Stub(CUDA, {}))) == ("cuda:1", "cuda:0")
+    asked = []
+    names = {"cuDeviceGet": lambda device, index: asked.append(index),
+             "cuDeviceGetPCIBusId": lambda *_: None}  # fmt: skip
+    _bus_id(SimpleNamespace(**names), 1)
+    assert asked == [1]
+
+
+def test_copies_are_measured_on_the_gpu_that_is_asked_for(monkeypatch):
+    import onnxruntime as ort
+
+    placed = []
+
+    class Binding:
+        def bind_ortvalue_input(self, name, value):
+            placed.append(value)
+
+        def bind_output(self, name, kind, index):
+            placed.append((kind, index))
+
+        def __getattr__(self, name):
+            return lambda *_: None
+
+    session = SimpleNamespace(io_binding=Binding, run_with_iobinding=lambda binding: None,
+                              get_outputs=lambda: [SimpleNamespace(name="y")])  # fmt: skip
+    monkeypatch.setattr(
+        ort.OrtValue, "ortvalue_from_numpy", lambda array, kind, index: (kind, index)
+    )
+    measure_copies(session, {"x": np.zeros(1)}, device="cuda:1", seconds=0.0)
+    assert set(placed) == {("cuda", 1)}

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -104,3 +105,47 @@ def test_what_libraries_print_does_not_spoil_the_answers(tmp_path):
     )  # fmt: skip
     assert json.loads(found.stdout) == {"peak_rss_bytes": 1}
     assert "more" in found.stderr
+
+
+PARENT = """
+import sys
+from pathlib import Path
+import numpy as np
+from enginery.bench.config import BenchConfig
+from enginery.bench.contenders import plan_contenders
+from enginery.bench.process import Contender
+from enginery.bench.subject import Subject
+
+folder = Path(sys.argv[1])
+subject = Subject.of(folder / "d.onnx", "", allow_failed=False)
+config = BenchConfig(against="onnxruntime")
+plans, _ = plan_contenders([subject], config)
+np.savez(folder / "f.npz", x=np.zeros((1, 3, 32, 32), "float32"))
+contenders = [Contender.start(plan, subject, config, folder / plan.name) for plan in plans]
+for contender in contenders:
+    contender.ask("prepare", feeds=str(folder / "f.npz"), seconds=0)
+print(*(contender._process.pid for contender in contenders), flush=True)
+contenders[0].ask("turn", runs=10**9)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_contenders_end_with_a_killed_parent_in_the_middle_of_a_run(tmp_path, number):
+    save_detector(tmp_path / "d.onnx")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    children = [psutil.Process(int(word)) for word in parent.stdout.readline().split()]
+    try:
+        assert len(children) == 2
+        busy = children[0].cpu_times().user
+        while children[0].cpu_times().user < busy + 0.2:  # it is at its billion runs
+            time.sleep(0.02)
+        os.kill(parent.pid, number)  # the parent alone, not its group
+        parent.communicate()
+        _, alive = psutil.wait_procs(children, timeout=30)
+        assert not alive
+    finally:
+        for process in psutil.wait_procs(children, timeout=0)[1]:
+            process.kill()

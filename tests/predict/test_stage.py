@@ -7,8 +7,8 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 
-from enginery.core.errors import EngineryError, InputError, OptionError
-from enginery.predict import stage
+from enginery.core.errors import EngineryError, InputError, OptionError, ProviderError
+from enginery.predict import answering, stage
 from enginery.runtime.model import load_model
 from tests.predict.conftest import text_of
 from tests.tiny import LABELS
@@ -304,3 +304,44 @@ def test_only_one_run_writes_an_output(predict, tmp_path, classifier, reviews):
         pytest.raises(InputError, match="being written by another process"),
     ):
         predict(classifier, reviews)
+
+
+def test_ways_of_running_reach_the_runner_and_change_no_fingerprint(
+    predict, classifier, reviews, monkeypatch
+):
+    given = []
+    real = answering.OrtRunner
+
+    def runner(artifact, **options):
+        given.append(options)
+        return real(artifact, **options)
+
+    monkeypatch.setattr(answering, "OrtRunner", runner)
+    assert predict(classifier, reviews, shrink_arena=True, io_binding=False).worked
+    assert (given[0]["io_binding"], given[0]["cuda_graph"], given[0]["shrink_arena"]) == (
+        False, False, True,
+    )  # fmt: skip
+    assert not predict(classifier, reviews).worked  # the answers are the same
+
+
+def test_providers_are_asked_for_by_the_environment_too(predict, classifier, reviews, monkeypatch):
+    monkeypatch.setenv("ENGINERY_PROVIDERS", "cuda; cuda.gpu_mem_limit=much")
+    with pytest.raises(OptionError, match="ENGINERY_PROVIDERS: option 'gpu_mem_limit' for cuda"):
+        predict(classifier, reviews)
+    assert predict(classifier, reviews, provider="cpu").worked
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"cuda_graph": True}, ProviderError, "cuda_graph is set, and cpu has no CUDA graphs"),
+        ({"provider": "cuda", "cuda_graph": True, "io_binding": False}, OptionError, "buffers"),
+        ({"provider": "cpu", "provider_option": ("cpu.a=1",)}, OptionError, "takes no options"),
+    ],
+)
+def test_a_wish_that_does_not_fit_is_an_error_and_nothing_is_opened(
+    predict, classifier, reviews, monkeypatch, options, kind, message
+):
+    monkeypatch.setattr(answering, "OrtRunner", None)
+    with pytest.raises(kind, match=message):
+        predict(classifier, reviews, **options)

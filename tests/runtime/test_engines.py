@@ -47,6 +47,7 @@ class Machine:
 
     def __init__(self):
         self.gpu = CudaGpu("NVIDIA L4", "8.9", 24 << 30)
+        self.others = ()
         self.tensorrt = "1.7.1"
         self.opened = []
         self.ran = []
@@ -70,7 +71,7 @@ def machine(monkeypatch):
         return Recorded()
 
     monkeypatch.setattr(ort, "open_engine", open_engine)
-    monkeypatch.setattr(engines, "visible_gpus", lambda: (machine.gpu,))
+    monkeypatch.setattr(engines, "visible_gpus", lambda: (machine.gpu, *machine.others))
     monkeypatch.setattr(engines, "loaded_version", lambda flavor: machine.tensorrt)
     monkeypatch.setattr(providers, "find_obstacle", lambda name: None)
     monkeypatch.setattr(providers, "find_caveat", lambda name: "")
@@ -101,6 +102,42 @@ def test_the_engine_for_this_gpu_is_opened_and_the_reason_says_why(made, machine
         f"NVIDIA L4 (8.9) runs the engine {record.directory_name} (TensorRT 1.7.1.116 for 8.6, "
         "8.9) with the profile batch=1:2:4,sequence=1:16:64"
     )
+
+
+def on_second_gpu(provider):
+    return providers.parse_wishes(provider, [f"{provider}.device_id=1"])
+
+
+def test_engines_are_judged_by_the_gpu_that_is_asked_for(made, machine, monkeypatch):
+    monkeypatch.setattr(providers, "find_device_obstacle", lambda name, options: None)
+    machine.others = (CudaGpu("NVIDIA A10", "8.6", 1),)
+    artifact = made({"capabilities": ("8.6",)}, {"capabilities": ("8.9",)})
+    (record,), (head, *_) = chosen(artifact, wish=on_second_gpu("tensorrt-rtx"))
+    assert record.capabilities == ("8.6",)
+    assert head.reason.startswith("NVIDIA A10 (8.6) runs the engine ")
+    assert head.options == {"device_id": "1"}
+    (record,), _ = chosen(artifact)
+    assert record.capabilities == ("8.9",)
+
+
+@pytest.mark.parametrize(
+    ("visible", "number"), [("", "1"), ("4,6", "6"), ("GPU-a, GPU-b", "GPU-b")]
+)
+def test_engine_for_another_gpu_is_built_where_that_is_the_first(
+    made, machine, monkeypatch, visible, number
+):
+    monkeypatch.setattr(providers, "find_device_obstacle", lambda name, options: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    machine.others = (CudaGpu("NVIDIA A10", "8.6", 1),)
+    with pytest.raises(ProviderError, match="this GPU, NVIDIA A10 of") as error:
+        chosen(made({"capabilities": ("8.9",)}), wish=on_second_gpu("tensorrt-rtx"))
+    assert error.value.do.startswith(f"Build one: CUDA_VISIBLE_DEVICES={number} enginery build ")
+
+
+def test_gpu_that_is_not_there_is_an_error_with_those_that_are(made, machine, monkeypatch):
+    monkeypatch.setattr(providers, "find_device_obstacle", lambda name, options: None)
+    with pytest.raises(ProviderError, match="device_id is 1, and this process sees the GPUs 0 NV"):
+        chosen(made({}), wish=on_second_gpu("tensorrt"))
 
 
 @pytest.mark.parametrize("wish", [("tensorrt-rtx",), ("tensorrt-rtx", "cuda", "cpu")])

@@ -208,7 +208,8 @@ def test_a_photo_is_turned_as_its_exif_says(tmp_path):
         (np.zeros((2, 4, 4, 3), np.uint8), r"shape \(2, 4, 4, 3\)"),
         (Image.new("I;16", (4, 4)), "mode I;16"),
         (Image.new("F", (4, 4)), "mode F"),
-        (b"bytes", "is a bytes"),
+        (b"bytes", "not an image of a format that Pillow reads"),
+        (5, "is a int, expected a path"),
         ("nowhere.png", "there is no file nowhere.png"),
     ],
 )

@@ -1,0 +1,130 @@
+"""Settings that make models slow or keep them off the GPU, as far as no measurement is needed.
+
+>>> found = advise({"OMP_NUM_THREADS": "64"}, machine, nvidia, providers)
+>>> [finding.problem for finding in found]
+['there are more threads than physical cores']
+
+What only a measurement shows, `enginery bench` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from enginery.core.errors import EngineryError
+from enginery.doctor.report import Finding, MachineStatus, NvidiaStatus, ProviderStatus
+from enginery.runtime.advice import Advice, exhaustive_search, too_many_threads
+from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
+from enginery.runtime.provider_wish import ENVIRONMENT, ProviderWish, parse_wishes
+
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_WISHED_THREADS = {
+    "OpenVINOExecutionProvider": "num_of_threads",
+    "XnnpackExecutionProvider": "intra_op_num_threads",
+}
+_NVIDIA = (CUDA, TENSORRT, TENSORRT_RTX)
+
+
+def advise(
+    environment: Mapping[str, str],
+    machine: MachineStatus,
+    nvidia: NvidiaStatus,
+    providers: Sequence[ProviderStatus],
+) -> Iterator[Finding]:
+    """What the environment's settings do to speed on this machine.
+
+    Args:
+        environment: variables, as `os.environ`.
+        machine: its cores.
+        nvidia: its GPUs.
+        providers: how far each gets.
+    """
+    wishes: tuple[ProviderWish, ...] = ()
+    try:
+        if environment.get(ENVIRONMENT, "").strip():
+            wishes = parse_wishes(environment[ENVIRONMENT])
+    except EngineryError as error:
+        yield Finding("error", f"{ENVIRONMENT} cannot be used", error.message,
+                      error.do or f"Mend it, or unset {ENVIRONMENT}.")  # fmt: skip
+    else:
+        yield from _about_gpu(environment, wishes, nvidia, providers)
+    for advice in (
+        *_about_search(wishes), *_about_threads(environment, wishes, machine),
+        *_about_limits(machine),
+    ):  # fmt: skip
+        yield Finding("note", advice.finding, advice.evidence, advice.remedy)
+
+
+def _about_gpu(
+    environment: Mapping[str, str],
+    wishes: Sequence[ProviderWish],
+    nvidia: NvidiaStatus,
+    providers: Sequence[ProviderStatus],
+) -> Iterator[Finding]:
+    """A wish that cannot be had, and a GPU that nobody wishes for."""
+    by_name = {status.name: status for status in providers}
+    head = wishes[0].full_name if wishes else CPU
+    if head in by_name and not by_name[head].runs:
+        status = by_name[head]
+        yield Finding(
+            "error", f"{ENVIRONMENT} asks for {wishes[0].name if wishes else 'cpu'}, which does "
+            "not run here", status.reason, status.remedy or f"Unset {ENVIRONMENT}.",
+        )  # fmt: skip
+    running = [short_name(name) for name in _NVIDIA if name in by_name and by_name[name].runs]
+    if head == CPU and running and nvidia.gpus:
+        said = f"is {environment[ENVIRONMENT]}" if wishes else "is not set"
+        yield Finding(
+            "note", "there is a GPU, and models run on the CPU unless a command names it",
+            f"{nvidia.gpus[0].name}, which {' and '.join(running)} can use; {ENVIRONMENT} {said}",
+            f"Set {ENVIRONMENT}={running[0]}, or pass --provider {running[0]}.",
+        )  # fmt: skip
+
+
+def _about_search(wishes: Sequence[ProviderWish]) -> Iterator[Advice]:
+    """EXHAUSTIVE is ONNX Runtime's default as well: only models of convolutions are concerned."""
+    for wish in wishes:
+        if wish.options.get("cudnn_conv_algo_search") == "EXHAUSTIVE":
+            yield exhaustive_search(
+                f"{ENVIRONMENT} has {wish.name}.cudnn_conv_algo_search=EXHAUSTIVE; models without "
+                "convolutions are not concerned"
+            )
+
+
+def _about_threads(
+    environment: Mapping[str, str], wishes: Sequence[ProviderWish], machine: MachineStatus
+) -> Iterator[Advice]:
+    """OMP's variables are PyTorch's, and the options those of providers with threads of their own.
+
+    ONNX Runtime's own threads are an option of each command, and of no variable.
+    """
+    cores = machine.physical_cores
+    asked = {name: environment.get(name, "") for name in _THREADS}
+    for wish in wishes:
+        if option := _WISHED_THREADS.get(wish.full_name):
+            asked[f"{wish.name}.{option}"] = wish.options.get(option, "")
+    for name, value in asked.items():
+        # OMP takes a list, one number for each level of nesting; the first is the outermost.
+        first = value.partition(",")[0].strip()
+        threads = int(first) if first.isascii() and first.isdigit() else 0
+        found = too_many_threads(
+            threads, cores,
+            evidence=f"{name} is {threads}, on {cores} cores",
+            remedy=f"Set {name} to {cores} or fewer, or leave it out.",
+        )  # fmt: skip
+        if found:
+            yield found
+
+
+def _about_limits(machine: MachineStatus) -> Iterator[Advice]:
+    """ONNX Runtime starts a thread a core of the machine, whatever this process may use.
+
+    Seen with an affinity of one CPU of two; github.com/microsoft/onnxruntime/issues/8313.
+    """
+    if 0 < machine.usable_cpus < machine.physical_cores:
+        yield Advice(
+            "thread limits",
+            "ONNX Runtime starts a thread for each core, and this process may not use all",
+            f"{machine.usable_cpus} CPUs usable of {machine.physical_cores} cores",
+            f"Say the number of threads: --threads {machine.usable_cpus} of bench, "
+            f"load_model(…, threads={machine.usable_cpus}). predict counts by itself.",
+        )

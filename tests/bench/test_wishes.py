@@ -1,0 +1,182 @@
+"""Providers with options, from the command to every contender's process, and into the result."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from enginery.bench import opened, stage
+from enginery.bench.config import BenchConfig
+from enginery.bench.contenders import plan_contenders
+from enginery.bench.opened import BareSession, OurRunner
+from enginery.bench.stage import run
+from enginery.bench.subject import Subject
+from enginery.core.errors import OptionError, ProviderError
+from enginery.runtime.provider_names import CPU
+from enginery.runtime.provider_wish import ProviderWish, parse_wishes
+from enginery.runtime.providers import Provider
+from tests.bench.made import QUICK, save_detector
+
+CUDA = "cuda; cuda.gpu_mem_limit=2147483648; cuda.device_id=1"
+
+
+@pytest.fixture
+def detector(tmp_path):
+    return Subject.of(save_detector(tmp_path / "detector.onnx"), "", allow_failed=False)
+
+
+@pytest.fixture
+def bert(exported):
+    return Subject.of(exported("bert", "feature-extraction"), "", allow_failed=False)
+
+
+def plans_of(subject, **options):
+    plans, _ = plan_contenders([subject], BenchConfig(**options))
+    return {plan.kind: plan for plan in plans}
+
+
+def through_a_pipe(plan):
+    return json.loads(json.dumps(plan.as_json()))
+
+
+def test_plans_carry_the_wish_with_its_options_and_the_ways_of_running(bert):
+    plans = plans_of(
+        bert, provider="cuda", provider_option=("cuda.gpu_mem_limit=2GiB", "cuda.device_id=1"),
+        cuda_graph=True,
+    )  # fmt: skip
+    for kind in ("enginery", "onnxruntime", "optimum"):
+        plan = through_a_pipe(plans[kind])
+        assert opened.wishes_of_plan(plan) == parse_wishes(CUDA)
+        assert (plan["io_binding"], plan["cuda_graph"]) == (True, True)
+    # PyTorch has to run on the same GPU, and the CPU beside it has neither options nor graphs.
+    assert {plans[kind].device for kind in ("pytorch", "pytorch-fp16")} == {"cuda:1"}
+    on_cpu = plans["enginery-cpu"]
+    assert (on_cpu.providers, on_cpu.cuda_graph) == ((ProviderWish("cpu"),), False)
+
+
+def test_the_environment_asks_where_the_options_do_not(detector, monkeypatch):
+    monkeypatch.setenv("ENGINERY_PROVIDERS", CUDA)
+    assert plans_of(detector)["enginery"].providers == parse_wishes(CUDA)
+    assert plans_of(detector, provider="cpu")["enginery"].providers == (ProviderWish("cpu"),)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"cuda_graph": True}, ProviderError, "cuda_graph is set, and cpu has no CUDA graphs"),
+        ({"provider": "cuda", "cuda_graph": True, "io_binding": False}, OptionError, "bound"),
+        ({"provider": "cuda", "cuda_graph": True, "shrink_arena": True}, OptionError, "arena"),
+        ({"provider": "cuda", "provider_option": ("cuda.memory=1",)}, OptionError, "'memory'"),
+        ({"provider_option": ("cuda.device_id=1",)}, OptionError, "is for cuda, which is not"),
+        ({"provider": "cudaa"}, ProviderError, "did you mean 'cuda'"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_before_anything_runs(
+    tmp_path, monkeypatch, options, kind, message
+):
+    monkeypatch.setattr(stage.Contender, "start", None)
+    model = save_detector(tmp_path / "detector.onnx")
+    with pytest.raises(kind, match=message):
+        run([model], BenchConfig(shape=("batch=1,height=32,width=32",), **options))
+
+
+def open_with_doubles(monkeypatch, given):
+    def new_session(path, providers, *, threads=0):
+        given["session"] = providers
+        return "session"
+
+    def choose(artifact, record, wishes, **_):
+        given["wishes"] = wishes
+        return [Provider(wishes[0].full_name, "a double", wishes[0].options)], []
+
+    class Runner:
+        def __init__(self, artifact, **options):
+            given.update(options)
+            self.providers, self.engines, self.profiles = [], [], []
+
+    monkeypatch.setattr(opened, "choose_with_engines", choose)
+    monkeypatch.setattr(opened, "open_session", new_session)
+    monkeypatch.setattr(opened, "OrtRunner", Runner)
+
+
+def test_our_runner_and_the_bare_session_are_given_the_same(detector, monkeypatch):
+    given = {}
+    open_with_doubles(monkeypatch, given)
+    plans = plans_of(detector, provider=CUDA, cuda_graph=True)
+    record = detector.record
+    ours = through_a_pipe(plans["enginery"])
+    OurRunner(detector.artifact, record, ours, threads=0, allow_fallback=False)
+    assert given["providers"] == parse_wishes(CUDA)
+    assert (given["io_binding"], given["cuda_graph"], given["shrink_arena"]) == (True, True, False)
+    bare = BareSession(
+        detector.artifact, record, through_a_pipe(plans["onnxruntime"]), threads=0,
+        allow_fallback=False,
+    )  # fmt: skip
+    assert given["wishes"] == parse_wishes(CUDA)
+    options = {"gpu_mem_limit": "2147483648", "device_id": "1"}
+    assert [provider.options for provider in given["session"]] == [options]
+    assert bare.providers[0]["options"] == options
+    assert bare.notes == ["without a CUDA graph, which session.run has no fixed buffers for"]
+
+
+def test_bare_session_shrinks_the_arena_after_each_run(detector):
+    import numpy as np
+
+    plan = through_a_pipe(plans_of(detector, shrink_arena=True)["onnxruntime"])
+    bare = BareSession(detector.artifact, detector.record, plan, threads=0, allow_fallback=False)
+    (session,), entries = bare._sessions, []
+
+    class Recorded:
+        get_providers, get_provider_options = session.get_providers, session.get_provider_options
+
+        def run(self, names, feeds, options):
+            entries.append(options.get_run_config_entry("memory.enable_memory_arena_shrinkage"))
+            return session.run(names, feeds, options)
+
+    bare._sessions = [Recorded()]
+    (scores,) = bare.prepared({"x": np.ones((1, 3, 32, 32), "float32")})()
+    assert scores.shape == (1, 1, 16, 16)
+    assert entries == ["cpu:0"]
+
+
+def test_optimum_is_given_the_options_through_its_own_argument(bert, monkeypatch):
+    from enginery.bench import frameworks
+
+    given = {}
+
+    class Model:
+        providers = ("CUDAExecutionProvider", CPU)
+        use_io_binding = False
+
+        @classmethod
+        def from_pretrained(cls, path, **options):
+            given.update(options)
+            return cls()
+
+    monkeypatch.setattr(frameworks.optimum_ort, "ORTModelForFeatureExtraction", Model)
+    model = frameworks.OptimumModel(
+        bert.artifact, bert.record, parse_wishes(CUDA), threads=0, io_binding=False
+    )
+    assert given["provider"] == "CUDAExecutionProvider"
+    assert given["provider_options"] == {"gpu_mem_limit": "2147483648", "device_id": "1"}
+    assert given["use_io_binding"] is False
+    assert model.notes == ["IOBinding off, as asked for"]
+    assert [found["options"] for found in model.providers] == [given["provider_options"], {}]
+    frameworks.OptimumModel(bert.artifact, bert.record, parse_wishes("cuda"), threads=0,
+                            io_binding=True)  # fmt: skip
+    assert given["use_io_binding"] is None
+
+
+def test_the_result_says_what_was_asked_for_as_it_was_understood(tmp_path, monkeypatch):
+    monkeypatch.setenv("ENGINERY_PROVIDERS", "CPUExecutionProvider")
+    model = save_detector(tmp_path / "detector.onnx")
+    config = BenchConfig(
+        **QUICK, shape=("batch=1,height=32,width=32",), shrink_arena=True, io_binding=False
+    )
+    result = run([model], config)
+    options = result.options
+    assert (options["provider"], options["provider_option"]) == ("cpu", [])
+    assert (options["io_binding"], options["shrink_arena"]) == (False, True)
+    assert [record.name for record in result.contenders] == ["enginery", "onnxruntime"]
+    assert all(record.providers[0]["options"] == {} for record in result.contenders)

@@ -1,0 +1,67 @@
+"""Ways of running that do not fit are refused before anything is opened."""
+
+import pytest
+
+from enginery.core.errors import OptionError, ProviderError
+from enginery.runtime.model import load_model
+from enginery.runtime.provider_wish import parse_wishes
+from enginery.runtime.run_fit import require_fit
+
+
+@pytest.mark.parametrize("wish", ["cpu", "openvino,cuda", "directml"])
+def test_cuda_graphs_are_nvidias(wish):
+    with pytest.raises(ProviderError, match=r"and \w+ has no CUDA graphs") as error:
+        require_fit(parse_wishes(wish), cuda_graph=True)
+    assert error.value.do == "Leave it out, or run on cuda, tensorrt or tensorrt-rtx."
+
+
+@pytest.mark.parametrize("wish", ["cuda", "tensorrt,cuda,cpu", "tensorrt-rtx"])
+def test_what_fits_passes(wish):
+    wishes = parse_wishes(wish)
+    require_fit(wishes, cuda_graph=True)
+    require_fit(wishes, io_binding=False, shrink_arena=True)
+    require_fit(parse_wishes("cpu"), io_binding=False, shrink_arena=True)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"io_binding": False}, "a CUDA graph replays on bound buffers"),
+        ({"shrink_arena": True}, "a CUDA graph replays in the arena's memory"),
+    ],
+)
+def test_cuda_graphs_exclude_what_takes_their_memory(other, message):
+    with pytest.raises(OptionError, match=message):
+        require_fit(parse_wishes("cuda"), cuda_graph=True, **other)
+
+
+def test_a_model_is_given_the_ways_it_is_to_run(tiny, monkeypatch):
+    artifact = tiny.artifact("bert", "text-classification")
+    given = {}
+
+    class Stopped(Exception):  # noqa: N818  nothing is wrong
+        pass
+
+    def runner(_, **options):
+        given.update(options)
+        raise Stopped
+
+    monkeypatch.setattr("enginery.runtime.model.OrtRunner", runner)
+    with pytest.raises(Stopped):
+        load_model(
+            artifact, provider="cuda", provider_options=["cuda.gpu_mem_limit=2GiB"],
+            io_binding=False, shrink_arena=True, allow_fallback=True,
+        )  # fmt: skip
+    assert given["providers"] == parse_wishes("cuda; cuda.gpu_mem_limit=2147483648")
+    ways = ("io_binding", "cuda_graph", "shrink_arena", "allow_fallback")
+    assert [given[name] for name in ways] == [False, False, True, True]
+    monkeypatch.setattr("enginery.runtime.model.OrtRunner", None)
+    with pytest.raises(ProviderError, match="cpu has no CUDA graphs"):
+        load_model(artifact, provider="cpu", cuda_graph=True)
+
+
+def test_the_arena_is_shrunk_on_the_cpu_too(tiny):
+    artifact = tiny.artifact("bert", "text-classification")
+    with load_model(artifact) as plain, load_model(artifact, shrink_arena=True) as shrinking:
+        texts = ["The engine is warm."]
+        assert plain.classify(texts) == shrinking.classify(texts)
