@@ -23,9 +23,8 @@ from enginery.core.fingerprint import runtime_version, tool_versions
 from enginery.core.manifest import GraphRecord
 from enginery.core.profile_choice import choose_profile
 from enginery.runtime.binding import run_options
-from enginery.runtime.device_values import device_of
 from enginery.runtime.engines import choose_with_engines, reachable_profile, wrapper_of
-from enginery.runtime.ort import OrtRunner, open_session
+from enginery.runtime.ort import OrtRunner, open_session, shrink_config
 from enginery.runtime.placement import read_placement
 from enginery.runtime.profiles import sizes_of
 from enginery.runtime.provider_wish import ProviderWish
@@ -175,7 +174,7 @@ class BareSession:
         session = self.session_for(feeds)
         names = [spec.name for spec in self._record.outputs]
         # A session takes no `None` for the options of a run.
-        options = [run_options(_shrinking(session))] if self._shrink else []
+        options = [run_options(shrink_config(session))] if self._shrink else []
 
         def run() -> object:
             try:
@@ -200,13 +199,6 @@ class BareSession:
     def close(self) -> None:
         """Frees the sessions."""
         self._sessions = []
-
-
-def _shrinking(session: Any) -> dict[str, str]:
-    """The entry of a run's options that shrinks the arenas, as `OrtRunner` has it."""
-    device = device_of(session)
-    gpu = f"gpu:{device.index};" if device.kind == "cuda" else ""
-    return {"memory.enable_memory_arena_shrinkage": f"{gpu}cpu:0"}
 
 
 def torch_tools() -> dict[str, str]:

@@ -21,6 +21,8 @@ UNIT_ROUNDOFF: dict[str, float] = {
     # Half the gap between 1 and the next number: 2**-(significand bits). IEEE 754; bfloat16 has 8.
     "fp64": 2.0**-53,
     "fp32": 2.0**-24,
+    # A GPU's tensor cores round float32 factors to it, and sum in float32.
+    "tf32": 2.0**-11,
     "fp16": 2.0**-11,
     "bf16": 2.0**-8,
 }

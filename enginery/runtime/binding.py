@@ -114,8 +114,13 @@ class DeviceBinding(Closing):
         """
         with self._lock:
             found = self._run(feeds)
-            # On the host `numpy()` is the buffer itself, which the next run writes over.
-            return {name: np.array(value.numpy()) for name, value in found.items()}
+            on_host = self.device.kind == "cpu"
+            # There `numpy()` is the buffer itself, which the next run writes over; from a GPU it is
+            # a copy already.
+            return {
+                name: np.array(value.numpy()) if on_host else value.numpy()
+                for name, value in found.items()
+            }
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Runs the graph and leaves the outputs where they are.
@@ -220,6 +225,9 @@ class DeviceBinding(Closing):
             buffer = new_buffer(spec.dtype, shape_of(value), self.device)
             bucket.inputs[spec.name] = buffer
             bucket.bound.bind_ortvalue_input(spec.name, buffer)
+        elif bucket.held.pop(spec.name, None) is not None:
+            # A caller's tensor of an earlier run is bound in its place.
+            bucket.bound.bind_ortvalue_input(spec.name, bucket.inputs[spec.name])
         bucket.inputs[spec.name].update_inplace(value)
 
     def _bind_outputs(self, bucket: _Bucket, sizes: Mapping[str, int]) -> None:

@@ -228,12 +228,7 @@ class OrtRunner(Closing):
         )  # fmt: skip
 
     def _run_config(self, session: Any) -> dict[str, str]:
-        if not self._shrink:
-            return {}
-        device = device_of(session)
-        # ONNX Runtime's name for CUDA's memory in this option is gpu.
-        gpu = f"gpu:{device.index};" if device.kind == "cuda" else ""
-        return {_SHRINK: f"{gpu}cpu:0"}
+        return shrink_config(session) if self._shrink else {}
 
     def padded_shape(self, spec: TensorSpec, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape to pad an input to so that an engine takes it; as it is without engines.
@@ -281,6 +276,14 @@ class OrtRunner(Closing):
             binding.close()
         self._bindings = {}
         self._sessions = []
+
+
+def shrink_config(session: Any) -> dict[str, str]:
+    """The entry of a run's options that gives its arenas' memory back after it."""
+    device = device_of(session)
+    # ONNX Runtime's name for CUDA's memory in this option is gpu.
+    gpu = f"gpu:{device.index};" if device.kind == "cuda" else ""
+    return {_SHRINK: f"{gpu}cpu:0"}
 
 
 def open_engine(engine: Engine, providers: Sequence[Provider], *, threads: int = 0) -> Any:

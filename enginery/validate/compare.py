@@ -23,6 +23,8 @@ from enginery.core.manifest import GraphRecord
 from enginery.core.precision import QuantizedTolerance, Tolerance
 from enginery.core.progress import SILENT, Progress
 from enginery.runtime.ort import OrtRunner
+from enginery.runtime.provider_names import CUDA
+from enginery.runtime.providers import Provider
 from enginery.validate.budget import is_quantized, quantization_budget
 from enginery.validate.cases import Case
 from enginery.validate.config import ValidateConfig
@@ -72,6 +74,18 @@ class Limits:
             overall_cosine=max(budget.min_cosine(own_data=own_data), tolerance.min_cosine),
             rule=budget.describe(own_data=own_data),
         )
+
+    def where(self, providers: Sequence[Provider]) -> Limits:
+        """The limits where providers multiply float32 less exactly than it is."""
+        options = providers[0].options if providers else {}
+        in_tf32 = providers[0].name == CUDA and options.get("use_tf32", "1") not in ("0", "False")
+        if not in_tf32 or self.tolerance != Tolerance.for_precision("fp32"):
+            return self
+        rule = (
+            "FP32 is multiplied in TensorFloat-32 on NVIDIA GPUs from Ampere on, and held to its "
+            "tolerance; --provider-option cuda.use_tf32=0 multiplies in FP32"
+        )
+        return replace(self, tolerance=Tolerance.for_precision("tf32"), rule=rule)
 
     @property
     def embedding_cosine(self) -> float:

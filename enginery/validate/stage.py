@@ -35,6 +35,7 @@ from enginery.core.fingerprint import (
 )
 from enginery.core.json_file import read_json
 from enginery.core.manifest import Verdict
+from enginery.core.precision import QuantizedTolerance
 from enginery.core.progress import SILENT, Progress
 from enginery.core.source import ModelSource, resolve_record, resolve_source
 from enginery.runtime.ort import OrtRunner
@@ -169,6 +170,7 @@ def run(
                 allow_fallback=config.allow_fallback,
             ) as runner:
                 providers = [asdict(provider) for provider in runner.providers]
+                limits = limits.where(runner.providers)
                 results += compare_graph(
                     runner, record, cases, answers, limits,
                     embeddings=embeddings, overall=overall, progress=progress,
@@ -210,9 +212,9 @@ def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | N
 
 
 def _rule(limits: Limits, together: Sequence[OverallMetrics]) -> list[str]:
-    """What a quantized artifact was held to, in words."""
-    if not limits.rule:
-        return []
+    """What an artifact was held to where that is not its precision's own tolerance, in words."""
+    if not limits.rule or not isinstance(limits.tolerance, QuantizedTolerance):
+        return [limits.rule] if limits.rule else []
     if not together:
         return [
             f"no real inputs were compared: made-up ones alone say little of {limits.rule}; they "

@@ -354,3 +354,14 @@ def test_a_large_batch_is_not_held_where_the_arena_shrinks(tiny):
     # 256 rows of 4 heads of 128 by 128 float32 are 64 MiB for the scores of one layer.
     assert kept > 48 << 20
     assert shrunk < kept // 4
+
+
+def test_host_and_device_inputs_may_take_turns(doubling, monkeypatch):
+    """As on a GPU: what comes from the host is copied into a buffer, a tensor there is bound."""
+    monkeypatch.setattr(
+        "enginery.runtime.binding.is_on", lambda value, device: isinstance(value, ort.OrtValue)
+    )
+    binding = DeviceBinding(doubling, [X], [Y])
+    given = [rows(2, 1), ort.OrtValue.ortvalue_from_numpy(rows(2, 2)), rows(2, 3)]
+    answers = [float(binding({"x": value})["y"][0, 0]) for value in given]
+    assert answers == [2, 4, 6]

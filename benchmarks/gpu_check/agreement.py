@@ -1,0 +1,170 @@
+"""Answers on the GPU against PyTorch in FP32 on the same GPU, by the product's own tolerances.
+
+>>> run(work)
+>>> work.found["agreements"][0]["max_abs"], work.found["agreements"][0]["limit"]
+(0.0021, 0.031)
+
+The limits follow from PyTorch's own error in the same precision, as in `enginery validate`. ONNX
+Runtime multiplies FP32 in TensorFloat-32 unless it is told not to: FP32 is judged with that off,
+and once more with it on, by FP16's tolerance, which has as many bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_check import pytorch
+from benchmarks.gpu_check.settings import PRECISIONS, TEXT_MODELS
+from benchmarks.gpu_check.work import Work
+from enginery.core.artifact import Artifact
+from enginery.core.errors import InputError
+from enginery.core.feeds import FeedLimits, Feeds, make_feeds
+from enginery.core.json_file import read_json
+from enginery.core.precision import Tolerance
+from enginery.runtime.ort import OrtRunner
+from enginery.runtime.providers import ProviderWish, parse_wishes
+from enginery.validate.metrics import NoiseFloor, measure, noise_floor
+from enginery.validate.padding import kept_positions
+
+_NOISE = {"fp32": "fp64", "fp16": "fp16", "bf16": "bf16"}
+
+
+def run(work: Work) -> None:
+    """Compares every precision of each model, then the ways of running FP16."""
+    pytorch.require_device(work.device)
+    work.found["agreements"] = []
+    for model in TEXT_MODELS:
+        with work.step(f"agreement of {model}"):
+            _compare_model(work, model)
+
+
+def _compare_model(work: Work, model: str) -> None:
+    artifacts = {precision: found for precision in PRECISIONS
+                 if (found := work.artifact(model, precision))}  # fmt: skip
+    if not artifacts:
+        return
+    source = Path(work.artifacts[model]["source"])
+    cases = [feeds_at(next(iter(artifacts.values())), point, seed=7)
+             for point in work.settings.agreement]  # fmt: skip
+    expected = _answers(source, "fp32", work.device, cases)
+    for precision, artifact in artifacts.items():
+        if precision == "bf16" and not work.on_gpu:
+            work.note(f"{model} in bf16: left out, ONNX Runtime's CPU has no BF16 kernels")
+            continue
+        with work.step(f"{model} in {precision} agrees with PyTorch FP32"):
+            noise = _answers(source, _NOISE[precision], work.device, cases)
+            exact = work.on_gpu and precision == "fp32"
+            wish = parse_wishes(work.provider, ["cuda.use_tf32=false"] if exact else [])
+            _judge(work, model, precision, artifact, cases, expected, noise, wish, precision)
+            if exact:
+                narrow = _answers(source, "fp16", work.device, cases)
+                _judge(work, model, "fp32 by TF32", artifact, cases, expected, narrow,
+                       parse_wishes(work.provider), "fp16")  # fmt: skip
+    if "fp16" in artifacts:
+        _compare_ways(work, model, artifacts["fp16"])
+
+
+def _judge(
+    work: Work,
+    model: str,
+    label: str,
+    artifact: Artifact,
+    cases: list[Feeds],
+    expected: list[dict[str, Any]],
+    noise: list[dict[str, Any]],
+    wish: tuple[ProviderWish, ...],
+    precision: str,
+) -> None:
+    """One runner over all cases; the noise floor is the widest of them."""
+    record = artifact.manifest.graphs[0]
+    worst: list[dict[str, Any]] = []
+    with OrtRunner(artifact, providers=wish) as runner:
+        for spec in record.outputs:
+            floors = [noise_floor(other[spec.name], wide[spec.name],
+                                  kept_positions(spec, record.inputs, feeds))
+                      for feeds, wide, other in zip(cases, expected, noise, strict=True)
+                      ]  # fmt: skip
+            floor = NoiseFloor(max(f.max_abs for f in floors), min(f.cosine for f in floors))
+            for point, feeds, wide in zip(work.settings.agreement, cases, expected, strict=True):
+                found = measure(
+                    spec.name, runner(feeds)[spec.name], wide[spec.name], dtype=spec.dtype,
+                    noise=floor, tolerance=Tolerance.for_precision(precision),
+                    kept=kept_positions(spec, record.inputs, feeds),
+                )  # fmt: skip
+                worst.append({"model": model, "precision": label, "batch": point[0],
+                              "sequence": point[1], "badness": found.badness,
+                              **asdict(found)})  # fmt: skip
+    work.found["agreements"] += worst
+    one = max(worst, key=lambda row: row["badness"])
+    work.check(
+        f"{model} in {label} agrees with PyTorch FP32",
+        passed=not any(row["problem"] for row in worst),
+        found=one["problem"]
+        or f"largest error {one['max_abs']:.3g} of {one['limit']:.3g} "
+        f"allowed, cosine {min(row['cosine'] for row in worst):.7f}",
+    )
+
+
+def _compare_ways(work: Work, model: str, artifact: Artifact) -> None:
+    """Every way of running FP16 gives the same answers, also to inputs that came after others."""
+    point = work.settings.agreement[-1]
+    first, second = feeds_at(artifact, point, seed=1), feeds_at(artifact, point, seed=2)
+    with OrtRunner(artifact, providers=[work.provider], io_binding=False) as runner:
+        expected = [runner(feeds) for feeds in (first, second)]
+    ways: dict[str, dict[str, Any]] = {"IOBinding": {}}
+    if work.on_gpu:
+        ways["CUDA graph"] = {"cuda_graph": True}
+    for way, options in ways.items():
+        for places in ("host", "device", "host and device by turns"):
+            name = f"{model}: {way}, {places}"
+            with (
+                work.step(name),
+                OrtRunner(artifact, providers=[work.provider], **options) as runner,
+            ):
+                same = 0.0
+                # Twice the first, so that a graph is captured; then inputs that it was not
+                # captured with, after others in the same buffers or in tensors of their own.
+                for turn, feeds in enumerate((first, first, second, first, second)):
+                    on_device = places == "device" or (places != "host" and turn % 2 == 1)
+                    found = _ask(runner, feeds, work.device, on_device=on_device)
+                    wanted = expected[0 if feeds is first else 1]
+                    same = max(same, _largest_difference(wanted, found))
+                work.check(name, passed=same <= 0.01, found="the largest difference from plain "
+                           f"runs is {same:.2g} of the largest value")  # fmt: skip
+
+
+def _ask(runner: OrtRunner, feeds: Feeds, device: str, *, on_device: bool) -> dict[str, Any]:
+    if not on_device:
+        return runner(feeds)
+    found = runner.run_on_device(pytorch.tensors_of(feeds, device))
+    return {name: torch.from_dlpack(value).cpu().numpy() for name, value in found.items()}
+
+
+def _largest_difference(expected: dict[str, Any], found: dict[str, Any]) -> float:
+    """Relative to each output's largest magnitude; infinite for NaN."""
+    differences = []
+    for name, wide in expected.items():
+        apart = np.abs(found[name].astype(np.float64) - wide.astype(np.float64)).max()
+        differences.append(float(apart / np.abs(wide).max()))
+    return max(differences) if np.isfinite(differences).all() else float("inf")
+
+
+def _answers(source: Path, precision: str, device: str, cases: list[Feeds]) -> list[dict[str, Any]]:
+    model = pytorch.load_text_model(source, "eager", precision, device)
+    return [pytorch.answer(model, feeds, device) for feeds in cases]
+
+
+def feeds_at(artifact: Artifact, point: tuple[int, int], *, seed: int) -> Feeds:
+    """Made-up inputs, the rows padded by different amounts."""
+    record = artifact.manifest.graphs[0]
+    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    sizes = dict(zip(("batch", "sequence"), point, strict=True))
+    found = make_feeds(record.inputs, sizes, limits, seed=seed, ragged=True)
+    if not found:
+        raise InputError(f"{artifact.path} has no inputs.")
+    return found

