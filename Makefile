@@ -19,6 +19,7 @@ CAPABILITY ?=
 FLAVOR ?=
 ARTIFACT ?= $(OUT)
 INPUT ?=
+PORT ?=
 ARGS ?=
 
 # A worker an export each; every one holds PyTorch, so that memory bounds their number.
@@ -31,7 +32,7 @@ need = $(or $($(1)),$(error make $@ needs $(1): make $@ $(1)=build/my-model))
 named = $(if $($(1)),--$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint format export optimize quantize engine validate bench predict doctor inspect schema clean
+.PHONY: help setup run test test-all lint format export optimize quantize engine validate bench predict serve doctor inspect gpu-check schema clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,11 +63,17 @@ bench: setup  ## measure ARTIFACT beside PyTorch, ONNX Runtime and Optimum
 predict: setup  ## answer the rows of INPUT with ARTIFACT, into OUT
 	$(BIN)/enginery predict $(call need,ARTIFACT) --input $(call need,INPUT) --output $(call need,OUT) $(ARGS)
 
+serve: setup  ## answer over HTTP with ARTIFACT, on PORT
+	$(BIN)/enginery serve $(call need,ARTIFACT) $(call named,PORT,port) $(ARGS)
+
 inspect: setup  ## show what ARTIFACT is
 	$(BIN)/enginery inspect $(call need,ARTIFACT) $(ARGS)
 
 doctor: setup  ## show what this machine can run
 	$(BIN)/enginery doctor $(ARGS)
+
+gpu-check: setup  ## check and measure the GPU path on an NVIDIA GPU: docs/gpu-check.md
+	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 test: setup  ## run the tests
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network" $(ARGS)

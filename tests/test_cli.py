@@ -23,6 +23,7 @@ from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
 from enginery.quantize.config import QuantizeConfig
+from enginery.serve.config import ServeConfig
 from enginery.validate.config import ValidateConfig
 from tests.terminal import in_pipe, on_terminal, start
 
@@ -35,6 +36,7 @@ COMMANDS = {
     ("bench",): BenchConfig,
     ("report",): None,
     ("predict",): PredictConfig,
+    ("serve",): ServeConfig,
     ("lint",): None,
     ("doctor",): DoctorConfig,
     ("run",): None,
@@ -587,7 +589,7 @@ def test_validation_table_says_what_failed_and_what_was_not_compared(exported):
     ((_, every),) = show.validation_tables(report, every=True).items()
     assert len(every) == len(report.cases)
     assert "skipped: too long for PyTorch" in [row["verdict"] for row in every]
-    assert "skipped, as PyTorch itself rejects them: 1 inputs" in show.report_lines(report)
+    assert "skipped: 1 inputs that PyTorch rejects or no engine takes" in show.report_lines(report)
 
 
 @pytest.mark.parametrize("columns", [80, 120])

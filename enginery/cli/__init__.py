@@ -18,7 +18,14 @@ from contextlib import suppress
 
 from cyclopts import CycloptsError
 
-from enginery.cli import looking, making, measuring, predicting, store  # noqa: F401  each adds its commands
+from enginery.cli import (  # noqa: F401  each adds its commands
+    looking,
+    making,
+    measuring,
+    predicting,
+    serving,
+    store,
+)
 from enginery.cli.app import Output
 from enginery.cli.app import application as app
 from enginery.core.errors import EngineryError, OptionError

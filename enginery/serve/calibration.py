@@ -35,6 +35,8 @@ class BatchCost:
         return self.fixed_seconds / self.seconds_per_token if self.seconds_per_token else 0.0
 
     def __str__(self) -> str:
+        if not self.seconds_per_token:
+            return "nothing yet"
         fixed, each = self.fixed_seconds * 1e3, self.seconds_per_token * 1e3
         return f"{fixed:.2f} ms + {each:.3f} ms a token"
 

@@ -41,7 +41,7 @@ class ServeConfig:
     """The most tokens that wait for a model; beyond it requests are refused with 429."""
     max_inputs: int = 2048
     """The most inputs of one request."""
-    max_body_bytes: int = 2_097_152
+    max_body_bytes: int = 8_388_608
     """The largest body of a request."""
     truncate: bool = True
     """Cut texts that are longer than the model takes, where a request does not say."""

@@ -65,7 +65,9 @@ class LoadedModel:
         self.dim = 0
         """Of its vectors, once it has run."""
         self.cost = BatchCost(0.0, 0.0)
-        self.explanation = "not measured yet"
+        self.explanation = ""
+        self.placement: dict[str, Any] = self._known_placement()
+        """Which provider runs how much, as `Placement.as_json`."""
         self.rules = self._rules()
 
     @classmethod
@@ -128,7 +130,12 @@ class LoadedModel:
             raise ProviderError(f"{self.artifact.path} does not run: {error.message}") from error
 
     def calibrate(self) -> None:
-        """Measures what batches cost, and sets the rules by it."""
+        """Measures what batches cost, sets the rules by it, and looks where nodes run."""
+        if not self.placement:
+            try:
+                self.placement = self.runner.placement().as_json()
+            except EngineryError as error:
+                self.placement = {"notes": [f"it cannot be read: {error.message}"]}
         if self.texts is None:
             return
 
@@ -159,6 +166,7 @@ class LoadedModel:
                 {"name": engine.name, "key": engine.record.key, "profile": str(profile)}
                 for engine, profile in zip(self.runner.engines, self.runner.profiles, strict=True)
             ],
+            "placement": self.placement,
             "inputs": [str(spec) for spec in self.runner.record.inputs],
             "outputs": [str(spec) for spec in self.runner.record.outputs],
             "max_inputs": self.options.max_inputs,
@@ -197,6 +205,15 @@ class LoadedModel:
         if self.runner.profiles:
             sizes |= {name: dim.opt for name, dim in self.runner.profiles[0].dims.items()}
         return make_feeds(self.runner.record.inputs, sizes, limits, seed=0)
+
+    def _known_placement(self) -> dict[str, Any]:
+        """What needs no session of its own to be known; empty where one has to look."""
+        if self.on_cpu:
+            return {"providers": [{"name": CPU}], "notes": ["every node is on the CPU"]}
+        if self.runner.engines:
+            names = [{"name": provider.name} for provider in self.runner.providers[:1]]
+            return {"providers": names, "notes": ["every node is in the engine"]}
+        return {}
 
     def _rules(self) -> BatchRules:
         options, spec = self.options, self.runner.record.inputs[0]

@@ -344,6 +344,7 @@ def test_info_says_what_runs_where_and_how_it_is_batched(exported):
     assert info["state"] == "ready"
     assert info["providers"][0]["name"] == "CPUExecutionProvider"
     assert info["dim"] == 32
+    assert info["placement"]["notes"] == ["every node is on the CPU"]
     assert "tokens: on a CPU" in info["batching"]["explanation"]
     assert info["batching"]["seconds_per_token"] > 0
 

@@ -1,0 +1,38 @@
+"""The command that answers over HTTP: serve."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from enginery.cli.app import OUTPUT, Output
+from enginery.cli.app import application as app
+from enginery.serve.config import ServeConfig
+
+_SERVE = ServeConfig()
+
+
+@app.command
+def serve(
+    *artifacts: str,
+    config: Annotated[ServeConfig, Parameter(name="*")] = _SERVE,
+    output: Output = OUTPUT,
+) -> None:
+    """Answer over HTTP: Open Inference Protocol, text-embeddings-inference, OpenAI embeddings.
+
+    News goes to standard error, with --json as a JSON document a line; requests are logged to
+    standard output.
+
+    Parameters
+    ----------
+    artifacts
+        Artifacts' directories, each PATH or NAME=PATH; a bare path is served by its last part.
+    """
+    from enginery.serve.news import News
+    from enginery.serve.service import serve_models
+
+    say = News(as_json=output.json, quiet=output.quiet)
+    if status := serve_models(artifacts, config, say=say):
+        sys.exit(status)

@@ -1,0 +1,206 @@
+"""The server's application: a request in, an answer out, whatever happens.
+
+    >>> application = ServerApplication(models, ServeConfig())
+    >>> (await application(Request("POST", "/embed", body=b'{"inputs": "warm"}'))).status
+    200
+
+Finds the route, asks for the key, lets the route answer, and turns whatever goes wrong into the
+shape of the route's protocol. Answers that a model gave carry where the time went, in milliseconds,
+by the names of text-embeddings-inference (with decimals, which that has not): x-total-time,
+x-tokenization-time, x-queue-time, x-inference-time, x-compute-time, x-compute-tokens,
+x-compute-characters, x-compute-type. Every answer carries x-request-id, the client's own or a new
+one. A server that drains answers what still reaches it: its readiness alone says that no more
+should be sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+import time
+from typing import Any
+
+from enginery.core.errors import EngineryError
+from enginery.serve.call import Call, ServerParts
+from enginery.serve.config import ServeConfig
+from enginery.serve.error_shapes import Family, error_response
+from enginery.serve.keys import Keys
+from enginery.serve.messages import Request, Response
+from enginery.serve.refusals import RefusalError, as_refusal
+from enginery.serve.rooms import AccessLog, HostedModel, Metrics, Models, Tracing
+from enginery.serve.routes.table import route_table
+from enginery.serve.routing import Route
+
+_log = logging.getLogger("enginery.serve")
+
+_REASONS = {
+    400: "invalid", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method",
+    413: "too_large", 422: "invalid", 429: "overloaded", 503: "unavailable",
+}  # fmt: skip
+"""Why a request was refused, as metrics count it."""
+_CLIENT_GONE = 499
+"""nginx's status for a client that went before its answer."""
+_LONGEST_ID = 128
+
+
+class _HttpError(RefusalError):
+    """What the HTTP layer found."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerApplication:
+    """The routes of one server, with its key, its metrics and its log."""
+
+    def __init__(
+        self,
+        models: Models,
+        config: ServeConfig,
+        *,
+        keys: Keys | None = None,
+        metrics: Metrics | None = None,
+        access_log: AccessLog | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        """Nothing is asked of the models before a request comes.
+
+        Args:
+            models: what answers.
+            config: the options of the server.
+            keys: the keys that clients have to send; None for those of `config` and environment.
+            metrics: what counts; None for nothing.
+            access_log: what writes a line a request; None for nothing.
+            tracing: what makes spans; None for nothing.
+
+        Raises:
+            OptionError: the keys cannot be read.
+        """
+        self._table = route_table()
+        keys = Keys.from_config(config, os.environ) if keys is None else keys
+        self.parts = ServerParts(models, config, keys, self._table, metrics)
+        self._metrics, self._access_log, self._tracing = metrics, access_log, tracing
+        self._compute: dict[str, tuple[HostedModel, str]] = {}
+        self._prefix = secrets.token_hex(4)
+        self._count = itertools.count(1)
+
+    async def __call__(self, request: Request) -> Response:
+        """The answer to a request.
+
+        Raises:
+            CancelledError: the client has gone; nothing else is raised.
+        """
+        started = request.started or time.perf_counter()
+        request_id = self._request_id(request)
+        call = Call(request, self.parts)
+        route: Route | None = None
+        family: Family = "plain"
+        try:
+            if request.method == "OPTIONS":
+                allowed = self._table.allowed(request.path)
+                response = Response(204, b"", "", (("allow", ", ".join(allowed)),))
+            else:
+                route, call.path_values = self._table.find(request.method, request.path)
+                family = route.family
+                if self.parts.keys and not route.public:
+                    self.parts.keys.require(request.headers)
+                response = await route.handler(call)
+        except EngineryError as error:
+            response = self._refused(call, route, family, as_refusal(error))
+        except asyncio.CancelledError:
+            if self._metrics:
+                self._metrics.refused(_name(call), "cancelled")
+            self._note(call, route, Response(_CLIENT_GONE), request_id, started)
+            raise
+        except Exception:
+            _log.exception("request %s: %s %s", request_id, request.method, request.path)
+            fault = _HttpError(500, "internal error.")
+            response = error_response(family, fault, request_id=request_id)
+        return self._note(call, route, response, request_id, started)
+
+    def refusal(self, path: str, status: int, message: str) -> Response:
+        """An error that the HTTP layer found, in the shape of the protocol of `path`."""
+        family = self._table.family(path) if path else "plain"
+        if self._metrics:
+            self._metrics.refused("", _REASONS.get(status, "http"))
+        return error_response(family, _HttpError(status, message))
+
+    def _refused(
+        self, call: Call, route: Route | None, family: Family, refusal: RefusalError
+    ) -> Response:
+        if route is None:
+            family = self._table.family(call.request.path)
+        if self._metrics:
+            self._metrics.refused(_name(call), _REASONS.get(refusal.status, "invalid"))
+        return error_response(family, refusal)
+
+    def _note(
+        self, call: Call, route: Route | None, response: Response, request_id: str, started: float
+    ) -> Response:
+        """Writes down what happened, on the answer and elsewhere."""
+        ended = time.perf_counter()
+        seconds = ended - started
+        name, timings = _name(call), call.timings
+        pattern = route.pattern if route else ""
+        identity = (("x-request-id", request_id),)
+        if timings is not None and response.status == 200:
+            response.headers += identity + self._times(call, seconds)
+        else:
+            response.headers += identity
+        if self._metrics:
+            self._metrics.request(
+                route=pattern, model=name, status=response.status, seconds=seconds
+            )
+            if timings is not None:
+                self._metrics.reply(name, timings, inputs=call.inputs)
+        if self._access_log:
+            self._access_log(
+                call.request, response, route=pattern, model=name, seconds=seconds, timings=timings
+            )
+        if self._tracing:
+            self._tracing.record(
+                call.request, response, route=pattern, model=name, timings=timings,
+                started=started, ended=ended,
+            )  # fmt: skip
+        return response
+
+    def _times(self, call: Call, seconds: float) -> tuple[tuple[str, str], ...]:
+        timings: Any = call.timings
+        total = f"{seconds * 1e3:.3f}"
+        return (
+            ("x-compute-type", self._compute_type(call)),
+            ("x-compute-time", total),
+            ("x-compute-characters", str(call.characters)),
+            ("x-compute-tokens", str(timings.tokens)),
+            ("x-total-time", total),
+            ("x-tokenization-time", f"{timings.tokenize_seconds * 1e3:.3f}"),
+            ("x-queue-time", f"{timings.queue_seconds * 1e3:.3f}"),
+            ("x-inference-time", f"{timings.inference_seconds * 1e3:.3f}"),
+        )
+
+    def _compute_type(self, call: Call) -> str:
+        """`cpu` or `gpu`; it changes with a reload alone."""
+        model = call.model
+        if model is None:
+            return "cpu"
+        known = self._compute.get(model.name)
+        if known is None or known[0] is not model:
+            providers = model.info().get("providers") or [{}]
+            on_cpu = "CPU" in str(providers[0].get("name", "CPU"))
+            known = self._compute[model.name] = (model, "cpu" if on_cpu else "gpu")
+        return known[1]
+
+    def _request_id(self, request: Request) -> str:
+        given = request.headers.get("x-request-id", "")
+        # It goes into a header and a log: nothing that could end a line.
+        if 0 < len(given) <= _LONGEST_ID and given.isascii() and given.isprintable():
+            return given
+        return f"{self._prefix}-{next(self._count):x}"
+
+
+def _name(call: Call) -> str:
+    return call.model.name if call.model is not None else ""

@@ -1,0 +1,190 @@
+"""`enginery serve`: artifacts, named, behind one server.
+
+Takes artifacts and options; leaves nothing on disk but the optimized graph in the store.
+
+    status = serve_models(["build/minilm", "spam=build/classifier"], ServeConfig(port=8000))
+
+The parent that starts the serving process imports nothing heavy: see `supervisor.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
+from enginery.core.staging import MANIFEST
+from enginery.serve.config import ServeConfig, check_options
+from enginery.serve.news import News
+
+if TYPE_CHECKING:
+    from enginery.serve.http_life import Life
+    from enginery.serve.messages import Application
+    from enginery.serve.supervisor import Restarts
+
+Say = Callable[[str], object]
+
+_PACKAGES = ("httptools", "orjson", "prometheus_client", "python_multipart")
+_PATIENCE_SECONDS = 10.0
+"""Beyond `grace`, until a process that does not end is killed."""
+
+
+def serve_models(
+    artifacts: Sequence[str | Path], config: ServeConfig, *, say: Say | None = None
+) -> int:
+    """Serves until SIGTERM or SIGINT; the exit status.
+
+    Args:
+        artifacts: directories, each `path` or `name=path`; the name of a bare path is its last
+            part.
+        config: where to listen, how to batch, what to refuse.
+        say: told what happens, a line each; None for standard error.
+
+    Raises:
+        OptionError: an option does not fit, or a name is there twice.
+        ArtifactError: a directory is not an artifact.
+        MissingPackageError: a package of the extra `serve` is not installed.
+        EngineryError: the address cannot be listened on.
+    """
+    check_options(config)
+    require_packages()
+    paths = named_paths(artifacts)
+    from enginery.serve.http_sockets import bind
+    from enginery.serve.keys import Keys
+    from enginery.serve.supervisor import supervise
+
+    Keys.from_config(config, os.environ)  # raises before anything is started
+    say = say or News()
+    sockets = bind(config.host, config.port)
+
+    def serve(restarts: Restarts) -> int:
+        from enginery.serve.server import run
+
+        _log_to_stderr()
+        return run(
+            lambda life: ModelService(paths, config, life, say), sockets, config,
+            restarts=restarts, say=say,
+        )  # fmt: skip
+
+    patience = config.drain_delay + config.grace + _PATIENCE_SECONDS
+    return supervise(serve, sockets, restart=config.restart, patience_seconds=patience, say=say)
+
+
+class ModelService:
+    """The models with all that is around them, as `server.run` serves it."""
+
+    def __init__(
+        self, paths: Mapping[str, Path], config: ServeConfig, life: Life | None, say: Say
+    ) -> None:
+        """Loads nothing yet; a loop is running.
+
+        Args:
+            paths: artifacts by name.
+            config: the options of the server.
+            life: the process, to be started anew where a provider is gone; None where somebody
+                else minds it.
+            say: told what happens.
+        """
+        import asyncio
+
+        from enginery.serve.access_log import AccessLog
+        from enginery.serve.application import ServerApplication
+        from enginery.serve.metrics import Metrics
+        from enginery.serve.models import Models
+        from enginery.serve.tracing import Tracing
+
+        self._say = say
+        self.metrics = Metrics(restarts=life.restarts.count if life else 0)
+        restart = life.restart if life is not None and config.restart else None
+        self.models = Models(
+            paths, config, asyncio.get_running_loop(), on_batch=self.metrics.batch,
+            on_broken=restart,
+        )  # fmt: skip
+        self.metrics.watch_models(lambda: self.models)
+        access_log = self._access_log = AccessLog.from_option(config.access_log)
+        if access_log is not None:
+            self.metrics.watch_dropped_lines(lambda: access_log.dropped)
+        self._tracing = Tracing.from_environment()
+        self.application: Application = ServerApplication(
+            self.models, config, metrics=self.metrics, access_log=self._access_log,
+            tracing=self._tracing,
+        )  # fmt: skip
+
+    async def load(self) -> None:
+        """Loads the models; raises what `Models.load` raises."""
+        await self.models.load()
+        for model in self.models:
+            providers = [str(each["name"]) for each in model.info()["providers"]]
+            self._say(
+                f"ready: {model.name}, {model.task}, {model.artifact.manifest.precision} on "
+                f"{', '.join(providers)}"
+            )
+
+    def drain(self) -> None:
+        """Readiness is off from here on."""
+        self.models.draining = True
+
+    async def reload(self) -> str:
+        """Opens the artifacts again from where they are."""
+        said = await self.models.reload()
+        return "; ".join(f"{name}: {what}" for name, what in said.items())
+
+    async def close(self) -> None:
+        """Frees the models, and writes what is left of the log."""
+        await self.models.close()
+        if self._access_log is not None:
+            self._access_log.close()
+        if self._tracing is not None:
+            self._tracing.close()
+
+
+def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
+    """Artifacts' directories by the names under which they are served.
+
+    Raises:
+        OptionError: there is none, a name is there twice, or cannot stand in a path.
+        ArtifactError: a directory is not an artifact.
+    """
+    if not artifacts:
+        raise OptionError("no artifact is named.", do="enginery serve build/minilm")
+    paths: dict[str, Path] = {}
+    for given in artifacts:
+        name, equals, rest = str(given).partition("=")
+        path = Path(rest if equals else given)
+        if not (path / MANIFEST).is_file():
+            raise ArtifactError(
+                f"{path} is not an artifact: it has no {MANIFEST}.",
+                do="Make one: enginery export MODEL --out DIR",
+            )
+        if not equals:  # a link is called by its own name
+            name = path.name if path.name not in ("", "..") else path.resolve().name
+        if not name or not all(letter.isalnum() or letter in "._-" for letter in name):
+            raise OptionError(
+                f"'{name}' is no name for a model: letters, digits, '.', '_' and '-' are.",
+                do=f"Name it: enginery serve model={path}",
+            )
+        if name in paths:
+            raise OptionError(
+                f"two artifacts are called '{name}': {paths[name]} and {path}.",
+                do=f"Name one of them: other={path}",
+            )
+        paths[name] = path
+    return paths
+
+
+def require_packages() -> None:
+    """Raises MissingPackageError unless the extra `serve` is installed."""
+    from importlib.util import find_spec
+
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            raise MissingPackageError(package, extra="serve", purpose="Serving")
+
+
+def _log_to_stderr() -> None:
+    import logging
+
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")

@@ -1,0 +1,132 @@
+"""What the server says of itself, and what it can be told."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from enginery.core.errors import OptionError
+from enginery.serve.application import ServerApplication
+from enginery.serve.config import ServeConfig
+from enginery.serve.keys import Keys
+from tests.serve.doubles import StandInModel, StandInModels
+from tests.serve.test_application import application, ask
+
+KEY = {"x-api-key": "one"}
+
+
+def test_health_has_each_models_state_provider_and_precision(running):
+    found = running("GET", "/health")
+    assert (found.status, found.json["status"]) == (200, "ready")
+    mood = found.json["models"]["mood"]
+    assert (mood["state"], mood["precision"]) == ("ready", "fp32")
+    assert mood["providers"][0]["name"] == "CPUExecutionProvider"
+
+
+@pytest.mark.parametrize("state", ["loading", "stuck", "failed"])
+def test_health_tells_which_model_is_not_ready_and_why(state):
+    good, bad = StandInModel("good"), StandInModel("bad")
+    bad.state, bad.reason = state, "the GPU is gone"
+    app = application(good, bad)
+    found = ask(app, "GET", "/health")
+    assert (found.status, found.json["status"]) == (503, state)
+    assert found.json["models"]["bad"]["reason"] == "the GPU is gone"
+    assert found.json["models"]["good"]["state"] == "ready"
+    assert ask(app, "GET", "/health/ready").status == 503
+    assert ask(app, "GET", "/health/live").status == 200
+    ready = ask(app, "GET", "/v2/models/good/ready")
+    assert (ready.status, ready.json) == (200, {"name": "good", "ready": True})
+    assert ask(app, "GET", "/v2/models/bad/ready").status == 503
+
+
+def test_info_has_every_model(running):
+    found = running("GET", "/info").json
+    models = {model["name"]: model for model in found["models"]}
+    assert set(models) == set(running.models.names)
+    assert models["mood"]["task"] == "text-classification"
+    assert "batching" in models["mood"]
+    assert "model_id" not in found  # whose would it be?
+
+
+def test_info_of_one_model_is_found_by_its_name(running):
+    found = running("GET", "/models/names/info").json
+    assert (found["name"], found["served_model_name"]) == ("names", "names")
+    assert running("GET", "/models/nobody/info").status == 404
+
+
+def test_models_that_load_are_described_without_guesses():
+    class Loading(StandInModel):
+        @property
+        def artifact(self):
+            raise AssertionError("it is not there yet")
+
+        @artifact.setter
+        def artifact(self, value):
+            pass
+
+        def info(self):
+            return {}
+
+    model = Loading()
+    model.state, model.reason = "loading", "the model is being loaded"
+    app = application(model)
+    assert ask(app, "GET", "/info").json["models"] == [{"name": "minilm", "state": "loading"}]
+    assert ask(app, "GET", "/models/minilm/info").status == 200
+    assert ask(app, "GET", "/health").status == 503
+
+
+def test_metrics_are_prometheus_text(running):
+    running("POST", "/predict/mood", {"inputs": "a"})
+    found = running("GET", "/metrics")
+    families = {f.name for f in text_string_to_metric_families(found.body.decode())}
+    assert "enginery_request_duration_seconds" in families
+    openmetrics = running("GET", "/metrics", headers={"accept": "application/openmetrics-text"})
+    assert openmetrics.content_type.startswith("application/openmetrics-text")
+
+
+def test_server_without_metrics_says_so():
+    assert ask(application(), "GET", "/metrics").status == 404
+
+
+def test_page_has_its_policy(running):
+    found = running("GET", "/")
+    assert found.content_type.startswith("text/html")
+    assert "default-src 'none'" in found.headers["content-security-policy"]
+
+
+def test_reload_is_off_without_a_key():
+    models = StandInModels(StandInModel())
+    found = ask(ServerApplication(models, ServeConfig(), keys=Keys()), "POST", "/admin/reload")
+    assert (found.status, "has no API key" in found.json["error"]) == (403, True)
+    assert models.reloaded == []
+
+
+def test_reload_swaps_one_model_or_all():
+    models = StandInModels(StandInModel("a"), StandInModel("b"))
+    app = ServerApplication(models, ServeConfig(), keys=Keys((b"one",)))
+    assert ask(app, "POST", "/admin/reload").status == 401
+    one = ask(app, "POST", "/admin/reload", {"model": "b"}, KEY)
+    assert one.json == {"models": {"b": "reloaded"}}
+    every = ask(app, "POST", "/admin/reload", headers=KEY)
+    assert every.json == {"models": {"a": "reloaded", "b": "reloaded"}}
+    assert ask(app, "POST", "/admin/reload", {"model": "c"}, KEY).status == 404
+    assert ask(app, "POST", "/admin/reload", {"modle": "a"}, KEY).status == 422
+    assert models.reloaded == ["b", "a", "b"]
+
+
+def test_real_model_is_reloaded_and_answers_again(running_one):
+    key = {"x-api-key": "s3cret"}
+    before = running_one("POST", "/embed", {"inputs": "warm"}, headers=key).json
+    found = running_one("POST", "/admin/reload", {"model": "vectors"}, headers=key)
+    assert (found.status, list(found.json["models"])) == (200, ["vectors"])
+    after = running_one("POST", "/embed", {"inputs": "warm"}, headers=key).json
+    assert after[0] == pytest.approx(before[0], abs=1e-6)
+    tokens = running_one("POST", "/tokenize", {"inputs": "warm"}, headers=key)
+    assert tokens.status == 200
+
+
+def test_keys_are_read_when_the_server_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("ENGINERY_API_KEY", "from-outside")
+    app = ServerApplication(StandInModels(StandInModel()), ServeConfig())
+    assert ask(app, "GET", "/info").status == 401
+    assert ask(app, "GET", "/info", headers={"x-api-key": "from-outside"}).status == 200
+    with pytest.raises(OptionError):
+        ServerApplication(StandInModels(), ServeConfig(api_key_file=str(tmp_path / "none")))

@@ -1,0 +1,315 @@
+"""The deployment files agree with the code: options, routes, metrics; and with good practice."""
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from enginery.serve.config import ServeConfig
+from enginery.serve.metrics import Metrics
+from enginery.serve.replies import Timings
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "docs/deploy"
+DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.cuda")
+OPTIONS = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(ServeConfig)}
+HEALTH = {"/v2/health/live", "/v2/health/ready"}
+
+
+class Hosted:
+    name, task, state = "minilm", "feature-extraction", "ready"
+
+    def info(self):
+        return {"providers": [{"name": "CPUExecutionProvider"}], "precision": "fp32",
+                "engines": [], "queue": {"inputs": 0, "tokens": 0}}  # fmt: skip
+
+
+def exposed_metrics():
+    """Every sample's name once something has happened."""
+    metrics = Metrics()
+    metrics.watch_models(lambda: [Hosted()])
+    metrics.request(route="/embed", model="minilm", status=200, seconds=0.1)
+    metrics.reply("minilm", Timings(), inputs=1)
+    metrics.batch("minilm", rows=1, tokens=1, padded_tokens=1, seconds=0.1)
+    metrics.refused("minilm", "overloaded")
+    families = text_string_to_metric_families(metrics.exposition()[0].decode())
+    samples = [sample for family in families for sample in family.samples]
+    return {sample.name: set(sample.labels) for sample in samples}
+
+
+def check_expression(text):
+    """Names and labels of a PromQL expression are ones that the server exposes."""
+    known = exposed_metrics()
+    recorded = re.compile(r"\benginery:\w+:\w+")
+    for name, selector in re.findall(
+        r"\b((?:enginery|process)_\w+)(\{[^}]*\})?", recorded.sub("", text)
+    ):
+        assert name in known, f"{name} in {text}"
+        labels = set(re.findall(r"(\w+)\s*[=!]~?", selector))
+        assert labels <= known[name] | {"job", "instance"}, f"{labels} of {name}"
+
+
+def check_options(words):
+    """Options of `enginery serve` exist, and their values are ones it takes."""
+    fields = {f"--{f.name.replace('_', '-')}": f for f in dataclasses.fields(ServeConfig)}
+    words = [part for word in words for part in word.split("=", 1)]
+    for word, value in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--"):
+            assert word in OPTIONS, word
+            if fields[word].type in ("int", "float"):
+                float(value)
+
+
+# Dockerfiles
+
+
+def instructions(name):
+    """(instruction, rest) of a Dockerfile, continued lines put together."""
+    lines = (DEPLOY / name).read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    found = [line.split(None, 1) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    return [(word, rest.strip()) for word, rest in found]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_dockerfile_is_multi_stage_pinned_and_not_root(name):
+    found = instructions(name)
+    known = {"FROM", "ARG", "WORKDIR", "RUN", "ENV", "COPY", "USER", "EXPOSE", "HEALTHCHECK",
+             "STOPSIGNAL", "ENTRYPOINT", "CMD"}  # fmt: skip
+    assert {word for word, _ in found} <= known  # no ADD, no MAINTAINER
+    images = [rest for word, rest in found if word == "FROM"]
+    assert len(images) == 2
+    assert images[0].endswith(" AS build")
+    assert all(re.match(r"python:3\.\d+-slim-\w+", image) for image in images)
+    last = [word for word, _ in found].index("FROM", 1)
+    users = [rest for word, rest in found[last:] if word == "USER"]
+    assert users
+    assert all(re.fullmatch(r"[1-9]\d*:[1-9]\d*", user) for user in users)
+    # Nothing runs or is copied once the user is nobody: it would belong to another.
+    after = [word for word, _ in found[[word for word, _ in found].index("USER") :]]
+    assert not {"RUN", "COPY"} & set(after)
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_dockerfile_installs_the_serving_extra_and_no_framework(name):
+    runs = " ".join(rest for word, rest in instructions(name) if word == "RUN")
+    (install,) = re.findall(r"pip install[^&]*", runs)
+    assert "--no-cache-dir" in install
+    assert "--constraint constraints.txt" in install
+    assert "'.[serve]'" in install
+    assert not re.search(r"\b(torch|transformers|optimum|export)\b", runs)
+    assert "apt-get" not in runs
+    assert "sudo" not in runs
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_dockerfile_copies_what_is_there_and_the_build_needs(name):
+    copied = [rest.split()[:-1] for word, rest in instructions(name) if word == "COPY"]
+    sources = {source for words in copied for source in words if not words[0].startswith("--")}
+    assert all((ROOT / source).exists() for source in sources), sources
+    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "enginery"} <= sources
+    assert ["--from=build", "/opt/enginery"] in copied
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_dockerfile_starts_the_server_itself_and_asks_its_health(name):
+    found = dict(instructions(name))
+    entry = json.loads(found["ENTRYPOINT"])  # exec form: no shell between it and SIGTERM
+    assert entry[:2] == ["enginery", "serve"]
+    check_options(entry[2:])
+    assert json.loads(found["CMD"]) == ["/models/model"]
+    options, _, command = found["HEALTHCHECK"].partition("CMD ")
+    assert {"--interval", "--timeout", "--start-period", "--retries"} == {
+        word.partition("=")[0] for word in options.split()
+    }
+    words = json.loads(command)
+    assert words[:2] == ["python", "-c"]
+    compile(words[2], "healthcheck", "exec")
+    port = entry[entry.index("--port") + 1]
+    (url,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/[\w/]+)", words[2])
+    assert url == (port, "/v2/health/ready")
+    assert found["EXPOSE"] == port
+
+
+# Kubernetes
+
+
+@pytest.fixture(scope="module")
+def objects():
+    text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
+    return {found["kind"]: found for found in yaml.safe_load_all(text)}
+
+
+def test_kubernetes_objects_belong_together(objects):
+    assert {kind: found["apiVersion"] for kind, found in objects.items()} == {
+        "Deployment": "apps/v1", "Service": "v1", "PodDisruptionBudget": "policy/v1",
+    }  # fmt: skip
+    labels = objects["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert objects["Deployment"]["spec"]["selector"]["matchLabels"] == labels
+    assert objects["Service"]["spec"]["selector"] == labels
+    assert objects["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+    budget = objects["PodDisruptionBudget"]["spec"]["minAvailable"]
+    assert budget < objects["Deployment"]["spec"]["replicas"]
+
+
+def test_kubernetes_pod_is_probed_drained_and_confined(objects):
+    pod = objects["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": ServeConfig().port}
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["path"] in HEALTH
+        assert container[probe]["httpGet"]["port"] in ports
+    # A pod that only waits for its queue must not be killed.
+    assert container["livenessProbe"]["httpGet"]["path"] == "/v2/health/live"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
+    check_options(container["args"])
+    seconds = {
+        name: float(value)
+        for name, _, value in (word.partition("=") for word in container["args"][1:])
+        if name in ("--grace", "--drain-delay")
+    }
+    assert pod["terminationGracePeriodSeconds"] > sum(seconds.values())
+    assert pod["securityContext"]["runAsNonRoot"]
+    secure = container["securityContext"]
+    assert secure["readOnlyRootFilesystem"]
+    assert not secure["allowPrivilegeEscalation"]
+    assert secure["capabilities"] == {"drop": ["ALL"]}
+    assert container["resources"]["limits"]["memory"]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+    assert set(mounts) == volumes
+    assert mounts["models"]["readOnly"]
+    for name in DOCKERFILES:  # what is written has to be written somewhere
+        home = re.search(r"ENGINERY_HOME=(\S+)", (DEPLOY / name).read_text()).group(1)
+        assert mounts["cache"]["mountPath"] == home
+
+
+# Prometheus and Grafana
+
+
+def test_alerts_are_over_metrics_that_there_are():
+    groups = yaml.safe_load((DEPLOY / "prometheus-rules.yaml").read_text(encoding="utf-8"))
+    rules = [rule for group in groups["groups"] for rule in group["rules"]]
+    names = [rule.get("alert") or rule["record"] for rule in rules]
+    assert len(names) == len(set(names))
+    for rule in rules:
+        check_expression(rule["expr"])
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+        if "alert" in rule:
+            assert rule["labels"]["severity"] in ("critical", "warning", "info")
+            assert rule["annotations"]["summary"]
+
+
+def test_dashboard_panels_are_over_metrics_that_there_are():
+    board = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    for text in expressions:
+        check_expression(text)
+        assert text.count("(") == text.count(")")
+        assert set(re.findall(r"\$(\w+)", text)) <= variables | {"__rate_interval"}
+    shown = set(re.findall(r"\benginery_\w+", " ".join(expressions)))
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
+    known = {re.sub(r"_(bucket|sum|count)$", "", n) for n in exposed_metrics() if "enginery" in n}
+    assert families == known  # every metric of ours is on the board
+
+
+def test_dashboard_panels_do_not_overlap():
+    board = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
+    taken = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y)
+                 for x in range(place["w"]) for y in range(place["h"])}  # fmt: skip
+        assert not cells & taken, panel["title"]
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+
+
+# systemd
+
+
+def unit():
+    found = {}
+    for line in (DEPLOY / "enginery.service").read_text(encoding="utf-8").splitlines():
+        if "=" in line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def test_unit_starts_drains_and_confines_the_server():
+    found = unit()
+    words = found["ExecStart"][0].split()
+    assert words[0].endswith("/bin/enginery")
+    assert words[1] == "serve"
+    check_options(words[2:])
+    grace = float(words[words.index("--grace") + 1])
+    assert float(found["TimeoutStopSec"][0]) > grace
+    assert found["KillSignal"] == ["SIGTERM"]
+    assert found["NoNewPrivileges"] == found["DynamicUser"] == ["yes"]
+    assert found["ProtectSystem"] == ["strict"]
+    home = re.search(r"ENGINERY_HOME=(\S+)", " ".join(found["Environment"])).group(1)
+    assert home == f"/var/cache/{found['CacheDirectory'][0]}"
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+def test_unit_is_one_that_systemd_takes(tmp_path):
+    text = (DEPLOY / "enginery.service").read_text(encoding="utf-8")
+    program = tmp_path / "enginery"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    copy = tmp_path / "enginery.service"
+    copy.write_text(text.replace("/opt/enginery/bin/enginery serve", f"{program} serve"))
+    words = ["systemd-analyze", "verify", "--man=no", str(copy)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert "enginery.service" not in done.stderr, done.stderr
+
+
+# Documentation
+
+
+def documented(pattern):
+    """First and second cells of the rows whose first cell matches."""
+    text = (ROOT / "docs/serve.md").read_text(encoding="utf-8")
+    return dict(re.findall(rf"^\| `({pattern})` \| ([^|]*)\|", text, re.MULTILINE))
+
+
+def shown_default(value):
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    return value or ""
+
+
+def test_documentation_has_every_option_with_its_default():
+    found = {name: cell.strip().strip("`") for name, cell in documented(r"--[a-z-]+").items()}
+    assert found == {
+        f"--{field.name.replace('_', '-')}": (
+            "8000" if field.name == "port" else shown_default(field.default)
+        )
+        for field in dataclasses.fields(ServeConfig)
+    }
+
+
+def test_documentation_has_every_metric_with_its_labels():
+    known = {}
+    for name, labels in exposed_metrics().items():
+        family = re.sub(r"_(bucket|sum|count)$", "", name)
+        if name.startswith("enginery_"):
+            known[family] = known.get(family, set()) | labels - {"le"}
+    found = {
+        name: set(cell.replace(",", " ").split())
+        for name, cell in documented(r"enginery_\w+").items()
+    }
+    assert found == known

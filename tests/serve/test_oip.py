@@ -1,0 +1,355 @@
+"""The Open Inference Protocol, with Triton's own client."""
+
+import base64
+import io
+import json
+import struct
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from PIL import Image
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from enginery import load_model
+from enginery.serve.reading import FieldError, JsonObject
+from enginery.serve.refusals import RefusalError
+from enginery.serve.routes.oip_binary import DATATYPES, Tail, Tensor, read_tensor
+
+TEXTS = ["The engine is warm.", "Où est la clé du bateau ?"]
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    client = triton.InferenceServerClient(f"127.0.0.1:{running.port}")
+    yield client
+    client.close()
+
+
+def bytes_input(name, values, *, binary=True):
+    array = np.array(values, dtype=object)
+    tensor = triton.InferInput(name, list(array.shape), "BYTES")
+    tensor.set_data_from_numpy(array, binary_data=binary)
+    return tensor
+
+
+def numbers_input(name, array, *, binary=True):
+    tensor = triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+    tensor.set_data_from_numpy(array, binary_data=binary)
+    return tensor
+
+
+def ids(rows=2, *, binary=True):
+    array = np.arange(5, 5 + rows * 3, dtype=np.int64).reshape(rows, 3)
+    feeds = {"input_ids": array, "attention_mask": np.ones_like(array),
+             "token_type_ids": np.zeros_like(array)}  # fmt: skip
+    return [numbers_input(name, value, binary=binary) for name, value in feeds.items()], feeds
+
+
+# The server and its models
+
+
+def test_client_finds_server_and_models_ready(client):
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("mood")
+    assert client.is_model_ready("mood", "1")
+    assert not client.is_model_ready("mood", "2")
+    assert not client.is_model_ready("nobody")
+    metadata = client.get_server_metadata()
+    assert (metadata["name"], "binary_tensor_data" in metadata["extensions"]) == ("enginery", True)
+
+
+def test_model_metadata_has_the_tasks_tensors_and_the_graphs(client):
+    found = client.get_model_metadata("mood")
+    inputs = {tensor["name"]: tensor for tensor in found["inputs"]}
+    assert (inputs["text"]["datatype"], inputs["text"]["shape"]) == ("BYTES", [-1])
+    assert (inputs["input_ids"]["datatype"], inputs["input_ids"]["shape"]) == ("INT64", [-1, -1])
+    outputs = {tensor["name"]: tensor for tensor in found["outputs"]}
+    assert set(outputs) == {"label", "score", "logits"}
+    assert outputs["logits"]["shape"] == [-1, 3]
+    assert found["versions"] == ["1"]
+    vectors = client.get_model_metadata("vectors")["outputs"]
+    assert vectors[0]["shape"] == [-1, 32]
+
+
+# Tasks
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_text_is_embedded(client, tiny_paths, binary):
+    with load_model(tiny_paths("vectors")["vectors"]) as model:
+        wanted = model.embed(TEXTS)
+    asked = [triton.InferRequestedOutput("embedding", binary_data=binary)]
+    found = client.infer("vectors", [bytes_input("text", TEXTS, binary=binary)], outputs=asked,
+                         request_id="r-7")  # fmt: skip
+    np.testing.assert_allclose(found.as_numpy("embedding"), wanted, atol=1e-5)
+    assert found.get_response()["id"] == "r-7"
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_text_is_classified(client, tiny_paths, shape):
+    with load_model(tiny_paths("mood")["mood"]) as model:
+        wanted = model.classify(TEXTS)
+    found = client.infer("mood", [bytes_input("text", np.reshape(TEXTS, shape))])
+    labels = found.as_numpy("label")
+    assert labels.shape == (2, 3)
+    assert [row[0].decode() for row in labels] == [answer.label for answer in wanted]
+    np.testing.assert_allclose(
+        found.as_numpy("score")[:, 0], [answer.score for answer in wanted], atol=1e-5
+    )
+
+
+def test_top_k_comes_as_parameter_or_as_tritons_classification(client):
+    text = [bytes_input("text", TEXTS)]
+    assert client.infer("mood", text, parameters={"top_k": 1}).as_numpy("label").shape == (2, 1)
+    asked = [triton.InferRequestedOutput("label", class_count=2)]
+    assert client.infer("mood", text, outputs=asked).as_numpy("label").shape == (2, 2)
+
+
+def test_pairs_are_classified(client, tiny_paths):
+    with load_model(tiny_paths("mood")["mood"]) as model:
+        wanted = model.classify([("a", "b")])
+    found = client.infer("mood", [bytes_input("text_pair", ["b"]), bytes_input("text", ["a"])])
+    np.testing.assert_allclose(found.as_numpy("score")[0, 0], wanted[0].score, atol=1e-5)
+
+
+def test_spans_and_fillings_are_json(client):
+    found = client.infer("names", [bytes_input("text", ["Marie Curie lived in Paris."])])
+    spans = json.loads(found.as_numpy("entities")[0])
+    assert {"label", "score", "start", "end", "text"} == set(spans[0])
+    found = client.infer("filler", [bytes_input("text", ["The [MASK] is warm."])],
+                         parameters={"top_k": 2})  # fmt: skip
+    assert len(json.loads(found.as_numpy("fillings")[0])["masks"][0]) == 2
+
+
+def test_questions_are_answered_and_short_lists_filled_up(client):
+    contexts = ["Marie", "Marie Curie lived in Paris for long."]
+    inputs = [bytes_input("question", ["Who?", "Where?"]), bytes_input("context", contexts)]
+    found = client.infer("reader", inputs, parameters={"top_k": 3})
+    answers, starts, ends = (found.as_numpy(name) for name in ("answer", "start", "end"))
+    assert answers.shape == (2, 3)
+    assert (answers[0, 0], answers[0, 2]) == (b"Marie", b"")
+    assert contexts[1][starts[1, 0] : ends[1, 0]] == answers[1, 0].decode()
+
+
+def test_image_comes_as_bytes_or_in_base64(client, running):
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30), (200, 30, 30)).save(file, "PNG")
+    array = np.array([file.getvalue()], dtype=object)
+    found = client.infer("photos", [bytes_input("image", array)]).as_numpy("score")
+    tensor = {"name": "image", "datatype": "BYTES", "shape": [1],
+              "data": [base64.b64encode(file.getvalue()).decode()]}  # fmt: skip
+    other = running("POST", "/v2/models/photos/infer", {"inputs": [tensor]}).json
+    np.testing.assert_allclose(other["outputs"][1]["data"], found[0], atol=1e-5)
+    broken = {**tensor, "data": [base64.b64encode(file.getvalue()[:50]).decode()]}
+    assert running("POST", "/v2/models/photos/infer", {"inputs": [broken]}).status == 422
+
+
+# The graph's own tensors
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_graphs_inputs_give_its_outputs(client, running, binary):
+    inputs, feeds = ids(binary=binary)
+    found = client.infer("mood", inputs).as_numpy("logits")
+    direct = running.models.get("mood").loaded.runner(feeds)["logits"]
+    np.testing.assert_allclose(found, direct, atol=1e-5)
+
+
+def test_classification_of_a_graphs_output_is_tritons(client):
+    inputs, _ = ids()
+    logits = client.infer("mood", inputs).as_numpy("logits")
+    asked = [triton.InferRequestedOutput("logits", class_count=2)]
+    best = client.infer("mood", inputs, outputs=asked).as_numpy("logits")
+    assert best.shape == (2, 2)
+    score, index, label = best[1, 0].decode().split(":")
+    assert int(index) == logits[1].argmax()
+    assert float(score) == pytest.approx(logits[1].max(), abs=1e-5)
+    assert label == ("calm", "angry", "glad")[int(index)]
+
+
+def test_outputs_are_as_chosen(running):
+    text = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]}
+    body = {"inputs": [text], "outputs": [{"name": "score"}]}
+    found = running("POST", "/v2/models/mood/infer", body).json
+    assert [output["name"] for output in found["outputs"]] == ["score"]
+    assert found["model_version"] == "1"
+    assert "id" not in found
+
+
+def test_binary_and_json_outputs_share_an_answer(running):
+    text = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]}
+    outputs = [{"name": "label"}, {"name": "score", "parameters": {"binary_data": True}}]
+    found = running("POST", "/v2/models/mood/infer", {"inputs": [text], "outputs": outputs})
+    length = int(found.headers["inference-header-content-length"])
+    head = json.loads(found.body[:length])
+    assert found.content_type == "application/octet-stream"
+    assert head["outputs"][0]["data"][0] == "glad"
+    assert head["outputs"][1]["parameters"]["binary_data_size"] == len(found.body) - length == 12
+
+
+# What is refused
+
+TEXT = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]}
+IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "inputs is missing"),
+        ({"inputs": []}, "inputs is empty"),
+        ({"inputs": [3]}, "inputs[0]: found the number 3"),
+        ({"inputs": [TEXT, TEXT]}, "'text' is there twice"),
+        ({"inputs": [{**TEXT, "name": "txet"}]}, "no input 'txet'; did you mean 'text'?"),
+        ({"inputs": [{**TEXT, "shape": [2]}]}, "found 1 elements, expected 2"),
+        ({"inputs": [{**TEXT, "shape": [0], "data": []}]}, "has no elements"),
+        ({"inputs": [{**TEXT, "shape": [-1]}]}, "inputs[0].shape"),
+        ({"inputs": [{**TEXT, "shape": [1] * 9}]}, "9 dims"),
+        ({"inputs": [{**TEXT, "shape": [2**40]}]}, "inputs[0].shape"),
+        ({"inputs": [{**TEXT, "datatype": "TEXT"}]}, "'TEXT' is not known"),
+        ({"inputs": [{**TEXT, "data": [3]}]}, "data[0]: found the number 3, expected strings"),
+        ({"inputs": [{**TEXT, "parameters": {"shared_memory_region": "x"}}]}, "not known here"),
+        ({"inputs": [{**TEXT, "parameters": {"binary_data_size": 5}}]}, "expected one of them"),
+        ({"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1]}]}, "data is missing"),
+        ({"inputs": [{"name": "text", "datatype": "INT8", "shape": [1], "data": [1]}]},
+         "has the datatype INT8, expected BYTES"),
+        ({"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1, 2], "data": ["a", "b"]}]},
+         "expected [n] or [n, 1]"),
+        ({"inputs": [TEXT], "outputs": [{"name": "scores"}]}, "did you mean 'score'?"),
+        ({"inputs": [TEXT], "outputs": "score"}, "outputs: found the string"),
+        ({"inputs": [TEXT], "parameters": {"topk": 1}}, "did you mean 'top_k'?"),
+        ({"inputs": [TEXT], "parameters": {"top_k": "1"}}, "parameters.top_k: found the string"),
+        ({"inputs": [TEXT], "id": 7}, "id: found the number 7"),
+        ({"inputs": [{**TEXT, "name": "text_pair"}]}, "input 'text' is missing"),
+        ({"inputs": [TEXT, {**TEXT, "name": "text_pair", "shape": [2], "data": ["a", "b"]}]},
+         "differ in length: text 1, text_pair 2"),
+        ({"inputs": [IDS]}, "input 'attention_mask' is missing"),
+        ({"inputs": [IDS, TEXT]}, "no input 'text'"),
+        ({"inputs": [{**IDS, "datatype": "INT32"}]}, "has the datatype INT32, expected INT64"),
+        ({"inputs": [{**IDS, "shape": [2]}]}, "has the shape [2], expected (batch, sequence)"),
+        ({"inputs": [IDS, {**IDS, "name": "attention_mask", "shape": [2, 1]}]},
+         "has the shape [2, 1]"),
+        ({"inputs": [{**IDS, "data": [1, 2.5]}]}, "data[1]: found the number 2.5"),
+        ({"inputs": [{**IDS, "data": [True, False]}]}, "expected whole numbers"),
+        ({"inputs": [{**IDS, "data": [[1], [2]]}]}, "nested otherwise"),
+        ({"inputs": [{**IDS, "data": [[1, 2], 3]}]}, "nested otherwise"),
+        ({"inputs": [{**IDS, "data": [[[1, 2]]]}]}, "nested otherwise"),
+        ({"inputs": [IDS], "parameters": {"top_k": 1}}, "'parameters.top_k' is not known"),
+    ],
+)  # fmt: skip
+def test_infer_refuses(running, body, message):
+    found = running("POST", "/v2/models/mood/infer", body)
+    assert found.status in (400, 422), found.json
+    assert set(found.json) == {"error"}
+    assert message in found.json["error"]
+
+
+def test_errors_arrive_as_the_clients_exception(client):
+    with pytest.raises(InferenceServerException, match="no model 'nobody'") as caught:
+        client.infer("nobody", [bytes_input("text", ["a"])])
+    assert caught.value.status() == "404"
+    with pytest.raises(InferenceServerException, match="no version '3'"):
+        client.infer("mood", [bytes_input("text", ["a"])], model_version="3")
+    with pytest.raises(InferenceServerException, match="is not UTF-8"):
+        client.infer("mood", [bytes_input("text", np.array([b"\xff"], dtype=object))])
+
+
+def test_ids_outside_the_vocabulary_are_the_clients_error(client):
+    inputs, feeds = ids()
+    inputs[0] = numbers_input("input_ids", feeds["input_ids"] + 100_000)
+    with pytest.raises(InferenceServerException) as caught:
+        client.infer("mood", inputs)
+    assert caught.value.status() == "422"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_pixels_that_are_no_numbers_are_refused(client, value):
+    pixels = np.zeros((1, 3, 32, 32), np.float32)
+    pixels[0, 0, 0, 5] = value
+    with pytest.raises(InferenceServerException, match="element 5 is") as caught:
+        client.infer("photos", [numbers_input("pixel_values", pixels)])
+    assert caught.value.status() == "422"
+
+
+@pytest.mark.parametrize(
+    ("length", "tail", "message"),
+    [("x", b"", "expected a whole number"), ("99999", b"", "expected a whole number"),
+     ("-1", b"", "expected a whole number"), (None, b"abc", "left of the body"),
+     (None, b"\x01\x00\x00\x00ab", "belong to no input")],
+)  # fmt: skip
+def test_binary_bodies_are_counted(running, length, tail, message):
+    tensor = {"name": "text", "datatype": "BYTES", "shape": [1],
+              "parameters": {"binary_data_size": 5}}  # fmt: skip
+    head = json.dumps({"inputs": [tensor]}).encode()
+    headers = {"inference-header-content-length": length or str(len(head))}
+    found = running("POST", "/v2/models/mood/infer", head + tail, headers=headers)
+    assert (found.status, message in found.json["error"]) == (400, True), found.json
+
+
+# Every datatype
+
+
+def tensor_of(datatype, shape, raw=None, data=None):
+    fields = {"name": "x", "datatype": datatype, "shape": list(shape)}
+    if raw is not None:
+        fields["parameters"] = {"binary_data_size": len(raw)}
+    else:
+        fields["data"] = data
+    return read_tensor(JsonObject(fields), Tail(raw or b""))
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_every_datatype_is_the_same_as_bytes_and_as_json(datatype):
+    dtype = DATATYPES[datatype]
+    if datatype == "BYTES":
+        values = ["", "é", "long " * 100, "x"]
+    elif datatype == "BOOL":
+        values = [True, False, False, True]
+    elif dtype.startswith(("int", "uint")):
+        limits = np.iinfo(dtype)
+        values = [int(limits.min), 0, 1, int(limits.max)]
+    else:
+        values = [0.5, -1.25, 0.0, 384.0]  # exact in all of them
+    from_json = tensor_of(datatype, (2, 2), data=values)
+    raw = from_json.raw()
+    from_bytes = tensor_of(datatype, (2, 2), raw=raw)
+    assert list(from_bytes.plain()) == list(from_json.plain()) == values
+    nested = tensor_of(datatype, (2, 2), data=[values[:2], values[2:]])
+    assert nested.raw() == raw
+    with pytest.raises(RefusalError):
+        tensor_of(datatype, (2, 2), raw=raw[:-1])
+    with pytest.raises(RefusalError):
+        tensor_of(datatype, (2, 3), raw=raw)
+
+
+@pytest.mark.parametrize("datatype", [name for name in DATATYPES if "INT" in name])
+def test_whole_numbers_beyond_a_datatype_are_refused(datatype):
+    limits = np.iinfo(DATATYPES[datatype])
+    for value in (int(limits.max) + 1, int(limits.min) - 1):
+        with pytest.raises(FieldError, match="expected"):
+            tensor_of(datatype, (1,), data=[value])
+
+
+@pytest.mark.parametrize(("datatype", "value"), [("FP16", 1e6), ("FP32", 1e39), ("BF16", 3.4e39)])
+def test_number_that_overflows_its_datatype_is_refused(datatype, value):
+    with pytest.raises(FieldError, match="expected finite numbers"):
+        tensor_of(datatype, (1,), data=[value])
+
+
+def test_bf16_rounds_to_the_nearest_and_ties_to_even():
+    torch = pytest.importorskip("torch")
+    values = np.array([1.0, 1.00390625, 1.01171875, -3.14159, 1e-30], np.float32)
+    wanted = torch.tensor(values).to(torch.bfloat16)
+    raw = Tensor("x", "BF16", (5,), values).raw()
+    assert raw == wanted.view(torch.uint16).numpy().astype("<u2").tobytes()
+    np.testing.assert_array_equal(
+        tensor_of("BF16", (5,), raw=raw).values, wanted.to(torch.float32).numpy()
+    )
+
+
+def test_lengths_of_bytes_that_lie_are_refused():
+    for raw in (struct.pack("<I", 9) + b"abc", b"\x01\x00", struct.pack("<I", 2**32 - 1)):
+        with pytest.raises(FieldError, match="input 'x'"):
+            tensor_of("BYTES", (1,), raw=raw)

@@ -1,0 +1,167 @@
+"""OpenAI's own client against the server."""
+
+import base64
+from datetime import datetime
+
+import numpy as np
+import openai
+import pytest
+
+from enginery import load_model
+from enginery.serve.refusals import OverloadedError
+from tests.serve.doubles import StandInModel
+from tests.serve.test_application import application, ask
+
+TEXTS = ["The engine is warm.", "A small cat sleeps on the boat under the tree.", ""]
+
+
+def client_of(server, key="none"):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with client_of(running) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_paths):
+    with load_model(tiny_paths("vectors")["vectors"]) as model:
+        vectors = model.embed(TEXTS)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def test_client_gets_the_models_vectors_in_base64_and_as_numbers(client, expected):
+    packed = client.embeddings.create(model="vectors", input=TEXTS)  # base64 by default
+    plain = client.embeddings.create(model="vectors", input=TEXTS, encoding_format="float")
+    for found in (packed, plain):
+        assert [item.index for item in found.data] == [0, 1, 2]
+        np.testing.assert_allclose([item.embedding for item in found.data], expected, atol=2e-6)
+        assert found.model == "vectors"
+    assert packed.usage.prompt_tokens == packed.usage.total_tokens > len(TEXTS)
+
+
+def test_one_text_token_ids_and_lists_of_them_are_inputs(client, expected):
+    one = client.embeddings.create(model="vectors", input=TEXTS[0])
+    np.testing.assert_allclose(one.data[0].embedding, expected[0], atol=2e-6)
+    ids = client.embeddings.create(model="vectors", input=[5, 6, 7])
+    several = client.embeddings.create(model="vectors", input=[[5, 6, 7], [8]])
+    assert (len(ids.data), len(several.data)) == (1, 2)
+    np.testing.assert_allclose(several.data[0].embedding, ids.data[0].embedding, atol=2e-6)
+
+
+def test_dimensions_cut_and_normalize_again(client, expected):
+    found = client.embeddings.create(model="vectors", input=TEXTS[0], dimensions=3)
+    wanted = expected[0, :3] / np.linalg.norm(expected[0, :3])
+    np.testing.assert_allclose(found.data[0].embedding, wanted, atol=2e-6)
+
+
+def test_base64_is_little_endian_float32(running, expected):
+    body = {"model": "vectors", "input": TEXTS[0], "encoding_format": "base64", "user": "me"}
+    packed = running("POST", "/v1/embeddings", body).json["data"][0]["embedding"]
+    found = np.frombuffer(base64.b64decode(packed, validate=True), "<f4")
+    np.testing.assert_allclose(found, expected[0], atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"input": 3}, "input", "input: found the number 3, expected a string"),
+        ({}, "input", "input is missing"),
+        ({"input": []}, "input", "input is empty"),
+        ({"input": ["a", None]}, "input[1]", "input[1]: found null, expected a string or a list"),
+        ({"input": [1, 600]}, "input[1]", "expected a token id from 0 to"),
+        ({"input": "a", "dimensions": 33}, "dimensions", "expected a whole number from 1 to 32"),
+        ({"input": "a", "dimensions": "3"}, "dimensions", "found the string '3'"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "expected float or base64"),
+        ({"input": "a", "user": 3}, "user", "expected a string"),
+    ],
+)  # fmt: skip
+def test_wrong_field_is_named_in_openais_shape(running, body, param, message):
+    found = running("POST", "/v1/embeddings", {"model": "vectors", **body})
+    assert found.status == 400
+    error = found.json["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert message in error["message"]
+
+
+def test_errors_arrive_as_the_clients_own(client, running_one):
+    with pytest.raises(openai.BadRequestError, match="found the number 3") as caught:
+        client.embeddings.create(model="vectors", input=3)
+    assert caught.value.param == "input"
+    with pytest.raises(openai.NotFoundError, match="no model 'vektors'; did you mean") as caught:
+        client.embeddings.create(model="vektors", input="a")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="exported for text-classification"):
+        client.embeddings.create(model="mood", input="a")
+    stranger = client_of(running_one, "wrong")
+    with stranger, pytest.raises(openai.AuthenticationError, match="not one of this server's"):
+        stranger.embeddings.create(model="vectors", input="a")
+    with client_of(running_one, "s3cret") as known:
+        assert len(known.embeddings.create(model="vectors", input="a").data) == 1
+
+
+def test_overload_arrives_as_rate_limit(running, monkeypatch):
+    model = running.models.get("vectors")
+
+    async def full(*_, **__):
+        raise OverloadedError("the queue is full.", retry_after_seconds=7)
+
+    monkeypatch.setattr(model, "embed", full)
+    client = client_of(running)
+    with client, pytest.raises(openai.RateLimitError, match="the queue is full") as caught:
+        client.embeddings.create(model="vectors", input="a")
+    assert caught.value.response.headers["retry-after"] == "7"
+
+
+def test_more_than_2048_inputs_are_too_many():
+    found = ask(application(), "POST", "/v1/embeddings", {"input": ["a"] * 2049})
+    assert (found.status, found.json["error"]["param"]) == (413, None)
+    assert "2048 at most" in found.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "minilm", "sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2"]
+)
+def test_model_goes_by_its_name_and_by_its_source(name):
+    body = {"input": "a", **({"model": name} if name else {})}
+    found = ask(application(), "POST", "/v1/embeddings", body)
+    assert (found.status, found.json["model"]) == (200, "minilm")
+
+
+def test_another_model_is_not_answered_by_the_only_one():
+    body = {"input": "a", "model": "text-embedding-3-small"}
+    found = ask(application(), "POST", "/v1/embeddings", body)
+    assert found.status == 404
+    assert found.json["error"]["message"].endswith("This server has: minilm.")
+
+
+def test_several_models_want_a_name(running):
+    found = running("POST", "/v1/embeddings", {"input": "a"})
+    assert found.status == 400
+    assert "none was named" in found.json["error"]["message"]
+
+
+def test_vector_with_nan_is_an_error_and_not_null():
+    model = StandInModel(answer_with=[np.float32([1, np.nan])])
+    found = ask(application(model), "POST", "/v1/embeddings", {"input": "a"})
+    assert found.status == 503
+    assert "NaN or infinity" in found.json["error"]["message"]
+
+
+def test_models_are_listed_and_found(client):
+    listed = client.models.list().data
+    assert "mood" in [model.id for model in listed]
+    found = client.models.retrieve("mood")
+    assert found.owned_by == "enginery"
+    assert found.created == int(datetime.fromisoformat("2026-01-01T00:00:00+00:00").timestamp())
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody")
+
+
+def test_model_of_a_source_with_a_slash_is_retrieved():
+    app = application()
+    assert (
+        ask(app, "GET", "/v1/models/sentence-transformers/all-MiniLM-L6-v2").json["id"] == "minilm"
+    )

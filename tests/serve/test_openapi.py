@@ -1,0 +1,138 @@
+"""The OpenAPI document, and requests made from it."""
+
+import json
+import warnings
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its own, of packages that it imports
+    import schemathesis
+    from hypothesis import HealthCheck, Phase, given, settings
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
+from enginery.serve.openapi import openapi_json
+from enginery.serve.routes.table import route_table
+from enginery.serve.routing import Operation, Route, Table
+
+EXAMPLES = 10
+
+
+def document(**options):
+    return json.loads(openapi_json(route_table(), **{"with_keys": False, **options}))
+
+
+def test_document_has_every_route():
+    paths = document()["paths"]
+    for route in route_table().routes:
+        operation = paths[route.pattern.replace("*}", "}")][route.method.lower()]
+        assert operation["operationId"]
+        named = {p["name"] for p in operation["parameters"] if p["in"] == "path"}
+        assert named == set(route.names)
+
+
+def test_operation_ids_are_different():
+    ids = [operation["operationId"] for path in document()["paths"].values()
+           for operation in path.values()]  # fmt: skip
+    assert len(ids) == len(set(ids))
+
+
+def test_keys_are_described_where_they_are_needed():
+    with_keys = document(with_keys=True)
+    assert with_keys["paths"]["/embed"]["post"]["security"] == [{"bearer": []}, {"header": []}]
+    assert "401" in with_keys["paths"]["/embed"]["post"]["responses"]
+    assert "security" not in with_keys["paths"]["/health"]["get"]
+    assert "401" not in document()["paths"]["/embed"]["post"]["responses"]
+
+
+def test_new_route_is_described_without_another_line():
+    async def handler(call):
+        raise NotImplementedError
+
+    table = Table([Route("GET", "/x/{y}", handler, "plain", Operation("X"))])
+    assert list(json.loads(openapi_json(table, with_keys=False))["paths"]) == ["/x/{y}"]
+
+
+CHECKS = [
+    not_a_server_error, checks.status_code_conformance, checks.content_type_conformance,
+    checks.response_schema_conformance, checks.unsupported_method,
+]  # fmt: skip
+NAMES = ("vectors", "mood", "ranker", "names", "reader", "filler", "photos", "pictures", "nobody")
+
+
+def name_models(operation):
+    """Lets an operation ask for the models that there are, where it may ask for any."""
+    for parameter in operation["parameters"]:
+        if parameter["name"] == "model":
+            parameter["schema"] = {"enum": list(NAMES)}
+    for content in operation.get("requestBody", {}).get("content", {}).values():
+        properties = content["schema"].get("properties", {})
+        if "model" in properties:
+            properties["model"] = {"enum": list(NAMES)}
+            content["schema"]["required"].append("model")
+
+
+@pytest.mark.parametrize(
+    "route", route_table().routes, ids=lambda route: f"{route.method} {route.pattern}"
+)
+def test_requests_made_from_the_document_are_answered_as_it_says(running, route):
+    described = document()
+    for path in described["paths"].values():
+        for operation in path.values():
+            name_models(operation)
+    schema = schemathesis.openapi.from_dict(described)
+    schema.config.update(base_url=running.url)
+    pattern = route.pattern.replace("*}", "}")
+    (operation,) = [
+        found.ok()
+        for found in schema.include(path=pattern, method=route.method).get_all_operations()
+    ]
+    takes_anything = route.names or route.operation.body
+    for mode in schemathesis.GenerationMode:
+        if mode.is_negative and not takes_anything:
+            continue  # there is nothing to get wrong
+        strategy = operation.as_strategy(generation_mode=mode)
+
+        @settings(
+            max_examples=EXAMPLES, deadline=None, database=None, derandomize=True,
+            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(strategy)
+        def answered(case):
+            case.call_and_validate(checks=CHECKS)
+
+        answered()
+
+
+TEXT = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["warm"]}
+GOOD = [
+    ("/embed", {}, {"inputs": ["warm"], "model": "vectors"}),
+    ("/models/{model}/embed", {"model": "vectors"}, {"inputs": [5, 6]}),
+    ("/similarity", {}, {"inputs": {"source_sentence": "a", "sentences": ["b"]},
+                         "model": "vectors"}),
+    ("/predict", {}, {"inputs": "warm", "model": "mood"}),
+    ("/predict", {}, {"inputs": [["warm"], ["a", "b"]], "model": "mood"}),
+    ("/rerank", {}, {"query": "a", "texts": ["b"], "return_text": True, "model": "ranker"}),
+    ("/tokenize", {}, {"inputs": "warm", "model": "mood"}),
+    ("/decode", {}, {"ids": [5, 6], "model": "mood"}),
+    ("/", {}, {"inputs": "warm", "model": "mood"}),
+    ("/v1/embeddings", {}, {"input": "warm", "model": "vectors"}),
+    ("/v1/embeddings", {}, {"input": "a", "model": "vectors", "encoding_format": "base64"}),
+    ("/v2/models/{model}/infer", {"model": "mood"}, {"inputs": [TEXT], "id": "7"}),
+    ("/predict/{model}", {"model": "mood"}, {"inputs": ["warm", {"text": "a", "text_pair": "b"}]}),
+    ("/predict/{model}", {"model": "names"}, {"inputs": "Marie Curie"}),
+    ("/predict/{model}", {"model": "filler"}, {"inputs": "[MASK]", "parameters": {"top_k": 1}}),
+    ("/predict/{model}", {"model": "vectors"}, {"inputs": "warm"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "values", "body"), GOOD)
+def test_good_requests_are_answered_as_the_document_says(running, path, values, body):
+    schema = schemathesis.openapi.from_dict(document())
+    schema.config.update(base_url=running.url)
+    case = schema[path]["POST"].Case(
+        path_parameters=values, body=body, media_type="application/json"
+    )
+    found = case.call_and_validate(checks=CHECKS)
+    assert found.status_code == 200

@@ -1,0 +1,408 @@
+"""The page: its policy, and what a person sees of it in a browser."""
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from enginery.serve.metrics import Metrics
+from enginery.serve.page import page_headers, page_html, page_response
+from enginery.serve.replies import Timings
+from tests.bench.chromium import _WIDEST, Chromium, find_chromium
+
+EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+TASKS = {
+    "mood": "text-classification", "minilm": "feature-extraction", "names": "token-classification",
+    "reader": "question-answering", "filler": "fill-mask", "photos": "image-classification",
+}  # fmt: skip
+METHODS = {
+    "text-classification": "classify", "feature-extraction": "embed", "fill-mask": "fill",
+    "token-classification": "tag", "question-answering": "answer",
+    "image-classification": "classify_images",
+}  # fmt: skip
+OUTPUTS = {
+    "mood": {"labels": [{"label": "glad", "score": 0.9}, {"label": EVIL, "score": 0.1}]},
+    "minilm": [0.6, -0.8, 0.0, 0.0],
+    "names": [{"label": "PER", "score": 0.9, "start": 2, "end": 7, "text": "Marie"}],
+    "reader": [{"text": "Paris", "score": 0.8, "start": 9, "end": 14}],
+    "filler": {"masks": [[{"token": "warm", "token_id": 7, "score": 0.7, "sequence": "It is warm."},
+                          {"token": EVIL, "token_id": 8, "score": 0.1, "sequence": "x"}]]},
+    "photos": {"labels": [{"label": "cat", "score": 0.75}]},
+}  # fmt: skip
+
+
+# Without a browser
+
+
+def test_policy_allows_the_pages_own_script_and_style_alone():
+    policy = dict(
+        part.split(" ", 1) for part in dict(page_headers())["content-security-policy"].split("; ")
+    )
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    assert "unsafe" not in str(policy)
+    for tag, source in (("script", "script-src"), ("style", "style-src")):
+        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page_html().decode(), re.DOTALL)
+        digest = hashlib.sha256(inside.encode()).digest()
+        assert policy[source] == f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def test_page_needs_nothing_from_elsewhere():
+    text = page_html().decode()
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+    assert not re.search(r"<script\s|<link(?! rel=\"icon\" href=\"data:,\")|@import|url\(", text)
+
+
+def test_page_writes_no_html_and_no_inline_style_or_handler():
+    text = page_html().decode()
+    for way in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "srcdoc"):
+        assert way not in text
+    assert not re.search(r"<[^>]+\s(style|on\w+)=", text)
+    assert '"style"' not in text
+
+
+def test_page_is_sent_as_html_that_nothing_may_frame_or_guess():
+    response = page_response()
+    headers = dict(response.headers)
+    assert (response.status, response.content_type) == (200, "text/html; charset=utf-8")
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+# In a browser
+
+
+class Server:
+    """The routes that the page asks, with answers that are known."""
+
+    def __init__(self):
+        self.key, self.health, self.asked = "", 200, []
+        self.metrics = Metrics()
+        hosted = [_Hosted(name, task) for name, task in TASKS.items()]
+        self.metrics.watch_models(lambda: hosted)
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                response = page_response()
+                if self.path == "/":
+                    self.answer(200, response.body, response.content_type, response.headers)
+                elif self.path == "/health":
+                    self.answer(stub.health, b"{}", "application/json")
+                elif stub.key and self.headers.get("authorization") != f"Bearer {stub.key}":
+                    self.answer(401, b'{"error":"an API key is needed."}', "application/json")
+                elif self.path == "/metrics":
+                    self.answer(200, *stub.metrics.exposition())
+                elif self.path == "/info":
+                    models = [{"name": model.name, "task": model.task, **model.info()}
+                              for model in hosted]  # fmt: skip
+                    self.answer(200, json.dumps({"models": models}).encode(), "application/json")
+                else:
+                    self.answer(404, b'{"error":"no route"}', "application/json")
+
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["content-length"]))
+                name = self.path.removeprefix("/predict/")
+                stub.asked.append((name, body, self.headers["content-type"]))
+                if b"too long" in body:
+                    error = json.dumps({"error": f"inputs: {EVIL} is too long."}).encode()
+                    return self.answer(413, error, "application/json")
+                for _ in range(3):
+                    stub.metrics.request(route="/predict/{model}", model=name, status=200,
+                                         seconds=0.01)  # fmt: skip
+                stub.metrics.batch(name, rows=6, tokens=90, padded_tokens=100, seconds=0.01)
+                stub.metrics.reply(name, Timings(0.0005, 0.001, 0.0075), inputs=1)
+                times = (("x-total-time", "10"), ("x-tokenization-time", "0.5"),
+                         ("x-queue-time", "1"), ("x-inference-time", "7.5"))  # fmt: skip
+                found = {"model": name, "outputs": OUTPUTS[name], "truncated": 0}
+                return self.answer(200, json.dumps(found).encode(), "application/json", times)
+
+            def answer(self, status, body, content_type, headers=()):
+                self.send_response(status)
+                for header in (("content-type", content_type),
+                               ("content-length", str(len(body))), *headers):  # fmt: skip
+                    self.send_header(*header)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}/"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self):
+        if not self._thread.is_alive():
+            return
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _Hosted:
+    def __init__(self, name, task):
+        self.name, self.task, self.state = name, task, "ready"
+
+    def info(self):
+        return {"providers": [{"name": "CPUExecutionProvider", "reason": "asked for"}],
+                "method": METHODS[self.task], "precision": "fp32", "engines": [],
+                "queue": {"inputs": 3, "tokens": 57}}  # fmt: skip
+
+
+class Page:
+    """The page in a browser, by what a person does and reads."""
+
+    def __init__(self, browser, server):
+        self.browser, self.server = browser, server
+
+    def open(self, *, width=1280, dark=False):
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.browser.ask("Emulation.setEmulatedMedia", session=True, features=[scheme])
+        self.browser._resize(width, 800)
+        self.browser.events.clear()
+        self.browser.ask("Page.navigate", session=True, url=self.server.url)
+        self.until("document.readyState === 'complete' && document.querySelector('#model option')")
+
+    def run(self, expression):
+        found = self.browser.ask("Runtime.evaluate", session=True, expression=expression,
+                                 returnByValue=True)  # fmt: skip
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def until(self, expression):
+        ends = time.monotonic() + 60
+        while not self.run(f"Boolean({expression})"):
+            assert time.monotonic() < ends, (expression, self.run("document.body.innerText"))
+            time.sleep(0.05)
+
+    def choose(self, name):
+        self.run(f"$('model').value = {name!r}; $('model').dispatchEvent(new Event('change'))")
+
+    def type(self, field, text):
+        self.run(f"$({field!r}).focus(); $({field!r}).value = ''")
+        self.browser.ask("Input.insertText", session=True, text=text)
+
+    def press(self):
+        self.run("$('result').hidden = $('error').hidden = true; $('send').click()")
+        self.until("!$('result').hidden || !$('error').hidden")
+
+    def answer(self):
+        return self.run("$('answer').innerText")
+
+    def shown(self, identity):
+        return self.run(f"$({identity!r}).offsetParent !== null")
+
+    def picture(self, path, width):
+        seen = json.loads(self.run(_WIDEST))
+        self.browser._resize(width, seen["height"])
+        shot = self.browser.ask("Page.captureScreenshot", session=True, format="png")
+        path.write_bytes(base64.b64decode(shot["data"]))
+        return seen
+
+    def complaints(self):
+        """What the browser refused or the script raised."""
+        kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+        return [e["params"] for e in self.browser.events if e["method"] in kinds]
+
+
+browser_only = pytest.mark.skipif(
+    not find_chromium(), reason="no Chromium is installed (apt install chromium)"
+)
+
+
+@pytest.fixture
+def server():
+    made = Server()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def page(server, tmp_path):
+    with Chromium(find_chromium(), tmp_path) as browser:
+        yield Page(browser, server)
+
+
+@browser_only
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_text_is_asked_and_its_answer_seen(page, server, tmp_path, width, dark):
+    """The pictures stay in pytest's temporary directory."""
+    page.open(width=width, dark=dark)
+    page.type("text", "The pump runs again.")
+    page.press()
+    assert server.asked[-1][:2] == ("mood", b'{"inputs":"The pump runs again."}')
+    assert page.answer().split()[:2] == ["glad", "0.9"]
+    split = page.run("$('split').innerText")
+    for words in ("tokenize 0.50 ms", "queue 1.00 ms", "inference 7.50 ms", "rest 1.00 ms",
+                  "10.0 ms in the server"):  # fmt: skip
+        assert words in split
+    widths = page.run("[...$('split').querySelectorAll('rect')].map(r => +r.getAttribute('width'))")
+    assert widths == [5, 10, 75, 10]
+    page.until("$('chart-batch').innerText.startsWith('6')")
+    assert page.run("$('state').innerText") == "ready"
+    picture = tmp_path / f"page-{width}-{'dark' if dark else 'light'}.png"
+    seen = page.picture(picture, width)
+    assert (seen["page"], seen["wide"], seen["ids"]) == (0, [], [])
+    assert picture.stat().st_size > 10_000
+    assert page.complaints() == []
+    asked = [e["params"]["request"]["url"] for e in page.browser.events
+             if e["method"] == "Network.requestWillBeSent"]  # fmt: skip
+    assert all(url.startswith((server.url, "data:")) for url in asked)
+
+
+@browser_only
+def test_every_task_has_its_inputs_and_its_answer(page, server, tmp_path):
+    page.open()
+    page.choose("minilm")
+    page.type("text", "A boat.")
+    page.press()
+    assert "4 dimensions, norm 1" in page.answer()
+    assert page.run("$('answer').querySelectorAll('path').length") == 1
+    page.choose("names")
+    page.type("text", "🙂 Marie sleeps.")  # two units of a JavaScript string, one of Python's
+    page.press()
+    assert page.run("$('answer').querySelector('mark').firstChild.data") == "Marie"
+    assert "PER 0.9" in page.answer()
+    page.choose("reader")
+    assert page.shown("question")
+    page.type("question", "Where?")
+    page.type("text", "Marie in Paris.")
+    page.press()
+    sent = json.loads(server.asked[-1][1])
+    assert sent == {"inputs": {"question": "Where?", "context": "Marie in Paris."}}
+    assert page.run("$('answer').querySelector('mark').firstChild.data") == "Paris"
+    page.choose("filler")
+    page.type("text", "It is [MASK].")
+    page.press()
+    assert "warm" in page.answer()
+    page.choose("mood")
+    page.type("text", "One.")
+    page.type("pair", "Two.")
+    page.press()
+    assert json.loads(server.asked[-1][1]) == {"inputs": {"text": "One.", "text_pair": "Two."}}
+    assert page.complaints() == []
+
+
+@browser_only
+def test_image_is_sent_as_it_is(page, server, tmp_path):
+    file = tmp_path / "cat.png"
+    file.write_bytes(b"\x89PNG\r\n\x1a\n not looked at here")
+    page.open()
+    page.choose("photos")
+    assert (page.shown("image"), page.shown("text")) == (True, False)
+    page.press()
+    assert page.run("$('error').innerText") == "choose an image first."
+    root = page.browser.ask("DOM.getDocument", session=True)["root"]["nodeId"]
+    node = page.browser.ask("DOM.querySelector", session=True, nodeId=root, selector="#image")
+    page.browser.ask("DOM.setFileInputFiles", session=True, files=[str(file)], **node)
+    page.press()
+    assert server.asked[-1] == ("photos", file.read_bytes(), "image/png")
+    assert page.answer().split() == ["cat", "0.75"]
+
+
+@browser_only
+def test_words_of_models_and_errors_stay_text(page):
+    page.open()
+    page.type("text", "The pump runs again.")
+    page.press()
+    assert EVIL in page.answer()
+    page.choose("filler")
+    page.press()
+    assert EVIL in page.answer()
+    page.type("text", "too long")
+    page.press()
+    assert page.run("$('error').innerText") == f"413: inputs: {EVIL} is too long."
+    assert not page.shown("result")
+    assert page.run("document.title") == "enginery serve"
+    assert page.run("document.querySelectorAll('img, script').length") == 1
+
+
+@browser_only
+def test_policy_stops_a_script_that_got_in(page):
+    page.open()
+    page.run("""
+        const bad = document.createElement('script');
+        bad.textContent = "document.title = 'owned'";
+        document.body.append(bad);
+        document.body.insertAdjacentHTML('beforeend', '<img src=x onerror="document.title=1">');
+    """)  # fmt: skip
+    time.sleep(0.2)
+    assert page.run("document.title") == "enginery serve"
+
+
+@browser_only
+def test_key_is_sent_and_kept_nowhere(page, server):
+    server.key = "s3cret"
+    page.browser.ask("Page.navigate", session=True, url=server.url)
+    page.until("document.readyState === 'complete' && !$('live').hidden")
+    assert "401: an API key is needed." in page.run("$('live').innerText")
+    page.type("key", "s3cret")
+    page.run("$('key').dispatchEvent(new Event('change'))")
+    page.until("document.querySelector('#model option')")
+    assert page.run("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+    page.browser.ask("Page.reload", session=True)
+    page.until("document.readyState === 'complete' && !$('live').hidden")
+    assert page.run("$('key').value") == ""
+
+
+@browser_only
+def test_server_that_is_not_ready_or_gone_is_said(page, server):
+    page.open()
+    server.health = 503
+    page.until("$('state').innerText === 'not ready'")
+    server.close()
+    page.until("$('state').innerText === 'unreachable'")
+
+
+class Process:
+    """The real server."""
+
+    def __init__(self, artifact):
+        words = [sys.executable, "-m", "enginery", "serve", f"mood={artifact.path}",
+                 "--port", "0", "--max-body-bytes", "2000"]  # fmt: skip
+        self._process = subprocess.Popen(
+            words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        lines = iter(self._process.stderr.readline, "")
+        self.url = next(line for line in lines if line.startswith("listening")).split()[-1] + "/"
+        assert next(line for line in lines if line.startswith("ready: mood"))
+
+    def close(self):
+        self._process.terminate()
+        self._process.communicate(timeout=60)
+
+
+@browser_only
+def test_page_and_the_real_server_agree(exported, tmp_path):
+    server = Process(exported("bert", "text-classification"))
+    try:
+        with Chromium(find_chromium(), tmp_path) as browser:
+            page = Page(browser, server)
+            page.open()
+            page.type("text", "The pump runs again.")
+            page.press()
+            assert set(page.answer().split()) >= {"calm", "angry", "glad"}
+            page.until("$('chart-batch').innerText.startsWith('1')")
+            assert "inference" in page.run("$('split').innerText")
+            facts = page.run("$('facts').innerText")
+            assert "CPUExecutionProvider" in facts
+            assert "fp32" in facts
+            page.type("text", "long " * 1000)
+            page.press()
+            assert page.run("$('error').innerText").startswith("413: ")
+            complaints = json.dumps(page.complaints())
+            assert "Content Security Policy" not in complaints
+            page.picture(tmp_path / "real.png", 1280)
+    finally:
+        server.close()

@@ -1,0 +1,257 @@
+"""POST /predict/{model}: every task, and images in every way they come."""
+
+import base64
+import io
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from enginery import load_model
+from tests.serve.doubles import StandInModel
+from tests.serve.test_application import application, ask
+
+TEXTS = ["The engine is warm.", "Marie Curie lived in Paris."]
+CONTEXT = "Marie Curie lived in Paris, not far from the Seine."
+
+
+@pytest.fixture(scope="module")
+def images():
+    found = []
+    for colour, size in (((200, 30, 30), (50, 40)), ((20, 90, 210), (32, 64))):
+        file = io.BytesIO()
+        Image.effect_noise(size, 90).convert("RGB").point(
+            lambda v, c=colour: (v + c[0]) % 256
+        ).save(file, "PNG")
+        found.append(file.getvalue())
+    return found
+
+
+def coded(image):
+    return base64.b64encode(image).decode()
+
+
+def same(found, wanted):
+    """The plain form of an answer, numbers within rounding."""
+    if isinstance(wanted, dict):
+        assert set(found) == set(wanted)
+        for name, value in wanted.items():
+            same(found[name], value)
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            same(one, other)
+    elif isinstance(wanted, float):
+        assert found == pytest.approx(wanted, abs=1e-5)
+    else:
+        assert found == wanted
+
+
+def plain(answer):
+    return [plain(item) for item in answer] if isinstance(answer, list) else answer.to_dict()
+
+
+CASES = {
+    "mood": ([TEXTS[0], TEXTS[1]], TEXTS, {}),
+    "names": (TEXTS, TEXTS, {}),
+    "filler": (["The [MASK] is warm."] * 2, ["The [MASK] is warm."] * 2, {"top_k": 2}),
+    "reader": ([{"question": "Who?", "context": CONTEXT}, ["Where?", CONTEXT]],
+               [("Who?", CONTEXT), ("Where?", CONTEXT)], {"top_k": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_list_has_a_list_of_the_models_answers(running, tiny_paths, name):
+    inputs, given, parameters = CASES[name]
+    with load_model(tiny_paths(name)[name]) as model:
+        wanted = plain(getattr(model, model.method)(given, **parameters))
+    body = {"inputs": inputs, "parameters": parameters}
+    found = running("POST", f"/predict/{name}", body)
+    assert found.status == 200, found.json
+    same(found.json["outputs"], wanted)
+    assert (found.json["model"], found.json["truncated"]) == (name, 0)
+    single = running("POST", f"/predict/{name}", {**body, "inputs": inputs[0]}).json
+    same(single["outputs"], wanted[0])
+
+
+def test_vectors_are_the_models_own(running, tiny_paths):
+    with load_model(tiny_paths("vectors")["vectors"]) as model:
+        wanted = model.embed(TEXTS)
+    found = running("POST", "/predict/vectors", {"inputs": TEXTS}).json["outputs"]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    one = running("POST", "/predict/vectors", {"inputs": TEXTS[0],
+                  "parameters": {"normalize": True, "dimensions": 4}}).json["outputs"]  # fmt: skip
+    np.testing.assert_allclose(one, wanted[0, :4] / np.linalg.norm(wanted[0, :4]), atol=1e-5)
+    ids = running("POST", "/predict/vectors", {"inputs": [5, 6]}).json["outputs"]
+    assert len(ids) == 32
+    assert len(running("POST", "/predict/vectors", {"inputs": [[5, 6], "a"]}).json["outputs"]) == 2
+
+
+def test_pairs_are_objects_or_lists_of_two(running):
+    as_object = {"text": "a", "text_pair": "b"}
+    one = running("POST", "/predict/mood", {"inputs": as_object}).json["outputs"]
+    several = running("POST", "/predict/mood", {"inputs": [["a", "b"], as_object, "a"]}).json
+    same(several["outputs"][0], one)
+    same(several["outputs"][1], one)
+    assert several["outputs"][2] != one
+    alone = running("POST", "/predict/mood", {"inputs": {"text": "a"}}).json["outputs"]
+    same(alone, several["outputs"][2])
+
+
+def test_cut_texts_are_counted(running):
+    body = {"inputs": ["warm " * 300, "warm"]}
+    assert running("POST", "/predict/mood", body).json["truncated"] == 1
+    body["parameters"] = {"truncate": False}
+    assert running("POST", "/predict/mood", body).status == 413
+
+
+def test_every_parameter_reaches_the_model():
+    model = StandInModel(method="answer")
+    parameters = {"top_k": 3, "max_tokens": 4, "allow_none": True}
+    body = {"inputs": {"question": "a", "context": "b"}, "parameters": parameters}
+    ask(application(model), "POST", "/predict/minilm", body)
+    assert model.calls == [("answer", [("a", "b")], parameters)]
+    model = StandInModel(method="tag")
+    body = {"inputs": "a", "parameters": {"aggregation": "max", "truncate": False}}
+    ask(application(model), "POST", "/predict/minilm", body)
+    assert model.calls == [("tag", ["a"], {"aggregation": "max", "truncate": False})]
+    model = StandInModel(method="classify")
+    body = {"inputs": "a", "parameters": {"top_k": 1, "activation": "sigmoid"}}
+    ask(application(model), "POST", "/predict/minilm", body)
+    assert model.calls[0][2] == {"top_k": 1, "activation": "sigmoid", "truncate": None}
+
+
+# Images
+
+
+def test_images_come_as_base64_as_files_and_as_the_body(running, tiny_paths, images, tmp_path):
+    paths = []
+    for index, image in enumerate(images):
+        paths.append(tmp_path / f"{index}.png")
+        paths[-1].write_bytes(image)
+    with load_model(tiny_paths("photos")["photos"]) as model:
+        wanted = plain(model.classify_images(paths))
+    url = f"{running.url}/predict/photos"
+    with httpx.Client(timeout=30) as client:
+        listed = client.post(url, json={"inputs": [coded(image) for image in images]})
+        single = client.post(url, json={"inputs": f"data:image/png;base64,{coded(images[0])}"})
+        files = [("image", (f"{i}.png", image, "image/png")) for i, image in enumerate(images)]
+        form = client.post(url, files=files)
+        one_form = client.post(url, files=files[:1], data={"parameters": '{"top_k": 1}'})
+        png = {"content-type": "image/png"}
+        raw = client.post(f"{url}?top_k=1", content=images[0], headers=png)
+    same(listed.json()["outputs"], wanted)
+    same(form.json()["outputs"], wanted)
+    same(single.json()["outputs"], wanted[0])
+    best = {"labels": wanted[0]["labels"][:1]}
+    same(one_form.json()["outputs"], best)
+    same(raw.json()["outputs"], best)
+
+
+def test_images_are_embedded(running, tiny_paths, images, tmp_path):
+    path = tmp_path / "a.png"
+    path.write_bytes(images[0])
+    with load_model(tiny_paths("pictures")["pictures"]) as model:
+        wanted = model.embed_images([path])
+    found = running("POST", "/predict/pictures", {"inputs": coded(images[0])}).json["outputs"]
+    np.testing.assert_allclose(found, wanted[0], atol=1e-4)
+
+
+def test_base64_may_have_lines(running, images):
+    lines = base64.encodebytes(images[0]).decode()
+    assert running("POST", "/predict/photos", {"inputs": lines}).status == 200
+
+
+BOUNDARY = {"content-type": "multipart/form-data; boundary=x"}
+PART = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "message"),
+    [
+        (b"--x\r\n", BOUNDARY, 400, "before its closing boundary"),
+        (PART + b"\r\nabc", BOUNDARY, 400, "before its closing boundary"),
+        (b"abc", BOUNDARY, 400, "cannot be read"),
+        (b"abc", {"content-type": "multipart/form-data"}, 400, "names no boundary"),
+        (PART + b"\r\n\r\n--x--\r\n", BOUNDARY, 400, "'image' is empty"),
+        (PART + b"\r\nabc\r\n--x--\r\n", BOUNDARY, 422, "image"),
+        (PART + b"Content-Transfer-Encoding: base64\r\n\r\nabc\r\n--x--\r\n", BOUNDARY, 400,
+         "expected binary"),
+        (b'--x\r\nContent-Disposition: form-data; name="y"\r\n\r\nabc\r\n--x--\r\n', BOUNDARY, 422,
+         "'y' is not known"),
+        (b"--x\r\nContent-Disposition: form-data\r\n\r\nabc\r\n--x--\r\n", BOUNDARY, 400,
+         "no name"),
+        (b'--x\r\nContent-Disposition: form-data; name="parameters"\r\n\r\n{}\r\n--x--\r\n',
+         BOUNDARY, 400, "has no file"),
+        (b"", {"content-type": "image/png"}, 400, "the body is empty"),
+        (b"abc", {"content-type": "image/png"}, 422, "image 0"),
+        (b'{"inputs": "abc?"}', {}, 422, "inputs is not base64"),
+        (b'{"inputs": "YWJj?"}', {}, 422, "inputs is not base64"),
+        (b'{"inputs": ["YQ==", "\\u00e9"]}', {}, 422, "inputs[1] is not base64"),
+        (b'{"inputs": ""}', {}, 400, "inputs is empty"),
+        (b'{"inputs": "https://example.org/a.png"}', {}, 422, "fetches nothing"),
+        (b'{"inputs": "data:image/png,abc"}', {}, 422, "without base64"),
+    ],
+)  # fmt: skip
+def test_images_that_are_none_are_refused(running, body, headers, status, message):
+    found = running("POST", "/predict/photos", body, headers=headers)
+    assert (found.status, message in found.json["error"]) == (status, True), found.json
+
+
+def test_file_with_the_boundary_inside_is_whole(running):
+    model = StandInModel(method="classify_images")
+    image = b"a\r\n--xy\r\n--\r\nb" * 3
+    ask(application(model), "POST", "/predict/minilm",
+        PART + b"\r\n" + image + b"\r\n--x--\r\n", BOUNDARY)  # fmt: skip
+    assert model.calls[0][1] == [image]
+
+
+def test_texts_are_not_images(running, images):
+    found = running("POST", "/predict/mood", images[0], headers={"content-type": "image/png"})
+    assert (found.status, "takes texts" in found.json["error"]) == (400, True)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("mood", {"input": "a"}, "'input' is not known here; did you mean 'inputs'?"),
+        ("mood", {"inputs": "a", "parameters": {"topk": 1}}, "did you mean 'parameters.top_k'"),
+        ("mood", {"inputs": "a", "parameters": {"top_k": -1}}, "parameters.top_k"),
+        ("mood", {"inputs": "a", "parameters": {"top_k": True}}, "found true"),
+        ("mood", {"inputs": "a", "parameters": {"activation": "relu"}}, "expected auto or softmax"),
+        ("mood", {"inputs": "a", "parameters": "top_k"}, "parameters: found the string"),
+        ("mood", {"inputs": {"text": "a", "pair": "b"}}, "'inputs.pair' is not known"),
+        ("mood", {"inputs": {"text_pair": "b"}}, "inputs.text is missing"),
+        ("mood", {"inputs": [["a", "b", "c"]]}, "inputs[0]: found a list of 3"),
+        ("mood", {"inputs": 3}, "inputs: found the number 3, expected a text, a pair"),
+        ("mood", {"inputs": []}, "inputs is empty"),
+        ("names", {"inputs": {"text": "a"}}, "inputs: found an object"),
+        ("names", {"inputs": "a", "parameters": {"aggregation": "most"}}, "aggregation"),
+        ("reader", {"inputs": "who?"}, "expected {question, context}"),
+        ("reader", {"inputs": {"question": "who?"}}, "inputs.context is missing"),
+        ("reader", {"inputs": ["who?", "context"]}, "inputs[0]: found the string"),
+        ("reader", {"inputs": {"question": "", "context": "a"}}, "is empty"),
+        ("filler", {"inputs": "no mask"}, "has no [MASK]"),
+        ("vectors", {"inputs": "a", "parameters": {"dimensions": 99}}, "from 1 to 32"),
+        ("pictures", {"inputs": "YQ==", "parameters": {"dimensions": 0}}, "dimensions"),
+    ],
+)  # fmt: skip
+def test_predict_refuses(running, name, body, message):
+    found = running("POST", f"/predict/{name}", body)
+    assert found.status in (400, 422)
+    message = message.replace("'parameters.top_k'", "'top_k'")
+    assert message in found.json["error"], found.json
+
+
+def test_unknown_model_names_the_nearest(running):
+    found = running("POST", "/predict/moot", {"inputs": "a"})
+    assert (found.status, "did you mean 'mood'?" in found.json["error"]) == (404, True)
+
+
+def test_task_without_words_is_sent_to_tensors():
+    found = ask(application(StandInModel(method="")), "POST", "/predict/minilm", {"inputs": "a"})
+    assert (found.status, "/v2/models/minilm/infer" in found.json["error"]) == (422, True)

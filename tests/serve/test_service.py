@@ -1,0 +1,237 @@
+"""`enginery serve` as a process: started, asked, killed, reloaded, ended."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from enginery.core.errors import ArtifactError, OptionError
+from enginery.serve.config import ServeConfig
+from enginery.serve.news import News
+from enginery.serve.service import named_paths, serve_models
+
+WAIT = 60
+
+
+class Server:
+    """A running `enginery serve`, its news in `lines`."""
+
+    def __init__(self, process):
+        self.process = process
+        self.lines = []
+        self._listening = threading.Event()
+        self.url = ""
+        threading.Thread(target=self._read, daemon=True).start()
+        assert self._listening.wait(WAIT), self.lines
+        self.client = httpx.Client(base_url=self.url, timeout=WAIT)
+
+    def _read(self):
+        with self.process.stderr as stream:
+            for line in stream:
+                self.lines.append(line.rstrip())
+                if found := re.search(r"listening on (http://\S+)", line):
+                    self.url = found[1]
+                    self._listening.set()
+
+    def says(self, part):
+        ends = time.monotonic() + WAIT
+        while time.monotonic() < ends:
+            if any(part in line for line in self.lines):
+                return True
+            time.sleep(0.02)
+        raise AssertionError(f"{part!r} was not said: {self.lines}")
+
+    def wait_ready(self):
+        ends = time.monotonic() + WAIT
+        while time.monotonic() < ends:
+            try:
+                if self.client.get("/health/ready").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.02)
+        raise AssertionError(f"never ready: {self.lines}")
+
+    @property
+    def child(self):
+        pid = self.process.pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+@contextmanager
+def serving(*artifacts, options=(), **environment):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "enginery", "serve", *map(str, artifacts), "--port", "0", *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    try:
+        server = Server(process)
+        server.wait_ready()
+        yield server
+        server.client.close()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(WAIT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def test_it_serves_several_models_and_ends_with_0(exported):
+    one, two = exported("bert", "feature-extraction"), exported("bert", "text-classification")
+    with serving(f"words={one.path}", f"labels={two.path}") as server:
+        body = server.client.post("/v1/embeddings", json={"model": "words", "input": "a"}).json()
+        assert len(body["data"][0]["embedding"]) == 32
+        labels = server.client.post("/predict/labels", json={"inputs": ["a", "b"]})
+        assert labels.status_code == 200
+        assert len(labels.json()["outputs"]) == 2
+        info = server.client.get("/info").json()
+        assert [model["name"] for model in info["models"]] == ["words", "labels"]
+        assert server.says("ready: words, feature-extraction, fp32 on CPUExecutionProvider")
+        metrics = server.client.get("/metrics").text
+        assert 'enginery_model_ready{model="words"} 1.0' in metrics
+        server.process.terminate()
+        assert server.process.wait(WAIT) == 0
+        log = [json.loads(line) for line in server.process.stdout]
+        assert {"/v1/embeddings", "/predict/labels"} <= {line["path"] for line in log}
+
+
+def test_a_process_that_is_killed_is_started_anew(exported):
+    with serving(exported("bert", "feature-extraction").path) as server:
+        first = server.child
+        os.kill(first, signal.SIGKILL)
+        server.says("it is started anew at once (restart 1)")
+        server.wait_ready()
+        assert server.child != first
+        assert server.client.post("/embed", json={"inputs": "a"}).status_code == 200
+        assert "enginery_restarts_total 1.0" in server.client.get("/metrics").text
+
+
+def test_sighup_takes_the_artifact_anew_and_loses_no_request(exported, tmp_path):
+    first, second = (exported("bert", "feature-extraction", opset=opset) for opset in (20, 19))
+    place = tmp_path / "served"
+    place.symlink_to(first.path)
+    with serving(place, options=("--access-log", "off")) as server:
+        statuses, stop = [], threading.Event()
+
+        def ask():
+            with httpx.Client(base_url=server.url, timeout=WAIT) as client:
+                while not stop.is_set():
+                    statuses.append(client.post("/embed", json={"inputs": "a"}).status_code)
+
+        clients = [threading.Thread(target=ask) for _ in range(4)]
+        for client in clients:
+            client.start()
+        place.unlink()
+        place.symlink_to(second.path)
+        server.process.send_signal(signal.SIGHUP)
+        server.says("reloaded: served: reloaded: ")
+        stop.set()
+        for client in clients:
+            client.join(WAIT)
+        assert set(statuses) == {200}
+        (model,) = server.client.get("/info").json()["models"]
+        assert model["content_sha256"] == second.content_sha256()
+
+
+def test_requests_under_way_are_answered_before_the_end(exported):
+    path = exported("bert", "feature-extraction").path
+    with serving(path, options=("--queue-inputs", "5000")) as server:
+        texts = ["the pump runs and the valve is open " * 8] * 1000
+        found = []
+
+        def ask():
+            response = httpx.post(f"{server.url}/embed", json={"inputs": texts}, timeout=WAIT)
+            found.append(len(response.json()))
+
+        clients = [threading.Thread(target=ask) for _ in range(3)]
+        for client in clients:
+            client.start()
+        while server.client.get("/info").json()["models"][0]["queue"]["inputs"] == 0:
+            assert not found
+        server.process.terminate()
+        for client in clients:
+            client.join(WAIT)
+        assert found == [1000] * 3
+        assert server.process.wait(WAIT) == 0
+
+
+def test_a_provider_that_cannot_be_had_ends_the_start(exported, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "enginery", "serve", str(exported("bert", "fill-mask").path),
+         "--port", "0", "--provider", "cuda"],
+        capture_output=True, text=True, timeout=WAIT, check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_named(exported):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = ServeConfig(port=port)
+        with pytest.raises(Exception, match=f"{port}"):
+            serve_models([exported("bert", "fill-mask").path], config, say=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ([], OptionError, "no artifact is named"),
+        (["nowhere"], ArtifactError, "nowhere is not an artifact"),
+        (["a={good}", "a={good}"], OptionError, "two artifacts are called 'a'"),
+        (["a/b={good}"], OptionError, "'a/b' is no name"),
+        (["={good}"], OptionError, "'' is no name"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_starts(exported, given, error, message):
+    good = exported("bert", "fill-mask").path
+    with pytest.raises(error, match=message):
+        named_paths([item.format(good=good) for item in given])
+
+
+def test_a_model_is_called_by_its_directory_or_as_one_says(exported, tmp_path, monkeypatch):
+    good = exported("bert", "fill-mask").path
+    (tmp_path / "tiny").symlink_to(good)
+    monkeypatch.chdir(tmp_path)
+    assert set(named_paths([good, f"mine={good}"])) == {good.name, "mine"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"port": 70000}, "'port' is 70000"),
+        ({"max_padding": 1.0}, "'max_padding' is 1, expected less than 1"),
+        ({"workers": -1}, "'workers' is -1, expected 0 or more"),
+        ({"grace": float("nan")}, "'grace' is nan"),
+        ({"api_key": "a", "api_key_file": "b"}, "both give a key"),
+    ],
+)
+def test_options_that_nothing_can_be_served_with(change, message):
+    with pytest.raises(OptionError, match=message):
+        serve_models(["anything"], ServeConfig(**change))
+
+
+def test_news_is_text_json_or_errors_alone(capsys):
+    News()("draining")
+    News(as_json=True)("draining")
+    News(quiet=True)("draining")
+    News(quiet=True)("error: no")
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert (first, json.loads(second)["message"], third) == ("draining", "draining", "error: no")

@@ -1,0 +1,258 @@
+"""The routes and shapes of text-embeddings-inference."""
+
+import json
+
+import numpy as np
+import pytest
+
+from enginery import load_model
+from enginery.runtime.answers import Classification, Label
+from enginery.runtime.tokenizer import TextTokenizer
+from enginery.serve.routes.tei_tokens import _whole_tokenizer
+from tests.serve.doubles import StandInModel
+from tests.serve.test_application import application, ask
+
+TEXTS = ["The engine is warm.", "Nobody knows."]
+
+
+@pytest.fixture(scope="module")
+def vectors(tiny_paths):
+    with load_model(tiny_paths("vectors")["vectors"]) as model:
+        return model.embed(TEXTS)
+
+
+def test_embed_gives_unit_vectors_unless_told_otherwise(running_one, vectors):
+    key = {"x-api-key": "s3cret"}
+    found = running_one("POST", "/embed", {"inputs": TEXTS}, headers=key).json
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    np.testing.assert_allclose(found, vectors / norms, atol=2e-6)
+    raw = running_one("POST", "/embed", {"inputs": TEXTS, "normalize": False}, headers=key).json
+    np.testing.assert_allclose(raw, vectors, atol=1e-5)
+    assert abs(norms - 1).max() > 0.1  # else the two are one
+
+
+def test_embed_of_one_text_is_a_list_of_one(running, vectors):
+    found = running("POST", "/models/vectors/embed", {"inputs": TEXTS[0], "dimensions": 5}).json
+    wanted = vectors[:1, :5] / np.linalg.norm(vectors[0, :5])
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+
+
+def test_model_is_named_by_the_body_or_the_path_when_there_are_several(running):
+    by_body = running("POST", "/embed", {"inputs": "a", "model": "vectors"})
+    by_path = running("POST", "/models/vectors/embed", {"inputs": "a"})
+    np.testing.assert_allclose(by_body.json, by_path.json, atol=1e-6)
+    unnamed = running("POST", "/embed", {"inputs": "a"})
+    assert (unnamed.status, unnamed.json["error_type"]) == (422, "Validation")
+    assert running("POST", "/models/nobody/embed", {"inputs": "a"}).status == 404
+
+
+def test_content_type_does_not_matter(running):
+    body = b'{"inputs": "a", "model": "vectors"}'
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        assert running("POST", "/embed", body, headers={"content-type": kind}).status == 200
+
+
+def test_compressed_body_is_refused(running):
+    headers = {"content-encoding": "gzip"}
+    found = running("POST", "/embed", b"\x1f\x8b", headers=headers)
+    assert (found.status, "'gzip'" in found.json["error"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "message"),
+    [
+        ({"inputs": []}, 400, "Empty", "inputs is empty"),
+        ({"inputs": [[]]}, 400, "Empty", "inputs[0] is empty"),
+        ({"inputs": "a", "truncation_direction": "Left"}, 422, "Validation", "found left"),
+        ({"inputs": "a", "truncation_direction": "up"}, 422, "Validation", "'up'"),
+        ({"inputs": "a", "normalize": "yes"}, 422, "Validation", "expected true or false"),
+        ({"inputs": "a", "prompt_name": "query"}, 422, "Validation", "no prompt 'query'"),
+        ({"inputs": "long " * 200, "truncate": False}, 413, "Validation", "128 tokens"),
+        ({"inputs": ["a"] * 65}, 413, "Validation", "65 inputs"),
+        ({"inputs": [600]}, 422, "Validation", "expected a token id from 0 to"),
+    ],
+)  # fmt: skip
+def test_embed_refuses(running, body, status, kind, message):
+    found = running("POST", "/models/vectors/embed", body)
+    assert (found.status, found.json["error_type"]) == (status, kind)
+    assert message in found.json["error"]
+
+
+def test_long_text_is_cut_where_the_request_says_so(running):
+    long = "long " * 200
+    assert (
+        running("POST", "/models/vectors/embed", {"inputs": long, "truncate": True}).status == 200
+    )
+
+
+def test_predict_of_one_is_a_list_of_labels_best_first(running, tiny_paths):
+    with load_model(tiny_paths("mood")["mood"]) as model:
+        wanted = model.classify([TEXTS[0], ("a", "b")])
+    one = running("POST", "/models/mood/predict", {"inputs": TEXTS[0]}).json
+    assert [item["label"] for item in one] == [label.label for label in wanted[0].labels]
+    np.testing.assert_allclose(
+        [item["score"] for item in one], [label.score for label in wanted[0].labels], atol=1e-5
+    )
+    assert running("POST", "/models/mood/predict", {"inputs": [TEXTS[0]]}).json == one
+    pair = running("POST", "/models/mood/predict", {"inputs": ["a", "b"]}).json
+    np.testing.assert_allclose(pair[0]["score"], wanted[1].score, atol=1e-5)
+
+
+def test_predict_of_a_batch_mixes_texts_and_pairs(running):
+    found = running("POST", "/models/mood/predict", {"inputs": [[TEXTS[0]], ["a", "b"]]}).json
+    single = [running("POST", "/models/mood/predict", {"inputs": i}).json
+              for i in (TEXTS[0], ["a", "b"])]  # fmt: skip
+    for got, want in zip(found, single, strict=True):
+        assert [item["label"] for item in got] == [item["label"] for item in want]
+        np.testing.assert_allclose([i["score"] for i in got], [i["score"] for i in want], atol=1e-5)
+
+
+def test_predict_raw_scores_are_logits(running):
+    raw = running("POST", "/models/mood/predict", {"inputs": "a", "raw_scores": True}).json
+    soft = running("POST", "/models/mood/predict", {"inputs": "a"}).json
+    scores = np.exp([item["score"] for item in raw])
+    np.testing.assert_allclose(scores / scores.sum(), [i["score"] for i in soft], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [(["a", "b", "c"], "found a list of 3 strings"), ([["a"], "b"], "inputs[1]"),
+     ([["a", 1]], "inputs[0][1]: found the number 1"), (3, "found the number 3"),
+     ([[]], "list of 0 strings"), ([None], "inputs[0]: found null")],
+)  # fmt: skip
+def test_predict_refuses_what_is_no_text_or_pair(running, inputs, message):
+    found = running("POST", "/models/mood/predict", {"inputs": inputs})
+    assert (found.status, found.json["error_type"]) == (422, "Validation")
+    assert message in found.json["error"]
+
+
+def test_wrong_task_says_where_to_go(running):
+    found = running("POST", "/models/mood/embed", {"inputs": "a"})
+    assert found.status == 422
+    assert found.json["error"].endswith("It classifies texts: POST /predict/mood.")
+
+
+@pytest.mark.parametrize("path", ["/predict", "/rerank", "/predict/minilm"])
+def test_score_that_is_nan_is_an_error_and_not_null(path):
+    nan = [Classification((Label("x", float("nan")),))]
+    model = StandInModel(method="classify", answer_with=nan, config={"id2label": {"0": "x"}})
+    body = {"query": "a", "texts": ["b"]} if path == "/rerank" else {"inputs": "a"}
+    found = ask(application(model), "POST", path, body)
+    assert (found.status, "NaN or infinite" in found.json["error"]) == (503, True)
+
+
+def test_rerank_sorts_by_score(running):
+    texts = ["a small cat", "the rain is cold", "Paris"]
+    body = {"query": "Who sleeps?", "texts": texts}
+    found = running("POST", "/models/ranker/rerank", body).json
+    scores = [item["score"] for item in found]
+    assert scores == sorted(scores, reverse=True)
+    assert sorted(item["index"] for item in found) == [0, 1, 2]
+    assert set(found[0]) == {"index", "score"}
+    with_text = running("POST", "/models/ranker/rerank", {**body, "return_text": True}).json
+    assert all(item["text"] == texts[item["index"]] for item in with_text)
+    raw = running("POST", "/models/ranker/rerank", {**body, "raw_scores": True}).json
+    logits = {item["index"]: item["score"] for item in raw}
+    for item in found:
+        sigmoid = 1 / (1 + np.exp(-logits[item["index"]]))
+        assert item["score"] == pytest.approx(sigmoid, abs=1e-5)
+
+
+def test_rerank_scores_lie_between_0_and_1_whatever_the_model_was_trained_as():
+    config = {"id2label": {"0": "x"}, "problem_type": "regression"}
+    model = StandInModel(method="classify", config=config)
+    ask(application(model), "POST", "/rerank", {"query": "a", "texts": ["b"]})
+    assert model.calls[0][2]["activation"] == "sigmoid"
+
+
+def test_rerank_wants_a_model_of_one_label(running):
+    found = running("POST", "/models/mood/rerank", {"query": "a", "texts": ["b"]})
+    assert (found.status, "several labels" in found.json["error"]) == (422, True)
+    empty = running("POST", "/models/ranker/rerank", {"query": "a", "texts": []})
+    assert (empty.status, empty.json["error_type"]) == (400, "Empty")
+    bare = running("POST", "/models/ranker/rerank", {"query": "a", "texts": "b"})
+    assert (bare.status, "expected a list" in bare.json["error"]) == (422, True)
+
+
+def test_similarity_is_the_cosine(running, vectors):
+    inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS}
+    found = running("POST", "/models/vectors/similarity", {"inputs": inputs}).json
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    np.testing.assert_allclose(found, unit @ unit[0], atol=1e-5)
+
+
+def test_tokens_have_places_in_bytes_and_decode_again(running):
+    text = "Où est la clé?"
+    (found,) = running("POST", "/models/mood/tokenize", {"inputs": text}).json
+    assert [found[0]["special"], found[-1]["special"]] == [True, True]
+    assert set(found[0]) == {"id", "text", "special", "start", "stop"}
+    assert (found[0]["start"], found[0]["stop"]) == (None, None)
+    raw = text.encode()
+    for token in found[1:-1]:
+        assert raw[token["start"] : token["stop"]].decode() == token["text"]
+    ids = [token["id"] for token in found]
+    (decoded,) = running("POST", "/models/mood/decode", {"ids": ids}).json
+    assert decoded == "ou est la cle?"  # the tokenizer's own normalizer
+    (whole,) = running("POST", "/models/mood/decode",
+                       {"ids": [ids], "skip_special_tokens": False}).json  # fmt: skip
+    assert whole.startswith("[CLS]")
+
+
+def test_tokenize_cuts_nothing_and_leaves_special_tokens_out(running):
+    body = {"inputs": ["warm " * 300, "warm"], "add_special_tokens": False}
+    found = running("POST", "/models/mood/tokenize", body).json
+    assert (len(found[0]), len(found[1])) == (300, 1)
+    assert running("POST", "/models/mood/predict", {"inputs": "warm " * 300}).status == 200
+
+
+def test_tokenizer_of_a_reloaded_model_is_the_new_one(tiny_paths):
+    copies = {}
+    old, new = (TextTokenizer.open(tiny_paths("mood")["mood"]) for _ in range(2))
+    copy = _whole_tokenizer(copies, "mood", old)
+    assert _whole_tokenizer(copies, "mood", old) is copy
+    assert _whole_tokenizer(copies, "mood", new) is not copy
+
+
+def test_long_text_is_tokenized_in_a_thread(running):
+    found = running("POST", "/models/mood/tokenize", {"inputs": "warm " * 10_000}).json
+    assert len(found[0]) == 10_002
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("tokenize", {"inputs": []}), ("tokenize", {"inputs": "a", "prompt_name": "q"}),
+     ("tokenize", {"inputs": ["a"] * 65}), ("decode", {"ids": []}), ("decode", {"ids": [[1], 2]}),
+     ("decode", {"ids": [100_000]}), ("decode", {"ids": [True]}), ("decode", {"ids": [[1]] * 65})],
+)  # fmt: skip
+def test_tokenize_and_decode_refuse(running, path, body):
+    assert running("POST", f"/models/mood/{path}", body).status in (400, 413, 422)
+
+
+def test_model_of_images_has_no_tokens(running):
+    found = running("POST", "/models/photos/tokenize", {"inputs": "a"})
+    assert (found.status, "no tokenizer" in found.json["error"]) == (422, True)
+
+
+def test_root_does_what_the_only_model_is_for(running_one):
+    key = {"authorization": "Bearer s3cret"}
+    for path in ("/", "/invocations"):
+        found = running_one("POST", path, {"inputs": "a"}, headers=key)
+        assert (found.status, len(found.json[0])) == (200, 32)
+    labels = application(StandInModel(method="classify"))
+    assert ask(labels, "POST", "/", {"inputs": "a"}).json[0] == {"score": 0.75, "label": "glad"}
+    one = application(StandInModel(method="classify", config={"id2label": {"0": "x"}}))
+    assert ask(one, "POST", "/", {"query": "a", "texts": ["b"]}).json == [
+        {"index": 0, "score": 0.75}
+    ]
+
+
+def test_info_has_teis_fields(running_one, running):
+    info = running_one("GET", "/info", headers={"x-api-key": "s3cret"}).json
+    assert info["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert (info["model_dtype"], info["max_input_length"]) == ("float32", 128)
+    assert (info["max_client_batch_size"], info["auto_truncate"]) == (64, True)
+    kinds = {name: running("GET", f"/models/{name}/info").json["model_type"]
+             for name in ("mood", "ranker")}  # fmt: skip
+    assert kinds["mood"]["classifier"]["label2id"]["glad"] == 2
+    assert list(kinds["ranker"]) == ["reranker"]
+    assert json.dumps(info)
