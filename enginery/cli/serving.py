@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -34,5 +35,10 @@ def serve(
     from enginery.serve.service import serve_models
 
     say = News(as_json=output.json, quiet=output.quiet)
-    if status := serve_models(artifacts, config, say=say):
+    status = serve_models(artifacts, config, say=say)
+    if not config.restart:
+        # Served in this process: a thread that is stuck in a provider must not keep it.
+        sys.stdout.flush()
+        os._exit(status)
+    if status:
         sys.exit(status)

@@ -1,0 +1,136 @@
+"""Ten minutes at twice what the server can do: every request is answered, and rightly."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+
+from enginery.runtime.model import load_model
+from tests.serve.test_service import serving
+
+SECONDS = 600
+CAPACITY_SECONDS = 8
+TEXTS = 400
+
+
+class Client:
+    """Plain HTTP/1.1 over a pool of connections: it must not take the server's cores."""
+
+    def __init__(self, url):
+        host, port = url.removeprefix("http://").split(":")
+        self._address = host, int(port)
+        self._free = []
+
+    async def embed(self, text):
+        """Status, head and body."""
+        reader, writer = self._free.pop() if self._free else await self._connect()
+        body = orjson.dumps({"inputs": text})
+        writer.write(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body))
+        writer.write(body)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        found = await reader.readexactly(length)
+        self._free.append((reader, writer))
+        return int(head.split(b" ", 2)[1]), head, found
+
+    async def _connect(self):
+        return await asyncio.open_connection(*self._address)
+
+    async def close(self):
+        for _, writer in self._free:
+            writer.close()
+            await writer.wait_closed()
+
+
+def resident_bytes(pid):
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the process is gone")
+
+
+def phrases():
+    chance = random.Random(0)
+    words = ["the", "pump", "valve", "engine", "runs", "warm", "open", "again", "of", "a", "key"]
+    lengths = [chance.randint(1, 40) for _ in range(TEXTS)]
+    return [" ".join(chance.choice(words) for _ in range(length)) for length in lengths]
+
+
+class Soak:
+    """Asks for known texts, and counts what comes back."""
+
+    def __init__(self, url, texts, expected):
+        self._texts, self._expected = texts, expected
+        self._client, self._chance = Client(url), random.Random(1)
+        self.sent, self.statuses = 0, Counter()
+        self.wrong, self.memory = [], []
+
+    async def ask(self):
+        place = self._chance.randrange(TEXTS)
+        self.sent += 1
+        status, head, body = await self._client.embed(self._texts[place])
+        self.statuses[status] += 1
+        if status == 200:
+            found = np.asarray(orjson.loads(body)[0], np.float32)
+            if not np.allclose(found, self._expected[place], atol=1e-4):
+                self.wrong.append(place)
+        else:
+            assert b"retry-after: " in head.lower()
+
+    async def capacity(self):
+        """Requests a second that 32 clients get answered, each after another."""
+        until = time.monotonic() + CAPACITY_SECONDS
+
+        async def client():
+            while time.monotonic() < until:
+                await self.ask()
+
+        await asyncio.gather(*(client() for _ in range(32)))
+        assert set(self.statuses) == {200}
+        return self.statuses.total() / CAPACITY_SECONDS
+
+    async def run(self, pid):
+        """Requests come twice as fast, whether those before them were answered or not."""
+        rate, running = 2 * await self.capacity(), set()
+        due = look = time.monotonic()
+        ends = due + SECONDS
+        while due < ends:
+            due += self._chance.expovariate(rate)
+            await asyncio.sleep(max(due - time.monotonic(), 0))
+            task = asyncio.create_task(self.ask())
+            running.add(task)
+            task.add_done_callback(running.discard)
+            if due > look:
+                self.memory.append(resident_bytes(pid))
+                look += 5
+        await asyncio.gather(*running)
+        await self._client.close()
+
+
+@pytest.mark.slow
+def test_ten_minutes_at_twice_the_capacity(minilm):
+    from enginery import export_model
+
+    artifact, texts = export_model(minilm), phrases()
+    with load_model(artifact) as model:
+        expected = model.embed(texts)
+    options = ("--access-log", "off", "--queue-inputs", "128")
+    with serving(artifact.path, options=options) as server:
+        soak = Soak(server.url, texts, expected)
+        asyncio.run(soak.run(server.child))
+        assert set(soak.statuses) == {200, 429}
+        assert soak.statuses.total() == soak.sent
+        assert soak.statuses[429] > 0.1 * soak.sent
+        assert not soak.wrong
+        memory = soak.memory
+        settled = max(memory[len(memory) // 5 : 2 * len(memory) // 5])
+        assert max(memory) <= settled * 1.05 + 8e6
+        assert server.client.get("/health/ready").status_code == 200
+        (served,) = server.client.get("/info").json()["models"]
+        assert (served["queue"]["inputs"], served["queue"]["tokens"]) == (0, 0)
+        assert not any("error" in line.lower() for line in server.lines)
