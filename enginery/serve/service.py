@@ -117,10 +117,11 @@ class ModelService:
         """Loads the models; raises what `Models.load` raises."""
         await self.models.load()
         for model in self.models:
-            providers = [str(each["name"]) for each in model.info()["providers"]]
+            first = model.info()["providers"][0]
+            why = "" if first["reason"] == "asked for" else f" ({first['reason']})"
             self._say(
                 f"ready: {model.name}, {model.task}, {model.artifact.manifest.precision} on "
-                f"{', '.join(providers)}"
+                f"{first['name']}{why}"
             )
 
     def drain(self) -> None:

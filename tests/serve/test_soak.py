@@ -16,6 +16,7 @@ from tests.serve.test_service import serving
 SECONDS = 600
 CAPACITY_SECONDS = 8
 TEXTS = 400
+IDLE_SECONDS = 30
 
 
 class Client:
@@ -28,21 +29,26 @@ class Client:
 
     async def embed(self, text):
         """Status, head and body."""
-        reader, writer = self._free.pop() if self._free else await self._connect()
+        reader, writer = await self._connection()
         body = orjson.dumps({"inputs": text})
         writer.write(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body))
         writer.write(body)
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
         found = await reader.readexactly(length)
-        self._free.append((reader, writer))
+        self._free.append((time.monotonic(), reader, writer))
         return int(head.split(b" ", 2)[1]), head, found
 
-    async def _connect(self):
+    async def _connection(self):
+        while self._free:
+            since, reader, writer = self._free.pop()
+            if time.monotonic() - since < IDLE_SECONDS:
+                return reader, writer
+            writer.close()  # the server ends idle connections, and may do so right now
         return await asyncio.open_connection(*self._address)
 
     async def close(self):
-        for _, writer in self._free:
+        for *_, writer in self._free:
             writer.close()
             await writer.wait_closed()
 
