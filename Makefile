@@ -19,6 +19,7 @@ CAPABILITY ?=
 FLAVOR ?=
 ARTIFACT ?= $(OUT)
 INPUT ?=
+DEST ?=
 PORT ?=
 ARGS ?=
 
@@ -32,7 +33,7 @@ need = $(or $($(1)),$(error make $@ needs $(1): make $@ $(1)=build/my-model))
 named = $(if $($(1)),--$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint format export optimize quantize engine validate bench predict serve doctor inspect gpu-check schema clean
+.PHONY: help setup run test test-all lint format export optimize quantize engine validate bench predict serve publish doctor inspect gpu-check schema clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -65,6 +66,9 @@ predict: setup  ## answer the rows of INPUT with ARTIFACT, into OUT
 
 serve: setup  ## answer over HTTP with ARTIFACT, on PORT
 	$(BIN)/enginery serve $(call need,ARTIFACT) $(call named,PORT,port) $(ARGS)
+
+publish: setup  ## publish ARTIFACT to DEST: a folder, mlflow:/name, hf://org/name, oci://registry/name:tag
+	$(BIN)/enginery publish $(call need,ARTIFACT) $(call need,DEST) $(ARGS)
 
 inspect: setup  ## show what ARTIFACT is
 	$(BIN)/enginery inspect $(call need,ARTIFACT) $(ARGS)

@@ -27,6 +27,7 @@ from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
+from enginery.publish.config import PublishConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.recipe import Recipe
 from enginery.steps import (
@@ -43,6 +44,7 @@ from enginery.validate.config import ValidateConfig
 if TYPE_CHECKING:
     from enginery.bench.result import BenchResult
     from enginery.predict.report import PredictReport
+    from enginery.publish.destination import Published
     from enginery.validate.report import ValidationReport
 
 
@@ -267,6 +269,56 @@ def predict_file(
     config = options_from(PredictConfig, "predict", options)
     opened = _as_artifact(artifact)
     return predict.run(opened, str(source), Path(output), config, force=force, progress=progress)
+
+
+def publish_model(
+    artifact: Artifact | str | Path,
+    url: str,
+    *,
+    progress: Progress = SILENT,
+    **options: Any,
+) -> Published:
+    """Publishes an artifact with a model card; the same content is the same version.
+
+    Args:
+        artifact: the artifact or its path.
+        url: the registry: `file:///path` or a plain path, `mlflow:/name`, `hf://org/name`,
+            `oci://registry/name:tag`.
+        progress: who is told what happens.
+        options: of the stage, see `PublishConfig`.
+
+    Raises:
+        EngineryError: the artifact is damaged, its validation failed or is missing, or the
+            registry cannot be reached, refuses, or holds something else.
+    """
+    from enginery.publish import stage as publish
+
+    config = options_from(PublishConfig, "publish", options)
+    return publish.run(_as_artifact(artifact), str(url), config, progress=progress)
+
+
+def pull_model(
+    url: str,
+    out: str | Path,
+    *,
+    insecure: bool = False,
+    progress: Progress = SILENT,
+) -> Artifact:
+    """Fetches what was published and reads every byte of it against its listing.
+
+    Args:
+        url: the address that `publish_model` returned; also with an alias, or without a version.
+        out: where the artifact goes. An artifact that is there is replaced.
+        insecure: talk plain HTTP to an OCI registry.
+        progress: who is told what happens.
+
+    Raises:
+        EngineryError: there is no such version, the registry cannot be reached, or a file is
+            missing or was altered; the message names it. Nothing is left then.
+    """
+    from enginery.publish import stage as publish
+
+    return publish.pull(str(url), Path(out), PublishConfig(insecure=insecure), progress=progress)
 
 
 def run_recipe(

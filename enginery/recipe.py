@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
-from enginery.core.errors import OptionError, RecipeError, nearest
+from enginery.core.errors import OptionError, ProviderError, RecipeError, nearest
 from enginery.core.options import option_names, options_from
 from enginery.core.yaml_lines import Node, Scalar, Sequence, Table, parse_yaml, plain
 from enginery.engine.config import BuildConfig
@@ -36,6 +36,8 @@ STAGES: dict[str, type] = {
 _KEYS = ("model", "out", "stages", "ask")
 _PATH_OPTIONS = ("data", "cache_dir", "calibration", "ranges", "profiles_from", "timing_cache")
 _MODEL_OPTIONS = ("reference",)
+_PROVIDERS = "providers"
+"""Another name of the option `provider`, as a list of them reads better."""
 _OF_ONE_MODEL = {"export": ("task", "revision"), "validate": ("reference",)}
 """Options that say something about one model; another model takes their defaults."""
 
@@ -208,11 +210,18 @@ class _Parser:
             return Step(stage, kind(), line)
         if not isinstance(node, Table):
             self._fail(node.line, f"{stage}: found {_shown(node)}, expected its options.")
-        values = {}
-        for option, value in node.entries.items():
+        values: dict[str, Any] = {}
+        for written, value in node.entries.items():
+            option, option_line = written, node.key_lines[written]
+            if written == _PROVIDERS and "provider" in option_names(kind):
+                option = "provider"
+                if option in node.entries:
+                    problem = f"{stage} has both 'provider' and '{_PROVIDERS}'."
+                    self._fail(option_line, problem, do="Keep one.")
             # One at a time, so that a wrong value is reported with its own line.
             values[option] = self._value(kind, option, value)
-            self._options(kind, stage, {option: values[option]}, node.key_lines[option])
+            self._options(kind, stage, {option: values[option]}, option_line)
+        self._check_providers(values, node.line)
         return Step(stage, self._options(kind, stage, values, line), line)
 
     def _options(self, kind: type, stage: str, values: dict[str, Any], line: int) -> Any:
@@ -227,7 +236,7 @@ class _Parser:
             self._fail(node.line, f"option '{option}' has no value.",
                        do="Leave the line out for the default.")  # fmt: skip
         value = plain(node)
-        if option == "provider" and not isinstance(value, str):
+        if option == "provider" and value != "":
             return self._providers(node, value)
         if isinstance(value, str):
             if option in option_names(kind) and get_type_hints(kind)[option] == tuple[str, ...]:
@@ -239,13 +248,25 @@ class _Parser:
         return value
 
     def _providers(self, node: Node, value: Any) -> str:
-        """Providers as a list, or as a mapping with their options."""
+        """Providers as text, as a list, or as a mapping with their options."""
         from enginery.runtime.provider_wish import parse_wishes, wish_text
 
         try:
             return wish_text(parse_wishes(value))
-        except OptionError as error:
+        except (OptionError, ProviderError) as error:
             self._fail(node.line, error.message, do=error.do)
+
+    def _check_providers(self, values: dict[str, Any], line: int) -> None:
+        """What can be said of a stage's providers before anything runs."""
+        if not values.get("provider"):
+            return  # whoever runs it may ask for others with ENGINERY_PROVIDERS
+        from enginery.runtime.provider_wish import parse_wishes
+        from enginery.runtime.run_fit import require_fit
+
+        try:
+            require_fit(parse_wishes(values["provider"], values.get("provider_option", ())))
+        except (OptionError, ProviderError) as error:
+            self._fail(line, error.message, do=error.do)
 
     def _text(self, node: Node, key: str) -> str:
         if not isinstance(node, Scalar) or node.is_null:

@@ -22,6 +22,7 @@ from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
+from enginery.publish.config import PublishConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.serve.config import ServeConfig
 from enginery.validate.config import ValidateConfig
@@ -37,6 +38,8 @@ COMMANDS = {
     ("report",): None,
     ("predict",): PredictConfig,
     ("serve",): ServeConfig,
+    ("publish",): PublishConfig,
+    ("pull",): None,
     ("lint",): None,
     ("doctor",): DoctorConfig,
     ("run",): None,
@@ -138,6 +141,10 @@ def test_unknown_command_names_the_nearest(cli):
         ("build", "no-such-directory", "--flavor", "trt"),
         ("build", "no-such-directory", "--count", "many"),
         ("inspect", "no-such-directory"),
+        ("publish", "no-such-directory", "registry"),
+        ("publish", "no-such-directory", "registry", "--alias", "a/b"),
+        ("pull", "mlfow:/name", "out"),
+        ("pull", "no-such-registry", "out"),
         ("provider-options", "no-such-directory"),
         ("doctor", "--require", "cud"),
         ("store", "list", "surplus"),

@@ -15,7 +15,8 @@ def test_public_names_are_these():
     assert enginery.__all__ == sorted(
         ["Artifact", "EngineryError", "Recipe", "__version__", "bench_model", "build_engine",
          "export_model", "load_model",
-         "optimize_model", "predict_file", "quantize_model", "run_recipe", "validate_model"]
+         "optimize_model", "predict_file", "publish_model", "pull_model", "quantize_model",
+         "run_recipe", "validate_model"]
     )  # fmt: skip
     assert dir(enginery) == enginery.__all__
 

@@ -318,6 +318,44 @@ def test_an_unknown_option_of_a_build_names_the_nearest():
     assert "unknown option 'capabilities' for build; did you mean 'capability'?" in error(text)
 
 
+# Providers.
+
+CUDA_LIST = """[{cuda: {device_id: 0, arena_extend_strategy: kNextPowerOfTwo, gpu_mem_limit: 2 GiB,
+        cudnn_conv_algo_search: HEURISTIC, do_copy_in_default_stream: true}}, cpu]"""
+
+
+@pytest.mark.parametrize("key", ["provider", "providers"])
+def test_providers_are_a_list_with_options_under_either_name(key):
+    assert only_validate(f"{key}: {CUDA_LIST}").provider == (
+        "cuda,cpu; cuda.device_id=0; cuda.arena_extend_strategy=kNextPowerOfTwo; "
+        "cuda.gpu_mem_limit=2147483648; cuda.cudnn_conv_algo_search=HEURISTIC; "
+        "cuda.do_copy_in_default_stream=1"
+    )
+    assert only_validate(f"{key}: CUDAExecutionProvider,cpu").provider == "cuda,cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("{providers: [{cuda: {devise_id: 0}}]}", "unknown option 'devise_id' for cuda; did you"),
+        ("{providers: [cudaa]}", "unknown execution provider 'cudaa'; did you mean 'cuda'?"),
+        ("{providers: [cpu], provider: cpu}", "validate has both 'provider' and 'providers'."),
+        ("{provders: [cpu]}", "unknown option 'provders' for validate; did you mean 'provider'?"),
+        ("{providers: [{cuda: {enable_cuda_graph: true}}]}", "Leave it out, and pass --cuda-graph"),
+        ("{provider: cuda, provider_option: cuda.enable_cuda_graph=1}", "pass --cuda-graph"),
+    ],
+)
+def test_providers_that_cannot_be_used_are_named_with_their_line(options, message):
+    said = error(f"model: m\nstages:\n  - export\n  - validate: {options}\n")
+    assert said.startswith("recipe.yaml:4: ")
+    assert message in said
+
+
+def test_a_stage_without_providers_does_not_know_them():
+    said = error("model: m\nstages: [export, build: {providers: [cpu]}]")
+    assert "unknown option 'providers' for build" in said
+
+
 # Another model.
 
 

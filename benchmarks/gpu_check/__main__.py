@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.gpu_check.goals import judge
 from benchmarks.gpu_check.page import page
 from benchmarks.gpu_check.parts import Outcome, chosen_parts, failures, run_parts
-from benchmarks.gpu_check.settings import PARTS, TEXT_MODELS
+from benchmarks.gpu_check.settings import PARTS, TEXT_MODELS, settings_for
 from enginery.bench.machine import describe_machine
 from enginery.core.errors import ProviderError
 from enginery.core.home import enginery_home
@@ -72,7 +72,8 @@ def main(words: list[str] | None = None) -> int:
         points = [point for outcome in outcomes.values()
                   for point in outcome["found"].get("points", [])]  # fmt: skip
         goals = judge(points, TEXT_MODELS, seconds=seconds, gpu=gpu,
-                      max_minutes=given.max_minutes)  # fmt: skip
+                      max_minutes=given.max_minutes,
+                      shapes=len(settings_for(quick=given.quick).points))  # fmt: skip
         document.update(
             seconds=seconds, complete=complete, parts=outcomes, failures=failures(outcomes),
             goals=[vars(goal) for goal in goals],

@@ -1,9 +1,11 @@
 """The goals of the project on an H200, judged by what was measured.
 
-    >>> [str(goal) for goal in judge(points, seconds=412, gpu="NVIDIA H200", max_minutes=8)][0]
-    'minilm at 1×128, host: 3.10 × PyTorch eager, 2 wanted: reached'
+    >>> goals = judge(points, ["minilm"], seconds=412, gpu="NVIDIA H200", max_minutes=8, shapes=9)
+    >>> goals[0].verdict
+    'reached'
 
-Pure: takes what the part `speed` left. On any other GPU figures are given without a verdict.
+Pure: takes what the part `speed` left. A goal is reached where the whole interval is on its side,
+missed where none of it is. On any other GPU figures are given without a verdict.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ BEHIND_COMPILED = 1.05
 MINILM_MS = 0.5
 """MiniLM at 1×128."""
 
+_NOT_MEASURED = "not measured"
+
 Points = Sequence[Mapping[str, Any]]
 
 
@@ -32,14 +36,21 @@ class Goal:
     goal: str
     figure: str
     verdict: str
-    """reached, missed, not measured, or `no verdict` and why."""
+    """reached, missed, not measured; `not decided` where the interval holds the goal; `reached at
+    7 of 9 points`; or `no verdict` and why."""
 
     def __str__(self) -> str:
         return f"{self.goal}: {self.figure}: {self.verdict}"
 
 
 def judge(
-    points: Points, models: Iterable[str], *, seconds: float, gpu: str, max_minutes: float
+    points: Points,
+    models: Iterable[str],
+    *,
+    seconds: float,
+    gpu: str,
+    max_minutes: float,
+    shapes: int,
 ) -> list[Goal]:
     """Every goal.
 
@@ -49,10 +60,11 @@ def judge(
         seconds: of the whole run.
         gpu: its name; empty for a dry run.
         max_minutes: that the whole run may take.
+        shapes: points that each model has, where all are measured.
     """
     names = list(models)
     goals = [goal for model in names for place in ("host", "device")
-             for goal in _of_model(points, model, place)]  # fmt: skip
+             for goal in _of_model(points, model, place, shapes)]  # fmt: skip
     goals.append(_minilm(points))
     took = seconds / 60
     goals.append(Goal(f"the whole run in {max_minutes:g} minutes", f"{took:.1f} minutes",
@@ -60,8 +72,7 @@ def judge(
     if GPU in gpu:
         return goals
     why = f"no verdict: goals hold on an {GPU}"
-    return [Goal(g.goal, g.figure, why if g.verdict in ("reached", "missed") else g.verdict)
-            for g in goals]  # fmt: skip
+    return [Goal(g.goal, g.figure, g.verdict if g.verdict == _NOT_MEASURED else why) for g in goals]
 
 
 def best_of_ours(point: Mapping[str, Any], place: str) -> tuple[str, float] | None:
@@ -72,7 +83,7 @@ def best_of_ours(point: Mapping[str, Any], place: str) -> tuple[str, float] | No
     return min(found.items(), key=lambda pair: pair[1]) if found else None
 
 
-def _of_model(points: Points, model: str, place: str) -> Iterator[Goal]:
+def _of_model(points: Points, model: str, place: str, shapes: int) -> Iterator[Goal]:
     mine = [point for point in points if point["model"] == model]
     for (batch, length), wanted in OVER_EAGER:
         goal = f"{model} at {batch}×{length}, {place}: {wanted:g} × PyTorch's eager mode"
@@ -83,15 +94,20 @@ def _of_model(points: Points, model: str, place: str) -> Iterator[Goal]:
     compared = [(ratio, point) for point in mine
                 if (ratio := _ratio(point, place, (COMPILED_SIDE,)))]  # fmt: skip
     if not compared:
-        yield Goal(goal, "–", "not measured")
+        yield Goal(goal, "–", _NOT_MEASURED)
         return
+    verdicts = [_of_interval(ratio["interval"], least=1 / BEHIND_COMPILED)
+                for ratio, _ in compared]  # fmt: skip
+    reached = verdicts.count("reached")
     worst, point = min(compared, key=lambda pair: pair[0]["speedup"])
     yield Goal(
         goal,
         f"at worst {worst['words']} ({worst['ours']}) at {point['batch']}×{point['sequence']}, "
-        f"of {len(compared)} points",
-        _verdict(reached=worst["speedup"] >= 1 / BEHIND_COMPILED),
-    )
+        f"of {len(compared)} points compared",
+        "missed" if "missed" in verdicts
+        else "reached" if reached >= shapes
+        else f"reached at {reached} of {shapes} points",
+    )  # fmt: skip
 
 
 def _ratio(point: Mapping[str, Any], place: str, sides: Sequence[str]) -> Mapping[str, Any] | None:
@@ -105,9 +121,9 @@ def _ratio(point: Mapping[str, Any], place: str, sides: Sequence[str]) -> Mappin
 
 def _goal(goal: str, ratio: Mapping[str, Any] | None, wanted: float) -> Goal:
     if ratio is None:
-        return Goal(goal, "–", "not measured")
+        return Goal(goal, "–", _NOT_MEASURED)
     figure = f"{ratio['speedup']:.2f} × {ratio['theirs']}, {ratio['words']} ({ratio['ours']})"
-    return Goal(goal, figure, _verdict(reached=ratio["speedup"] >= wanted))
+    return Goal(goal, figure, _of_interval(ratio["interval"], least=wanted))
 
 
 def _minilm(points: Points) -> Goal:
@@ -115,9 +131,23 @@ def _minilm(points: Points) -> Goal:
     at = next((p for p in points
                if (p["model"], p["batch"], p["sequence"]) == ("minilm", 1, 128)), None)  # fmt: skip
     best = best_of_ours(at, "host") if at else None
-    if best is None:
-        return Goal(goal, "–", "not measured")
-    return Goal(goal, f"{best[1]:.3f} ms ({best[0]})", _verdict(reached=best[1] <= MINILM_MS))
+    if at is None or best is None:
+        return Goal(goal, "–", _NOT_MEASURED)
+    span = at["latency"][f"{best[0]}, host"]["interval_ms"]
+    # Of a time less is better: what holds for its negative is judged.
+    verdict = _of_interval(span and (-span[1], -span[0]), least=-MINILM_MS)
+    within = f", {span[0]:.3f} to {span[1]:.3f}" if span else ""
+    return Goal(goal, f"{best[1]:.3f} ms{within} ({best[0]})", verdict)
+
+
+def _of_interval(interval: Sequence[float] | None, *, least: float) -> str:
+    """Whether a figure is at least so large, as surely as its interval says."""
+    if interval is None:
+        return "not decided: too few rounds"
+    low, high = interval
+    if low >= least:
+        return "reached"
+    return "missed" if high < least else "not decided: the interval holds the goal"
 
 
 def _verdict(*, reached: bool) -> str:

@@ -66,8 +66,8 @@ class Settings:
     """For an interval of 95 %, see bench/statistics.py."""
     max_rounds: int = 8
     point_seconds: float = 10.0
-    most_runs: int = 50
-    """Of one turn."""
+    most_runs: int = 1000
+    """Of one turn, which is 50 ms of runs: bench/rounds.py."""
     warm_up_seconds: float = 1.0
     compile_backend: str = "inductor"
 

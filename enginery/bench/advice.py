@@ -16,6 +16,7 @@ from enginery.bench.config import OURS
 from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, Measurement
 from enginery.runtime import advice as shared
 from enginery.runtime.advice import Advice
+from enginery.runtime.binding import BUCKETS
 from enginery.runtime.provider_names import CUDA, TENSORRT, TENSORRT_RTX, full_name
 
 _GPUS = (
@@ -24,6 +25,7 @@ _GPUS = (
 """Providers of GPUs alone; OpenVINO, for one, runs on CPUs too."""
 _MUCH_PADDING = 0.3
 _MUCH_COPYING = 0.25
+_READ_LESS = "and copy back only what is read: the pooled output instead of every token's."
 _FLAT = 1.3
 """A batch several times as large that takes up to so many times as long was not computing."""
 
@@ -62,6 +64,27 @@ def more_shapes_than_profiles(result: BenchResult) -> Iterator[Advice]:
             )
 
 
+def more_shapes_than_buckets(result: BenchResult) -> Iterator[Advice]:
+    """A shape beyond the buckets allocates its outputs anew, and has no CUDA graph."""
+    shapes = _shapes(result)
+    if shapes <= BUCKETS or not result.options.get("io_binding", True):
+        return
+    for record in _on_gpu(result):
+        if record.facts.get("profiles"):
+            continue
+        without = (
+            "run without a CUDA graph" if _has_graph(result) else "allocate their outputs anew"
+        )
+        yield Advice(
+            "shapes and buckets",
+            "there are more shapes than buckets of buffers on the GPU",
+            f"{record.name} ran {shapes} shapes; unless it is told otherwise a runner keeps "
+            f"{BUCKETS}, and others {without}",
+            f"Pad to at most {BUCKETS} sizes, or keep more, for more of the GPU's memory: "
+            f"OrtRunner(…, buckets={shapes}).",
+        )
+
+
 def launches_dominate(result: BenchResult) -> Iterator[Advice]:
     """A GPU that takes as long for one input as for several waits for its launches."""
     for record in _on_gpu(result):
@@ -70,13 +93,18 @@ def launches_dominate(result: BenchResult) -> Iterator[Advice]:
         for one, several in _batches(result, record.name):
             ratio = several[1].latency.median_ms / one[1].latency.median_ms
             if several[0].rows >= 4 and ratio < _FLAT:
+                recorded = _has_graph(result) and not one[1].notes
                 yield Advice(
                     "launches",
-                    "at batch 1 the GPU waits for kernel launches",
+                    "at batch 1 the GPU is not busy, with its CUDA graph"
+                    if recorded
+                    else "at batch 1 the GPU waits for kernel launches",
                     f"{record.name}: {one[1].latency.median_ms:.2f} ms for 1 input, "
                     f"{several[1].latency.median_ms:.2f} ms for {several[0].rows}",
-                    "Record a CUDA graph (--cuda-graph; each shape has its own), or batch requests "
-                    "together.",
+                    "Batch requests together."
+                    if recorded
+                    else "Record a CUDA graph (--cuda-graph; each shape has its own), or batch "
+                    "requests together.",
                 )
                 break
 
@@ -87,13 +115,18 @@ def copies_dominate(result: BenchResult) -> Iterator[Advice]:
         for found in case.measurements:
             if found.copies and found.copies["share"] > _MUCH_COPYING:
                 copies = found.copies
+                bare = result.contender(found.contender).kind == "onnxruntime"
+                whose = ", a session without binding," if bare else ""
                 yield Advice(
                     "host copies",
                     "copies between host and GPU take a large part of the time",
-                    f"{found.contender} at {_named(case)}: {copies['in_ms']:.2f} ms in, "
+                    f"{found.contender}{whose} at {_named(case)}: {copies['in_ms']:.2f} ms in, "
                     f"{copies['out_ms']:.2f} ms out, {copies['device_ms']:.2f} ms on the GPU",
-                    "Bind inputs and outputs to the GPU (IOBinding), and copy back only what is "
-                    "read: the pooled output instead of every token's.",
+                    "Inputs and outputs of our runner are bound already. Keep tensors on the GPU "
+                    f"from one model to the next (OrtRunner.run_on_device), {_READ_LESS}"
+                    if result.options.get("io_binding", True)
+                    else "Bind inputs and outputs to the GPU (IOBinding: leave --no-io-binding "
+                    f"out), {_READ_LESS}",
                 )
                 return
 
@@ -172,8 +205,9 @@ def too_many_threads(result: BenchResult) -> Iterator[Advice]:
 
 
 RULES: tuple[Callable[[BenchResult], Iterator[Advice]], ...] = (
-    gpu_slower_than_cpu, searching_convolutions, more_shapes_than_profiles, launches_dominate,
-    copies_dominate, int8_slower_than_fp16, much_padding, too_many_threads,
+    gpu_slower_than_cpu, searching_convolutions, more_shapes_than_profiles,
+    more_shapes_than_buckets, launches_dominate, copies_dominate, int8_slower_than_fp16,
+    much_padding, too_many_threads,
 )  # fmt: skip
 
 
@@ -181,9 +215,10 @@ def _why_slow(result: BenchResult, gpu: ContenderRecord) -> Iterator[str]:
     """What of the result slows a GPU."""
     for rule in (searching_convolutions, launches_dominate, copies_dominate):
         yield from (advice.evidence for advice in rule(result))
-    placed = gpu.facts.get("compute_nodes_on_cpu", [])
-    if placed:
-        yield f"{len(placed)} operations run on the CPU under it: {', '.join(placed[:3])}"
+    fallen = gpu.facts.get("placement", {}).get("fallen", [])
+    if fallen:
+        named = ", ".join(f"{node['name'] or 'unnamed'} ({node['op_type']})" for node in fallen[:3])
+        yield f"{len(fallen)} operations run on the CPU under it: {named}"
 
 
 def _is_gpu(record: ContenderRecord) -> bool:
@@ -192,6 +227,10 @@ def _is_gpu(record: ContenderRecord) -> bool:
 
 def _on_gpu(result: BenchResult) -> list[ContenderRecord]:
     return [record for record in result.contenders if _is_gpu(record) and record.kind == OURS]
+
+
+def _has_graph(result: BenchResult) -> bool:
+    return bool(result.options.get("cuda_graph", False))
 
 
 def _facts_of(result: BenchResult, record: ContenderRecord) -> dict[str, Any]:

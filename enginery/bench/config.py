@@ -76,11 +76,13 @@ class BenchConfig:
     smallest_difference: float = 0.02
     """Ratios nearer to 1 are no difference: the same program in two processes differs as much."""
     min_rounds: int = 10
-    """Turns that each contender has at each shape, unless `max_seconds` is over before."""
+    """Turns that each contender has at each shape, unless `max_seconds` is over before. As many as
+    an interval needs, 6 at a confidence of 0.95, are had all the same."""
     max_rounds: int = 60
     """The most turns of each contender at each shape."""
     max_seconds: float = 20.0
-    """For the rounds of one shape, all contenders together. At least one is run."""
+    """For the rounds of one shape, all contenders together. The rounds that an interval needs are
+    run even so; who alone has taken five times as long sits those out."""
     warm_up_seconds: float = 10.0
     """The longest warm-up of a contender at a shape."""
     seed: int = 0
@@ -94,11 +96,17 @@ def check_options(config: BenchConfig) -> None:
     contender_names(config)
     for name, least in (
         ("threads", 0), ("rows", 1), ("min_rounds", 1), ("multiple", 1), ("seed", 0),
-        ("max_rounds", config.min_rounds),
     ):  # fmt: skip
         if getattr(config, name) < least:
             found = getattr(config, name)
             raise OptionError(f"option '{name}' is {found}, expected {least} or more.")
+    if config.max_rounds < config.min_rounds:
+        raise OptionError(
+            f"option 'max_rounds' is {config.max_rounds}, expected {config.min_rounds} or more: "
+            f"'min_rounds' is {config.min_rounds}.",
+            do=f"Lower both: --min-rounds {max(1, config.max_rounds)} "
+            f"--max-rounds {max(1, config.max_rounds)}",
+        )
     for name, low, high in (("confidence", 0.5, 1.0), ("precision", 0.0, 1.0),
                             ("smallest_difference", -1e-9, 1.0), ("max_seconds", 0.0, 1e6),
                             ("warm_up_seconds", 0.0, 1e6)):  # fmt: skip

@@ -4,7 +4,8 @@
 >>> [plan.name for plan in plans], left_out
 (['enginery', 'onnxruntime', 'optimum', 'pytorch'], {'pytorch-fp16': 'on the CPU it is …'})
 
-A plan says what a process is to open; whether it can is known when it has tried.
+A plan says what a process is to open; whether it can is known when it has tried. Providers are
+chosen before, so that where one is fallen back from, nothing else is planned for its GPU.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from typing import Any
 from enginery.bench.config import AUTO, CONTENDERS, OURS, BenchConfig, contender_names
 from enginery.bench.subject import Subject
 from enginery.core.errors import ProviderError
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
+from enginery.runtime.binding import BUCKETS
+from enginery.runtime.engines import choose_with_engines
+from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
 from enginery.runtime.provider_wish import ProviderWish, parse_wishes
+from enginery.runtime.providers import Provider
 from enginery.runtime.run_fit import require_fit
 
 _LABELS = {
@@ -50,6 +54,8 @@ class Plan:
     io_binding: bool = True
     cuda_graph: bool = False
     shrink_arena: bool = False
+    buckets: int = BUCKETS
+    """Shapes that keep their buffers on a GPU, and their CUDA graphs."""
 
     @property
     def label(self) -> str:
@@ -77,34 +83,52 @@ def wishes_of(config: BenchConfig) -> tuple[ProviderWish, ...]:
 
 
 def plan_contenders(
-    subjects: Sequence[Subject], config: BenchConfig
+    subjects: Sequence[Subject], config: BenchConfig, *, buckets: int = BUCKETS
 ) -> tuple[list[Plan], dict[str, str]]:
     """Who is to run, and who cannot be expected to, with the reasons.
 
     Each artifact runs through our runner and, where it was not narrowed, bare ONNX Runtime;
     PyTorch and Optimum run once, for the first.
 
+    Args:
+        subjects: what is measured.
+        config: beside what, and on which providers.
+        buckets: shapes that our runner is to keep buffers and CUDA graphs for.
+
     Raises:
         OptionError: a contender is unknown, or as `wishes_of`.
-        ProviderError: one that was named cannot run, or as `wishes_of`.
+        ProviderError: one that was named cannot run, the provider cannot be had, or as
+            `wishes_of`.
     """
     named = contender_names(config)
     wishes = wishes_of(config)
-    on_gpu = wishes[0].full_name != CPU
+    heads = {
+        subject.name: choose_with_engines(
+            subject.artifact, subject.record, wishes, allow_fallback=config.allow_fallback
+        )[0][0]
+        for subject in subjects
+    }
     plans: list[Plan] = []
     left_out: dict[str, str] = {}
 
     def add(kind: str, subject: Subject, *, asked: bool) -> None:
         name = kind if len(subjects) == 1 else f"{subject.name}: {kind}"
-        on_cpu = kind == "enginery-cpu"
+        head = heads[subject.name]
+        providers = wishes
+        if kind == "enginery-cpu":
+            providers, head = (ProviderWish("cpu"),), Provider(CPU, "to stand beside")
+        elif kind == "optimum":  # it takes one provider, and falls back to none by itself
+            providers = (ProviderWish(short_name(head.name), head.options),)
+        device = _device(head)
         plans.append(
             Plan(
                 name, kind, subject.name, asked,
-                providers=(ProviderWish("cpu"),) if on_cpu else wishes,
-                device=_device(wishes[0]),
+                providers=providers,
+                device=device,
                 io_binding=config.io_binding,
-                cuda_graph=config.cuda_graph and not on_cpu,
+                cuda_graph=config.cuda_graph and device != "cpu",
                 shrink_arena=config.shrink_arena,
+                buckets=buckets,
             )
         )  # fmt: skip
 
@@ -114,9 +138,11 @@ def plan_contenders(
     for kind in wanted:
         repeated = kind in ("onnxruntime", "enginery-cpu")
         for subject in subjects if repeated else subjects[:1]:
+            head = heads[subject.name]
+            on_gpu = _device(head) != "cpu"
             reason = _obstacle(kind, subject, on_gpu=on_gpu)
             if not reason and not named:
-                reason = _not_by_itself(kind, on_gpu=on_gpu)
+                reason = _not_by_itself(kind, on_gpu=on_gpu, on_cpu=head.name == CPU)
             if reason and named:
                 raise ProviderError(
                     f"{kind} cannot run beside {subject.name}: {reason}.",
@@ -160,21 +186,21 @@ def _obstacle(kind: str, subject: Subject, *, on_gpu: bool) -> str:
     return ""
 
 
-def _not_by_itself(kind: str, *, on_gpu: bool) -> str:
+def _not_by_itself(kind: str, *, on_gpu: bool, on_cpu: bool) -> str:
     """Why `auto` leaves a contender out that could run."""
     if kind == "pytorch-fp16" and not on_gpu:
         return "PyTorch's FP16 is for GPUs; on the CPU it is slower than FP32 (name it to see)"
     if kind == "pytorch-compile" and not on_gpu:
         return "torch.compile compiles for each shape on the CPU, which takes minutes (name it)"
-    if kind == "enginery-cpu" and not on_gpu:
+    if kind == "enginery-cpu" and on_cpu:
         return "the CPU is measured anyway"
     return ""
 
 
-def _device(wish: ProviderWish) -> str:
+def _device(head: Provider) -> str:
     """Where PyTorch runs beside a provider: on the same GPU."""
-    if wish.full_name in (CUDA, TENSORRT, TENSORRT_RTX):
-        return f"cuda:{wish.options.get('device_id', '0')}"
+    if head.name in (CUDA, TENSORRT, TENSORRT_RTX):
+        return f"cuda:{head.options.get('device_id', '0')}"
     return "cpu"
 
 

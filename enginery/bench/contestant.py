@@ -28,7 +28,13 @@ import numpy as np  # noqa: E402  starting is measured
 
 from enginery.bench.copies import measure_copies  # noqa: E402
 from enginery.bench.nvml import Nvml  # noqa: E402
-from enginery.bench.opened import BareSession, Opened, Run, open_contender  # noqa: E402
+from enginery.bench.opened import (  # noqa: E402
+    BareSession,
+    Opened,
+    OurRunner,
+    Run,
+    open_contender,
+)
 from enginery.bench.warmup import take_turn, warm_up  # noqa: E402
 from enginery.core.artifact import Artifact  # noqa: E402
 from enginery.core.child import end_with_parent  # noqa: E402
@@ -47,6 +53,7 @@ class Contestant:
         self._run: Run | None = None
         self._feeds: dict[str, Any] = {}
         self._device_id = 0
+        self._device_memory: Answer = {}
 
     def answer(self, command: Mapping[str, Any]) -> Answer:
         """Does what a command says; raises EngineryError where it cannot be done."""
@@ -82,7 +89,10 @@ class Contestant:
         if command["seconds"] <= 0:
             return {"prepared": True}
         found = warm_up(self._run, max_seconds=command["seconds"])
-        return {**vars(found)}
+        self._look_at_memory()
+        opened = self._ready()
+        note = opened.note_on(self._feeds) if isinstance(opened, OurRunner) else ""
+        return {**vars(found), "notes": [note] if note else []}
 
     def turn(self, command: Mapping[str, Any]) -> Answer:
         """The times of some runs; `cold` ones are timed from the first on."""
@@ -90,8 +100,11 @@ class Contestant:
         if command.get("cold"):
             before = time.perf_counter()
             run()
-            return {"times_ms": [(time.perf_counter() - before) * 1e3]}
-        return {"times_ms": take_turn(run, runs=command["runs"])}
+            times = [(time.perf_counter() - before) * 1e3]
+        else:
+            times = take_turn(run, runs=command["runs"])
+        self._look_at_memory()
+        return {"times_ms": times}
 
     def copies(self, command: Mapping[str, Any]) -> Answer:
         """The copies to and from the device, apart."""
@@ -115,19 +128,36 @@ class Contestant:
             return {"joules": (nvml.energy_joules() - before) / runs}
 
     def memory(self, command: Mapping[str, Any]) -> Answer:  # noqa: ARG002
-        """Peaks so far, and what the session says of itself."""
-        found: Answer = {"peak_rss_bytes": peak_rss_bytes()}
+        """The most memory so far, and what the session says of itself.
+
+        That opens further sessions, whose memory is none of the contender's.
+        """
+        self._look_at_memory()
+        found: Answer = {"peak_rss_bytes": peak_rss_bytes(), **self._device_memory}
         if self._opened is not None:
             found["facts"] = self._opened.facts()
-            if self._opened.providers and "CPU" in self._opened.providers[0]["name"]:
-                found["device_memory"] = "it runs on the CPU"
-                return found
+        return found
+
+    def _look_at_memory(self) -> None:
+        """Keeps the most that this process was seen to hold of the GPU; between turns it is told.
+
+        The driver counts nothing by itself: what a run took and gave back in it is not seen.
+        """
+        if "device_memory" in self._device_memory:
+            return  # it is not told, and will not be
+        providers = self._opened.providers if self._opened else []
+        if providers and "CPU" in providers[0]["name"]:
+            self._device_memory = {"device_memory": "it runs on the CPU"}
+            return
         try:
             with Nvml.open(self._device_id) as nvml:
-                found["device_memory_bytes"] = nvml.memory_bytes(os.getpid())
+                held = nvml.memory_bytes(os.getpid())
         except ProviderError as error:
-            found["device_memory"] = error.message
-        return found
+            if not self._device_memory:
+                self._device_memory = {"device_memory": error.message}
+            return
+        most = max(held, self._device_memory.get("device_memory_bytes", 0))
+        self._device_memory = {"device_memory_bytes": most}
 
     def _ready(self) -> Opened:
         if self._opened is None:

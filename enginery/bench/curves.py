@@ -4,7 +4,8 @@
 ['latency-by-batch', 'latency-by-sequence', 'speedup', 'throughput']
 
 A figure is a function that draws, so that the same one becomes a file and a part of the page. Lines
-of latency have the median's interval as bars; ratios have theirs.
+of latency have the median's interval as bars; ratios have theirs, and a hollow mark where the
+rounds were too few for one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from enginery.bench.result import BenchResult, CaseResult, Measurement
 from enginery.core.figures import Draw
 
 Point = tuple[CaseResult, Measurement]
+
+FIGURES = ("latency-by-batch", "latency-by-sequence", "throughput", "speedup", "images")
+"""All that there may be."""
 
 _AXES = ("batch", "sequence")
 
@@ -58,7 +62,9 @@ def caption(name: str, result: BenchResult) -> str:
         "speedup": f"Speed beside {reference_of(result)}, every shape",
         "images": "Median time of each image by its pixels",
     }
-    return f"{words[name]}{at}; bars are intervals" if name == "speedup" else f"{words[name]}{at}"
+    if name == "speedup":
+        return f"{words[name]}; bars are intervals, hollow marks have too few rounds for one"
+    return f"{words[name]}{at}"
 
 
 def _most_common(result: BenchResult, dim: str) -> int | None:
@@ -107,22 +113,28 @@ def _throughput(result: BenchResult, fixed: int | None, axes: Any) -> None:
 
 
 def _log_axes(axes: Any, sizes: Sequence[int]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
 
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    low, high = axes.get_ylim()
-    if high / low < 30:  # one decade has one label, or none; its parts need theirs
+    _label_decades(axes.yaxis, *axes.get_ylim())
+
+
+def _label_decades(axis: Any, low: float, high: float) -> None:
+    """Plain numbers on a log axis; one decade has one label, or none, and its parts get theirs."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if high / low < 30:
         every = high / low < 4
-        axes.yaxis.set_minor_formatter(
+        axis.set_minor_formatter(
             FuncFormatter(lambda value, _: f"{value:g}" if every else _half_decade(value))
         )
-        axes.yaxis.set_tick_params(which="minor", labelsize=8)
+        axis.set_tick_params(which="minor", labelsize=8)
     else:
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _half_decade(value: float) -> str:
@@ -134,6 +146,7 @@ def _speedup(result: BenchResult, reference: str, axes: Any) -> None:
     """A row for each shape, a mark for each contender, with its interval."""
     names = [record.name for record in result.contenders if record.name != reference]
     labels = []
+    labelled: set[str] = set()
     for row, case in enumerate(result.cases):
         labels.append("×".join(str(size) for size in case.sizes.values()) or "fixed")
         for place, name in enumerate(names):
@@ -146,26 +159,31 @@ def _speedup(result: BenchResult, reference: str, axes: Any) -> None:
             low, high = found.interval or (found.speedup, found.speedup)
             low, high = (1 / high, 1 / low) if flipped else (low, high)
             offset = (place - (len(names) - 1) / 2) * 0.6 / max(1, len(names))
-            style = {"color": f"C{place}", "marker": "os^DvPX"[place % 7], "linestyle": "none"}
+            style = {"color": f"C{place}", "marker": "os^DvPX"[place % 7], "linestyle": "none",
+                     "fillstyle": "full" if found.interval else "none"}  # fmt: skip
             axes.errorbar(
                 [value], [row + offset], xerr=[[max(0, value - low)], [max(0, high - value)]],
-                capsize=2, label=name if row == 0 else None, **style,
+                capsize=2, label=None if name in labelled else name, **style,
             )  # fmt: skip
+            labelled.add(name)
     axes.axvline(1, color="0.5", linewidth=1, linestyle="--")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     dims = "×".join(result.cases[0].sizes) or "shape"
     axes.set(xlabel=f"times as fast as {reference}", ylabel=dims)
-    axes.set_xlim(left=0)
+    # Half as fast is as far from 1 as twice as fast.
+    axes.set_xscale("log")
+    _label_decades(axes.xaxis, *axes.get_xlim())
     axes.legend(fontsize=9, loc="best")
 
 
 def _images(result: BenchResult, axes: Any) -> None:
     if result.images is None:
         return
+    height = 2 if result.images.layout == "first" else 1
     for name in result.images.totals:
         points = sorted(
-            (image.shape[-1] * image.shape[-2] / 1e6, image.median_ms[name])
+            (image.shape[height] * image.shape[height + 1] / 1e6, image.median_ms[name])
             for image in result.images.images
         )
         axes.plot(*zip(*points, strict=True), linestyle="none", label=name)

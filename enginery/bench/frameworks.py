@@ -174,8 +174,8 @@ class OptimumModel:
                 f"optimum runs {artifact.path} on {', '.join(found)}, not on {provider}."
             )
         self.providers = [
-            {"name": name, "reason": "chosen by Optimum", "options": given if name == provider
-             else {}} for name in found
+            {"name": name, "reason": "asked for" if name == provider else "added by Optimum",
+             "options": given if name == provider else {}} for name in found
         ]  # fmt: skip
         self.tools = {**runtime_version(), **tool_versions(["optimum", "optimum-onnx", "torch"])}
         whose = ", its default" if io_binding else ", as asked for"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ class ImageInputs:
 
     files: list[Path]
     spec: TensorSpec
-    layout: str
+    layout: Literal["first", "last"]
     multiple: int
     processor: ImageProcessor | None
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from enginery.bench.config import OURS
 from enginery.core.artifact import Artifact
-from enginery.core.errors import InputError, MissingPackageError, ProviderError
+from enginery.core.errors import EngineryError, InputError, MissingPackageError, ProviderError
 from enginery.core.feeds import Feeds
 from enginery.core.fingerprint import runtime_version, tool_versions
 from enginery.core.manifest import GraphRecord
@@ -25,7 +25,6 @@ from enginery.core.profile_choice import choose_profile
 from enginery.runtime.binding import run_options
 from enginery.runtime.engines import choose_with_engines, reachable_profile, wrapper_of
 from enginery.runtime.ort import OrtRunner, open_session, shrink_config
-from enginery.runtime.placement import read_placement
 from enginery.runtime.profiles import sizes_of
 from enginery.runtime.provider_wish import ProviderWish
 
@@ -110,15 +109,25 @@ class OurRunner:
             artifact, graph=record.file, providers=wishes_of_plan(plan),
             allow_fallback=allow_fallback, threads=threads, io_binding=plan["io_binding"],
             cuda_graph=plan["cuda_graph"], shrink_arena=plan["shrink_arena"],
+            buckets=plan["buckets"],
         )  # fmt: skip
-        self._model = artifact.path / record.file
+        self._cuda_graph = bool(plan["cuda_graph"])
+        self._smallest: Feeds | None = None
         self.providers = [asdict(provider) for provider in self._runner.providers]
         self.tools = runtime_version()
         self.notes: list[str] = []
 
     def prepared(self, feeds: Feeds) -> Run:
         """One call of the runner."""
+        if self._smallest is None or _elements(feeds) < _elements(self._smallest):
+            self._smallest = feeds
         return lambda: self._runner(feeds)
+
+    def note_on(self, feeds: Feeds) -> str:
+        """What is to be said of the runs on these inputs, once there was one; empty for nothing."""
+        if self._cuda_graph and not self._runner.is_captured(feeds):
+            return "ran without a CUDA graph: all that are kept were recorded for shapes before it"
+        return ""
 
     def facts(self) -> dict[str, Any]:
         """The engines' names and profiles; without engines, which provider runs which nodes."""
@@ -127,14 +136,14 @@ class OurRunner:
         return found if engines else {**found, **self._placed()}
 
     def _placed(self) -> dict[str, Any]:
+        """On the smallest inputs that were run: multiply-adds are counted on the CPU."""
         try:
-            placement = read_placement(self._model, self._runner.providers)
-        except ProviderError as error:
+            placement = self._runner.placement(self._smallest)
+        except EngineryError as error:
             return {"no_placement": error.message}
-        return {
-            "placement": placement.as_json()["providers"],
-            "compute_nodes_on_cpu": [f"{n.name} ({n.op_type})" for n in placement.fallen],
-        }
+        feeds = self._smallest or {}
+        shapes = {name: list(array.shape) for name, array in feeds.items()}
+        return {"placement": {**placement.as_json(), "counted_on": shapes}}
 
     def close(self) -> None:
         """Frees the sessions."""
@@ -199,6 +208,10 @@ class BareSession:
     def close(self) -> None:
         """Frees the sessions."""
         self._sessions = []
+
+
+def _elements(feeds: Feeds) -> int:
+    return sum(array.size for array in feeds.values())
 
 
 def torch_tools() -> dict[str, str]:

@@ -9,11 +9,12 @@ PosixPath('minilm/reports/report.html')
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from enginery.bench.curves import caption, draw_figures, height_of
+from enginery.bench.curves import FIGURES, caption, draw_figures, height_of
 from enginery.bench.page import render_page
 from enginery.bench.result import BenchResult
 from enginery.bench.rows import lines, tables
@@ -34,6 +35,8 @@ from enginery.core.staging import write_beside
 
 PAGE = f"{REPORTS}/report.html"
 _BENCHMARK = "benchmark.json"
+_WHERE = ("Contenders", "Placement", "Compute on the CPU", "Copies between devices", "Left out")
+"""Tables of what ran, and where."""
 _WIDTH = 4.8
 """Inches: on a telephone of 360 pixels the figure's text is still 9 pixels high."""
 
@@ -67,6 +70,13 @@ def write_report(path: Path) -> Path:
     return page
 
 
+def remove_figures(directory: Path, *, kept: Collection[str] = ()) -> None:
+    """Removes the figures of an earlier bench; what other stages drew stays."""
+    for name in FIGURES:
+        if name not in kept:
+            (directory / f"{name}.svg").unlink(missing_ok=True)
+
+
 def read_benchmark(path: Path) -> BenchResult | None:
     """What `reports/benchmark.json` holds; None where there is none.
 
@@ -94,10 +104,11 @@ def bench_sections(result: BenchResult, figures_at: Path) -> list[Section]:
             svg = figure_svg(draw, width=_WIDTH, height=height_of(name, result))
             write_beside(figures_at / f"{name}.svg", svg.encode())
             figures.append(Figure(svg, caption(name, result)))
+        remove_figures(figures_at, kept=draw_figures(result))
     else:
         notes.append(NOT_DRAWN)
     found = tables(result)
-    placed = {"Contenders", "Placement", "Left out", "Padding", "Advice"}
+    apart = {*_WHERE, "Padding", "Advice"}
     machine = result.machine
     gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) or machine["no_gpu"]
     facts = {
@@ -118,17 +129,13 @@ def bench_sections(result: BenchResult, figures_at: Path) -> list[Section]:
     )
     speed = Section(
         "Speed", lead=lead, figures=figures, notes=[*lines(result)[1:], *notes[len(result.notes):]],
-        tables=[Table(title, rows) for title, rows in found.items() if title not in placed],
+        tables=[Table(title, rows) for title, rows in found.items() if title not in apart],
     )  # fmt: skip
     advice = [Table("Findings", found["Advice"])] if "Advice" in found else []
     padding = [Table("Padding by batch", found["Padding"])] if "Padding" in found else []
     sections = [speed]
     if advice or padding:
         sections.append(Section("Advice", tables=[*advice, *padding]))
-    rest = [
-        Table(title, found[title])
-        for title in ("Contenders", "Placement", "Left out")
-        if title in found
-    ]
+    rest = [Table(title, found[title]) for title in _WHERE if title in found]
     sections.append(Section("What ran, and where", facts=facts, tables=rest))
     return sections

@@ -32,6 +32,7 @@ class ContenderRecord:
     peak_rss_bytes: int
     """The most host memory that its process had, over all shapes."""
     device_memory_bytes: int | None
+    """The most of the GPU's memory that its process was seen to hold after a turn."""
     device_memory: str
     """Why that is not known; empty where it is."""
     facts: dict[str, Any]
@@ -55,6 +56,8 @@ class Measurement:
     joules_per_run: float | None = None
     copies: dict[str, float] | None = None
     """Medians of one run's parts on a GPU: in_ms, device_ms, out_ms, and their share."""
+    notes: list[str] = field(default_factory=list)
+    """What was otherwise at this shape: it ran without a CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,10 @@ class ImagesResult:
     """Of the later passes, each over all images."""
     comparisons: list[Comparison]
     passes: int
+    layout: Literal["first", "last"] = "first"
+    """Where the channels are in the shapes: before height and width, or behind them."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """Contenders that could not run the images, with the reason."""
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from enginery.bench.notes import is_overloaded
 from enginery.bench.result import BenchResult
 from enginery.bench.statistics import Latency
 from enginery.runtime.provider_names import short_name
 
 Row = dict[str, str]
 _NOTHING = "–"
+_SHOWN = 8
 
 
 def tables(result: BenchResult) -> dict[str, list[Row]]:
@@ -25,6 +28,8 @@ def tables(result: BenchResult) -> dict[str, list[Row]]:
         "All images": image_total_rows(result),
         "Contenders": contender_rows(result),
         "Placement": placement_rows(result),
+        "Compute on the CPU": fallen_rows(result),
+        "Copies between devices": copy_rows(result),
         "Padding": padding_rows(result),
         "Advice": advice_rows(result),
         "Left out": [{"contender": n, "because": why} for n, why in result.left_out.items()],
@@ -40,6 +45,18 @@ def lines(result: BenchResult) -> list[str]:
     for reason in dict.fromkeys(result.unknown.values()):
         names = ", ".join(name for name, why in result.unknown.items() if why == reason)
         said.append(f"not measured: {names}: {reason.rstrip('.')}")
+    for record in result.contenders:
+        if problem := record.facts.get("no_placement"):
+            said.append(f"where the nodes of {record.name} run is not known: {problem.rstrip('.')}")
+        said += [f"{record.name}: {note}" for note in record.notes]
+    at: dict[str, list[str]] = {}
+    for case in result.cases:
+        for one in case.measurements:
+            for note in one.notes:
+                at.setdefault(f"{one.contender} {note}", []).append(_shape(case.sizes))
+    said += [f"{note}: at {', '.join(shapes)}" for note, shapes in at.items()]
+    if result.images:
+        said += [f"{name} did not run: {why}" for name, why in result.images.problems.items()]
     return said + [f"note: {note}" for note in result.notes]
 
 
@@ -78,8 +95,9 @@ def comparison_rows(result: BenchResult) -> list[Row]:
     shaped = [(_shape(case.sizes), c) for case in result.cases for c in case.comparisons]
     shaped += [("all images", c) for c in result.images.comparisons] if result.images else []
     head = _dims(result.cases[0].sizes) if result.cases else "over"
+    busy = "; on a busy machine" if is_overloaded(result.machine) else ""
     return [
-        {head: shape, "contender": c.contender, "beside": c.base, "is": c.words}
+        {head: shape, "contender": c.contender, "beside": c.base, "is": c.words + busy}
         for shape, c in shaped
     ]
 
@@ -127,9 +145,10 @@ def contender_rows(result: BenchResult) -> list[Row]:
             "is": record.label,
             "runs on": ", ".join(short_name(p["name"]) for p in record.providers)
             or str(record.facts.get("device", _NOTHING)),
+            "because": record.providers[0]["reason"] if record.providers else _NOTHING,
             "load": f"{record.load_seconds:.1f} s",
             "peak memory": f"{record.peak_rss_bytes / 1e6:,.0f} MB",
-            "GPU memory": f"{record.device_memory_bytes / 1e6:,.0f} MB"
+            "most GPU memory seen": f"{record.device_memory_bytes / 1e6:,.0f} MB"
             if record.device_memory_bytes is not None
             else _NOTHING,
             "versions": ", ".join(f"{tool} {version}" for tool, version in record.tools.items()),
@@ -139,18 +158,62 @@ def contender_rows(result: BenchResult) -> list[Row]:
 
 
 def placement_rows(result: BenchResult) -> list[Row]:
-    """How many nodes of each of our runners each provider runs."""
+    """How many nodes of each of our runners, and how much of their work, each provider has."""
+    found = []
+    for name, placed in _placements(result):
+        total = sum(part["multiply_adds"] for part in placed["providers"])
+        counted = placed["multiply_adds_counted"]
+        found += [
+            {
+                "contender": name,
+                "provider": short_name(part["name"]),
+                "nodes": str(part["nodes"]),
+                "for shapes": str(part["for_shapes"]),
+                "multiply-adds": f"{part['multiply_adds']:,}" if counted else _NOTHING,
+                "share": f"{part['multiply_adds'] / total:.1%}" if total else _NOTHING,
+                "most": ", ".join(f"{n} {op}" for op, n in list(part["op_types"].items())[:4]),
+            }
+            for part in placed["providers"]
+        ]
+    return found
+
+
+def fallen_rows(result: BenchResult) -> list[Row]:
+    """The compute nodes that are on the CPU although another provider was asked for."""
     return [
         {
-            "contender": record.name,
-            "provider": short_name(part["name"]),
-            "nodes": str(part["nodes"]),
-            "for shapes": str(part["for_shapes"]),
-            "most": ", ".join(f"{n} {op}" for op, n in list(part["op_types"].items())[:4]),
+            "contender": name,
+            "node": node["name"] or "unnamed",
+            "op": node["op_type"],
+            "multiply-adds": f"{node['multiply_adds']:,}"
+            if placed["multiply_adds_counted"]
+            else _NOTHING,
         }
-        for record in result.contenders
-        for part in record.facts.get("placement", [])
+        for name, placed in _placements(result)
+        for node in placed["fallen"]
     ]
+
+
+def copy_rows(result: BenchResult) -> list[Row]:
+    """How many Memcpy nodes each run of ours has, and which."""
+    return [
+        {
+            "contender": name,
+            "copies in a run": str(len(copies)),
+            "nodes": ", ".join(copies[:_SHOWN])
+            + (f" and {len(copies) - _SHOWN} more" if len(copies) > _SHOWN else ""),
+        }
+        for name, placed in _placements(result)
+        if (copies := placed["copies"])
+    ]
+
+
+def _placements(result: BenchResult) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """`Placement.as_json` of each of our runners; results of before it was kept whole have none."""
+    for record in result.contenders:
+        placed = record.facts.get("placement")
+        if isinstance(placed, Mapping):
+            yield record.name, placed
 
 
 def padding_rows(result: BenchResult) -> list[Row]:

@@ -27,12 +27,14 @@ from enginery.bench.advice import advise
 from enginery.bench.cases import sweep
 from enginery.bench.config import OURS, BenchConfig, check_options
 from enginery.bench.contenders import Plan, for_images, plan_contenders, wishes_of
+from enginery.bench.image_passes import measure_images
 from enginery.bench.images import ImageInputs
 from enginery.bench.machine import describe_machine
-from enginery.bench.measure import measure_case, measure_images, on_gpu
+from enginery.bench.measure import measure_case, on_gpu
+from enginery.bench.notes import fallback_notes, stage_notes
 from enginery.bench.padding import measure_padding
 from enginery.bench.process import Contender
-from enginery.bench.report import write_report
+from enginery.bench.report import remove_figures, write_report
 from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, ImagesResult
 from enginery.bench.subject import Subject, with_unique_names
 from enginery.core.artifact import REPORTS, Artifact
@@ -40,12 +42,11 @@ from enginery.core.errors import EngineryError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.staging import write_beside
+from enginery.runtime.binding import BUCKETS
 from enginery.runtime.provider_wish import wish_text
 
 STAGE = "bench"
 REPORT = f"{REPORTS}/benchmark.json"
-_BUSY = 0.5
-"""Processes a core that wanted to run before anything was measured."""
 
 
 def run(
@@ -80,12 +81,14 @@ def run(
         [Subject.of(model, config.graph, allow_failed=config.allow_failed) for model in models]
     )
     by_name = {subject.name: subject for subject in subjects}
-    plans, left_out = plan_contenders(subjects, config)
     inputs = ImageInputs.of(subjects[0], config) if config.images else None
     if inputs:
         _require_same_images(subjects, inputs, config)
-        plans = for_images(plans, left_out)
     cases = [] if inputs else sweep(subjects, config)
+    # Every shape keeps its buffers and its CUDA graph; images come as they would in use.
+    plans, left_out = plan_contenders(subjects, config, buckets=max(BUCKETS, len(cases)))
+    if inputs:
+        plans = for_images(plans, left_out)
     padding = measure_padding(subjects[0], config)
     machine = describe_machine()
     results: list[CaseResult] = []
@@ -115,7 +118,7 @@ def run(
         padding=padding,
         advice=[],
         unknown=unknown,
-        notes=_notes(machine, results),
+        notes=stage_notes(machine, results, records, config),
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=round(time.monotonic() - started, 3),
     )
@@ -148,12 +151,22 @@ def _started(
                 progress.say(f"{plan.name} is left out: {error.message}")
                 continue
             found[plan.name] = stack.enter_context(contender)
+        for note in fallback_notes([(n, one.loaded["providers"]) for n, one in found.items()]):
+            progress.say(note)
         yield found
 
 
 def _record(contender: Contender, subject: Subject) -> ContenderRecord:
     """What a contender says of itself at the end."""
-    plan, loaded, found = contender.plan, contender.loaded, contender.ask("memory")
+    plan, loaded = contender.plan, contender.loaded
+    notes: list[str] = loaded["notes"]
+    try:
+        found = contender.ask("memory")
+    except EngineryError as error:  # it failed at a shape, which is told there
+        if plan.asked:
+            raise
+        found = {"facts": {}, "peak_rss_bytes": loaded["rss_bytes"], "device_memory": error.message}
+        notes = [*notes, f"peak memory is that after loading: {error.message}"]
     facts: dict[str, Any] = dict(found["facts"])
     if plan.kind == OURS:
         facts["convolutions"] = subject.convolutions()
@@ -170,7 +183,7 @@ def _record(contender: Contender, subject: Subject) -> ContenderRecord:
         device_memory_bytes=found.get("device_memory_bytes"),
         device_memory=found.get("device_memory", ""),
         facts=facts,
-        notes=loaded["notes"],
+        notes=notes,
     )
 
 
@@ -200,20 +213,6 @@ def _require_same_images(
             )
 
 
-def _notes(machine: Mapping[str, Any], cases: Sequence[CaseResult]) -> list[str]:
-    notes = []
-    load, cpus = machine["load"], machine["usable_cpus"]
-    if load is not None and load > _BUSY * cpus:
-        notes.append(
-            f"the machine was busy before: a load of {load:.1f} on {cpus} CPUs; ratios hold "
-            "better than times"
-        )
-    unsettled = sum(not m.settled for case in cases for m in case.measurements)
-    if unsettled:
-        notes.append(f"{unsettled} warm-ups ended by their bounds before the times had settled")
-    return notes
-
-
 def _write(
     result: BenchResult, subjects: Sequence[Subject], out: str | Path, progress: Progress
 ) -> None:
@@ -224,5 +223,6 @@ def _write(
     for place in places:
         (place / REPORTS).mkdir(parents=True, exist_ok=True)
         write_beside(place / REPORT, result.to_json())
+        remove_figures(place / REPORTS)
         page = write_report(place)
         progress.say(f"wrote {page}")

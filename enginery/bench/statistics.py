@@ -97,12 +97,13 @@ def compare(
 
     Args:
         base: the base's turns, in ms.
-        contender: the contender's, of the same rounds.
+        contender: the contender's, from the same first round on. Where one has more, because the
+            other sat the last rounds out, those are in no pair.
         confidence: of the interval.
         smallest: a ratio within this share of 1 is no difference.
         names: the contender's and the base's.
     """
-    pairs = zip(base, contender, strict=True)
+    pairs = zip(base, contender, strict=False)
     ratios = [median(theirs) / median(ours) for theirs, ours in pairs]
     middle = median(ratios)
     interval = median_interval(ratios, confidence=confidence)
@@ -117,7 +118,9 @@ def compare(
 
 
 def _ratio(value: float) -> str:
-    """Three decimals near 1, where two would hide on which side it is."""
+    """Three decimals near 1, where two would hide on which side it is; 0.0042 and not 0.00."""
+    if value < 0.1:
+        return f"{value:.2g}"
     return f"{value:.3f}" if abs(value - 1) < 0.1 else f"{value:.2f}"
 
 

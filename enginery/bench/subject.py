@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, ProviderError
@@ -142,7 +142,7 @@ def artifact_of_file(path: Path) -> Artifact:
     return Artifact(path.parent, manifest)
 
 
-def image_layout(spec: TensorSpec) -> str:
+def image_layout(spec: TensorSpec) -> Literal["first", "last"]:
     """`first` for (batch, channels, height, width), `last` for channels at the end.
 
     Raises:

@@ -5,16 +5,18 @@
     $ enginery validate build/name --profile batch=1:8:32,sequence=8:64:128
 
 Exit status: 0 when everything asked for is true, 1 when a check says no, 2 when it cannot be done,
-3 when rows of predict have no answer.
+3 when rows of predict have no answer, 130 and 143 when SIGINT or SIGTERM ended it.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from cyclopts import CycloptsError
 
@@ -23,6 +25,7 @@ from enginery.cli import (  # noqa: F401  each adds its commands
     making,
     measuring,
     predicting,
+    publishing,
     serving,
     store,
 )
@@ -31,6 +34,8 @@ from enginery.cli.app import application as app
 from enginery.core.errors import EngineryError, OptionError
 
 __all__ = ["app", "main"]
+
+_TERMINATED = 128 + signal.SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,7 +48,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(_status(words))
+    with _unwinding_on_sigterm(words):
+        status = _status(words)
+    sys.exit(status)
+
+
+@contextmanager
+def _unwinding_on_sigterm(words: Sequence[str]) -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: nothing temporary is left, no process of its own.
+
+    `serve` drains its requests by itself, and its processes listen for the signal.
+    """
+    if words[:1] == ["serve"] or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one would stop the tidying up
+        raise SystemExit(_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _status(words: Sequence[str]) -> int:
@@ -60,6 +88,11 @@ def _status(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         failure = EngineryError("interrupted.")
         failure.exit_code = 130
+    except SystemExit as ended:
+        if ended.code != _TERMINATED:
+            raise
+        failure = EngineryError("ended by SIGTERM.")
+        failure.exit_code = _TERMINATED
     else:
         return 0
     with suppress(OSError):  # there may be nowhere left to say it

@@ -90,6 +90,7 @@ def inspect(
     *,
     verify: Flag = False,
     placement: Flag = False,
+    graph: str = "",
     provider: str = "",
     provider_option: tuple[str, ...] = (),
     allow_fallback: bool = False,
@@ -100,11 +101,13 @@ def inspect(
     Parameters
     ----------
     path
-        The directory of an artifact, or of one engine in it.
+        The directory of an artifact, or of one engine in it; or any .onnx file.
     verify
         Read every file again instead of trusting its size and times.
     placement
         Load the graph and show which provider runs which nodes, and what fell to the CPU.
+    graph
+        Which of several graphs is placed; empty for the first.
     provider
         Execution providers in order of preference, for --placement: tensorrt,cuda,cpu. Empty: what
         the variable ENGINERY_PROVIDERS says, and else cpu.
@@ -115,10 +118,9 @@ def inspect(
     """
     from enginery.core.engine_record import ENGINE_FILE
 
-    if not placement and (provider or provider_option or allow_fallback):
-        raise OptionError(
-            "a provider is named, and nothing is to be placed on it.", do="Add --placement."
-        )
+    if not placement and (provider or provider_option or allow_fallback or graph):
+        named = "a graph" if graph else "a provider"
+        raise OptionError(f"{named} is named, and nothing is to be placed.", do="Add --placement.")
     if (path / ENGINE_FILE).is_file():
         _inspect_engine(path, verify=verify, output=output)
         return
@@ -126,8 +128,14 @@ def inspect(
     from enginery.core.artifact import Artifact
 
     console = output.console()
-    opened = Artifact.open(path, verify=verify)
-    engines = show_engines.engines_of(opened)
+    is_bare = path.suffix == ".onnx"
+    if is_bare:
+        from enginery.bench.subject import artifact_of_file
+
+        opened = artifact_of_file(path)
+    else:
+        opened = Artifact.open(path, verify=verify)
+    engines = [] if is_bare else show_engines.engines_of(opened)
     found, reason = None, ""
     if placement:
         from enginery.runtime.ort import OrtRunner
@@ -136,16 +144,23 @@ def inspect(
         wishes = parse_wishes(provider, provider_option, default="cpu")
         with (
             console.task("loading the graph"),
-            OrtRunner(opened, providers=wishes, allow_fallback=allow_fallback) as runner,
+            OrtRunner(
+                opened, graph=graph, providers=wishes, allow_fallback=allow_fallback
+            ) as runner,
         ):
             found, reason = runner.placement(), runner.providers[0].reason
     placed = {"placement": {**found.as_json(), "reason": reason}} if found else {}
-    console.json(show_engines.artifact_json(opened, engines) | placed)
-    console.table(str(path), show.artifact_rows(opened))
+    if is_bare:
+        graphs = [record.model_dump(mode="json") for record in opened.manifest.graphs]
+        console.json({"path": str(path), "graphs": graphs} | placed)
+    else:
+        console.json(show_engines.artifact_json(opened, engines) | placed)
+        console.table(str(path), show.artifact_rows(opened))
     console.table("Inputs and outputs", show.interface_rows(opened))
-    console.table("Made by", show.stage_rows(opened))
-    console.table("Files", show.file_rows(opened))
-    console.table("Engines", show_engines.list_rows(engines))
+    if not is_bare:
+        console.table("Made by", show.stage_rows(opened))
+        console.table("Files", show.file_rows(opened))
+        console.table("Engines", show_engines.list_rows(engines))
     if found:
         console.table("Placement", found.rows())
         console.table("Compute on the CPU", found.node_rows())

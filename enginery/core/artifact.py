@@ -21,7 +21,14 @@ from enginery.core.errors import ArtifactError, RejectedArtifactError
 from enginery.core.fingerprint import combined_sha256, sha256_of
 from enginery.core.locks import named_lock
 from enginery.core.manifest import SCHEMA_VERSION, FileRecord, GraphRecord, Manifest, Verdict
-from enginery.core.staging import MANIFEST, STAGING_PREFIX, refuse_foreign, staging, write_beside
+from enginery.core.staging import (
+    CARD,
+    MANIFEST,
+    STAGING_PREFIX,
+    refuse_foreign,
+    staging,
+    write_beside,
+)
 
 REPORTS = "reports"
 
@@ -150,7 +157,7 @@ def commit_artifact(directory: Path, manifest: Manifest) -> None:
     files = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        if path.is_file() and name != MANIFEST and not name.startswith(f"{REPORTS}/"):
+        if path.is_file() and name not in (MANIFEST, CARD) and not name.startswith(f"{REPORTS}/"):
             files[name] = FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size)
     complete = manifest.model_copy(update={"files": files})
     (directory / MANIFEST).write_bytes(_manifest_bytes(complete))

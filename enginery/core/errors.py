@@ -9,6 +9,7 @@
     │   └── RejectedArtifactError    whole, but its validation failed
     ├── ExportError                  the model could not be turned into a sound ONNX graph
     ├── ProviderError                an execution provider cannot be had, or did not take the model
+    ├── RegistryError                a registry cannot be reached, refuses, or holds something else
     ├── InputError                   a text, an image, a tensor or a data file cannot be used
     ├── MissingPackageError          an optional package is needed and not installed
     ├── CheckFailedError             exit 1: everything ran, and the answer is no
@@ -65,6 +66,10 @@ class ExportError(EngineryError):
 
 class ProviderError(EngineryError):
     """An execution provider cannot be had, or did not take the model."""
+
+
+class RegistryError(EngineryError):
+    """A registry cannot be reached, refuses, or holds something else than was asked for."""
 
 
 class InputError(EngineryError):

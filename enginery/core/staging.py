@@ -12,6 +12,7 @@ however it dies: what nobody holds is a leftover, and the next run removes it.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -25,6 +26,10 @@ from pathlib import Path
 from enginery.core.errors import ArtifactError
 
 MANIFEST = "manifest.json"
+CARD = "README.md"
+"""The model card that publishing adds; no file of the model."""
+LISTING = "reports/publication.json"
+"""The listing that it leaves of all files."""
 STAGING_PREFIX = ".tmp-"
 # linux/fs.h and fcntl.h
 _RENAME_EXCHANGE = 2
@@ -159,10 +164,20 @@ def _strangers(artifact: Path) -> list[str]:
         name.as_posix()
         for name in names
         if name.as_posix() not in known
-        and name.as_posix() != MANIFEST
+        and name.as_posix() not in (MANIFEST, *_card(artifact))
         and name.parts[0] != "reports"
         and not name.name.startswith(STAGING_PREFIX)
     )
+
+
+def _card(artifact: Path) -> tuple[str, ...]:
+    """The card, where it is the one that publishing wrote; a text of one's own is none."""
+    try:
+        listed = json.loads((artifact / LISTING).read_text(encoding="utf-8"))["files"]
+        found = hashlib.sha256((artifact / CARD).read_bytes()).hexdigest()
+        return (CARD,) if listed[CARD]["sha256"] == found else ()
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
 
 
 def _sync(directory: Path) -> None:

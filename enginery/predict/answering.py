@@ -11,8 +11,9 @@ It may be called from several threads. Rows are independent: where one cannot be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,17 @@ from enginery.predict.asking import (
 from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import PredictConfig
 from enginery.predict.counts import Counts
-from enginery.predict.rows import Piece, Values
+from enginery.predict.rows import Piece, Reader, Values
 from enginery.predict.token_batches import Meter, RunPool, WindowModel
+from enginery.predict.workers import in_order
 from enginery.runtime.image_model import ImageModel
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.provider_names import CPU
 from enginery.runtime.run_fit import require_fit
+
+_TEXT_WINDOWS = 2
+"""While the batches of one run, the other is tokenized or its answers are written. For images,
+whose preparation takes longer than a thread's run, there is a window for each worker."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Answered:
     counts: Counts
     first_bad: tuple[int, str] | None
     """The number of the first bad row, from 0, and what is wrong with it."""
+    done: float = 0.0
+    """The share of the input, 0 to 1, that was read by then."""
 
 
 class Answerer(Closing):
@@ -85,7 +93,7 @@ class Answerer(Closing):
         self._runner = OrtRunner(
             artifact, providers=wishes, allow_fallback=config.allow_fallback,
             threads=1 if on_cpu else 0, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
-            shrink_arena=config.shrink_arena,
+            shrink_arena=config.shrink_arena, keep_optimized=config.optimized_graph,
         )  # fmt: skip
         self._pool = RunPool(workers)
         self._texts: WindowModel | None = None
@@ -129,8 +137,7 @@ class Answerer(Closing):
         Raises:
             InputError: the input has a column of such a name already.
         """
-        dim = self._dim() if self.task == "feature-extraction" else 0
-        return AnswerColumns.of(self.task, self._config, kept, names, dim=dim)
+        return AnswerColumns.of(self.task, self._config, kept, names, dim=self.dim)
 
     def __call__(self, piece: Piece, columns: AnswerColumns) -> Answered:
         """The answers to a window, row by row.
@@ -165,13 +172,29 @@ class Answerer(Closing):
         first_bad = None if bad is None else (piece.first + bad, errors[bad])
         return Answered(piece.first, batch, counts, first_bad)
 
+    def stream(
+        self, reader: Reader, columns: AnswerColumns, *, skip: int
+    ) -> Generator[Answered, None, None]:
+        """The rows after the first `skip`, answered, window by window in their order.
+
+        Raises:
+            InputError: the input cannot be read to its end.
+        """
+        threads = self.workers if self.takes_images else _TEXT_WINDOWS
+        windows = reader.read(skip)
+        for answered in in_order(partial(self, columns=columns), windows, threads=threads):
+            yield replace(answered, done=reader.done())
+
     def close(self) -> None:
         """Frees the session."""
         self._pool.close()
         self._runner.close()
 
-    def _dim(self) -> int:
-        """The length of a vector. One answer says it; not every graph does."""
+    @property
+    def dim(self) -> int:
+        """The length of a vector, 0 for other answers. One answer says it; not every graph does."""
+        if self.task != "feature-extraction":
+            return 0
         probe: Any = "a"
         if self._images:
             from PIL import Image

@@ -10,6 +10,7 @@ from enginery.core.errors import OptionError
 Format = Literal["auto", "csv", "tsv", "jsonl", "parquet", "text", "images"]
 Activation = Literal["auto", "softmax", "sigmoid", "none"]
 Aggregation = Literal["none", "simple", "first", "average", "max"]
+Engine = Literal["local", "ray"]
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,15 @@ class PredictConfig:
     anew."""
     allow_failed: bool = False
     """Take an artifact whose validation failed."""
+    optimized_graph: bool = True
+    """Keep the graph as ONNX Runtime optimizes it for this processor in the store: the next run
+    starts faster and takes less memory."""
     workers: int = 0
-    """Batches that run at the same time on the CPU, one thread each; 0 for one a core. Another
-    provider runs one at a time."""
+    """Batches that run at the same time, one thread each on the CPU; 0 for one a core, and in an
+    actor of Ray for one."""
     window: int = 1024
     """Rows that are sorted by length together before they are cut into batches."""
-    batch_tokens: int = 512
+    batch_tokens: int = 256
     """Padded tokens of a batch; one text alone may have more. A GPU wants many more than a CPU."""
     batch_rows: int = 64
     """The most rows of a batch."""
@@ -76,12 +80,21 @@ class PredictConfig:
     """Time after which a part is closed although it has fewer rows."""
     fail_fast: bool = False
     """Stop at the first bad row."""
+    engine: Engine = "local"
+    """Where windows are answered: in this process, or by actors of a Ray cluster."""
+    ray_address: str = ""
+    """The cluster's, as `10.0.0.7:6379`, of which this machine is a node; `auto` for the one that
+    runs here. Empty: what `RAY_ADDRESS` says, and else a Ray of this run's own."""
+    ray_actors: int = 0
+    """The most actors, each with a model of its own; 0 for as many as the cluster has room for."""
+    ray_gpus: float = 0.0
+    """GPUs of an actor: 0.5 puts two on one GPU."""
 
     def __post_init__(self) -> None:
         """Raises OptionError for a value that no run could have."""
         least = {
             "top_k": 0, "max_answer_tokens": 1, "workers": 0, "window": 1, "batch_tokens": 1,
-            "batch_rows": 1, "part_rows": 1,
+            "batch_rows": 1, "part_rows": 1, "ray_actors": 0, "ray_gpus": 0,
         }  # fmt: skip
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
@@ -94,11 +107,18 @@ class PredictConfig:
                 do="A tab is $'\\t' in a shell.",
             )
         _require_encoding(self.encoding)
+        for name in ("ray_address", "ray_actors", "ray_gpus"):
+            if self.engine == "local" and getattr(self, name):
+                raise OptionError(
+                    f"{name} is {getattr(self, name)}, and the engine is local.",
+                    do="Say --engine ray, or leave it out.",
+                )
 
 
 WITHOUT_EFFECT = (
     "workers", "window", "batch_tokens", "batch_rows", "part_rows", "part_seconds", "fail_fast",
     "allow_failed", "provider", "provider_option", "io_binding", "cuda_graph", "shrink_arena",
+    "optimized_graph", "engine", "ray_address", "ray_actors", "ray_gpus",
 )  # fmt: skip
 """Options that do not change an answer beyond its rounding: they are not in the fingerprint. The
 providers are, as they are understood."""

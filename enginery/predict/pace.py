@@ -19,18 +19,18 @@ class Pace:
     """Tells at intervals; the share that is done moves a bar of 100 steps."""
 
     def __init__(
-        self, progress: Progress, advance: Callable[[], None], *, done: float = 0.0
+        self, progress: Progress, advance: Callable[[], None], *, resumed: int = 0
     ) -> None:
         """Starts the clock.
 
         Args:
             progress: who is told.
             advance: moves the bar by one.
-            done: the share that an earlier run had finished.
+            resumed: rows that an earlier run had finished.
         """
-        self._progress, self._advance = progress, advance
+        self._progress, self._advance, self._resumed = progress, advance, resumed
         self._started = self._told = time.monotonic()
-        self._from, self._steps = done, 0
+        self._from, self._steps = 0.0, 0
 
     def tell(self, *, rows: int, done: float) -> None:
         """Moves the bar, and says a line if the last one is some time ago.
@@ -39,6 +39,9 @@ class Pace:
             rows: how many this run has answered.
             done: the share of the input, 0 to 1, that is read.
         """
+        if not self._steps and self._resumed:
+            # What an earlier run had read is not known; its rows are, and so are those since.
+            self._from = done * self._resumed / (self._resumed + rows)
         while self._steps < int(done * 100):
             self._advance()
             self._steps += 1

@@ -1,36 +1,27 @@
-"""The whole of the work between an open input and its parts on the disk.
+"""The whole of the work between answered windows and their parts on the disk.
 
-    >>> write_parts(answerer, reader, columns, journal, config, kind="parquet")
-
-Two windows are on their way at a time: while the batches of one run, the other is tokenized or its
-answers are written. For images, whose preparation takes longer than a thread's run, there is a
-window for each worker.
+>>> windows = answerer.stream(reader, columns, skip=journal.counts.rows)
+>>> write_parts(windows, columns, journal, config, kind="parquet")
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from enginery.core.errors import InputError
 from enginery.core.progress import SILENT, Progress
-from enginery.predict.answering import Answered, Answerer
+from enginery.predict.answering import Answered
 from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import PredictConfig
 from enginery.predict.counts import Counts
 from enginery.predict.journal import Journal
 from enginery.predict.pace import Pace
-from enginery.predict.rows import Reader
-from enginery.predict.workers import in_order
 from enginery.predict.writing import OutputFormat, PartWriter
-
-_TEXT_WINDOWS = 2
 
 
 def write_parts(
-    answerer: Answerer,
-    reader: Reader,
+    windows: Iterator[Answered],
     columns: AnswerColumns,
     journal: Journal,
     config: PredictConfig,
@@ -38,39 +29,44 @@ def write_parts(
     kind: OutputFormat,
     progress: Progress = SILENT,
 ) -> None:
-    """Answers the rows that no finished part has, part after part, and says when that is all.
+    """Writes the rows that no finished part has, part after part, and says when that is all.
+
+    Args:
+        windows: answered, from the first row that no part has.
+        columns: of the windows.
+        journal: of the output.
+        config: when a part ends.
+        kind: of the output.
+        progress: who is told.
 
     Raises:
         InputError: the input cannot be read to its end, or holds no rows; with `fail_fast`, the
             first bad row. The parts that are finished stay.
     """
     resumed = journal.counts.rows
-    threads = answerer.workers if answerer.takes_images else _TEXT_WINDOWS
-    answered = in_order(partial(answerer, columns=columns), reader.read(resumed), threads=threads)
     with progress.task("predicting", total=100) as advance:
-        pace = Pace(progress, advance, done=reader.done())
-        tell = partial(_tell, pace, reader, resumed)
-        while _write_part(answered, columns, journal, config, kind, tell):
+        pace = Pace(progress, advance, resumed=resumed)
+
+        def tell(rows: int, done: float) -> None:
+            pace.tell(rows=rows - resumed, done=done)
+
+        while _write_part(windows, columns, journal, config, kind, tell):
             pass
     if not journal.counts.rows:
         raise InputError("the input holds no rows.")
     journal.close_rows()
 
 
-def _tell(pace: Pace, reader: Reader, resumed: int, rows: int) -> None:
-    pace.tell(rows=rows - resumed, done=reader.done())
-
-
 def _write_part(
-    answered: Iterator[Answered], columns: AnswerColumns, journal: Journal, config: PredictConfig,
-    kind: OutputFormat, tell: Callable[[int], None],
+    windows: Iterator[Answered], columns: AnswerColumns, journal: Journal, config: PredictConfig,
+    kind: OutputFormat, tell: Callable[[int, float], None],
 ) -> bool:  # fmt: skip
     """Writes the next part; False where there was nothing left for one."""
     counts = Counts()
     first_bad = ""
     until = time.monotonic() + config.part_seconds
     with PartWriter(journal.path(len(journal.parts)), kind, columns.schema) as part:
-        for window in answered:
+        for window in windows:
             if window.first_bad:
                 row, problem = window.first_bad
                 first_bad = first_bad or f"row {row + 1}: {problem}"
@@ -78,7 +74,7 @@ def _write_part(
                     raise InputError(f"{first_bad}.", do="Leave out --fail-fast to go on.")
             part.write(window.batch)
             counts += window.counts
-            tell(journal.counts.rows + counts.rows)
+            tell(journal.counts.rows + counts.rows, window.done)
             if counts.rows >= config.part_rows or time.monotonic() > until:
                 break
     if not counts.rows:

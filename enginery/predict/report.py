@@ -30,7 +30,8 @@ class PredictReport:
     providers: tuple[str, ...]
     notes: tuple[str, ...]
     boot_seconds: float
-    """Until the first batch went to the session, imports of this process not included."""
+    """Until the first batch went to the session, imports of this process not included; on Ray until
+    the first window came back."""
     total_seconds: float
     """Of this run."""
     peak_rss_bytes: int

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -41,6 +41,7 @@ from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import WITHOUT_EFFECT, PredictConfig
 from enginery.predict.delimited import LineReader
 from enginery.predict.journal import Journal, is_whole, only_run
+from enginery.predict.on_ray import RayAnswerer
 from enginery.predict.parts import write_parts
 from enginery.predict.reading import ImageReader, input_format, on_disk, open_input
 from enginery.predict.report import PredictReport, sidecar
@@ -111,19 +112,19 @@ def run(
         if done := finished_report(output, key, force=force):
             progress.say(f"predict: {output} is there, whole and of the same: nothing to do")
             return done
-        workers = config.workers or usable_cores()
         with ExitStack() as opened:
             # The session loads while the input is looked at; neither waits for the other.
             side = opened.enter_context(ThreadPoolExecutor(1))
             base = path if path.is_dir() else path.parent
-            loading = side.submit(Answerer, artifact, config, workers=workers, base=base)
+            loading = side.submit(_open, artifact, config, base)
             try:
                 columns = column_names(artifact.manifest.task, config)
                 reader = open_input(path, columns, config, raw_lines=kind == "jsonl")
             except BaseException:
                 _drop(loading)
                 raise
-            answerer = opened.enter_context(loading.result())
+            answerer = loading.result()
+            opened.enter_context(answerer)
             _require_shape(reader, columns, answerer)
             written = answerer.columns(reader.schema, reader.names)
             journal = Journal.open(output, key, str(written.schema))
@@ -131,11 +132,12 @@ def run(
             if resumed:
                 progress.say(f"predict: going on after {resumed:,} rows of an earlier run")
             if not journal.whole:
-                write_parts(
-                    answerer, reader, written, journal, config, kind=kind, progress=progress
-                )
+                # Closed here and not when the error of a run is forgotten: it holds the workers.
+                with closing(answerer.stream(reader, written, skip=resumed)) as windows:
+                    write_parts(windows, written, journal, config, kind=kind, progress=progress)
             first_run = answerer.first_run or started
             providers, notes = tuple(answerer.providers), answerer.notes
+            workers = answerer.workers
         # The session is gone by now: its memory is free for the row groups.
         report = PredictReport(
             output=str(output), task=artifact.manifest.task, worked=True, counts=journal.counts,
@@ -198,7 +200,16 @@ def finished_report(output: Path, key: Fingerprint, *, force: bool) -> PredictRe
     return found
 
 
-def _require_shape(reader: Reader, columns: tuple[str, ...], answerer: Answerer) -> None:
+def _open(artifact: Artifact, config: PredictConfig, base: Path) -> Answerer | RayAnswerer:
+    """What answers windows of rows; raises what opening it raises."""
+    if config.engine == "ray":
+        return RayAnswerer(artifact, config, base=base)
+    return Answerer(artifact, config, workers=config.workers or usable_cores(), base=base)
+
+
+def _require_shape(
+    reader: Reader, columns: tuple[str, ...], answerer: Answerer | RayAnswerer
+) -> None:
     """Raises InputError for lines or images where the model wants something else."""
     if isinstance(reader, ImageReader) and not answerer.takes_images:
         raise InputError(f"the input is images, but the model does {answerer.task} of texts.")
@@ -222,7 +233,7 @@ def _spool(output: Path) -> Path:
     return output.with_name(f"{output.name}.stdin")
 
 
-def _drop(loading: Future[Answerer]) -> None:
+def _drop(loading: Future[Answerer | RayAnswerer]) -> None:
     """Closes what was loaded for nothing; its own error is not the one to show."""
     with suppress(EngineryError):
         loading.result().close()

@@ -39,6 +39,9 @@ from enginery.runtime.device_values import (
 )
 from enginery.runtime.profiles import sizes_of
 
+BUCKETS = 8
+"""Combinations of input shapes that keep their buffers, where nobody says how many."""
+
 _NO_CAPTURE = "-1"
 _GRAPH_ID = "gpu_graph_id"
 
@@ -69,7 +72,7 @@ class DeviceBinding(Closing):
         outputs: Sequence[TensorSpec],
         device: Device | None = None,
         *,
-        buckets: int = 8,
+        buckets: int = BUCKETS,
         capture: bool = False,
         run_config: Mapping[str, str] | None = None,
     ) -> None:
@@ -103,6 +106,7 @@ class DeviceBinding(Closing):
         self._run_config = dict(run_config or {})
         self._buckets: OrderedDict[tuple[tuple[int, ...], ...], _Bucket] = OrderedDict()
         self._captured: dict[tuple[tuple[int, ...], ...], _Bucket] = {}
+        self._graphs = 0
         self._lock = threading.Lock()
         self._shapes_vary = False
 
@@ -154,6 +158,11 @@ class DeviceBinding(Closing):
         """The input shapes of each bucket that is kept, the one used longest ago first."""
         return (*self._captured, *self._buckets)
 
+    @property
+    def captured(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The input shapes, in the order of the inputs, whose runs are recorded."""
+        return tuple(self._captured)
+
     def _run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         if self._session is None:
             raise ProviderError("the binding is closed.")
@@ -171,6 +180,7 @@ class DeviceBinding(Closing):
             if self._try_without_buffers(bucket):
                 return self._found(bucket)
             self._buckets.pop(key, None)  # its outputs may be half written
+            self._captured.pop(key, None)
             shapes = ", ".join(f"{spec.name} {shape}" for spec, shape in
                                zip(self._inputs, key, strict=True))  # fmt: skip
             raise InputError(f"the graph fails on {shapes}: {error}") from error
@@ -203,7 +213,8 @@ class DeviceBinding(Closing):
         sizes = sizes_of(self._inputs, shapes)
         self._bind_outputs(bucket, sizes)
         if self.capture and len(self._captured) < self._limit:
-            bucket.graph = str(len(self._captured) + 1)
+            self._graphs += 1  # a number of its own: one that failed is not used again
+            bucket.graph = str(self._graphs)
             self._captured[key] = bucket
             return bucket
         self._buckets[key] = bucket

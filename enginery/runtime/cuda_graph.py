@@ -1,6 +1,6 @@
 """Whether a graph can be captured as a CUDA graph, and the provider's option for it.
 
-    >>> with_cuda_graph([artifact.model], choose_providers(["cuda"]))[0].options
+    >>> with_cuda_graph([(artifact.model, feeds)], choose_providers(["cuda"]))[0].options
     {'enable_cuda_graph': '1'}
 
 ONNX Runtime refuses as well, without a word on which node it is. Not run on a GPU yet.
@@ -8,12 +8,15 @@ ONNX Runtime refuses as well, without a word on which node it is. Not run on a G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from enginery.core.errors import ProviderError
-from enginery.runtime.placement import read_placement
+from numpy.typing import NDArray
+
+from enginery.core.errors import InputError, ProviderError
+from enginery.runtime.placement import Placement, read_placement
 from enginery.runtime.provider_names import CUDA, TENSORRT, TENSORRT_RTX, short_name
 from enginery.runtime.providers import Provider
 
@@ -25,11 +28,15 @@ _CUDA_GRAPH = {
 _SHOWN = 5
 
 
-def with_cuda_graph(paths: Sequence[Path], providers: Sequence[Provider]) -> list[Provider]:
+def with_cuda_graph(
+    graphs: Sequence[tuple[Path, Mapping[str, NDArray[Any]]]], providers: Sequence[Provider]
+) -> list[Provider]:
     """The providers, the first with its option for CUDA graphs.
 
     Args:
-        paths: the ONNX files of the sessions.
+        graphs: the ONNX file of each session with an array for each of its inputs. One run on
+            them tells arithmetic on shapes, which may be the CPU's, from the same ops on tensors,
+            and shows the copies between the devices.
         providers: as `choose_providers` gives them.
 
     Raises:
@@ -42,16 +49,37 @@ def with_cuda_graph(paths: Sequence[Path], providers: Sequence[Provider]) -> lis
             f"cuda_graph is set, and {short_name(head.name)} has no CUDA graphs.",
             do="Leave it out, or run on cuda, tensorrt or tensorrt-rtx.",
         )
-    for path in paths:
-        if nodes := read_placement(path, providers).uncapturable():
-            named = ", ".join(
-                f"{node.name or 'unnamed'} ({node.op_type} on {short_name(node.provider)})"
-                for node in nodes[:_SHOWN]
-            )
-            more = f" and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else ""
+    for path, feeds in graphs:
+        if reasons := _reasons(_placed(path, providers, feeds)):
             raise ProviderError(
-                f"{path.name} cannot be captured as a CUDA graph: {named}{more}.",
-                do="Every node has to be the provider's, without If, Loop and Scan: leave "
-                "cuda_graph out.",
+                f"{path.name} cannot be captured as a CUDA graph: {'; '.join(reasons)}.",
+                do="Every node has to be the provider's, without If, Loop, Scan and copies between "
+                "the devices: leave cuda_graph out.",
             )
     return [replace(head, options={**head.options, **_CUDA_GRAPH[head.name]}), *below]
+
+
+def _placed(
+    path: Path, providers: Sequence[Provider], feeds: Mapping[str, NDArray[Any]]
+) -> Placement:
+    try:
+        return read_placement(path, providers, feeds)
+    except InputError:
+        # Made-up inputs do not fit every graph. Without a run nodes are told by their ops alone;
+        # what that misses has a copy before or behind it, and ONNX Runtime refuses those.
+        return read_placement(path, providers)
+
+
+def _reasons(placement: Placement) -> list[str]:
+    """What forbids a capture, by name."""
+    nodes = [
+        f"{node.name or 'unnamed'} ({node.op_type} on {short_name(node.provider)})"
+        for node in placement.uncapturable()
+    ]
+    copies = [f"the copy {name}" for name in placement.copies]
+    return [
+        ", ".join(names[:_SHOWN])
+        + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        for names in (nodes, copies)
+        if names
+    ]

@@ -29,13 +29,14 @@ _NO_IMAGE = (OSError, SyntaxError, ValueError)
 """What Pillow raises for a damaged file."""
 
 
-def load_image(source: Any, *, name: str = "image") -> Image:
+def load_image(source: Any, *, name: str = "image", max_pixels: int = 0) -> Image:
     """An upright RGB image.
 
     Args:
         source: a path, the bytes of a file, a Pillow image, or a uint8 array (height, width),
             (height, width, 1), 3 or 4 channels.
         name: what the message calls it, `image 3`.
+        max_pixels: the most pixels of an image from a file; 0 for Pillow's own limit.
 
     Raises:
         InputError: the file is missing or not a whole image, or the pixels are not 8 bits deep.
@@ -44,10 +45,10 @@ def load_image(source: Any, *, name: str = "image") -> Image:
     from PIL import ImageOps
 
     if isinstance(source, str | Path):
-        image = _from_file(Path(source), name)
+        image = _from_file(Path(source), name, max_pixels)
         name = f"{name} ({source})"
     elif isinstance(source, bytes):
-        image = _from_bytes(source, name)
+        image = _from_bytes(source, name, max_pixels)
     elif isinstance(source, np.ndarray):
         image = _from_array(source, name)
     elif isinstance(source, Pillow.Image):
@@ -71,37 +72,42 @@ def load_image(source: Any, *, name: str = "image") -> Image:
         raise InputError(f"{name} cannot be decoded: {error}.") from error
 
 
-def _from_file(path: Path, name: str) -> Image:
+def _from_file(path: Path, name: str, max_pixels: int) -> Image:
     try:
-        return _opened(path)
+        return _opened(path, name, max_pixels)
     except FileNotFoundError:
         raise InputError(f"{name}: there is no file {path}.") from None
     except _NO_IMAGE as error:
         raise InputError(f"{name}: {path} is not a whole image: {error}.") from error
 
 
-def _from_bytes(content: bytes, name: str) -> Image:
+def _from_bytes(content: bytes, name: str, max_pixels: int) -> Image:
     from PIL import UnidentifiedImageError
 
     try:
-        return _opened(BytesIO(content))
+        return _opened(BytesIO(content), name, max_pixels)
     except UnidentifiedImageError:  # its message has an address of memory
         raise InputError(f"{name} is not an image of a format that Pillow reads.") from None
     except _NO_IMAGE as error:
         raise InputError(f"{name} is not a whole image: {error}.") from error
 
 
-def _opened(source: Path | BytesIO) -> Image:
+def _opened(source: Path | BytesIO, name: str, max_pixels: int) -> Image:
     from PIL import Image as Pillow
     from PIL import ImageOps
 
     try:
         with Pillow.open(source) as opened:
+            if max_pixels and opened.width * opened.height > max_pixels:
+                raise InputError(
+                    f"{name} has {opened.width} × {opened.height} pixels, at most {max_pixels:,} "
+                    "are read."
+                )
             opened.load()
             # While the file is open: some formats read their EXIF late.
             return ImageOps.exif_transpose(opened)
     except Pillow.DecompressionBombError as error:
-        raise ValueError(str(error)) from error
+        raise InputError(f"{name} has more pixels than are read: {error}") from error
 
 
 def _from_array(array: np.ndarray[Any, Any], name: str) -> Image:

@@ -72,13 +72,18 @@ class ImageModel:
         rows = self._rows(images)
         return np.stack(rows) if rows else np.empty((0, self._dim()), np.float32)
 
-    def pixels(self, image: Any, index: int = 0) -> NDArray[Any]:
+    def pixels(self, image: Any, index: int = 0, *, max_pixels: int = 0) -> NDArray[Any]:
         """One image as the graph takes it: (channels, height, width), of the graph's dtype.
+
+        Args:
+            image: what `load_image` takes.
+            index: its place, for messages.
+            max_pixels: the most pixels of an image from a file; 0 for Pillow's own limit.
 
         Raises:
             InputError: the image cannot be used; the message calls it by its index.
         """
-        array = self.processor(load_image(image, name=f"image {index}"))
+        array = self.processor(load_image(image, name=f"image {index}", max_pixels=max_pixels))
         self._require_fit(array, index)
         return array.astype(self.runner.record.inputs[0].dtype)
 

@@ -59,15 +59,18 @@ class NodeWork:
 
 
 def count_node_work(model: Path, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NodeWork]:
-    """What each node does on these feeds, by the node's name; nodes without a name are left out.
+    """What each node does on these feeds, by the node's name; one without has `unnamed_7`.
 
-    Of a node inside a loop the last round is counted.
+    ONNX Runtime's placement knows no such name, so that the work of those nodes is told as nobody's
+    in particular. Of a node inside a loop the last round is counted.
 
     Raises:
         InputError: the CPU cannot run the graph on the feeds: it has no kernel for it (bfloat16,
             an engine), or the feeds do not fit.
     """
     graph = load_graph(model)
+    for number, node in enumerate(_nodes(graph.graph, {})):
+        node.name = node.name or f"unnamed_{number}"
     types, shapes = _profiled(graph.SerializeToString(), model.parent, feeds)
     known: dict[str, Shape] = {name: array.shape for name, array in feeds.items()}
     nodes = list(_nodes(graph.graph, known))
@@ -111,6 +114,11 @@ def _matmul(inputs: list[Shape], output: Shape) -> int:
     return math.prod(output) * inner
 
 
+def _quantized_matmul(inputs: list[Shape], output: Shape) -> int:
+    """QLinearMatMul and com.microsoft::QGemm: a scale and a zero point follow each operand."""
+    return _matmul([inputs[0], inputs[3]], output)
+
+
 def _convolution(weight: int) -> Callable[[list[Shape], Shape], int]:
     """Output elements times what one of them sums: the kernel over the channels of its group."""
     return lambda inputs, output: math.prod(output) * math.prod(inputs[weight][1:])
@@ -145,10 +153,10 @@ def _attention(inputs: list[Shape], _output: Shape) -> int:
 _COUNTED: dict[str, Callable[[list[Shape], Shape], int]] = {
     **dict.fromkeys(
         ("MatMul", "Gemm", "FusedMatMul", "FusedGemm", "TransposeMatMul", "FusedMatMulActivation",
-         "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QLinearMatMul",
-         "MatMulNBits", "QGemm"),
+         "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulNBits"),
         _matmul,
     ),
+    **dict.fromkeys(("QLinearMatMul", "QGemm"), _quantized_matmul),
     **dict.fromkeys(("Conv", "FusedConv", "NhwcFusedConv", "NhwcConv", "ConvInteger"),
                     _convolution(1)),
     "QLinearConv": _convolution(3),

@@ -28,7 +28,7 @@ from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, dynamic_dims
-from enginery.runtime.binding import DeviceBinding, run_options
+from enginery.runtime.binding import BUCKETS, DeviceBinding, run_options
 from enginery.runtime.cuda_graph import with_cuda_graph
 from enginery.runtime.device_values import device_of, read_value, shaped_like
 from enginery.runtime.engines import choose_with_engines, reachable_profile, wrapper_of
@@ -36,6 +36,7 @@ from enginery.runtime.loaded_graph import optimized_graph
 from enginery.runtime.placement import Placement, read_placement
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
 from enginery.runtime.providers import Provider, ProviderWish, parse_wishes
+from enginery.runtime.run_fit import require_fit
 from enginery.runtime.sessions import new_session
 
 Feeds = Mapping[str, NDArray[Any]]
@@ -66,6 +67,7 @@ class OrtRunner(Closing):
         shrink_arena: bool = False,
         keep_optimized: bool = False,
         spinning: bool = True,
+        buckets: int = BUCKETS,
     ) -> None:
         """Opens the sessions.
 
@@ -80,22 +82,26 @@ class OrtRunner(Closing):
         threads: intra-op threads; 0 for ONNX Runtime's choice, one a physical core.
         io_binding: on NVIDIA's providers, keep inputs and outputs in buffers on the GPU.
         cuda_graph: record each shape's run as a CUDA graph and replay it. The graph is loaded
-            twice: first to see that every node is the provider's.
+            twice: first for a run on made-up inputs, to see that every node is the provider's.
         shrink_arena: give the memory that a run took beyond the arena's first piece back after
             it, so that one large batch is not held for good. Each run allocates anew.
         keep_optimized: on the CPU, load the graph as ONNX Runtime optimized it for this processor,
             from the store; it is made and put there the first time.
         spinning: intra-op threads look for work in busy loops. It helps one caller and takes the
             cores from several.
+        buckets: how many combinations of input shapes keep their buffers on the GPU; with
+            `cuda_graph` the first so many are recorded, and others run without.
 
         Raises:
             ProviderError: the provider cannot be had, or does not take the model; or none of the
                 artifact's engines runs on this GPU; or a node keeps CUDA graphs from being made.
-            OptionError: an option of a provider does not fit it.
+            OptionError: an option of a provider does not fit it, or ways of running exclude each
+                other: see `run_fit.require_fit`.
             ArtifactError: a file of an engine is missing or altered.
         """
         self.record: GraphRecord = artifact.graph(graph) if graph else artifact.manifest.graphs[0]
         wishes = parse_wishes(providers if isinstance(providers, str) else tuple(providers))
+        require_fit(wishes, io_binding=io_binding, cuda_graph=cuda_graph, shrink_arena=shrink_arena)
         self.providers, self.engines = choose_with_engines(
             artifact, self.record, wishes,
             allow_fallback=allow_fallback, allow_build=allow_build,
@@ -106,7 +112,10 @@ class OrtRunner(Closing):
         path = artifact.path / self.record.file
         self._paths = [wrapper_of(engine) for engine in self.engines] or [path]
         if cuda_graph:
-            self.providers = with_cuda_graph(self._paths, self.providers)
+            self.providers = with_cuda_graph(
+                [(path, self._made_up(index)) for index, path in enumerate(self._paths)],
+                self.providers,
+            )
         if self.engines:
             self._sessions = [open_engine(e, self.providers, threads=threads) for e in self.engines]
         else:
@@ -120,9 +129,10 @@ class OrtRunner(Closing):
                 )
             ]  # fmt: skip
         self._capture = cuda_graph
+        self._buckets = buckets
         self._shrink = shrink_arena
         self._bindings: dict[int, DeviceBinding] = {}
-        if io_binding or cuda_graph:
+        if io_binding:
             for index, session in enumerate(self._sessions):
                 if device_of(session).kind != "cpu":
                     self._bindings[index] = self._bind(session)
@@ -205,15 +215,29 @@ class OrtRunner(Closing):
             InputError: the graph fails on the feeds.
         """
         if feeds is None:
-            limits = FeedLimits.from_config(self._config)
-            length = max(limits.min_sequence, min(_TOKENS, limits.max_positions))
-            sizes = {name: limits.sizes.get(name, length)
-                     for name in dynamic_dims(self.record.inputs)}  # fmt: skip
-            sizes |= {name: 1 for name in sizes if canonical_dim(name) == "batch"}
-            if self.profiles:
-                sizes |= {name: dim.opt for name, dim in self.profiles[0].dims.items()}
-            feeds = make_feeds(self.record.inputs, sizes, limits, seed=0)
+            feeds = self._made_up(0)
         return read_placement(self._paths[0], self.providers, feeds)
+
+    def is_captured(self, feeds: Feeds) -> bool:
+        """Whether runs on inputs of these shapes replay a CUDA graph.
+
+        Raises:
+            ShapeError: no engine takes the shapes.
+        """
+        binding = self._bindings.get(self._index(feeds))
+        shapes = tuple(feeds[spec.name].shape for spec in self.record.inputs)
+        return binding is not None and shapes in binding.captured
+
+    def _made_up(self, index: int) -> Feeds:
+        """Inputs for one of the sessions: of its profile's optimum, or one small row."""
+        limits = FeedLimits.from_config(self._config)
+        length = max(limits.min_sequence, min(_TOKENS, limits.max_positions))
+        sizes = {name: limits.sizes.get(name, length)
+                 for name in dynamic_dims(self.record.inputs)}  # fmt: skip
+        sizes |= {name: 1 for name in sizes if canonical_dim(name) == "batch"}
+        if self.profiles:
+            sizes |= {name: dim.opt for name, dim in self.profiles[index].dims.items()}
+        return make_feeds(self.record.inputs, sizes, limits, seed=0)
 
     def _index(self, arrays: Feeds) -> int:
         """The session that takes these shapes; raises ShapeError where none does."""
@@ -224,7 +248,7 @@ class OrtRunner(Closing):
     def _bind(self, session: Any) -> DeviceBinding:
         return DeviceBinding(
             session, self.record.inputs, self.record.outputs, capture=self._capture,
-            run_config=self._run_config(session),
+            run_config=self._run_config(session), buckets=self._buckets,
         )  # fmt: skip
 
     def _run_config(self, session: Any) -> dict[str, str]:

@@ -62,19 +62,29 @@ class Pooling:
         Returns:
             float32 (batch, dim * len(modes)).
         """
+        return self.finish(self.pool(tokens, mask, prompt=prompt))
+
+    def pool(
+        self, tokens: NDArray[Any], mask: NDArray[Any], *, prompt: int | Sequence[int] = 0
+    ) -> Vectors:
+        """As calling it, before the vectors are made of length 1."""
         tokens = tokens.astype(np.float32, copy=False)
         if not self.include_prompt:
             # Counted over real tokens: with padding on the left a row does not start at 0.
             first = np.asarray(prompt or 0).reshape(-1, 1)
             mask = mask * (np.cumsum(mask, axis=1) > first)
         pooled = [_pool(mode, tokens, mask) for mode in self.modes]
-        vectors = np.concatenate(pooled, axis=1)
-        return self.finish(vectors)
+        return pooled[0] if len(pooled) == 1 else np.concatenate(pooled, axis=1)
 
-    def finish(self, vectors: NDArray[Any]) -> Vectors:
-        """What follows the pooling: vectors of length 1, where the model asks for that."""
+    def finish(self, vectors: NDArray[Any], *, normalize: bool | None = None) -> Vectors:
+        """What follows the pooling: vectors of length 1, where the model asks for that.
+
+        Args:
+            vectors: (batch, dim).
+            normalize: whether they are made so; None for what the model says.
+        """
         vectors = vectors.astype(np.float32, copy=False)
-        if not self.normalize:
+        if not (self.normalize if normalize is None else normalize):
             return vectors
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
         # torch.nn.functional.normalize has this floor.
@@ -157,20 +167,21 @@ def _read_pooling_config(file: Path) -> Pooling:
 
 
 def _pool(mode: str, tokens: Vectors, mask: NDArray[Any]) -> Vectors:
-    weights = mask[:, :, None].astype(np.float32)
+    weights = mask.astype(np.float32)
     if mode == "cls":
         return _at(tokens, np.argmax(mask, axis=1))
     if mode == "lasttoken":
         width = mask.shape[1]
         last = width - 1 - np.argmax(mask[:, ::-1], axis=1)
-        return _at(tokens * weights, last)
+        return _at(tokens * weights[:, :, None], last)
     if mode == "max":
-        return np.asarray(np.where(weights > 0, tokens, np.float32(-1e9)).max(axis=1))
+        return np.asarray(np.where(weights[:, :, None] > 0, tokens, np.float32(-1e9)).max(axis=1))
     if mode == "weightedmean":
         positions = np.arange(1, mask.shape[1] + 1, dtype=np.float32)
-        weights = weights * positions[None, :, None]
-    total = (tokens * weights).sum(axis=1)
-    count = np.maximum(weights.sum(axis=1), _TINY)
+        weights = weights * positions[None, :]
+    # As a product, which makes no second array of the tokens' size.
+    total = np.matmul(weights[:, None, :], tokens)[:, 0]
+    count = np.maximum(weights.sum(axis=1, keepdims=True), _TINY)
     return np.asarray(total / (np.sqrt(count) if mode == "mean_sqrt_len_tokens" else count))
 
 

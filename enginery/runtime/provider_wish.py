@@ -34,6 +34,8 @@ _RAPIDOCR = {
     "use_cann": ("cann", ("CANNExecutionProvider", "cann_ep_cfg")),
 }
 """RapidOCR's switch -> the provider, and the keys of its options in versions 1 and 3."""
+_RAPIDOCR_PARTS = ("Global", "Det", "Cls", "Rec")
+"""The sections of its whole file: version 1 has the switches in them."""
 _NAME_ONE = "Name one: --provider cuda"
 
 
@@ -162,6 +164,8 @@ def _from_mapping(given: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
         given = engines["onnxruntime"]
     if any(switch in given for switch in _RAPIDOCR):
         return _from_rapidocr(given)
+    if parts := {name: given[name] for name in _RAPIDOCR_PARTS if name in given}:
+        return _from_rapidocr_parts(parts)
     pairs = []
     for name, options in given.items():
         if options is None or options == "":  # YAML's `cuda:` with nothing behind it
@@ -173,6 +177,32 @@ def _from_mapping(given: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
             )
         pairs.append((short_name(full_name(name)), read_options(name, options)))
     return pairs
+
+
+def _from_rapidocr_parts(parts: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
+    """The sections of a whole file of version 1, which must ask for the same: one wish is made."""
+    found: dict[str, list[tuple[str, dict[str, str]]]] = {}
+    for name, part in parts.items():
+        if isinstance(part, Mapping) and any(switch in part for switch in _RAPIDOCR):
+            try:
+                found[name] = _from_rapidocr(part)
+            except OptionError as error:
+                raise OptionError(f"{name}: {error.message}", do=error.do) from None
+    if not found:  # no section has a switch: RapidOCR's own default
+        return [(short_name(CPU), {})]
+    (first, wanted), *others = found.items()
+    for name, pairs in others:
+        if pairs != wanted:
+            raise OptionError(
+                f"{first} asks for {_in_words(wanted)} and {name} for {_in_words(pairs)}, and one "
+                "model has one list of providers.",
+                do="Make them the same, or hand over the section of the model that is meant.",
+            )
+    return wanted
+
+
+def _in_words(pairs: Iterable[tuple[str, dict[str, str]]]) -> str:
+    return f"'{wish_text(ProviderWish(name, options) for name, options in pairs)}'"
 
 
 def _from_rapidocr(given: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:

@@ -3,8 +3,9 @@
     >>> require_fit(parse_wishes("cpu"), cuda_graph=True)
     ProviderError: cuda_graph is set, and cpu has no CUDA graphs. …
 
-Takes a wish as `parse_wishes` reads it. What a graph itself keeps from being captured is said when
-it is opened: see `cuda_graph.with_cuda_graph`.
+Takes a wish as `parse_wishes` reads it. `OrtRunner` asks this itself, others to fail before they
+begin. What in a graph keeps it from being captured is said when it is opened: see
+`cuda_graph.with_cuda_graph`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ from enginery.core.errors import OptionError, ProviderError
 from enginery.runtime.provider_names import CUDA, TENSORRT, TENSORRT_RTX
 from enginery.runtime.provider_wish import ProviderWish
 
-_WITH_GRAPHS = (CUDA, TENSORRT, TENSORRT_RTX)
+_GRAPH_OPTIONS = {
+    CUDA: "enable_cuda_graph",
+    TENSORRT: "trt_cuda_graph_enable",
+    TENSORRT_RTX: "enable_cuda_graph",
+}
+"""The providers that have CUDA graphs, each with its option for them."""
+_OFF = ("0", "False")
+
+
+def has_cuda_graphs(provider: str) -> bool:
+    """Whether a provider, by ONNX Runtime's name, can record runs as CUDA graphs."""
+    return provider in _GRAPH_OPTIONS
 
 
 def require_fit(
@@ -30,11 +42,20 @@ def require_fit(
     Raises:
         ProviderError: `cuda_graph`, and the provider that is meant, the first, has none.
         OptionError: `cuda_graph` without the buffers that it is recorded on, or with an arena that
-            gives the recorded memory back.
+            gives the recorded memory back; or a provider's own option for CUDA graphs is set.
     """
+    for wish in wishes:
+        option = _GRAPH_OPTIONS.get(wish.full_name, "")
+        if wish.options.get(option, _OFF[0]) not in _OFF:
+            raise OptionError(
+                f"option '{option}' for {wish.name} is set by itself: a CUDA graph is recorded on "
+                "bound buffers, a graph for each shape, and only where every node is the "
+                "provider's.",
+                do="Leave it out, and pass --cuda-graph (cuda_graph=True in Python).",
+            )
     if not cuda_graph:
         return
-    if wishes[0].full_name not in _WITH_GRAPHS:
+    if wishes[0].full_name not in _GRAPH_OPTIONS:
         raise ProviderError(
             f"cuda_graph is set, and {wishes[0].name} has no CUDA graphs.",
             do="Leave it out, or run on cuda, tensorrt or tensorrt-rtx.",

@@ -30,7 +30,7 @@ def new_session(path: Path, providers: Sequence[Provider], options: Any) -> Any:
     """
     import onnxruntime as ort
 
-    options.log_severity_level = 3  # errors come back as exceptions; warnings would be noise
+    options.log_severity_level = 4  # errors come back as exceptions
     wanted: list[tuple[str, dict[str, str]]] | None = [
         (provider.name, dict(provider.options)) for provider in providers
     ]

@@ -123,20 +123,35 @@ class TextRows:
             **more,
         )
 
-    def ask_embed(self, texts: Sequence[str | Sequence[int]], *, prompt_name: str) -> Asked:
-        """The rows that make vectors of texts, or of token ids, before which no prompt goes."""
+    def ask_embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        prompt_name: str,
+        normalize: bool | None = None,
+    ) -> Asked:
+        """The rows that make vectors of texts, or of token ids, before which no prompt goes.
+
+        With `normalize` they are of length 1, without as they were pooled; None as the model says.
+        """
+
+        def finish(rows: Sequence[Any]) -> list[NDArray[np.float32]]:
+            if not rows or self.pooling is None:
+                return list(rows)
+            return list(self.pooling.finish(np.stack(rows), normalize=normalize))
+
         given = [text for text in texts if isinstance(text, str)]
         if len(given) == len(texts) or isinstance(texts, str | bytes):
             check_texts(texts)
             prompt, tokens = self._prompt(prompt_name)
             encodings = self._encode([self.tokenizer.prepare(prompt + text) for text in given])
-            return Asked(encodings, list, (tokens,) * len(encodings))
+            return Asked(encodings, finish, (tokens,) * len(encodings))
         asked = iter(self.ask_embed(given, prompt_name=prompt_name).parts())
         parts = [
             next(asked) if isinstance(text, str) else (self.tokenizer.encode_ids(text, index), 0)
             for index, text in enumerate(texts)
         ]
-        return Asked([encoding for encoding, _ in parts], list, tuple(n for _, n in parts))
+        return Asked([encoding for encoding, _ in parts], finish, tuple(n for _, n in parts))
 
     def ask_classify(
         self, texts: Sequence[str | tuple[str, str]], *, top_k: int, activation: Activation
@@ -252,7 +267,7 @@ class TextRows:
             return outputs[SENTENCE_OUTPUT].astype(np.float32, copy=False)
         tokens = next(outputs[name] for name in TOKEN_OUTPUTS if name in outputs)
         mask = feeds.get("attention_mask", np.ones(tokens.shape[:2], np.int64))
-        return self.pooling(tokens, mask[: len(tokens)], prompt=prompt_tokens)
+        return self.pooling.pool(tokens, mask[: len(tokens)], prompt=prompt_tokens)
 
     def _mask_id(self) -> int:
         mask = self.tokenizer.mask_token

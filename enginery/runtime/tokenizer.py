@@ -26,6 +26,7 @@ from enginery.core.errors import ArtifactError, InputError
 from enginery.core.feeds import position_limit
 from enginery.core.json_file import read_json
 from enginery.core.shapes import TensorSpec
+from enginery.runtime.quick_encoding import QuickEncoder
 
 _NO_LIMIT = 10**20
 """transformers writes 1e30 where a tokenizer has no limit."""
@@ -41,6 +42,10 @@ _BERT_CLASSES = (
 )  # fmt: skip
 _LETTERS_A_TOKEN = 32
 """A text is first looked at up to so many letters for each token that the model takes."""
+_MOST_LETTERS_A_TOKEN = 1024
+"""What comes later of a text is not looked at."""
+_AT_ONCE = 2048
+"""Letters of a text that take less than a millisecond."""
 _MARGIN = 64
 """Tokens beyond the limit which show that the place of the cut, within a word, is of no effect."""
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -140,19 +145,23 @@ class TextTokenizer:
             clean_up=bool(settings.get("clean_up_tokenization_spaces")),
         )
 
-    def encode(self, texts: Sequence[str | tuple[str, str]]) -> list[Any]:
+    def encode(self, texts: Sequence[str | tuple[str, str]], *, offsets: bool = True) -> list[Any]:
         """One `tokenizers.Encoding` a text, cut at `limit`; a cut one has `overflowing` parts.
 
-        A pair of texts becomes one encoding, as the model's template joins them.
+        A pair of texts becomes one encoding, as the model's template joins them. Without `offsets`
+        the ids are the same, and where in the text they are is not known.
 
         Raises:
             InputError: `texts` is one string, or an item of it is neither a string nor a pair.
         """
         check_texts(texts, pairs=True)
         cut = [self._cut(text) if isinstance(text, str) else text for text in texts]
-        # One text is encoded where it is: a batch goes through a pool of threads.
-        if len(cut) == 1 and isinstance(cut[0], str):
+        # One text is encoded where it is: a batch goes through a pool of threads, but it lets other
+        # Python threads run meanwhile.
+        if len(cut) == 1 and isinstance(cut[0], str) and len(cut[0]) < _AT_ONCE:
             return [self.texts.encode(cut[0])]
+        if not offsets:
+            return self._quick.encode(cut)
         encodings: list[Any] = self.texts.encode_batch(cut)
         return encodings
 
@@ -166,26 +175,27 @@ class TextTokenizer:
         Raises:
             InputError: an id is none of this tokenizer.
         """
+        before, after = self._special_around
+        inner = list(ids)
+        ends = len(inner) - len(after)
+        if before + after and inner[: len(before)] == before and inner[ends:] == after:
+            inner = inner[len(before) : ends]
+        room = max(self.limit - len(before) - len(after), 0)
+        cut = len(inner) > room
+        left = self.texts.truncation["direction"] == "left"
+        inner = inner[len(inner) - room :] if cut and left else inner[:room]
         size = self.texts.get_vocab_size(with_added_tokens=True)
-        for found in ids:
+        for found in inner:
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:
                 raise InputError(
                     f"input {index} has the token id {found!r}, expected whole numbers from 0 to "
                     f"{size - 1}."
                 )
-        before, after = self._special_around
-        inner = list(ids)
-        if (
-            before + after
-            and inner[: len(before)] == before
-            and (inner[len(inner) - len(after) :] == after)
-        ):
-            inner = inner[len(before) : len(inner) - len(after)]
-        room = max(self.limit - len(before) - len(after), 0)
-        cut = len(inner) > room
-        left = self.texts.truncation["direction"] == "left"
-        inner = inner[len(inner) - room :] if cut and left else inner[:room]
         return TokenIds([*before, *inner, *after], ("cut",) if cut else ())
+
+    @cached_property
+    def _quick(self) -> QuickEncoder:
+        return QuickEncoder.of(self.texts)
 
     @cached_property
     def _special_around(self) -> tuple[list[int], list[int]]:
@@ -197,17 +207,21 @@ class TextTokenizer:
         return encoding.ids[:first], encoding.ids[last:]
 
     def _cut(self, text: str) -> str:
-        """The beginning of a text that has the same first tokens, and more than the limit."""
+        """The beginning of a text that has the same first tokens, and more than the limit.
+
+        A text that has fewer in so many letters, of blanks or of words without end, is cut there.
+        """
         letters = self.limit * _LETTERS_A_TOKEN
         if len(text) <= letters or self.texts.truncation["direction"] != "right":
             return text
-        while letters < len(text):
+        most = self.limit * _MOST_LETTERS_A_TOKEN
+        while letters < min(len(text), most):
             beginning = text[:letters]
-            encoding = self.texts.encode(beginning)
+            (encoding,) = self.texts.encode_batch([beginning])
             if len(encoding) + sum(len(e) for e in encoding.overflowing) > self.limit + _MARGIN:
                 return beginning
             letters *= 4
-        return text
+        return text[:most]
 
     def prepare(self, text: str) -> str:
         """The text as sentence-transformers hands it to the tokenizer."""
@@ -251,11 +265,11 @@ class TextTokenizer:
                 f"the graph wants the input {specs[unknown]}, which is not made from texts; "
                 f"known are {', '.join(_TEXT_INPUTS)}."
             )
-        longest = max(len(encoding.ids) for encoding in encodings)
+        longest = max(map(len, encodings))
         width = fixed_sequence(specs.values()) or max(longest, width)
         if longest > width:
             raise InputError(f"a text has {longest} tokens, but the graph takes exactly {width}.")
-        padded = any(len(encoding.ids) != width for encoding in encodings)
+        padded = any(len(encoding) != width for encoding in encodings)
         if padded and not self.can_pad(specs.values()):
             lacking = "tokenizer has no padding token"
             if self.pad_id is not None:
@@ -263,16 +277,9 @@ class TextTokenizer:
             raise InputError(
                 f"a text would have to be padded to {width} tokens, but the {lacking}."
             )
-        mask = self._padded([encoding.attention_mask for encoding in encodings], width, 0)
-        columns = {
-            "input_ids": self._padded([e.ids for e in encodings], width, self.pad_id or 0),
-            "attention_mask": mask,
-            "token_type_ids": self._padded(
-                [e.type_ids for e in encodings], width, self.pad_type_id
-            ),
-            "position_ids": np.maximum(np.cumsum(mask, axis=1) - 1, 0),
+        return {
+            name: self._column(name, encodings, width, spec.dtype) for name, spec in specs.items()
         }
-        return {name: columns[name].astype(spec.dtype) for name, spec in specs.items()}
 
     def can_pad(self, inputs: Iterable[TensorSpec]) -> bool:
         """Whether texts of different length can share a batch of the graph."""
@@ -288,9 +295,27 @@ class TextTokenizer:
         text: str = self.texts.decode(list(ids), skip_special_tokens=skip_special)
         return _without_spaces(text) if self.clean_up else text
 
-    def _padded(self, rows: Sequence[Sequence[int]], width: int, value: int) -> NDArray[np.int64]:
+    def _column(self, name: str, encodings: Sequence[Any], width: int, dtype: str) -> NDArray[Any]:
+        """One input of the graph: (len(encodings), width)."""
+        if name == "input_ids":
+            return self._padded([e.ids for e in encodings], width, self.pad_id or 0, dtype)
+        if name == "token_type_ids":
+            return self._padded([e.type_ids for e in encodings], width, self.pad_type_id, dtype)
+        mask = np.zeros((len(encodings), width), dtype=dtype)
+        for row, encoding in zip(mask, encodings, strict=True):
+            length = len(encoding)
+            row[width - length if self.pad_left else 0 : width if self.pad_left else length] = 1
+        if name == "position_ids":
+            mask = np.maximum(np.cumsum(mask, axis=1, dtype=dtype) - 1, 0).astype(dtype)
+        return mask
+
+    def _padded(
+        self, rows: Sequence[Sequence[int]], width: int, value: int, dtype: str
+    ) -> NDArray[Any]:
         """(len(rows), width), filled up with `value` on the tokenizer's padding side."""
-        array = np.full((len(rows), width), value, dtype=np.int64)
+        if all(len(row) == width for row in rows):
+            return np.array(rows, dtype=dtype)
+        array = np.full((len(rows), width), value, dtype=dtype)
         for index, row in enumerate(rows):
             if self.pad_left:
                 array[index, width - len(row) :] = row
@@ -311,11 +336,14 @@ def check_texts(texts: Sequence[Any], *, what: str = "text", pairs: bool = False
         for text in item if is_pair else (item,):
             if not isinstance(text, str):
                 raise InputError(f"{what} {index} is a {type(text).__name__}, expected a string.")
-            if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise InputError(
-                    f"{what} {index} holds a lone surrogate, which is no character.",
-                    do="Decode the text as what it is, UTF-8 or Latin-1, before sending it.",
-                )
+            if not text.isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    raise InputError(
+                        f"{what} {index} holds a lone surrogate, which is no character.",
+                        do="Decode the text as what it is, UTF-8 or Latin-1, before sending it.",
+                    ) from None
 
 
 def fixed_sequence(inputs: Iterable[TensorSpec]) -> int | None:

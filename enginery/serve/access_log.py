@@ -78,7 +78,8 @@ class AccessLog:
 
         Args:
             request: its body and headers are not kept.
-            response: its `x-request-id` names the line.
+            response: its `x-request-id` names the line. The body of an answer to HEAD is not sent,
+                and counts as none.
             route: the pattern that matched; empty where none did.
             model: the hosted model's name, or empty.
             seconds: from the first byte of the request to its answer.
@@ -90,7 +91,8 @@ class AccessLog:
         name = next((value for key, value in response.headers if key == "x-request-id"), "")
         self._waiting.append((
             time.time(), request.client, request.method, request.path[:LONGEST], route, model,
-            response.status, seconds, timings, name, len(request.body), len(response.body),
+            response.status, seconds, timings, name, len(request.body),
+            len(response.body) if request.method != "HEAD" else 0,
         ))  # fmt: skip
         if not self._wake.is_set():
             if self._thread is None:

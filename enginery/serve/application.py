@@ -10,7 +10,7 @@ by the names of text-embeddings-inference (with decimals, which that has not): x
 x-tokenization-time, x-queue-time, x-inference-time, x-compute-time, x-compute-tokens,
 x-compute-characters, x-compute-type. Every answer carries x-request-id, the client's own or a new
 one. A server that drains answers what still reaches it: its readiness alone says that no more
-should be sent.
+should be sent. What the HTTP layer refuses by itself is counted, logged and named in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from enginery.serve.messages import Request, Response
 from enginery.serve.refusals import RefusalError, as_refusal
 from enginery.serve.rooms import AccessLog, HostedModel, Metrics, Models, Tracing
 from enginery.serve.routes.table import route_table
-from enginery.serve.routing import Route
 
 _log = logging.getLogger("enginery.serve")
 
@@ -92,65 +91,76 @@ class ServerApplication:
         """The answer to a request.
 
         Raises:
-            CancelledError: the client has gone; nothing else is raised.
+            CancelledError: the client has gone, or `refusal` has answered; nothing else is raised.
         """
-        started = request.started or time.perf_counter()
-        request_id = self._request_id(request)
-        call = Call(request, self.parts)
-        route: Route | None = None
+        call = self._call(request)
         family: Family = "plain"
         try:
             if request.method == "OPTIONS":
                 allowed = self._table.allowed(request.path)
                 response = Response(204, b"", "", (("allow", ", ".join(allowed)),))
             else:
-                route, call.path_values = self._table.find(request.method, request.path)
-                family = route.family
-                if self.parts.keys and not route.public:
+                call.route, call.path_values = self._table.find(request.method, request.path)
+                family = call.route.family
+                if self.parts.keys and not call.route.public:
                     self.parts.keys.require(request.headers)
-                response = await route.handler(call)
+                response = await call.route.handler(call)
         except EngineryError as error:
-            response = self._refused(call, route, family, as_refusal(error))
+            response = self._refused(call, as_refusal(error))
         except asyncio.CancelledError:
-            if self._metrics:
-                self._metrics.refused(_name(call), "cancelled")
-            self._note(call, route, Response(_CLIENT_GONE), request_id, started)
+            if not call.noted:
+                if self._metrics:
+                    self._metrics.refused(_name(call), "cancelled")
+                self._note(call, Response(_CLIENT_GONE))
             raise
         except Exception:
-            _log.exception("request %s: %s %s", request_id, request.method, request.path)
+            _log.exception("request %s: %s %s", call.request_id, request.method, request.path)
             fault = _HttpError(500, "internal error.")
-            response = error_response(family, fault, request_id=request_id)
-        return self._note(call, route, response, request_id, started)
+            response = error_response(family, fault, request_id=call.request_id)
+        return self._note(call, response)
 
-    def refusal(self, path: str, status: int, message: str) -> Response:
-        """An error that the HTTP layer found, in the shape of the protocol of `path`."""
-        family = self._table.family(path) if path else "plain"
-        if self._metrics:
-            self._metrics.refused("", _REASONS.get(status, "http"))
-        return error_response(family, _HttpError(status, message))
+    def refusal(self, request: Request, status: int, message: str) -> Response:
+        """The HTTP layer's own answer, in the shape of the protocol of the request's path.
 
-    def _refused(
-        self, call: Call, route: Route | None, family: Family, refusal: RefusalError
-    ) -> Response:
-        if route is None:
-            family = self._table.family(call.request.path)
-        if self._metrics:
-            self._metrics.refused(_name(call), _REASONS.get(refusal.status, "invalid"))
+        It is counted and logged as every other answer is. A request that runs is answered by it:
+        what comes of the request itself, its cancelling too, is not written down any more.
+        """
+        call = request.known if isinstance(request.known, Call) else self._call(request)
+        call.timings = None
+        return self._note(call, self._refused(call, _HttpError(status, message)))
+
+    def _call(self, request: Request) -> Call:
+        started = request.started or time.perf_counter()
+        call = request.known = Call(
+            request, self.parts, request_id=self._request_id(request), started=started
+        )
+        return call
+
+    def _refused(self, call: Call, refusal: RefusalError) -> Response:
+        path = call.request.path
+        family: Family = "plain"
+        if call.route is not None:
+            family = call.route.family
+        elif path:
+            family = self._table.family(path)
+        if self._metrics and not call.noted:
+            self._metrics.refused(_name(call), _REASONS.get(refusal.status, "http"))
         return error_response(family, refusal)
 
-    def _note(
-        self, call: Call, route: Route | None, response: Response, request_id: str, started: float
-    ) -> Response:
-        """Writes down what happened, on the answer and elsewhere."""
+    def _note(self, call: Call, response: Response) -> Response:
+        """Writes down what happened, on the answer and elsewhere; once for a request."""
         ended = time.perf_counter()
-        seconds = ended - started
+        seconds = ended - call.started
         name, timings = _name(call), call.timings
-        pattern = route.pattern if route else ""
-        identity = (("x-request-id", request_id),)
+        pattern = call.route.pattern if call.route else ""
+        identity = (("x-request-id", call.request_id),)
         if timings is not None and response.status == 200:
             response.headers += identity + self._times(call, seconds)
         else:
             response.headers += identity
+        if call.noted:
+            return response
+        call.noted = True
         if self._metrics:
             self._metrics.request(
                 route=pattern, model=name, status=response.status, seconds=seconds
@@ -161,10 +171,11 @@ class ServerApplication:
             self._access_log(
                 call.request, response, route=pattern, model=name, seconds=seconds, timings=timings
             )
-        if self._tracing:
+        # What is no HTTP at all is no request that a trace could be of.
+        if self._tracing and call.request.method:
             self._tracing.record(
                 call.request, response, route=pattern, model=name, timings=timings,
-                started=started, ended=ended,
+                started=call.started, ended=ended,
             )  # fmt: skip
         return response
 

@@ -113,14 +113,14 @@ class _Served:
     async def __call__(self, request: Request) -> Response:
         """The answer; 503 where the server runs no lifespan."""
         if self._service is None:
-            return self.refusal(request.path, 503, "the ASGI server has not run the lifespan.")
+            return self.refusal(request, 503, "the ASGI server has not run the lifespan.")
         return await self._service.application(request)
 
-    def refusal(self, path: str, status: int, message: str) -> Response:
+    def refusal(self, request: Request, status: int, message: str) -> Response:
         """An error in the shape of the path's protocol."""
         if self._service is None:
             return Response.of_json({"error": message}, status=status)
-        return self._service.application.refusal(path, status, message)
+        return self._service.application.refusal(request, status, message)
 
 
 async def _nothing() -> None:
@@ -166,14 +166,13 @@ class AsgiApp:
             await send({"type": f"lifespan.{name}.complete"})
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
-        path = ""
+        request = _request(scope)
         try:
-            path = _path(scope)
-            request = _request(scope, path)
+            request.path = _path(scope)
             http.check_length(request.headers.get("content-length", "0"), self._max_body_bytes)
             body = await self._body(receive)
         except RefusedMessageError as refused:
-            response = self._application.refusal(path, refused.status, refused.message)
+            response = self._application.refusal(request, refused.status, refused.message)
             await _send(response, scope["method"], send)
             return
         if body is None:
@@ -200,7 +199,7 @@ class AsgiApp:
             log.exception("%s %s was cancelled from within", request.method, request.path)
         except Exception:
             log.exception("%s %s", request.method, request.path)
-        return self._application.refusal(request.path, 500, "internal error")
+        return self._application.refusal(request, 500, "internal error")
 
     async def _body(self, receive: Receive) -> bytes | None:
         """The whole body, or None where the client has gone."""
@@ -230,7 +229,8 @@ def _path(scope: Message) -> str:
     return path.removeprefix(root) or "/" if root else path
 
 
-def _request(scope: Message, path: str) -> Request:
+def _request(scope: Message) -> Request:
+    """The request without its path, which may be none, and its body, which has yet to come."""
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
@@ -239,7 +239,7 @@ def _request(scope: Message, path: str) -> Request:
     host, port = address[0], address[1]
     client = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") if host else ""
     query = scope.get("query_string", b"").decode("latin-1")
-    return Request(scope["method"], path, query, headers, b"", client, perf_counter())
+    return Request(scope["method"], "", query, headers, b"", client, perf_counter())
 
 
 async def _gone(receive: Receive) -> None:

@@ -4,12 +4,14 @@
 >>> round(cost.fixed_seconds, 4), round(cost.seconds_per_token, 6)
 (0.0017, 0.000216)
 
-Two sizes are run when a model is loaded, and a line goes through their quickest runs. From the
-line follows how many tokens a batch should have.
+Two sizes are run when a model is loaded, and a line goes through their quickest runs; from then on
+the batches that run move it. From the line follows how many tokens a batch should have, when the
+inputs of a list are due, and when a client that was refused should come again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +69,46 @@ def measure_cost(run: Callable[[int], float], *, limit: int) -> BatchCost:
     small, large = min(8, limit), min(96, limit)
     run(large)  # memory for it is allocated
     return fit_cost([(tokens, run(tokens)) for _ in range(RUNS) for tokens in {small, large}])
+
+
+class LiveCost:
+    """The line through the batches that run, later ones weighing more; any thread may add one."""
+
+    def __init__(self, measured: BatchCost, *, keep: float = 0.99) -> None:
+        """Starts from a measured line, which counts as some batches of two sizes."""
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._sums = [0.0] * 5
+        self.batches = 0
+        if measured.seconds_per_token:
+            for tokens in (8.0, 96.0) * 4:
+                seconds = measured.fixed_seconds + measured.seconds_per_token * tokens
+                self._add(tokens, seconds)
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """A batch that ran: its tokens with their padding, and how long it took."""
+        with self._lock:
+            self.batches += 1
+            self._add(float(tokens), seconds)
+
+    def cost(self) -> BatchCost:
+        """The line now; a slope that noise turned round is none."""
+        with self._lock:
+            count, x, y, xx, xy = self._sums
+        spread = count * xx - x * x
+        if not count or not x:
+            return BatchCost(0.0, 0.0)
+        if spread <= 1e-6 * count * xx:  # one size alone: nothing says what is fixed
+            return BatchCost(0.0, y / x)
+        slope = (count * xy - x * y) / spread
+        fixed = (y - slope * x) / count
+        if slope <= 0 or fixed < 0:
+            return BatchCost(0.0, y / x)
+        return BatchCost(fixed, slope)
+
+    def _add(self, x: float, y: float) -> None:
+        new = (1.0, x, y, x * x, x * y)
+        self._sums = [self._keep * old + one for old, one in zip(self._sums, new, strict=True)]
 
 
 def choose_tokens(cost: BatchCost, *, on_cpu: bool) -> tuple[int, str]:

@@ -20,7 +20,7 @@ from enginery.serve.reading import JsonObject, json_object
 from enginery.serve.refusals import InvalidBodyError, InvalidInputError, UnavailableError
 from enginery.serve.replies import Reply, Timings
 from enginery.serve.rooms import HostedModel, Metrics, Models
-from enginery.serve.routing import Table
+from enginery.serve.routing import Route, Table
 
 _ANSWERS = {
     "embed": "embeds texts", "classify": "classifies texts", "tag": "tags texts",
@@ -48,8 +48,15 @@ class Call:
 
     request: Request
     parts: ServerParts
+    request_id: str = ""
+    started: float = 0.0
+    """By `time.perf_counter`."""
+    route: Route | None = None
+    """What answers; None where nothing does."""
     path_values: Mapping[str, str] = field(default_factory=dict)
     """The names in the route's pattern."""
+    noted: bool = False
+    """It was answered, and written down: nothing that follows counts."""
     model: HostedModel | None = None
     timings: Timings | None = None
     inputs: int = 0

@@ -18,7 +18,7 @@ from email.utils import formatdate
 from typing import TYPE_CHECKING
 
 from enginery.serve.config import ServeConfig
-from enginery.serve.messages import Application, Response
+from enginery.serve.messages import Application, Request, Response
 
 if TYPE_CHECKING:
     from enginery.serve.protocol import HttpProtocol
@@ -72,12 +72,12 @@ class Connections:
         for connection in [c for c in self.open if c.deadline <= now]:
             connection.expire()
 
-    def refusal(self, path: str, status: int, message: str) -> Response:
+    def refusal(self, request: Request, status: int, message: str) -> Response:
         """The application's own shape of an error, or a plain one where that fails."""
         try:
-            return self.application.refusal(path, status, message)
+            return self.application.refusal(request, status, message)
         except Exception:
-            log.exception("refusal of %r with %d failed", path, status)
+            log.exception("refusal of %r with %d failed", request.path, status)
             return Response.of_json({"error": message}, status=status)
 
     async def drain(self, until: float) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from enginery.serve.messages import Application
@@ -35,8 +35,8 @@ class Service(Protocol):
     def drain(self) -> None:
         """Turns readiness off: the server is about to end."""
 
-    async def reload(self) -> str:
-        """Takes the models anew from where they came from; what happened, in words.
+    async def reload(self) -> Sequence[str]:
+        """Takes the models anew from where they came from; what happened, a line each.
 
         Raises:
             EngineryError: they stay as they were.

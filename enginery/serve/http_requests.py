@@ -1,6 +1,6 @@
 r"""Bytes of a connection to `Request`s, or to the reason why they are none.
 
-    reader = RequestReader(take, max_body_bytes=2_097_152, client="127.0.0.1:50412")
+    reader = RequestReader(take, max_body_bytes=8_388_608, client="127.0.0.1:50412")
     reader.feed(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")    # take(request, "")
 
 httptools (llhttp) parses; `http_messages` says what a sound request may be. Memory for a request
@@ -10,6 +10,7 @@ that is not whole is bounded: target, headers, body, and the bytes around them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -65,6 +66,18 @@ class RequestReader:
         self.last = True
         self._parser = None
 
+    def arriving(self) -> Request:
+        """The request that has begun, as far as it is known; an empty one where none has."""
+        if not self.receiving:
+            return Request("", "", client=self._client, started=perf_counter())
+        if self._header_count and not self._in_body:  # the request line is whole
+            self.method = self._parser.get_method().decode("ascii")
+            with suppress(RefusedMessageError):
+                self.path, self._query = http.read_target(self._target)
+        return Request(
+            self.method, self.path, self._query, self._headers, b"", self._client, self.started
+        )
+
     def feed(self, data: bytes | memoryview) -> None:
         """Reads on; `SLICE_BYTES` at most. Gives whole requests to `take`, in order.
 
@@ -99,7 +112,7 @@ class RequestReader:
 
     def _refuse(self, refused: RefusedMessageError) -> None:
         self.last = True
-        self.receiving = self.owes_continue = False
+        self.owes_continue = False
         raise refused from None
 
     def _read_without_upgrade(self, rest: bytes) -> None:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -28,13 +29,16 @@ from enginery.runtime.provider_wish import parse_wishes
 from enginery.runtime.text_rows import TextRows
 from enginery.runtime.tokenizer import TokenIds
 from enginery.serve.batches import BatchRules
-from enginery.serve.calibration import BatchCost, choose_tokens, measure_cost
+from enginery.serve.calibration import BatchCost, LiveCost, choose_tokens, measure_cost
 from enginery.serve.config import ServeConfig
 from enginery.serve.queue import Waiting
 from enginery.serve.works import ImageWork, TensorWork, TextWork
 
 _CPU_IMAGES = 8
 """Images of a batch on a CPU: they gain little from sharing, and wait for each other."""
+
+_RULES_EVERY = 64
+"""Batches, after which the rules follow what those cost."""
 
 
 class LoadedModel:
@@ -58,13 +62,13 @@ class LoadedModel:
             self.texts = TextRows.read(artifact, runner.record)
         self.on_cpu = runner.providers[0].name == CPU
         self.workers = options.workers or (usable_cores() if self.on_cpu else 1)
-        self.tensors = TensorWork(runner)
+        self.tensors = TensorWork(runner, self.config)
         self._text_work = TextWork(self.texts, runner) if self.texts else None
         self._image_work = ImageWork(self.images) if self.images else None
         self.limit = self.texts.tokenizer.limit if self.texts else 0
         self.dim = 0
         """Of its vectors, once it has run."""
-        self.cost = BatchCost(0.0, 0.0)
+        self.live = LiveCost(BatchCost(0.0, 0.0))
         self.explanation = ""
         self.placement: dict[str, Any] = self._known_placement()
         """Which provider runs how much, as `Placement.as_json`."""
@@ -144,15 +148,22 @@ class LoadedModel:
             self._run_texts(tokens)
             return time.perf_counter() - started
 
-        try:
-            self.cost = measure_cost(run, limit=self.limit)
-        except EngineryError:  # engines that do not take these lengths
-            return
+        with contextlib.suppress(EngineryError):  # engines that do not take these lengths
+            self.live = LiveCost(measure_cost(run, limit=self.limit))
         self.rules = self._rules()
+
+    def learn(self, tokens: int, seconds: float) -> bool:
+        """A batch that ran; whether the rules were made anew by what is known now."""
+        live = self.live
+        live.add(tokens, seconds)
+        if live.batches % _RULES_EVERY:
+            return False
+        self.rules = self._rules()
+        return True
 
     def info(self) -> dict[str, Any]:
         """What runs, where, and how it is batched."""
-        manifest = self.artifact.manifest
+        manifest, cost = self.artifact.manifest, self.live.cost()
         found: dict[str, Any] = {
             "task": manifest.task,
             "method": self.method,
@@ -161,6 +172,7 @@ class LoadedModel:
             "content_sha256": self.artifact.content_sha256(),
             "precision": manifest.precision,
             "target": manifest.target,
+            "provider": self.runner.providers[0].name,
             "providers": [asdict(provider) for provider in self.runner.providers],
             "engines": [
                 {"name": engine.name, "key": engine.record.key, "profile": str(profile)}
@@ -174,8 +186,8 @@ class LoadedModel:
             "batching": {
                 "max_tokens": self.rules.max_tokens, "max_rows": self.rules.max_rows,
                 "max_padding": self.rules.max_padding, "explanation": self.explanation,
-                "fixed_seconds": self.cost.fixed_seconds,
-                "seconds_per_token": self.cost.seconds_per_token,
+                "fixed_seconds": cost.fixed_seconds,
+                "seconds_per_token": cost.seconds_per_token,
             },
         }  # fmt: skip
         if self.texts is not None:
@@ -217,6 +229,7 @@ class LoadedModel:
 
     def _rules(self) -> BatchRules:
         options, spec = self.options, self.runner.record.inputs[0]
+        cost = self.live.cost()
         if self.images is not None:
             rows = min(options.batch_rows, _CPU_IMAGES if self.on_cpu else options.batch_rows)
             if not self.runner.profiles:
@@ -225,11 +238,11 @@ class LoadedModel:
             return BatchRules(max_tokens=rows, max_rows=rows, max_padding=0.0, rows_at=None)
         tokens, why = options.batch_tokens, "as --batch-tokens says"
         if not tokens:
-            tokens, why = choose_tokens(self.cost, on_cpu=self.on_cpu)
+            tokens, why = choose_tokens(cost, on_cpu=self.on_cpu)
         self.explanation = why
         rules = BatchRules(
             max_tokens=tokens, max_rows=options.batch_rows, max_padding=options.max_padding,
-            worth_tokens=self.cost.worth_tokens,
+            worth_tokens=cost.worth_tokens,
         )  # fmt: skip
         work = self._text_work
         if work is not None:

@@ -34,6 +34,8 @@ class Request:
     """Host and port of who asks."""
     started: float = 0.0
     """When its first byte was read, by `time.perf_counter`."""
+    known: Any = None
+    """What the application has learnt of it so far; the application's own."""
 
 
 @dataclass(slots=True)
@@ -60,11 +62,16 @@ class Application(Protocol):
     async def __call__(self, request: Request) -> Response:
         """The answer to a request.
 
-        It is cancelled when the client has gone. It raises nothing: what goes wrong is a status.
+        It is cancelled when the client has gone, or after `refusal` has answered the request. It
+        raises nothing: what goes wrong is a status.
         """
 
-    def refusal(self, path: str, status: int, message: str) -> Response:
-        """An error that the HTTP layer itself found, in the shape of the protocol of `path`.
+    def refusal(self, request: Request, status: int, message: str) -> Response:
+        """The HTTP layer's own answer, in the shape of the protocol of the request's path.
 
-        `path` is empty where the request could not be read so far.
+        Args:
+            request: as far as it is known; method and path are empty where it could not be read.
+                One that runs is no longer the application's to answer.
+            status: what the client is told.
+            message: why, in words.
         """

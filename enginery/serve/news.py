@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 ERROR = "error: "
-"""How a line begins that says why the server cannot go on."""
+"""How a line begins that says why the server cannot go on, or not do what it was told."""
 
 
 @dataclass(frozen=True)

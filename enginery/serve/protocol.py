@@ -26,8 +26,9 @@ MAX_PIPELINED = 32
 """The most whole requests of a connection that wait; one slice may bring more."""
 LARGE_BODY_BYTES = 65_536
 """From here on a body is not copied behind its head."""
-DISCARDED_BYTES = 8_388_608
-"""The most that is read and thrown away after the last answer."""
+DISCARDED_BYTES = 33_554_432
+"""The most that is read and thrown away after the last answer: a client that sends some times too
+much reads why once it has sent it all."""
 
 
 class HttpProtocol(asyncio.Protocol):
@@ -43,7 +44,7 @@ class HttpProtocol(asyncio.Protocol):
         self._transport: Any = None
         self._task: asyncio.Task[None] | None = None
         self._running: Request | None = None
-        self._waiting: deque[tuple[Request | Response, str]] = deque()
+        self._waiting: deque[tuple[Request, str, Response | None]] = deque()
         self._unread = b""  # read from the socket, not parsed yet
         self._held = False  # reading is paused
         self._full = False  # writing is paused
@@ -145,7 +146,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def _take(self, request: Request, connection: str) -> None:
         if self._task or self._waiting or self._full:
-            self._waiting.append((request, connection))
+            self._waiting.append((request, connection, None))
         else:
             self._begin(request, connection)
 
@@ -162,17 +163,17 @@ class HttpProtocol(asyncio.Protocol):
             if task and task.cancelling():
                 raise
             log.exception("%s %s was cancelled from within", request.method, request.path)
-            response = self._connections.refusal(request.path, 500, "internal error")
+            response = self._connections.refusal(request, 500, "internal error")
         except Exception:
             log.exception("%s %s", request.method, request.path)
-            response = self._connections.refusal(request.path, 500, "internal error")
+            response = self._connections.refusal(request, 500, "internal error")
         if self._closing:
             return  # given up, and the application did not mind being cancelled
         self._task = self._running = None
-        self._write(response, connection, request.method, request.path)
+        self._write(request, response, connection)
         self._next()
 
-    def _write(self, response: Response, connection: str, method: str, path: str) -> None:
+    def _write(self, request: Request, response: Response, connection: str) -> None:
         """Writes an answer. `close`, or an end from either side, makes it the last."""
         if (self._ended or self._connections.draining) and not (
             self._waiting or self._unread or self._reader.receiving
@@ -181,10 +182,10 @@ class HttpProtocol(asyncio.Protocol):
         try:
             head = http.head_of(response, self._connections.stamp, connection)
         except ValueError:
-            log.exception("the answer to %s %s cannot be written", method, path)
-            response = self._connections.refusal(path, 500, "internal error")
+            log.exception("the answer to %s %s cannot be written", request.method, request.path)
+            response = self._connections.refusal(request, 500, "internal error")
             head = http.head_of(response, self._connections.stamp, connection)
-        if not http.has_body(method, response.status):
+        if not http.has_body(request.method, response.status):
             self._transport.write(head)
         elif len(response.body) < LARGE_BODY_BYTES:
             self._transport.write(head + response.body)
@@ -199,9 +200,9 @@ class HttpProtocol(asyncio.Protocol):
             return
         reader, shared = self._reader, self._connections
         if self._waiting:
-            first, connection = self._waiting.popleft()
-            if isinstance(first, Response):
-                self._write(first, CLOSE, reader.method, reader.path)
+            first, connection, refusal = self._waiting.popleft()
+            if refusal:
+                self._write(first, refusal, CLOSE)
                 return
             self._begin(first, connection)
         elif reader.receiving:
@@ -227,13 +228,14 @@ class HttpProtocol(asyncio.Protocol):
     def _refuse(self, refused: RefusedMessageError) -> None:
         """Answers with an error, after what came before it, and ends the connection."""
         reader = self._reader
+        request = reader.arriving()
         reader.last = True
         reader.receiving = False
-        response = self._connections.refusal(reader.path, refused.status, refused.message)
+        response = self._connections.refusal(request, refused.status, refused.message)
         if self._task or self._waiting or self._full:
-            self._waiting.append((response, CLOSE))
+            self._waiting.append((request, CLOSE, response))
         else:
-            self._write(response, CLOSE, reader.method, reader.path)
+            self._write(request, response, CLOSE)
 
     def _finish(self) -> None:
         """Nothing more is written; the client is given time to read, and to end its side."""
@@ -281,18 +283,22 @@ class HttpProtocol(asyncio.Protocol):
             return 0
         reader, task, running = self._reader, self._task, self._running
         unanswered = (task is not None) + len(self._waiting)
+        first, response = running, None
+        if first is None:
+            first, _, response = (
+                self._waiting[0] if self._waiting else (reader.arriving(), "", None)
+            )
         partial, reader.receiving = reader.receiving, False
         self._task = self._running = None
         self._waiting.clear()
         self._unread = b""
+        if unanswered or partial:
+            # Before it is cancelled: the application is to know that it was not the client.
+            response = response or self._connections.refusal(first, 503, message)
         if task:
             task.cancel()
-        if unanswered or partial:
-            method, path = (
-                (running.method, running.path) if running else (reader.method, reader.path)
-            )
-            refusal = self._connections.refusal(path, 503, message)
-            self._write(refusal, CLOSE, method, path)
+        if response:
+            self._write(first, response, CLOSE)
         else:
             self._finish()
         return unanswered

@@ -60,7 +60,7 @@ class BatchQueue:
         """How many wait."""
         self.tokens = 0
         """How many tokens they have."""
-        self._most_inputs, self._most_tokens = max_inputs, max_tokens
+        self.most_inputs, self.most_tokens = max_inputs, max_tokens
         self._lanes: dict[Hashable, list[Waiting]] = {}
         self._due: list[tuple[float, int, Waiting]] = []
         self._count = 0
@@ -70,8 +70,6 @@ class BatchQueue:
 
     def put(self, items: Sequence[Waiting], *, now: float) -> None:
         """Takes all inputs of a request, or none.
-
-        A request that is larger than the queue is taken where nothing else waits.
 
         Raises:
             OverloadedError: too much waits already.
@@ -83,11 +81,11 @@ class BatchQueue:
                 raise UnavailableError("the model is being closed.", retry_after_seconds=1)
             inputs = len(items)
             if self.inputs and (
-                self.inputs + inputs > self._most_inputs or self.tokens + tokens > self._most_tokens
+                self.inputs + inputs > self.most_inputs or self.tokens + tokens > self.most_tokens
             ):
                 raise OverloadedError(
                     f"the queue is full: {self.inputs} inputs with {self.tokens} tokens wait, "
-                    f"at most {self._most_inputs} and {self._most_tokens} may.",
+                    f"at most {self.most_inputs} and {self.most_tokens} may.",
                     do="Send the request again later.",
                     retry_after_seconds=self.tokens * self.seconds_per_token,
                 )
@@ -115,10 +113,10 @@ class BatchQueue:
             finally:
                 self._idle -= 1
 
-    def cancel(self, request: Any) -> int:
-        """Takes the inputs of a request out; returns how many still waited."""
+    def cancel(self, items: Sequence[Waiting]) -> int:
+        """Takes inputs out that still wait; returns how many those were."""
         with self._changed:
-            found = [item for _, _, item in self._due if item.request is request and not item.taken]
+            found = [item for item in items if not item.taken and item.order[1]]
             for item in found:
                 lane = self._lanes[item.kind]
                 del lane[bisect_left(lane, item.order, key=_ORDER)]

@@ -9,7 +9,7 @@ Protocols, so that the routes and the models know nothing of each other but this
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -84,9 +84,13 @@ class HostedModel(Protocol):
         texts: Sequence[str | TokenIds],
         *,
         prompt_name: str = "",
+        normalize: bool | None = None,
         truncate: bool | None = None,
     ) -> Reply:
-        """Values: float32 (dim,) a text."""
+        """Values: float32 (dim,) a text.
+
+        Of length one with `normalize`, as they were pooled without, for None as the model does.
+        """
 
     async def classify(
         self,
@@ -134,6 +138,18 @@ class HostedModel(Protocol):
         """Values: the graph's outputs by name."""
 
 
+class Reloaded(Protocol):
+    """What happened to a model that was to be reloaded."""
+
+    @property
+    def swapped(self) -> bool:
+        """Whether its place was taken by the new one; else it goes on as it was."""
+
+    @property
+    def text(self) -> str:
+        """In words."""
+
+
 class Models(Protocol):
     """All models of a server."""
 
@@ -152,13 +168,18 @@ class Models(Protocol):
     def get(self, name: str) -> HostedModel:
         """Raises NotFoundError where there is none of that name."""
 
-    def only(self, name: str = "") -> HostedModel:
-        """The model of that name, or the only one; raises NotFoundError, InvalidInputError."""
+    def only(
+        self, name: str = "", fits: Callable[[HostedModel], bool] | None = None
+    ) -> HostedModel:
+        """The model of that name, or the only one that fits.
+
+        Raises NotFoundError, InvalidInputError, UnavailableError.
+        """
 
     def __iter__(self) -> Iterator[HostedModel]:
         """The models, in the order they were given."""
 
-    async def reload(self, name: str = "") -> dict[str, str]:
+    async def reload(self, name: str = "") -> Mapping[str, Reloaded]:
         """What happened to each model that was reloaded; all of them for an empty name."""
 
 

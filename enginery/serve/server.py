@@ -22,6 +22,7 @@ from enginery.serve.config import ServeConfig
 from enginery.serve.http_connections import Connections, affordable
 from enginery.serve.http_life import Life, Say, Service
 from enginery.serve.http_sockets import BACKLOG, urls
+from enginery.serve.news import ERROR
 from enginery.serve.protocol import HttpProtocol
 from enginery.serve.supervisor import Restarts
 
@@ -49,7 +50,7 @@ def run(
             serve(make_service, sockets, config, restarts=restarts, say=say)
         )
     except EngineryError as error:
-        say(f"error: {error}")
+        say(f"{ERROR}{error}")
         return error.exit_code
     finally:
         left = asyncio.all_tasks(loop)
@@ -172,9 +173,10 @@ async def _take_waiting(listening: socket.socket, connections: Connections) -> N
 
 async def _reload(service: Service, say: Say) -> None:
     try:
-        say(f"reloaded: {await service.reload()}")
+        for line in await service.reload():
+            say(line)
     except EngineryError as error:
-        say(f"not reloaded: {error}")
+        say(f"{ERROR}not reloaded: {error}")
     except Exception:
         log.exception("reloading failed")
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
 from enginery.core.staging import MANIFEST
 from enginery.serve.config import ServeConfig, check_options
-from enginery.serve.news import News
+from enginery.serve.news import ERROR, News
 
 if TYPE_CHECKING:
     from enginery.serve.http_life import Life
@@ -45,6 +45,7 @@ def serve_models(
 
     Raises:
         OptionError: an option does not fit, or a name is there twice.
+        ProviderError: no execution provider has a name that is asked for.
         ArtifactError: a directory is not an artifact.
         MissingPackageError: a package of the extra `serve` is not installed.
         EngineryError: the address cannot be listened on.
@@ -52,11 +53,15 @@ def serve_models(
     check_options(config)
     require_packages()
     paths = named_paths(artifacts)
+    from enginery.runtime.provider_wish import parse_wishes
     from enginery.serve.http_sockets import bind
     from enginery.serve.keys import Keys
     from enginery.serve.supervisor import supervise
 
-    Keys.from_config(config, os.environ)  # raises before anything is started
+    # What is wrong of these is said before anything is started; whether a provider can be had is
+    # for the child to see, which imports it.
+    Keys.from_config(config, os.environ)
+    parse_wishes(config.provider, config.provider_option, default="cpu")
     say = say or News()
     sockets = bind(config.host, config.port)
 
@@ -115,31 +120,47 @@ class ModelService:
 
     async def load(self) -> None:
         """Loads the models; raises what `Models.load` raises."""
+        from enginery.serve.verdicts import verdict_warning, verdict_words
+
         await self.models.load()
         for model in self.models:
             first = model.info()["providers"][0]
             why = "" if first["reason"] == "asked for" else f" ({first['reason']})"
             self._say(
                 f"ready: {model.name}, {model.task}, {model.artifact.manifest.precision} on "
-                f"{first['name']}{why}"
+                f"{first['name']}{why}, {verdict_words(model.artifact)}"
             )
+            if warning := verdict_warning(model.name, model.artifact):
+                self._say(warning)
 
     def drain(self) -> None:
         """Readiness is off from here on."""
         self.models.draining = True
 
-    async def reload(self) -> str:
-        """Opens the artifacts again from where they are."""
-        said = await self.models.reload()
-        return "; ".join(f"{name}: {what}" for name, what in said.items())
+    async def reload(self) -> list[str]:
+        """Opens the artifacts again from where they are; what happened, a line each."""
+        from enginery.serve.verdicts import verdict_warning, verdict_words
+
+        lines = []
+        for name, happened in (await self.models.reload()).items():
+            if not happened.swapped:
+                lines.append(f"{ERROR}{name}: {happened.text}")
+                continue
+            artifact = self.models.get(name).artifact
+            lines.append(f"{name}: {happened.text}, {verdict_words(artifact)}")
+            if warning := verdict_warning(name, artifact):
+                lines.append(warning)
+        return lines
 
     async def close(self) -> None:
-        """Frees the models, and writes what is left of the log."""
-        await self.models.close()
-        if self._access_log is not None:
-            self._access_log.close()
-        if self._tracing is not None:
-            self._tracing.close()
+        """Frees the models, and writes what is left of the log, though a model may be stuck."""
+        try:
+            await self.models.close()
+        finally:
+            if self._access_log is not None:
+                self._access_log.close()
+            if self._tracing is not None:
+                self._tracing.close()
 
 
 def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:

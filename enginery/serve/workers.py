@@ -45,7 +45,6 @@ class Workers:
         deliver: Callable[[Done], None],
         *,
         count: int,
-        first: Callable[[], None] | None = None,
         name: str = "model",
     ) -> None:
         """Starts the threads.
@@ -55,18 +54,16 @@ class Workers:
             run: what to do with a batch; raises an `EngineryError` for one that cannot be run.
             deliver: told of every batch, in the worker's thread.
             count: how many threads.
-            first: what one of the threads does before it takes batches.
             name: of the threads.
         """
         self._queue, self._run, self._deliver = queue, run, deliver
         self._since: list[float] = [0.0] * count
         self._threads = [
             threading.Thread(
-                target=self._work, args=(place, first if place == 0 else None), daemon=True,
-                name=f"enginery-{name}-{place}",
+                target=self._work, args=(place,), daemon=True, name=f"enginery-{name}-{place}"
             )
             for place in range(count)
-        ]  # fmt: skip
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -75,6 +72,11 @@ class Workers:
         now = time.perf_counter()
         return max((now - since for since in self._since if since), default=0.0)
 
+    @property
+    def alive(self) -> bool:
+        """Whether every thread is there."""
+        return all(thread.is_alive() for thread in self._threads)
+
     def join(self, timeout_seconds: float) -> bool:
         """Waits for the threads, after the queue was closed; whether all have ended."""
         ends = time.perf_counter() + timeout_seconds
@@ -82,18 +84,22 @@ class Workers:
             thread.join(max(ends - time.perf_counter(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _work(self, place: int, first: Callable[[], None] | None) -> None:
-        if first:
-            self._guarded(first)
+    def _work(self, place: int) -> None:
         while batch := self._queue.take():
             started = self._since[place] = time.perf_counter()
             values = self._values(batch)
             self._since[place] = 0.0
-            self._deliver(Done(batch, values, started, time.perf_counter() - started))
+            try:
+                self._deliver(Done(batch, values, started, time.perf_counter() - started))
+            except Exception:  # a bug, which must not take the worker along
+                _log.exception("a batch of %d inputs could not be delivered", len(batch))
 
     def _values(self, batch: Sequence[Waiting]) -> Sequence[Any]:
         try:
-            return self._run(batch)
+            values = self._run(batch)
+            if len(values) != len(batch):
+                raise AssertionError(f"{len(values)} answers to {len(batch)} inputs")
+            return values
         except EngineryError as error:
             if len(batch) == 1:
                 return [error]
@@ -102,10 +108,3 @@ class Workers:
             if len(batch) == 1:
                 return [error]
         return [self._values([item])[0] for item in batch]
-
-    @staticmethod
-    def _guarded(first: Callable[[], None]) -> None:
-        try:
-            first()
-        except Exception:  # it only prepares; batches run without
-            _log.exception("the first run of a worker failed")

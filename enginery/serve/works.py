@@ -10,13 +10,14 @@ say of each; when and with which others an input runs is the queue's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError
+from enginery.core.feeds import FeedLimits
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import canonical_dim
 from enginery.runtime.image_model import ImageModel
@@ -25,6 +26,9 @@ from enginery.runtime.profiles import sizes_of
 from enginery.runtime.text_model import fill_rows
 from enginery.runtime.text_rows import TextRows
 from enginery.serve.queue import Waiting
+
+_TABLES = {"input_ids": "vocab_size", "token_type_ids": "type_vocab_size"}
+"""Inputs that are places in a table, and the key of config.json that says how long it is."""
 
 
 class Work(Protocol):
@@ -109,8 +113,13 @@ class ImageWork:
 class TensorWork:
     """The graph's own inputs, as a client sends them."""
 
-    def __init__(self, runner: OrtRunner) -> None:
+    def __init__(self, runner: OrtRunner, config: Mapping[str, Any]) -> None:
+        """Takes the model's config.json for the sizes of its tables."""
         self._runner = runner
+        self._positions = FeedLimits.from_config(dict(config)).max_positions
+        self._tables = {
+            name: int(config[size]) for name, size in _TABLES.items() if config.get(size)
+        }
         record = runner.record
         firsts = {spec.dims[0] if spec.dims else 1 for spec in (*record.inputs, *record.outputs)}
         self.batches = len(firsts) == 1 and isinstance(next(iter(firsts)), str)
@@ -141,15 +150,36 @@ class TensorWork:
                     raise InputError(f"{name}: found the shape {array.shape}, expected {spec}.")
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise InputError(f"{name} holds NaN or infinity.")
+            self._check_range(name, array)
         sizes = sizes_of(self._runner.record.inputs, feeds)
+        if sizes.get("sequence", 0) > self._positions:
+            raise InputError(
+                f"sequence is {sizes['sequence']}, the model takes at most {self._positions}."
+            )
         if self._runner.profiles:
             choose_profile(self._runner.profiles, sizes)
 
     def kind(self, feeds: dict[str, NDArray[Any]]) -> Any:
         """What the tensors of other requests have to be to share a batch with these."""
-        if not self.batches or any(array.shape[0] != 1 for array in feeds.values()):
+        if not self.batches:
             return object()  # nothing is the same as this
         return ("tensors", *((name, feeds[name].shape[1:]) for name in sorted(feeds)))
+
+    def rows(self, feeds: dict[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
+        """What runs by itself: the rows of a request, or all of it where they cannot be told."""
+        if not self.batches:
+            return [feeds]
+        count = next(iter(feeds.values())).shape[0]
+        return [
+            {name: array[row : row + 1] for name, array in feeds.items()} for row in range(count)
+        ]
+
+    def _check_range(self, name: str, array: NDArray[Any]) -> None:
+        """Indices beyond a table run into an error of the graph, and negative ones from its end."""
+        size = self._tables.get(name)
+        if size and array.dtype.kind in "iu" and not (array.min() >= 0 and array.max() < size):
+            found = int(array.min()) if array.min() < 0 else int(array.max())
+            raise InputError(f"{name} holds {found}, expected 0 to {size - 1}.")
 
     def run(self, batch: Sequence[Waiting]) -> list[Any]:
         """The graph's outputs of each request."""

@@ -32,6 +32,21 @@ JSON.stringify({
   ids: [...document.querySelectorAll('[id]')].map(e => e.id)
     .filter((id, i, all) => all.indexOf(id) !== i),
   height: document.documentElement.scrollHeight,
+  medians: Math.max(0, ...[...document.querySelectorAll('td[data-label=median]')]
+    .map(e => e.getBoundingClientRect().right)),
+  labels: [...document.querySelectorAll('.words td')]
+    .map(e => { const style = getComputedStyle(e, '::before');
+                if (style.content === 'none' || style.display === 'none') return 0;
+                const text = document.createElement('span');
+                text.style.cssText = `position:absolute;white-space:normal;width:min-content;` +
+                  `overflow-wrap:anywhere;font:${style.font}`;
+                text.style.overflowWrap = style.overflowWrap;
+                text.textContent = e.dataset.label;
+                e.appendChild(text);
+                const room = parseFloat(getComputedStyle(e).gridTemplateColumns);
+                const needed = text.scrollWidth - room;
+                text.remove();
+                return needed; }).filter(x => x > 0.5).length,
 })
 """
 
@@ -51,6 +66,10 @@ class Look:
     smallest_text: float
     """Of the figures, in pixels."""
     repeated_ids: list[str]
+    medians: float
+    """The right edge of the medians, in pixels; 0 where there are none."""
+    labels: int
+    """Labels of folded tables that are wider than their column."""
     logged: list[str]
     """Errors and warnings on the console, and requests that left the page."""
 
@@ -106,7 +125,8 @@ class Chromium:
         self._resize(width, min(seen["height"], 12000))
         shot = self.ask("Page.captureScreenshot", session=True, format="png")
         picture.write_bytes(base64.b64decode(shot["data"]))
-        return Look(seen["page"], seen["wide"], seen["tiny"], seen["ids"], self._logged())
+        return Look(seen["page"], seen["wide"], seen["tiny"], seen["ids"],
+                    seen["medians"], seen["labels"], self._logged())  # fmt: skip
 
     def ask(self, method, *, session=False, **params):
         self._count += 1

@@ -32,10 +32,10 @@ def save_detector(path, *, dims=("N", 3, "DynamicDimension.1", "DynamicDimension
         "w1": generator.standard_normal((8, 3, 3, 3)), "w2": generator.standard_normal((1, 8, 3, 3))
     }  # fmt: skip
     nodes = [
-        helper.make_node("Conv", ["x", "w1"], ["a"], pads=[1, 1, 1, 1], strides=[2, 2]),
-        helper.make_node("Relu", ["a"], ["b"]),
-        helper.make_node("Conv", ["b", "w2"], ["c"], pads=[1, 1, 1, 1]),
-        helper.make_node("Sigmoid", ["c"], ["scores"]),
+        helper.make_node("Conv", ["x", "w1"], ["a"], "first", pads=[1, 1, 1, 1], strides=[2, 2]),
+        helper.make_node("Relu", ["a"], ["b"], "relu"),
+        helper.make_node("Conv", ["b", "w2"], ["c"], "second", pads=[1, 1, 1, 1]),
+        helper.make_node("Sigmoid", ["c"], ["scores"], "scores"),
     ]
     graph = helper.make_graph(
         nodes, "detector",

@@ -10,6 +10,7 @@ from enginery.bench.advice import (
     gpu_slower_than_cpu,
     int8_slower_than_fp16,
     launches_dominate,
+    more_shapes_than_buckets,
     more_shapes_than_profiles,
     much_padding,
     searching_convolutions,
@@ -81,7 +82,41 @@ def test_host_copies_dominate(share, fires):
     contender = made_contender("onnxruntime", provider=CUDA)
     found = list(copies_dominate(made_result(contenders=[contender], cases=[case])))
     assert len(found) == fires
-    assert all("IOBinding" in advice.remedy for advice in found)
+    if fires:
+        assert found[0].evidence.startswith("onnxruntime, a session without binding, at batch 8")
+        assert "bound already" in found[0].remedy
+        unbound = made_result(contenders=[contender], cases=[case], io_binding=False)
+        (advice,) = copies_dominate(unbound)
+        assert "leave --no-io-binding out" in advice.remedy
+
+
+def test_a_cuda_graph_that_is_on_is_not_advised_again():
+    cases = [made_case({"batch": batch}, {"enginery": 1.0}) for batch in (1, 8)]
+    contenders = [made_contender("enginery", provider=CUDA)]
+    (plain,) = launches_dominate(made_result(contenders=contenders, cases=cases))
+    (graph,) = launches_dominate(made_result(contenders=contenders, cases=cases, cuda_graph=True))
+    assert "--cuda-graph" in plain.remedy
+    assert graph.remedy == "Batch requests together."
+
+
+def test_more_shapes_than_buckets_on_a_gpu_that_binds():
+    cases = [made_case({"batch": batch}, {"enginery": 1.0}) for batch in range(1, 10)]
+    on_gpu = [made_contender("enginery", provider=CUDA)]
+    (advice,) = more_shapes_than_buckets(made_result(contenders=on_gpu, cases=cases))
+    assert "enginery ran 9 shapes; unless it is told otherwise a runner keeps 8" in advice.evidence
+    assert "buckets=9" in advice.remedy
+    (graph,) = more_shapes_than_buckets(
+        made_result(contenders=on_gpu, cases=cases, cuda_graph=True)
+    )
+    assert "run without a CUDA graph" in graph.evidence
+    engine = [made_contender("enginery", provider=CUDA, profiles=["a=1"])]
+    for result in (
+        made_result(contenders=on_gpu, cases=cases[:8]),
+        made_result(contenders=on_gpu, cases=cases, io_binding=False),
+        made_result(contenders=[made_contender("enginery")], cases=cases),
+        made_result(contenders=engine, cases=cases),
+    ):
+        assert not list(more_shapes_than_buckets(result))
 
 
 def gpu_and_cpu(gpu_ms, cpu_ms):

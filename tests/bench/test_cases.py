@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import pytest
 
+from enginery.bench import contenders
 from enginery.bench.cases import rows_of, sweep, tokens_of
 from enginery.bench.config import BenchConfig, check_options, contender_names, read_sizes
 from enginery.bench.contenders import for_images, plan_contenders
+from enginery.bench.pairs import comparisons
 from enginery.bench.subject import Subject, image_layout
 from enginery.core.errors import ArtifactError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec
+from enginery.runtime.provider_names import CPU
 from enginery.runtime.provider_wish import ProviderWish
+from enginery.runtime.providers import Provider
 from tests.bench.made import save_detector
 
 
@@ -121,7 +125,7 @@ def test_layout_is_read_from_the_channels():
         ({"against": "pytorhc"}, "unknown contender 'pytorhc'; did you mean 'pytorch'"),
         ({"against": "auto,pytorch"}, "unknown contender 'auto'"),
         ({"threads": -1}, "'threads' is -1, expected 0 or more"),
-        ({"max_rounds": 3}, "'max_rounds' is 3, expected 10 or more"),
+        ({"max_rounds": 3}, "'max_rounds' is 3, expected 10 or more: 'min_rounds' is 10. Lower"),
         ({"confidence": 1.0}, "'confidence' is 1, expected more than 0.5 and less than 1"),
         ({"precision": float("nan")}, "'precision' is nan"),
         ({"images": "photos", "shape": ("a=1",)}, "both say what is run"),
@@ -163,7 +167,17 @@ def test_pytorch_runs_once_beside_several_artifacts(bert):
     ]  # fmt: skip
 
 
-def test_cpu_stands_beside_a_gpu_by_itself(detector):
+@pytest.fixture
+def had(monkeypatch):
+    """Whatever is asked for can be had: there is no GPU to ask."""
+
+    def choose(artifact, record, wishes, **_):
+        return [Provider(wishes[0].full_name, "asked for", wishes[0].options)], []
+
+    monkeypatch.setattr(contenders, "choose_with_engines", choose)
+
+
+def test_cpu_stands_beside_a_gpu_by_itself(detector, had):
     plans, _ = plan_contenders([detector], BenchConfig(provider="cuda"))
     assert [(plan.kind, plan.providers) for plan in plans][-1] == (
         "enginery-cpu",
@@ -171,7 +185,51 @@ def test_cpu_stands_beside_a_gpu_by_itself(detector):
     )
 
 
-def test_on_images_the_frameworks_run_where_they_are_named(bert):
+def test_a_provider_of_the_cpu_is_no_gpu_for_pytorch(bert, had):
+    plans, left_out = plan_contenders([bert], BenchConfig(provider="openvino"))
+    assert plans[-1].kind == "enginery-cpu"
+    assert {plan.device for plan in plans} == {"cpu"}
+    assert {"pytorch-fp16", "pytorch-compile"} <= set(left_out)
+
+
+def test_after_a_fallback_nothing_is_planned_for_the_gpu(bert, monkeypatch):
+    def choose(artifact, record, wishes, *, allow_fallback):
+        assert allow_fallback
+        return [Provider(CPU, "cuda asked for, but there is none")], []
+
+    monkeypatch.setattr(contenders, "choose_with_engines", choose)
+    plans, left_out = plan_contenders(
+        [bert], BenchConfig(provider="cuda,cpu", allow_fallback=True, cuda_graph=True)
+    )
+    by_kind = {plan.kind: plan for plan in plans}
+    assert set(by_kind) == {"enginery", "onnxruntime", "optimum", "pytorch"}
+    assert {plan.device for plan in plans} == {"cpu"}
+    assert not any(plan.cuda_graph for plan in plans)
+    # Ours asks again, and so tells the reason; Optimum would not fall back.
+    assert [wish.name for wish in by_kind["enginery"].providers] == ["cuda", "cpu"]
+    assert by_kind["optimum"].providers == (ProviderWish("cpu"),)
+    assert "enginery-cpu" in left_out
+
+
+def test_pairs_are_of_one_artifact_of_two_of_ours_or_ours_beside_pytorch(bert):
+    from dataclasses import replace
+
+    plans, _ = plan_contenders(
+        [bert, replace(bert, name="b")], BenchConfig(against="onnxruntime,optimum,pytorch")
+    )
+    names = [f"{bert.name}: {kind}" for kind in ("enginery", "onnxruntime", "optimum", "pytorch")]
+    assert {plan.name for plan in plans} == {*names, "b: enginery", "b: onnxruntime"}
+    turns = {plan.name: [[1.0]] * 6 for plan in plans}
+    found = comparisons(turns, {plan.name: plan for plan in plans}, BenchConfig())
+    ours, bare, optimum, pytorch = names
+    assert {(c.contender, c.base) for c in found} == {
+        (ours, pytorch), (bare, pytorch), (optimum, pytorch), ("b: enginery", pytorch),
+        (bare, ours), (optimum, ours), ("b: enginery", ours), ("b: onnxruntime", "b: enginery"),
+    }  # fmt: skip
+    assert len(found) == 8
+
+
+def test_on_images_the_frameworks_run_where_they_are_named(bert, had):
     left_out = {}
     plans, _ = plan_contenders([bert], BenchConfig(provider="cuda"))
     kept = [plan.kind for plan in for_images(plans, left_out)]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from enginery.bench import contestant
 from enginery.bench.copies import Copies, measure_copies
 from enginery.bench.measure import _gpu_of, _told
 from enginery.bench.nvml import Nvml, _bus_id, _Process
@@ -98,6 +99,47 @@ def test_closing_lets_go_once():
 def test_layout_of_a_process_is_nvmls():
     # nvml.h: unsigned int, 4 bytes of padding, unsigned long long, two unsigned ints.
     assert ctypes.sizeof(_Process) == 24
+
+
+class Gpu:
+    """NVML as a contestant opens it, which tells one figure after another."""
+
+    def __init__(self, *told):
+        self._told = list(told)
+
+    def open(self, device_id):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def memory_bytes(self, pid):
+        found = self._told.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def test_memory_of_a_gpu_is_the_most_seen_after_a_turn_and_not_what_looking_takes(monkeypatch):
+    events = []
+    held = SimpleNamespace(providers=[CUDA], facts=lambda: events.append("facts") or {})
+    given = contestant.Contestant()
+    given._opened, given._run = held, lambda: events.append("run")
+    monkeypatch.setattr(contestant, "Nvml", Gpu(3 << 30, 5 << 30, 4 << 30))
+    given.turn({"runs": 1})
+    given.turn({"runs": 1, "cold": True})
+    found = given.memory({})
+    assert (found["device_memory_bytes"], events[-1]) == (5 << 30, "facts")
+    # What the driver does not tell is asked once, and has its reason.
+    other = contestant.Contestant()
+    other._opened, other._run = held, lambda: None
+    monkeypatch.setattr(contestant, "Nvml", Gpu(ProviderError("a container hides it.")))
+    other.turn({"runs": 1})
+    other.turn({"runs": 1})
+    assert other.memory({})["device_memory"] == "a container hides it."
 
 
 def test_no_gpu_is_said():

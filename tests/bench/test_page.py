@@ -37,9 +37,9 @@ class Outline(HTMLParser):
         self.words.append(data.strip())
 
 
-def measured():
-    names = ["enginery", "onnxruntime", "optimum", "pytorch"]
+def measured(names=("enginery", "onnxruntime", "optimum", "pytorch")):
     pairs = [("enginery", "pytorch"), ("onnxruntime", "pytorch"), ("onnxruntime", "enginery")]
+    pairs = pairs if "pytorch" in names else [(names[1], names[0])]
     cases = [
         made_case(
             {"batch": batch, "sequence": sequence},
@@ -207,6 +207,47 @@ def test_figures_are_those_that_have_something_to_show():
     assert draw_figures(one) == {}
 
 
+def test_figures_of_an_earlier_bench_are_removed_and_those_of_other_stages_stay(tmp_path):
+    save_result(tmp_path, measured())
+    write_report(tmp_path)
+    reports = tmp_path / "reports"
+    (reports / "quantization.svg").write_text("<svg></svg>")
+    assert (reports / "throughput.svg").is_file()
+    write_report(save_result(tmp_path, with_images()))
+    assert {path.name for path in reports.glob("*.svg")} == {"images.svg", "quantization.svg"}
+
+
+def axes_of(draw):
+    """A figure's axes after drawing, to be asked what is on them."""
+    from matplotlib import figure
+
+    axes = figure.Figure().subplots()
+    draw(axes)
+    return axes
+
+
+def test_speedups_are_on_a_log_axis_and_hollow_where_there_is_no_interval():
+    times = {"enginery": 1.0, "pytorch": 4.0}
+    contenders = [made_contender(name) for name in times]
+    pairs = [("enginery", "pytorch")]
+    cases = [made_case({"batch": 1}, times, pairs=pairs),
+             made_case({"batch": 8}, times, pairs=pairs, rounds=3)]  # fmt: skip
+    axes = axes_of(draw_figures(made_result(contenders=contenders, cases=cases))["speedup"])
+    assert axes.get_xscale() == "log"
+    marks = [bar[0].get_fillstyle() for bar in axes.containers]
+    assert marks == ["full", "none"]
+
+
+def test_pixels_of_images_with_the_channels_last_are_height_by_width():
+    from dataclasses import replace
+
+    result = with_images()
+    images = [replace(image, shape=[1, 640, 960, 3]) for image in result.images.images]
+    last = replace(result, images=replace(result.images, images=images, layout="last"))
+    axes = axes_of(draw_figures(last)["images"])
+    assert set(axes.lines[0].get_xdata()) == {0.6144}
+
+
 def test_latency_is_drawn_on_log_axes_with_the_sizes_that_were_run():
     svg = figure_svg(draw_figures(measured())["latency-by-batch"])
     texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
@@ -217,11 +258,15 @@ def test_latency_is_drawn_on_log_axes_with_the_sizes_that_were_run():
 
 @pytest.mark.skipif(not find_chromium(), reason="no Chromium is installed (apt install chromium)")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("kind", ["artifact", "images"])
+@pytest.mark.parametrize("kind", ["artifact", "images", "several"])
 def test_page_in_a_browser(exported, copied, tmp_path, dark, kind):
     """The pictures stay in pytest's temporary directory."""
     if kind == "artifact":
         directory = full_artifact(exported, copied).path
+    elif kind == "several":
+        names = [f"bert-base-uncased-{p}: {k}" for p in ("fp16", "int8")
+                 for k in ("enginery", "onnxruntime")]  # fmt: skip
+        directory = save_result(tmp_path / "several", measured(names))
     else:
         directory = save_result(tmp_path / "images", with_images())
     html = write_report(directory)
@@ -231,6 +276,8 @@ def test_page_in_a_browser(exported, copied, tmp_path, dark, kind):
             look = browser.look(html, width=width, picture=picture, dark=dark)
             assert look.overflow == 0
             assert look.wide == []
+            assert look.medians <= width
+            assert look.labels == 0
             assert look.logged == []
             assert look.repeated_ids == []
             assert look.smallest_text >= 8

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from enginery.bench.config import BenchConfig
+from enginery.bench.process import Contender
 from enginery.bench.result import BenchResult
 from enginery.bench.rows import lines, tables
 from enginery.bench.stage import run
@@ -54,7 +55,12 @@ def test_every_contender_runs_and_the_artifact_keeps_what_was_found(bert):
     by_name = {record.name: record for record in result.contenders}
     assert by_name["pytorch"].peak_rss_bytes > 1.5 * by_name["enginery"].peak_rss_bytes
     assert by_name["pytorch"].notes[0].startswith("attention: sdpa")
-    assert by_name["enginery"].facts["placement"][0]["name"] == "CPUExecutionProvider"
+    placed = by_name["enginery"].facts["placement"]
+    (part,) = placed["providers"]
+    assert (placed["head"], part["name"]) == ("CPUExecutionProvider",) * 2
+    assert part["multiply_adds"] > 0  # counted on the smallest inputs that ran
+    assert placed["counted_on"]["input_ids"] == [1, 8]
+    assert 0 < part["for_shapes"] < part["nodes"]
     stored = (bert.path / "reports" / "benchmark.json").read_bytes()
     assert BenchResult.from_json(stored) == result
     assert (bert.path / "reports" / "report.html").is_file()
@@ -175,6 +181,45 @@ def test_failed_artifact_is_measured_only_when_asked(bert):
     with pytest.raises(RejectedArtifactError, match="far off"):
         bench(failed, batch="1", sequence="8", against="none")
     assert bench(failed, batch="1", sequence="8", against="none", allow_failed=True).cases
+
+
+def test_an_automatic_contender_that_breaks_in_a_round_is_told_and_the_rest_goes_on(
+    bert, tmp_path, monkeypatch
+):
+    real = Contender.ask
+    turns = []
+
+    def ask(self, does, **values):
+        if self.plan.kind == "onnxruntime" and does == "turn":
+            turns.append(values)
+            if len(turns) == 2:
+                self._process.kill()
+        return real(self, does, **values)
+
+    monkeypatch.setattr(Contender, "ask", ask)
+    monkeypatch.setattr("enginery.bench.contenders.CONTENDERS", ("onnxruntime",))
+    result = bench(bert, batch="1,2", sequence="8")
+    for case in result.cases:
+        assert [found.contender for found in case.measurements] == ["enginery"]
+        assert "the process" in case.problems["onnxruntime"]
+    assert "after loading" in result.contender("onnxruntime").notes[-1]
+    turns.clear()
+    images = save_photographs(tmp_path / "photos", (64, 64), (96, 60))
+    found = bench(save_detector(tmp_path / "d.onnx"), images=str(images)).images
+    assert set(found.totals) == {"enginery"}
+    assert "the process" in found.problems["onnxruntime"]
+
+
+def test_a_fallback_is_in_the_result_on_the_terminal_and_on_the_page(bert):
+    result = bench(
+        bert, batch="1", sequence="8", against="onnxruntime", provider="cuda,cpu",
+        allow_fallback=True,
+    )  # fmt: skip
+    reason = result.contender("enginery").providers[0]["reason"]
+    assert reason.startswith("cuda asked for, but")
+    assert f"enginery, onnxruntime on cpu: {reason}" in result.notes
+    assert f"note: enginery, onnxruntime on cpu: {reason}" in lines(result)
+    assert reason[:30] in (bert.path / "reports" / "report.html").read_text()
 
 
 def test_nothing_named_and_nothing_there(tmp_path):

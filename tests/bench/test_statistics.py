@@ -106,6 +106,16 @@ def test_slower_is_a_difference_too():
     assert found.words == "0.25 times as fast (0.25 to 0.25)"
 
 
+def test_a_ratio_far_from_one_keeps_its_digits():
+    assert ratio([[0.0042]] * 8, [[1.0]] * 8).words == "0.0042 times as fast (0.0042 to 0.0042)"
+    assert ratio([[333.3]] * 8, [[1.0]] * 8).words.startswith("333.30 times")
+
+
+def test_rounds_that_only_one_had_are_in_no_pair():
+    found = ratio([[2.0]] * 6, [[1.0]] * 6 + [[100.0]] * 3)
+    assert (found.speedup, found.interval) == (2.0, (2.0, 2.0))
+
+
 def test_too_few_rounds_make_no_claim():
     found = ratio([[9.0]] * 5, [[1.0]] * 5)
     assert (found.interval, found.different) == (None, False)

@@ -5,7 +5,9 @@ import gc
 import pytest
 
 from enginery.bench.rounds import Limits, run_rounds, runs_in_turn
+from enginery.bench.statistics import compare
 from enginery.bench.warmup import take_turn, warm_up
+from enginery.core.errors import InputError
 
 
 class Scripted:
@@ -81,9 +83,10 @@ def test_turn_rests_the_garbage_collector_even_where_a_run_fails():
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize(("typical", "runs"), [(0.1, 50), (5.0, 10), (49.0, 2), (800.0, 1)])
+@pytest.mark.parametrize(("typical", "runs"), [(0.05, 1000), (0.1, 500), (5.0, 10), (800.0, 1)])
 def test_turn_is_long_enough_and_not_too_long(typical, runs):
     assert runs_in_turn(typical) == runs
+    assert runs_in_turn(1e-4) == 1000
 
 
 LIMITS = Limits(confidence=0.95, precision=0.01, min_rounds=4, max_rounds=30, max_seconds=1e9)
@@ -127,8 +130,51 @@ def test_one_noisy_contender_keeps_all_in_the_race():
     assert found.ended == "30 rounds, the most asked for"
 
 
-def test_seconds_end_the_rounds_after_whole_ones():
-    limits = Limits(0.95, 0.01, min_rounds=4, max_rounds=30, max_seconds=5)
+def test_seconds_end_the_rounds_after_whole_ones_that_are_enough_for_an_interval():
+    limits = Limits(0.95, 0.01, min_rounds=20, max_rounds=30, max_seconds=5)
     found, _ = rounds_of(limits, a=forever(1.0), b=forever(1.0, 3.0))
-    assert [len(turns) for turns in found.turns.values()] == [3, 3]
+    assert [len(turns) for turns in found.turns.values()] == [6, 6]
     assert found.ended == "the 5 s for a shape were over"
+    late = Limits(0.95, 0.01, min_rounds=20, max_rounds=30, max_seconds=15)
+    assert len(rounds_of(late, a=forever(1.0), b=forever(1.0, 3.0))[0].turns["a"]) == 8
+
+
+def test_fewer_rounds_than_an_interval_needs_are_run_where_they_are_asked_for():
+    limits = Limits(0.95, 0.01, min_rounds=2, max_rounds=3, max_seconds=5)
+    assert len(rounds_of(limits, a=forever(1.0))[0].turns["a"]) == 3
+
+
+def test_a_slow_contender_costs_no_other_its_interval():
+    clock, limits = Scripted(), Limits(0.95, 0.01, min_rounds=10, max_rounds=30, max_seconds=5)
+
+    def turn(seconds):
+        def run(runs):
+            clock.now += seconds
+            return [1.0] * runs
+
+        return run
+
+    turns = {"fast": turn(0.1), "slow": turn(8.0)}
+    found = run_rounds(turns, dict.fromkeys(turns, 2), limits, clock=clock)
+    assert {name: len(times) for name, times in found.turns.items()} == {"fast": 6, "slow": 4}
+    assert found.ended == "the 5 s for a shape were over"
+    pair = compare(found.turns["slow"], found.turns["fast"], confidence=0.95, smallest=0.02)
+    assert pair.words == "too few rounds to say (4 of 6)"
+
+
+def test_one_that_may_fail_ends_its_own_turns_alone():
+    calls = []
+
+    def failing(runs):
+        calls.append(runs)
+        if len(calls) == 3:
+            raise InputError("it broke.")
+        return [1.0]
+
+    turns = {"steady": lambda runs: [1.0], "auto": failing}
+    found = run_rounds(turns, dict.fromkeys(turns, 1), LIMITS, may_fail={"auto"})
+    assert found.failed == {"auto": "it broke."}
+    assert {name: len(times) for name, times in found.turns.items()} == {"steady": 6}
+    calls.clear()
+    with pytest.raises(InputError, match="it broke"):
+        run_rounds(turns, dict.fromkeys(turns, 1), LIMITS)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-from enginery.bench import opened, stage
+from enginery.bench import contenders, opened, stage
 from enginery.bench.config import BenchConfig
 from enginery.bench.contenders import plan_contenders
 from enginery.bench.opened import BareSession, OurRunner
@@ -29,6 +30,16 @@ def detector(tmp_path):
 @pytest.fixture
 def bert(exported):
     return Subject.of(exported("bert", "feature-extraction"), "", allow_failed=False)
+
+
+@pytest.fixture(autouse=True)
+def _had(monkeypatch):
+    """Whatever is asked for can be had: there is no GPU to ask."""
+
+    def choose(artifact, record, wishes, **_):
+        return [Provider(wishes[0].full_name, "asked for", wishes[0].options)], []
+
+    monkeypatch.setattr(contenders, "choose_with_engines", choose)
 
 
 def plans_of(subject, **options):
@@ -69,6 +80,11 @@ def test_the_environment_asks_where_the_options_do_not(detector, monkeypatch):
         ({"provider": "cuda", "cuda_graph": True, "shrink_arena": True}, OptionError, "arena"),
         ({"provider": "cuda", "provider_option": ("cuda.memory=1",)}, OptionError, "'memory'"),
         ({"provider_option": ("cuda.device_id=1",)}, OptionError, "is for cuda, which is not"),
+        (
+            {"provider": "cuda", "provider_option": ("cuda.enable_cuda_graph=1",)},
+            OptionError,
+            "pass --cuda-graph",
+        ),
         ({"provider": "cudaa"}, ProviderError, "did you mean 'cuda'"),
     ],
 )
@@ -95,6 +111,12 @@ def open_with_doubles(monkeypatch, given):
             given.update(options)
             self.providers, self.engines, self.profiles = [], [], []
 
+        def __call__(self, feeds):
+            return {}
+
+        def is_captured(self, feeds):
+            return feeds["x"].shape[0] == 1
+
     monkeypatch.setattr(opened, "choose_with_engines", choose)
     monkeypatch.setattr(opened, "open_session", new_session)
     monkeypatch.setattr(opened, "OrtRunner", Runner)
@@ -106,8 +128,12 @@ def test_our_runner_and_the_bare_session_are_given_the_same(detector, monkeypatc
     plans = plans_of(detector, provider=CUDA, cuda_graph=True)
     record = detector.record
     ours = through_a_pipe(plans["enginery"])
-    OurRunner(detector.artifact, record, ours, threads=0, allow_fallback=False)
+    runner = OurRunner(detector.artifact, record, ours, threads=0, allow_fallback=False)
     assert given["providers"] == parse_wishes(CUDA)
+    assert given["buckets"] == 8
+    # A shape that came when all graphs were taken is told.
+    assert runner.note_on({"x": np.zeros((1, 3, 32, 32))}) == ""
+    assert "ran without a CUDA graph" in runner.note_on({"x": np.zeros((2, 3, 32, 32))})
     assert (given["io_binding"], given["cuda_graph"], given["shrink_arena"]) == (True, True, False)
     bare = BareSession(
         detector.artifact, record, through_a_pipe(plans["onnxruntime"]), threads=0,
@@ -121,8 +147,6 @@ def test_our_runner_and_the_bare_session_are_given_the_same(detector, monkeypatc
 
 
 def test_bare_session_shrinks_the_arena_after_each_run(detector):
-    import numpy as np
-
     plan = through_a_pipe(plans_of(detector, shrink_arena=True)["onnxruntime"])
     bare = BareSession(detector.artifact, detector.record, plan, threads=0, allow_fallback=False)
     (session,), entries = bare._sessions, []

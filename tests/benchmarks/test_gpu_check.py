@@ -306,22 +306,24 @@ def test_a_node_that_fell_to_the_cpu_fails_the_check_and_is_named():
     assert not placement.judge(Placement(CUDA, well.nodes[1:]))[0]
 
 
-def point(model, batch, sequence, speedups, *, ms=0.4):
+def point(model, batch, sequence, speedups, *, ms=0.4, width=0.0):
     """A point whose only way of ours is as many times as fast as each rival."""
     side = "enginery, CUDA graph"
     return {
         "model": model, "batch": batch, "sequence": sequence, "compile": {}, "left out": {},
-        "latency": {f"{side}, {place}": {"median_ms": ms} for place in ("host", "device")},
+        "latency": {f"{side}, {place}": {"median_ms": ms, "interval_ms": (ms - 0.02, ms + 0.02)}
+                    for place in ("host", "device")},
         "ratios": [
             {"place": place, "ours": side, "theirs": rival, "speedup": speedup,
-             "interval": (speedup, speedup), "words": f"{speedup} times"}
+             "interval": (speedup - width, speedup + width), "words": f"{speedup} times"}
             for place in ("host", "device") for rival, speedup in speedups.items()
         ],
     }  # fmt: skip
 
 
 def judged(points, *, gpu="NVIDIA H200", seconds=400.0):
-    found = goals.judge(points, ["minilm"], seconds=seconds, gpu=gpu, max_minutes=8)
+    found = goals.judge(points, ["minilm"], seconds=seconds, gpu=gpu, max_minutes=8,
+                        shapes=2)  # fmt: skip
     return {goal.goal: goal for goal in found}
 
 
@@ -334,7 +336,7 @@ def test_goals_are_judged_by_the_faster_of_pytorchs_eager_modes():
     found = judged([point("minilm", 1, 128, speedups)])
     assert found[EAGER].verdict == "reached"
     assert found[EAGER].figure.startswith("2.10 × PyTorch SDPA")
-    assert found[BEHIND].verdict == "reached"
+    assert found[BEHIND].verdict == "reached at 1 of 2 points"
     assert found["minilm at 1×128, host: at most 0.5 ms"].verdict == "reached"
     assert found["minilm at 32×128, host: 1.3 × PyTorch's eager mode"].verdict == "not measured"
     slower = judged([point("minilm", 1, 128, {**speedups, "PyTorch SDPA": 1.9}, ms=0.6)])
@@ -346,7 +348,22 @@ def test_one_point_behind_torch_compile_misses_the_goal():
     near, far = ({"torch.compile": speedup} for speedup in (1.4, 0.94))
     found = judged([point("minilm", 1, 128, near), point("minilm", 8, 16, far)])
     assert found[BEHIND].verdict == "missed"
-    assert "at 8×16, of 2 points" in found[BEHIND].figure
+    assert "at 8×16, of 2 points compared" in found[BEHIND].figure
+    both = judged([point("minilm", 1, 128, near), point("minilm", 8, 16, near)])
+    assert both[BEHIND].verdict == "reached"
+
+
+def test_a_goal_within_the_interval_is_not_decided():
+    eager, compiled = "PyTorch eager", "torch.compile"
+    wide = judged([point("minilm", 1, 128, {eager: 2.1, compiled: 1.0}, ms=0.49, width=0.2)])
+    held = "not decided: the interval holds the goal"
+    assert wide[EAGER].verdict == held
+    assert wide[BEHIND].verdict == "reached at 0 of 2 points"
+    assert wide["minilm at 1×128, host: at most 0.5 ms"].verdict == held
+    few = point("minilm", 1, 128, {eager: 3.0})
+    for ratio in few["ratios"]:
+        ratio["interval"] = None
+    assert judged([few])[EAGER].verdict == "not decided: too few rounds"
 
 
 def test_goals_have_verdicts_on_an_h200_alone_and_a_run_beyond_its_minutes_misses():

@@ -293,7 +293,7 @@ def test_answers_of_nan_are_bad_rows(predict, rows, monkeypatch, bert, reviews):
         return outputs
 
     monkeypatch.setattr(OrtRunner, "__call__", poisoned)
-    report = predict(bert, reviews, batch_rows=10)
+    report = predict(bert, reviews, batch_rows=10, batch_tokens=512)
     assert report.bad_rows == 4
     assert {row["error"] for row in rows()} == {None, "the model answered NaN or infinity"}
 
@@ -321,6 +321,9 @@ def test_ways_of_running_reach_the_runner_and_change_no_fingerprint(
     assert (given[0]["io_binding"], given[0]["cuda_graph"], given[0]["shrink_arena"]) == (
         False, False, True,
     )  # fmt: skip
+    assert given[0]["keep_optimized"]
+    assert predict(classifier, reviews, "plain.parquet", optimized_graph=False).worked
+    assert not given[1]["keep_optimized"]
     assert not predict(classifier, reviews).worked  # the answers are the same
 
 
@@ -345,3 +348,19 @@ def test_a_wish_that_does_not_fit_is_an_error_and_nothing_is_opened(
     monkeypatch.setattr(answering, "OrtRunner", None)
     with pytest.raises(kind, match=message):
         predict(classifier, reviews, **options)
+
+
+def test_where_a_token_is_is_found_only_for_spans(predict, tiny, reviews, monkeypatch):
+    from enginery.runtime.quick_encoding import QuickEncoder
+
+    real, quick = QuickEncoder.encode, []
+
+    def encode(self, texts):
+        quick.append(len(texts))
+        return real(self, texts)
+
+    monkeypatch.setattr(QuickEncoder, "encode", encode)
+    predict(tiny("bert", "token-classification"), reviews, "spans.jsonl")
+    assert not quick
+    predict(tiny("bert", "text-classification"), reviews, "labels.jsonl")
+    assert quick

@@ -67,7 +67,7 @@ def test_pace_tells_from_where_this_run_began(monkeypatch):
     monkeypatch.setattr(room.time, "monotonic", lambda: next(clock))
     said, steps = [], []
     progress = type("Told", (), {"say": staticmethod(said.append)})
-    pace = Pace(progress, lambda: steps.append(1), done=0.5)
+    pace = Pace(progress, lambda: steps.append(1), resumed=500)  # half of 1000 rows
     pace.tell(rows=100, done=0.6)
     assert len(steps) == 60
     assert said == ["predict: 100 rows, 10.0 a second, 60%, 40 s left"]

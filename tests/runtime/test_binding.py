@@ -242,6 +242,35 @@ def test_shapes_beyond_the_buckets_are_not_captured_and_no_capture_is_given_up(d
     assert binding.shapes == (((1, 4),), ((3, 4),))
 
 
+def test_a_shape_that_fails_under_capture_gives_its_place_and_no_number_comes_twice(doubling):
+    session = Recorded(doubling)
+    binding = DeviceBinding(
+        session, [TensorSpec("x", "float32", ("n", "m"))], [TensorSpec("y", "float32", ("n", "m"))],
+        Device(), capture=True, buckets=2,
+    )  # fmt: skip
+    binding({"x": rows(1)})
+    with pytest.raises(InputError, match=r"the graph fails on x \(2, 5\)"):
+        binding({"x": np.ones((2, 5), np.float32)})
+    assert binding.captured == (((1, 4),),)
+    binding({"x": rows(2)})
+    assert [graph for graph, _ in session.graphs] == ["1", "2", "3"]
+    assert binding.captured == (((1, 4),), ((2, 4),))
+
+
+@pytest.mark.parametrize(("buckets", "captured"), [(8, 8), (9, 9)])
+def test_a_runner_keeps_as_many_shapes_as_it_is_told(tiny, monkeypatch, buckets, captured):
+    artifact = tiny.artifact("bert", "feature-extraction")
+    monkeypatch.setattr("enginery.runtime.ort.device_of", lambda session: Device("cuda"))
+    monkeypatch.setattr("enginery.runtime.ort.require_fit", lambda *_, **__: None)
+    monkeypatch.setattr("enginery.runtime.ort.with_cuda_graph", lambda graphs, given: given)
+    with OrtRunner(artifact, cuda_graph=True, buckets=buckets) as runner:
+        names = [spec.name for spec in runner.record.inputs]
+        feeds = [dict.fromkeys(names, np.ones((n, 4), np.int64)) for n in range(1, 10)]
+        for given in feeds:
+            runner(given)
+        assert [runner.is_captured(given) for given in feeds].count(True) == captured
+
+
 def test_threads_wait_for_each_other(doubling):
     binding = DeviceBinding(doubling, [X], [Y])
     found = []

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,8 @@ from enginery.runtime.providers import Provider
 
 OPENVINO = "OpenVINOExecutionProvider"
 ON_CPU = [Provider(CPU, "asked for")]
+CUDA_GRAPH = "enginery.runtime.cuda_graph"
+GRAPHS = [(Path("model.onnx"), {})]
 FEEDS = {"x": np.ones((2, 4), np.float32)}
 
 
@@ -99,6 +102,12 @@ def test_every_node_and_its_multiply_adds_are_on_the_cpu(two_products):
     assert (placement.fallen, placement.copies, placement.notes) == ((), (), ())
 
 
+def test_the_work_of_nodes_without_names_is_told_as_that_of_no_one_in_particular(tmp_path):
+    path = write_model(tmp_path / "m.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])])
+    placement = read_placement(path, ON_CPU, FEEDS)
+    assert placement.notes == ("100.0% of the multiply-adds are in nodes that were renamed",)
+
+
 def test_without_feeds_nothing_is_run_and_nothing_counted(two_products):
     placement = read_placement(two_products, ON_CPU)
     assert not placement.counted
@@ -138,6 +147,10 @@ def test_a_tensor_as_large_as_the_input_is_no_shape(tmp_path):
         ("Gemm", [(4, 2), (4, 3)], (2, 3), 2 * 3 * 4),  # the first is transposed
         ("FusedMatMul", [(2, 3), (2, 3)], (2, 2), 12),
         ("Conv", [(1, 6, 8, 8), (4, 3, 5, 5)], (1, 4, 4, 4), 64 * 3 * 25),  # two groups
+        ("QLinearMatMul", [(5, 4), (), (), (4, 3), (3,), (3,)], (5, 3), 60),
+        ("QLinearMatMul", [(5, 4), (1,), (1,), (4, 3), (3,), (3,)], (5, 3), 60),
+        ("QGemm", [(4, 2), (1,), (1,), (4, 3), (3,), (3,)], (2, 3), 24),
+        ("QLinearMatMul", [(3, 4), (1,), (1,), (4,), (1,), (1,)], (3,), 12),
         ("QLinearConv", [(1, 3, 8, 8), (), (), (4, 3, 5, 5)], (1, 4, 4, 4), 64 * 75),
         ("ConvTranspose", [(1, 3, 8, 8), (3, 2, 2, 2)], (1, 2, 16, 16), 192 * 8),
         ("Attention", [(2, 5, 8), (8, 24)], (2, 5, 8), 2 * 5 * 8 * 24 + 2 * 2 * 5 * 5 * 8),
@@ -251,19 +264,51 @@ def test_what_keeps_a_cuda_graph_from_being_captured_is_named():
     assert [node.name for node in placed.uncapturable()] == ["MatMulInteger_7", "loop"]
 
 
-def test_a_cuda_graph_is_refused_with_the_node_that_forbids_it(monkeypatch):
-    monkeypatch.setattr(
-        "enginery.runtime.cuda_graph.read_placement", lambda path, providers: UNDER_CUDA
-    )
+def test_a_cuda_graph_is_refused_with_the_nodes_and_copies_that_forbid_it(monkeypatch):
+    copied = Placement(CUDA, UNDER_CUDA.nodes, copies=("Memcpy_token_1",))
+    monkeypatch.setattr(f"{CUDA_GRAPH}.read_placement", lambda *_: copied)
     with pytest.raises(ProviderError) as caught:
-        with_cuda_graph([Path("model.onnx")], [Provider(CUDA, "asked for")])
+        with_cuda_graph(GRAPHS, [Provider(CUDA, "asked for")])
     assert "MatMulInteger_7 (MatMulInteger on cpu)" in caught.value.message
+    assert "; the copy Memcpy_token_1." in caught.value.message
     with pytest.raises(ProviderError, match="cpu has no CUDA graphs"):
-        with_cuda_graph([Path("model.onnx")], ON_CPU)
+        with_cuda_graph(GRAPHS, ON_CPU)
     fine = Placement(CUDA, UNDER_CUDA.nodes[:2])
-    monkeypatch.setattr("enginery.runtime.cuda_graph.read_placement", lambda *_: fine)
-    (head,) = with_cuda_graph([Path("m.onnx")], [Provider(CUDA, "", {"device_id": "1"})])
+    monkeypatch.setattr(f"{CUDA_GRAPH}.read_placement", lambda *_: fine)
+    (head,) = with_cuda_graph(GRAPHS, [Provider(CUDA, "", {"device_id": "1"})])
     assert head.options == {"device_id": "1", "enable_cuda_graph": "1"}
+
+
+def test_adding_tensors_on_the_cpu_keeps_a_cuda_graph_from_being_captured(tmp_path, monkeypatch):
+    """Add is an op that computes shapes: only a run tells that this one does not."""
+    path = write_model(
+        tmp_path / "add.onnx", [helper.make_node("Add", ["x", "x"], ["y"], name="sum")]
+    )
+    real = read_placement
+
+    def under_cuda(path, providers, feeds=None):
+        return replace(real(path, ON_CPU, feeds), head=CUDA)
+
+    monkeypatch.setattr(f"{CUDA_GRAPH}.read_placement", under_cuda)
+    with pytest.raises(ProviderError, match=r"sum \(Add on cpu\)"):
+        with_cuda_graph([(path, FEEDS)], [Provider(CUDA, "asked for")])
+    # Inputs that the graph does not run on leave it to the ops, and to ONNX Runtime's own refusal.
+    wrong = {"x": np.ones((2, 5), np.float32)}
+    assert with_cuda_graph([(path, wrong)], [Provider(CUDA, "asked for")])
+
+
+def test_a_runner_looks_at_its_graph_on_made_up_inputs(tiny, monkeypatch):
+    artifact = tiny.artifact("bert", "feature-extraction")
+    seen = []
+    monkeypatch.setattr("enginery.runtime.ort.require_fit", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "enginery.runtime.ort.with_cuda_graph", lambda graphs, given: seen.extend(graphs) or given
+    )
+    with OrtRunner(artifact, cuda_graph=True):
+        pass
+    ((path, feeds),) = seen
+    assert path == artifact.model
+    assert feeds["input_ids"].shape == (1, 16)
 
 
 @pytest.fixture(scope="session")

@@ -101,6 +101,39 @@ def test_rapidocrs_third_version_is_read_too():
     assert parse_wishes(config) == (ProviderWish("cuda", {"device_id": "1"}), ProviderWish("cpu"))
 
 
+def whole_file(**sections):
+    """A config.yaml of version 1, with what a section says of providers."""
+    names = ("Det", "Cls", "Rec")
+    parts = {name: {"model_path": "x.onnx", "use_cuda": False, **sections.get(name, {})}
+             for name in names}  # fmt: skip
+    return {"Global": {"text_score": 0.5, "use_det": True}, **parts}
+
+
+@pytest.mark.parametrize("read", [yaml.safe_dump, dict])
+def test_rapidocrs_whole_file_of_version_one_is_read(read):
+    cuda = {"use_cuda": True, "CUDAExecutionProvider": {"device_id": 1}}
+    expected = (ProviderWish("cuda", {"device_id": "1"}), ProviderWish("cpu"))
+    assert parse_wishes(read(whole_file(Det=cuda, Cls=cuda, Rec=cuda))) == expected
+    assert parse_wishes(read(whole_file())) == (ProviderWish("cpu"),)
+    # The third version has such sections too, and the providers elsewhere.
+    third = {
+        "Det": {"engine_type": "onnxruntime"},
+        "EngineConfig": {"onnxruntime": {"use_cuda": True, "cuda_ep_cfg": {"device_id": 1}}},
+    }
+    assert parse_wishes(read(third)) == expected
+    assert parse_wishes({"Global": {"text_score": 0.5}, "Det": {"model_path": "x"}}) == (
+        ProviderWish("cpu"),
+    )
+
+
+def test_sections_of_rapidocr_that_differ_are_both_named():
+    cuda = {"use_cuda": True, "CUDAExecutionProvider": {"device_id": 1}}
+    with pytest.raises(OptionError, match=r"Det asks for 'cuda,cpu; cuda\.device_id=1' and Cls"):
+        parse_wishes(whole_file(Det=cuda, Rec=cuda))
+    with pytest.raises(OptionError, match="Rec: unknown option 'devise_id' for cuda"):
+        parse_wishes(whole_file(Rec={"CUDAExecutionProvider": {"devise_id": 1}}))
+
+
 def test_onnxruntimes_own_list_of_names_and_pairs_is_read():
     limit = 2 * 1024 * 1024 * 1024
     given = [("CUDAExecutionProvider", {"gpu_mem_limit": limit}), "CPUExecutionProvider"]

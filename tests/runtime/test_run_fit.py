@@ -4,6 +4,7 @@ import pytest
 
 from enginery.core.errors import OptionError, ProviderError
 from enginery.runtime.model import load_model
+from enginery.runtime.ort import OrtRunner
 from enginery.runtime.provider_wish import parse_wishes
 from enginery.runtime.run_fit import require_fit
 
@@ -33,6 +34,35 @@ def test_what_fits_passes(wish):
 def test_cuda_graphs_exclude_what_takes_their_memory(other, message):
     with pytest.raises(OptionError, match=message):
         require_fit(parse_wishes("cuda"), cuda_graph=True, **other)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cuda; cuda.enable_cuda_graph=1",
+        "tensorrt; tensorrt.trt_cuda_graph_enable=true",
+        "tensorrt-rtx; tensorrt-rtx.enable_cuda_graph=yes",
+        "tensorrt,cuda; cuda.enable_cuda_graph=1",
+    ],
+)
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_a_providers_own_option_for_graphs_is_refused_with_the_way_to_them(text, cuda_graph):
+    with pytest.raises(OptionError, match="is set by itself") as error:
+        require_fit(parse_wishes(text), cuda_graph=cuda_graph)
+    assert "--cuda-graph" in error.value.do
+    require_fit(parse_wishes(text.replace("=1", "=0").replace("=true", "=no")
+                             .replace("=yes", "=off")))  # fmt: skip
+
+
+def test_a_runner_itself_refuses_what_does_not_fit(tiny, monkeypatch):
+    artifact = tiny.artifact("bert", "text-classification")
+    with pytest.raises(OptionError, match="a CUDA graph replays in the arena's memory"):
+        OrtRunner(artifact, providers=["cuda"], cuda_graph=True, shrink_arena=True)
+    with pytest.raises(OptionError, match="is set by itself"):
+        OrtRunner(artifact, providers=parse_wishes("cuda; cuda.enable_cuda_graph=1"))
+    monkeypatch.setenv("ENGINERY_PROVIDERS", "cuda; cuda.enable_cuda_graph=1")
+    with pytest.raises(OptionError, match="is set by itself"):
+        load_model(artifact)
 
 
 def test_a_model_is_given_the_ways_it_is_to_run(tiny, monkeypatch):

@@ -11,7 +11,8 @@ import numpy as np
 from enginery.core.manifest import SourceRecord
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.answers import Classification, Label
-from enginery.serve.refusals import InvalidInputError, NotFoundError
+from enginery.serve.models import Models, Reloaded
+from enginery.serve.refusals import NotFoundError
 from enginery.serve.replies import Reply, Timings
 
 TIMINGS = Timings(0.0001, 0.0002, 0.004, tokens=7)
@@ -36,8 +37,12 @@ class StandInModel:
             kind="hub", id="sentence-transformers/all-MiniLM-L6-v2", revision="abc", sha256="",
             files={},
         )  # fmt: skip
-        manifest = SimpleNamespace(source=source, precision="fp32", stages=(), task=self.task)
-        self.artifact = SimpleNamespace(manifest=manifest, path=Path("nowhere"))
+        manifest = SimpleNamespace(
+            source=source, precision="fp32", stages=(), task=self.task, verdict=lambda _: None
+        )
+        self.artifact = SimpleNamespace(
+            manifest=manifest, path=Path("nowhere"), failed=lambda: None
+        )
 
     def info(self):
         return {"task": self.task, "providers": [{"name": "CUDAExecutionProvider"}]}
@@ -76,6 +81,7 @@ class StandInModels:
         self._models = {model.name: model for model in models}
         self.draining = False
         self.reloaded = []
+        self.broken = {}
 
     @property
     def names(self):
@@ -93,17 +99,17 @@ class StandInModels:
             raise NotFoundError(f"there is no model '{name}'.")
         return self._models[name]
 
-    def only(self, name=""):
-        if name:
-            return self.get(name)
-        if len(self._models) > 1:
-            raise InvalidInputError("the server has several models, and none was named.")
-        return next(iter(self))
+    only = Models.only
 
     async def reload(self, name=""):
         names = (self.get(name).name,) if name else self.names
         self.reloaded += names
-        return dict.fromkeys(names, "reloaded")
+        return {
+            name: Reloaded(swapped=False, text=f"not reloaded: {self.broken[name]}")
+            if name in self.broken
+            else Reloaded(swapped=True, text="reloaded")
+            for name in names
+        }
 
 
 class StandInMetrics:

@@ -22,6 +22,7 @@ class Echo:
 
     def __init__(self):
         self.requests = []
+        self.refused = []
         self.cancelled = 0
         self.gate = asyncio.Event()
 
@@ -61,8 +62,10 @@ class Echo:
             headers=(("x-from", "echo"),),
         )  # fmt: skip
 
-    def refusal(self, path, status, message):
-        return Response.of_json({"error": message, "path": path}, status=status)
+    def refusal(self, request, status, message):
+        self.refused.append((request, status))
+        facts = {"error": message, "method": request.method, "path": request.path}
+        return Response.of_json(facts, status=status)
 
 
 @dataclass

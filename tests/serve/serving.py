@@ -61,7 +61,7 @@ def service(life, options):
             self.application.ready = False
 
         async def reload(self):
-            return "m is the same."
+            return ["m: reloaded, of the same content"]
 
         async def close(self):
             say("closed")

@@ -88,6 +88,14 @@ def test_line_of_a_request_that_asked_no_model_has_no_times_of_one(pipe):
     assert not {"tokenize_ms", "queue_ms", "inference_ms", "tokens"} & set(line)
 
 
+def test_body_of_an_answer_to_head_is_not_counted_as_sent(pipe):
+    log = AccessLog(pipe.write)
+    log(Request("HEAD", "/info"), Response(200, b"x" * 99), route="/info", model="", seconds=0.1,
+        timings=None)  # fmt: skip
+    log.close()
+    assert json.loads(os.read(pipe.read, 1 << 16))["bytes_out"] == 0
+
+
 def test_bodies_keys_and_queries_are_never_logged(pipe):
     text = logged(pipe, {"query": "api_key=secret-query", "body": b"secret answer"})
     assert text.count(b"\n") == 1

@@ -1,12 +1,17 @@
 """What the server says of itself, and what it can be told."""
 
+import shutil
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from enginery.core.artifact import Artifact
 from enginery.core.errors import OptionError
+from enginery.core.manifest import Verdict
 from enginery.serve.application import ServerApplication
 from enginery.serve.config import ServeConfig
 from enginery.serve.keys import Keys
+from tests.serve.conftest import Running
 from tests.serve.doubles import StandInModel, StandInModels
 from tests.serve.test_application import application, ask
 
@@ -35,6 +40,49 @@ def test_health_tells_which_model_is_not_ready_and_why(state):
     ready = ask(app, "GET", "/v2/models/good/ready")
     assert (ready.status, ready.json) == (200, {"name": "good", "ready": True})
     assert ask(app, "GET", "/v2/models/bad/ready").status == 503
+
+
+def test_server_that_drains_lives_and_is_not_ready():
+    models = StandInModels(StandInModel())
+    app = ServerApplication(models, ServeConfig(), keys=Keys())
+    found = ask(app, "GET", "/v2/health/ready")
+    assert (found.status, found.json) == (200, {"ready": True, "live": True})
+    models.draining = True
+    found = ask(app, "GET", "/v2/health/ready")
+    assert (found.status, found.json) == (503, {"ready": False, "live": True})
+
+
+def validated(source, directory, *, passed):
+    """A copy of an artifact with a verdict; without one for None."""
+    shutil.copytree(source, directory)
+    if passed is not None:
+        verdict = Verdict(
+            stage="validate", key="k", fields={}, passed=passed, finished="",
+            summary="1 of 9 cases differs.", report="reports/validation.json",
+        )  # fmt: skip
+        Artifact.open(directory).annotate(verdict, b"{}")
+    return directory
+
+
+@pytest.mark.parametrize(("passed", "verdict"), [(True, "passed"), (False, "failed"),
+                                                 (None, "none")])  # fmt: skip
+def test_verdict_of_the_validation_is_told(tiny_paths, tmp_path, passed, verdict):
+    path = validated(tiny_paths("mood")["mood"], tmp_path / "mood", passed=passed)
+    server = Running({"mood": path}, ServeConfig(allow_failed=True, access_log="off"))
+    try:
+        assert server("GET", "/health").json["models"]["mood"]["verdict"] == verdict
+        assert server("GET", "/info").json["models"][0]["verdict"] == verdict
+        assert server("GET", "/models/mood/info").json["verdict"] == verdict
+    finally:
+        server.close()
+
+
+def test_place_of_the_source_on_this_machine_is_not_told(running):
+    found = running("GET", "/models/mood/info")
+    source = running.models.get("mood").artifact.manifest.source
+    assert source.kind == "directory"
+    assert (found.json["model_id"], found.json["source"]) == (source.name, source.name)
+    assert source.id.encode() not in found.body + running("GET", "/info").body
 
 
 def test_info_has_every_model(running):
@@ -110,6 +158,21 @@ def test_reload_swaps_one_model_or_all():
     assert ask(app, "POST", "/admin/reload", {"model": "c"}, KEY).status == 404
     assert ask(app, "POST", "/admin/reload", {"modle": "a"}, KEY).status == 422
     assert models.reloaded == ["b", "a", "b"]
+
+
+def test_reload_that_fails_is_409_and_names_the_model(caplog):
+    models = StandInModels(StandInModel("a"), StandInModel("b"))
+    models.broken["b"] = "build/b has no manifest.json."
+    app = ServerApplication(models, ServeConfig(), keys=Keys((b"one",)))
+    found = ask(app, "POST", "/admin/reload", headers=KEY)
+    assert (found.status, found.json) == (409, {
+        "error": "not reloaded: b, which goes on as it was.", "failed": ["b"],
+        "models": {"a": "reloaded", "b": "not reloaded: build/b has no manifest.json."},
+    })  # fmt: skip
+    (record,) = caplog.records
+    assert record.getMessage() == "b: not reloaded: build/b has no manifest.json."
+    assert ask(app, "POST", "/admin/reload", {"model": "a"}, KEY).status == 200
+    assert ask(app, "POST", "/admin/reload", {"model": "b"}, KEY).status == 409
 
 
 def test_real_model_is_reloaded_and_answers_again(running_one):

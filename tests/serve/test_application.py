@@ -29,6 +29,18 @@ def ask(app, method, path, body=None, headers=None):
     return seen(asyncio.run(app(Request(method, path, "", headers or {}, data))))
 
 
+class Log:
+    """An access log that keeps its lines."""
+
+    def __init__(self):
+        self.lines = []
+
+    def __call__(self, request, response, *, route, model, seconds, timings):
+        self.lines.append(
+            (request.method, request.path, route, response.status, len(response.body))
+        )
+
+
 # Keys
 
 
@@ -222,13 +234,66 @@ def test_draining_server_answers_what_still_comes_and_is_not_ready():
 
 def test_refusal_of_the_http_layer_has_the_shape_of_its_path():
     app = application()
-    assert json.loads(app.refusal("/v2/x", 413, "too large").body) == {"error": "too large"}
-    tei = json.loads(app.refusal("/embed", 413, "too large").body)
-    assert tei == {"error": "too large", "error_type": "Validation"}
-    openai = json.loads(app.refusal("/v1/embeddings", 413, "too large").body)
-    assert openai["error"]["message"] == "too large"
-    assert app.refusal("", 431, "headers").status == 431
-    assert app.refusal("/embed\udcff", 400, "\udcff").status == 400
+
+    def refused(path, status=413, message="too large"):
+        found = app.refusal(Request("POST", path), status, message)
+        assert found.status == status
+        return json.loads(found.body)
+
+    assert refused("/v2/x") == {"error": "too large"}
+    assert refused("/embed") == {"error": "too large", "error_type": "Validation"}
+    assert refused("/v1/embeddings")["error"]["message"] == "too large"
+    refused("", 431)
+    refused("/embed\udcff", 400, "\udcff")
+
+
+def test_refusal_of_the_http_layer_is_counted_logged_and_named():
+    metrics, log = StandInMetrics(), Log()
+    app = application(metrics=metrics, access_log=log)
+    garbage = app.refusal(Request("", ""), 400, "this is not HTTP/1.1")
+    large = app.refusal(Request("POST", "/embed", headers={"x-request-id": "r1"}), 413, "too large")
+    late = app.refusal(Request("GET", "/x"), 408, "too late")
+    assert log.lines == [("", "", "", 400, len(garbage.body)), ("POST", "/embed", "", 413,
+                         len(large.body)), ("GET", "/x", "", 408, len(late.body))]  # fmt: skip
+    assert dict(large.headers)["x-request-id"] == "r1"
+    assert dict(garbage.headers)["x-request-id"]
+    assert metrics.refusals == [("", "invalid"), ("", "too_large"), ("", "http")]
+    assert metrics.requests == [("", "", 400), ("", "", 413), ("", "", 408)]
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_request_that_the_server_cuts_off_is_what_its_client_was_told_and_once(stubborn):
+    metrics, log = StandInMetrics(), Log()
+
+    class Model(StandInModel):
+        async def _answer(self, method, inputs, options):
+            try:
+                return await super()._answer(method, inputs, options)
+            except asyncio.CancelledError:
+                if not stubborn:
+                    raise
+                self.answer_with = None
+                return await super()._answer(method, inputs, options)
+
+    async def give_up():
+        model = Model(answer_with=asyncio.Event())
+        app = application(model, metrics=metrics, access_log=log)
+        request = Request(*EMBED[:2], headers={"x-request-id": "r1"}, body=b'{"inputs": "warm"}')
+        task = asyncio.ensure_future(app(request))
+        while not model.calls:
+            await asyncio.sleep(0)
+        response = app.refusal(request, 503, "the server is shutting down.")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return response
+
+    response = asyncio.run(give_up())
+    assert dict(response.headers)["x-request-id"] == "r1"
+    assert json.loads(response.body)["error_type"] == "Unhealthy"
+    assert log.lines == [("POST", "/embed", "/embed", 503, len(response.body))]
+    assert metrics.requests == [("/embed", "minilm", 503)]
+    assert metrics.refusals == [("minilm", "unavailable")]
+    assert metrics.replies == []
 
 
 # Metrics, log, spans

@@ -99,6 +99,15 @@ def test_path_that_is_not_utf8_is_400(path):
     assert ask(scope(path)).status == 400
 
 
+def test_refused_requests_are_told_with_what_is_known_of_them():
+    application = Echo()
+    ask(scope("/%ff", "POST"), application=application)
+    ask(scope(headers=[(b"content-length", b"99")]), application=application, max_body_bytes=9)
+    seen = [(request.method, request.path, request.query, request.client, status)
+            for request, status in application.refused]  # fmt: skip
+    assert seen == [("POST", "", "a=b", "[::1]:5", 400), ("GET", "/echo", "a=b", "[::1]:5", 413)]
+
+
 def test_length_that_is_no_number_is_400():
     assert ask(scope(headers=[(b"content-length", b"x")])).status == 400
 

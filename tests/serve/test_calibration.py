@@ -1,6 +1,6 @@
 import pytest
 
-from enginery.serve.calibration import BatchCost, choose_tokens, fit_cost, measure_cost
+from enginery.serve.calibration import BatchCost, LiveCost, choose_tokens, fit_cost, measure_cost
 
 
 def test_the_line_goes_through_the_quickest_runs():
@@ -40,3 +40,23 @@ def test_on_a_cpu_batches_stay_small():
     tokens, why = choose_tokens(BatchCost(0.001, 0.000001), on_cpu=True)
     assert tokens == 256
     assert "1.00 ms + 0.001 ms a token" in why
+
+
+def test_batches_that_run_move_the_line():
+    live = LiveCost(BatchCost(0.002, 0.0002))
+    assert live.cost().seconds_per_token == pytest.approx(0.0002)
+    for _ in range(600):
+        live.add(16, 0.004 + 16 * 0.0005)
+        live.add(200, 0.004 + 200 * 0.0005)
+    assert live.cost().seconds_per_token == pytest.approx(0.0005, rel=0.02)
+    assert live.cost().fixed_seconds == pytest.approx(0.004, rel=0.1)
+    assert live.batches == 1200
+
+
+def test_batches_of_one_size_say_nothing_of_the_fixed_part():
+    live = LiveCost(BatchCost(0.0, 0.0))
+    assert live.cost() == BatchCost(0.0, 0.0)
+    for _ in range(10):
+        live.add(50, 0.01)
+    assert live.cost().fixed_seconds == 0
+    assert live.cost().seconds_per_token == pytest.approx(0.0002)

@@ -148,7 +148,9 @@ def test_tensors_are_run_as_they_are_sent(exported):
         (lambda f: f.update(input_ids=np.ones((1, 4), np.int32)), "found int32"),
         (lambda f: f.update(input_ids=np.ones((1, 0), np.int64)), r"shape \(1, 0\)"),
         (lambda f: f.update(input_ids=np.ones((1, 5), np.int64)), "sequence is"),
-        (lambda f: f.update(input_ids=np.full((1, 4), 10**6)), "the graph fails on"),
+        (lambda f: f.update(input_ids=np.full((1, 4), 10**6)), "input_ids holds 1000000, expected"),
+        (lambda f: f.update(input_ids=np.full((1, 4), -1)), "input_ids holds -1, expected 0 to"),
+        (lambda f: f.update({n: np.ones((1, 600), np.int64) for n in f}), "sequence is 600"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(exported, change, message):
@@ -179,13 +181,186 @@ def test_tensors_with_nan_are_refused(exported):
 def test_one_bad_input_does_not_spoil_the_batch_that_it_is_in(exported):
     async def ask():
         async with hosted(exported("bert", "text-classification")) as served:
+            run = served.loaded.runner._run
+
+            def fails_on_seven(index, arrays):
+                if (arrays["input_ids"] == 7).any():
+                    raise InputError("the graph fails on seven")
+                return run(index, arrays)
+
+            served.loaded.runner._run = fails_on_seven
             good = {spec.name: np.ones((1, 4), np.int64) for spec in served.record.inputs}
-            bad = {**good, "input_ids": np.full((1, 4), 10**6)}
+            bad = {**good, "input_ids": np.full((1, 4), 7)}
             sent = [served.infer(good if place % 4 else bad) for place in range(12)]
             return await asyncio.gather(*sent, return_exceptions=True)
 
     found = asyncio.run(ask())
     assert [isinstance(reply, InputError) for reply in found] == [True, False, False, False] * 3
+
+
+def test_rows_of_tensors_run_within_the_bounds_of_a_batch(exported):
+    async def ask():
+        async with hosted(exported("bert", "text-classification"), batch_tokens=32) as served:
+            shapes, run = [], served.loaded.runner._run
+
+            def seen(index, arrays):
+                shapes.append(arrays["input_ids"].shape)
+                return run(index, arrays)
+
+            served.loaded.runner._run = seen
+            feeds = {spec.name: np.ones((20, 8), np.int64) for spec in served.record.inputs}
+            feeds["input_ids"] = np.arange(160).reshape(20, 8) % 30
+            reply = await served.infer(feeds)
+            expected = run(0, feeds)["logits"]
+            return shapes, reply.values["logits"], expected
+
+    shapes, found, expected = asyncio.run(ask())
+    # It may be measured at the same time, with texts of other lengths.
+    assert max(rows for rows, width in shapes if width == 8) == 4
+    assert sum(rows for rows, width in shapes if width == 8) >= 20
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_pixels_count_as_images_and_not_as_tokens(exported):
+    async def ask():
+        async with hosted(exported("vit", "image-classification"), queue_inputs=64) as served:
+            spec = served.record.inputs[0]
+            size = [
+                d if isinstance(d, int) else s
+                for d, s in zip(spec.dims, (1, 3, 32, 32), strict=True)
+            ]
+            feeds = {spec.name: np.zeros(size, np.float32)}
+            return await asyncio.gather(*(served.infer(feeds) for _ in range(60)))
+
+    assert len(asyncio.run(ask())) == 60
+
+
+def test_a_long_list_leaves_room_for_others_and_others_for_it(exported):
+    async def ask():
+        artifact = exported("bert", "feature-extraction")
+        async with hosted(artifact, queue_inputs=16, workers=1, batch_tokens=8) as served:
+            many = asyncio.create_task(served.embed(TEXTS * 50))
+            while not served.waiting[0]:
+                await asyncio.sleep(0)
+            alone = []
+            for _ in range(10):
+                alone.append((await served.embed(["the pump"])).values[0])
+                assert served.waiting[0] <= 16
+            assert not many.done()
+            # Something always waits, and a list gets in all the same.
+            second = await served.embed(TEXTS * 20)
+            return await many, second, alone
+
+    many, second, alone = asyncio.run(ask())
+    assert len(many.values) == 200
+    assert near(many.values[:80], second.values)
+    assert len(alone) == 10
+
+
+def test_a_list_that_is_cancelled_half_way_leaves_nothing_behind(exported):
+    async def ask():
+        artifact = exported("bert", "feature-extraction")
+        async with hosted(artifact, queue_inputs=16, workers=1, batch_tokens=8) as served:
+            many = asyncio.create_task(served.embed(TEXTS * 100))
+            while not served.waiting[0]:
+                await asyncio.sleep(0)
+            many.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await many
+            while served.waiting != (0, 0):  # what is being tokenized is so to its end
+                await asyncio.sleep(0.01)
+            await served.embed(["a"])
+
+    asyncio.run(ask())
+
+
+def test_images_that_are_read_have_their_places_in_the_queue(exported):
+    async def ask():
+        artifact = exported("vit", "image-classification")
+        async with hosted(artifact, queue_inputs=4, max_inputs=100) as served:
+            sent = [served.classify_images([photo((900, 900))]) for _ in range(40)]
+            found = await asyncio.gather(*sent, return_exceptions=True)
+            while served.waiting[0]:
+                await asyncio.sleep(0.01)
+            await served.classify_images([photo()])
+            return found
+
+    found = asyncio.run(ask())
+    refused = [reply for reply in found if isinstance(reply, OverloadedError)]
+    assert 20 < len(refused) < 40
+
+
+def test_an_image_of_too_many_pixels_is_not_decoded(exported):
+    async def ask():
+        async with hosted(exported("vit", "image-classification"), max_pixels=1000) as served:
+            await served.classify_images([photo((40, 30))])
+
+    with pytest.raises(InputError, match="image 0 has 40 × 30 pixels, at most 1,000 are read"):
+        asyncio.run(ask())
+
+
+def test_vectors_are_as_they_were_pooled_where_they_are_not_to_be_normalized(exported, minilm):
+    from enginery import export_model
+
+    async def ask():
+        async with hosted(export_model(minilm)) as served:
+            replies = [await served.embed(["a pump"], normalize=n) for n in (None, True, False)]
+            return [float(np.linalg.norm(reply.values[0])) for reply in replies]
+
+    as_it_is, normalized, pooled = asyncio.run(ask())
+    assert as_it_is == pytest.approx(1)
+    assert normalized == pytest.approx(1)
+    assert pooled > 1.5
+
+
+def test_a_worker_that_ends_makes_the_model_unready(exported):
+    async def ask():
+        async with hosted(exported("bert", "feature-extraction"), workers=1) as served:
+            served.runs.queue.take = list
+            await served.embed(["a"])  # the worker had asked before
+            for _ in range(200):
+                served.watch()
+                if served.state == "failed":
+                    break
+                await asyncio.sleep(0.01)
+            assert (served.state, served.reason) == ("failed", "a worker has ended")
+
+    asyncio.run(ask())
+
+
+def test_a_batch_that_cannot_be_delivered_does_not_take_the_worker_along(exported, caplog):
+    async def ask():
+        async with hosted(exported("bert", "feature-extraction"), workers=1) as served:
+            deliver = served.runs.workers._deliver
+
+            def once(done):
+                served.runs.workers._deliver = deliver
+                raise RuntimeError("lost")
+
+            served.runs.workers._deliver = once
+            lost = asyncio.create_task(served.embed(["a"]))
+            while served.runs.workers._deliver is once:
+                await asyncio.sleep(0.001)
+            assert len((await served.embed(["b"])).values) == 1
+            assert served.runs.workers.alive
+            lost.cancel()
+
+    asyncio.run(ask())
+    assert "could not be delivered" in caplog.text
+
+
+def test_what_is_learned_of_batches_moves_the_rules(exported):
+    async def ask():
+        async with hosted(exported("bert", "feature-extraction"), workers=1) as served:
+            while not served.runs.queue.seconds_per_token:  # it is being measured
+                await asyncio.sleep(0.01)
+            before = served.loaded.live.batches
+            for _ in range(70):
+                await served.embed(["the pump runs"])
+            assert served.loaded.live.batches >= before + 70
+            assert served.runs.queue.seconds_per_token > 0
+
+    asyncio.run(ask())
 
 
 def test_a_method_of_another_task_is_refused(exported):
@@ -231,12 +406,12 @@ def test_too_many_inputs_and_a_full_queue_are_refused(exported):
             held = Held(served)
             first = asyncio.create_task(served.embed(["a"]))
             await held.wait()
-            others = [asyncio.create_task(served.embed(["a", "b"])) for _ in range(2)]
+            others = [asyncio.create_task(served.embed(["a"])) for _ in range(4)]
             await asyncio.sleep(0)
             with pytest.raises(OverloadedError, match="4 inputs"):
                 await served.embed(["a"])
             held.release()
-            assert len(await asyncio.gather(first, *others)) == 3
+            assert len(await asyncio.gather(first, *others)) == 5
 
     asyncio.run(ask())
 
@@ -247,7 +422,7 @@ def test_a_request_that_is_cancelled_leaves_the_queue(exported):
             held = Held(served)
             first = asyncio.create_task(served.embed(["a"]))
             await held.wait()
-            gone = asyncio.create_task(served.embed(["b", "c"]))
+            gone = asyncio.create_task(served.embed(["the pump", "the pump runs warm"]))
             await asyncio.sleep(0)
             assert served.waiting[0] == 2
             gone.cancel()
@@ -355,8 +530,8 @@ class Held:
     def __init__(self, served):
         self.runs = 0
         self._begun, self._go = threading.Event(), threading.Event()
-        self._run = served._workers._run
-        served._workers._run = self._held
+        self._run = served.runs.workers._run
+        served.runs.workers._run = self._held
 
     def _held(self, batch):
         self.runs += 1

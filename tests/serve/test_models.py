@@ -1,7 +1,9 @@
 import asyncio
+import io
 import shutil
 
 import pytest
+from PIL import Image
 
 from enginery.core.errors import EngineryError
 from enginery.serve.config import ServeConfig
@@ -70,7 +72,8 @@ def test_reloading_swaps_the_artifact_and_loses_no_request(exported, tmp_path):
         after = models.get("tiny").artifact.content_sha256()
         await models.close()
         assert before != after
-        assert said == {"tiny": f"reloaded: {before[:12]} → {after[:12]}"}
+        assert str(said["tiny"]) == f"reloaded: {before[:12]} → {after[:12]}"
+        assert said["tiny"].swapped
         assert len(answered) > 8
 
     asyncio.run(ask())
@@ -85,7 +88,8 @@ def test_what_cannot_be_reloaded_changes_nothing(exported, tmp_path):
         await models.load()
         (place / "model.onnx").write_bytes(b"broken")
         said = await models.reload()
-        assert said["tiny"].startswith("not reloaded: ")
+        assert str(said["tiny"]).startswith("not reloaded: ")
+        assert not said["tiny"].swapped
         assert len((await models.get("tiny").embed(["a"])).values) == 1
         assert models.ready
         with pytest.raises(NotFoundError):
@@ -93,5 +97,59 @@ def test_what_cannot_be_reloaded_changes_nothing(exported, tmp_path):
         await models.close()
         with pytest.raises(UnavailableError, match="about to end"):
             await models.reload()
+
+    asyncio.run(ask())
+
+
+def test_a_client_that_goes_leaves_no_model_half_swapped(exported):
+    path = exported("bert", "feature-extraction").path
+
+    async def ask():
+        models = models_of(tiny=path)
+        await models.load()
+        before = models.get("tiny")
+        asked = asyncio.create_task(models.reload("tiny"))
+        await asyncio.sleep(0.001)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        while models.get("tiny") is before:
+            await asyncio.sleep(0.01)
+        while before.state != "closed":
+            await asyncio.sleep(0.01)
+        await models.close()
+
+    asyncio.run(ask())
+
+
+def test_a_model_that_is_being_loaded_is_not_reloaded(exported):
+    async def ask():
+        models = models_of(tiny=exported("bert", "feature-extraction").path)
+        with pytest.raises(UnavailableError, match="tiny is still being loaded"):
+            await models.reload()
+        await models.close()
+
+    asyncio.run(ask())
+
+
+def test_images_that_are_being_read_survive_a_reload(exported):
+    image = io.BytesIO()
+    Image.new("RGB", (1500, 1500)).save(image, "PNG")
+
+    async def ask():
+        models = models_of(tiny=exported("vit", "image-classification").path)
+        await models.load()
+
+        async def client():
+            for _ in range(6):
+                reply = await models.get("tiny").classify_images([image.getvalue()])
+                assert len(reply.values) == 1
+
+        clients = [asyncio.create_task(client()) for _ in range(6)]
+        for _ in range(2):
+            await asyncio.sleep(0.05)
+            assert (await models.reload("tiny"))["tiny"].swapped
+        await asyncio.gather(*clients)
+        await models.close()
 
     asyncio.run(ask())

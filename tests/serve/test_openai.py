@@ -137,10 +137,12 @@ def test_another_model_is_not_answered_by_the_only_one():
     assert found.json["error"]["message"].endswith("This server has: minilm.")
 
 
-def test_several_models_want_a_name(running):
-    found = running("POST", "/v1/embeddings", {"input": "a"})
+def test_several_models_that_embed_want_a_name(running):
+    assert running("POST", "/v1/embeddings", {"input": "a"}).json["model"] == "vectors"
+    app = application(StandInModel("a"), StandInModel("b"), StandInModel("c", "classify"))
+    found = ask(app, "POST", "/v1/embeddings", {"input": "a"})
     assert found.status == 400
-    assert "none was named" in found.json["error"]["message"]
+    assert "none was named. Name one of a, b." in found.json["error"]["message"]
 
 
 def test_vector_with_nan_is_an_error_and_not_null():

@@ -156,6 +156,7 @@ class _Hosted:
     def info(self):
         return {"providers": [{"name": "CPUExecutionProvider", "reason": "asked for"}],
                 "method": METHODS[self.task], "precision": "fp32", "engines": [],
+                "max tokens": 262144, "seconds": 0.00123456,
                 "queue": {"inputs": 3, "tokens": 57}}  # fmt: skip
 
 
@@ -251,6 +252,9 @@ def test_text_is_asked_and_its_answer_seen(page, server, tmp_path, width, dark):
     assert widths == [5, 10, 75, 10]
     page.until("$('chart-batch').innerText.startsWith('6')")
     assert page.run("$('state').innerText") == "ready"
+    facts = page.run("$('facts').innerText")
+    assert "262144" in facts  # whole numbers whole
+    assert "0.001235" in facts
     picture = tmp_path / f"page-{width}-{'dark' if dark else 'light'}.png"
     seen = page.picture(picture, width)
     assert (seen["page"], seen["wide"], seen["ids"]) == (0, [], [])

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 
 import httpx
 import numpy as np
@@ -149,6 +150,20 @@ def test_images_come_as_base64_as_files_and_as_the_body(running, tiny_paths, ima
     same(raw.json()["outputs"], best)
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "application/octet-stream",
+                                  "application/json", "text/plain", None])  # fmt: skip
+def test_image_is_known_whatever_its_content_type_says(running, images, kind):
+    headers = {} if kind is None else {"content-type": kind}
+    jpeg = io.BytesIO()
+    Image.open(io.BytesIO(images[0])).save(jpeg, "JPEG")
+    for image in (images[0], jpeg.getvalue()):
+        found = running("POST", "/predict/photos", image, headers=headers, query="top_k=1")
+        assert found.status == 200, found.json
+        assert len(found.json["outputs"]["labels"]) == 1
+    listed = json.dumps({"inputs": [coded(images[0])]}).encode()
+    assert len(running("POST", "/predict/photos", listed, headers=headers).json["outputs"]) == 1
+
+
 def test_images_are_embedded(running, tiny_paths, images, tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(images[0])
@@ -186,6 +201,10 @@ PART = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r
          BOUNDARY, 400, "has no file"),
         (b"", {"content-type": "image/png"}, 400, "the body is empty"),
         (b"abc", {"content-type": "image/png"}, 422, "image 0"),
+        (b"abc", {}, 422, "image 0 is not an image"),
+        (b"", {}, 400, "send an image's file itself: content-type image/png"),
+        (b"[1, 2]", {}, 400, "expected a JSON object. To send an image's file itself"),
+        (b"{cat.png", {}, 400, "not valid JSON"),
         (b'{"inputs": "abc?"}', {}, 422, "inputs is not base64"),
         (b'{"inputs": "YWJj?"}', {}, 422, "inputs is not base64"),
         (b'{"inputs": ["YQ==", "\\u00e9"]}', {}, 422, "inputs[1] is not base64"),

@@ -6,6 +6,7 @@ import math
 import random
 import socket
 import struct
+import time
 from email.utils import parsedate_to_datetime
 
 import orjson
@@ -385,6 +386,64 @@ def test_refusal_names_the_path_as_far_as_it_is_known():
             answer = await server.ask(REFUSED[name][0])
             found[name] = orjson.loads(answer.body)["path"]
         assert found == {"no host": "/", "unknown method": "/pot", "tls": ""}
+
+    run_server(scenario)
+
+
+def test_refused_requests_are_told_with_what_is_known_of_them():
+    async def scenario(server):
+        client = await server.connect()
+        client.send(GET % b"echo", REFUSED["tls"][0])
+        assert (await client.answer()).status == 200
+        assert (await client.answer()).status == 400
+        client.close()
+        large = b"Host: a\r\nX-One: 1\r\nX: " + b"y" * 40_000 + b"\r\n\r\n"
+        await server.ask(b"GET /a%20b?c HTTP/1.1\r\n", large)
+        await server.ask(REFUSED["long target"][0])
+        await server.ask(post(b"echo", b"x" * 2000, b"X-One: 1"))
+        seen = [(request.method, request.path, request.query, request.headers.get("x-one"), status)
+                for request, status in server.application.refused]  # fmt: skip
+        assert seen == [("", "", "", None, 400), ("GET", "/a b", "c", "1", 431),
+                        ("", "", "", None, 414), ("POST", "/echo", "", "1", 413)]  # fmt: skip
+        for request, _ in server.application.refused:
+            assert request.client.startswith("127.0.0.1:")
+            assert 0 <= time.perf_counter() - request.started < 60
+
+    run_server(scenario, max_body_bytes=1000)
+
+
+def test_connection_too_many_is_told_to_the_application():
+    async def scenario(server):
+        first = await server.connect()
+        await until(lambda: server.connections.open)
+        late = await server.connect()
+        assert (await late.answer()).status == 503
+        ((request, status),) = server.application.refused
+        assert (request.method, request.path, status) == ("", "", 503)
+        for client in (first, late):
+            client.close()
+
+    run_server(scenario, max_connections=1)
+
+
+def test_giving_up_tells_the_application_which_request_it_answers():
+    async def scenario(server):
+        waiting, half = await server.connect(), await server.connect()
+        waiting.send(GET % b"wait")
+        half.send(b"POST /half HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\n")
+        await until(lambda: server.application.requests)
+        await server.connections.give_up("the server is shutting down.")
+        running = server.application.requests[0]
+        refused = {
+            request.path: (request, status) for request, status in server.application.refused
+        }
+        assert set(refused) == {"/wait", "/half"}
+        assert refused["/wait"] == (running, 503)
+        assert refused["/wait"][0] is running  # by which the application knows it
+        assert (refused["/half"][0].method, refused["/half"][1]) == ("POST", 503)
+        for client in (waiting, half):
+            assert (await client.answer()).status == 503
+            client.close()
 
     run_server(scenario)
 

@@ -212,7 +212,7 @@ def test_second_interrupt_ends_at_once(start, restart):
 def test_sighup_reloads(start, restart):
     server = start(restart=restart).ready()
     server.signal(signal.SIGHUP)
-    assert server.hear_until("reloaded") == "reloaded: m is the same."
+    assert server.hear_until("reloaded") == "m: reloaded, of the same content"
     assert server.get("echo").status_code == 200
     server.signal(signal.SIGTERM)
     assert server.rest()[0] == 0

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,11 +12,14 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError
+from enginery.core.manifest import Verdict
 from enginery.serve.config import ServeConfig
 from enginery.serve.news import News
 from enginery.serve.service import named_paths, serve_models
@@ -139,13 +143,106 @@ def test_sighup_takes_the_artifact_anew_and_loses_no_request(exported, tmp_path)
         place.unlink()
         place.symlink_to(second.path)
         server.process.send_signal(signal.SIGHUP)
-        server.says("reloaded: served: reloaded: ")
+        server.says("served: reloaded: ")
         stop.set()
         for client in clients:
             client.join(WAIT)
         assert set(statuses) == {200}
         (model,) = server.client.get("/info").json()["models"]
         assert model["content_sha256"] == second.content_sha256()
+
+
+def test_what_is_not_reloaded_is_said_once_and_as_an_error(tiny_paths, tmp_path):
+    path = tmp_path / "swap"
+    shutil.copytree(tiny_paths("vectors")["vectors"], path)
+    key = {"x-api-key": "k"}
+    with serving(path, ENGINERY_API_KEY="k") as server:
+        (path / "model.onnx").write_bytes(b"broken")
+        server.process.send_signal(signal.SIGHUP)
+        server.says("error: swap: not reloaded: ")
+        assert sum("reloaded" in line for line in server.lines) == 1, server.lines
+        found = server.client.post("/admin/reload", headers=key)
+        assert (found.status_code, found.json()["failed"]) == (409, ["swap"])
+        assert server.client.post("/embed", json={"inputs": "a"}, headers=key).status_code == 200
+
+
+def test_failed_validation_is_warned_of_and_missing_one_said(tiny_paths, tmp_path):
+    paths = tiny_paths("vectors", "mood")
+    shutil.copytree(paths["vectors"], tmp_path / "bad")
+    Artifact.open(tmp_path / "bad").annotate(
+        Verdict(stage="validate", key="k", fields={}, passed=False, finished="",
+                summary="1 of 9 cases differs.", report="reports/validation.json"), b"{}",
+    )  # fmt: skip
+    given = (tmp_path / "bad", f"new={paths['mood']}")
+    with serving(*given, options=("--allow-failed",)) as server:
+        server.says("ready: bad, feature-extraction, fp32 on CPUExecutionProvider, "
+                    "validation failed")  # fmt: skip
+        warning = ("warning: bad failed its validation and is served because of --allow-failed: "
+                   "1 of 9 cases differs.")  # fmt: skip
+        server.says(warning)
+        server.says("ready: new, text-classification, fp32 on CPUExecutionProvider, not validated")
+        server.process.send_signal(signal.SIGHUP)
+        server.says("bad: reloaded, of the same content, validation failed")
+        server.says("new: reloaded, of the same content, not validated")
+        assert server.lines.count(warning) == 2
+
+
+def test_log_has_what_the_client_was_told_when_the_server_cut_it_off(tiny_paths):
+    path = tiny_paths("vectors")["vectors"]
+    options = ("--queue-inputs", "5000", "--grace", "0", "--max-body-bytes", "2000000")
+    with serving(path, options=options) as server:
+        texts = ["the pump runs and the valve is open " * 8] * 2000
+        found = []
+
+        def ask():
+            found.append(httpx.post(f"{server.url}/embed", json={"inputs": texts}, timeout=WAIT))
+
+        client = threading.Thread(target=ask)
+        client.start()
+        while server.client.get("/info").json()["models"][0]["queue"]["inputs"] == 0:
+            assert not found
+        address = urlsplit(server.url).hostname, urlsplit(server.url).port
+        for sent in (b"\x16\x03\x01\x02", b"POST /embed HTTP/1.1\r\nHost: a\r\n"
+                     b"X-Request-Id: large\r\nContent-Length: 2000001\r\n\r\n"):  # fmt: skip
+            with socket.create_connection(address, timeout=WAIT) as refused:
+                refused.sendall(sent)
+                while refused.recv(65536):
+                    pass
+        server.process.terminate()
+        client.join(WAIT)
+        assert server.process.wait(WAIT) == 0
+        log = [json.loads(line) for line in server.process.stdout]
+    (response,) = found
+    assert response.status_code == 503
+    names = ("method", "path", "route", "model", "status")
+    lines = [
+        tuple(line[name] for name in names)
+        for line in log
+        if line["path"] != "/info" and "health" not in line["path"]
+    ]
+    assert lines == [("", "", "", "", 400), ("POST", "/embed", "", "", 413),
+                     ("POST", "/embed", "/embed", path.name, 503)]  # fmt: skip
+    last = log[-1]
+    assert (last["bytes_out"], last["bytes_in"]) == (len(response.content),
+                                                     len(response.request.content))  # fmt: skip
+    assert last["request_id"] == response.headers["x-request-id"]
+    assert next(line["request_id"] for line in log if line["status"] == 413) == "large"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(("--provider", "cudaa"), "did you mean 'cuda'"),
+     (("--provider", "cpu", "--provider-option", "cuda.gpu_mem_limit=2GiB"), "cuda")],
+)  # fmt: skip
+def test_wish_that_cannot_be_read_is_refused_before_listening(tiny_paths, options, message):
+    done = subprocess.run(
+        [sys.executable, "-m", "enginery", "serve", str(tiny_paths("vectors")["vectors"]),
+         "--port", "0", *options],
+        capture_output=True, text=True, timeout=WAIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "listening" not in done.stderr
 
 
 def test_requests_under_way_are_answered_before_the_end(exported):

@@ -17,6 +17,8 @@ SECONDS = 600
 CAPACITY_SECONDS = 8
 TEXTS = 400
 IDLE_SECONDS = 30
+MOST_RUNNING = 1000
+"""Beyond it this process is what is too slow, and no request is due."""
 
 
 class Client:
@@ -108,6 +110,9 @@ class Soak:
         while due < ends:
             due += self._chance.expovariate(rate)
             await asyncio.sleep(max(due - time.monotonic(), 0))
+            if len(running) >= MOST_RUNNING:
+                due = time.monotonic()
+                continue
             task = asyncio.create_task(self.ask())
             running.add(task)
             task.add_done_callback(running.discard)

@@ -41,9 +41,60 @@ def test_model_is_named_by_the_body_or_the_path_when_there_are_several(running):
     by_body = running("POST", "/embed", {"inputs": "a", "model": "vectors"})
     by_path = running("POST", "/models/vectors/embed", {"inputs": "a"})
     np.testing.assert_allclose(by_body.json, by_path.json, atol=1e-6)
-    unnamed = running("POST", "/embed", {"inputs": "a"})
-    assert (unnamed.status, unnamed.json["error_type"]) == (422, "Validation")
     assert running("POST", "/models/nobody/embed", {"inputs": "a"}).status == 404
+
+
+QUERY = {"query": "a", "texts": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "model"),
+    [("/embed", {"inputs": "a"}, "vectors"),
+     ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}, "vectors"),
+     ("/rerank", QUERY, "ranker"), ("/v1/embeddings", {"input": "a"}, "vectors")],
+)  # fmt: skip
+def test_without_a_name_the_only_model_answers_whose_task_fits(running, path, body, model):
+    found = running("POST", path, body)
+    assert found.status == 200, found.json
+    assert found.json == running("POST", path, {**body, "model": model}).json
+
+
+def test_without_a_name_those_that_fit_are_named(running):
+    found = running("POST", "/predict", {"inputs": "a"})
+    assert (found.status, found.json["error_type"]) == (422, "Validation")
+    assert found.json["error"] == (
+        "the server has 2 models that can answer, and none was named. Name one of mood, ranker."
+    )
+    found = running("POST", "/", {"inputs": "a"})
+    assert "Name one of vectors, mood, ranker." in found.json["error"]
+
+
+def test_without_a_name_and_a_model_that_fits_all_are_named():
+    mood, photos = StandInModel("mood", "classify"), StandInModel("photos", "classify_images")
+    mood.task, photos.task = "text-classification", "image-classification"
+    found = ask(application(mood, photos), "POST", "/embed", {"inputs": "a"})
+    assert (found.status, found.json["error"]) == (
+        422, "none of the server's 2 models answers this route. "
+        "Models: mood (text-classification), photos (image-classification).",
+    )  # fmt: skip
+    labels = {"id2label": {"0": "a", "1": "b"}}
+    two = application(StandInModel("mood", "classify", config=labels), StandInModel("words"))
+    assert "answers this route" in ask(two, "POST", "/rerank", QUERY).json["error"]
+    only = ask(application(photos), "POST", "/embed", {"inputs": "a"})
+    assert "expected a model that embeds texts" in only.json["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "wanted"),
+    [("/embed", {}, True), ("/embed", {"normalize": True}, True),
+     ("/embed", {"normalize": False}, False), ("/predict/minilm", {}, None),
+     ("/predict/minilm", {"parameters": {"normalize": True}}, True),
+     ("/predict/minilm", {"parameters": {"normalize": False}}, False)],
+)  # fmt: skip
+def test_normalize_reaches_the_model(path, body, wanted):
+    model = StandInModel()
+    assert ask(application(model), "POST", path, {"inputs": "a", **body}).status == 200
+    assert model.calls[0][2]["normalize"] is wanted
 
 
 def test_content_type_does_not_matter(running):

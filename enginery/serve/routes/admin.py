@@ -10,10 +10,12 @@ without one. A server that drains says 503 at its health routes, and answers wha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from enginery import __version__
+from enginery.core.manifest import SourceRecord
 from enginery.runtime.pooling import read_pooling
 from enginery.runtime.text_rows import SENTENCE_OUTPUT
 from enginery.serve.call import Call
@@ -24,11 +26,14 @@ from enginery.serve.refusals import NotFoundError
 from enginery.serve.rooms import HostedModel, Models
 from enginery.serve.routes.schemas import FREE_OBJECT, STRING, array, nullable, obj
 from enginery.serve.routing import Operation, Route, get, post
+from enginery.serve.verdicts import verdict_of
+
+_log = logging.getLogger("enginery.serve")
 
 # What TEI calls them.
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _NOT_LOADED = ("loading", "failed")
-_SHOWN_BY_HEALTH = ("providers", "provider", "precision")
+_SHOWN_BY_HEALTH = ("providers", "provider", "precision", "verdict")
 
 
 async def page(_: Call) -> Response:
@@ -39,7 +44,10 @@ async def page(_: Call) -> Response:
 
 
 async def health(call: Call) -> Response:
-    """GET /health: 200 where every model is ready, else 503; each with its state and provider."""
+    """GET /health: 200 where every model is ready, else 503.
+
+    Each with its state, its provider, and whether its validation passed.
+    """
     models = call.parts.models
     described = {model.name: _health_of(model) for model in models}
     body = {"status": status_word(models), "models": described}
@@ -64,8 +72,23 @@ def status_word(models: Models) -> str:
     return next((model.state for model in models if model.state != "ready"), "ready")
 
 
+def _described(model: HostedModel) -> dict[str, Any]:
+    """All there is to know of a model, without where on this machine it came from."""
+    found = {"name": model.name, "state": model.state, **model.info()}
+    if model.state in _NOT_LOADED:
+        return found
+    source = _source_name(model.artifact.manifest.source, model.name)
+    return {**found, "source": source, "verdict": verdict_of(model.artifact)}
+
+
+def _source_name(source: SourceRecord, served_as: str) -> str:
+    """What the model was made of; of files on disk the last part of their path."""
+    is_path = source.kind in ("directory", "onnx")
+    return (source.name or served_as) if is_path else source.id
+
+
 def _health_of(model: HostedModel) -> dict[str, Any]:
-    known = model.info()
+    known = _described(model)
     shown = {name: known[name] for name in _SHOWN_BY_HEALTH if name in known}
     return {"state": model.state, "reason": model.reason, **shown}
 
@@ -85,9 +108,7 @@ async def info(call: Call) -> Response:
     body: dict[str, Any] = {"version": __version__, "draining": call.parts.models.draining}
     if len(models) == 1 and models[0].state not in _NOT_LOADED:
         body |= tei_info(call, models[0])
-    body["models"] = [
-        {"name": model.name, "state": model.state, **model.info()} for model in models
-    ]
+    body["models"] = [_described(model) for model in models]
     return Response.of_json(body)
 
 
@@ -95,7 +116,7 @@ async def model_info(call: Call) -> Response:
     """GET /models/{model}/info: one model, with the fields of text-embeddings-inference."""
     model = call.parts.models.get(call.path_values["model"])
     call.model = model
-    described = {"name": model.name, "state": model.state, **model.info()}
+    described = _described(model)
     if model.state in _NOT_LOADED:
         return Response.of_json(described)
     return Response.of_json({**tei_info(call, model), **described})
@@ -115,7 +136,7 @@ def tei_info(call: Call, model: HostedModel) -> dict[str, Any]:
         labels = {"id2label": names, "label2id": ids}
         kind = {"reranker" if len(names) == 1 else "classifier": labels}
     return {
-        "model_id": manifest.source.id,
+        "model_id": _source_name(manifest.source, model.name),
         "model_sha": manifest.source.revision or None,
         "model_dtype": _DTYPES.get(manifest.precision, manifest.precision),
         "served_model_name": model.name,
@@ -141,7 +162,10 @@ def _pooling(model: HostedModel) -> str:
 
 
 async def reload(call: Call) -> Response:
-    """POST /admin/reload: opens artifacts again; requests that wait are answered all the same."""
+    """POST /admin/reload: opens artifacts again; 409 where one could not be, and goes on as it was.
+
+    Requests that wait are answered all the same.
+    """
     if not call.parts.keys:
         raise ForbiddenError(
             "reloading over HTTP is off, because this server has no API key.",
@@ -149,7 +173,16 @@ async def reload(call: Call) -> Response:
         )
     body = call.json() if call.request.body.strip() else JsonObject({})
     body.only(("model",))
-    return Response.of_json({"models": await call.parts.models.reload(body.string("model"))})
+    happened = await call.parts.models.reload(body.string("model"))
+    found: dict[str, Any] = {"models": {name: each.text for name, each in happened.items()}}
+    failed = [name for name, each in happened.items() if not each.swapped]
+    if not failed:
+        return Response.of_json(found)
+    for name in failed:
+        _log.error("%s: %s", name, happened[name].text)
+    go_on = "goes on as it was" if len(failed) == 1 else "go on as they were"
+    error = f"not reloaded: {', '.join(failed)}, which {go_on}."
+    return Response.of_json({"error": error, "failed": failed, **found}, status=409)
 
 
 async def openapi(call: Call) -> Response:
@@ -185,7 +218,7 @@ def admin_routes() -> Iterator[Route]:
         body={**obj({}, {"model": nullable(STRING)}), "additionalProperties": False},
         optional_body=True,
         answer=obj({"models": {"type": "object", "additionalProperties": STRING}}),
-        statuses=(403, 404, 422),
+        statuses=(403, 404, 409, 422),
     )
     yield post("admin", "/admin/reload", reload, again)
     document = Operation("This description", answer=FREE_OBJECT)

@@ -90,8 +90,10 @@ _SCORES: dict[str, Callable[[Any], Iterator[float]]] = {
 
 
 def _embed(model: HostedModel, inputs: list[Any], given: JsonObject) -> Awaitable[Reply]:
-    prompt = given.string("prompt_name")
-    return model.embed(inputs, prompt_name=prompt, truncate=given.flag("truncate", None))
+    return model.embed(
+        inputs, prompt_name=given.string("prompt_name"),
+        normalize=given.flag("normalize", None), truncate=given.flag("truncate", None),
+    )  # fmt: skip
 
 
 def _classify(model: HostedModel, inputs: list[Any], given: JsonObject) -> Awaitable[Reply]:

@@ -134,14 +134,16 @@ def read_tensor(given: JsonObject, tail: Tail) -> Tensor:
 def _shape(given: JsonObject, where: str) -> tuple[int, ...]:
     shape = given.need("shape", "a list of sizes")
     field = f"{given.where}shape"
-    if type(shape) is not list or not all(
-        type(size) is int and 0 <= size <= _MOST_ELEMENTS for size in shape
-    ):
-        raise given.wrong("shape", "a list of whole numbers of 0 or more", shape)
+    if type(shape) is not list:
+        raise given.wrong("shape", "a list of sizes", shape)
     if len(shape) > _MOST_DIMS:
         raise FieldError(
             f"{where} has {len(shape)} dims, expected {_MOST_DIMS} at most.", field=field
         )
+    for index, size in enumerate(shape):
+        if type(size) is not int or not 0 <= size <= _MOST_ELEMENTS:
+            expected = f"a whole number from 0 to {_MOST_ELEMENTS}"
+            raise given.wrong(f"shape[{index}]", expected, size)
     count = math.prod(shape)
     if count > _MOST_ELEMENTS:
         raise FieldError(f"{where}: a shape of {count} elements is too large.", field=field)

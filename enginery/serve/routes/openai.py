@@ -7,8 +7,8 @@
 Source: platform.openai.com/docs/api-reference/embeddings. Vectors have length one, as OpenAI's do,
 before and after `dimensions` cuts them. `model` is a hosted model's name, or its source's id
 ("sentence-transformers/all-MiniLM-L6-v2") or the last part of that; without `model` the only one
-answers. Any other name is 404: a client that asks for another model must not get this one's
-vectors. Texts that are too long are cut or refused as the server's `truncate` says.
+that embeds answers. Any other name is 404: a client that asks for another model must not get this
+one's vectors. Texts that are too long are cut or refused as the server's `truncate` says.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from enginery.serve.routes.schemas import (
     obj,
     word,
 )
+from enginery.serve.routes.tei import embeds
 from enginery.serve.routes.vectors import Vector, finish_vectors, read_dimensions
 from enginery.serve.routing import Operation, Route, get, post
 
@@ -98,14 +99,14 @@ async def show_model(call: Call) -> Response:
 
 
 def find_model(models: Models, name: str) -> HostedModel:
-    """The model of that name, source id or last part of it; without a name the only one.
+    """The model of that name, source id or last part of it; without a name the only that embeds.
 
     Raises:
         ModelNotFoundError: none goes by it.
-        InvalidInputError: there are several, and no name.
+        InvalidInputError: several models embed, and there is no name.
     """
     if not name:
-        return models.only()
+        return models.only(fits=embeds)
     if name in models.names:
         return models.get(name)
     for model in models:

@@ -38,6 +38,8 @@ from enginery.serve.routes.schemas import (
 )
 from enginery.serve.routing import Operation, Route, post
 
+_JSON_STARTS = (b"", *(bytes([byte]) for byte in b'{["-0123456789tfn'))
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -80,10 +82,24 @@ def _asked(call: Call, model: HostedModel) -> Asked:
                 do='Send JSON: {"inputs": "a text"}.',
             )
         return _image_body(call) if kind.startswith("image/") else _form(call)
-    body = json_object(call.request.body)
+    if model.takes_images and not _may_be_json(call.request.body):
+        return _image_body(call)  # curl --data-binary says that a file is a form
+    try:
+        body = json_object(call.request.body)
+    except InvalidBodyError as error:
+        if not model.takes_images:
+            raise
+        raise InvalidBodyError(
+            error.message, do="To send an image's file itself: content-type image/png."
+        ) from None
     body.only(("inputs", "parameters"))
     inputs, single = _READ[model.method](body, model)
     return Asked(inputs, single, body.object("parameters"))
+
+
+def _may_be_json(body: bytes) -> bool:
+    """Whether the first byte could be that of JSON, which no image begins with."""
+    return body[:64].lstrip(b" \t\r\n")[:1] in _JSON_STARTS
 
 
 def _image_body(call: Call) -> Asked:

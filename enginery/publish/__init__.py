@@ -1,0 +1,1 @@
+"""Artifacts into registries, with a model card, and back."""

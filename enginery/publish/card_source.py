@@ -1,0 +1,191 @@
+"""What the source's own card says: licence, base model, languages, limitations.
+
+Takes where a model came from; leaves what a card of something made from it has to carry over.
+
+    >>> rights = read_source_card(artifact.manifest.source)
+    >>> rights.license, rights.limitations[:1]
+    ('apache-2.0', ('Intended uses',))
+
+A card of the Hub is a README.md with YAML on top. The source's is read where the source lies now;
+of a model of the Hub, at the commit that was exported. What cannot be read is said, never
+guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from enginery.core.errors import SourceError
+from enginery.core.manifest import SourceRecord
+from enginery.core.source import resolve_record
+from enginery.publish.config import PublishConfig
+
+CARD = "README.md"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_FRONT = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+_HEADING = re.compile(r"^(#{1,6})[ \t]+(.+?)[ \t#]*$")
+_FENCE = re.compile(r"^ {0,3}(```|~~~)")
+_CARRIED = ("limitation", "bias", "risk", "intended use", "out-of-scope", "out of scope", "misuse",
+            "license", "licence", "ethical")  # fmt: skip
+"""Words of headings whose sections a derived model's card must not lose."""
+_SECTION_CHARACTERS = 20_000
+
+
+@dataclass(frozen=True)
+class SourceCard:
+    """What is taken over from a source's card, and what the options say instead."""
+
+    license: str = ""
+    """The Hub's identifier, `apache-2.0`; empty where nobody says."""
+    license_name: str = ""
+    """Of a licence that is `other`."""
+    license_link: str = ""
+    base_model: str = ""
+    """A Hub id; empty for a model that is not on the Hub."""
+    language: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    sections: tuple[tuple[str, str], ...] = ()
+    """Heading and text of what is said about limitations, bias, intended uses and the licence."""
+    notes: tuple[str, ...] = ()
+    """What could not be read."""
+
+    @property
+    def limitations(self) -> tuple[str, ...]:
+        """The headings of what is carried over."""
+        return tuple(heading for heading, _ in self.sections)
+
+    def with_options(self, config: PublishConfig) -> SourceCard:
+        """The same with what the options say."""
+        found = self
+        if config.license:
+            found = replace(found, license=config.license, license_name="", license_link="")
+        if config.base_model:
+            found = replace(found, base_model=config.base_model)
+        return found
+
+
+def read_source_card(source: SourceRecord) -> SourceCard:
+    """Reads the card of the model that an artifact was made from, where there is one."""
+    base_model = source.id.partition("@")[0] if source.kind == "hub" else ""
+    path, problem = _find(source)
+    if path is None:
+        return SourceCard(base_model=base_model, notes=(problem,))
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        note = f"the source's card cannot be read: {error.strerror}; its licence is not known"
+        return SourceCard(base_model=base_model, notes=(note,))
+    return parse_card(text, base_model)
+
+
+def parse_card(text: str, base_model: str = "") -> SourceCard:
+    """What a card says.
+
+    Args:
+        text: of the README.md.
+        base_model: the Hub id of the model that the card is about; empty where it is not on the
+            Hub, and then the card's own `base_model`, if it names one, is the nearest there is.
+    """
+    front = _FRONT.match(text)
+    body = text[front.end() :] if front else text
+    notes: tuple[str, ...] = ()
+    data: Mapping[str, Any] = {}
+    if front:
+        try:
+            loaded = yaml.safe_load(front[1])
+            data = loaded if isinstance(loaded, Mapping) else {}
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            first = str(error).partition("\n")[0]
+            notes = (f"the metadata of the source's card cannot be read: {first}",)
+    license_id = _text(data.get("license"))
+    if not license_id and not notes:
+        notes = ("the source's card states no licence",)
+    own_base = next(iter(_texts(data.get("base_model"))), "")
+    return SourceCard(
+        license=license_id,
+        license_name=_text(data.get("license_name")),
+        license_link=_text(data.get("license_link")),
+        base_model=base_model or (own_base if _HUB_ID.fullmatch(own_base) else ""),
+        language=_texts(data.get("language")),
+        tags=_texts(data.get("tags")),
+        sections=tuple(_carried(body)),
+        notes=notes,
+    )
+
+
+def _find(source: SourceRecord) -> tuple[Path | None, str]:
+    """The source's card, or None and why there is none."""
+    missing = "the source has no card (README.md), so its licence is not known"
+    if source.kind == "hub":
+        return _hub_card(source)
+    try:
+        place = resolve_record(source).path
+    except SourceError as error:
+        return None, f"the source's card cannot be read: {error.message} Its licence is not known"
+    path = (place if place.is_dir() else place.parent) / CARD
+    return (path, "") if path.is_file() else (None, missing)
+
+
+def _hub_card(source: SourceRecord) -> tuple[Path | None, str]:
+    """The card of a Hub model at its commit: from the Hub library's cache, or the Hub."""
+    unknown = f"the card of {source.id} cannot be had from the Hub, so its licence is not known"
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    except ImportError:
+        return None, f"{unknown}: huggingface_hub is not installed"
+    try:
+        name = source.id.partition("@")[0]
+        return Path(hf_hub_download(name, CARD, revision=source.revision or None)), ""
+    except LocalEntryNotFoundError:  # an EntryNotFoundError as well
+        return None, f"{unknown}: it cannot be reached"
+    except EntryNotFoundError:
+        return None, "the source has no card (README.md), so its licence is not known"
+    except (OSError, ValueError) as error:  # every error of the library and of its HTTP client
+        return None, f"{unknown}: {type(error).__name__}"
+
+
+def _carried(body: str) -> Iterator[tuple[str, str]]:
+    """The sections under a heading with one of the words, their subsections included."""
+    heading, level, lines, fenced = "", 0, list[str](), False
+    for line in body.splitlines():
+        if _FENCE.match(line):
+            fenced = not fenced
+        found = None if fenced else _HEADING.match(line)
+        if found and (not heading or len(found[1]) <= level):
+            if heading:
+                yield heading, _section(lines)
+            title = found[2].strip()
+            is_carried = any(word in title.lower() for word in _CARRIED)
+            heading, level, lines = (title if is_carried else ""), len(found[1]), []
+        elif heading:
+            # Headings inside it go below the one that the new card has for all of them.
+            lines.append(f"####{'#' if len(found[1]) > 4 else ''} {found[2]}" if found else line)
+    if heading:
+        yield heading, _section(lines)
+
+
+def _section(lines: list[str]) -> str:
+    text = "\n".join(lines).strip()
+    if len(text) <= _SECTION_CHARACTERS:
+        return text
+    return f"{text[:_SECTION_CHARACTERS].rpartition(chr(10))[0]}\n\n(The source's card goes on.)"
+
+
+def _text(value: Any) -> str:
+    """A plain value as one line; the first of a list."""
+    if isinstance(value, list):
+        value = value[0] if value else ""
+    return " ".join(str(value).split()) if isinstance(value, str | int | float) else ""
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    items = value if isinstance(value, list) else [value]
+    found = ("no" if item is False else _text(item) for item in items)  # Norwegian, to YAML 1.1
+    return tuple(text for text in found if text)

@@ -1,0 +1,94 @@
+"""The files of a package: which they are, what each is for, and how one gets to its place.
+
+>>> files, left_out = files_of(artifact, scratch / "README.md")
+>>> {file.group for file in files}
+{'card', 'config', 'graph', 'manifest', 'report', 'tokenizer'}
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from enginery.core.artifact import MANIFEST, REPORTS, Artifact, link_or_copy
+from enginery.core.engine_record import ENGINES
+from enginery.core.errors import ArtifactError
+from enginery.core.fingerprint import sha256_of
+from enginery.core.staging import STAGING_PREFIX
+from enginery.publish.publication import CARD, LISTING
+
+_TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "spiece",
+              "sentencepiece", "chat_template")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PackageFile:
+    """One file of a package."""
+
+    name: str
+    """Below the package's root, with `/` between its parts."""
+    path: Path
+    """Where it is now."""
+    sha256: str
+    size_bytes: int
+    group: str
+    """`graph`, `weights`, `tokenizer`, `engine:<directory>`, `report`, `card`, `manifest` or
+    `config`."""
+
+
+def write_file(file: PackageFile, target: Path, *, link: bool = True) -> None:
+    """Leaves one file at `target`, whole or not at all; one that is there is kept if it is it."""
+    if target.is_file() and sha256_of(target, trust_stat=False) == file.sha256:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{STAGING_PREFIX}{target.name}")
+    part.unlink(missing_ok=True)
+    if link:
+        link_or_copy(file.path, part)
+    else:
+        shutil.copyfile(file.path, part)
+    part.replace(target)
+
+
+def files_of(artifact: Artifact, card: Path) -> tuple[list[PackageFile], list[str]]:
+    """The files of the package but its listing, and the names of those that stay behind."""
+    root, manifest = artifact.path, artifact.manifest
+    files = [package_file(CARD, card, "card")]
+    files += [
+        PackageFile(name, root / name, record.sha256, record.size_bytes, _group(artifact, name))
+        for name, record in manifest.files.items()
+        if name != CARD
+    ]
+    left_out = []
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if not path.is_file() or name in manifest.files or name in (CARD, LISTING):
+            continue
+        if name == MANIFEST:
+            files.append(package_file(name, path, "manifest"))
+        elif name.startswith(f"{REPORTS}/") and not path.name.startswith("."):
+            files.append(package_file(name, path, "report"))
+        else:
+            left_out.append(name)
+    return files, left_out
+
+
+def package_file(name: str, path: Path, group: str) -> PackageFile:
+    """A file as it is now; raises ArtifactError where it cannot be read."""
+    try:
+        return PackageFile(name, path, sha256_of(path), path.stat().st_size, group)
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _group(artifact: Artifact, name: str) -> str:
+    parts = PurePosixPath(name)
+    if parts.parts[0] == ENGINES and len(parts.parts) > 2:
+        return f"engine:{parts.parts[1]}"
+    if any(name == graph.file for graph in artifact.manifest.graphs):
+        return "graph"
+    if any(name in graph.data_files for graph in artifact.manifest.graphs):
+        return "weights"
+    is_tokenizer = parts.name.startswith(_TOKENIZER) or parts.suffix == ".model"
+    return "tokenizer" if is_tokenizer else "config"

@@ -1,0 +1,154 @@
+"""A published artifact as an MLflow model: texts or images in, answers out, without torch.
+
+Takes the directory that MLflow has downloaded; answers as `load_model` does, in plain values.
+
+    >>> model = mlflow.pyfunc.load_model("models:/minilm/1")
+    >>> model.predict(["The engine is warm."]).shape
+    (1, 384)
+
+MLflow finds this module by its name in the model's `MLmodel` and calls `_load_pyfunc`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from enginery.core.errors import InputError
+from enginery.core.options import options_from
+from enginery.runtime.model import Model, load_model
+
+TEXT, TEXT_PAIR, IMAGE = "text", "text_pair", "image"
+COLUMNS = {
+    "embed": (TEXT,),
+    "classify": (TEXT, TEXT_PAIR),
+    "tag": (TEXT,),
+    "answer": ("question", "context"),
+    "fill": (TEXT,),
+    "classify_images": (IMAGE,),
+    "embed_images": (IMAGE,),
+}
+"""What a table of inputs is read from, by the method that answers; `text_pair` may be absent."""
+
+
+@dataclass(frozen=True)
+class PyfuncConfig:
+    """How the model runs: MLflow's `model_config`."""
+
+    provider: str = ""
+    """The ordered wish, `tensorrt,cuda,cpu`; empty for what `ENGINERY_PROVIDERS` says, and else
+    the CPU."""
+    allow_fallback: bool = False
+    """Take a later wish when the first cannot be had."""
+    allow_failed: bool = False
+    """Open an artifact whose validation failed."""
+    threads: int = 0
+    """Intra-op threads; 0 for ONNX Runtime's choice."""
+
+
+class PyfuncModel:
+    """What MLflow wraps: `predict` answers a table, a list or a dict of columns."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> Any:
+        """Answers each row.
+
+        Args:
+            model_input: a pandas DataFrame or a dict with the task's columns, or a list of texts,
+                of images, or of (question, context).
+            params: passed on to the method that answers: `top_k`, `activation`, …
+
+        Returns:
+            float32 (rows, dim) for embeddings, else a list with one answer a row, in dicts, lists,
+            strings and numbers: `to_dict` of what `load_model` answers.
+
+        Raises:
+            InputError: a column is missing, or a value is not what the task takes.
+        """
+        method = self.model.method
+        answers = getattr(self.model, method)(_rows(model_input, method), **(params or {}))
+        return answers if method.startswith("embed") else [_plain(answer) for answer in answers]
+
+
+def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) -> PyfuncModel:
+    """Opens the artifact for MLflow; see `PyfuncConfig` for `model_config`.
+
+    Raises:
+        OptionError: an option of `model_config` is unknown.
+        EngineryError: the artifact cannot be opened or run as asked.
+    """
+    config = options_from(PyfuncConfig, "mlflow", model_config or {})
+    chosen = {field.name: getattr(config, field.name) for field in fields(config)}
+    return PyfuncModel(load_model(Path(data_path), **chosen))
+
+
+def _rows(model_input: Any, method: str) -> list[Any]:
+    """The rows as the model's method takes them."""
+    if hasattr(model_input, "columns"):  # a DataFrame, or what behaves as one
+        names = [str(name) for name in model_input.columns]
+        values = [model_input.iloc[:, index].tolist() for index in range(len(names))]
+        # MLflow makes one row of a dict of lists.
+        if all(len(column) == 1 and isinstance(column[0], list) for column in values):
+            values = [column[0] for column in values]
+        if len(names) == 1 and len(_required(method)) == 1:
+            return _column(values[0], method)  # whatever the only column is called
+        return _from_columns(dict(zip(names, values, strict=True)), method)
+    if isinstance(model_input, Mapping):
+        return _from_columns(
+            {str(name): _listed(value) for name, value in model_input.items()}, method
+        )
+    if isinstance(model_input, str | bytes):
+        return _column([model_input], method)
+    return _column(_listed(model_input), method)
+
+
+def _from_columns(columns: Mapping[str, Sequence[Any]], method: str) -> list[Any]:
+    required = _required(method)
+    if missing := [name for name in required if name not in columns]:
+        raise InputError(
+            f"the input has the columns {', '.join(columns) or 'none'}, "
+            f"expected {', '.join(COLUMNS[method])}.",
+            do=f"Add {' and '.join(missing)}.",
+        )
+    known = [columns[name] for name in COLUMNS[method] if name in columns]
+    if len(known) == 1:
+        return _column(known[0], method)
+    if len({len(column) for column in known}) > 1:
+        raise InputError("the input's columns differ in length, expected one value a row.")
+    # A row without a second text is a text alone.
+    return [row[0] if len(required) == 1 and _absent(row[1]) else row
+            for row in zip(*known, strict=True)]  # fmt: skip
+
+
+def _required(method: str) -> tuple[str, ...]:
+    return tuple(name for name in COLUMNS[method] if name != TEXT_PAIR)
+
+
+def _column(values: Iterable[Any], method: str) -> list[Any]:
+    # numpy's strings and bytes are Python's by subclass, but pandas has missing values as floats.
+    rows = list(values)
+    for index, value in enumerate(rows):
+        if _absent(value):
+            raise InputError(f"row {index} has no {COLUMNS[method][0]}: it is {value!r}.")
+    return rows
+
+
+def _absent(value: Any) -> bool:
+    """None, or NaN, which is not equal to itself; an array is neither."""
+    return value is None or (isinstance(value, float) and value != value)  # noqa: PLR0124
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, str | bytes):
+        return [value]
+    return value.tolist() if hasattr(value, "tolist") and value.ndim == 1 else list(value)
+
+
+def _plain(answer: Any) -> Any:
+    if isinstance(answer, list):
+        return [_plain(item) for item in answer]
+    return answer.to_dict()

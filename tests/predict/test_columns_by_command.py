@@ -1,0 +1,115 @@
+"""What a table's columns name, through the command line as a user types it."""
+
+import csv
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from enginery.cli import main
+from enginery.runtime.model import load_model
+
+
+def status_of(*words):
+    """How a command exits; 0 where it just returns."""
+    try:
+        main(words)
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.fixture
+def command(tmp_path, capsys):
+    """`command(artifact, "in.csv", "out.jsonl", "--column", "photo")`: status and rows."""
+
+    def go(artifact, source, output, *words):
+        inputs = ["--input", str(tmp_path / source), "--output", str(tmp_path / output)]
+        status = status_of("predict", str(artifact.path), *inputs, *words)
+        capsys.readouterr()
+        lines = (tmp_path / output).read_text(encoding="utf-8").splitlines()
+        return status, [json.loads(line) for line in lines]
+
+    return go
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Two images in a folder beside the table, one file that is none, and one that is missing."""
+    from PIL import Image
+
+    (tmp_path / "photos").mkdir()
+    for name, color in (("a.png", (200, 20, 90)), ("b.png", (10, 220, 90))):
+        Image.new("RGB", (40, 30), color).save(tmp_path / "photos" / name)
+    (tmp_path / "photos" / "c.png").write_bytes(b"no image at all")
+    return ["photos/a.png", str(tmp_path / "photos" / "b.png"), "photos/c.png", "photos/d.png"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_images_named_in_a_column_are_found_beside_the_table(
+    command, tiny, photos, tmp_path, monkeypatch, suffix
+):
+    if suffix == "csv":
+        with (tmp_path / "in.csv").open("w", newline="") as stream:
+            csv.writer(stream).writerows([["n", "photo"], *enumerate(photos)])
+    else:
+        table = pa.table({"n": [str(n) for n in range(4)], "photo": photos})
+        pq.write_table(table, tmp_path / "in.parquet")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model = tiny("vit", "image-classification")
+    status, found = command(model, f"in.{suffix}", "out.jsonl", "--column", "photo")
+    assert status == 3
+    assert [row["photo"] for row in found] == photos
+    with load_model(model) as loaded:
+        expected = loaded.classify_images(
+            [tmp_path / "photos" / name for name in ("a.png", "b.png")]
+        )
+    assert [row["label"] for row in found] == [*(one.label for one in expected), None, None]
+    assert found[0]["score"] == pytest.approx(expected[0].score, abs=1e-5)
+    assert found[0]["error"] is None
+    assert "is not a whole image" in found[2]["error"]
+    assert "d.png" in found[3]["error"]
+
+
+def test_image_column_that_is_empty_is_a_bad_row(command, tiny, photos, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"photo": null}\n{"photo": "photos/a.png"}\n')
+    model = tiny("vit", "image-classification")
+    status, found = command(model, "in.jsonl", "out.jsonl", "--column", "photo")
+    assert status == 3
+    assert [row["error"] for row in found] == ["photo is null", None]
+
+
+def test_pairs_are_classified_together(command, tiny, tmp_path):
+    pairs = [("the pump is warm", "the motor is cold"), ("the motor is cold", "the pump is warm"),
+             ("warm again", "Paris")]  # fmt: skip
+    with (tmp_path / "in.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([["text", "other"], *pairs, ["warm", ""]])
+    model = tiny("bert", "text-classification")
+    status, found = command(model, "in.csv", "out.jsonl", "--pair-column", "other", "--top-k", "0")
+    assert status == 3
+    with load_model(model) as loaded:
+        expected = loaded.classify(pairs, top_k=0)
+        alone = loaded.classify([first for first, _ in pairs], top_k=0)
+    for row, pair, single in zip(found, expected, alone, strict=False):
+        scores = {one["label"]: one["score"] for one in row["scores"]}
+        assert scores == pytest.approx({one.label: one.score for one in pair.labels}, abs=1e-5)
+        assert scores != pytest.approx({one.label: one.score for one in single.labels}, abs=1e-3)
+    assert found[3]["error"] == "other is empty"
+
+
+def test_pair_column_that_is_not_there_is_named(tiny, tmp_path, capsys):
+    (tmp_path / "in.csv").write_text("text,other\nwarm,cold\n")
+    model = tiny("bert", "text-classification")
+    words = ["--input", str(tmp_path / "in.csv"), "--output", str(tmp_path / "out.csv")]
+    assert status_of("predict", str(model.path), *words, "--pair-column", "othr") == 2
+    assert "no column 'othr'; did you mean 'other'?" in " ".join(capsys.readouterr().err.split())
+
+
+def test_pair_column_of_a_model_that_takes_no_pairs(tiny, tmp_path, capsys):
+    (tmp_path / "in.csv").write_text("text,other\nwarm,cold\n")
+    model = tiny("bert", "feature-extraction")
+    words = ["--input", str(tmp_path / "in.csv"), "--output", str(tmp_path / "out.csv")]
+    assert status_of("predict", str(model.path), *words, "--pair-column", "other") == 2
+    assert "the model does feature-extraction" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,68 @@
+"""Tiny artifacts to publish, and a progress that keeps what it is told."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from enginery.core.artifact import Artifact, commit_artifact
+from enginery.core.manifest import Manifest
+from enginery.publish.config import PublishConfig
+from tests.engine.made import with_engines
+
+UNVALIDATED = PublishConfig(allow_unvalidated=True, insecure=True)
+
+
+class Heard:
+    """A progress that keeps its tasks, its steps and its news."""
+
+    def __init__(self):
+        self.tasks: dict[str, tuple[int, int]] = {}
+        self.news: list[str] = []
+
+    @contextmanager
+    def task(self, name, total=0):
+        self.tasks[name] = (0, total)
+
+        def advance():
+            done, of = self.tasks[name]
+            self.tasks[name] = (done + 1, of)
+
+        yield advance
+
+    def say(self, message):
+        self.news.append(message)
+
+
+def with_an_engine(artifact: Artifact, out: Path) -> Artifact:
+    """A copy with an engine for 8.9, laid out as the build stage does."""
+    return with_engines(artifact, out, {})
+
+
+def large(artifact: Artifact, out: Path, *, seed: int = 0) -> Artifact:
+    """A copy with 3 MiB of external data that the graph names: more than a Hub takes into git."""
+    shutil.copytree(artifact.path, out)
+    file = out / artifact.manifest.graphs[0].file
+    model = onnx.load(file)
+    weights = np.random.default_rng(seed).standard_normal((768, 1024)).astype(np.float32)
+    tensor = numpy_helper.from_array(weights, "unused_weights")
+    model.graph.initializer.append(tensor)
+    onnx.save(model, file, save_as_external_data=True, location=f"{file.name}.data",
+              size_threshold=1 << 20)  # fmt: skip
+    graph = artifact.manifest.graphs[0].model_copy(update={"data_files": (f"{file.name}.data",)})
+    manifest: Manifest = artifact.manifest.model_copy(update={"graphs": (graph,)})
+    commit_artifact(out, manifest)
+    return Artifact.open(out)
+
+
+def altered(artifact: Artifact, out: Path, text: str = '{"changed": true}') -> Artifact:
+    """A copy of other content."""
+    shutil.copytree(artifact.path, out)
+    (out / "notes.json").write_text(text)
+    commit_artifact(out, artifact.manifest)
+    return Artifact.open(out)

@@ -1,0 +1,106 @@
+"""Registries on 127.0.0.1: MLflow's own server, Debian's docker-registry."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+# `mlflow-skinny`, the client, has the server's modules and not what they import.
+_MLFLOW_SERVER = ("mlflow", "flask", "sqlalchemy", "alembic", "graphene", "huey", "skops", "docker")
+_START_SECONDS = 240
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def mlflow_server(directory: Path):
+    """`mlflow server` with an SQLite store; yields its address."""
+    for name in _MLFLOW_SERVER:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"the MLflow server needs {name}: pip install mlflow")
+    port = free_port()
+    command = [
+        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port),
+        "--backend-store-uri", f"sqlite:///{directory / 'mlflow.db'}",
+        "--artifacts-destination", str(directory / "artifacts"), "--workers", "1",
+    ]  # fmt: skip
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true",
+                   "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # fmt: skip
+    with _running(command, directory / "server.log", environment) as server:
+        wait_for(f"http://127.0.0.1:{port}/health", server, directory / "server.log")
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def docker_registry(directory: Path, *, password: str = ""):
+    """A registry whose blobs are under `directory/blobs`; yields `127.0.0.1:port`.
+
+    Args:
+        directory: an empty one.
+        password: of the user `ada`; empty for a registry that anybody may write.
+    """
+    program = shutil.which("docker-registry")
+    if program is None:
+        pytest.skip("apt-get install docker-registry")
+    port = free_port()
+    auth = ""
+    if password:
+        bcrypt = pytest.importorskip("bcrypt", reason="pip install bcrypt")
+        hashed = bcrypt.hashpw(password.encode(), bcrypt.gensalt(4, b"2a")).decode()
+        (directory / "htpasswd").write_text(f"ada:{hashed}\n")
+        auth = f"auth: {{htpasswd: {{realm: tests, path: {directory / 'htpasswd'}}}}}\n"
+    (directory / "config.yml").write_text(
+        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {directory / 'blobs'}}}}}\n"
+        f"http: {{addr: '127.0.0.1:{port}'}}\n{auth}"
+    )
+    log = directory / "registry.log"
+    with _running([program, "serve", str(directory / "config.yml")], log, None) as server:
+        wait_for(f"http://127.0.0.1:{port}/v2/", server, log)
+        yield f"127.0.0.1:{port}"
+
+
+@contextmanager
+def _running(command: list[str], log: Path, environment: dict[str, str] | None):
+    with log.open("w") as stream:
+        server = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment,
+                                  start_new_session=True)  # fmt: skip
+        try:
+            yield server
+        finally:
+            os.killpg(server.pid, 15)  # MLflow's server has workers of its own
+            try:
+                server.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, 9)
+                server.wait()
+
+
+def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            pytest.fail(f"the server ended: {log.read_text()[-2000:]}")
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+    pytest.fail(f"the server did not start: {log.read_text()[-2000:]}")

@@ -1,0 +1,332 @@
+"""The model card: what the Hub reads of it, what people read, and code that runs."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from enginery.core.artifact import Artifact
+from enginery.core.manifest import SourceRecord
+from enginery.publish import card_source
+from enginery.publish.card import CardFacts, card_metadata, engine_words, model_card
+from enginery.publish.card_loading import loading_snippets
+from enginery.publish.card_metrics import metrics
+from enginery.publish.card_reports import Reports
+from enginery.publish.card_source import SourceCard, parse_card, read_source_card
+from enginery.publish.config import PublishConfig
+from tests.core.artifacts import make, verdict
+from tests.engine.made import engine_record
+from tests.engine.products import product
+from tests.tiny import tiny_artifact
+
+SOURCE_CARD = """---
+license: apache-2.0
+language:
+- en
+- no
+tags: [sentence-similarity]
+base_model: org/teacher
+---
+# A model
+
+## Usage
+Use it.
+
+## Limitations
+It knows **no French**.
+
+### Bias
+It has some.
+
+```
+# Not a heading
+```
+
+## Training
+On data.
+
+## Intended uses
+Search.
+"""
+
+VALIDATION = {
+    "passed": True, "summary": "fine", "precision": "fp32", "notes": ["a note"],
+    "providers": [{"name": "CPUExecutionProvider"}], "tools": {"torch": "2.13"},
+    "reference": {"as": "PyTorch FP32"}, "overall": [], "seconds": 1.0, "tolerance": {},
+    "cases": [
+        {"graph": "model.onnx", "name": "one", "kind": "sweep", "shapes": {}, "problem": "",
+         "skipped": "", "outputs": [
+            {"output": "logits", "max_abs": 1e-6, "limit": 1e-5, "cosine": 0.999999,
+             "argmax_agreement": 1.0, "problem": ""},
+            {"output": "hidden|state", "max_abs": None, "limit": None, "cosine": None,
+             "argmax_agreement": None, "problem": "NaN"}]},
+        {"graph": "model.onnx", "name": "two", "kind": "sweep", "shapes": {}, "problem": "",
+         "skipped": "PyTorch rejects it", "outputs": []},
+    ],
+    "embeddings": {"sentences": 8, "min_cosine": 0.99999, "mean_cosine": 1.0,
+                   "neighbour_agreement": 1.0, "problem": ""},
+}  # fmt: skip
+QUANTIZATION = {
+    "summary": "36 of 36", "scheme": "int8", "residual": "fp16",
+    "layers": {"quantized": 36, "all": 38}, "left_out": {"/pooler": "one row"},
+    "calibration": {"inputs": "512 texts", "kind": "texts", "method": "percentile"},
+    "multiply_adds": {"share": 0.975, "share_with_attention": 0.8, "all": 1, "attention": 1},
+    "accuracy": {"rows": 64, "cosine": 0.9987, "worst_cosine": 0.99, "neighbour_agreement": 0.98,
+                 "argmax_agreement": None, "label_accuracy": 0.91},
+}  # fmt: skip
+BENCHMARK = {
+    "machine": {"cpu": "A CPU", "physical_cores": 2, "usable_cpus": 2, "gpus": [{"name": "H200"}],
+                "driver": "580", "system": "Linux", "tools": {"onnxruntime-gpu": "1.31.1"}},
+    "contenders": [{"name": "enginery int8", "label": "our runner", "peak_rss_bytes": 1000,
+                    "tools": {}}],
+    "cases": [{"sizes": {"batch": 1, "sequence": 16},
+               "measurements": [{"contender": "enginery int8", "inputs_per_second": 1000.0,
+                                 "latency": {"p50_ms": 1.0, "p99_ms": None, "runs": 9}}],
+               "comparisons": [{"contender": "enginery int8", "base": "pytorch", "speedup": 3.0,
+                                "interval": None, "words": "3.00 times as fast"}]}],
+    "notes": [],
+}  # fmt: skip
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    return make(tmp_path / "artifact").annotate(verdict(summary="all agree"), b"{}")
+
+
+@pytest.fixture
+def reported(artifact):
+    """With all three reports."""
+    for name, report in (
+        ("validation", VALIDATION),
+        ("quantization", QUANTIZATION),
+        ("benchmark", BENCHMARK),
+    ):
+        (artifact.path / f"reports/{name}.json").write_text(json.dumps(report))
+    return artifact
+
+
+def facts(artifact, rights=None, engines=(), **options):
+    rights = parse_card(SOURCE_CARD, "org/name") if rights is None else rights
+    return CardFacts(artifact, "minilm", rights, Reports.read(artifact.path), engines, **options)
+
+
+# Metadata
+
+
+def test_the_hub_reads_its_metadata(reported):
+    data = ModelCard(model_card(facts(reported))).data
+    assert data.library_name == "enginery"
+    assert (data.license, data.base_model) == ("apache-2.0", "org/name")
+    assert data.pipeline_tag == "feature-extraction"
+    assert data.language == ["en", "no"]
+    assert {"onnx", "fp32", "int8", "sentence-similarity"} <= set(data.tags)
+    assert data.to_dict()["base_model_relation"] == "quantized"
+
+
+def test_licence_that_the_hub_has_no_identifier_of_is_other_with_its_name(artifact):
+    rights = SourceCard().with_options(PublishConfig(license="Our Company's Own"))
+    data = card_metadata(facts(artifact, rights))
+    assert (data["license"], data["license_name"]) == ("other", "Our Company's Own")
+    assert "base_model" not in data
+
+
+def test_unknown_licence_is_said_and_never_guessed(artifact):
+    card = model_card(facts(artifact, SourceCard()))
+    assert "license" not in yaml.safe_load(card.split("---")[1])
+    assert "**The licence is not known**" in card
+
+
+# The source's card
+
+
+def test_what_limits_the_source_is_carried_over(artifact):
+    card = model_card(facts(artifact))
+    assert "Licence: apache-2.0" in card
+    assert "### Limitations\n\nIt knows **no French**." in card
+    assert "#### Bias\nIt has some." in card
+    assert "### Intended uses\n\nSearch." in card
+    assert "On data." not in card
+    assert "Use it." not in card
+
+
+def test_source_card_of_a_directory_is_read_where_it_lies(tiny_model):
+    from enginery.core.source import resolve_source
+
+    directory = tiny_model("bert", "fill-mask")
+    record = resolve_source(str(directory)).record
+    assert "no card" in read_source_card(record).notes[0]
+    try:
+        (directory / "README.md").write_text(SOURCE_CARD)
+        found = read_source_card(record)
+    finally:
+        (directory / "README.md").unlink()
+    assert (found.license, found.limitations) == ("apache-2.0", ("Limitations", "Intended uses"))
+    assert found.base_model == "org/teacher"
+
+
+def test_card_of_a_package_with_weights_is_read(minilm):
+    from enginery.core.source import resolve_source
+
+    found = read_source_card(resolve_source(minilm).record)
+    assert (found.license, found.language) == ("apache-2.0", ("en",))
+    assert found.limitations == ("Intended uses",)
+    assert "sentence-similarity" in found.tags
+
+
+def test_source_that_is_gone_is_a_note(tmp_path):
+    record = SourceRecord(
+        kind="directory", id=str(tmp_path / "gone"), revision="", sha256="0", files={}
+    )
+    found = read_source_card(record)
+    assert found.license == ""
+    assert "cannot be read" in found.notes[0]
+
+
+def test_hub_card_is_asked_for_at_the_commit(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    (tmp_path / "README.md").write_text(SOURCE_CARD)
+    asked = []
+
+    def download(*words, **options):
+        asked.append((*words, options["revision"]))
+        return str(tmp_path / "README.md")
+
+    record = SourceRecord(kind="hub", id="org/name@v1", revision="abc", sha256="0", files={})
+    assert "cannot be had from the Hub" in read_source_card(record).notes[0]
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    found = read_source_card(record)
+    assert asked == [("org/name", "README.md", "abc")]
+    assert (found.license, found.base_model) == ("apache-2.0", "org/name")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "---\n", "---\nlicense: [\n---\nx", "---\n- a\n---\n", "# no metadata", "\ufeff---\n---"],
+)
+def test_card_that_is_broken_states_no_licence(text):
+    found = parse_card(text)
+    assert found.license == ""
+    assert found.notes
+
+
+# What was done and measured
+
+
+def test_card_has_stages_checks_and_figures(reported):
+    card = model_card(facts(reported))
+    assert "| export | none |" in card
+    assert "validate: passed. all agree." in card
+    assert "| `model.onnx` | `logits` | sweep | 1 | 1.0e-06 | 1.0e-05 | 0.999999 | passed |" in card
+    assert "`hidden\\|state`" in card, "a bar does not end a cell"
+    assert "**1 failed**" in card
+    assert "1 of 2 inputs were skipped" in card
+    assert "36 of 38 layers are INT8" in card
+    assert "| Share of multiply-adds in INT8 | 97.5% |" in card
+    assert "| Accuracy on labels | 91.0% |" in card
+    assert "| `/pooler` | one row |" in card
+    assert "Measured on A CPU, 2 cores, 2 CPUs usable; H200, driver 580" in card
+    assert "| batch=1, sequence=16 | enginery int8 (our runner) | 1 ms | – | 1,000.0 |" in card
+    assert "3.00 times as fast" in card
+
+
+def test_card_of_a_bare_artifact_has_no_empty_sections(artifact):
+    card = model_card(facts(artifact))
+    for title in ("Benchmark", "Accuracy", "Engines"):
+        assert f"## {title}" not in card
+
+
+def test_metrics_have_names_that_mlflow_takes_and_no_nan(reported):
+    found = metrics(Reports.read(reported.path))
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) for name in found)
+    assert all(np.isfinite(value) for value in found.values())
+    assert found["validation.max_abs_error"] == 1e-6
+    assert found["quantization.multiply_adds_share"] == 0.975
+    assert found["latency_ms_p50.enginery_int8.batch_1-sequence_16"] == 1.0
+    assert found["speedup.enginery_int8_beside_pytorch.batch_1-sequence_16"] == 3.0
+
+
+def test_engines_are_marked_with_flavor_version_capability_and_profiles(tmp_path):
+    source = product(tmp_path / "source")
+    records = (
+        engine_record(source),
+        engine_record(source, capabilities=(), profiles=()),
+        engine_record(
+            source, flavor="tensorrt", tensorrt="10.14.1", gpu={"name": "H200", "driver": "580"},
+            version_compatible=True, hardware_compatibility="ampere-plus", capabilities=("9.0",),
+        ),
+    )  # fmt: skip
+    card = model_card(facts(source, engines=records))
+    assert "**Engines are bound to their hardware.**" in card
+    for record in records:
+        assert engine_words(record) in card
+        assert f"engines/{record.directory_name}" in card
+    assert "tensorrt-rtx, TensorRT 1.7.1.116 and no other version; compute capability 8.9" in card
+    assert "any RTX GPU from Ampere on" in card
+    assert "or a later minor version" in card
+    assert "hardware compatibility ampere-plus" in card
+    assert 'load_model("minilm", provider="tensorrt")' in card
+    assert "tensorrt" in card_metadata(facts(source, engines=records))["tags"]
+
+
+def test_paths_of_the_machine_that_published_are_not_in_the_card(artifact, tmp_path):
+    home = str(tmp_path / "home/alice/my-model")
+    source = SourceRecord(kind="directory", id=home, revision="", sha256="0" * 64, files={})
+    (stage,) = artifact.manifest.stages
+    stage = stage.model_copy(
+        update={"options": {"data": "/srv/secret/reviews.csv"}, "notes": (f"read {home}",)}
+    )
+    manifest = artifact.manifest.model_copy(update={"source": source, "stages": (stage,)})
+    card = model_card(facts(Artifact(artifact.path, manifest)))
+    assert "alice" not in card
+    assert "/srv/secret" not in card
+    assert "data=reviews.csv" in card
+
+
+# Code
+
+
+TEXTS = [("bert", task) for task in ("feature-extraction", "text-classification",
+         "token-classification", "question-answering", "fill-mask")]  # fmt: skip
+OTHERS = [("roberta", "fill-mask"), ("vit", "image-classification"), ("vit", "feature-extraction"),
+          ("gpt2", "text-generation"), ("t5", "text2text-generation")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "task"), TEXTS + OTHERS)
+def test_every_snippet_of_the_card_runs(kind, task, tmp_path, monkeypatch, capsys):
+    artifact = tiny_artifact(kind, task, tmp_path / "my-model")
+    rights = SourceCard()
+    card = model_card(CardFacts(artifact, "my-model", rights, Reports.read(artifact.path), ()))
+    snippets = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    ways = loading_snippets(artifact, "my-model")
+    assert [code.strip() for code in snippets] == list(ways.values())
+    answers = "generation" not in task
+    assert ("enginery" in ways, "Optimum" in ways, "onnxruntime" in ways) == (answers, True, True)
+    monkeypatch.chdir(tmp_path)
+    for code in snippets:
+        capsys.readouterr()
+        exec(compile(code, "snippet", "exec"), {})
+        assert capsys.readouterr().out.strip()
+
+
+def test_failed_artifact_is_loaded_as_its_snippet_says(tmp_path):
+    made = make(tmp_path / "artifact").annotate(verdict(passed=False), b"{}")
+    assert "allow_failed=True" in loading_snippets(made, "m")["enginery"]
+
+
+def test_snippets_run_on_the_provider_that_was_validated(artifact):
+    snippets = loading_snippets(artifact, "m", provider="CUDAExecutionProvider")
+    assert 'provider="cuda"' in snippets["enginery"]
+    assert 'providers=["CUDAExecutionProvider"]' in snippets["onnxruntime"] or (
+        "CUDAExecutionProvider" in snippets["onnxruntime"]
+    )
+
+
+def test_source_carried_section_is_cut_where_it_is_too_long():
+    found = parse_card("## Limitations\n" + "word\n" * 10_000)
+    (text,) = [text for _, text in found.sections]
+    assert len(text) <= card_source._SECTION_CHARACTERS + 50
+    assert text.endswith("(The source's card goes on.)")

@@ -1,0 +1,44 @@
+"""publish and pull as commands: an address out, one JSON document, status 2 with words."""
+
+import json
+
+import pytest
+
+from enginery.core.artifact import Artifact
+from tests.core.artifacts import make, verdict
+from tests.terminal import in_pipe
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    made = make(tmp_path / "artifact").annotate(verdict(), b"")
+    (made.path / "reports/validate.json").unlink()
+    return made.path
+
+
+def test_publish_prints_the_address_that_pull_takes(artifact, tmp_path):
+    done = in_pipe("publish", artifact, tmp_path / "registry", "--alias", "best")
+    assert (done.status, done.out) == (0, f"{(tmp_path / 'registry/name/1').as_uri()}\n")
+    done = in_pipe("pull", done.out.strip(), tmp_path / "out")
+    assert done.status == 0
+    assert Artifact.open(tmp_path / "out").manifest == Artifact.open(artifact).manifest
+    again = in_pipe("publish", artifact, tmp_path / "registry", "--json")
+    said = json.loads(again.out)
+    assert (said["version"], said["is_new"]) == ("1", False)
+    assert "same content" in again.err
+
+
+def test_refusals_are_status_2_with_the_remedy(tmp_path):
+    bare = make(tmp_path / "bare").path
+    done = in_pipe("publish", bare, tmp_path / "registry")
+    assert done.status == 2
+    assert "it was never validated" in done.err
+    assert "--allow-unvalidated" in done.err
+    done = in_pipe("publish", bare, tmp_path / "registry", "--allow-unvalidated")
+    assert done.status == 0
+    card = tmp_path / "registry/name/1/README.md"
+    card.write_text(card.read_text() + "?")
+    done = in_pipe("pull", tmp_path / "registry/name", tmp_path / "out", "--json")
+    assert done.status == 2
+    assert "README.md has" in json.loads(done.out)["error"]
+    assert not (tmp_path / "out").exists()

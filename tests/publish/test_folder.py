@@ -1,0 +1,343 @@
+"""A folder as a registry: whole versions, one for each content, whoever writes and dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ArtifactError, OptionError, RegistryError
+from enginery.publish import folder_index
+from enginery.publish.config import PublishConfig
+from enginery.publish.folder_address import path_of
+from enginery.publish.publication import LISTING
+from enginery.publish.stage import pull, run
+from tests.core.artifacts import make, start, verdict
+
+ROOT = Path(__file__).parents[2]
+
+PUBLISH = """
+import sys
+from enginery.core.artifact import Artifact
+from enginery.publish.config import PublishConfig
+from enginery.publish.stage import run
+for path in sys.argv[2:]:
+    print(run(Artifact.open(path), sys.argv[1], PublishConfig(name="m")).version, flush=True)
+"""
+
+HANGS = """
+import sys, time
+from enginery.core.artifact import Artifact
+from enginery.publish import folder
+from enginery.publish.config import PublishConfig
+from enginery.publish.stage import run
+whole, count = folder.write_file, 0
+def stuck(file, target):
+    global count
+    count += 1
+    if count == 3:
+        print("half", flush=True)
+        time.sleep(600)
+    whole(file, target)
+folder.write_file = stuck
+run(Artifact.open(sys.argv[2]), sys.argv[1], PublishConfig(name="m"))
+"""
+
+
+def model(path, graph=b"graph"):
+    made = make(path, graph=graph).annotate(verdict(), b"")
+    (made.path / "reports/validate.json").unlink()
+    return made
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    return model(tmp_path / "artifact")
+
+
+@pytest.fixture
+def registry(tmp_path):
+    return tmp_path / "a registry"
+
+
+def publish(artifact, registry, **options):
+    return run(artifact, str(registry), PublishConfig(**{"name": "m", **options}))
+
+
+def versions(registry):
+    return sorted(p.name for p in (registry / "m").iterdir() if p.is_dir() and not p.is_symlink())
+
+
+def index(registry):
+    return json.loads((registry / "index.json").read_text())["models"]["m"]
+
+
+def test_version_is_an_artifact_with_card_link_and_index(artifact, registry):
+    published = publish(artifact, registry, alias="production")
+    assert (published.version, published.is_new) == ("1", True)
+    assert published.url == (registry / "m/1").as_uri()
+    assert Artifact.open(registry / "m/latest", verify=True).manifest == artifact.manifest
+    assert (registry / "m/1/README.md").read_text().startswith("---\n")
+    assert (registry / "m/latest").readlink() == Path("1")
+    assert (registry / "m/production").readlink() == Path("1")
+    said = index(registry)
+    assert (said["latest"], said["aliases"]) == ("1", {"production": "1"})
+    assert said["versions"]["1"]["validated"] is True
+
+
+def test_same_content_twice_is_one_version(artifact, registry):
+    first = publish(artifact, registry)
+    before = {p: p.stat().st_mtime_ns for p in registry.rglob("*") if p.is_file()}
+    again = publish(artifact, registry.as_uri())
+    assert (again.url, again.version, again.is_new) == (first.url, "1", False)
+    assert {p: p.stat().st_mtime_ns for p in registry.rglob("*") if p.is_file()} == before
+
+
+def test_other_content_is_the_next_version_and_latest(artifact, registry, tmp_path):
+    publish(artifact, registry)
+    assert publish(model(tmp_path / "b", b"other"), registry).version == "2"
+    assert index(registry)["latest"] == "2"
+    assert publish(artifact, registry).version == "1"
+    assert index(registry)["latest"] == "2", "what was there already is not news"
+
+
+def test_version_of_ones_own_and_the_refusals_around_it(artifact, registry, tmp_path):
+    other = model(tmp_path / "b", b"other")
+    assert publish(artifact, registry, version="1.2.0").version == "1.2.0"
+    with pytest.raises(RegistryError, match=r"has another content: model\.onnx differ"):
+        publish(other, registry, version="1.2.0")
+    with pytest.raises(RegistryError, match=r"as version 1\.2\.0 already, and version 2"):
+        publish(artifact, registry, version="2")
+    with pytest.raises(OptionError, match="is the name of a version"):
+        publish(other, registry, alias="1.2.0")
+    publish(artifact, registry, alias="best")
+    with pytest.raises(OptionError, match="is the name of an alias"):
+        publish(other, registry, version="best")
+    assert versions(registry) == ["1.2.0"]
+
+
+def test_alias_moves_at_once_and_leaves_nothing(artifact, registry, tmp_path):
+    publish(artifact, registry, alias="best")
+    publish(model(tmp_path / "b", b"other"), registry, alias="best")
+    assert index(registry)["aliases"] == {"best": "2"}
+    assert not list((registry / "m").glob(".tmp-*"))
+
+
+def test_without_links_latest_is_a_file(artifact, registry, tmp_path, monkeypatch):
+    def refused(self, *args, **options):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    publish(artifact, registry, alias="best")
+    assert (registry / "m/latest").read_text() == "1\n"
+    for name in ("m", "m@best", "m/best", "m/latest"):
+        assert pull(f"{registry}/{name}", tmp_path / "out" / name, PublishConfig()).manifest
+
+
+@pytest.mark.parametrize("name", ["m", "m/1", "m@1", "m/latest", "m@latest", "m@best", "m/best"])
+def test_every_way_to_name_a_version_pulls_it(artifact, registry, tmp_path, name):
+    publish(artifact, registry, alias="best")
+    pulled = pull(f"{registry.as_uri()}/{name}", tmp_path / "out", PublishConfig())
+    assert pulled.manifest == artifact.manifest
+    assert (pulled.path / "README.md").is_file()
+
+
+def test_what_was_pulled_can_be_edited_without_harm(registry, tmp_path):
+    large = model(tmp_path / "large", b"x" * (1 << 20))
+    publish(large, registry)
+    there = registry / "m/1/model.onnx"
+    assert there.samefile(large.path / "model.onnx"), "large files are linked"
+    out = pull(str(registry / "m"), tmp_path / "out", PublishConfig()).path
+    assert not (out / "model.onnx").samefile(there)
+
+
+# Damage
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "README.md", "manifest.json", "config.json"])
+def test_changed_byte_is_an_error_that_names_the_file(artifact, registry, tmp_path, name):
+    publish(artifact, registry)
+    file = registry / "m/1" / name
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ArtifactError, match=f"{name} was altered"):
+        pull(str(registry / "m"), tmp_path / "out", PublishConfig())
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_missing_truncated_and_unlisted_files(artifact, registry, tmp_path):
+    publish(artifact, registry)
+    place = registry / "m/1"
+    (place / "extra.bin").write_bytes(b"?")
+    pulled = pull(str(registry / "m"), tmp_path / "one", PublishConfig())
+    assert not (pulled.path / "extra.bin").exists()
+    (place / "config.json").write_bytes(b"{")
+    with pytest.raises(ArtifactError, match=r"config\.json has 1 bytes"):
+        pull(str(registry / "m"), tmp_path / "two", PublishConfig())
+    (place / "config.json").unlink()
+    with pytest.raises(ArtifactError, match=r"config\.json is missing"):
+        pull(str(registry / "m"), tmp_path / "two", PublishConfig())
+    (place / LISTING).unlink()
+    with pytest.raises(RegistryError, match="there is no published model"):
+        pull(str(registry / "m/1"), tmp_path / "two", PublishConfig())
+
+
+def test_listing_that_was_altered_is_an_error(artifact, registry, tmp_path):
+    publish(artifact, registry)
+    listing = registry / "m/1" / LISTING
+    said = json.loads(listing.read_text())
+    said["files"]["../outside"] = said["files"]["model.onnx"]
+    listing.write_text(json.dumps(said))
+    with pytest.raises(ArtifactError, match=r"\.\./outside"):
+        pull(str(registry / "m/1"), tmp_path / "out", PublishConfig())
+    listing.write_text("{}")
+    with pytest.raises(ArtifactError, match=r"publication\.json"):
+        pull(str(registry / "m/1"), tmp_path / "out", PublishConfig())
+    assert not (tmp_path / "outside").exists()
+
+
+# Addresses
+
+
+def test_addresses_that_name_nothing_say_what_there_is(artifact, registry, tmp_path):
+    publish(artifact, registry, alias="best")
+    for address, said in [
+        (registry, "no model in it is named. Add one to the address: m"),
+        (registry / "m/7", "has no version or alias '7'"),
+        (f"{registry}/m@bset", "did you mean 'best'?"),
+        (registry / "mm", "did you mean 'm'?"),
+        (tmp_path / "nowhere", "there is no published model"),
+    ]:
+        with pytest.raises(RegistryError) as error:
+            pull(str(address), tmp_path / "out", PublishConfig())
+        assert said in str(error.value)
+
+
+def test_published_places_and_artifacts_are_no_registries(artifact, registry, tmp_path):
+    publish(artifact, registry)
+    for inside in ("m", "m/1"):
+        with pytest.raises(OptionError, match="lies inside the registry"):
+            publish(artifact, registry / inside)
+    with pytest.raises(RegistryError, match="is an artifact"):
+        publish(artifact, artifact.path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RegistryError, match="is a file"):
+        publish(artifact, tmp_path / "file")
+
+
+def test_file_address_with_a_host_is_refused():
+    with pytest.raises(OptionError, match="names the host 'server'"):
+        path_of("file://server/models")
+    assert path_of("file:///a%20b") == Path("/a b")
+    assert path_of("file://localhost/a") == Path("/a")
+    assert path_of("file:///C:/models") == Path("C:/models")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_folder_that_cannot_be_written_is_an_error_in_words(artifact, registry):
+    registry.mkdir(mode=0o500)
+    with pytest.raises(RegistryError, match="Permission denied"):
+        publish(artifact, registry)
+
+
+def test_full_disk_is_an_error_in_words_and_leaves_no_version(artifact, registry, monkeypatch):
+    from enginery.publish import package_files
+
+    def full(source, target):
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(package_files, "link_or_copy", full)
+    with pytest.raises(RegistryError, match="No space left on device"):
+        publish(artifact, registry)
+    assert versions(registry) in ([], [p.name for p in (registry / "m").glob(".part-*")])
+
+
+# Several writers, and dead ones
+
+
+def test_writers_at_the_same_time_make_each_content_once(artifact, registry, tmp_path):
+    other = model(tmp_path / "b", b"other")
+    orders = [(artifact, other), (other, artifact), (artifact, other), (other, artifact)]
+    children = [start(PUBLISH, registry, *(a.path for a in order)) for order in orders]
+    said = [child.communicate() for child in children]
+    assert [child.returncode for child in children] == [0] * 4, said
+    assert versions(registry) == ["1", "2"]
+    assert sorted(index(registry)["versions"]) == ["1", "2"]
+    for version in ("1", "2"):
+        Artifact.open(registry / "m" / version, verify=True)
+    found = {out.split()[orders[n].index(artifact)] for n, (out, _) in enumerate(said)}
+    assert len(found) == 1, "one content has one version for all writers"
+
+
+def test_writers_of_different_models_are_both_in_the_index(artifact, registry, tmp_path):
+    code = PUBLISH.replace('name="m"', "name=path.rpartition('-')[2]")
+    places = [model(tmp_path / f"x-{name}", name.encode()).path for name in "abcd"]
+    children = [start(code, registry, place) for place in places]
+    said = [child.communicate() for child in children]
+    assert [child.returncode for child in children] == [0] * 4, said
+    assert sorted(json.loads((registry / "index.json").read_text())["models"]) == list("abcd")
+
+
+def test_killed_writer_leaves_no_version_and_the_next_one_goes_on(artifact, registry, tmp_path):
+    child = start(HANGS, registry, artifact.path)
+    assert child.stdout.readline() == "half\n"
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate()
+    (part,) = (registry / "m").glob(".part-*")
+    kept = {p.name: p.stat().st_ino for p in part.iterdir() if p.is_file()}
+    assert len(kept) == 2
+    with pytest.raises(RegistryError):
+        pull(str(registry / "m"), tmp_path / "out", PublishConfig())
+    assert publish(artifact, registry).version == "1"
+    for name, inode in kept.items():
+        assert (registry / "m/1" / name).stat().st_ino == inode, "what was there is kept"
+    assert not list((registry / "m").glob(".part-*"))
+    Artifact.open(registry / "m/1", verify=True)
+
+
+def test_half_of_a_killed_writer_is_not_trusted(artifact, registry):
+    child = start(HANGS, registry, artifact.path)
+    child.stdout.readline()
+    child.kill()
+    child.communicate()
+    (part,) = (registry / "m").glob(".part-*")
+    (part / "config.json").write_bytes(b"[]")
+    (part / "left.tmp").write_bytes(b"")
+    publish(artifact, registry)
+    assert (registry / "m/1/config.json").read_text() == "{}"
+    assert not (registry / "m/1/left.tmp").exists()
+
+
+def test_killed_between_version_and_index_is_mended(artifact, registry, tmp_path):
+    publish(artifact, registry)
+    publish(model(tmp_path / "b", b"other"), registry)
+    (registry / "index.json").unlink()
+    folder_index.point(registry / "m", "latest", "1")
+    publish(model(tmp_path / "b", b"other"), registry)
+    assert index(registry)["latest"] == "2"
+    assert sorted(index(registry)["versions"]) == ["1", "2"]
+
+
+def test_waiting_writer_says_so(artifact, registry, tmp_path):
+    from filelock import FileLock
+
+    (registry / "m").mkdir(parents=True)
+    lock = FileLock(registry / "m/.lock")
+    with lock:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "enginery", "publish", artifact.path, registry, "--name", "m"],
+            stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+        for line in child.stderr:
+            if "waiting: another process writes" in line:
+                break
+        else:
+            pytest.fail("it never waited")
+    out, _ = child.communicate()
+    assert (child.returncode, out) == (0, f"{(registry / 'm/1').as_uri()}\n")

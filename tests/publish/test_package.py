@@ -1,0 +1,235 @@
+"""What goes into a package, what is refused, and when two packages are the same content."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
+from enginery.publish.config import PublishConfig
+from enginery.publish.package import Package, registry_name
+from enginery.publish.publication import Publication
+from tests.core.artifacts import make, verdict
+from tests.engine.made import PLAN, with_engines
+from tests.engine.products import product
+
+CONFIG = PublishConfig(license="mit")
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    """Whole and validated."""
+    return make(tmp_path / "minilm").annotate(verdict(), b"")
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """`packed(artifact, name="x")`: its package."""
+    numbers = iter(range(100))
+
+    def of(artifact, config=CONFIG, **options):
+        scratch = tmp_path / f"scratch-{next(numbers)}"
+        scratch.mkdir()
+        return Package.of(artifact, replace(config, **options), scratch)
+
+    return of
+
+
+def bare_report(artifact):
+    """The verdict's report was empty bytes; a report of a kind that is read must be JSON."""
+    (artifact.path / "reports/validation.json").write_text("{", encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def no_report(artifact):
+    """The doubles' report is no validation; a verdict holds without its report."""
+    (artifact.path / "reports/validate.json").unlink()
+
+
+def test_every_file_has_its_group_digest_and_place(artifact, packed):
+    package = packed(artifact)
+    groups = {file.name: file.group for file in package.files}
+    assert groups == {
+        "README.md": "card", "config.json": "config", "manifest.json": "manifest",
+        "model.onnx": "graph", "reports/publication.json": "report",
+    }  # fmt: skip
+    assert [file.name for file in package.files] == sorted(groups)
+    assert package.size_bytes == sum(file.path.stat().st_size for file in package.files)
+    assert (package.name, package.problem) == ("name", "")
+
+
+def test_external_weights_tokenizer_and_engines_have_groups_of_their_own(tmp_path, packed):
+    source = product(tmp_path / "source", external=True)
+    made = with_engines(source, tmp_path / "made", {"capabilities": ("8.0", "8.9")}, {})
+    (made.path / "tokenizer.json").write_text("{}")
+    from enginery.core.artifact import commit_artifact
+
+    commit_artifact(made.path, made.manifest)
+    package = packed(Artifact.open(made.path), allow_unvalidated=True)
+    groups = {file.name: file.group for file in package.files}
+    assert groups["model.onnx.data"] == "weights"
+    assert groups["tokenizer.json"] == "tokenizer"
+    engines = {group for group in groups.values() if group.startswith("engine:")}
+    assert len(engines) == 2
+    assert {engine.capabilities for engine in package.engines} == {("8.9",), ("8.0", "8.9")}
+    listing = next(f for f in package.files if f.name == "reports/publication.json")
+    marks = Publication.model_validate_json(listing.path.read_bytes()).engines
+    assert {f"engine:{mark.directory.partition('/')[2]}" for mark in marks} == engines
+    assert {(mark.hardware_bound, mark.flavor, mark.tensorrt) for mark in marks} == {
+        (True, "tensorrt-rtx", "1.7.1.116")
+    }
+    assert "model.onnx" in groups, "the portable graph always goes along"
+
+
+# Refusals
+
+
+def test_altered_file_is_named_although_its_size_and_times_are_the_same(artifact, packed):
+    import os
+
+    model = artifact.path / "model.onnx"
+    before = model.stat()
+    model.write_bytes(b"grapH")
+    os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ArtifactError, match=r"model\.onnx was altered"):
+        packed(artifact)
+
+
+def test_altered_engine_is_named(tmp_path, packed):
+    made = with_engines(product(tmp_path / "source"), tmp_path / "made", {})
+    plan = next(made.path.rglob("model.plan"))
+    plan.write_bytes(PLAN[:-1] + b"x")
+    with pytest.raises(ArtifactError, match=r"model\.plan was altered"):
+        packed(made, allow_unvalidated=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda a: a.annotate(verdict(passed=False, summary="2 differ"), b"{}"),
+            "failed: 2 differ",
+        ),
+        (lambda a: make(a.path.with_name("never")), "it was never validated"),
+        (
+            lambda a: a.annotate(
+                verdict().model_copy(update={"fields": {"artifact": "0" * 64}}), b"{}"
+            ),
+            "its validation was of another content",
+        ),
+        (
+            lambda a: a.annotate(verdict(stage="optimize", passed=False, summary="NaN"), b"{}"),
+            "its validation failed: NaN",
+        ),
+    ],
+    ids=["failed", "missing", "other content", "another check"],
+)
+def test_what_is_not_validated_is_refused_unless_allowed_and_the_card_says_so(
+    artifact, packed, change, said
+):
+    changed = change(artifact)
+    with pytest.raises(RejectedArtifactError, match=said) as refused:
+        packed(changed)
+    assert "--allow-unvalidated" in str(refused.value)
+    package = packed(changed, allow_unvalidated=True)
+    assert said in package.problem
+    assert "**Not validated.**" in package.card
+    assert said in package.card
+    listing = next(f for f in package.files if f.name == "reports/publication.json")
+    assert json.loads(listing.path.read_text())["validated"] is False
+
+
+def test_card_of_a_validated_artifact_says_nothing_of_allow_unvalidated(artifact, packed):
+    assert "Not validated" not in packed(artifact, allow_unvalidated=True).card
+
+
+def test_damaged_report_is_named(artifact, packed):
+    bare_report(artifact)
+    with pytest.raises(ArtifactError, match=r"validation\.json cannot be read"):
+        packed(artifact)
+
+
+def test_model_file_with_the_cards_name_is_refused(artifact, packed):
+    from enginery.core.fingerprint import sha256_of
+    from enginery.core.manifest import FileRecord
+
+    (artifact.path / "README.md").write_text("mine")
+    record = FileRecord(sha256=sha256_of(artifact.path / "README.md"), size_bytes=4)
+    files = {**artifact.manifest.files, "README.md": record}
+    manifest = artifact.manifest.model_copy(update={"files": files})
+    (artifact.path / "manifest.json").write_text(manifest.model_dump_json())
+    with pytest.raises(ArtifactError, match=r"counts README\.md among the model's files"):
+        packed(artifact)
+
+
+# Content
+
+
+def test_the_same_artifact_is_the_same_package_byte_for_byte(artifact, packed):
+    one, two = packed(artifact), packed(artifact)
+    assert [(f.name, f.sha256) for f in one.files] == [(f.name, f.sha256) for f in two.files]
+    assert one.content_sha256 == two.content_sha256
+
+
+def test_dates_and_durations_are_no_content(artifact, packed):
+    before = packed(artifact).content_sha256
+    (stage,) = artifact.manifest.stages
+    later = stage.model_copy(update={"finished": "2027-01-01T00:00:00+00:00", "seconds": 9.0})
+    changed = artifact.manifest.model_copy(update={"stages": (later,)})
+    (artifact.path / "manifest.json").write_text(changed.model_dump_json())
+    again = Artifact.open(artifact.path).annotate(
+        verdict().model_copy(update={"finished": "2027-01-01T00:00:00+00:00"}), b""
+    )
+    (again.path / "reports/validate.json").unlink()
+    assert packed(again).content_sha256 == before
+
+
+def test_graph_verdict_benchmark_and_licence_are_content(artifact, packed, tmp_path):
+    other = make(tmp_path / "other", graph=b"another").annotate(verdict(), b"")
+    changed = [packed(artifact), packed(other), packed(artifact, license="apache-2.0"),
+               packed(artifact, base_model="org/other")]  # fmt: skip
+    changed.append(packed(artifact.annotate(verdict(summary="other words"), b"")))
+    assert len({package.content_sha256 for package in changed}) == 5
+
+
+def test_files_that_are_not_the_artifacts_stay_behind_and_are_named(artifact, packed):
+    (artifact.path / "secret.env").write_text("TOKEN=1")
+    (artifact.path / "README.md").write_text("my own notes")
+    package = packed(artifact)
+    assert "secret.env" not in [file.name for file in package.files]
+    assert "left out, as no file of the artifact: secret.env" in package.notes
+    assert package.card.startswith("---\n")
+
+
+def test_file_that_changes_after_the_check_is_not_written(artifact, packed, tmp_path):
+    package = packed(artifact)
+    (artifact.path / "model.onnx").write_bytes(b"grapH")
+    with pytest.raises(ArtifactError, match=r"as it is now: model\.onnx was altered"):
+        package.write_to(tmp_path / "there")
+
+
+def test_written_package_is_the_artifact_and_its_card(artifact, packed, tmp_path):
+    packed(artifact).write_to(tmp_path / "there")
+    there = Artifact.open(tmp_path / "there", verify=True)
+    assert there.manifest == artifact.manifest
+    assert (there.path / "README.md").is_file()
+
+
+# Names and options
+
+
+def test_name_is_fit_for_every_registry():
+    assert registry_name("My Model/v1 (final)") == "My-Model-v1-final"
+    assert registry_name("../..") == "model"
+    assert len(registry_name("x" * 500)) == 128
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("name", "a/b"), ("name", ".."), ("version", "latest"), ("alias", "latest"),
+     ("alias", "two words"), ("license", "two\nlines"), ("version", "-1")],
+)  # fmt: skip
+def test_option_that_no_registry_takes_is_refused(option, value):
+    with pytest.raises(OptionError, match=f"option '{option}'"):
+        PublishConfig(**{option: value})

@@ -1,0 +1,182 @@
+"""Publishing and pulling from Python: real artifacts, addresses, and what is left alone."""
+
+import pytest
+
+from enginery import publish_model, pull_model
+from enginery.core.artifact import Artifact
+from enginery.core.errors import (
+    ArtifactError,
+    MissingPackageError,
+    OptionError,
+    RejectedArtifactError,
+)
+from enginery.engine import stage as build
+from enginery.publish import destination
+from enginery.publish.config import PublishConfig
+from enginery.publish.destination import open_destination
+from enginery.publish.folder import FolderRegistry
+from enginery.runtime.tensorrt import has_tensorrt
+from tests.core.artifacts import make, verdict
+from tests.engine.conftest import build_config
+from tests.engine.products import product
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    made = make(tmp_path / "artifact").annotate(verdict(), b"")
+    (made.path / "reports/validate.json").unlink()
+    return made
+
+
+class Said:
+    def __init__(self):
+        self.messages = []
+
+    def task(self, name, total=0):
+        from enginery.core.progress import SILENT
+
+        self.messages.append(name)
+        return SILENT.task(name)
+
+    def say(self, message):
+        self.messages.append(message)
+
+
+# Addresses
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("mlfow:/name", "unknown scheme 'mlfow'; did you mean 'mlflow'?"),
+        ("s3://bucket/name", "unknown scheme 's3'"),
+        ("  ", "is empty"),
+        ("file://host/path", "names the host"),
+    ],
+)
+def test_address_that_is_none_is_an_error_that_lists_the_kinds(artifact, url, said):
+    with pytest.raises(OptionError) as error:
+        publish_model(artifact, url)
+    assert said in str(error.value)
+    with pytest.raises(OptionError):
+        pull_model(url, artifact.path.with_name("out"))
+
+
+def test_registry_is_imported_when_an_address_names_it(monkeypatch):
+    asked = []
+
+    def absent(module):
+        asked.append(module)
+        raise MissingPackageError("mlflow", extra="mlflow", purpose="Publishing to MLflow")
+
+    monkeypatch.setattr(destination, "import_module", absent)
+    with pytest.raises(MissingPackageError, match=r"enginery\[mlflow\]"):
+        open_destination("mlflow:/name", PublishConfig())
+    assert asked == ["enginery.publish.mlflow_registry"]
+
+
+# Both ways
+
+
+def test_validated_model_goes_there_and_back_and_answers_the_same(exported, copied, tmp_path):
+    from enginery import load_model, validate_model
+
+    artifact = copied(exported("bert", "text-classification"))
+    with pytest.raises(RejectedArtifactError, match="it was never validated"):
+        publish_model(artifact, tmp_path / "registry")
+    assert not (tmp_path / "registry").exists(), "a refusal touches no registry"
+    assert validate_model(artifact).passed
+    said = Said()
+    published = publish_model(artifact, tmp_path / "registry", progress=said)
+    assert said.messages[0] == "checking copy"
+    assert any(message.startswith("publish: wrote ") for message in said.messages)
+    pulled = pull_model(published.url, tmp_path / "out")
+    assert pulled.manifest == Artifact.open(artifact.path).manifest
+    with load_model(artifact) as before, load_model(pulled) as after:
+        assert before.classify(["The pump runs."]) == after.classify(["The pump runs."])
+    assert publish_model(pulled, tmp_path / "registry").is_new is False
+
+
+def test_engines_go_along_marked_as_bound_to_their_hardware(tmp_path):
+    if not has_tensorrt():
+        pytest.skip("pip install 'enginery[tensorrt-rtx]'")
+    source = product(tmp_path / "source")
+    built = build.run(source, build_config(capability="8.6,8.9"), tmp_path / "built")
+    said = Said()
+    published = publish_model(
+        built, tmp_path / "registry", allow_unvalidated=True, name="product", progress=said
+    )
+    pulled = pull_model(published.url, tmp_path / "out")
+    assert Artifact.open(pulled.path, verify=True).manifest == built.manifest
+    (plan,) = pulled.path.glob("engines/*/model.plan")
+    assert plan.read_bytes() == next(built.path.glob("engines/*/model.plan")).read_bytes()
+    card = (pulled.path / "README.md").read_text()
+    assert "bound to their hardware" in card
+    assert "compute capability 8.6, 8.9" in card
+    assert "`batch=1:4:8`" in card
+    assert any("--allow-unvalidated" in m or "never validated" in m for m in said.messages)
+    listing = (pulled.path / "reports/publication.json").read_text()
+    assert '"hardware_bound": true' in listing
+
+
+def test_publishing_leaves_the_artifact_as_it_was(artifact, tmp_path):
+    before = {p: p.read_bytes() for p in artifact.path.rglob("*") if p.is_file()}
+    publish_model(artifact, tmp_path / "registry")
+    assert {p: p.read_bytes() for p in artifact.path.rglob("*") if p.is_file()} == before
+
+
+def test_pull_says_that_a_version_was_not_validated(tmp_path):
+    bare = make(tmp_path / "bare")
+    published = publish_model(bare, tmp_path / "registry", allow_unvalidated=True)
+    said = Said()
+    pull_model(published.url, tmp_path / "out", progress=said)
+    assert any("published with --allow-unvalidated" in message for message in said.messages)
+
+
+def test_pull_leaves_out_what_a_registry_keeps_beside(artifact, tmp_path, monkeypatch):
+    published = publish_model(artifact, tmp_path / "registry")
+    whole = FolderRegistry.pull
+
+    def with_more(self, out, progress):
+        (out / ".cache/huggingface").mkdir(parents=True)
+        (out / ".cache/huggingface/CACHEDIR.TAG").write_text("")
+        (out / "MLmodel").write_text("")
+        return whole(self, out, progress)
+
+    monkeypatch.setattr(FolderRegistry, "pull", with_more)
+    said = Said()
+    pulled = pull_model(published.url, tmp_path / "out", progress=said)
+    assert not (pulled.path / "MLmodel").exists()
+    assert not (pulled.path / ".cache").exists()
+    assert any("left out MLmodel" in message for message in said.messages)
+
+
+def test_pull_overwrites_nothing_that_is_not_an_artifact(artifact, tmp_path):
+    published = publish_model(artifact, tmp_path / "registry")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/thesis.txt").write_text("years")
+    with pytest.raises(ArtifactError, match="is not overwritten"):
+        pull_model(published.url, tmp_path / "out")
+    assert (tmp_path / "out/thesis.txt").read_text() == "years"
+
+
+def test_pulled_artifact_is_replaced_by_the_next_pull(artifact, tmp_path):
+    published = publish_model(artifact, tmp_path / "registry")
+    pull_model(published.url, tmp_path / "out")
+    assert pull_model(published.url, tmp_path / "out").manifest == artifact.manifest
+    (tmp_path / "out/README.md").write_text("my own")
+    with pytest.raises(ArtifactError, match=r"would be lost: README\.md"):
+        pull_model(published.url, tmp_path / "out")
+
+
+def test_what_is_made_of_a_pulled_artifact_does_not_count_the_card(tmp_path):
+    if not has_tensorrt():
+        pytest.skip("pip install 'enginery[tensorrt-rtx]'")
+    source = product(tmp_path / "source").annotate(verdict(), b"")
+    published = publish_model(source, tmp_path / "registry", name="product")
+    pulled = pull_model(published.url, tmp_path / "out")
+    built = build.run(pulled, build_config(), pulled.path)
+    assert "README.md" not in built.manifest.files
+    again = publish_model(built, tmp_path / "registry", name="product")
+    assert (again.version, again.is_new) == ("2", True)
+    assert pull_model(again.url, tmp_path / "out").manifest == built.manifest

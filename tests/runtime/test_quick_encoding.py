@@ -1,0 +1,67 @@
+import random
+
+import pytest
+
+from enginery.runtime.quick_encoding import QuickEncoder
+from enginery.runtime.tokenizer import TextTokenizer
+from tests.tiny import TEXT_KINDS, tiny_artifact
+
+PIECES = ["the pump", "IS Warm", "  ", "again,", "[MASK]", "[mask]", "</s>", "<mask>", "#tag", "[",
+          "é", "中文", "ﬁ", "\t", "\n", "\x00", "\x7f", "don't", "1,000.5", "##ing",
+          "Ünïcödé"]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=TEXT_KINDS)
+def tokenizer(request, tmp_path_factory):
+    out = tmp_path_factory.mktemp("quick") / request.param
+    return TextTokenizer.open(tiny_artifact(request.param, "feature-extraction", out).path)
+
+
+def test_ids_are_those_with_offsets(tokenizer):
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(PIECES, k=draw.choice((0, 1, 5, 40)))) for _ in range(400)]
+    texts += ["".join(map(chr, draw.choices(range(32, 127), k=60))) for _ in range(200)]
+    texts += [" ".join(draw.choices(["pump", "Warm", "is"], k=700))]
+    quick = tokenizer.encode(texts, offsets=False)
+    for text, found, plain in zip(texts, quick, tokenizer.encode(texts), strict=True):
+        assert (found.ids, found.type_ids, found.attention_mask, found.special_tokens_mask) == (
+            plain.ids, plain.type_ids, plain.attention_mask, plain.special_tokens_mask
+        ), text  # fmt: skip
+        assert bool(found.overflowing) == bool(plain.overflowing)
+
+
+def test_pairs_are_as_with_offsets(tokenizer):
+    pairs = [("the pump", "is WARM"), ("é", "again [MASK]"), "alone"]
+    quick, plain = tokenizer.encode(pairs, offsets=False), tokenizer.encode(pairs)
+    assert [e.ids for e in quick] == [e.ids for e in plain]
+    assert [e.type_ids for e in quick] == [e.type_ids for e in plain]
+
+
+def test_plain_ascii_goes_past_berts_normalizer(tmp_path):
+    artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "bert")
+    quick = QuickEncoder.of(TextTokenizer.open(artifact.path).texts)
+    seen = []
+
+    class Spy:
+        def encode_batch_fast(self, texts):
+            seen.extend(texts)
+            return quick.plain.encode_batch_fast(texts)
+
+    QuickEncoder(quick.tokenizer, Spy(), quick.added).encode(
+        ["The Pump", "caf\u00e9", "a [MASK]", "tab\there", ("a", "b"), ""]
+    )
+    assert seen == ["the pump", ""]
+
+
+def test_a_tokenizer_that_keeps_case_has_no_short_way(tmp_path):
+    from tokenizers import normalizers
+
+    artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "bert")
+    texts = TextTokenizer.open(artifact.path).texts
+    texts.normalizer = normalizers.BertNormalizer(lowercase=False)
+    quick = QuickEncoder.of(texts)
+    assert quick.plain is None
+    sentences = ["The Pump", "the pump"]
+    assert [e.ids for e in quick.encode(sentences)] == [
+        e.ids for e in texts.encode_batch(sentences)
+    ]

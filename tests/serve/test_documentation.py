@@ -1,0 +1,69 @@
+"""Every line of docs/serve.md that asks a server, run by a shell as it is written."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from enginery.serve.config import ServeConfig
+from tests.serve.conftest import Running
+
+DOCUMENT = Path(__file__).parents[2] / "docs/serve.md"
+# The document's names of models, and the tiny ones that stand for them.
+MODELS = {"minilm": "vectors", "mood": "mood", "reader": "reader", "photos": "photos",
+          "ranker": "ranker"}  # fmt: skip
+
+
+def commands(program):
+    """The commands of the console blocks that call a program, with the lines that they go on in."""
+    found = []
+    for block in re.findall(r"```console\n(.*?)```", DOCUMENT.read_text(), re.DOTALL):
+        for prompt in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            lines = prompt.splitlines()
+            command = lines.pop(0)
+            while lines and (command.endswith("\\") or command.count("'") % 2):
+                command += f"\n{lines.pop(0)}"
+            if command.startswith(program):
+                found.append(command)
+    return found
+
+
+CURLS = commands("curl")
+
+
+@pytest.fixture(scope="module")
+def served(tiny_paths):
+    paths = tiny_paths(*MODELS.values())
+    server = Running({name: paths[tiny] for name, tiny in MODELS.items()},
+                     ServeConfig(access_log="off"))  # fmt: skip
+    yield server
+    server.close()
+
+
+def test_models_that_are_asked_are_those_of_the_documents_server():
+    server = max(commands("enginery serve"), key=len)
+    assert set(re.findall(r"(\w+)=", server)) == set(MODELS)
+    assert len(CURLS) == 8
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+@pytest.mark.parametrize("command", CURLS)
+def test_curl_is_answered(served, tmp_path, command):
+    # What is typed stays as it is: curl's own settings say where the server is.
+    settings = (
+        f'connect-to = "localhost:8000:127.0.0.1:{served.port}"\nfail-with-body\nno-progress-meter'
+    )
+    (tmp_path / ".curlrc").write_text(settings)
+    for name in ("cat", "boat"):
+        Image.effect_noise((48, 40), 90).convert("RGB").save(tmp_path / f"{name}.png")
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, capture_output=True, timeout=60, check=False,
+        env={**os.environ, "CURL_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert json.loads(done.stdout)
