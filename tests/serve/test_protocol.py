@@ -420,6 +420,7 @@ def test_connection_too_many_is_told_to_the_application():
         assert (await late.answer()).status == 503
         ((request, status),) = server.application.refused
         assert (request.method, request.path, status) == ("", "", 503)
+        assert request.started > 0
         for client in (first, late):
             client.close()
 
