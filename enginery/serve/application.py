@@ -87,6 +87,11 @@ class ServerApplication:
         self._prefix = secrets.token_hex(4)
         self._count = itertools.count(1)
 
+    def admit(self, request: Request) -> None:
+        """Raises UnauthorizedError where a key is wanted: before its body is read, too."""
+        if self.parts.keys and not self._table.is_public(request.method, request.path):
+            self.parts.keys.require(request.headers)
+
     async def __call__(self, request: Request) -> Response:
         """The answer to a request.
 

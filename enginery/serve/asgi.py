@@ -24,6 +24,7 @@ from enginery.serve import http_messages as http
 from enginery.serve.config import ServeConfig, check_options
 from enginery.serve.http_messages import RefusedMessageError
 from enginery.serve.messages import Application, Request, Response
+from enginery.serve.refusals import RefusalError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 MODELS = "ENGINERY_MODELS"
 OPTION = "ENGINERY_SERVE_"
 THE_SERVERS = frozenset({"host", "port", "grace", "drain_delay", "restart", "idle_timeout",
-                         "request_timeout", "max_connections"})  # fmt: skip
+                         "request_timeout", "max_connections", "max_held_bytes"})  # fmt: skip
 """Options that are the ASGI server's own."""
 
 log = logging.getLogger("enginery.serve")
@@ -110,6 +111,11 @@ class _Served:
             self._service.drain()
             await self._service.close()
 
+    def admit(self, request: Request) -> None:
+        """Before the body is read."""
+        if self._service:
+            self._service.application.admit(request)
+
     async def __call__(self, request: Request) -> Response:
         """The answer; 503 where the server runs no lifespan."""
         if self._service is None:
@@ -170,8 +176,9 @@ class AsgiApp:
         try:
             request.path = _path(scope)
             http.check_length(request.headers.get("content-length", "0"), self._max_body_bytes)
+            self._application.admit(request)
             body = await self._body(receive)
-        except RefusedMessageError as refused:
+        except (RefusedMessageError, RefusalError) as refused:
             response = self._application.refusal(request, refused.status, refused.message)
             await _send(response, scope["method"], send)
             return
@@ -226,7 +233,8 @@ def _path(scope: Message) -> str:
     """
     raw, root = scope.get("raw_path"), scope.get("root_path", "")
     path: str = http.percent_decoded(raw.partition(b"?")[0]) if raw else scope["path"]
-    return path.removeprefix(root) or "/" if root else path
+    is_below = root and f"{path}/".startswith(f"{root.rstrip('/')}/")
+    return path[len(root.rstrip("/")) :] or "/" if is_below else path
 
 
 def _request(scope: Message) -> Request:

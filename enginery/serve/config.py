@@ -43,6 +43,9 @@ class ServeConfig:
     """The most inputs of one request."""
     max_body_bytes: int = 8_388_608
     """The largest body of a request."""
+    max_held_bytes: int = 268_435_456
+    """The most bytes of bodies, of all requests that are arriving or not answered yet; those beyond
+    are refused with 503. One body of the largest is always taken."""
     max_pixels: int = 33_177_600
     """The most pixels of an image, 8K by default: some kilobytes of a file may hold gigabytes."""
     truncate: bool = True
@@ -79,6 +82,7 @@ def check_options(config: ServeConfig) -> None:
     least: tuple[tuple[str, float], ...] = (
         ("workers", 0), ("threads", 0), ("batch_tokens", 0), ("batch_rows", 1), ("max_padding", 0),
         ("queue_inputs", 1), ("queue_tokens", 1), ("max_inputs", 1), ("max_body_bytes", 1),
+        ("max_held_bytes", 1),
         ("max_pixels", 1), ("grace", 0), ("drain_delay", 0), ("stuck_after", 0.1),
         ("idle_timeout", 0.1), ("request_timeout", 0.1), ("max_connections", 1),
     )  # fmt: skip

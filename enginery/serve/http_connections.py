@@ -18,6 +18,7 @@ from email.utils import formatdate
 from typing import TYPE_CHECKING
 
 from enginery.serve.config import ServeConfig
+from enginery.serve.http_requests import Bodies
 from enginery.serve.messages import Application, Request, Response
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class Connections:
 
     def __init__(self, application: Application, config: ServeConfig) -> None:
         self.application = application
-        self.max_body_bytes = config.max_body_bytes
+        self.bodies = Bodies(
+            config.max_body_bytes, max(config.max_held_bytes, config.max_body_bytes)
+        )
         self.idle_seconds = config.idle_timeout
         self.request_seconds = config.request_timeout
         self.max_connections = config.max_connections

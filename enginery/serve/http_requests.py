@@ -1,10 +1,11 @@
 r"""Bytes of a connection to `Request`s, or to the reason why they are none.
 
-    reader = RequestReader(take, max_body_bytes=8_388_608, client="127.0.0.1:50412")
+    reader = RequestReader(take, admit, Bodies(8_388_608, 268_435_456), client="127.0.0.1:50412")
     reader.feed(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")    # take(request, "")
 
 httptools (llhttp) parses; `http_messages` says what a sound request may be. Memory for a request
-that is not whole is bounded: target, headers, body, and the bytes around them.
+that is not whole is bounded: target, headers, body, and the bytes around them. So are the bodies of
+all connections together, from their first byte until they are answered.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import httptools
 from enginery.serve import http_messages as http
 from enginery.serve.http_messages import CLOSE, KEEP_ALIVE, RefusedMessageError
 from enginery.serve.messages import Request
+from enginery.serve.refusals import RefusalError
 
 SLICE_BYTES = 8192
 """The most that is fed at once, so that a large read cannot bring thousands of small requests."""
@@ -27,12 +29,35 @@ _OVERHEAD_BYTES = 8_388_608
 for each of its own, which chunks of one byte need."""
 
 
+class Bodies:
+    """What bodies may take: each, and all that are read and not answered."""
+
+    def __init__(self, largest: int, all_together: int) -> None:
+        self.largest = largest
+        self.all_together = all_together
+        self.held = 0
+        """Bytes, of all connections."""
+
+
 class RequestReader:
     """The parser of a connection, and the request that is arriving."""
 
     def __init__(
-        self, take: Callable[[Request, str], None], *, max_body_bytes: int, client: str
+        self,
+        take: Callable[[Request, str], None],
+        admit: Callable[[Request], None],
+        bodies: Bodies,
+        *,
+        client: str,
     ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            take: gets each whole request, with what its answer says of the connection.
+            admit: is asked before a large body is read; raises RefusalError to refuse it.
+            bodies: what this connection shares with the others.
+            client: host and port.
+        """
         self.receiving = False
         """A request has begun and is not whole."""
         self.owes_continue = False
@@ -44,7 +69,9 @@ class RequestReader:
         self.path = self.method = self.version = ""
         """Of the request that is arriving or was the last; empty as long as they are not known."""
         self._take = take
-        self._max_body_bytes = max_body_bytes
+        self._admit = admit
+        self._bodies = bodies
+        self._held = 0  # bytes of bodies, of this connection
         self._client = client
         self._parser: Any = httptools.HttpRequestParser(self)
         # Of the request before: clients of a connection ask for the same again and again.
@@ -59,12 +86,22 @@ class RequestReader:
         self._target = b""
         self._query = ""
         self._headers: dict[str, str] = {}
-        self._chunks: list[bytes] = []
+        self._body: bytes | bytearray = b""
+
+    def answered(self, request: Request) -> None:
+        """The request's body is not needed any more."""
+        self._release(len(request.body))
+
+    def _release(self, count: int) -> None:
+        self._held -= count
+        self._bodies.held -= count
 
     def close(self) -> None:
-        """Frees the parser, which refers back to this."""
+        """Frees the parser, which refers back to this, and what was read."""
         self.last = True
         self._parser = None
+        self._body = b""
+        self._release(self._held)
 
     def arriving(self) -> Request:
         """The request that has begun, as far as it is known; an empty one where none has."""
@@ -107,7 +144,7 @@ class RequestReader:
             self._bytes += len(data)
             if not self._in_body and self._bytes > _HEAD_BYTES:
                 self._refuse(_headers_too_large())
-            if self._bytes > _OVERHEAD_BYTES + 8 * self._max_body_bytes:
+            if self._bytes > _OVERHEAD_BYTES + 8 * self._bodies.largest:
                 self._refuse(RefusedMessageError(413, "the body's chunks hold next to nothing."))
 
     def _refuse(self, refused: RefusedMessageError) -> None:
@@ -173,7 +210,7 @@ class RequestReader:
         if self._target != self._last_target[0]:
             self._last_target = (self._target, *http.read_target(self._target))
         _, self.path, self._query = self._last_target
-        http.check_framing(headers, self.version, self._max_body_bytes)
+        http.check_framing(headers, self.version, self._bodies.largest)
         host = headers.get("host", "")
         if host != self._last_host:
             http.check_host(host)
@@ -181,6 +218,11 @@ class RequestReader:
         self._upgrading = "upgrade" in headers and parser.should_upgrade()
         if self._replayed:
             (self._headers, self.started), self._replayed = self._replayed, None
+        if "transfer-encoding" in headers or int(headers.get("content-length", 0)) > SLICE_BYTES:
+            try:
+                self._admit(self.arriving())
+            except RefusalError as error:
+                raise RefusedMessageError(error.status, f"{error.message} {error.do}") from None
         # One without a body has nothing to wait with; HTTP/1.0 has no interim answers.
         self.owes_continue = (
             "expect" in headers
@@ -191,10 +233,23 @@ class RequestReader:
     def on_body(self, part: bytes) -> None:
         """A part of the body."""
         self.owes_continue = False  # the client did not wait for it
-        self._body_bytes += len(part)
-        if self._body_bytes > self._max_body_bytes:
-            raise http.body_too_large(self._max_body_bytes)
-        self._chunks.append(part)
+        bodies, size = self._bodies, len(part)
+        self._body_bytes += size
+        if self._body_bytes > bodies.largest:
+            raise http.body_too_large(bodies.largest)
+        if bodies.held + size > bodies.all_together:
+            raise RefusedMessageError(
+                503,
+                f"the requests that wait hold {bodies.all_together:,} bytes, the server's most.",
+            )
+        self._held += size
+        bodies.held += size
+        if not self._body:
+            self._body = part
+            return
+        if type(self._body) is bytes:
+            self._body = bytearray(self._body)
+        self._body += part
 
     def on_message_complete(self) -> None:
         """A whole request."""
@@ -206,8 +261,7 @@ class RequestReader:
             connection = CLOSE
         else:
             connection = "" if self.version == "1.1" else KEEP_ALIVE
-        chunks = self._chunks
-        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        body, self._body = bytes(self._body), b""
         self._take(
             Request(
                 self.method, self.path, self._query, self._headers, body, self._client, self.started

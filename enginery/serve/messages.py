@@ -59,6 +59,13 @@ class Response:
 class Application(Protocol):
     """What the HTTP layer calls."""
 
+    def admit(self, request: Request) -> None:
+        """Asked before a large body is read; `request` has everything but that.
+
+        Raises:
+            RefusalError: whoever asks is not let in, whatever the body is.
+        """
+
     async def __call__(self, request: Request) -> Response:
         """The answer to a request.
 

@@ -61,7 +61,7 @@ class HttpProtocol(asyncio.Protocol):
         shared = self._connections
         shared.open.add(self)
         self._reader = RequestReader(
-            self._take, max_body_bytes=shared.max_body_bytes, client=address_of(transport)
+            self._take, self._application.admit, shared.bodies, client=address_of(transport)
         )
         self.deadline = perf_counter() + shared.idle_seconds
         excess = len(shared.open) - shared.max_connections
@@ -170,6 +170,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._closing:
             return  # given up, and the application did not mind being cancelled
         self._task = self._running = None
+        self._reader.answered(request)
         self._write(request, response, connection)
         self._next()
 

@@ -127,6 +127,12 @@ class Table:
             )
         return route, values
 
+    def is_public(self, method: str, path: str) -> bool:
+        """Whether no key is needed: of paths that no route has, too."""
+        methods, _ = self._match(path)
+        route = (methods or {}).get(method)
+        return route is None or route.public
+
     def allowed(self, path: str) -> tuple[str, ...]:
         """The methods of a path; raises NotFoundError where no route has it."""
         methods, _ = self._match(path)

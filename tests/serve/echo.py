@@ -13,6 +13,7 @@ from enginery.serve.config import ServeConfig
 from enginery.serve.http_connections import Connections
 from enginery.serve.messages import Response
 from enginery.serve.protocol import HttpProtocol
+from enginery.serve.refusals import UnauthorizedError
 
 LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
@@ -23,8 +24,14 @@ class Echo:
     def __init__(self):
         self.requests = []
         self.refused = []
+        self.admitted = []
         self.cancelled = 0
         self.gate = asyncio.Event()
+
+    def admit(self, request):
+        self.admitted.append((request.method, request.path, request.body))
+        if request.headers.get("x-api-key") == "wrong":
+            raise UnauthorizedError("the key is wrong.", do="Send another.")
 
     async def __call__(self, request):
         self.requests.append(request)
@@ -161,6 +168,7 @@ def run_server(scenario, loop="uvloop", **options):
             server.connections.stop()
             await asyncio.sleep(0.05)
         assert not server.connections.open
+        assert server.connections.bodies.held == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert not failures, failures
 

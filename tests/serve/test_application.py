@@ -11,7 +11,12 @@ from enginery.serve.application import ServerApplication
 from enginery.serve.config import ServeConfig
 from enginery.serve.keys import Keys
 from enginery.serve.messages import Request
-from enginery.serve.refusals import OverloadedError, TooLargeError, UnavailableError
+from enginery.serve.refusals import (
+    OverloadedError,
+    TooLargeError,
+    UnauthorizedError,
+    UnavailableError,
+)
 from tests.serve.conftest import seen
 from tests.serve.doubles import StandInMetrics, StandInModel, StandInModels
 
@@ -65,6 +70,16 @@ def test_without_a_key_nothing_is_answered(headers, message):
     assert found.status == 401
     assert message in found.json["error"]
     assert found.headers["www-authenticate"].startswith("Bearer")
+
+
+def test_a_key_is_asked_for_before_the_body_is_read():
+    app = application(keys=(b"one",))
+    with pytest.raises(UnauthorizedError):
+        app.admit(Request("POST", "/embed"))
+    app.admit(Request("POST", "/embed", headers={"x-api-key": "one"}))
+    for path in ("/health", "/nowhere"):
+        app.admit(Request("GET", path))
+    application().admit(Request("POST", "/embed"))
 
 
 def test_probes_scrapers_and_the_page_need_no_key():

@@ -113,8 +113,15 @@ def test_length_that_is_no_number_is_400():
 
 
 def test_path_is_below_where_the_application_is_mounted():
-    peer = ask(scope("/models/v2", root_path="/models"))
-    assert orjson.loads(peer.body)["path"] == "/v2"
+    for path, below in (("/models/v2", "/v2"), ("/models", "/"), ("/modelsv2", "/modelsv2")):
+        for root in ("/models", "/models/"):
+            peer = ask(scope(path, root_path=root))
+            assert orjson.loads(peer.body)["path"] == below
+
+
+def test_whoever_may_not_ask_is_told_before_the_body_is_read():
+    peer = ask(scope(method="POST", headers=[(b"x-api-key", b"wrong")]), {"type": "nothing"})
+    assert peer.status == 401
 
 
 @pytest.mark.parametrize("path", ["/bug", "/inner"])

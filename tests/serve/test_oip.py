@@ -107,6 +107,12 @@ def test_top_k_comes_as_parameter_or_as_tritons_classification(client):
     assert client.infer("mood", text, outputs=asked).as_numpy("label").shape == (2, 2)
 
 
+def test_output_that_is_asked_for_twice_is_refused(client):
+    twice = [triton.InferRequestedOutput("label"), triton.InferRequestedOutput("label")]
+    with pytest.raises(InferenceServerException, match="'label' is asked for twice"):
+        client.infer("mood", [bytes_input("text", TEXTS)], outputs=twice)
+
+
 def test_pairs_are_classified(client, tiny_paths):
     with load_model(tiny_paths("mood")["mood"]) as model:
         wanted = model.classify([("a", "b")])

@@ -7,6 +7,7 @@ import random
 import socket
 import struct
 import time
+import tracemalloc
 from email.utils import parsedate_to_datetime
 
 import orjson
@@ -14,6 +15,7 @@ import pytest
 
 from enginery.serve import protocol
 from enginery.serve.http_connections import QUIET_SECONDS
+from enginery.serve.http_requests import Bodies, RequestReader
 from tests.serve.echo import GET, LOOPS, post, run_server, until
 
 loops = pytest.mark.parametrize("loop", LOOPS)
@@ -305,6 +307,73 @@ def test_chunked_body_is_counted():
         client.close()
 
     run_server(scenario, max_body_bytes=1000)
+
+
+def test_whoever_may_not_ask_is_told_before_a_large_body_is_read():
+    async def scenario(server):
+        for framing in (b"Content-Length: 9000\r\nExpect: 100-Continue", b"Content-Length: 9000",
+                        b"Transfer-Encoding: chunked"):  # fmt: skip
+            client = await server.connect()
+            client.send(b"POST /echo HTTP/1.1\r\nHost: a\r\nX-Api-Key: wrong\r\n", framing,
+                        b"\r\n\r\n")  # fmt: skip
+            answer = await client.answer()
+            assert (answer.status, answer.headers["connection"]) == (401, "close")
+            assert error(answer) == "the key is wrong. Send another."
+            assert not client.interim
+            client.close()
+        assert server.application.admitted == [("POST", "/echo", b"")] * 3
+        assert not server.application.requests
+
+    run_server(scenario)
+
+
+def test_all_bodies_together_are_bounded_until_they_are_answered():
+    async def scenario(server):
+        running, arriving = await server.connect(), await server.connect()
+        running.send(post(b"wait", b"x" * 900))
+        arriving.send(b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n\r\n" + b"x" * 500)
+        bodies = server.connections.bodies
+        await until(lambda: bodies.held == 1400)
+        refused = await server.ask(post(b"echo", b"x" * 101))
+        assert (refused.status, refused.headers["connection"]) == (503, "close")
+        assert error(refused) == "the requests that wait hold 1,500 bytes, the server's most."
+        await until(lambda: bodies.held == 1400)
+        assert (await server.ask(post(b"echo", b"x" * 100))).status == 200
+        arriving.close()  # half a body
+        await until(lambda: bodies.held == 900)
+        server.application.gate.set()
+        assert (await running.answer()).status == 200
+        assert bodies.held == 0
+        running.close()
+
+    run_server(scenario, max_body_bytes=1000, max_held_bytes=1500)
+
+
+def test_what_a_lost_client_had_sent_is_not_held():
+    async def scenario(server):
+        client = await server.connect()
+        client.send(post(b"wait", b"x" * 900), post(b"wait", b"x" * 50))
+        await until(lambda: server.connections.bodies.held == 950)
+        client.close()
+        await until(lambda: server.application.cancelled)
+        await until(lambda: server.connections.bodies.held == 0)
+
+    run_server(scenario)
+
+
+def test_body_in_many_pieces_takes_little_more_than_its_bytes():
+    whole = []
+    reader = RequestReader(lambda request, _: whole.append(request), lambda _: None,
+                           Bodies(1_000_000, 1_000_000), client="")  # fmt: skip
+    reader.feed(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 200000\r\n\r\n")
+    tracemalloc.start()
+    for _ in range(199_999):
+        reader.feed(b"x")
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 2 * 200_000
+    reader.feed(b"y")
+    assert whole[0].body == b"x" * 199_999 + b"y"
 
 
 REFUSED = {

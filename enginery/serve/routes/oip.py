@@ -195,17 +195,22 @@ def _wanted(body: JsonObject, binary: bool) -> list[Wanted]:
         return []
     if type(given) is not list:
         raise body.wrong("outputs", "a list of objects with a name", given)
-    wanted = []
+    wanted: list[Wanted] = []
+    names: set[str] = set()
     for index, item in enumerate(given):
         if type(item) is not dict:
             raise body.wrong(f"outputs[{index}]", "an object with a name", item)
         output = JsonObject(item, f"outputs[{index}].")
         output.need("name", "a string")
+        name = output.string("name")
+        if name in names:
+            raise FieldError(f"outputs: {shown(name)} is asked for twice.", field="outputs")
+        names.add(name)
         parameters = output.object("parameters")
         parameters.only(("binary_data", "classification"))
         wanted.append(
             Wanted(
-                output.string("name"),
+                name,
                 bool(parameters.flag("binary_data", binary)),
                 parameters.whole("classification", 0, least=0, most=10_000),
             )
