@@ -72,13 +72,11 @@ class WindowTokenizer(TextTokenizer):
     """The tokenizer, with its time taken."""
 
     meter: Meter = field(default_factory=Meter)
-    places_matter: bool = True
-    """Whether answers speak of where in a text a token is."""
 
     def encode(self, texts: Sequence[str | tuple[str, str]], *, offsets: bool = True) -> list[Any]:
-        """As `TextTokenizer.encode`, without offsets where they are of no use."""
+        """As `TextTokenizer.encode`."""
         started = time.perf_counter()
-        found = super().encode(texts, offsets=offsets and self.places_matter)
+        found = super().encode(texts, offsets=offsets)
         self.meter.encode_seconds += time.perf_counter() - started
         return found
 
@@ -116,9 +114,7 @@ class WindowModel(TextModel):
         """The same model with nothing counted."""
         meter = Meter()
         settings = {f.name: getattr(self.tokenizer, f.name) for f in fields(TextTokenizer)}
-        tokenizer = WindowTokenizer(
-            **settings, meter=meter, places_matter=self.task == "token-classification"
-        )
+        tokenizer = WindowTokenizer(**settings, meter=meter)
         return replace(self, tokenizer=tokenizer, meter=meter, truncated=0)
 
     def _run(

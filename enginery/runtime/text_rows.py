@@ -168,7 +168,7 @@ class TextRows:
     def ask_tag(self, texts: Sequence[str], *, aggregation: Aggregation) -> Asked:
         """The rows that label stretches of texts."""
         check_texts(texts)
-        encodings = self._encode(texts)
+        encodings = self._encode(texts, offsets=True)
 
         def finish(rows: Sequence[Any]) -> list[list[TokenSpan]]:
             names = label_names(self.config, rows[0].shape[-1]) if rows else []
@@ -295,8 +295,10 @@ class TextRows:
             masks.append(tuple(row))
         return MaskFillings(tuple(masks))
 
-    def _encode(self, texts: Sequence[str | tuple[str, str]]) -> list[Any]:
-        encodings = self.tokenizer.encode(texts)
+    def _encode(
+        self, texts: Sequence[str | tuple[str, str]], *, offsets: bool = False
+    ) -> list[Any]:
+        encodings = self.tokenizer.encode(texts, offsets=offsets)
         cut = sum(bool(encoding.overflowing) for encoding in encodings)
         if cut:
             with self._lock:

@@ -159,7 +159,7 @@ class TextTokenizer:
         # One text is encoded where it is: a batch goes through a pool of threads, but it lets other
         # Python threads run meanwhile.
         if len(cut) == 1 and isinstance(cut[0], str) and len(cut[0]) < _AT_ONCE:
-            return [self.texts.encode(cut[0])]
+            return [self.texts.encode(cut[0]) if offsets else self._quick.encode_one(cut[0])]
         if not offsets:
             return self._quick.encode(cut)
         encodings: list[Any] = self.texts.encode_batch(cut)

@@ -196,6 +196,8 @@ class HostedModel(Answers):
 
     async def close(self, *, drain: bool = True, timeout_seconds: float = 30.0) -> None:
         """Answers what came before (with `drain`), then frees the session."""
+        if self.state == "stuck":
+            timeout_seconds = 0.0  # what does not end is not waited for
         if drain and self.state == "ready":
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), timeout_seconds)

@@ -23,7 +23,8 @@ def test_ids_are_those_with_offsets(tokenizer):
     texts += ["".join(map(chr, draw.choices(range(32, 127), k=60))) for _ in range(200)]
     texts += [" ".join(draw.choices(["pump", "Warm", "is"], k=700))]
     quick = tokenizer.encode(texts, offsets=False)
-    for text, found, plain in zip(texts, quick, tokenizer.encode(texts), strict=True):
+    quick += [tokenizer.encode([text], offsets=False)[0] for text in texts]
+    for text, found, plain in zip(texts * 2, quick, tokenizer.encode(texts) * 2, strict=True):
         assert (found.ids, found.type_ids, found.attention_mask, found.special_tokens_mask) == (
             plain.ids, plain.type_ids, plain.attention_mask, plain.special_tokens_mask
         ), text  # fmt: skip
@@ -43,14 +44,19 @@ def test_plain_ascii_goes_past_berts_normalizer(tmp_path):
     seen = []
 
     class Spy:
+        def encode(self, text):
+            seen.append(text)
+            return quick.plain.encode(text)
+
         def encode_batch_fast(self, texts):
             seen.extend(texts)
             return quick.plain.encode_batch_fast(texts)
 
-    QuickEncoder(quick.tokenizer, Spy(), quick.added).encode(
-        ["The Pump", "caf\u00e9", "a [MASK]", "tab\there", ("a", "b"), ""]
-    )
-    assert seen == ["the pump", ""]
+    spied = QuickEncoder(quick.tokenizer, Spy(), quick.added)
+    spied.encode(["The Pump", "caf\u00e9", "a [MASK]", "tab\there", ("a", "b"), ""])
+    for text in ("One Pump", "caf\u00e9"):
+        spied.encode_one(text)
+    assert seen == ["the pump", "", "one pump"]
 
 
 def test_a_tokenizer_that_keeps_case_has_no_short_way(tmp_path):

@@ -458,6 +458,22 @@ def test_a_batch_that_does_not_end_makes_the_model_stuck_until_it_does(exported)
     asyncio.run(ask())
 
 
+def test_closing_does_not_wait_for_a_batch_that_is_stuck(exported):
+    async def ask():
+        async with hosted(exported("bert", "feature-extraction"), workers=1, stuck_after=0.1) as it:
+            held = Held(it)
+            running = asyncio.create_task(it.embed(["a"]))
+            await held.wait()
+            await asyncio.sleep(0.2)
+            it.watch()
+            await it.close(drain=False, timeout_seconds=600)
+            assert it.runs.workers.busy_seconds(), "it still runs"
+            held.release()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(ask())
+
+
 def test_a_provider_that_is_gone_is_no_fault_of_the_client(exported):
     async def ask():
         async with hosted(exported("bert", "feature-extraction")) as served:
