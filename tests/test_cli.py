@@ -14,7 +14,8 @@ import pytest
 
 from enginery import Artifact, export_model, show, validate_model
 from enginery.bench.config import BenchConfig
-from enginery.cli import app, main
+from enginery.cli import COMMANDS as MODULES
+from enginery.cli import commands, main
 from enginery.console import Console
 from enginery.core.store import Store
 from enginery.doctor.config import DoctorConfig
@@ -105,6 +106,8 @@ def test_help_lists_every_option_with_its_meaning(cli, words, monkeypatch):
 
 
 def test_every_command_is_in_the_table_above():
+    app = commands()
+    assert {name for name in app if not name.startswith("-")} == set(MODULES)
     names = {(name,) for name in app if not name.startswith("-")}
     names |= {("store", name) for name in app["store"] if not name.startswith("-")}
     assert names == set(COMMANDS)

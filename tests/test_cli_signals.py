@@ -52,7 +52,7 @@ def test_the_handler_is_gone_when_a_command_has_ended_and_serve_has_its_own(monk
     def command(words, **_):
         seen.append(signal.getsignal(signal.SIGTERM) == before)
 
-    monkeypatch.setattr(cli, "app", command)
+    monkeypatch.setattr(cli, "commands", lambda _: command)
     for words in (["doctor"], ["serve", "x"]):
         with pytest.raises(SystemExit):
             cli.main(words)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from enginery.cli import app
+from enginery import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md",
@@ -38,7 +38,7 @@ def test_command_of_a_page_exists(line):
             assert re.search(rf"^{variable} \?=", makefile, re.MULTILINE), variable
         return
     # Parsed as the command line does, without running anything.
-    _, bound, ignored = app.parse_args(words, exit_on_error=False, print_error=False)
+    _, bound, ignored = cli.commands().parse_args(words, exit_on_error=False, print_error=False)
     assert bound is not None
     assert not ignored
 
