@@ -26,6 +26,7 @@ URL = "hf://org/name"
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     from huggingface_hub import constants, file_download
+    from huggingface_hub.utils import reset_sessions
 
     with hub_server() as server:
         template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
@@ -39,7 +40,9 @@ def hub(monkeypatch, tmp_path):
         }.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
+        reset_sessions()  # one that was made offline stays so
         yield server
+    reset_sessions()
 
 
 @pytest.fixture

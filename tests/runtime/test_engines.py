@@ -147,7 +147,7 @@ def test_nothing_but_the_cpu_is_beneath_an_engine(made, machine, wish):
 
 
 def test_cuda_is_not_put_beneath_a_plugin_which_takes_no_other_names(made, machine, monkeypatch):
-    monkeypatch.setattr(ort, "open_session", lambda path, given, threads: None)
+    monkeypatch.setattr(ort, "open_session", lambda *_, **__: None)
     _, given = chosen(made(), allow_build=True)
     assert [provider.name for provider in given] == [TENSORRT_RTX, CPU]
 
@@ -269,7 +269,7 @@ def test_a_version_that_cannot_be_read_is_said_and_not_held_against_the_engine(m
 def test_fallback_takes_the_next_wish_and_says_which_engine_was_missed(made, machine, monkeypatch):
     artifact = made({"capabilities": ("8.0",)})
     opened = []
-    monkeypatch.setattr(ort, "open_session", lambda path, given, threads: opened.append(path))
+    monkeypatch.setattr(ort, "open_session", lambda path, *_, **__: opened.append(path))
     records, (head, *_) = chosen(artifact, wish=("tensorrt-rtx", "cuda"), allow_fallback=True)
     assert (records, head.name) == ([], CUDA)
     assert head.reason.startswith(f"tensorrt-rtx asked for, but {artifact.path} has no engine")
@@ -281,7 +281,7 @@ def test_fallback_takes_the_next_wish_and_says_which_engine_was_missed(made, mac
 def test_an_online_build_has_to_be_asked_for_and_is_said(made, machine, monkeypatch):
     artifact = made()
     opened = []
-    monkeypatch.setattr(ort, "open_session", lambda path, given, threads: opened.append(path))
+    monkeypatch.setattr(ort, "open_session", lambda path, *_, **__: opened.append(path))
     _, (head, *_) = chosen(artifact, allow_build=True)
     assert head.name == TENSORRT_RTX
     assert head.reason.endswith("ONNX Runtime builds an engine while it loads (allow_build)")

@@ -245,7 +245,7 @@ def test_a_long_list_leaves_room_for_others_and_others_for_it(exported):
             alone = []
             for _ in range(10):
                 alone.append((await served.embed(["the pump"])).values[0])
-                assert served.waiting[0] <= 16
+                assert served.runs.queue.inputs <= 16
             assert not many.done()
             # Something always waits, and a list gets in all the same.
             second = await served.embed(TEXTS * 20)

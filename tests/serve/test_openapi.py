@@ -8,6 +8,7 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its own, of packages that it imports
     import schemathesis
+    import schemathesis.specs.openapi.schemas  # it comes late; Python 3.11.2 must be alone then
     from hypothesis import HealthCheck, Phase, given, settings
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks

@@ -1,5 +1,6 @@
 """`enginery serve` as a process: started, asked, killed, reloaded, ended."""
 
+import http.client
 import json
 import os
 import re
@@ -248,22 +249,23 @@ def test_wish_that_cannot_be_read_is_refused_before_listening(tiny_paths, option
 def test_requests_under_way_are_answered_before_the_end(exported):
     path = exported("bert", "feature-extraction").path
     with serving(path, options=("--queue-inputs", "5000")) as server:
-        texts = ["the pump runs and the valve is open " * 8] * 1000
-        found = []
-
-        def ask():
-            response = httpx.post(f"{server.url}/embed", json={"inputs": texts}, timeout=WAIT)
-            found.append(len(response.json()))
-
-        clients = [threading.Thread(target=ask) for _ in range(3)]
+        address = ("127.0.0.1", urlsplit(server.url).port)
+        body = json.dumps({"inputs": ["the pump runs and the valve is open " * 8] * 1000}).encode()
+        clients = [socket.create_connection(address, WAIT) for _ in range(3)]
         for client in clients:
-            client.start()
-        while server.client.get("/info").json()["models"][0]["queue"]["inputs"] == 0:
-            assert not found
+            client.sendall(
+                b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n"
+                b"Expect: 100-continue\r\n\r\n" % len(body)
+            )
+            assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
+        for client in clients:
+            client.sendall(body)
         server.process.terminate()
         for client in clients:
-            client.join(WAIT)
-        assert found == [1000] * 3
+            response = http.client.HTTPResponse(client)
+            response.begin()
+            assert (response.status, len(json.loads(response.read()))) == (200, 1000)
+            client.close()
         assert server.process.wait(WAIT) == 0
 
 
