@@ -9,6 +9,7 @@ The parent that starts the serving process imports nothing heavy: see `superviso
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +67,11 @@ def serve_models(
     sockets = bind(config.host, config.port)
 
     def serve(restarts: Restarts) -> int:
+        # Modules are no garbage: until the models are loaded, a sixth of the time would be spent
+        # in looking for some. `ModelService.load` turns it on.
+        gc.disable()
+        # pydantic reads the metadata of all installed packages for plugins, which we have none of.
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
         from enginery.serve.server import run
 
         _log_to_stderr()
@@ -123,6 +129,9 @@ class ModelService:
         from enginery.serve.verdicts import verdict_warning, verdict_words
 
         await self.models.load()
+        if not gc.isenabled():
+            gc.freeze()  # what is there stays: no collection has to look through it again
+            gc.enable()
         for model in self.models:
             first = model.info()["providers"][0]
             why = "" if first["reason"] == "asked for" else f" ({first['reason']})"

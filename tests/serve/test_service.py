@@ -1,5 +1,7 @@
 """`enginery serve` as a process: started, asked, killed, reloaded, ended."""
 
+import asyncio
+import gc
 import http.client
 import json
 import os
@@ -23,7 +25,7 @@ from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.manifest import Verdict
 from enginery.serve.config import ServeConfig
 from enginery.serve.news import News
-from enginery.serve.service import named_paths, serve_models
+from enginery.serve.service import ModelService, named_paths, serve_models
 
 WAIT = 60
 
@@ -267,6 +269,24 @@ def test_requests_under_way_are_answered_before_the_end(exported):
             assert (response.status, len(json.loads(response.read()))) == (200, 1000)
             client.close()
         assert server.process.wait(WAIT) == 0
+
+
+def test_garbage_is_collected_again_once_the_models_are_loaded(exported):
+    async def load():
+        path = exported("bert", "feature-extraction").path
+        service = ModelService({"m": path}, ServeConfig(access_log="off"), None, said.append)
+        gc.disable()
+        try:
+            await service.load()
+            assert gc.isenabled()
+            assert gc.get_freeze_count()
+        finally:
+            gc.enable()
+            gc.unfreeze()
+            await service.close()
+
+    said = []
+    asyncio.run(load())
 
 
 def test_a_provider_that_cannot_be_had_ends_the_start(exported, tmp_path):
