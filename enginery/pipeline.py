@@ -28,6 +28,8 @@ from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
 from enginery.publish.config import PublishConfig
+from enginery.publish.kserve_options import KserveConfig
+from enginery.publish.triton_options import TritonConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.recipe import Recipe
 from enginery.steps import (
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from enginery.bench.result import BenchResult
     from enginery.predict.report import PredictReport
     from enginery.publish.destination import Published
+    from enginery.publish.kserve import KserveExport
+    from enginery.publish.triton import TritonExport
     from enginery.validate.report import ValidationReport
 
 
@@ -319,6 +323,60 @@ def pull_model(
     from enginery.publish import stage as publish
 
     return publish.pull(str(url), Path(out), PublishConfig(insecure=insecure), progress=progress)
+
+
+def export_triton(
+    artifact: Artifact | str | Path,
+    out: str | Path,
+    *,
+    progress: Progress = SILENT,
+    **options: Any,
+) -> TritonExport:
+    """Leaves an artifact's models in a model repository of NVIDIA Triton.
+
+    No Triton server has loaded them yet; their configurations fit its model_config.proto.
+
+    Args:
+        artifact: the artifact or its path.
+        out: the repository's folder; models of others in it stay.
+        progress: who is told what happens.
+        options: see `TritonConfig`.
+
+    Raises:
+        EngineryError: the artifact is damaged or failed its validation, Triton has no such tensors,
+            there is no engine that it loads, or a folder there is somebody else's.
+    """
+    from enginery.publish import triton
+
+    config = options_from(TritonConfig, "export-triton", options)
+    return triton.run(_as_artifact(artifact), Path(out), config, progress=progress)
+
+
+def export_kserve(
+    artifact: Artifact | str | Path,
+    out: str | Path,
+    *,
+    progress: Progress = SILENT,
+    **options: Any,
+) -> KserveExport:
+    """Writes the manifest of a KServe InferenceService for an artifact.
+
+    No cluster has been given one yet; it fits the schema of KServe v0.20.0.
+
+    Args:
+        artifact: the artifact or its path.
+        out: where `inferenceservice.yaml` goes.
+        progress: who is told what happens.
+        options: see `KserveConfig`; `storage_uri` says where the cluster finds the model.
+
+    Raises:
+        EngineryError: the artifact is damaged or failed its validation, an option does not fit, or
+            there is a manifest that this function did not write.
+    """
+    from enginery.publish import kserve
+
+    config = options_from(KserveConfig, "export-kserve", options)
+    return kserve.run(_as_artifact(artifact), Path(out), config, progress=progress)
 
 
 def run_recipe(

@@ -24,6 +24,8 @@ from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
 from enginery.publish.config import PublishConfig
+from enginery.publish.kserve_options import KserveConfig
+from enginery.publish.triton_options import TritonConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.serve.config import ServeConfig
 from enginery.validate.config import ValidateConfig
@@ -41,6 +43,8 @@ COMMANDS = {
     ("serve",): ServeConfig,
     ("publish",): PublishConfig,
     ("pull",): None,
+    ("export-triton",): TritonConfig,
+    ("export-kserve",): KserveConfig,
     ("lint",): None,
     ("doctor",): DoctorConfig,
     ("run",): None,

@@ -29,7 +29,8 @@ COMMANDS = {
     "run": "making", "validate": "looking", "lint": "looking", "inspect": "looking",
     "provider-options": "looking", "doctor": "looking", "bench": "measuring",
     "report": "measuring", "predict": "predicting", "serve": "serving", "publish": "publishing",
-    "pull": "publishing", "store": "store",
+    "pull": "publishing", "export-triton": "exporting", "export-kserve": "exporting",
+    "store": "store",
 }  # fmt: skip
 """Each command, and the module here that adds it."""
 _TERMINATED = 128 + signal.SIGTERM

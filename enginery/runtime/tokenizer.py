@@ -23,23 +23,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import ArtifactError, InputError
-from enginery.core.feeds import position_limit
 from enginery.core.json_file import read_json
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.quick_encoding import QuickEncoder
-
-_NO_LIMIT = 10**20
-"""transformers writes 1e30 where a tokenizer has no limit."""
+from enginery.runtime.tokenizer_files import (
+    follow_settings,
+    length_limit,
+    load_tokenizer,
+    special_id,
+    special_token,
+)
 
 # As transformers' question-answering pipeline cuts a long context.
 _WINDOW = 384
 _WINDOW_OVERLAP = 128
 
-# transformers' classes whose normalizer follows tokenizer_config.json, not tokenizer.json.
-_BERT_CLASSES = (
-    "Bert", "DistilBert", "Electra", "MPNet", "MobileBert", "ConvBert", "Funnel", "LayoutLM",
-    "Lxmert", "SqueezeBert", "RetriBert",
-)  # fmt: skip
 _LETTERS_A_TOKEN = 32
 """A text is first looked at up to so many letters for each token that the model takes."""
 _MOST_LETTERS_A_TOKEN = 1024
@@ -109,20 +107,20 @@ class TextTokenizer:
             ArtifactError: there is no tokenizer.json, or it cannot be read.
             SourceError: a config file is not a JSON object.
         """
-        texts = _load(directory)
+        texts = load_tokenizer(directory)
         settings = read_json(directory / "tokenizer_config.json")
         config = read_json(directory / "config.json")
         sentence = read_json(directory / "sentence_bert_config.json")
         special = {**read_json(directory / "special_tokens_map.json"), **settings}
-        _follow_settings(texts, settings)
-        limit, limit_source = _length_limit(config, settings, sentence)
+        follow_settings(texts, settings)
+        limit, limit_source = length_limit(config, settings, sentence)
         truncation_side = settings.get("truncation_side") or "right"
         texts.enable_truncation(max_length=limit, direction=truncation_side)
 
         @cache
         def pairs() -> Any:
-            tokenizer = _load(directory)
-            _follow_settings(tokenizer, settings)
+            tokenizer = load_tokenizer(directory)
+            follow_settings(tokenizer, settings)
             window = min(limit, _WINDOW)
             tokenizer.enable_truncation(
                 max_length=window, stride=min(window // 2, _WINDOW_OVERLAP), strategy="only_second"
@@ -134,12 +132,12 @@ class TextTokenizer:
             pairs=pairs,
             limit=limit,
             limit_source=limit_source,
-            pad_id=_special_id(texts, special, "pad_token"),
+            pad_id=special_id(texts, special, "pad_token"),
             pad_type_id=int(settings.get("pad_token_type_id") or 0),
             pad_left=settings.get("padding_side") == "left",
-            unk_id=_special_id(texts, special, "unk_token"),
-            cls_id=_special_id(texts, special, "cls_token"),
-            mask_token=_special_token(special, "mask_token"),
+            unk_id=special_id(texts, special, "unk_token"),
+            cls_id=special_id(texts, special, "cls_token"),
+            mask_token=special_token(special, "mask_token"),
             lower_case=bool(sentence.get("do_lower_case")),
             strip=(directory / "modules.json").is_file(),
             clean_up=bool(settings.get("clean_up_tokenization_spaces")),
@@ -350,77 +348,6 @@ def fixed_sequence(inputs: Iterable[TensorSpec]) -> int | None:
     """The graph's sequence length where it is fixed."""
     dims = next((spec.dims for spec in inputs if spec.name == "input_ids"), ())
     return dims[1] if len(dims) == 2 and isinstance(dims[1], int) else None
-
-
-def _load(directory: Path) -> Any:
-    import tokenizers
-
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        raise ArtifactError(
-            f"{directory} has no tokenizer.json, so texts cannot be tokenized.",
-            do="Save one in the model's directory and export again: "
-            "AutoTokenizer.from_pretrained(MODEL).save_pretrained(MODEL).",
-        )
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ArtifactError(f"{file} cannot be read by tokenizers: {error}.") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
-
-
-def _follow_settings(tokenizer: Any, settings: dict[str, Any]) -> None:
-    """What transformers' classes change in a tokenizer after reading tokenizer.json."""
-    from tokenizers import AddedToken, normalizers, pre_tokenizers
-
-    name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
-    normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer
-    if name.removesuffix("Tokenizer") in _BERT_CLASSES and isinstance(
-        normalizer, normalizers.BertNormalizer
-    ):
-        tokenizer.normalizer = normalizers.BertNormalizer(
-            clean_text=normalizer.clean_text,
-            lowercase=settings.get("do_lower_case", True),
-            strip_accents=settings.get("strip_accents"),
-            handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
-        )
-    if isinstance(splitter, pre_tokenizers.ByteLevel) and "add_prefix_space" in settings:
-        splitter.add_prefix_space = bool(settings["add_prefix_space"])
-        tokenizer.pre_tokenizer = splitter
-    added = settings.get("added_tokens_decoder") or {}
-    for _, token in sorted(added.items(), key=lambda item: int(item[0])):
-        if tokenizer.token_to_id(token["content"]) is None:
-            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-            tokenizer.add_tokens(
-                [AddedToken(token["content"], **{f: bool(token.get(f)) for f in flags})]
-            )
-
-
-def _length_limit(
-    config: dict[str, Any], settings: dict[str, Any], sentence: dict[str, Any]
-) -> tuple[int, str]:
-    limits = [
-        (sentence.get("max_seq_length"), "max_seq_length of sentence_bert_config.json"),
-        (settings.get("model_max_length"), "model_max_length of tokenizer_config.json"),
-    ]
-    if config.get("max_position_embeddings") or config.get("n_positions"):
-        limits.append((position_limit(config), "the positions of config.json"))
-    known = [(int(n), name) for n, name in limits if n and 0 < n < _NO_LIMIT]
-    # 512 is what nearly every text encoder is trained with.
-    return min(known, default=(512, "no file, so 512"))
-
-
-def _special_token(special: dict[str, Any], role: str) -> str:
-    found = special.get(role)
-    return str((found.get("content") if isinstance(found, dict) else found) or "")
-
-
-def _special_id(tokenizer: Any, special: dict[str, Any], role: str) -> int | None:
-    token = _special_token(special, role)
-    found: int | None = tokenizer.token_to_id(token) if token else None
-    return found
 
 
 def _without_spaces(text: str) -> str:

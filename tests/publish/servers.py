@@ -40,7 +40,8 @@ def mlflow_server(directory: Path):
             pytest.skip(f"the MLflow server needs {name}: set MLFLOW_SERVER_PYTHON")
     port = free_port()
     command = [
-        python or sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port),
+        python or sys.executable, "-m", "mlflow", "server",
+        "--host", "127.0.0.1", "--port", str(port),
         "--backend-store-uri", f"sqlite:///{directory / 'mlflow.db'}",
         "--artifacts-destination", str(directory / "artifacts"), "--workers", "1",
     ]  # fmt: skip

@@ -1,0 +1,79 @@
+"""Triton's `config.pbtxt`: plain values as protobuf's text format, without protobuf.
+
+    >>> print(config_text({"name": "minilm", "input": [{"data_type": Word("TYPE_INT64")}]}))
+    name: "minilm"
+    input {
+      data_type: TYPE_INT64
+    }
+
+A list is a repeated field, `entries` makes a map. Which fields there are is said by Triton's
+`model_config.proto`, which the tests parse every configuration with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+class Word(str):
+    """A name of an enum, which stands without quotes."""
+
+    __slots__ = ()
+
+
+def config_text(fields: Mapping[str, Any]) -> str:
+    """The text of a message; fields that are None are left out.
+
+    Raises:
+        TypeError: a value is of a type that no field has.
+    """
+    return "\n".join(_lines(fields, "")) + "\n"
+
+
+def entries(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A map field: one message with key and value for each."""
+    return [{"key": key, "value": value} for key, value in values.items()]
+
+
+def parameters(values: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The field `parameters` of a model configuration."""
+    return entries({name: {"string_value": value} for name, value in values.items()})
+
+
+def _lines(fields: Mapping[str, Any], indent: str) -> Iterator[str]:
+    for name, value in fields.items():
+        if value is None:
+            continue
+        items: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+        if isinstance(value, list | tuple) and items and not isinstance(items[0], Mapping):
+            yield f"{indent}{name}: [{', '.join(_scalar(item) for item in items)}]"
+            continue
+        for item in items:
+            if isinstance(item, Mapping):
+                yield f"{indent}{name} {{"
+                yield from _lines(item, indent + "  ")
+                yield f"{indent}}}"
+            else:
+                yield f"{indent}{name}: {_scalar(item)}"
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, Word):
+        return str(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, str):
+        return f'"{_escaped(value)}"'
+    raise TypeError(f"{value!r} is a {type(value).__name__}, which no field of a message is.")
+
+
+def _escaped(text: str) -> str:
+    """As a protobuf string: bytes of UTF-8 beyond ASCII may stand as they are."""
+    plain = text.replace("\\", "\\\\").replace('"', '\\"')
+    return "".join(
+        f"\\{ord(letter):03o}" if ord(letter) < 32 or ord(letter) == 127 else letter
+        for letter in plain
+    )
