@@ -17,14 +17,10 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, ProviderError
 from enginery.runtime.placement import Placement, read_placement
-from enginery.runtime.provider_names import CUDA, TENSORRT, TENSORRT_RTX, short_name
+from enginery.runtime.provider_names import short_name
 from enginery.runtime.providers import Provider
+from enginery.runtime.run_fit import CUDA_GRAPH_OPTIONS, has_cuda_graphs
 
-_CUDA_GRAPH = {
-    CUDA: {"enable_cuda_graph": "1"},
-    TENSORRT: {"trt_cuda_graph_enable": "True"},
-    TENSORRT_RTX: {"enable_cuda_graph": "1"},
-}
 _SHOWN = 5
 
 
@@ -44,7 +40,7 @@ def with_cuda_graph(
             the message names them. Or a file cannot be loaded.
     """
     head, *below = providers
-    if head.name not in _CUDA_GRAPH:
+    if not has_cuda_graphs(head.name):
         raise ProviderError(
             f"cuda_graph is set, and {short_name(head.name)} has no CUDA graphs.",
             do="Leave it out, or run on cuda, tensorrt or tensorrt-rtx.",
@@ -56,7 +52,8 @@ def with_cuda_graph(
                 do="Every node has to be the provider's, without If, Loop, Scan and copies between "
                 "the devices: leave cuda_graph out.",
             )
-    return [replace(head, options={**head.options, **_CUDA_GRAPH[head.name]}), *below]
+    option, on = CUDA_GRAPH_OPTIONS[head.name]
+    return [replace(head, options={**head.options, option: on}), *below]
 
 
 def _placed(

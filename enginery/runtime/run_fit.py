@@ -16,18 +16,18 @@ from enginery.core.errors import OptionError, ProviderError
 from enginery.runtime.provider_names import CUDA, TENSORRT, TENSORRT_RTX
 from enginery.runtime.provider_wish import ProviderWish
 
-_GRAPH_OPTIONS = {
-    CUDA: "enable_cuda_graph",
-    TENSORRT: "trt_cuda_graph_enable",
-    TENSORRT_RTX: "enable_cuda_graph",
+CUDA_GRAPH_OPTIONS = {
+    CUDA: ("enable_cuda_graph", "1"),
+    TENSORRT: ("trt_cuda_graph_enable", "True"),
+    TENSORRT_RTX: ("enable_cuda_graph", "1"),
 }
-"""The providers that have CUDA graphs, each with its option for them."""
+"""The providers that have CUDA graphs, each with its option for them and the value that is on."""
 _OFF = ("0", "False")
 
 
 def has_cuda_graphs(provider: str) -> bool:
     """Whether a provider, by ONNX Runtime's name, can record runs as CUDA graphs."""
-    return provider in _GRAPH_OPTIONS
+    return provider in CUDA_GRAPH_OPTIONS
 
 
 def require_fit(
@@ -45,7 +45,7 @@ def require_fit(
             gives the recorded memory back; or a provider's own option for CUDA graphs is set.
     """
     for wish in wishes:
-        option = _GRAPH_OPTIONS.get(wish.full_name, "")
+        option, _ = CUDA_GRAPH_OPTIONS.get(wish.full_name, ("", ""))
         if wish.options.get(option, _OFF[0]) not in _OFF:
             raise OptionError(
                 f"option '{option}' for {wish.name} is set by itself: a CUDA graph is recorded on "
@@ -55,7 +55,7 @@ def require_fit(
             )
     if not cuda_graph:
         return
-    if wishes[0].full_name not in _GRAPH_OPTIONS:
+    if not has_cuda_graphs(wishes[0].full_name):
         raise ProviderError(
             f"cuda_graph is set, and {wishes[0].name} has no CUDA graphs.",
             do="Leave it out, or run on cuda, tensorrt or tensorrt-rtx.",
