@@ -33,7 +33,7 @@ need = $(or $($(1)),$(error make $@ needs $(1): make $@ $(1)=build/my-model))
 named = $(if $($(1)),--$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint format export optimize quantize engine validate bench predict serve publish doctor inspect gpu-check schema clean
+.PHONY: help setup run test test-all lint format export optimize quantize engine validate bench predict serve publish doctor inspect gpu-check docs docs-serve schema clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -79,6 +79,12 @@ doctor: setup  ## show what this machine can run
 gpu-check: setup  ## check and measure the GPU path on an NVIDIA GPU: docs/gpu-check.md
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
+docs: setup  ## build the documentation into build/site; a broken link is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -b html -d build/doctrees docs build/site $(ARGS)
+
+docs-serve: docs  ## build the documentation and show it on PORT
+	$(BIN)/python -m http.server $(or $(PORT),8000) --bind 127.0.0.1 --directory build/site
+
 test: setup  ## run the tests
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network" $(ARGS)
 
@@ -91,8 +97,9 @@ lint: setup  ## style, types and the layers between folders
 format: setup  ## rewrite the code as the linter wants it
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
-schema: setup  ## write docs/manifest.schema.json anew from the code
+schema: setup  ## write the schemas of manifests and recipes in docs/ anew from the code
 	$(BIN)/python -m enginery.core.manifest > docs/manifest.schema.json
+	$(BIN)/python -m enginery.recipe_schema > docs/recipe.schema.json
 
 clean:  ## remove the virtual environment and what tools left; the store stays
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache *.egg-info

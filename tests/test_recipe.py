@@ -428,6 +428,7 @@ def test_the_minilm_recipe_is_the_default():
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_recipe_of_the_repository_can_be_read(path, monkeypatch):
     monkeypatch.setenv("MODEL", "org/name")
+    monkeypatch.setenv("REVIEWS", "reviews.csv")
     recipe = Recipe.load(path)
     assert recipe.steps[0].stage == "export"
     assert len(recipe.steps) > 1
