@@ -1,4 +1,4 @@
-"""The README's commands exist, with the options it gives them."""
+"""The commands and links of README and docs: what they name exists, with the options they give."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ from enginery import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md",
-                           *sorted((ROOT / "docs").glob("*.md"))] if page.is_file()]  # fmt: skip
+                           *sorted((ROOT / "docs").rglob("*.md"))] if page.is_file()]  # fmt: skip
 
 
 def commands():
@@ -18,8 +18,10 @@ def commands():
     for page in PAGES:
         for block in re.findall(r"```\w*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             text = block.replace("\\\n", " ")
-            for line in re.findall(r"^(?:\$ )?((?:enginery|make) .*)$", text, re.MULTILINE):
-                yield pytest.param(line, id=f"{page.name}: {line[:60]}")
+            # Variables may stand before it, or another program's output.
+            start = r"^(?:\$ )?(?:[A-Z_]+=\S+ +|[^\n|]+ \| )?"
+            for line in re.findall(rf"{start}((?:enginery|make) .*)$", text, re.MULTILINE):
+                yield pytest.param(line, id=f"{page.relative_to(ROOT)}: {line[:60]}")
 
 
 def targets():
@@ -50,9 +52,20 @@ def test_readme_opens_with_two_commands():
     assert {"run", "test"} <= targets()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors(page):
+    """What a link may name behind `#`: the headings, as GitHub and the site both write them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#{1,4} (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target
+    for target, _, anchor in re.findall(r"\]\(([^)#]*)(#([^)]*))?\)", text):
+        if "://" in target:
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), f"{target}#{anchor}"

@@ -19,7 +19,9 @@ _PREDICT = PredictConfig()
 def predict(
     artifact: Path,
     *,
-    input: Annotated[str, Parameter(name=("--input", "-i"))],  # noqa: A002  it is the option's name
+    input: Annotated[  # noqa: A002  it is the option's name
+        str, Parameter(name=("--input", "-i"), allow_leading_hyphen=True)  # - is standard input
+    ],
     output_file: Annotated[Path, Parameter(name=("--output", "-o"))],
     force: Flag = False,
     config: Annotated[PredictConfig, Parameter(name="*")] = _PREDICT,
@@ -50,6 +52,6 @@ def predict(
     if report.bad_rows:
         raise BadRowsError(
             f"{report.bad_rows:,} of {report.counts.rows:,} rows have no answer; the first: "
-            f"{report.first_bad}.",
+            f"{report.first_bad.rstrip('.')}.",
             do=f"The column error in {output_file} says why.",
         )

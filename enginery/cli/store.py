@@ -9,7 +9,11 @@ from cyclopts import App, Parameter
 from enginery.cli.app import OUTPUT, Output, application
 from enginery.core.errors import OptionError
 
-store_app = App(name="store", help="Finished artifacts and engines, by what they were made from.")
+store_app = App(
+    name="store",
+    help="Finished artifacts and engines, by what they were made from.",
+    default_parameter=application.default_parameter,
+)
 application.command(store_app)
 
 

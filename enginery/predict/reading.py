@@ -111,7 +111,7 @@ class ImageReader:
             names = [shown(path.relative_to(self._root).as_posix()) for path in paths]
             kept = pa.RecordBatch.from_arrays([array_of(names, pa.string())], schema=self.schema)
             self._read = first + len(paths)
-            yield Piece(first, kept, [(str(path),) for path in paths])
+            yield Piece(first, kept, [(str(path.relative_to(self._root)),) for path in paths])
 
     def done(self) -> float:
         """The share of the images that was read."""

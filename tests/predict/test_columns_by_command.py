@@ -1,7 +1,9 @@
 """What a table's columns name, through the command line as a user types it."""
 
 import csv
+import io
 import json
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -71,6 +73,31 @@ def test_images_named_in_a_column_are_found_beside_the_table(
     assert found[0]["error"] is None
     assert "is not a whole image" in found[2]["error"]
     assert "d.png" in found[3]["error"]
+
+
+def test_relative_folder_of_images_is_found(tiny, photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = tiny("vit", "image-classification")
+    words = ["--input", "photos", "--output", "out.jsonl"]
+    assert status_of("predict", str(model.path), *words) == 3  # c.png is none
+    assert "error: 1 of 3 rows have no answer" in capsys.readouterr().err
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["path"], row["error"] is None) for row in found] == [
+        ("a.png", True), ("b.png", True), ("c.png", False),
+    ]  # fmt: skip
+
+
+def test_a_hyphen_is_standard_input(tiny, tmp_path, monkeypatch, capsys):
+    stdin = io.TextIOWrapper(io.BytesIO(b"text\nwarm\n"))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    model = tiny("bert", "feature-extraction")
+    for hyphen in (["--input", "-"], ["-i", "-"]):
+        stdin.buffer.seek(0)
+        out = tmp_path / f"{hyphen[0].strip('-')}.jsonl"
+        words = [*hyphen, "--format", "csv", "--output", str(out)]
+        assert status_of("predict", str(model.path), *words) == 0
+        assert json.loads(out.read_text())["text"] == "warm"
+    capsys.readouterr()
 
 
 def test_image_column_that_is_empty_is_a_bad_row(command, tiny, photos, tmp_path):

