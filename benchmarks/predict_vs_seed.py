@@ -100,7 +100,10 @@ print(json.dumps(seconds))
 
 
 def write_phrases(path: Path, rows: int) -> None:
-    """Sentences of docstrings, shuffled by a fixed seed, again from the start when they run out."""
+    """Sentences of docstrings, shuffled by a fixed seed, again from the start when they run out.
+
+    All below 150 letters: 18.6 tokens in the mean, as the phrases that the script was written for.
+    """
     import numpy as np
 
     found: dict[str, None] = {}
@@ -115,7 +118,7 @@ def write_phrases(path: Path, rows: int) -> None:
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 text = re.sub(r"\s+", " ", ast.get_docstring(node) or "")
                 for sentence in re.split(r"(?<=[.!?])\s+", text):
-                    if 12 < len(sentence) < 400:
+                    if 12 < len(sentence) < 150:
                         found[sentence] = None
     sentences = list(found)
     np.random.default_rng(0).shuffle(sentences)
