@@ -31,8 +31,8 @@ def publish(
     artifact
         The artifact's directory.
     url
-        The registry: file:///path or a plain path, mlflow:/name, hf://org/name,
-        oci://registry/name:tag.
+        The registry: file:///path or a plain path, mlflow:/name, hf://org/name or
+        hf://org/name@branch, oci://registry/name or oci://registry/name:tag.
     """
     from enginery.core.options import options_dict
     from enginery.pipeline import publish_model
@@ -57,7 +57,8 @@ def pull(url: str, out: Path, *, insecure: Flag = False, output: Output = OUTPUT
     Parameters
     ----------
     url
-        What `publish` printed; also with an alias, NAME@production, or without a version.
+        What `publish` printed; also with an alias, NAME@production, or without a version for the
+        newest: for hf:// that is the branch main, for oci:// the tag latest.
     out
         Where the artifact goes. An artifact that is there is replaced.
     insecure

@@ -109,6 +109,33 @@ def remove_leftovers(parent: Path, target: str = "") -> None:
                 os.close(handle)
 
 
+def put_in_place(directory: Path, out: Path, *, old: Path) -> None:
+    """Renames a directory to `out`; one that is there keeps its content, under another name.
+
+    Where the system can exchange two names, `out` is never missing, and `directory` has the old
+    content afterwards. Elsewhere `old` has it, and for the moment between two renames that alone.
+
+    Args:
+        directory: what is to be at `out`, on the same file system.
+        out: a directory, or nothing.
+        old: a name that is free, likewise.
+
+    Raises:
+        OSError: a rename failed; `out` is as it was.
+    """
+    if not out.exists():
+        os.replace(directory, out)
+        return
+    if _exchanged(directory, out):
+        return
+    os.replace(out, old)
+    try:
+        os.replace(directory, out)
+    except OSError:
+        os.replace(old, out)
+        raise
+
+
 def write_beside(path: Path, content: bytes) -> None:
     """Replaces one file at once: readers see the old content or the new, never a part."""
     fresh = _beside(path)
@@ -189,20 +216,10 @@ def _sync(directory: Path) -> None:
 
 
 def _swap(directory: Path, out: Path) -> None:
-    if not out.exists():
-        os.replace(directory, out)
-        return
-    if _exchanged(directory, out):
-        shutil.rmtree(directory, ignore_errors=True)  # it has the old content now
-        return
     old = _beside(out)
-    os.replace(out, old)
-    try:
-        os.replace(directory, out)
-    except OSError:
-        os.replace(old, out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    put_in_place(directory, out, old=old)
+    for left in (directory, old):  # one of the two has the old content now
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _exchanged(one: Path, other: Path) -> bool:

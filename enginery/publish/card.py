@@ -30,6 +30,7 @@ from enginery.publish.card_measured import (
     table,
     validation_section,
 )
+from enginery.publish.card_paths import without_path
 from enginery.publish.card_reports import Reports
 from enginery.publish.card_source import SourceCard
 
@@ -54,10 +55,6 @@ def model_card(facts: CardFacts) -> str:
     """The text of the card."""
     metadata = yaml.safe_dump(card_metadata(facts), sort_keys=False, allow_unicode=True, width=1000)
     body = "\n\n".join(part for part in _parts(facts) if part)
-    source = facts.artifact.manifest.source
-    if source.kind in ("directory", "onnx"):
-        # Where things lay on the machine that published is nobody else's business.
-        body = body.replace(source.id, source.name)
     return f"---\n{metadata}---\n\n{body}\n"
 
 
@@ -114,8 +111,9 @@ def _parts(facts: CardFacts) -> Iterator[str]:
     artifact, manifest = facts.artifact, facts.artifact.manifest
     yield f"# {facts.name}"
     if facts.problem:
+        problem = without_path(facts.problem, manifest.source)
         yield (
-            f"> **Not validated.** This was published with `--allow-unvalidated`: {facts.problem}. "
+            f"> **Not validated.** This was published with `--allow-unvalidated`: {problem}. "
             "Nothing says that its outputs are PyTorch's."
         )
     yield (
@@ -126,10 +124,11 @@ def _parts(facts: CardFacts) -> Iterator[str]:
     yield table(["Graph", "Inputs", "Outputs", "Opset"], _graph_rows(artifact))
     yield "## How it was made"
     yield table(["Stage", "Options", "Tools"], [_stage_row(stage) for stage in manifest.stages])
-    yield _notes(manifest.stages)
+    # Where things lay on the machine that published is nobody else's business.
+    yield without_path(_notes(manifest.stages), manifest.source)
     yield from validation_section(manifest, facts.reports.validation)
     yield from quantization_section(facts.reports.quantization)
-    yield from benchmark_section(facts.reports.benchmark)
+    yield from benchmark_section(facts.reports.benchmark, manifest.source)
     yield from _engines(facts)
     yield from _loading(facts)
     yield from _rights(facts)

@@ -63,11 +63,12 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
 
 
 def _with_enginery(artifact: Artifact, name: str, provider: str, *, takes_pixels: bool) -> str:
-    """Empty for a task whose answers enginery does not make."""
+    """Empty for a task whose answers enginery does not make, or without what prepares inputs."""
     call = _CALLS.get(artifact.manifest.task, "")
     if takes_pixels and artifact.manifest.task == "feature-extraction":
         call = 'model.embed_images([Image.new("RGB", (64, 64))]).shape'
-    if not call:
+    prepares = "preprocessor_config.json" if takes_pixels else "tokenizer.json"
+    if not call or prepares not in artifact.manifest.files:
         return ""
     lines = ["from enginery import load_model"]
     if takes_pixels:

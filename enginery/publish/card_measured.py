@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from enginery.core.manifest import Manifest
+from enginery.core.manifest import Manifest, SourceRecord
+from enginery.publish.card_paths import without_path
 from enginery.publish.card_reports import Benchmark, Output, Quantization, Validation
 
 _NOTHING = "–"
@@ -32,7 +33,8 @@ def validation_section(manifest: Manifest, found: Validation | None) -> Iterator
     yield "## Validation"
     for verdict in manifest.verdicts:
         word = "passed" if verdict.passed else "**failed**"
-        yield f"{verdict.stage}: {word}. {verdict.summary.rstrip('.')}."
+        summary = without_path(verdict.summary.rstrip("."), manifest.source)
+        yield f"{verdict.stage}: {word}. {summary}."
     if found is None:
         if not any(verdict.stage == "validate" for verdict in manifest.verdicts):
             yield "Its outputs were never compared with PyTorch's."
@@ -67,7 +69,7 @@ def validation_section(manifest: Manifest, found: Validation | None) -> Iterator
             "expected."
         )
     if found.notes:
-        yield "\n".join(f"- {note}" for note in found.notes)
+        yield "\n".join(f"- {without_path(note, manifest.source)}" for note in found.notes)
 
 
 def _worst(outputs: Sequence[Output]) -> list[str]:
@@ -123,8 +125,8 @@ def quantization_section(found: Quantization | None) -> Iterator[str]:
         yield table(["Layer left out", "Reason"], left)
 
 
-def benchmark_section(found: Benchmark | None) -> Iterator[str]:
-    """Latencies, and on which machine."""
+def benchmark_section(found: Benchmark | None, source: SourceRecord) -> Iterator[str]:
+    """Latencies, and on which machine; `source` is what was measured."""
     if found is None:
         return
     yield "## Benchmark"
@@ -147,7 +149,7 @@ def benchmark_section(found: Benchmark | None) -> Iterator[str]:
     if compared:
         yield table(["Shape", "Contender", "Beside", "Is"], compared)
     if found.notes:
-        yield "\n".join(f"- {note}" for note in found.notes)
+        yield "\n".join(f"- {without_path(note, source)}" for note in found.notes)
 
 
 def _machine(machine: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ _CARRIED = ("limitation", "bias", "risk", "intended use", "out-of-scope", "out o
             "license", "licence", "ethical")  # fmt: skip
 """Words of headings whose sections a derived model's card must not lose."""
 _SECTION_CHARACTERS = 20_000
+_NO_CARD = "the source has no card (README.md), so its licence is not known"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class SourceCard:
     """Heading and text of what is said about limitations, bias, intended uses and the licence."""
     notes: tuple[str, ...] = ()
     """What could not be read."""
+    is_read: bool = True
+    """False where there may be a card that could not be read: its licence is not known then."""
 
     @property
     def limitations(self) -> tuple[str, ...]:
@@ -61,8 +64,8 @@ class SourceCard:
         return tuple(heading for heading, _ in self.sections)
 
     def with_options(self, config: PublishConfig) -> SourceCard:
-        """The same with what the options say."""
-        found = self
+        """The same with what the options say, which is then what is known."""
+        found = replace(self, is_read=True) if config.license or config.base_model else self
         if config.license:
             found = replace(found, license=config.license, license_name="", license_link="")
         if config.base_model:
@@ -75,12 +78,13 @@ def read_source_card(source: SourceRecord) -> SourceCard:
     base_model = source.id.partition("@")[0] if source.kind == "hub" else ""
     path, problem = _find(source)
     if path is None:
-        return SourceCard(base_model=base_model, notes=(problem,))
+        is_read = problem == _NO_CARD
+        return SourceCard(base_model=base_model, notes=(problem,), is_read=is_read)
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         note = f"the source's card cannot be read: {error.strerror}; its licence is not known"
-        return SourceCard(base_model=base_model, notes=(note,))
+        return SourceCard(base_model=base_model, notes=(note,), is_read=False)
     return parse_card(text, base_model)
 
 
@@ -121,7 +125,6 @@ def parse_card(text: str, base_model: str = "") -> SourceCard:
 
 def _find(source: SourceRecord) -> tuple[Path | None, str]:
     """The source's card, or None and why there is none."""
-    missing = "the source has no card (README.md), so its licence is not known"
     if source.kind == "hub":
         return _hub_card(source)
     try:
@@ -129,7 +132,7 @@ def _find(source: SourceRecord) -> tuple[Path | None, str]:
     except SourceError as error:
         return None, f"the source's card cannot be read: {error.message} Its licence is not known"
     path = (place if place.is_dir() else place.parent) / CARD
-    return (path, "") if path.is_file() else (None, missing)
+    return (path, "") if path.is_file() else (None, _NO_CARD)
 
 
 def _hub_card(source: SourceRecord) -> tuple[Path | None, str]:
@@ -146,7 +149,7 @@ def _hub_card(source: SourceRecord) -> tuple[Path | None, str]:
     except LocalEntryNotFoundError:  # an EntryNotFoundError as well
         return None, f"{unknown}: it cannot be reached"
     except EntryNotFoundError:
-        return None, "the source has no card (README.md), so its licence is not known"
+        return None, _NO_CARD
     except (OSError, ValueError) as error:  # every error of the library and of its HTTP client
         return None, f"{unknown}: {type(error).__name__}"
 

@@ -9,7 +9,9 @@ from enginery.core.errors import OptionError
 
 LATEST = "latest"
 """What every registry calls the newest version; nobody else's name."""
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_WORD = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9_-])?")
+# With any extension, whatever the case: "Naming Files, Paths, and Namespaces" of Windows.
+_DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class PublishConfig:
     version: str = ""
     """The version to make, `1.2.0`; empty for the registry's next: in a folder 1, 2, 3, …"""
     alias: str = ""
-    """A name that points to the version from now on, `production`: `NAME@production` pulls it."""
+    """A name that points to the version from now on, `production`: `NAME@production` pulls it.
+    Never the name of a version."""
     allow_unvalidated: bool = False
     """Publish an artifact that has no validation, or one that failed; the card says so."""
     license: str = ""
@@ -41,10 +44,11 @@ class PublishConfig:
             if value and not is_word(value):
                 raise OptionError(
                     f"option '{option}' is {value!r}, expected letters, digits, '.', '_' and '-', "
-                    "at most 128, the first a letter or a digit."
+                    "at most 128, the first a letter or a digit, the last no '.', and no name "
+                    "that Windows keeps for a device."
                 )
         for option in ("version", "alias"):
-            if getattr(self, option) == LATEST:
+            if getattr(self, option).casefold() == LATEST:
                 raise OptionError(
                     f"option '{option}' is '{LATEST}', which is always the newest version."
                 )
@@ -56,4 +60,4 @@ class PublishConfig:
 
 def is_word(text: str) -> bool:
     """Whether a text can name a model, a version or an alias in every registry and file system."""
-    return _WORD.fullmatch(text) is not None
+    return _WORD.fullmatch(text) is not None and not _DEVICE.fullmatch(text)

@@ -49,6 +49,10 @@ class Published:
 class Destination(Protocol):
     """A registry at an address."""
 
+    @property
+    def remedy(self) -> str:
+        """What to do about a version whose files are not as its listing says."""
+
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
         """Leaves the package there, or finds that its content is there already.
 

@@ -18,7 +18,6 @@ file system has no links, `latest` and the aliases are files with the version's 
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,12 +31,18 @@ from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
 from enginery.publish.folder_address import find_version, path_of, refuse_foreign
-from enginery.publish.folder_index import aliases_of, newest, point, versions_of, write_index
+from enginery.publish.folder_index import (
+    aliases_of,
+    mend_latest,
+    point,
+    published_ns,
+    versions_of,
+    write_index,
+)
+from enginery.publish.folder_version import bring_back, damage_of, require_plain, write_version
 from enginery.publish.package import Package
-from enginery.publish.package_files import PackageFile, write_file
-from enginery.publish.publication import LISTING, Publication
+from enginery.publish.publication import LISTING, REMEDY, Publication
 
-_PART = ".part-"
 _WAIT_SECONDS = 0.0
 
 
@@ -62,97 +67,93 @@ class FolderRegistry:
             OptionError: the alias is a version's name, or the other way round.
         """
         root = self.path
-        refuse_foreign(root)
         folder = root / package.name
-        with _told(root), _locked(folder, progress):
-            found = versions_of(folder)
-            _check_names(folder, config, list(found))
-            same = [v for v, p in found.items() if p.content_sha256 == package.content_sha256]
-            version = same[0] if same else config.version or _next(list(found))
-            is_new = not same
-            if same and config.version and config.version not in same:
-                raise RegistryError(
-                    f"{folder} has this content as version {same[0]} already, and version "
-                    f"{config.version} was asked for.",
-                    do=f"Leave out --version, or name it as well: --alias {config.version}",
-                )
-            if is_new and version in found:
-                raise RegistryError(
-                    f"{folder / version} has another content: {_changes(found[version], package)}.",
-                    do="Name another --version, or leave it out.",
-                )
-            if is_new:
-                _write(package, folder, version, progress)
-            else:
-                progress.say(f"publish: nothing to do, version {version} has the same content")
-            known = versions_of(folder)
-            # A run that was killed may have left a version that `latest` does not know yet.
-            point(folder, LATEST, version if is_new else newest(folder, known))
-            if config.alias:
-                point(folder, config.alias, version)
-        with _told(root), _locked(root, progress):
-            write_index(root)
+        with _told(root):
+            refuse_foreign(root)
+            with _locked(folder, progress):
+                bring_back(folder)
+                version, is_new = _find_or_write(package, folder, config, progress)
+                if is_new:
+                    point(folder, LATEST, version)
+                else:
+                    # A run that was killed may have left a version that `latest` does not know.
+                    mend_latest(folder, versions_of(folder))
+                if config.alias:
+                    point(folder, config.alias, version)
+            with _locked(root, progress):
+                write_index(root)
         url = (folder / version).resolve().as_uri()
         return Published(url, version, is_new, package.notes)
 
+    @property
+    def remedy(self) -> str:
+        """What to do about a damaged version: publishing reads it, and writes it again."""
+        return REMEDY
+
     def pull(self, out: Path, progress: Progress) -> Path:
         """Copies a version into `out`; `…/minilm` is the newest, `…/minilm@production` an alias."""
-        source, listing = find_version(self.url)
-        names = [*listing.files, LISTING]
-        with _told(source), progress.task(f"copying {source.name}", total=len(names)) as advance:
-            for name in names:
-                if not (source / name).is_file():
-                    raise ArtifactError(f"{self.url}: {name} is missing.")
-                (out / name).parent.mkdir(parents=True, exist_ok=True)
-                # Never a link: an edit of what was pulled must not reach the registry.
-                shutil.copyfile(source / name, out / name)
-                advance()
+        with _told(self.path):
+            source, listing = find_version(self.url)
+            names = [*listing.files, LISTING]
+            require_plain(source, names, self.url)
+            with progress.task(f"copying {source.name}", total=len(names)) as advance:
+                for name in names:
+                    if not (source / name).is_file():
+                        raise ArtifactError(f"{self.url}: {name} is missing.", do=self.remedy)
+                    (out / name).parent.mkdir(parents=True, exist_ok=True)
+                    # Never a link: an edit of what was pulled must not reach the registry.
+                    shutil.copyfile(source / name, out / name)
+                    advance()
         return out
 
 
-def _write(package: Package, folder: Path, version: str, progress: Progress) -> None:
-    """Writes a version beside its place and renames it; a killed run's files are taken over."""
-    part = folder / f"{_PART}{package.content_sha256[:16]}"
-    for leftover in folder.glob(f"{_PART}*"):
-        if leftover != part:
-            shutil.rmtree(leftover, ignore_errors=True)  # its writer is dead: the lock is ours
-    part.mkdir(exist_ok=True)
-    with progress.task(f"writing {folder.name}/{version}", total=len(package.files)) as advance:
-        for file in package.files:
-            _write_one(package, file, part)
-            advance()
-    wanted = {file.name for file in package.files}
-    for path in part.rglob("*"):
-        if path.is_file() and path.relative_to(part).as_posix() not in wanted:
-            path.unlink()
-    listed = Publication.read(part, str(part))
-    listed.verify(part, f"{package.artifact.path}, as it is now")
-    _sync(part)
-    part.replace(folder / version)
-    progress.say(f"publish: wrote {folder / version}")
+def _find_or_write(
+    package: Package, folder: Path, config: PublishConfig, progress: Progress
+) -> tuple[str, bool]:
+    """The version of this content, and whether it is new; a damaged one is written again."""
+    found = versions_of(folder)
+    _check_names(folder, config, list(found))
+    same = [version for version, listing in found.items() if package.is_version(listing)]
+    if same and config.version not in ("", *same):
+        raise RegistryError(
+            f"{folder} has this content as version {same[-1]} already, and version "
+            f"{config.version} was asked for.",
+            do=f"Leave out --version, or name it as well: --alias {config.version}",
+        )
+    if not same:
+        version = config.version or _next(folder)
+        _require_free(folder / version, found.get(version), package)
+        write_version(package, folder, version, progress)
+        return version, True
+    version = config.version or same[-1]
+    place, listing = folder / version, found[version]
+    if damage := damage_of(listing, place):
+        package.require_rights(damage.rstrip("."), listing.content_sha256)
+        progress.say(f"publish: writes version {version} again: {damage}")
+        write_version(package, folder, version, progress, stamp_ns=published_ns(place))
+    else:
+        progress.say(f"publish: nothing to do, version {version} has the same content")
+    return version, False
 
 
-def _write_one(package: Package, file: PackageFile, part: Path) -> None:
-    try:
-        write_file(file, part / file.name)
-    except FileNotFoundError as error:
-        if file.path.exists():
-            raise
-        raise ArtifactError(
-            f"{package.artifact.path}: {file.name} went away while it was published."
-        ) from error
+def _require_free(place: Path, there: Publication | None, package: Package) -> None:
+    """Raises RegistryError where a new version cannot be made under this name."""
+    if there:
+        raise RegistryError(
+            f"{place} has another content: {_changes(there, package)}.",
+            do="Name another --version, or leave it out.",
+        )
+    if place.exists():
+        raise RegistryError(
+            f"{place} is there, and its {LISTING} is missing or cannot be read.",
+            do="Remove it, or name another --version.",
+        )
 
 
-def _sync(directory: Path) -> None:
-    """Flushes what is written, so that the rename cannot reach the disk before the content."""
-    for path in (p for p in directory.rglob("*") if p.is_file()):
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
-
-
-def _next(versions: list[str]) -> str:
-    """One more than the largest whole number among the versions."""
-    return str(max((int(name) for name in versions if name.isdecimal()), default=0) + 1)
+def _next(folder: Path) -> str:
+    """One more than the largest whole number in the folder, that of a damaged version included."""
+    names = [path.name for path in folder.iterdir()]
+    return str(max((int(name) for name in names if name.isdecimal()), default=0) + 1)
 
 
 def _check_names(folder: Path, config: PublishConfig, versions: list[str]) -> None:

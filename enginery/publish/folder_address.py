@@ -21,6 +21,8 @@ from enginery.publish.publication import LISTING, Publication
 
 def path_of(url: str) -> Path:
     """The path that `file:///path` or a plain path names; raises OptionError for another host's."""
+    if "\0" in unquote(url):
+        raise OptionError(f"address {url!r} has a zero byte, which no path has.")
     if not url.lower().startswith("file:"):
         try:
             return Path(url).expanduser().absolute()

@@ -9,7 +9,6 @@ the two leaves nothing that the next one does not mend.
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -54,7 +53,7 @@ def aliases_of(folder: Path) -> dict[str, str]:
 
 def newest(folder: Path, versions: dict[str, Publication]) -> str:
     """The version that was published last."""
-    dates = {version: _published_ns(folder / version) for version in versions}
+    dates = {version: published_ns(folder / version) for version in versions}
     return max(versions, key=lambda version: (dates[version], _natural(version)))
 
 
@@ -71,6 +70,21 @@ def point(folder: Path, name: str, version: str) -> None:
         write_beside(place, f"{version}\n".encode())
         return
     fresh.replace(place)
+
+
+def mend_latest(folder: Path, versions: dict[str, Publication]) -> None:
+    """Points `latest` to a version that a killed run has left unpointed, and never back.
+
+    Times alone do not say so: a registry that was copied has those of the copy.
+    """
+    if not versions:
+        return
+    pointed, last = aliases_of(folder).get(LATEST, ""), newest(folder, versions)
+    if pointed in versions:
+        is_later = published_ns(folder / last) > published_ns(folder / pointed)
+        if not is_later or _natural(last) <= _natural(pointed):
+            return
+    point(folder, LATEST, last)
 
 
 def write_index(root: Path) -> None:
@@ -90,13 +104,6 @@ def write_index(root: Path) -> None:
         write_beside(place, content)
 
 
-def read_index(root: Path) -> dict[str, Any]:
-    """The index of a registry; empty where there is none."""
-    place = root / INDEX
-    found = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
-    return found if isinstance(found, dict) else {}
-
-
 def _model(folder: Path) -> dict[str, Any]:
     aliases = aliases_of(folder)
     return {
@@ -104,7 +111,7 @@ def _model(folder: Path) -> dict[str, Any]:
         "aliases": aliases,
         "versions": {
             version: {
-                "published": _date(_published_ns(folder / version)),
+                "published": _date(published_ns(folder / version)),
                 "content_sha256": publication.content_sha256,
                 "size_bytes": sum(record.size_bytes for record in publication.files.values()),
                 "validated": publication.validated,
@@ -115,7 +122,7 @@ def _model(folder: Path) -> dict[str, Any]:
     }
 
 
-def _published_ns(version: Path) -> int:
+def published_ns(version: Path) -> int:
     """When the listing was written, in nanoseconds: the last file of a version."""
     return (version / LISTING).stat().st_mtime_ns
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from enginery.core.artifact import MANIFEST, REPORTS
 from enginery.core.engine_record import ENGINES
 from enginery.core.errors import (
     ArtifactError,
-    EngineryError,
     MissingPackageError,
     OptionError,
     RegistryError,
@@ -33,6 +30,7 @@ from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
 from enginery.publish.engine_bond import bound_to
+from enginery.publish.hub_errors import first_line, told, without_bars
 from enginery.publish.package import Package
 from enginery.publish.publication import CARD, LISTING, Publication
 
@@ -71,7 +69,7 @@ class HubRegistry:
         try:
             validate_repo_id(self.repo)
         except HFValidationError as error:
-            raise OptionError(f"address '{url}': {_first_line(error)}.") from error
+            raise OptionError(f"address '{url}': {first_line(error)}.") from error
         self._api: Any = HfApi(library_name="enginery")
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
@@ -81,28 +79,40 @@ class HubRegistry:
             RegistryError: the Hub cannot be reached or refuses; the repository holds another
                 model, or the version's name another content.
         """
-        with self._spoken(), _without_bars():
+        with told(self.url), without_bars():
             self._api.create_repo(self.repo, private=config.private, exist_ok=True)
-            head = self._head()
-            if head is None:
-                self._api.create_branch(self.repo, branch=self.revision, exist_ok=True)
-                head = self._head()
-            before = {} if head is None else self._files(head)
-            listing = self._listing(before, head)
+            head = self._head(self.revision)
+            # A new branch begins with the files of main; one that cannot be used is not made.
+            base = head or self._head(_MAIN)
+            before = {} if base is None else self._files(base)
+            listing = self._listing(before, base)
+            self._require_alias(config)
             taken = self._tag(config.version) if config.version else ""
             if taken:
                 return self._same_version(taken, package, config)
+            if head is None:
+                self._api.create_branch(self.repo, branch=self.revision, exist_ok=True)
+                head = self._head(self.revision)
             notes = [f"{r.directory_name} is {bound_to(r)}" for r in package.engines]
-            if head and _has_content(listing, package) and not self._damaged(before, package):
-                commit, is_new = head, False
+            is_same = head is not None and package.is_version(listing)
+            if head and listing and is_same and self._is_whole(before, listing, package):
+                commit = head
             else:
                 commit = self._commit(package, before, listing, head, progress)
-                is_new = commit != head
+            is_new = not is_same
             if config.version:
                 self._api.create_tag(self.repo, tag=config.version, revision=commit)
             self._move_alias(config.alias, commit)
         version = config.version or commit
         return Published(f"hf://{self.repo}@{version}", version, is_new, tuple(notes))
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a damaged version."""
+        return (
+            "It cannot be trusted: publish it again from a whole artifact, what a tag names under "
+            "another --version."
+        )
 
     def pull(self, out: Path, progress: Progress) -> Path:
         """Downloads a revision; what was downloaded before is in the library's own cache.
@@ -110,7 +120,7 @@ class HubRegistry:
         Raises:
             RegistryError: the Hub cannot be reached, refuses, or has no such revision.
         """
-        with self._spoken(), _without_bars(), progress.task(f"downloading {self.url}"):
+        with told(self.url), without_bars(), progress.task(f"downloading {self.url}"):
             commit = self._api.model_info(self.repo, revision=self.revision).sha
             snapshot = Path(self._api.snapshot_download(self.repo, revision=commit))
             for path in sorted(snapshot.rglob("*")):
@@ -121,12 +131,12 @@ class HubRegistry:
                     shutil.copyfile(path.resolve(), target)
         return out
 
-    def _head(self) -> str | None:
-        """The branch's newest commit; None where there is no such branch."""
+    def _head(self, branch: str) -> str | None:
+        """A branch's newest commit; None where there is no such branch."""
         from huggingface_hub.errors import RevisionNotFoundError
 
         try:
-            return str(self._api.model_info(self.repo, revision=self.revision).sha)
+            return str(self._api.model_info(self.repo, revision=branch).sha)
         except RevisionNotFoundError:
             return None
 
@@ -159,18 +169,31 @@ class HubRegistry:
             raise RegistryError(
                 f"{self.url} holds a model that enginery did not publish: "
                 f"{', '.join(foreign[:3])}{more}.",
-                do="Name a repository, or a new branch after '@', that has none.",
+                do="Name another repository: a new branch of this one begins with these files.",
             )
         return None
 
-    def _damaged(self, before: dict[str, tuple[str, int]], package: Package) -> bool:
-        """Whether the branch has the package's own listing and a file that is not as it says."""
+    def _is_whole(
+        self, before: dict[str, tuple[str, int]], listing: Publication, package: Package
+    ) -> bool:
+        """Whether a branch of the same content needs no commit: it is undamaged, and is marked.
+
+        Raises:
+            RegistryError: it is damaged, and the rights that it stated cannot be read here.
+        """
         local = {file.name: file for file in package.files}
-        if not _is_same(before.get(LISTING), local[LISTING].path, local[LISTING].sha256):
-            return False  # the same content with a card in other words
-        return any(
-            not _is_same(before.get(name), file.path, file.sha256) for name, file in local.items()
-        )
+        if _is_same(before.get(LISTING), local[LISTING].path, local[LISTING].sha256):
+            return all(_is_same(before.get(n), f.path, f.sha256) for n, f in local.items())
+        # The same content with a card in other words: git's ids say nothing of sha256.
+        for name, record in listing.files.items():
+            digest, size_bytes = before.get(name, ("", -1))
+            is_other = len(digest) == 64 and digest != record.sha256
+            if is_other or size_bytes != record.size_bytes:
+                damage = f"{self.url}: {name} is not as {LISTING} says"
+                package.require_rights(damage, listing.content_sha256)
+                return False
+        is_marked = listing.version == package.version
+        return not package.version or is_marked or not package.knows_rights
 
     def _commit(
         self,
@@ -222,7 +245,7 @@ class HubRegistry:
     def _same_version(self, commit: str, package: Package, config: PublishConfig) -> Published:
         """The version that is there already under this name."""
         found = self._listing(self._files(commit), commit)
-        if not _has_content(found, package):
+        if not package.is_version(found):
             raise RegistryError(
                 f"hf://{self.repo}@{config.version} is another content than {package.name}: "
                 f"{found.content_sha256[:12] if found else 'unknown'}, found "
@@ -232,6 +255,20 @@ class HubRegistry:
         self._move_alias(config.alias, commit)
         return Published(f"hf://{self.repo}@{config.version}", config.version, is_new=False)
 
+    def _require_alias(self, config: PublishConfig) -> None:
+        """Raises where --alias is a version's name: the listing at a version's tag has it."""
+        if not config.alias:
+            return
+        if config.alias == config.version:
+            raise OptionError(f"alias and version are both '{config.alias}'.", do="Leave one out.")
+        commit = self._tag(config.alias)
+        listing = self._listing(self._files(commit), commit) if commit else None
+        if listing and listing.version == config.alias:
+            raise RegistryError(
+                f"alias '{config.alias}' is the name of a version of {self.repo}.",
+                do="Name another --alias: a version is never moved.",
+            )
+
     def _move_alias(self, alias: str, commit: str) -> None:
         """A tag that points to `commit` from now on."""
         if not alias or self._tag(alias) == commit:
@@ -239,49 +276,6 @@ class HubRegistry:
         if self._tag(alias):
             self._api.delete_tag(self.repo, tag=alias)
         self._api.create_tag(self.repo, tag=alias, revision=commit)
-
-    @contextmanager
-    def _spoken(self) -> Iterator[None]:
-        """The Hub's errors as one of ours, without the token."""
-        try:
-            yield
-        except EngineryError:
-            raise
-        except (OSError, ValueError) as error:  # every error of the library's and of its client's
-            # Not `from error`: what is chained may hold a request, and that the token.
-            raise self._refused(error) from None
-
-    def _refused(self, error: Exception) -> RegistryError:
-        from huggingface_hub import errors, get_token
-
-        status = getattr(getattr(error, "response", None), "status_code", 0)
-        said = _first_line(error)
-        if token := get_token():
-            said = said.replace(token, "***")
-        login = "Set HF_TOKEN to a token that may write there, or log in with: hf auth login"
-        if isinstance(error, errors.GatedRepoError):
-            return RegistryError(f"{self.url}: its authors grant access on request.", do=login)
-        if isinstance(error, errors.RevisionNotFoundError):
-            return RegistryError(f"{self.url}: there is no such revision.", do="See its branches.")
-        if isinstance(error, errors.RepositoryNotFoundError):
-            return RegistryError(f"{self.url}: there is none, or it is private.", do=login)
-        if status in (401, 403):
-            why = "the token may not do that" if token else "there is no token"
-            return RegistryError(f"the Hub refuses {self.url} ({status}): {why}: {said}.", do=login)
-        if status == 412:
-            return RegistryError(f"{self.url} was changed meanwhile.", do="Publish again.")
-        if status == 429:
-            return RegistryError(f"the Hub refuses more requests for now: {said}.", do="Try later.")
-        if status:
-            return RegistryError(f"the Hub answers {status} for {self.url}: {said}.")
-        return RegistryError(
-            f"the Hub cannot be reached for {self.url}: {said}.",
-            do="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE. What was sent stays there.",
-        )
-
-
-def _has_content(listing: Publication | None, package: Package) -> bool:
-    return listing is not None and listing.content_sha256 == package.content_sha256
 
 
 def _is_same(remote: tuple[str, int] | None, path: Path, sha256: str) -> bool:
@@ -300,29 +294,3 @@ def _description(package: Package) -> str:
     manifest = package.artifact.manifest
     lines = [f"content sha256 {package.content_sha256}", f"{manifest.task}, {manifest.precision}"]
     return "\n".join([*lines, *(f"{r.directory_name}: {bound_to(r)}" for r in package.engines)])
-
-
-def _first_line(error: Exception) -> str:
-    """The part of the library's message that says something: it opens with request ids."""
-    server = str(getattr(error, "server_message", None) or "")
-    lines = [line.strip() for line in (server or str(error)).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """One display of progress, ours."""
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    if are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()

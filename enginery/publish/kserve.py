@@ -16,29 +16,22 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from enginery.core.artifact import Artifact
 from enginery.core.engine_record import ENGINES
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.progress import SILENT, Progress
 from enginery.core.staging import write_beside
-from enginery.publish.kserve_options import KserveConfig
+from enginery.publish.kserve_manifest import MADE_BY, inference_service, is_image, manifest_text
+from enginery.publish.kserve_options import MOST_LETTERS_KNATIVE, KserveConfig
 from enginery.publish.package import registry_name
+from enginery.runtime.engines import read_engines
 from enginery.runtime.model import METHODS
+from enginery.runtime.tensorrt_options import CLASSIC
 
 FILE = "inferenceservice.yaml"
-_MADE_BY = "# Made by enginery export-kserve. "
-_MOUNT = "/mnt/models"
-_PORT = 8080
 _GIB = 1 << 30
-# Of the images in docs/deploy.
-_USER = 10001
-_RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
-               "readOnlyRootFilesystem": True, "runAsNonRoot": True, "runAsUser": _USER,
-               "seccompProfile": {"type": "RuntimeDefault"}}  # fmt: skip
+_MOST_LETTERS_OF_A_HOST = 63
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,8 @@ class KserveExport:
     name: str
     """Of the InferenceService."""
     model: str
-    """The model's name in requests: `/v2/models/<model>/infer`."""
+    """The model's name in requests: `/v2/models/<model>/infer`. In Triton it is another where
+    export-triton was given a `name`."""
     notes: tuple[str, ...]
     """What whoever applies it should know."""
 
@@ -68,10 +62,11 @@ def run(
 
     Raises:
         OptionError: an option does not fit the artifact.
-        ArtifactError: the artifact is damaged, or there is a file of that name that this command
-            did not make.
+        ArtifactError: the artifact is damaged or has no engine for TensorRT, or there is a file of
+            that name that this command did not make.
         RejectedArtifactError: the artifact's validation failed.
     """
+    artifact = Artifact.open(artifact.path)
     artifact.require_passed(allow_failed=config.allow_failed)
     if config.runtime == "enginery" and artifact.manifest.task not in METHODS:
         raise OptionError(
@@ -79,13 +74,15 @@ def run(
             f"answers {', '.join(METHODS)}.",
             do="Use --runtime triton.",
         )
+    if config.provider == "tensorrt":
+        _require_engine(artifact)
     source = registry_name(artifact.manifest.source.name)
     name = config.name or service_name(source)
     model = config.model_name or source
     manifest = inference_service(name, model, _memory(artifact, config), config)
     target = out / FILE
     try:
-        if target.exists() and not target.read_text(encoding="utf-8").startswith(_MADE_BY):
+        if target.exists() and not target.read_text(encoding="utf-8").startswith(MADE_BY):
             raise ArtifactError(
                 f"{target} was not made by export-kserve, so it is not overwritten.",
                 do="Name another directory, or remove it yourself.",
@@ -94,138 +91,20 @@ def run(
         write_beside(target, manifest_text(manifest, config).encode())
     except (OSError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{target} cannot be written: {error}.") from error
-    notes = _notes(config)
+    notes = _notes(name, config)
     for note in notes:
         progress.say(f"export-kserve: {note}")
     return KserveExport(target, name, model, notes)
 
 
-def inference_service(name: str, model: str, memory: str, config: KserveConfig) -> dict[str, Any]:
-    """The manifest, as Kubernetes' API takes it.
-
-    Args:
-        name: of the InferenceService.
-        model: in requests.
-        memory: of a replica, as a quantity.
-        config: the options.
-    """
-    predictor: dict[str, Any] = {
-        "minReplicas": config.min_replicas,
-        "maxReplicas": config.max_replicas,
-    }
-    if config.service_account:
-        predictor["serviceAccountName"] = config.service_account
-    metadata: dict[str, Any] = {"name": name}
-    if config.namespace:
-        metadata["namespace"] = config.namespace
-    metadata["labels"] = {
-        "app.kubernetes.io/name": name,
-        "app.kubernetes.io/managed-by": "enginery",
-    }
-    if config.runtime == "triton":
-        predictor["model"] = _triton(memory, config)
-    else:
-        predictor |= _enginery(model, memory, config)
-        if _is_image(config):
-            # Knative takes no image volumes.
-            metadata["annotations"] = {"serving.kserve.io/deploymentMode": "Standard"}
-    return {
-        "apiVersion": "serving.kserve.io/v1beta1",
-        "kind": "InferenceService",
-        "metadata": metadata,
-        "spec": {"predictor": predictor},
-    }
-
-
-def manifest_text(manifest: dict[str, Any], config: KserveConfig) -> str:
-    """The YAML, with a line that says what it is."""
-    served = "Triton's" if config.runtime == "triton" else "enginery serve's"
-    text: str = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=100)
-    return f"{_MADE_BY}{served} models from {config.storage_uri}\n{text}"
-
-
 def service_name(text: str) -> str:
-    """A name for an InferenceService: small letters, digits and `-`, the first a letter."""
+    """A name for an InferenceService: small letters, digits and `-`, the first a letter.
+
+    It is short enough for Knative, too.
+    """
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    return (plain if plain[:1].isalpha() else f"model-{plain}")[:63].strip("-")
-
-
-def _triton(memory: str, config: KserveConfig) -> dict[str, Any]:
-    """KServe's own runtime of Triton, whose ports are 8080 and 9000."""
-    fields: dict[str, Any] = {
-        "modelFormat": {"name": "triton", "version": "2"},
-        "runtime": "kserve-tritonserver",
-        "protocolVersion": "v2",
-        "storageUri": config.storage_uri,
-        "resources": _resources(memory, config),
-        "readinessProbe": _ready(),
-    }
-    if config.image:
-        fields["image"] = config.image
-    return fields
-
-
-def _enginery(model: str, memory: str, config: KserveConfig) -> dict[str, Any]:
-    """A container of one's own; what it is given of the model is at /mnt/models."""
-    # Less than the 30 seconds that Kubernetes gives a pod.
-    args = ["serve", f"{model}={_MOUNT}", "--host=0.0.0.0", f"--port={_PORT}",
-            f"--provider={config.provider}", "--drain-delay=5", "--grace=20"]  # fmt: skip
-    if config.allow_failed:
-        args.append("--allow-failed")
-    env = [{"name": "PROTOCOL", "value": "v2"}]
-    mounts: list[dict[str, Any]] = [
-        {"name": "cache", "mountPath": "/var/cache/enginery"},
-        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108  of the container
-    ]
-    volumes: list[dict[str, Any]] = [
-        {"name": "cache", "emptyDir": {"sizeLimit": "2Gi"}},
-        {"name": "tmp", "emptyDir": {"sizeLimit": "64Mi"}},
-    ]
-    if _is_image(config):
-        # `enginery publish` makes an image whose root is the artifact; KServe's own way with
-        # oci:// wants a shell in it, which it has not.
-        reference = config.storage_uri.partition("://")[2]
-        volumes.insert(0, {"name": "model", "image": {"reference": reference}})
-        mounts.insert(0, {"name": "model", "mountPath": _MOUNT, "readOnly": True})
-    else:
-        env.append({"name": "STORAGE_URI", "value": config.storage_uri})
-    env.append({"name": "ENGINERY_HOME", "value": "/var/cache/enginery"})
-    container = {
-        "name": "kserve-container",
-        "image": config.image,
-        "command": ["enginery"],
-        "args": args,
-        "env": env,
-        "ports": [{"containerPort": _PORT, "protocol": "TCP"}],
-        "readinessProbe": _ready(),
-        "livenessProbe": {
-            "httpGet": {"path": "/v2/health/live", "port": _PORT},
-            "initialDelaySeconds": 30, "periodSeconds": 10, "timeoutSeconds": 5,
-            "failureThreshold": 3,
-        },
-        "resources": _resources(memory, config),
-        "securityContext": _RESTRICTED,
-        "volumeMounts": mounts,
-    }  # fmt: skip
-    return {"containers": [container], "volumes": volumes}
-
-
-def _ready() -> dict[str, Any]:
-    """Every model is ready; the first load may take minutes, so that nothing ends the pod."""
-    return {
-        "httpGet": {"path": "/v2/health/ready", "port": _PORT},
-        "periodSeconds": 5, "timeoutSeconds": 2, "failureThreshold": 3,
-    }  # fmt: skip
-
-
-def _resources(memory: str, config: KserveConfig) -> dict[str, Any]:
-    """No limit of the CPU, as throttled threads make slow answers of fast ones."""
-    limits: dict[str, str] = {"memory": memory}
-    requests = {"cpu": config.cpu, "memory": memory}
-    if config.provider != "cpu":
-        # Kubernetes takes extended resources as limits, and requests equal to them.
-        limits["nvidia.com/gpu"] = requests["nvidia.com/gpu"] = str(config.gpus)
-    return {"requests": requests, "limits": limits}
+    named = plain if plain[:1].isalpha() else f"model-{plain}"
+    return named[:MOST_LETTERS_KNATIVE].strip("-")
 
 
 def _memory(artifact: Artifact, config: KserveConfig) -> str:
@@ -242,19 +121,40 @@ def _memory(artifact: Artifact, config: KserveConfig) -> str:
     return f"{math.ceil((_GIB + 3 * size_bytes) / _GIB)}Gi"
 
 
-def _is_image(config: KserveConfig) -> bool:
-    return config.runtime == "enginery" and config.storage_uri.startswith("oci://")
+def _require_engine(artifact: Artifact) -> None:
+    """ONNX Runtime and Triton load engines of classic TensorRT, and neither builds any."""
+    engines = read_engines(artifact)
+    graphs = {graph.file for graph in artifact.manifest.graphs}
+    if any(e.record.flavor == CLASSIC.name and e.record.graph in graphs for e in engines):
+        return
+    there = ", ".join(engine.name for engine in engines) or "none"
+    raise ArtifactError(
+        f"{artifact.path} has no engine of {CLASSIC.title} {CLASSIC.major}, found {there}.",
+        do=f"Build one on a GPU like the cluster's: enginery build {artifact.path} --flavor "
+        f"{CLASSIC.name} --capability current",
+    )
 
 
-def _notes(config: KserveConfig) -> tuple[str, ...]:
+def _notes(name: str, config: KserveConfig) -> tuple[str, ...]:
     notes = []
     if config.runtime == "triton" and not config.image:
         notes.append(
             "KServe's image of Triton has no enginery, which the ensemble's Python models need: "
             "name one that has with --image, or export the repository with --no-tokenizer"
         )
-    if _is_image(config):
+    if is_image(config):
         notes.append("the artifact is an image volume: Kubernetes 1.33, or 1.31 with its gate")
     if config.min_replicas == 0:
         notes.append("0 replicas are of Knative alone; in KServe's standard mode there is one")
+    if len(name) > MOST_LETTERS_KNATIVE and not is_image(config):
+        notes.append(
+            f"the name has {len(name)} letters, and Knative takes {MOST_LETTERS_KNATIVE}: use "
+            "KServe's standard mode"
+        )
+    host = f"{name}-predictor-{config.namespace}"
+    if config.namespace and len(host) > _MOST_LETTERS_OF_A_HOST:
+        notes.append(
+            f"KServe's own domain template makes the host {host}, {len(host)} letters, and DNS "
+            f"takes {_MOST_LETTERS_OF_A_HOST}"
+        )
     return tuple(notes)

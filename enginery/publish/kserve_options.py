@@ -16,10 +16,19 @@ KserveProvider = Literal["cuda", "cpu", "tensorrt"]
 # v0.20.0.
 SCHEMES = ("gs", "s3", "pvc", "file", "https", "http", "hdfs", "webhdfs", "oci", "oci+native",
            "oci+fetch", "hf")  # fmt: skip
-# IsvcNameFmt in pkg/apis/serving/v1beta1/inference_service_validation.go; the length is a label's.
+# IsvcNameFmt in pkg/apis/serving/v1beta1/inference_service_validation.go of it. Kubernetes takes 63
+# letters for a service's name: KServe adds -predictor, and Knative -00001 for a revision.
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_MOST_LETTERS = 63
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
+MOST_LETTERS, MOST_LETTERS_KNATIVE = 53, 47
+# A label and a subdomain of RFC 1123, as Kubernetes' validation of the two has it.
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_SUBDOMAIN = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
+_CPU = re.compile(r"[0-9]+m|[0-9]+(\.[0-9]{1,3})?")
+_MEMORY = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?)(?P<unit>[kMGT]|[KMGT]i)?")
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+          "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}  # fmt: skip
+_LEAST_MEMORY_BYTES = 64 << 20
+"""No server with ONNX Runtime starts in less."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +41,23 @@ class KserveConfig:
     runtime: Runtime = "enginery"
     """`triton`: KServe's own Triton runtime; `enginery`: a container that runs `enginery serve`."""
     name: str = ""
-    """The InferenceService's name; empty for the model's source's, as Kubernetes takes it."""
+    """The InferenceService's name; empty for the model's source's, as Kubernetes takes it. At most
+    53 letters, with Knative 47."""
     model_name: str = ""
-    """The model's name in requests; empty for its source's, as export-triton has it."""
+    """The model's name in requests to enginery; empty for its source's. Triton's is the one that
+    export-triton gave it."""
     namespace: str = ""
     """Empty for the one that kubectl is set to."""
     image: str = ""
     """The container's image; for enginery it must be named, see docs/deploy. For Triton empty is
     KServe's own, which has no enginery for the ensemble's Python models."""
     provider: KserveProvider = "cuda"
-    """Where the model runs; on the CPU no GPU is asked for."""
+    """Where the model runs; on the CPU no GPU is asked for, for TensorRT the artifact needs an
+    engine."""
     gpus: int = 1
-    """GPUs of a replica."""
+    """GPUs of a replica; on the CPU it has none."""
     cpu: str = "2"
-    """CPU cores of a replica, requested and not limited."""
+    """CPU cores of a replica, 2 or 500m, requested and not limited."""
     memory: str = "auto"
     """Memory of a replica, 4Gi; `auto`: 1 GiB and three times the model's files."""
     min_replicas: int = 1
@@ -70,13 +82,7 @@ class KserveConfig:
                 f"option 'storage_uri': unknown scheme '{scheme}'{nearest(scheme, SCHEMES)}",
                 do=f"Known: {', '.join(SCHEMES)}.",
             )
-        for option in ("name", "namespace", "service_account"):
-            value = getattr(self, option)
-            if value and (not _NAME.fullmatch(value) or len(value) > _MOST_LETTERS):
-                raise OptionError(
-                    f"option '{option}' is {value!r}, expected small letters, digits and '-', at "
-                    f"most {_MOST_LETTERS}, the first a letter."
-                )
+        self._check_names()
         if self.model_name and not is_word(self.model_name):
             raise OptionError(
                 f"option 'model_name' is {self.model_name!r}, expected letters, digits, '.', '_' "
@@ -90,13 +96,7 @@ class KserveConfig:
                 do="Build it with docs/deploy/Dockerfile.cuda or Dockerfile.cpu, and name it: "
                 "--image registry/enginery-serve:cuda",
             )
-        for option in ("cpu", "memory"):
-            value = getattr(self, option)
-            if not _QUANTITY.fullmatch(value) and (option, value) != ("memory", "auto"):
-                raise OptionError(
-                    f"option '{option}' is {value!r}, expected a quantity of Kubernetes: "
-                    f"{'500m or 2' if option == 'cpu' else '512Mi or 4Gi'}."
-                )
+        self._check_quantities()
         for option, least in (("gpus", 0), ("min_replicas", 0), ("max_replicas", 1)):
             if getattr(self, option) < least:
                 raise OptionError(
@@ -110,4 +110,52 @@ class KserveConfig:
         if self.provider != "cpu" and not self.gpus:
             raise OptionError(
                 f"provider '{self.provider}' needs a GPU, found gpus 0.", do="Add --provider cpu."
+            )
+        if self.provider == "cpu" and self.gpus > 1:  # 1 is what nobody has set
+            raise OptionError(
+                f"option 'gpus' is {self.gpus}, and provider 'cpu' has none.",
+                do="Leave out --gpus.",
+            )
+
+    def _check_names(self) -> None:
+        # Without replicas there is Knative alone.
+        knative = self.min_replicas == 0
+        most = MOST_LETTERS_KNATIVE if knative else MOST_LETTERS
+        if self.name and (not _NAME.fullmatch(self.name) or len(self.name) > most):
+            raise OptionError(
+                f"option 'name' is {self.name!r}, expected small letters, digits and '-', at most "
+                f"{most}{' with min_replicas 0' if knative else ''}, the first a letter."
+            )
+        if self.namespace and (not _LABEL.fullmatch(self.namespace) or len(self.namespace) > 63):
+            raise OptionError(
+                f"option 'namespace' is {self.namespace!r}, expected small letters, digits and "
+                "'-', at most 63, no '-' at either end."
+            )
+        account = self.service_account
+        if account and (not _SUBDOMAIN.fullmatch(account) or len(account) > 253):
+            raise OptionError(
+                f"option 'service_account' is {account!r}, expected small letters, digits, '-' and "
+                "'.', at most 253, a letter or a digit at both ends of each part."
+            )
+        if self.runtime == "triton" and self.model_name:
+            raise OptionError(
+                f"option 'model_name' is {self.model_name!r}, and Triton's models have the names "
+                "that their repository has.",
+                do=f"Name it there, enginery export-triton --name {self.model_name}, and leave "
+                "this out.",
+            )
+
+    def _check_quantities(self) -> None:
+        """Kubernetes takes more, as 400m of memory, less than a byte, and never starts the pod."""
+        if not _CPU.fullmatch(self.cpu) or float(self.cpu.rstrip("m")) == 0:
+            raise OptionError(
+                f"option 'cpu' is {self.cpu!r}, expected CPU cores above 0: 500m, 1.5 or 2."
+            )
+        if self.memory == "auto":
+            return
+        found = _MEMORY.fullmatch(self.memory)
+        if not found or float(found["number"]) * _UNITS[found["unit"] or ""] < _LEAST_MEMORY_BYTES:
+            raise OptionError(
+                f"option 'memory' is {self.memory!r}, expected a quantity of Kubernetes from 64Mi: "
+                "512Mi, 4G or 4Gi."
             )

@@ -29,6 +29,7 @@ from enginery.runtime.model import METHODS
 ARTIFACT = "data/artifact"
 """Where the artifact is inside of the MLflow model."""
 CONTENT_TAG = "enginery.content_sha256"
+WITHOUT_RIGHTS_TAG = "enginery.without_rights_sha256"
 _EXAMPLES = {
     "text": "The engine is warm.",
     "question": "Who built the bridge?",
@@ -143,6 +144,7 @@ def tags(package: Package) -> dict[str, str]:
     manifest = package.artifact.manifest
     marks = {
         CONTENT_TAG: package.content_sha256,
+        WITHOUT_RIGHTS_TAG: package.without_rights_sha256,
         "enginery.task": manifest.task,
         "enginery.precision": manifest.precision,
         "enginery.target": manifest.target,

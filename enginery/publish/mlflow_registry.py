@@ -12,6 +12,8 @@ killed goes on, see `mlflow_upload`.
 
 from __future__ import annotations
 
+import hashlib
+import http.client
 import os
 import re
 import shutil
@@ -30,8 +32,9 @@ from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig, is_word
 from enginery.publish.destination import Published
 from enginery.publish.engine_bond import bound_to
-from enginery.publish.mlflow_model import ARTIFACT, CONTENT_TAG
-from enginery.publish.mlflow_upload import suppress_exists, upload_version
+from enginery.publish.mlflow_model import ARTIFACT, CONTENT_TAG, WITHOUT_RIGHTS_TAG
+from enginery.publish.mlflow_server import require_server, said_by, without_password
+from enginery.publish.mlflow_upload import mend_version, suppress_exists, upload_version
 from enginery.publish.package import Package
 
 _ADDRESS = re.compile(
@@ -80,6 +83,7 @@ class MlflowRegistry:
                 do="Set MLFLOW_TRACKING_URI, to https://mlflow.example.com or sqlite:///mlflow.db.",
             )
         self.server = str(mlflow.get_tracking_uri())
+        require_server(self.server)
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
         """Makes the next version, or finds the one of the same content.
@@ -94,22 +98,39 @@ class MlflowRegistry:
                 f"{config.version or self.version or self.alias}.",
                 do=f"Publish to mlflow:/{self.name}, with --alias for a name that points to it.",
             )
+        if re.fullmatch(r"v\d+", config.alias, re.IGNORECASE):
+            raise OptionError(
+                f"alias '{config.alias}': MLflow keeps v and a number for versions.",
+                do="Name another --alias.",
+            )
         # Two processes of this machine do not make two versions of one content.
+        server = hashlib.sha256(self.server.encode()).hexdigest()
         with (
-            named_lock(f"mlflow-{self.name}-{package.content_sha256[:16]}"),
+            named_lock(f"mlflow-{server[:16]}-{package.content_sha256[:16]}"),
             self._spoken(),
         ):
             client = self._client()
             with suppress_exists():
                 client.create_registered_model(self.name)
-            version = self._existing(client, package.content_sha256)
-            is_new = version is None
-            if version is None:
+            found = self._existing(client, package)
+            is_new = found is None
+            if found is None:
                 version = upload_version(client, package, self.name, progress)
+            else:
+                version = str(found.version)
+                mend_version(client, package, found, progress)
             if config.alias:
                 client.set_registered_model_alias(self.name, config.alias, version)
         notes = tuple(f"{r.directory_name} is {bound_to(r)}" for r in package.engines)
         return Published(f"mlflow:/{self.name}/{version}", version, is_new, notes)
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a damaged version: its files are not read when it is found again."""
+        return (
+            f"It cannot be trusted: delete this version of {self.name} and its logged model in "
+            "MLflow, and publish it again from a whole artifact."
+        )
 
     def pull(self, out: Path, progress: Progress) -> Path:
         """Downloads the artifact of a version, of an alias, or of the newest version.
@@ -144,22 +165,25 @@ class MlflowRegistry:
         """Asks once, whatever the answer: MLflow itself tries a dead server for two minutes."""
         if not self.server.startswith(("http://", "https://")):
             return
+        server = without_password(self.server)
         try:
-            address = f"{_without_password(self.server).rstrip('/')}/health"
+            address = f"{server.rstrip('/')}/health"
             urllib.request.urlopen(address, timeout=_PING_SECONDS).close()  # noqa: S310 - http(s)
         except urllib.error.HTTPError:
             return
         except urllib.error.URLError as error:
             if isinstance(error.reason, OSError) and "CERTIFICATE" not in str(error.reason):
                 raise RegistryError(
-                    f"the MLflow server {_without_password(self.server)} cannot be reached: "
-                    f"{error.reason}.",
+                    f"the MLflow server {server} cannot be reached: {error.reason}.",
                     do="Check MLFLOW_TRACKING_URI and the network.",
                 ) from error
+        except (http.client.HTTPException, ValueError) as error:  # another protocol
+            raise RegistryError(
+                f"the MLflow server {server} does not speak HTTP: {error}.", do=_REMEDY
+            ) from error
         except TimeoutError as error:
             raise RegistryError(
-                f"the MLflow server {_without_password(self.server)} does not answer within "
-                f"{_PING_SECONDS} seconds.",
+                f"the MLflow server {server} does not answer within {_PING_SECONDS} seconds.",
                 do="Check MLFLOW_TRACKING_URI and the network.",
             ) from error
 
@@ -174,18 +198,18 @@ class MlflowRegistry:
             raise self._refused(error) from error
         except OSError as error:  # requests' own errors are, too
             raise RegistryError(
-                f"{self.url}: {_without_password(str(error))}.", do=_REMEDY
+                f"{self.url}: {said_by(error, self.server)}.", do=_REMEDY
             ) from error
 
     def _refused(self, error: Any) -> RegistryError:
         first_line = next(iter(str(error).splitlines()), "").rstrip(".")
-        said = _without_password(first_line.partition("Response body:")[0].strip())
+        said = said_by(first_line.partition("Response body:")[0].strip(), self.server)
         status = int(error.get_http_status_code())
         code = str(getattr(error, "error_code", ""))
         # MLflow names such an answer as its body does; only the words have the number.
         if status in (401, 403) or re.search(r"error code 40[13]\b", said):
             return RegistryError(
-                f"the MLflow server {_without_password(self.server)} refuses {self.url}: {said}.",
+                f"the MLflow server {without_password(self.server)} refuses {self.url}: {said}.",
                 do="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
                 "MLFLOW_TRACKING_TOKEN.",
             )
@@ -193,10 +217,16 @@ class MlflowRegistry:
             return RegistryError(f"{self.url}: {said}.", do="See the registry's list of models.")
         return RegistryError(f"{self.url}: MLflow says: {said}.", do=_REMEDY)
 
-    def _existing(self, client: Any, content_sha256: str) -> str | None:
-        """The newest version of this content."""
-        found = [v for v in self._versions(client) if v.tags.get(CONTENT_TAG) == content_sha256]
-        return str(max(found, key=lambda version: int(version.version)).version) if found else None
+    def _existing(self, client: Any, package: Package) -> Any:
+        """The newest version of this content; None where there is none."""
+        found = [
+            version
+            for version in self._versions(client)
+            if package.is_same(
+                version.tags.get(CONTENT_TAG, ""), version.tags.get(WITHOUT_RIGHTS_TAG, "")
+            )
+        ]
+        return max(found, key=lambda version: int(version.version), default=None)
 
     def _versions(self, client: Any) -> list[Any]:
         versions: list[Any] = []
@@ -217,8 +247,3 @@ class MlflowRegistry:
         if not numbers:
             raise RegistryError(f"{self.url}: the registry has no version of {self.name}.")
         return str(max(numbers))
-
-
-def _without_password(text: str) -> str:
-    """An address without what is before its @."""
-    return re.sub(r"//[^/@\s]+@", "//", text)

@@ -5,7 +5,7 @@ Takes MLflow's own client and a package; leaves a version of a registered model.
     >>> upload_version(MlflowClient(), package, "minilm", SILENT)
     '3'
 
-Files go up one by one. A run that was killed is found again by the content's tag; graphs, weights
+Files go up one by one. A run that was killed is found again, see `mlflow_begun`; graphs, weights
 and engines that are there are not sent again.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 
 from enginery.core.progress import Progress
 from enginery.publish.engine_bond import bound_to
+from enginery.publish.mlflow_begun import LOGGED_TAG, MODEL_TAG, WRITER_TAG, find_begun, writer
 from enginery.publish.mlflow_model import (
     ARTIFACT,
     CONTENT_TAG,
@@ -51,24 +52,59 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
         The number of the version.
     """
     experiment_id = _experiment(client)
-    model, run_id = _begun(client, experiment_id, package, name)
+    model, run_id = find_begun(client, experiment_id, package, name) or _begin(
+        client, experiment_id, package, name
+    )
     try:
-        with tempfile.TemporaryDirectory(prefix="enginery-mlflow-") as scratch:
-            directory = Path(scratch, "model")
-            write_mlflow_model(package, directory, model_id=model.model_id, run_id=run_id)
-            _send(client, model.model_id, package, directory, progress)
-        _record(client, run_id, model.model_id, package)
-        client.finalize_logged_model(model.model_id, "READY")
+        if str(model.status) != "READY":  # else it was killed before it was registered
+            _send_all(client, model.model_id, run_id, package, progress)
+            _record(client, run_id, model.model_id, package)
+            client.finalize_logged_model(model.model_id, "READY")
+        made = client.create_model_version(
+            name, source=f"models:/{model.model_id}", run_id=run_id,
+            model_id=model.model_id, tags={**tags(package), LOGGED_TAG: model.model_id},
+            description=_description(package),
+        )  # fmt: skip
     except BaseException:
         with suppress(Exception):  # the first error is the one to tell
             _end(client, run_id, "FAILED")
         raise
     _end(client, run_id, "FINISHED")
-    made = client.create_model_version(
-        name, source=f"models:/{model.model_id}", run_id=run_id,
-        model_id=model.model_id, tags=tags(package), description=_description(package),
-    )  # fmt: skip
     return str(made.version)
+
+
+def mend_version(client: Any, package: Package, version: Any, progress: Progress) -> None:
+    """Sends the files of a version that are gone, or shorter than they were, once more.
+
+    Only sizes are looked at: what MLflow's store has is not read. The card and the listing of the
+    version stay, so all goes up again or nothing.
+    """
+    # The server keeps `model_id` of a version to itself.
+    model_id = version.tags.get(LOGGED_TAG, "")
+    if not model_id:
+        return
+    there = _sizes(client, model_id, ARTIFACT)
+    lost = [
+        file.name
+        for file in package.files
+        if _is_content(file) and there.get(str(PurePosixPath(ARTIFACT, file.name)))
+        != file.size_bytes
+    ]  # fmt: skip
+    if not lost:
+        return
+    damage = f"version {version.version} of {version.name} has lost {', '.join(lost[:3])}"
+    package.require_rights(damage, version.tags.get(CONTENT_TAG, ""))
+    progress.say(f"publish: sends version {version.version} again, it has lost {lost[0]}")
+    _send_all(client, model_id, str(version.run_id or ""), package, progress)
+
+
+def _send_all(
+    client: Any, model_id: str, run_id: str, package: Package, progress: Progress
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="enginery-mlflow-") as scratch:
+        directory = Path(scratch, "model")
+        write_mlflow_model(package, directory, model_id=model_id, run_id=run_id)
+        _send(client, model_id, package, directory, progress)
 
 
 def _experiment(client: Any) -> str:
@@ -81,19 +117,18 @@ def _experiment(client: Any) -> str:
     return str(client.get_experiment_by_name(name).experiment_id)
 
 
-def _begun(client: Any, experiment_id: str, package: Package, name: str) -> tuple[Any, str]:
-    """The logged model of this content that a killed run has left, or a new one; and its run."""
-    wanted = f"tags.`{CONTENT_TAG}` = '{package.content_sha256}'"
-    for model in client.search_logged_models([experiment_id], filter_string=wanted):
-        if str(model.status) == "PENDING" and model.source_run_id:
-            client.update_run(model.source_run_id, status="RUNNING")
-            return model, str(model.source_run_id)
-    run = client.create_run(experiment_id, run_name=f"publish {name}", tags=tags(package))
+def _begin(client: Any, experiment_id: str, package: Package, name: str) -> tuple[Any, str]:
+    """A new logged model, and its run."""
+    run = client.create_run(
+        experiment_id,
+        run_name=f"publish {name}",
+        tags={**tags(package), MODEL_TAG: name, WRITER_TAG: writer()},
+    )
     params = list(stage_params(package.artifact.manifest).items())
     # A logged model's name has no dots.
     model = client.create_logged_model(
         experiment_id, name=name.replace(".", "-"), source_run_id=run.info.run_id,
-        tags=tags(package), params=dict(params[:_CHUNK]),
+        tags={**tags(package), MODEL_TAG: name}, params=dict(params[:_CHUNK]),
         model_type=package.artifact.manifest.task,
     )  # fmt: skip
     return model, str(run.info.run_id)

@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from enginery.core.errors import ArtifactError, RegistryError
+from enginery.publish.oci_answers import Body, tail, words
 
 _TIMEOUT_SECONDS = (10, 300)
 """To connect, and between two answers: a registry hashes what it got before it answers."""
@@ -127,7 +128,7 @@ class OciClient:
                 place = f"{parts.scheme}://{parts.netloc}{place}"
             place += f"{'&' if '?' in place else '?'}digest={digest}"
             return self._once(
-                "PUT", place, data=_Body(size_bytes, pieces),
+                "PUT", place, data=Body(size_bytes, pieces),
                 headers={"Content-Type": "application/octet-stream",
                          "Content-Length": str(size_bytes)},
             )  # fmt: skip
@@ -139,15 +140,32 @@ class OciClient:
         headers = {"Content-Type": media_type}
         self._check(self._ask("PUT", f"manifests/{reference}", data=content, headers=headers))
 
-    def download(self, digest: str, path: Path) -> None:
-        """Writes a blob to `path`, from where an earlier try has left it; see `check_blob`.
+    def tags(self) -> list[str]:
+        """The tags of the repository, at most the first hundred; none where it cannot list them."""
+        answer = self._ask("GET", "tags/list?n=100")
+        try:
+            return [str(tag) for tag in answer.json()["tags"]]
+        except (ValueError, KeyError, TypeError):
+            return []
+
+    def download(self, digest: str, path: Path, size_bytes: int) -> None:
+        """Writes a blob to `path`, from where an earlier try has left it.
+
+        Args:
+            digest: `sha256:…`.
+            path: where it goes.
+            size_bytes: what the manifest says; not a byte more is written. Whether the digest is
+                right is the caller's to see.
 
         Raises:
             RegistryError: it is not there, or the connection breaks again and again.
+            ArtifactError: the registry sends more than its manifest says.
         """
 
         def receive() -> Any:
             done = path.stat().st_size if path.is_file() else 0
+            if done >= size_bytes:  # whole, or of no use: its digest will tell
+                return None
             # A proxy must not compress: the digest is over the bytes as they are.
             headers = {"Accept-Encoding": "identity"} | (
                 {"Range": f"bytes={done}-"} if done else {}
@@ -155,17 +173,24 @@ class OciClient:
             answer = self._once("GET", f"{self._base}{self.repository}/blobs/{digest}",
                                 headers=headers, stream=True)  # fmt: skip
             with answer:
-                if answer.status_code == 416:  # the whole of it is here
-                    return answer
                 if answer.status_code in (200, 206):
-                    with path.open("ab" if answer.status_code == 206 else "wb") as stream:
+                    is_rest = answer.status_code == 206
+                    left = size_bytes - (done if is_rest else 0)
+                    with path.open("ab" if is_rest else "wb") as stream:
                         for piece in answer.iter_content(_PIECE):
+                            left -= len(piece)
+                            if left < 0:
+                                break
                             stream.write(piece)
+                    if left < 0:
+                        path.unlink(missing_ok=True)
+                        raise ArtifactError(
+                            f"the registry {self.host} sends more than the {size_bytes} bytes that "
+                            f"its manifest says of {digest}."
+                        )
             return answer
 
-        answer = self._retried(receive)
-        if answer.status_code != 416:
-            self._check(answer)
+        self._check(self._retried(receive))
 
     def _challenge(self) -> str:
         """What a registry asks of somebody unknown: `Bearer realm=…`, `Basic …`, nothing."""
@@ -218,16 +243,16 @@ class OciClient:
                 if is_last:
                     raise self._unreachable(error) from error
             else:
-                if is_last or answer.status_code not in _BUSY:
+                if is_last or answer is None or answer.status_code not in _BUSY:
                     return answer
             time.sleep(_WAIT_SECONDS * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
     def _check(self, answer: Any) -> None:
         """Raises RegistryError for an answer that is no success, with the registry's own words."""
-        if answer.status_code < 300:
+        if answer is None or answer.status_code < 300:
             return
-        said = _words(answer)
+        said = words(answer)
         if answer.status_code in (401, 403):
             raise self._refused(answer.status_code, said)
         is_full = re.search("quota|limit", said, re.IGNORECASE)
@@ -250,45 +275,5 @@ class OciClient:
         if not self._insecure and re.search("SSL|wrong version|record layer", reason):
             remedy = "Where the registry speaks plain HTTP, pass --insecure."
         return RegistryError(
-            f"the registry {self.host} cannot be reached: {_tail(reason)}.", do=remedy
-        )
-
-
-class _Body:
-    """A request's body that can be sent again, and whose length is known: no chunks, no copy."""
-
-    def __init__(self, size_bytes: int, pieces: Callable[[], Iterator[bytes]]) -> None:
-        self._size_bytes, self._pieces = size_bytes, pieces
-
-    def __len__(self) -> int:
-        return self._size_bytes
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self._pieces()
-
-
-def _words(answer: Any) -> str:
-    """The registry's own message: `errors[0].message` of the distribution specification."""
-    try:
-        first = answer.json()["errors"][0]
-        said = str(first.get("message") or first.get("code") or "")
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        said = ""
-    return (said or str(answer.reason)).strip().rstrip(".") or "no reason"
-
-
-def _tail(reason: str) -> str:
-    """`[Errno 111] Connection refused` of the client's own long sentence."""
-    return reason.rpartition(": ")[2].strip(" .()'\"") or "no reason"
-
-
-def check_blob(path: Path, digest: str, what: str) -> None:
-    """Raises ArtifactError where a downloaded blob is not what its digest says."""
-    with path.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if f"sha256:{found}" != digest:
-        raise ArtifactError(
-            f"{what} was altered: its sha256 is {found[:12]}…, the registry's manifest says "
-            f"{digest.removeprefix('sha256:')[:12]}….",
-            do="It cannot be trusted: publish it again from a whole artifact.",
+            f"the registry {self.host} cannot be reached: {tail(reason)}.", do=remedy
         )

@@ -35,7 +35,10 @@ _CONFIG = "application/vnd.oci.image.config.v1+json"
 LAYER = "application/vnd.oci.image.layer.v1.tar"
 CONTENT = "enginery.content_sha256"
 FILES = "enginery.files"
+WITHOUT_RIGHTS = "enginery.without_rights_sha256"
 TITLE = "org.opencontainers.image.title"
+VERSION = "org.opencontainers.image.version"
+"""What --version named: a tag of this name is not moved."""
 ARCHITECTURES = ("amd64", "arm64")
 """A runtime takes an image of its own architecture alone; the layers of both are the same."""
 
@@ -228,7 +231,9 @@ def _annotations(package: Package) -> dict[str, str]:
         TITLE: package.name,
         "org.opencontainers.image.description": f"{manifest.source.id}: {manifest.task}, "
         f"{manifest.precision}, for {manifest.target}; an artifact of enginery",
+        **({VERSION: package.version} if package.version else {}),
         CONTENT: package.content_sha256,
+        WITHOUT_RIGHTS: package.without_rights_sha256,
         "enginery.task": manifest.task,
         "enginery.precision": manifest.precision,
         "enginery.target": manifest.target,

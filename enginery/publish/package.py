@@ -8,30 +8,38 @@ Takes an artifact; leaves the card and the listing in a scratch directory, and n
 
 Two packages of the same content are one version. Content is the model's files and engines, what its
 checks said, its benchmark, and the rights that the card states; when and how long something ran is
-not, nor is the card's wording.
+not, nor is the card's wording. Rights that nobody could read are not known to differ.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from enginery.core.artifact import MANIFEST, Artifact
 from enginery.core.engine import Engine
 from enginery.core.engine_record import ENGINES, EngineRecord, engine_directories
-from enginery.core.errors import ArtifactError, RejectedArtifactError
+from enginery.core.errors import ArtifactError, RegistryError, RejectedArtifactError
 from enginery.core.fingerprint import combined_sha256
 from enginery.core.json_file import json_bytes
 from enginery.core.manifest import FileRecord
 from enginery.publish.card import CardFacts, model_card
 from enginery.publish.card_metrics import metrics
 from enginery.publish.card_reports import Reports
-from enginery.publish.card_source import SourceCard, read_source_card
-from enginery.publish.config import PublishConfig
+from enginery.publish.config import PublishConfig, is_word
 from enginery.publish.package_files import PackageFile, files_of, package_file, write_file
-from enginery.publish.publication import CARD, LISTING, EngineMark, Publication, check_file
+from enginery.publish.package_rights import rights_of, rights_record
+from enginery.publish.publication import (
+    CARD,
+    LISTING,
+    EngineMark,
+    Publication,
+    Rights,
+    check_file,
+    without_rights,
+)
 
 __all__ = ["Package", "PackageFile", "registry_name"]
 
@@ -63,6 +71,10 @@ class Package:
     """Why it would have been refused without --allow-unvalidated."""
     notes: tuple[str, ...] = ()
     """What was left out, and what somebody who publishes should know."""
+    knows_rights: bool = True
+    """False where the source's card could not be read, and nothing else states the rights."""
+    version: str = ""
+    """What --version named."""
 
     @classmethod
     def of(cls, artifact: Artifact, config: PublishConfig, scratch: Path) -> Package:
@@ -95,17 +107,20 @@ class Package:
         found = [Engine.open(path) for path in engine_directories(opened.path)]
         engines = tuple(engine.record for engine in found)
         reports = Reports.read(opened.path)
-        rights = read_source_card(opened.manifest.source).with_options(config)
+        rights = rights_of(opened, config)
         name = config.name or registry_name(opened.manifest.source.name)
         card = model_card(CardFacts(opened, name, rights, reports, engines, problem))
-        content = _content(opened, reports, rights)
+        stated = rights_record(rights)
+        content = _content(opened, reports, stated, problem)
         (scratch / CARD).write_text(card, encoding="utf-8")
         files, left_out = files_of(opened, scratch / CARD)
         publication = Publication(
             name=name,
+            version=config.version,
             content_sha256=combined_sha256(content),
             content=content,
             validated=not problem,
+            rights=stated,
             engines=tuple(_mark(engine) for engine in found),
             files={f.name: FileRecord(sha256=f.sha256, size_bytes=f.size_bytes) for f in files},
         )
@@ -124,31 +139,60 @@ class Package:
             plots=tuple(file for file in files if PurePosixPath(file.name).suffix in _PLOTS),
             problem=problem,
             notes=(*_notes(opened, left_out), *rights.notes),
+            knows_rights=stated is not None,
+            version=config.version,
         )
 
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
 
-    def write_to(self, directory: Path, *, link: bool = True) -> None:
+    @property
+    def without_rights_sha256(self) -> str:
+        """Over `content` but the rights."""
+        return without_rights(self.content)
+
+    def is_same(self, content_sha256: str, without_rights_sha256: str) -> bool:
+        """Whether a version with these digests is this content."""
+        if content_sha256 == self.content_sha256:
+            return True
+        # What could not be read now was read when the version was made.
+        return not self.knows_rights and without_rights_sha256 == self.without_rights_sha256
+
+    def is_version(self, there: Publication | None) -> bool:
+        """Whether a listing is of this content."""
+        return there is not None and self.is_same(
+            there.content_sha256, without_rights(there.content)
+        )
+
+    def require_rights(self, damage: str, content_sha256: str) -> None:
+        """Raises RegistryError where a damaged version has rights that cannot be read here."""
+        if content_sha256 != self.content_sha256:
+            raise RegistryError(
+                f"{damage}, and the card of the model's source, which the version has to state "
+                "again, cannot be read here.",
+                do="Publish it from where the source can be read.",
+            )
+
+    def write_to(self, directory: Path) -> None:
         """Writes every file into a directory and reads it there; a file that is whole stays.
 
         Args:
             directory: an empty one, or one of a run that was killed.
-            link: make hard links of large files where the file system allows.
 
         Raises:
             ArtifactError: a file has changed since the package was made; the message names it.
         """
         for file in self.files:
-            write_file(file, directory / file.name, link=link)
+            write_file(file, directory / file.name)
             record = FileRecord(sha256=file.sha256, size_bytes=file.size_bytes)
             check_file(directory, file.name, record, f"{self.artifact.path}, as it is now")
 
 
 def registry_name(text: str) -> str:
     """A name for any registry: what is neither letter, digit, `.`, `_` nor `-` becomes `-`."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:128] or "model"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:128].rstrip(".") or "model"
+    return name if is_word(name) else f"model-{name}"[:128].rstrip(".")
 
 
 def _validation_problem(artifact: Artifact) -> str:
@@ -163,10 +207,10 @@ def _validation_problem(artifact: Artifact) -> str:
     return ""
 
 
-def _content(artifact: Artifact, reports: Reports, rights: SourceCard) -> dict[str, str]:
+def _content(
+    artifact: Artifact, reports: Reports, rights: Rights | None, problem: str
+) -> dict[str, str]:
     """What makes two packages the same version, by digest; without dates and durations."""
-    # Why a card could not be read differs from one try to the next; what it says does not.
-    stated = {name: value for name, value in asdict(rights).items() if name != "notes"}
     manifest = artifact.manifest
     made = {
         "source": manifest.source.sha256, "task": manifest.task, "precision": manifest.precision,
@@ -178,7 +222,9 @@ def _content(artifact: Artifact, reports: Reports, rights: SourceCard) -> dict[s
         "model": _sha256(made),
         "verdicts": _sha256(said),
         "benchmark": reports.benchmark_sha256 or "none",
-        "rights": _sha256(stated),
+        # A version that may not be relied on is never the answer to one that may.
+        "validated": "no" if problem else "yes",
+        "rights": _sha256(rights.model_dump()) if rights else "not read",
     }
 
 

@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from enginery.core.artifact import MANIFEST, REPORTS, Artifact, link_or_copy
+from enginery.core.artifact import MANIFEST, REPORTS, Artifact
 from enginery.core.engine_record import ENGINES
 from enginery.core.errors import ArtifactError
 from enginery.core.fingerprint import sha256_of
@@ -20,6 +21,9 @@ from enginery.publish.publication import CARD, LISTING
 
 _TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "spiece",
               "sentencepiece", "chat_template")  # fmt: skip
+
+# Everybody who may enter a registry's folders reads what is in them, whatever the artifact's modes.
+_MODE = 0o644
 
 
 @dataclass(frozen=True)
@@ -37,17 +41,19 @@ class PackageFile:
     `config`."""
 
 
-def write_file(file: PackageFile, target: Path, *, link: bool = True) -> None:
-    """Leaves one file at `target`, whole or not at all; one that is there is kept if it is it."""
+def write_file(file: PackageFile, target: Path) -> None:
+    """Leaves one file at `target`, whole or not at all; one that is there is kept if it is it.
+
+    A copy, never a hard link: what is written into the artifact later must not reach the target.
+    """
     if target.is_file() and sha256_of(target, trust_stat=False) == file.sha256:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{STAGING_PREFIX}{target.name}")
     part.unlink(missing_ok=True)
-    if link:
-        link_or_copy(file.path, part)
-    else:
-        shutil.copyfile(file.path, part)
+    shutil.copyfile(file.path, part)
+    with suppress(OSError):  # a share without modes
+        part.chmod(_MODE)
     part.replace(target)
 
 

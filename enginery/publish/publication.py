@@ -11,19 +11,25 @@ reports, too. It has no dates: the same package has the same listing.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginery.core.errors import ArtifactError, RegistryError
-from enginery.core.fingerprint import sha256_of
+from enginery.core.fingerprint import combined_sha256, sha256_of
 from enginery.core.manifest import FileRecord
 from enginery.core.staging import CARD, LISTING
 
-__all__ = ["CARD", "LISTING", "EngineMark", "Publication", "check_file"]
+__all__ = ["CARD", "LISTING", "EngineMark", "Publication", "Rights", "check_file"]
 
 SCHEMA_VERSION: Literal[1] = 1
+REMEDY = "It cannot be trusted: publish it again from a whole artifact."
+# A backslash parts a path on Windows, and a letter with a colon is a drive there.
+_STRANGE = re.compile(r"[\\\0]|^[A-Za-z]:")
 
 
 class _Record(BaseModel):
@@ -50,17 +56,38 @@ class EngineMark(_Record):
     graph: str
 
 
+class Rights(_Record):
+    """What the card states of the model's rights, taken over from the source's own card.
+
+    A pulled artifact states them again when it is published from where its source is not.
+    """
+
+    license: str
+    license_name: str
+    license_link: str
+    base_model: str
+    language: tuple[str, ...]
+    tags: tuple[str, ...]
+    sections: tuple[tuple[str, str], ...]
+    """Heading and text of limitations, bias, intended uses and the licence."""
+
+
 class Publication(_Record):
     """The whole of `reports/publication.json`."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     name: str
+    version: str = ""
+    """What --version named; empty where the registry numbers. A name that is a version's is never
+    moved as an alias."""
     content_sha256: str
     """Over `content`: two packages with the same are the same version."""
     content: dict[str, str]
     """What counts as content, by digest."""
     validated: bool
     """False for what was published with --allow-unvalidated and would have been refused."""
+    rights: Rights | None = None
+    """None where the source's card could not be read."""
     engines: tuple[EngineMark, ...]
     files: dict[str, FileRecord]
     """Every file of the package but this one."""
@@ -71,7 +98,8 @@ class Publication(_Record):
 
         Raises:
             RegistryError: there is none.
-            ArtifactError: it cannot be read, or a newer enginery wrote it.
+            ArtifactError: it cannot be read, a newer enginery wrote it, or a name in it leads
+                out of the package.
         """
         try:
             text = (directory / LISTING).read_text(encoding="utf-8")
@@ -83,7 +111,7 @@ class Publication(_Record):
         except (OSError, UnicodeDecodeError) as error:
             raise ArtifactError(f"{what}: {LISTING} cannot be read: {error}.") from error
         try:
-            return cls.model_validate_json(text)
+            found = cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the document"
@@ -91,29 +119,37 @@ class Publication(_Record):
                 f"{what}: {LISTING}: {where}: {first['msg']} (expected version {SCHEMA_VERSION}).",
                 do="It was altered, or comes from a newer enginery.",
             ) from error
+        _check_names(found, what)
+        return found
 
     def to_json(self) -> bytes:
         """The content of `reports/publication.json`."""
         return (self.model_dump_json(indent=2) + "\n").encode()
 
-    def verify(self, directory: Path, what: str) -> None:
-        """Reads every file of the listing and compares it.
+    def verify(self, directory: Path, what: str, *, do: str = REMEDY) -> None:
+        """Reads every file of the listing and compares it; `do` is the remedy.
 
         Raises:
             ArtifactError: a file is missing, truncated or altered; the message names it.
         """
         for name, record in self.files.items():
-            check_file(directory, name, record, what)
+            check_file(directory, name, record, what, do=do)
 
 
-def check_file(directory: Path, name: str, record: FileRecord, what: str) -> None:
+def without_rights(content: Mapping[str, str]) -> str:
+    """One digest over all content but the rights, for a package that could not read them."""
+    return combined_sha256({name: digest for name, digest in content.items() if name != "rights"})
+
+
+def check_file(
+    directory: Path, name: str, record: FileRecord, what: str, *, do: str = REMEDY
+) -> None:
     """Reads one file and compares it with its record; raises ArtifactError that names it."""
     path = directory / name
-    parts = PurePosixPath(name)
-    if parts.is_absolute() or ".." in parts.parts or not _inside(path, directory):
+    if not _is_inside(name) or not path.resolve().is_relative_to(directory.resolve()):
         raise ArtifactError(f"{what}: {name} lies outside the package.")
     if not path.is_file():
-        raise ArtifactError(f"{what}: {name} is missing.", do=_REMEDY)
+        raise ArtifactError(f"{what}: {name} is missing.", do=do)
     try:
         size_bytes = path.stat().st_size
         found = sha256_of(path, trust_stat=False)
@@ -122,18 +158,32 @@ def check_file(directory: Path, name: str, record: FileRecord, what: str) -> Non
     if size_bytes != record.size_bytes:
         raise ArtifactError(
             f"{what}: {name} has {size_bytes} bytes, {LISTING} says {record.size_bytes}.",
-            do=_REMEDY,
+            do=do,
         )
     if found != record.sha256:
         raise ArtifactError(
             f"{what}: {name} was altered: its sha256 is {found[:12]}…, {LISTING} says "
             f"{record.sha256[:12]}….",
-            do=_REMEDY,
+            do=do,
         )
 
 
-_REMEDY = "It cannot be trusted: publish it again from a whole artifact."
+def _check_names(found: Publication, what: str) -> None:
+    """Before anything is copied: a name of a hostile listing must not become a path elsewhere."""
+    for name in found.files:
+        if not _is_inside(name):
+            raise ArtifactError(
+                f"{what}: {LISTING} names {name!r}, which lies outside the package."
+            )
+    parts = sorted(PurePosixPath(name).parts for name in found.files)
+    for one, two in pairwise(parts):
+        if two[: len(one)] == one:
+            raise ArtifactError(
+                f"{what}: {LISTING} names {'/'.join(one)} as a file and a directory."
+            )
 
 
-def _inside(path: Path, directory: Path) -> bool:
-    return path.resolve().is_relative_to(directory.resolve())
+def _is_inside(name: str) -> bool:
+    """Whether a name is a plain relative path, on POSIX and on Windows."""
+    is_plain = all(part not in ("", ".", "..") for part in name.split("/"))
+    return is_plain and not _STRANGE.search(name)

@@ -51,7 +51,11 @@ def run(
             )
         for note in package.notes:
             progress.say(f"publish: {note}")
-        return destination.publish(package, config, progress)
+        published = destination.publish(package, config, progress)
+    for note in published.notes:
+        if note not in package.notes:
+            progress.say(f"publish: {note}")
+    return published
 
 
 def pull(url: str, out: Path, config: PublishConfig, *, progress: Progress = SILENT) -> Artifact:
@@ -78,7 +82,7 @@ def pull(url: str, out: Path, config: PublishConfig, *, progress: Progress = SIL
         destination.pull(directory, progress)
         with progress.task(f"checking {out.name}"):
             publication = Publication.read(directory, url)
-            publication.verify(directory, url)
+            publication.verify(directory, url, do=destination.remedy)
         _remove_strangers(directory, publication, progress)
         try:
             Artifact.open(directory)

@@ -13,21 +13,16 @@ double of its Python backend. No Triton server has loaded them yet.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from enginery import __version__
 from enginery.core.artifact import MANIFEST, Artifact
-from enginery.core.engine import Engine
 from enginery.core.engine_record import ENGINES
-from enginery.core.errors import ArtifactError, OptionError
-from enginery.core.feeds import FeedLimits
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
 from enginery.core.progress import SILENT, Progress
-from enginery.core.shapes import Profile
-from enginery.publish.engine_bond import bound_to
 from enginery.publish.package import registry_name
-from enginery.publish.triton_engines import largest_batch, profiles_of, triton_engines
+from enginery.publish.triton_engines import triton_engines
+from enginery.publish.triton_graph import chosen_graph, exported_graph, graph_parts
 from enginery.publish.triton_models import (
     ANSWERS,
     GRAPH,
@@ -35,23 +30,17 @@ from enginery.publish.triton_models import (
     GraphParts,
     TritonModel,
     ensemble_model,
-    graph_model,
-    plan_file,
     step_model,
 )
 from enginery.publish.triton_options import TritonConfig
 from enginery.publish.triton_repository import place
 from enginery.publish.triton_steps import FILES
 from enginery.publish.triton_tasks import TASKS
-from enginery.publish.triton_tensors import batch_dim, check_types, has_batch_dim
-from enginery.publish.triton_warmup import warmup_samples
-from enginery.runtime.classification import label_names
-from enginery.runtime.engines import wrapper_of
+from enginery.publish.triton_tensors import check_types
 from enginery.runtime.text_rows import TextRows
 
 _MODEL_PY = Path(__file__).with_name("triton_python_model.py")
 _TOKENIZER_FILE = "tokenizer.json"
-_CLASSIFICATION = ("text-classification", "image-classification")
 
 
 @dataclass(frozen=True)
@@ -82,7 +71,7 @@ def run(
         progress: who is told what happens.
 
     Raises:
-        OptionError: an option does not fit the artifact.
+        OptionError: an option does not fit the artifact, or the repository has a newer version.
         ArtifactError: a file was altered, Triton has no such tensors, there is no engine that it
             loads, or a folder in the repository is somebody else's.
         RejectedArtifactError: the artifact's validation failed.
@@ -91,15 +80,15 @@ def run(
     with progress.task(f"checking {artifact.name}"):
         opened = Artifact.open(artifact.path, verify=True)
     opened.require_passed(allow_failed=config.allow_failed)
-    record = _graph(opened, config)
+    record = chosen_graph(opened, config)
     check_types(record, config.backend)
     engines = triton_engines(opened, record, config) if config.needs_engine else []
-    parts, notes = _parts(opened, record, engines, config)
+    parts, notes = graph_parts(opened, record, engines, config)
     name = config.name or registry_name(opened.manifest.source.name)
     if config.tokenizer and (lacking := _no_texts(opened)):
         notes.append(f"the graph alone: {lacking}")
     with_texts = config.tokenizer and not _no_texts(opened)
-    graph = _graph_model(opened, parts, config, f"{name}-{GRAPH}" if with_texts else name)
+    graph = exported_graph(opened, parts, config, f"{name}-{GRAPH}" if with_texts else name)
     models = [graph, *(_text_models(opened, parts, config, name) if with_texts else ())]
     if with_texts:
         notes.append(
@@ -107,60 +96,12 @@ def run(
             "or name an environment with --execution-env"
         )
     with progress.task(f"writing {name}"):
-        place(out, name, models, version=config.version, made_from=opened.content_sha256())
+        notes += place(out, name, models, version=config.version, made_from=opened.content_sha256())
     for note in notes:
         progress.say(f"export-triton: {note}")
     return TritonExport(
         out, name, tuple(model.name for model in models), parts.max_batch_size, tuple(notes)
     )
-
-
-def _graph(artifact: Artifact, config: TritonConfig) -> GraphRecord:
-    graphs = artifact.manifest.graphs
-    if not config.graph and len(graphs) > 1:
-        files = ", ".join(graph.file for graph in graphs)
-        raise OptionError(
-            f"{artifact.path} has the graphs {files}, and a model of Triton has one.",
-            do=f"Name one, and export each under a name: --graph {graphs[0].file} --name NAME",
-        )
-    return artifact.graph(config.graph or graphs[0].file)
-
-
-def _parts(
-    artifact: Artifact, record: GraphRecord, engines: list[Engine], config: TritonConfig
-) -> tuple[GraphParts, list[str]]:
-    """What is known of the graph, and what of it should be told."""
-    settings = read_json(artifact.path / "config.json")
-    notes = [f"{engine.name} is {bound_to(engine.record)}" for engine in engines]
-    if engines and config.profile:
-        raise OptionError(
-            f"option 'profile' is given, and {engines[0].name} has profiles of its own.",
-            do="Leave it out.",
-        )
-    profiles = profiles_of(engines)
-    if engines and config.backend == "onnxruntime" and len(profiles) > 1:
-        notes.append(f"ONNX Runtime reaches the first profile alone, {profiles[0]}")
-        profiles = profiles[:1]
-    for text in config.profile:
-        profile = Profile.parse(text)
-        profile.check(record.inputs, FeedLimits.from_config(settings).ends)
-        profiles.append(profile)
-    batch, most = batch_dim(record), 0
-    if has_batch_dim(record):
-        ends = [profile.dims[batch].max for profile in profiles if batch in profile.dims]
-        limit = largest_batch(profiles, batch) if engines else max(ends, default=0)
-        most = min(config.max_batch_size, limit or config.max_batch_size)
-        if most < config.max_batch_size:
-            notes.append(f"batches have {most} rows at most, as the profiles have it")
-    else:
-        notes.append("Triton makes no batches: not every tensor starts with the same dynamic dim")
-    logits = next((spec for spec in record.outputs if spec.name == "logits"), None)
-    labels: list[str] = []
-    if artifact.manifest.task in _CLASSIFICATION and logits and len(logits.dims) == 2:
-        count = logits.dims[1] if isinstance(logits.dims[1], int) else 0
-        labels = label_names(settings, count or len(settings.get("id2label") or {}))
-    plain = tuple(" ".join(label.split()) for label in labels)
-    return GraphParts(record, most, tuple(profiles), tuple(engines), plain), notes
 
 
 def _no_texts(artifact: Artifact) -> str:
@@ -173,45 +114,6 @@ def _no_texts(artifact: Artifact) -> str:
     if _TOKENIZER_FILE not in manifest.files:
         return f"the artifact has no {_TOKENIZER_FILE}"
     return ""
-
-
-def _graph_model(
-    artifact: Artifact, parts: GraphParts, config: TritonConfig, name: str
-) -> TritonModel:
-    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
-    samples, texts = warmup_samples(
-        parts.record, parts.profiles, limits, max_batch_size=parts.max_batch_size
-    )
-    files = _graph_files(artifact, parts, config)
-    below = {f"{config.version}/{file}": path for file, path in files.items()}
-    return graph_model(parts, config, name, files=below, warmup=samples, texts=texts)
-
-
-def _graph_files(artifact: Artifact, parts: GraphParts, config: TritonConfig) -> dict[str, Path]:
-    """What the backend loads, by its name below the version's folder."""
-    if config.backend == "tensorrt":
-        if len(parts.engines) == 1:
-            return {"model.plan": parts.engines[0].plan}
-        return {plan_file(engine): engine.plan for engine in parts.engines}
-    if parts.engines:
-        engine = parts.engines[0]
-        return {
-            "model.onnx/model.onnx": wrapper_of(engine),
-            f"model.onnx/{engine.record.plan}": engine.plan,
-        }
-    record = parts.record
-    graph = artifact.path / record.file
-    if not record.data_files:
-        return {"model.onnx": graph}
-    # A graph of several files is a folder (Triton's docs/user_guide/model_repository.md).
-    beside = PurePosixPath(record.file).parent
-    files = {"model.onnx/model.onnx": graph}
-    for data in record.data_files:
-        inside = PurePosixPath(data)
-        if not inside.is_relative_to(beside) or f"model.onnx/{inside.relative_to(beside)}" in files:
-            raise ArtifactError(f"{artifact.path}: {data} does not lie beside {record.file}.")
-        files[f"model.onnx/{inside.relative_to(beside)}"] = artifact.path / data
-    return files
 
 
 def _text_models(

@@ -41,6 +41,11 @@ class TritonModel:
     texts: Mapping[str, bytes] = field(default_factory=dict)
     """Likewise, of what is made here."""
 
+    @property
+    def backend(self) -> str:
+        """What loads it: a backend's name, or `ensemble`."""
+        return str(self.fields.get("backend", "ensemble"))
+
     def config(self) -> str:
         """The text of `config.pbtxt`."""
         return config_text(self.fields)

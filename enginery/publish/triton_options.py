@@ -31,14 +31,16 @@ class TritonConfig:
     """Where texts can be answered, add the models that tokenize and answer, in the Python
     backend, and the ensemble of all; texts in, answers out."""
     version: int = 1
-    """The model's version, a folder in Triton's repository."""
+    """The model's version, a folder in Triton's repository. Older ones of the same backend stay
+    there, and Triton serves the newest."""
     profile: tuple[str, ...] = ()
     """Shapes to warm up and to prefer where no engine has profiles: batch=1:8:32,sequence=8:64:128;
     repeat it for several."""
     max_batch_size: int = 32
     """The most rows of a batch; less where a profile's maximum is less."""
     preferred_batch_size: tuple[int, ...] = ()
-    """Batches that Triton tries to make; empty for the optima of the profiles."""
+    """Batches that Triton tries to make, none larger than the profiles take; empty for their
+    optima."""
     max_queue_delay_us: int = 100
     """How long a request waits for others to share its batch, in microseconds."""
     max_queue_size: int = 1024

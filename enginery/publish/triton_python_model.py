@@ -5,6 +5,7 @@ imported). Which of the two steps it is, the parameter `step` of config.pbtxt sa
 """
 
 import json
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,22 @@ class TritonPythonModel:
         return [self._respond(request) for request in requests]
 
     def _respond(self, request: Any) -> Any:
-        tensors = {n: pb_utils.get_input_tensor_by_name(request, n) for n in self.inputs}
-        arrays = {name: tensor.as_numpy() for name, tensor in tensors.items() if tensor is not None}
         try:
-            found = self.step(arrays, json.loads(request.parameters() or "{}"))
+            return pb_utils.InferenceResponse(output_tensors=self._answer(request))
         except EngineryError as error:
             wrong = isinstance(error, InputError | ShapeError)
             code = pb_utils.TritonError.INVALID_ARG if wrong else pb_utils.TritonError.INTERNAL
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+        except Exception as error:
+            # What leaves `execute` fails all requests that came with this one.
+            traceback.print_exc()
+            said = f"internal error: {type(error).__name__}; the server's log says more."
+            internal = pb_utils.TritonError(said, pb_utils.TritonError.INTERNAL)
+            return pb_utils.InferenceResponse(error=internal)
+
+    def _answer(self, request: Any) -> list[Any]:
+        tensors = {n: pb_utils.get_input_tensor_by_name(request, n) for n in self.inputs}
+        arrays = {name: tensor.as_numpy() for name, tensor in tensors.items() if tensor is not None}
+        found = self.step(arrays, json.loads(request.parameters() or "{}"))
         wanted = set(request.requested_output_names())
-        return pb_utils.InferenceResponse(
-            output_tensors=[
-                pb_utils.Tensor(name, array) for name, array in found.items() if name in wanted
-            ]
-        )
+        return [pb_utils.Tensor(name, array) for name, array in found.items() if name in wanted]

@@ -12,7 +12,7 @@ which text. Inputs, outputs and parameters are those of `enginery serve`'s Open 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from enginery.core.manifest import GraphRecord, Manifest
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile
 from enginery.publish.triton_parameters import Parameters
-from enginery.publish.triton_tasks import TASKS
+from enginery.publish.triton_tasks import NOT_FINITE, TASKS
 from enginery.runtime.profiles import padded_sizes, sizes_of
 from enginery.runtime.text_model import fill_rows
 from enginery.runtime.text_rows import Asked, TextRows
@@ -66,7 +66,7 @@ class TextSteps:
 
         Raises:
             InputError: a text or a parameter cannot be used, or the outputs are of other rows.
-            CheckFailedError: a score or a vector is NaN or infinite.
+            CheckFailedError: an output, a score or a vector is NaN or infinite.
         """
         asked = self._ask(inputs, parameters)
         feeds, count = self._feeds(asked), len(asked.encodings)
@@ -77,16 +77,16 @@ class TextSteps:
             raise InputError(f"the texts make {count} rows, and the graph's outputs are {found}.")
         # Padding to fill the batch is behind the rows, and `rows` looks at no more than those.
         kept = {name: array[:count] for name, array in feeds.items()}
-        found_rows = self.rows.rows(
-            asked.encodings, kept, outputs, prompt_tokens=asked.prompt_tokens
-        )
+        with np.errstate(invalid="ignore"):  # what comes of infinity is an error of its own
+            found_rows = self.rows.rows(
+                asked.encodings, kept, outputs, prompt_tokens=asked.prompt_tokens
+            )
+        # Before the answers: the largest of NaNs is a label, too, and no span of them is no answer.
+        _require_finite(found_rows, names)
         answers = TASKS[self.rows.task].arrays(asked.finish(found_rows))
         for name, array in answers.items():
             if array.dtype == np.float32 and not np.isfinite(array).all():
-                raise CheckFailedError(
-                    f"the model's {name} is NaN or infinite.",
-                    do="Its precision cannot hold this input; `enginery validate` says more.",
-                )
+                raise CheckFailedError(f"the model's {name} is NaN or infinite.", do=NOT_FINITE)
         return answers
 
     def _ask(self, inputs: Arrays, parameters: Mapping[str, Any]) -> Asked:
@@ -178,14 +178,32 @@ def open_step(directory: Path, options: Mapping[str, str]) -> Step:
     return known[options["step"]]
 
 
+def _require_finite(rows: Sequence[Any], outputs: Sequence[str]) -> None:
+    """Raises CheckFailedError where what a graph gave for a row is NaN or infinite.
+
+    Padding and rows that fill a batch are no longer there. A score of -inf among others is one,
+    too: models give it to what is never the answer.
+    """
+    for index, row in enumerate(rows):
+        arrays = row if isinstance(row, tuple) else (row,)
+        for name, array in zip(outputs, arrays, strict=True):
+            never = np.isneginf(array)
+            if not np.isfinite(array[~never]).all() or never.all(axis=-1).any():
+                raise CheckFailedError(
+                    f"the model's output {name} has NaN or infinity in row {index}.", do=NOT_FINITE
+                )
+
+
 def _texts(name: str, array: NDArray[Any]) -> list[str]:
     """The texts of a BYTES tensor (n,)."""
     if array.ndim != 1:
         raise InputError(f"input '{name}' has the shape {list(array.shape)}, expected [n].")
     texts = []
     for index, value in enumerate(array.tolist()):
+        if not isinstance(value, str | bytes):
+            raise InputError(f"{name} {index} is a {type(value).__name__}, expected a text.")
         try:
-            texts.append(value if isinstance(value, str) else bytes(value).decode("utf-8"))
+            texts.append(value if isinstance(value, str) else value.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise InputError(
                 f"{name} {index} is no UTF-8: byte {error.start} of {len(value)}."

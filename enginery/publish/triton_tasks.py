@@ -23,6 +23,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from enginery.core.errors import CheckFailedError
 from enginery.core.manifest import GraphRecord
 from enginery.publish.triton_parameters import Parameters
 from enginery.runtime.classification import Activation, Aggregation
@@ -30,6 +31,9 @@ from enginery.runtime.question_answering import MAX_ANSWER_TOKENS
 from enginery.runtime.text_rows import SENTENCE_OUTPUT, TOKEN_OUTPUTS, Asked, TextRows
 
 Arrays = dict[str, NDArray[Any]]
+
+NOT_FINITE = "Its precision cannot hold this input; `enginery validate` says more."
+"""What to do about NaN and infinity."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class TritonTask:
     """The outputs of the graph that answers are made from."""
     ask: Callable[[TextRows, Sequence[Any], Parameters], Asked]
     arrays: Callable[[Sequence[Any]], Arrays]
+    """Tensors of answers; raises CheckFailedError where a score in JSON is NaN or infinite."""
 
 
 def _ask_embed(rows: TextRows, texts: Sequence[Any], given: Parameters) -> Asked:
@@ -115,7 +120,11 @@ def _fillings(answers: Sequence[Any]) -> Arrays:
 
 
 def _json(documents: Sequence[Any]) -> NDArray[Any]:
-    return _bytes([json.dumps(found, ensure_ascii=False) for found in documents])
+    try:
+        texts = [json.dumps(found, ensure_ascii=False, allow_nan=False) for found in documents]
+    except ValueError as error:  # JSON has no such numbers
+        raise CheckFailedError("a score is NaN or infinite.", do=NOT_FINITE) from error
+    return _bytes(texts)
 
 
 def _bytes(texts: Sequence[Any]) -> NDArray[Any]:

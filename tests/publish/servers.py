@@ -71,7 +71,8 @@ def docker_registry(directory: Path, *, password: str = ""):
         (directory / "htpasswd").write_text(f"ada:{hashed}\n")
         auth = f"auth: {{htpasswd: {{realm: tests, path: {directory / 'htpasswd'}}}}}\n"
     (directory / "config.yml").write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {directory / 'blobs'}}}}}\n"
+        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {directory / 'blobs'}}}, "
+        "delete: {enabled: true}}\n"
         f"http: {{addr: '127.0.0.1:{port}'}}\n{auth}"
     )
     log = directory / "registry.log"

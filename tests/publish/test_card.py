@@ -2,13 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact import Artifact, commit_artifact
 from enginery.core.manifest import SourceRecord
 from enginery.publish import card_source
 from enginery.publish.card import CardFacts, card_metadata, engine_words, model_card
@@ -106,6 +107,14 @@ def reported(artifact):
     ):
         (artifact.path / f"reports/{name}.json").write_text(json.dumps(report))
     return artifact
+
+
+def with_files(artifact, *names):
+    """The same with more files, new and empty, in the manifest."""
+    for name in names:
+        (artifact.path / name).write_text("{}")
+    commit_artifact(artifact.path, artifact.manifest)
+    return Artifact.open(artifact.path)
 
 
 def facts(artifact, rights=None, engines=(), **options):
@@ -286,6 +295,22 @@ def test_paths_of_the_machine_that_published_are_not_in_the_card(artifact, tmp_p
     assert "data=reviews.csv" in card
 
 
+def test_short_path_of_the_source_changes_no_code_and_no_table(artifact):
+    source = SourceRecord(kind="directory", id="/model", revision="", sha256="0" * 64, files={})
+    (stage,) = artifact.manifest.stages
+    notes = ("read /model, then /model/config.json", "wrote /srv/model.onnx and minilm/model.onnx")
+    stage = stage.model_copy(update={"notes": notes})
+    said = verdict(summary="as /model says in /model.onnx.")
+    manifest = artifact.manifest.model_copy(
+        update={"source": source, "stages": (stage,), "verdicts": (said,)}
+    )
+    card = model_card(facts(Artifact(artifact.path, manifest)))
+    assert "read model, then model/config.json" in card
+    assert "wrote /srv/model.onnx and minilm/model.onnx" in card
+    assert "validate: passed. as model says in /model.onnx." in card
+    assert 'InferenceSession("minilm/model.onnx"' in card
+
+
 # Code
 
 
@@ -313,12 +338,27 @@ def test_every_snippet_of_the_card_runs(kind, task, tmp_path, monkeypatch, capsy
 
 
 def test_failed_artifact_is_loaded_as_its_snippet_says(tmp_path):
-    made = make(tmp_path / "artifact").annotate(verdict(passed=False), b"{}")
-    assert "allow_failed=True" in loading_snippets(made, "m")["enginery"]
+    made = with_files(make(tmp_path / "artifact"), "tokenizer.json")
+    failed = made.annotate(verdict(passed=False), b"{}")
+    assert "allow_failed=True" in loading_snippets(failed, "m")["enginery"]
+
+
+def test_artifact_without_what_prepares_its_inputs_has_no_snippet_that_would_fail(tmp_path):
+    bare = make(tmp_path / "artifact")
+    assert list(loading_snippets(bare, "m")) == ["onnxruntime"]
+    assert "enginery" in loading_snippets(with_files(bare, "tokenizer.json"), "m")
+    (spec,) = bare.manifest.graphs[0].inputs
+    pixels = bare.manifest.graphs[0].model_copy(
+        update={"inputs": (replace(spec, name="pixel_values"),)}
+    )
+    images = Artifact(bare.path, bare.manifest.model_copy(update={"graphs": (pixels,)}))
+    assert "enginery" not in loading_snippets(with_files(images, "tokenizer.json"), "m")
+    assert "enginery" in loading_snippets(with_files(images, "preprocessor_config.json"), "m")
 
 
 def test_snippets_run_on_the_provider_that_was_validated(artifact):
-    snippets = loading_snippets(artifact, "m", provider="CUDAExecutionProvider")
+    whole = with_files(artifact, "tokenizer.json")
+    snippets = loading_snippets(whole, "m", provider="CUDAExecutionProvider")
     assert 'provider="cuda"' in snippets["enginery"]
     assert 'providers=["CUDAExecutionProvider"]' in snippets["onnxruntime"] or (
         "CUDAExecutionProvider" in snippets["onnxruntime"]

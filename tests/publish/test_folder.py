@@ -32,10 +32,10 @@ for path in sys.argv[2:]:
 HANGS = """
 import sys, time
 from enginery.core.artifact import Artifact
-from enginery.publish import folder
+from enginery.publish import folder_version
 from enginery.publish.config import PublishConfig
 from enginery.publish.stage import run
-whole, count = folder.write_file, 0
+whole, count = folder_version.write_file, 0
 def stuck(file, target):
     global count
     count += 1
@@ -43,7 +43,7 @@ def stuck(file, target):
         print("half", flush=True)
         time.sleep(600)
     whole(file, target)
-folder.write_file = stuck
+folder_version.write_file = stuck
 run(Artifact.open(sys.argv[2]), sys.argv[1], PublishConfig(name="m"))
 """
 
@@ -146,16 +146,73 @@ def test_every_way_to_name_a_version_pulls_it(artifact, registry, tmp_path, name
     assert (pulled.path / "README.md").is_file()
 
 
-def test_what_was_pulled_can_be_edited_without_harm(registry, tmp_path):
+def test_artifact_and_what_was_pulled_can_be_edited_without_harm(registry, tmp_path):
     large = model(tmp_path / "large", b"x" * (1 << 20))
     publish(large, registry)
-    there = registry / "m/1/model.onnx"
-    assert there.samefile(large.path / "model.onnx"), "large files are linked"
     out = pull(str(registry / "m"), tmp_path / "out", PublishConfig()).path
-    assert not (out / "model.onnx").samefile(there)
+    for place in (large.path, out):
+        with (place / "model.onnx").open("r+b") as stream:
+            stream.write(b"edit")
+    Artifact.open(registry / "m/1", verify=True)
+
+
+def test_everybody_reads_a_version_whatever_the_artifacts_modes(artifact, registry):
+    (artifact.path / "model.onnx").chmod(0o600)
+    publish(artifact, registry)
+    files = [path for path in (registry / "m/1").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o644}
 
 
 # Damage
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "README.md", "manifest.json", "config.json"])
+def test_damaged_version_is_written_again_by_the_publish_that_the_message_asks_for(
+    artifact, registry, tmp_path, name
+):
+    publish(artifact, registry, alias="best")
+    publish(model(tmp_path / "b", b"other"), registry)
+    before = (registry / "m/1" / LISTING).stat().st_mtime_ns
+    (registry / "m/1" / name).write_text("{ }")
+    with pytest.raises(ArtifactError, match="publish it again"):
+        pull(str(registry / "m/1"), tmp_path / "out", PublishConfig())
+    again = publish(artifact, registry)
+    assert (again.version, again.is_new) == ("1", False)
+    assert pull(str(registry / "m@best"), tmp_path / "out", PublishConfig()).manifest
+    assert index(registry)["latest"] == "2", "what was mended is not news"
+    assert (registry / "m/1" / LISTING).stat().st_mtime_ns == before
+    assert {p.name for p in (registry / "m").iterdir()} == {"1", "2", "latest", "best", ".lock"}
+
+
+def test_version_whose_listing_is_gone_is_neither_taken_nor_overwritten(
+    artifact, registry, tmp_path
+):
+    publish(artifact, registry)
+    (registry / "m/1" / LISTING).write_text("{")
+    with pytest.raises(RegistryError, match=r"publication\.json is missing or cannot be read"):
+        publish(artifact, registry, version="1")
+    assert publish(artifact, registry).version == "2"
+    assert index(registry)["latest"] == "2"
+
+
+def test_writer_that_was_killed_between_two_renames_loses_nothing(artifact, registry, tmp_path):
+    publish(artifact, registry)
+    (registry / "m/1").rename(registry / "m/.old-1")
+    assert publish(artifact, registry).is_new is False
+    assert pull(str(registry / "m/1"), tmp_path / "out", PublishConfig()).manifest
+    assert not list((registry / "m").glob(".old-*"))
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "reports"])
+def test_link_in_a_version_is_not_followed(artifact, registry, tmp_path, name):
+    publish(artifact, registry)
+    place = registry / "m/1" / name
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArtifactError, match=f"{name}.* is a link"):
+        pull(str(registry / "m/1"), tmp_path / "out", PublishConfig())
+    publish(artifact, registry)
+    assert pull(str(registry / "m/1"), tmp_path / "out", PublishConfig()).manifest
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "README.md", "manifest.json", "config.json"])
@@ -188,18 +245,35 @@ def test_missing_truncated_and_unlisted_files(artifact, registry, tmp_path):
         pull(str(registry / "m/1"), tmp_path / "two", PublishConfig())
 
 
-def test_listing_that_was_altered_is_an_error(artifact, registry, tmp_path):
+STRANGE = ["../../victim", "/tmp/victim", "..", "a/../../victim", "a\\..\\victim", "C:victim",
+           "a\0b", "", "./a", "a//b", "model.onnx/inside"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_listing_that_names_a_place_outside_writes_nothing_there(
+    artifact, registry, tmp_path, name
+):
     publish(artifact, registry)
     listing = registry / "m/1" / LISTING
     said = json.loads(listing.read_text())
-    said["files"]["../outside"] = said["files"]["model.onnx"]
+    said["files"][name] = said["files"]["model.onnx"]
     listing.write_text(json.dumps(said))
-    with pytest.raises(ArtifactError, match=r"\.\./outside"):
-        pull(str(registry / "m/1"), tmp_path / "out", PublishConfig())
-    listing.write_text("{}")
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "victim").write_text("precious")
+    # Where the listing's own place would be copied from, and where to.
+    (registry / "victim").write_bytes((artifact.path / "model.onnx").read_bytes())
+    with pytest.raises(ArtifactError, match=r"outside the package|a file and a directory"):
+        pull((registry / "m/1").as_uri(), home / "build/out", PublishConfig())
+    assert (home / "victim").read_text() == "precious"
+    assert not (home / "build/out").exists()
+
+
+def test_listing_that_is_none_is_an_error(artifact, registry, tmp_path):
+    publish(artifact, registry)
+    (registry / "m/1" / LISTING).write_text("{}")
     with pytest.raises(ArtifactError, match=r"publication\.json"):
         pull(str(registry / "m/1"), tmp_path / "out", PublishConfig())
-    assert not (tmp_path / "outside").exists()
 
 
 # Addresses
@@ -231,6 +305,22 @@ def test_published_places_and_artifacts_are_no_registries(artifact, registry, tm
         publish(artifact, tmp_path / "file")
 
 
+@pytest.mark.parametrize("url", ["file:///x%00b", "/x\0b"])
+def test_address_with_a_zero_byte_is_an_error_in_words(artifact, url, tmp_path):
+    for verb in (lambda: run(artifact, url, PublishConfig()),
+                 lambda: pull(url, tmp_path / "out", PublishConfig())):  # fmt: skip
+        with pytest.raises(OptionError, match="zero byte"):
+            verb()
+
+
+def test_address_that_is_too_long_is_an_error_in_words(artifact, tmp_path):
+    url = f"{tmp_path}/{'a' * 300}"
+    for verb in (lambda: run(artifact, url, PublishConfig()),
+                 lambda: pull(url, tmp_path / "out", PublishConfig())):  # fmt: skip
+        with pytest.raises(RegistryError, match="File name too long"):
+            verb()
+
+
 def test_file_address_with_a_host_is_refused():
     with pytest.raises(OptionError, match="names the host 'server'"):
         path_of("file://server/models")
@@ -252,7 +342,7 @@ def test_full_disk_is_an_error_in_words_and_leaves_no_version(artifact, registry
     def full(source, target):
         raise OSError(28, "No space left on device", str(target))
 
-    monkeypatch.setattr(package_files, "link_or_copy", full)
+    monkeypatch.setattr(package_files.shutil, "copyfile", full)
     with pytest.raises(RegistryError, match="No space left on device"):
         publish(artifact, registry)
     assert versions(registry) in ([], [p.name for p in (registry / "m").glob(".part-*")])
@@ -322,6 +412,44 @@ def test_killed_between_version_and_index_is_mended(artifact, registry, tmp_path
     publish(model(tmp_path / "b", b"other"), registry)
     assert index(registry)["latest"] == "2"
     assert sorted(index(registry)["versions"]) == ["1", "2"]
+
+
+def test_latest_never_goes_back(artifact, registry, tmp_path):
+    from enginery.core.progress import SILENT
+    from enginery.publish.folder import FolderRegistry
+    from enginery.publish.package import Package
+
+    config = PublishConfig(name="m")
+    other = model(tmp_path / "b", b"other")
+    packages = []
+    for made in (artifact, other):
+        scratch = tmp_path / f"scratch-{len(packages)}"
+        scratch.mkdir()
+        packages.append(Package.of(made, config, scratch))
+    target = FolderRegistry(str(registry), config)
+    for package in (packages[1], packages[0], packages[1]):  # the older package comes second
+        target.publish(package, config, SILENT)
+    assert index(registry)["latest"] == "2"
+
+
+def test_latest_of_a_copied_registry_stays_whatever_the_times(artifact, registry, tmp_path):
+    publish(artifact, registry)
+    publish(model(tmp_path / "b", b"other"), registry)
+    os.utime(registry / "m/1" / LISTING)
+    publish(artifact, registry)
+    assert index(registry)["latest"] == "2"
+
+
+def test_version_of_a_machine_whose_clock_is_ahead_does_not_stay_the_newest(
+    artifact, registry, tmp_path
+):
+    publish(artifact, registry)
+    ahead = (registry / "m/1" / LISTING).stat().st_mtime_ns + 10**12
+    os.utime(registry / "m/1" / LISTING, ns=(ahead, ahead))
+    publish(model(tmp_path / "b", b"other"), registry)
+    (registry / "m/latest").unlink()
+    publish(artifact, registry)
+    assert index(registry)["latest"] == "2"
 
 
 def test_waiting_writer_says_so(artifact, registry, tmp_path):

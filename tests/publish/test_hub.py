@@ -164,6 +164,55 @@ def test_a_version_is_a_tag_and_never_another_content(hub, artifact, tmp_path):
     ).exists()
 
 
+def test_an_alias_never_moves_a_version(hub, artifact, tmp_path):
+    stage.run(artifact, URL, replace(UNVALIDATED, version="1.0"))
+    repository = hub.repositories["org/name"]
+    first = repository.tags["1.0"]
+    other = altered(artifact, tmp_path / "other")
+    with pytest.raises(RegistryError, match=r"alias '1\.0' is the name of a version"):
+        stage.run(other, URL, replace(UNVALIDATED, version="2.0", alias="1.0"))
+    with pytest.raises(OptionError, match=r"are both '2\.0'"):
+        stage.run(other, URL, replace(UNVALIDATED, version="2.0", alias="2.0"))
+    assert repository.tags == {"1.0": first}
+    assert repository.branches["main"] == first, "nothing was committed"
+
+
+def test_content_that_is_there_becomes_a_version(hub, artifact, tmp_path):
+    first = stage.run(artifact, URL, replace(UNVALIDATED, alias="production"))
+    second = stage.run(artifact, URL, replace(UNVALIDATED, version="1.0"))
+    assert (first.is_new, second.is_new) == (True, False)
+    with pytest.raises(RegistryError, match="is the name of a version"):
+        stage.run(artifact, URL, replace(UNVALIDATED, alias="1.0"))
+    stage.run(altered(artifact, tmp_path / "o"), URL, replace(UNVALIDATED, alias="production"))
+    pulled = stage.pull(f"{URL}@1.0", tmp_path / "out", UNVALIDATED)
+    assert pulled.content_sha256() == artifact.content_sha256()
+
+
+@pytest.mark.parametrize("url", [URL, f"{URL}@onnx"])
+def test_a_foreign_repository_gets_no_branch_and_a_remedy_that_works(hub, artifact, url):
+    from huggingface_hub import HfApi
+
+    HfApi().create_repo("org/name")
+    repository = hub.repositories["org/name"]
+    repository.commit("main", {"pytorch_model.bin": b"y", "config.json": b"{}"}, "theirs")
+    with pytest.raises(RegistryError, match="Name another repository: a new branch of this one"):
+        stage.run(artifact, url, UNVALIDATED)
+    assert list(repository.branches) == ["main"]
+
+
+def test_damage_is_seen_under_a_card_in_other_words(hub, artifact, tmp_path, monkeypatch):
+    from enginery.publish import package
+
+    stage.run(artifact, URL, UNVALIDATED)
+    repository = hub.repositories["org/name"]
+    head = repository.commits[repository.branches["main"]]
+    repository.commit("main", {**head, "config.json": b"{ }"}, "by hand")
+    words = package.model_card
+    monkeypatch.setattr(package, "model_card", lambda facts: words(facts) + "\nIn other words.\n")
+    assert not stage.run(artifact, URL, UNVALIDATED).is_new
+    stage.pull(URL, tmp_path / "out", UNVALIDATED)
+
+
 def test_an_engine_is_marked_as_bound_to_its_hardware(hub, artifact, tmp_path):
     published = stage.run(with_an_engine(artifact, tmp_path / "e"), URL, UNVALIDATED)
     assert "hardware-bound: tensorrt-rtx 1.7.1.116, compute capability 8.9" in published.notes[0]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import jsonschema_rs
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from enginery.cli import main
+from enginery.core.artifact import Artifact, commit_artifact
 from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
 from enginery.pipeline import export_kserve, export_triton
 from enginery.publish.kserve import service_name
@@ -22,6 +24,7 @@ SCHEMA = json.loads((Path(__file__).parent / "inferenceservice.v1beta1.json").re
 VALIDATOR = jsonschema_rs.Draft202012Validator(SCHEMA)
 IMAGE = "registry.example.com/enginery-serve:cuda"
 URI = "pvc://models/minilm"
+CLASSIC = {"flavor": "tensorrt", "tensorrt": "10.16.1.11"}
 
 
 @pytest.fixture
@@ -159,16 +162,13 @@ def test_memory_grows_with_the_weights(artifact, tmp_path):
 
     assert memory(artifact) == "2Gi", "1 GiB and a little, in whole ones"
     assert memory(artifact, memory="700Mi") == "700Mi"
-    graph = artifact.manifest.files["model.onnx"].model_copy(update={"size_bytes": 3 << 30})
-    files = {**artifact.manifest.files, "model.onnx": graph}
-    big = dataclasses.replace(
-        artifact, manifest=artifact.manifest.model_copy(update={"files": files})
-    )
-    assert memory(big) == "10Gi", "1 GiB and three times 3 GiB"
+    os.truncate(artifact.path / "model.onnx", 400 << 20)
+    commit_artifact(artifact.path, artifact.manifest)
+    assert memory(artifact) == "3Gi", "1 GiB and three times 0.4 GiB, in whole ones"
 
 
 def test_engines_count_where_they_run(artifact, exported, tmp_path):
-    built = with_engines(exported("bert", "fill-mask"), tmp_path / "built", {})
+    built = with_engines(exported("bert", "fill-mask"), tmp_path / "built", CLASSIC)
     found = export_kserve(built, tmp_path, storage_uri=URI, image=IMAGE, provider="tensorrt")
     assert "--provider=tensorrt" in found.path.read_text()
     weighty = large(exported("bert", "fill-mask"), tmp_path / "large")
@@ -184,19 +184,54 @@ def test_every_address_that_kserve_fetches_makes_a_manifest(manifest, scheme, ru
 # Refused
 
 
+@pytest.mark.parametrize("runtime", ["enginery", "triton"])
+def test_tensorrt_without_an_engine_is_refused(exported, tmp_path, runtime):
+    plain = exported("bert", "fill-mask")
+    of_rtx = with_engines(plain, tmp_path / "built", {})
+    options = {"storage_uri": URI, "image": IMAGE, "runtime": runtime, "provider": "tensorrt"}
+    for artifact in (plain, of_rtx):
+        with pytest.raises(ArtifactError, match=r"has no engine of TensorRT 10, found (none|\w+-)"):
+            export_kserve(artifact, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    built = with_engines(plain, tmp_path / "classic", CLASSIC)
+    assert export_kserve(built, tmp_path / "out", **options).path.is_file()
+
+
+def test_altered_artifact_is_refused_when_it_is_open_already(artifact, tmp_path):
+    (artifact.path / "model.onnx").write_bytes(b"another graph")
+    with pytest.raises(ArtifactError, match=r"model\.onnx"):
+        export_kserve(artifact, tmp_path / "out", storage_uri=URI, image=IMAGE)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"storage_uri": "build/minilm"}, "expected an address"),
         ({"storage_uri": "pcv://models"}, "unknown scheme 'pcv'; did you mean 'pvc'?"),
         ({"name": "MiniLM_L6"}, "option 'name' is 'MiniLM_L6', expected small letters"),
-        ({"name": "m" * 64}, "at most 63"),
-        ({"namespace": "1st"}, "option 'namespace'"),
+        ({"name": "m" * 54}, "at most 53, the first"),
+        ({"name": "m" * 48, "min_replicas": 0}, "at most 47 with min_replicas 0"),
+        ({"name": "1st"}, "option 'name'"),
+        ({"namespace": "a.b"}, "option 'namespace'"),
+        ({"namespace": "n" * 64}, "option 'namespace'"),
+        ({"service_account": "a..b"}, "option 'service_account'"),
+        ({"service_account": "Reader"}, "option 'service_account'"),
         ({"model_name": "a/b"}, "option 'model_name'"),
         ({"image": ""}, "the runtime enginery needs one"),
         ({"image": "a b"}, "expected no blanks"),
         ({"memory": "4 GB"}, "option 'memory' is '4 GB', expected a quantity of Kubernetes"),
+        ({"memory": "0"}, "option 'memory' is '0'"),
+        ({"memory": "0Gi"}, "option 'memory' is '0Gi'"),
+        ({"memory": "400m"}, "option 'memory' is '400m'"),
+        ({"memory": "4"}, "expected a quantity of Kubernetes from 64Mi"),
         ({"cpu": "auto"}, "option 'cpu' is 'auto'"),
+        ({"cpu": "1Gi"}, "option 'cpu' is '1Gi', expected CPU cores"),
+        ({"cpu": "0"}, "option 'cpu' is '0'"),
+        ({"cpu": "0m"}, "option 'cpu' is '0m'"),
+        ({"cpu": "0.0001"}, "option 'cpu' is '0.0001'"),
+        ({"provider": "cpu", "gpus": 4}, "option 'gpus' is 4, and provider 'cpu' has none"),
+        ({"runtime": "triton", "model_name": "zz"}, "enginery export-triton --name zz"),
         ({"gpus": 0}, "provider 'cuda' needs a GPU"),
         ({"gpus": -1}, "option 'gpus' is -1"),
         ({"min_replicas": 2}, "option 'max_replicas' is 1, less than min_replicas, 2"),
@@ -211,7 +246,8 @@ def test_option_that_a_cluster_refuses_is_an_error(artifact, tmp_path, options, 
 
 def test_task_that_serve_does_not_answer_goes_to_triton(artifact, tmp_path):
     manifest = artifact.manifest.model_copy(update={"task": "text-generation"})
-    other = dataclasses.replace(artifact, manifest=manifest)
+    commit_artifact(artifact.path, manifest)
+    other = Artifact.open(artifact.path)
     with pytest.raises(OptionError, match="Use --runtime triton"):
         export_kserve(other, tmp_path, storage_uri=URI, image=IMAGE)
     export_kserve(other, tmp_path, storage_uri=URI, runtime="triton")
@@ -244,12 +280,44 @@ def test_manifest_of_ones_own_is_never_overwritten(artifact, tmp_path):
         ("bert_base.uncased", "bert-base-uncased"),
         ("4x-model", "model-4x-model"),
         ("-", "model"),
-        ("x" * 62 + "-y", "x" * 62),
+        ("x" * 46 + "-y", "x" * 46),
+        ("x" * 80, "x" * 47),
     ],
 )
 def test_name_is_one_that_kubernetes_takes(text, name):
     assert service_name(text) == name
-    assert KserveConfig(URI, image=IMAGE, name=name).name == name
+    assert KserveConfig(URI, image=IMAGE, name=name, min_replicas=0).name == name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "m" * 53},
+        {"namespace": "1st-team"},
+        {"namespace": "n" * 63},
+        {"service_account": "1.reader.models"},
+        {"cpu": "0.5", "memory": "64Mi"},
+        {"cpu": "1500m", "memory": "1.5Gi"},
+        {"memory": "4G"},
+    ],
+)
+def test_names_and_quantities_are_those_of_kubernetes(manifest, options):
+    found = manifest(**options)
+    assert all(str(value) in json.dumps(found) for value in options.values())
+
+
+def test_names_that_are_too_long_for_some_clusters_are_said(artifact, tmp_path):
+    def notes(**options):
+        options = {"storage_uri": URI, "image": IMAGE, "name": "m" * 48, **options}
+        return export_kserve(artifact, tmp_path, **options).notes
+
+    (said,) = notes()
+    assert "the name has 48 letters, and Knative takes 47" in said
+    image = "oci://ghcr.io/org/minilm"
+    assert not any("Knative" in note for note in notes(storage_uri=image)), "it is Standard"
+    assert notes(name="m" * 47, namespace="short") == ()
+    (said,) = notes(name="m" * 47, namespace="longer")
+    assert "64 letters, and DNS takes 63" in said
 
 
 def test_command_prints_what_it_made(artifact, tmp_path, capsys):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +16,7 @@ import pytest
 from enginery import load_model
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, InputError, OptionError, RegistryError
+from enginery.core.fingerprint import sha256_of
 from enginery.publish import stage
 from enginery.publish.pyfunc import _load_pyfunc
 from tests.publish.products import UNVALIDATED, Heard, altered, large, with_an_engine
@@ -20,8 +24,10 @@ from tests.publish.servers import free_port, mlflow_server
 
 pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
 
+from enginery.publish.mlflow_begun import MODEL_TAG, WRITER_TAG
 from enginery.publish.mlflow_model import CONTENT_TAG
 from enginery.publish.mlflow_registry import MlflowRegistry
+from enginery.publish.mlflow_server import said_by, without_password
 
 # MLflow's own modules, of their own type hints and of pandas.
 pytestmark = [
@@ -88,6 +94,61 @@ def test_a_server_that_is_not_there_is_an_error_at_once(artifact, monkeypatch):
     with pytest.raises(RegistryError, match=r"cannot be reached: .*refused") as refused:
         stage.run(artifact, "mlflow:/name", UNVALIDATED)
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("login", ["ada:s3cr3t@", "ada:p@s3cr3t@", "ada:p%40s3cr3t@", ":s3cr3t@"])
+def test_a_password_is_in_no_message(artifact, monkeypatch, login):
+    port = free_port()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{login}127.0.0.1:{port}")
+    with pytest.raises(RegistryError) as refused:
+        stage.run(artifact, "mlflow:/name", UNVALIDATED)
+    assert f"the MLflow server http://127.0.0.1:{port} cannot be reached" in str(refused.value)
+    assert "s3cr3t" not in str(refused.value)
+
+
+def test_what_is_said_has_no_login_however_it_is_quoted():
+    server = "https://ada:p@s%3D@mlflow.example.com"
+    for said in (f"GET {server}/api failed", "p@s%3D is wrong", "p@s= is wrong", "ada:p@s= no"):
+        found = said_by(ValueError(said), server)
+        assert not {"p@s%3D", "p@s="} & set(found.replace(":", " ").split()), found
+    assert said_by("https://x:y@z@host/a@b", "") == "https://host/a@b"
+    assert without_password(server) == "https://mlflow.example.com"
+
+
+@pytest.mark.parametrize(
+    "server",
+    ["http://", "https:///mlflow", "http://127.0.0.1:port", "http://127.0.0.1:99999", "http://[::1",
+     "http://ada:s3/cr3t@127.0.0.1:5000", "http://a b", "http:", "http://ada:s3cr3t@"],
+)  # fmt: skip
+def test_a_server_that_is_no_address_is_told_at_once(server, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    with pytest.raises(OptionError, match=r"MLFLOW_TRACKING_URI is .*, expected https://") as told:
+        MlflowRegistry("mlflow:/name", UNVALIDATED)
+    assert "cr3t" not in str(told.value)
+
+
+def test_a_server_of_another_protocol_is_told(artifact, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet():
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                connection.recv(4096)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{other.getsockname()[1]}")
+        with pytest.raises(RegistryError, match="does not speak HTTP: SSH"):
+            stage.run(artifact, "mlflow:/name", UNVALIDATED)
+        thread.join()
+
+
+@pytest.mark.parametrize("alias", ["v1", "V23"])
+def test_an_alias_that_mlflow_keeps_is_told_before_anything_is_sent(artifact, monkeypatch, alias):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    with pytest.raises(OptionError, match=f"alias '{alias}': MLflow keeps"):
+        stage.run(artifact, "mlflow:/name", replace(UNVALIDATED, alias=alias))
 
 
 def test_a_number_of_ones_own_is_refused(artifact, monkeypatch):
@@ -299,6 +360,100 @@ def test_a_publish_that_was_killed_goes_on(server, artifact, tmp_path):
     assert pulled.content_sha256() == whole.content_sha256()
 
 
+def logged_models(server, name):
+    """Status of the logged models that are for a registered model, and their runs."""
+    found = client(server)
+    experiment = found.get_experiment_by_name("enginery")
+    return [
+        (str(model.status), found.get_run(model.source_run_id).info.status)
+        for model in found.search_logged_models([experiment.experiment_id])
+        if model.tags.get(MODEL_TAG) == name
+    ]
+
+
+def interrupted(artifact, url, what, monkeypatch):
+    """A publish that ends as it calls `what`."""
+    from enginery.publish import mlflow_upload
+
+    def end(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        owner, name = what
+        patch.setattr(mlflow_upload if owner == "upload" else owner, name, end)
+        with pytest.raises(KeyboardInterrupt):
+            stage.run(artifact, url, UNVALIDATED)
+
+
+@pytest.mark.slow
+def test_what_was_to_be_registered_next_is_not_sent_again(server, artifact, tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    one = altered(artifact, tmp_path / "one", '{"ready": 1}')
+    for _ in range(2):
+        interrupted(one, "mlflow:/ready", (MlflowClient, "create_model_version"), monkeypatch)
+    assert logged_models(server, "ready") == [("READY", "FAILED")]
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_model_artifact", lambda *_: pytest.fail("sent again"))
+        published = stage.run(one, "mlflow:/ready", UNVALIDATED)
+    assert (published.version, published.is_new) == ("1", True)
+    assert logged_models(server, "ready") == [("READY", "FINISHED")]
+    pulled = stage.pull(published.url, tmp_path / "out", UNVALIDATED)
+    assert pulled.content_sha256() == one.content_sha256()
+
+
+@pytest.mark.slow
+def test_a_begun_publish_is_of_its_own_model_alone(server, artifact, tmp_path, monkeypatch):
+    one = altered(artifact, tmp_path / "one", '{"begun": 1}')
+    interrupted(one, "mlflow:/a.b", ("upload", "_record"), monkeypatch)
+    assert stage.run(one, "mlflow:/a-b", UNVALIDATED).version == "1"
+    assert logged_models(server, "a.b") == [("PENDING", "FAILED")]
+    assert logged_models(server, "a-b") == [("READY", "FINISHED")]
+    assert stage.run(one, "mlflow:/a.b", UNVALIDATED).version == "1"
+    assert logged_models(server, "a.b") == [("READY", "FINISHED")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("writer", "taken_over"),
+    [("elsewhere/1", False), (f"{socket.gethostname()}/1", False),
+     (f"{socket.gethostname()}/4194303", True), ("", False)],
+    ids=["another machine", "a process that lives", "a process that is gone", "nobody"],
+)  # fmt: skip
+def test_a_begun_publish_is_taken_over_where_its_writer_is_gone(
+    server, artifact, tmp_path, monkeypatch, writer, taken_over, request
+):
+    name = request.node.callspec.id.replace(" ", "-")
+    one = altered(artifact, tmp_path / "one", json.dumps({"writer": name}))
+    interrupted(one, f"mlflow:/{name}", ("upload", "_record"), monkeypatch)
+    found = client(server)
+    experiment = found.get_experiment_by_name("enginery")
+    (model,) = [m for m in found.search_logged_models([experiment.experiment_id])
+                if m.tags.get(MODEL_TAG) == name]  # fmt: skip
+    found.update_run(model.source_run_id, status="RUNNING")
+    found.set_tag(model.source_run_id, WRITER_TAG, writer)
+    assert stage.run(one, f"mlflow:/{name}", UNVALIDATED).version == "1"
+    assert len(logged_models(server, name)) == (1 if taken_over else 2)
+
+
+@pytest.mark.slow
+def test_a_file_that_the_store_lost_is_sent_again(server, artifact, tmp_path, tmp_path_factory):
+    whole = large(artifact, tmp_path / "l", seed=11)
+    published = stage.run(whole, "mlflow:/lost", UNVALIDATED)
+    digest = whole.manifest.files["model.onnx.data"].sha256
+    stored = [path for path in tmp_path_factory.getbasetemp().rglob("artifacts/**/model.onnx.data")
+              if sha256_of(path) == digest]  # fmt: skip
+    assert stored
+    for path in stored:
+        path.unlink()
+    heard = Heard()
+    again = stage.run(whole, "mlflow:/lost", UNVALIDATED, progress=heard)
+    assert (again.url, again.is_new) == (published.url, False)
+    assert any("it has lost model.onnx.data" in message for message in heard.news)
+    pulled = stage.pull(published.url, tmp_path / "out", UNVALIDATED)
+    assert pulled.content_sha256() == whole.content_sha256()
+
+
 @pytest.mark.slow
 def test_a_changed_byte_in_the_store_names_the_file(server, artifact, tmp_path, tmp_path_factory):
     changed = altered(artifact, tmp_path / "a", '{"byte": 1}')
@@ -308,7 +463,7 @@ def test_a_changed_byte_in_the_store_names_the_file(server, artifact, tmp_path, 
     assert stored
     for path in stored:
         path.write_text('{"byte": 2}')
-    with pytest.raises(ArtifactError, match=r"notes\.json was altered"):
+    with pytest.raises(ArtifactError, match=r"notes\.json was altered.* and its logged model"):
         stage.pull(published.url, tmp_path / "out", UNVALIDATED)
     assert not (tmp_path / "out").exists()
 

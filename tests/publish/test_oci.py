@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
 import urllib.request
 from dataclasses import replace
 
@@ -23,7 +21,7 @@ from tests.publish.servers import docker_registry, free_port
 
 pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
 
-from enginery.publish.oci import OciRegistry, unpack
+from enginery.publish.oci import OciRegistry
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +90,78 @@ def test_the_same_content_is_published_once(registry, artifact):
     second = stage.run(artifact, url, UNVALIDATED)
     assert (first.is_new, second.is_new) == (True, False)
     assert first.url == second.url
+
+
+def test_a_version_is_a_tag_that_nothing_moves(registry, artifact, tmp_path):
+    host, _ = registry
+    url, other = f"oci://{host}/versions", altered(artifact, tmp_path / "other")
+    first = stage.run(artifact, url, replace(UNVALIDATED, version="1.0", alias="production"))
+    assert not stage.run(artifact, url, replace(UNVALIDATED, version="1.0")).is_new
+    with pytest.raises(RegistryError, match=r"versions:1\.0 is another content"):
+        stage.run(other, url, replace(UNVALIDATED, version="1.0"))
+    with pytest.raises(RegistryError, match=r"alias '1\.0' is the name of a version"):
+        stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="1.0"))
+    with pytest.raises(RegistryError, match=r":1\.0 is a version with another content"):
+        stage.run(other, f"{url}:1.0", UNVALIDATED)
+    with pytest.raises(OptionError, match=r"are both '2\.0'"):
+        stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="2.0"))
+    second = stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="production"))
+    for tag, is_first in (("1.0", True), ("2.0", False), ("production", False), ("latest", False)):
+        for address in (f"{url}:{tag}", f"{url}@{tag}"):
+            pulled = stage.pull(address, tmp_path / "out", UNVALIDATED)
+            assert (pulled.content_sha256() == artifact.content_sha256()) is is_first, address
+    assert not (stage.pull(first.url, tmp_path / "out", UNVALIDATED).path / "notes.json").exists()
+    newest = stage.pull(url, tmp_path / "out", UNVALIDATED)
+    assert newest.content_sha256() == other.content_sha256()
+    assert first.url != second.url
+
+
+def test_a_tag_that_became_a_version_is_one(registry, artifact, tmp_path):
+    host, _ = registry
+    url = f"oci://{host}/became"
+    stage.run(artifact, f"{url}:1.0", UNVALIDATED)
+    assert not stage.run(artifact, url, replace(UNVALIDATED, version="1.0")).is_new
+    with pytest.raises(RegistryError, match="is a version"):
+        stage.run(altered(artifact, tmp_path / "other"), f"{url}:1.0", UNVALIDATED)
+
+
+def test_a_tag_that_moves_is_said(registry, artifact, tmp_path):
+    host, _ = registry
+    first = stage.run(artifact, f"oci://{host}/moves:1", UNVALIDATED)
+    heard = Heard()
+    other = altered(artifact, tmp_path / "other")
+    stage.run(other, f"oci://{host}/moves:1", UNVALIDATED, progress=heard)
+    digest = first.url.partition("@")[2]
+    assert f"publish: 1 pointed to {digest} before" in heard.news
+
+
+def test_an_address_without_a_tag_says_which_there_are(registry, artifact, tmp_path):
+    host, _ = registry
+    stage.run(artifact, f"oci://{host}/tags:b", UNVALIDATED)
+    with pytest.raises(RegistryError, match=r"names no tag, .* has no 'latest'\. It has b: "):
+        stage.pull(f"oci://{host}/tags", tmp_path / "out", UNVALIDATED)
+
+
+def test_a_layer_that_the_registry_lost_is_sent_again(registry, artifact, tmp_path):
+    host, _ = registry
+    url = f"oci://{host}/lost:1"
+    whole = altered(artifact, tmp_path / "lost", '{"lost": 1}')
+    first = stage.run(whole, url, UNVALIDATED)
+    _, manifest, _ = image(host, "lost", "1")
+    layer = next(
+        x for x in manifest["layers"] if "notes.json" in x["annotations"]["enginery.files"]
+    )
+    request = urllib.request.Request(
+        f"http://{host}/v2/lost/blobs/{layer['digest']}", method="DELETE"
+    )
+    urllib.request.urlopen(request).close()
+    with pytest.raises(RegistryError):
+        stage.pull(url, tmp_path / "out", UNVALIDATED)
+    heard = Heard()
+    again = stage.run(whole, url, UNVALIDATED, progress=heard)
+    assert (again.url, again.is_new) == (first.url, False)
+    assert any("the registry has lost config.tar" in message for message in heard.news)
+    stage.pull(url, tmp_path / "out", UNVALIDATED)
 
 
 def test_the_digest_is_the_same_in_another_registry(registry, artifact, tmp_path):
@@ -231,6 +301,19 @@ def test_a_pull_goes_on_where_it_broke_off(registry, artifact, tmp_path, monkeyp
     assert not list((home / "pulls").iterdir())
 
 
+def test_a_layer_that_a_killed_pull_has_whole_is_not_asked_for(registry, artifact, tmp_path, home):
+    host, _ = registry
+    stage.run(artifact, f"oci://{host}/whole:1", UNVALIDATED)
+    _, manifest, _ = image(host, "whole", "1")
+    digest = manifest["layers"][0]["digest"]
+    (home / "pulls").mkdir(exist_ok=True)
+    with urllib.request.urlopen(f"http://{host}/v2/whole/blobs/{digest}") as answer:
+        left = home / "pulls" / f"{digest.removeprefix('sha256:')}.tar"
+        left.write_bytes(answer.read())
+    pulled = stage.pull(f"oci://{host}/whole:1", tmp_path / "out", UNVALIDATED)
+    assert pulled.content_sha256() == artifact.content_sha256()
+
+
 def test_a_publish_that_was_killed_goes_on(registry, artifact, tmp_path, home):
     host, _ = registry
     whole = large(artifact, tmp_path / "l", seed=5)
@@ -323,17 +406,6 @@ def test_the_login_is_dockers_and_is_in_no_message(artifact, tmp_path, monkeypat
     for secret in (wrong, auth, "correct-horse", "wrong-horse"):
         assert secret not in str(refused.value)
         assert secret not in caplog.text
-
-
-@pytest.mark.parametrize("name", ["../outside", "/absolute", "a/../../b"])
-def test_a_layer_cannot_write_outside(name, tmp_path):
-    path = tmp_path / "layer.tar"
-    with tarfile.open(path, "w") as archive:
-        member = tarfile.TarInfo(name)
-        member.size = 1
-        archive.addfile(member, io.BytesIO(b"x"))
-    with pytest.raises(ArtifactError, match="is no plain file of the package"):
-        unpack(path, tmp_path / "out", "oci://here")
 
 
 def test_a_digest_is_no_place_to_publish_to(artifact):

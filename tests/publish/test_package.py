@@ -7,7 +7,7 @@ import pytest
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
-from enginery.publish.config import PublishConfig
+from enginery.publish.config import PublishConfig, is_word
 from enginery.publish.package import Package, registry_name
 from enginery.publish.publication import Publication
 from tests.core.artifacts import make, verdict
@@ -193,6 +193,33 @@ def test_graph_verdict_benchmark_and_licence_are_content(artifact, packed, tmp_p
     assert len({package.content_sha256 for package in changed}) == 5
 
 
+def test_whether_it_may_be_relied_on_is_content(artifact, packed):
+    """A verdict of other bytes and one of these say the same words."""
+
+    def of(artifact_sha256):
+        fields = {"artifact": artifact_sha256}
+        return artifact.annotate(verdict().model_copy(update={"fields": fields}), b"")
+
+    stale = packed(of("0" * 64), allow_unvalidated=True)
+    fresh = packed(of(artifact.content_sha256()))
+    assert (stale.problem, fresh.problem) == ("its validation was of another content", "")
+    assert stale.content_sha256 != fresh.content_sha256
+
+
+def test_rights_that_nobody_can_read_are_not_known_to_differ(artifact, packed):
+    """The double's source is a Hub model, which cannot be reached."""
+    stated, unread = packed(artifact), packed(artifact, license="")
+    assert (stated.knows_rights, unread.knows_rights) == (True, False)
+    assert unread.is_same(stated.content_sha256, stated.without_rights_sha256)
+    other = packed(artifact, license="apache-2.0")
+    assert not other.is_same(stated.content_sha256, stated.without_rights_sha256)
+    assert not stated.is_same(unread.content_sha256, unread.without_rights_sha256), "news"
+    changed = artifact.annotate(verdict(summary="other words"), b"")
+    (changed.path / "reports/validate.json").unlink()
+    unread = packed(changed, license="")
+    assert not unread.is_same(stated.content_sha256, stated.without_rights_sha256)
+
+
 def test_files_that_are_not_the_artifacts_stay_behind_and_are_named(artifact, packed):
     (artifact.path / "secret.env").write_text("TOKEN=1")
     (artifact.path / "README.md").write_text("my own notes")
@@ -223,12 +250,16 @@ def test_name_is_fit_for_every_registry():
     assert registry_name("My Model/v1 (final)") == "My-Model-v1-final"
     assert registry_name("../..") == "model"
     assert len(registry_name("x" * 500)) == 128
+    assert registry_name("nul") == "model-nul"
+    for text in ("a" * 127 + ".b", "con.onnx", "1.", "aux"):
+        assert is_word(registry_name(text)), text
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
     [("name", "a/b"), ("name", ".."), ("version", "latest"), ("alias", "latest"),
-     ("alias", "two words"), ("license", "two\nlines"), ("version", "-1")],
+     ("alias", "two words"), ("license", "two\nlines"), ("version", "-1"), ("alias", "LATEST"),
+     ("version", "1.0."), ("name", "CON"), ("name", "nul.txt"), ("alias", "Com1")],
 )  # fmt: skip
 def test_option_that_no_registry_takes_is_refused(option, value):
     with pytest.raises(OptionError, match=f"option '{option}'"):

@@ -8,6 +8,7 @@ from enginery.core.errors import (
     ArtifactError,
     MissingPackageError,
     OptionError,
+    RegistryError,
     RejectedArtifactError,
 )
 from enginery.engine import stage as build
@@ -117,6 +118,88 @@ def test_engines_go_along_marked_as_bound_to_their_hardware(tmp_path):
     assert any("--allow-unvalidated" in m or "never validated" in m for m in said.messages)
     listing = (pulled.path / "reports/publication.json").read_text()
     assert '"hardware_bound": true' in listing
+
+
+CARD = """---
+license: apache-2.0
+language: en
+---
+## Limitations
+bad at sums
+"""
+
+
+@pytest.fixture
+def with_a_card(tmp_path):
+    """An artifact whose source lies in `tmp_path/source`, with a card that states rights."""
+    from enginery.core.artifact import commit_artifact
+    from enginery.core.source import resolve_source
+
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, text in (("config.json", "{}"), ("model.safetensors", "x"), ("README.md", CARD)):
+        (source / name).write_text(text)
+    made = make(tmp_path / "artifact")
+    record = resolve_source(str(source)).record
+    commit_artifact(made.path, made.manifest.model_copy(update={"source": record}))
+    made = Artifact.open(made.path).annotate(verdict(), b"")
+    (made.path / "reports/validate.json").unlink()
+    return made
+
+
+def test_what_was_pulled_keeps_its_rights_where_the_source_is_not(with_a_card, tmp_path):
+    first = publish_model(with_a_card, tmp_path / "registry", name="m")
+    pulled = pull_model(first.url, tmp_path / "pulled")
+    (tmp_path / "source").rename(tmp_path / "gone")
+    again = publish_model(pulled, tmp_path / "registry", name="m")
+    assert (again.url, again.is_new) == (first.url, False)
+    said = Said()
+    other = publish_model(pulled, tmp_path / "other", name="m", progress=said)
+    assert any("those that it was published with" in message for message in said.messages)
+    card = (pull_model(other.url, tmp_path / "again").path / "README.md").read_text()
+    assert "license: apache-2.0" in card
+    assert "bad at sums" in card
+
+
+def test_rights_of_another_model_are_not_taken_over(with_a_card, tmp_path):
+    from enginery.core.artifact import commit_artifact
+
+    pulled = pull_model(publish_model(with_a_card, tmp_path / "r").url, tmp_path / "pulled")
+    (tmp_path / "source").rename(tmp_path / "gone")
+    (pulled.path / "model.onnx").write_bytes(b"another")
+    commit_artifact(pulled.path, pulled.manifest)
+    published = publish_model(pulled.path, tmp_path / "registry")
+    card = (pull_model(published.url, tmp_path / "again").path / "README.md").read_text()
+    assert "The licence is not known" in card
+
+
+def test_the_first_artifact_is_the_same_version_when_its_source_has_gone(with_a_card, tmp_path):
+    first = publish_model(with_a_card, tmp_path / "registry", name="m")
+    (tmp_path / "source").rename(tmp_path / "gone")
+    again = publish_model(with_a_card, tmp_path / "registry", name="m")
+    assert (again.url, again.is_new) == (first.url, False)
+    readme = tmp_path / "registry/m/1/README.md"
+    assert "bad at sums" in readme.read_text()
+    readme.write_text("?")
+    with pytest.raises(RegistryError, match=r"README\.md .*source, which the version has to state"):
+        publish_model(with_a_card, tmp_path / "registry", name="m")
+
+
+def test_what_a_registry_notes_is_said(artifact, tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    whole = FolderRegistry.publish
+
+    def noting(self, package, config, progress):
+        published = whole(self, package, config, progress)
+        return replace(published, notes=(*published.notes, "1 pointed to abc before"))
+
+    monkeypatch.setattr(FolderRegistry, "publish", noting)
+    (artifact.path / "mine.txt").write_text("")
+    said = Said()
+    publish_model(artifact, tmp_path / "registry", progress=said)
+    assert said.messages.count("publish: 1 pointed to abc before") == 1
+    assert sum("mine.txt" in message for message in said.messages) == 1
 
 
 def test_publishing_leaves_the_artifact_as_it_was(artifact, tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,17 +28,22 @@ from enginery.pipeline import export_triton
 from enginery.publish.triton_engines import largest_batch
 from enginery.publish.triton_options import TritonConfig
 from enginery.publish.triton_steps import TextSteps
+from enginery.publish.triton_tasks import TASKS
 from enginery.publish.triton_tensors import has_batch_dim, tensor_fields
 from enginery.publish.triton_text import Word, config_text, entries
+from enginery.runtime.answers import TokenSpan
 from enginery.runtime.text_rows import TextRows
-from tests.core.artifacts import verdict
+from tests.core.artifacts import start, verdict
 from tests.engine.made import with_engines
 from tests.engine.products import product
 from tests.publish.products import large
 from tests.publish.triton_server import (
+    Request,
+    Tensor,
     TritonDouble,
     TritonError,
     dtype_name,
+    newest_version,
     read_config,
     texts,
 )
@@ -224,11 +231,92 @@ def text_steps(artifact, **changes):
     return replace(made, **changes)
 
 
-def test_scores_that_are_not_finite_are_an_error(mood):
+def asked_of(task, graph, **changes):
+    """Inputs of the answers: two texts, and what a graph that gives zeros gives for them."""
+    asked = texts([f"{text} [MASK]" for text in ASKED[:2]])
+    inputs = {name: asked for name, optional in TASKS[task].inputs if not optional}
+    width = text_steps(graph).tokenize(inputs, {})["input_ids"].shape[1]
+    specs = [s for s in graph.manifest.graphs[0].outputs
+             if s.name in TASKS[task].graph_outputs(graph.manifest.graphs[0])]  # fmt: skip
+    sizes = {spec.name: [d if isinstance(d, int) else width for d in spec.dims[1:]]
+             for spec in specs}  # fmt: skip
+    return inputs | {n: np.zeros((2, *size), np.float32) for n, size in sizes.items()}
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("task", TEXT_TASKS)
+def test_outputs_that_are_not_finite_are_no_answers(exported, task, wrong):
+    artifact = exported("bert", task)
+    steps, given = text_steps(artifact), asked_of(task, artifact)
+    assert steps.answer(given, {}), "zeros are"
+    *_, spoiled = given
+    given[spoiled][1] = wrong
+    with pytest.raises(CheckFailedError, match=f"output {spoiled} has NaN or infinity in row 1"):
+        steps.answer(given, {})
+
+
+@pytest.mark.parametrize("task", TEXT_TASKS)
+def test_one_number_that_is_none_is_enough(exported, task):
+    artifact = exported("bert", task)
+    steps, given = text_steps(artifact), asked_of(task, artifact)
+    *_, spoiled = given
+    row = given[spoiled][1]
+    where = list(text_steps(artifact).rows.tokenizer.encode([f"{ASKED[1]} [MASK]"])[0].tokens)
+    at = where.index("[MASK]")
+    row[at if row.ndim == 2 else 1] = math.nan
+    with pytest.raises(CheckFailedError, match="NaN or infin"):
+        steps.answer(given, {})
+
+
+def test_score_of_minus_infinity_among_others_is_one(exported):
+    """What a model gives to tokens that are never the answer."""
+    artifact = exported("bert", "fill-mask")
+    given = asked_of("fill-mask", artifact)
+    given["logits"][..., :7] = -math.inf
+    found = text_steps(artifact).answer(given, {})["fillings"]
+    (best, *_), *_ = json.loads(found[0])["masks"]
+    assert best["score"] == pytest.approx(1 / (given["logits"].shape[-1] - 7))
+
+
+def test_padding_and_filling_rows_are_no_answers(mood, exported):
+    logits = np.zeros((3, 3), np.float32)
+    logits[2] = math.nan
     steps = text_steps(mood)
-    logits = np.full((1, 3), np.nan, np.float32)
-    with pytest.raises(CheckFailedError, match="score is NaN or infinite"):
-        steps.answer({"text": texts(ASKED[:1]), "logits": logits}, {})
+    assert steps.answer({"text": texts(ASKED[:2]), "logits": logits}, {})["score"].shape == (2, 3)
+    tagged = exported("bert", "token-classification")
+    given = asked_of("token-classification", tagged)
+    given["logits"][:, -1] = math.nan
+    assert text_steps(tagged).answer(given, {})
+
+
+def test_answers_in_json_have_no_nan():
+    span = TokenSpan("PER", math.nan, 0, 1, "x")
+    with pytest.raises(CheckFailedError, match="a score is NaN or infinite"):
+        TASKS["token-classification"].arrays([[span]])
+
+
+@pytest.mark.parametrize("value", [5, 1 << 40, -1, None, 1.5, [b"a"]])
+def test_what_is_no_text_is_the_clients_error(mood, serve, value):
+    given = texts(ASKED)
+    given[1] = value
+    with pytest.raises(TritonError, match=r"text 1 is a \w+, expected a text") as error:
+        serve(mood).infer("m", {"text": given})
+    assert error.value.code == TritonError.INVALID_ARG
+
+
+def test_request_that_fails_leaves_the_others_of_its_batch(mood, serve, monkeypatch, capsys):
+    model = serve(mood).python["m-tokenizer"]
+    good = Request([Tensor("text", texts(ASKED))], ["input_ids"], "")
+    broken = Request([Tensor("text", texts(ASKED))], ["input_ids"], "{")
+    found = model.execute([good, broken, good])
+    assert [response.error is None for response in found] == [True, False, True]
+    assert found[1].error.code == TritonError.INTERNAL
+    assert str(found[1].error).startswith("internal error: JSONDecodeError")
+    assert "Traceback" in capsys.readouterr().err
+    on_gpu = Tensor("text", texts(ASKED))
+    monkeypatch.setattr(on_gpu, "as_numpy", lambda: 1 / 0, raising=False)
+    found = model.execute([Request([on_gpu], ["input_ids"], ""), good])
+    assert [response.error is None for response in found] == [False, True]
 
 
 def test_outputs_of_fewer_rows_are_not_answered(mood):
@@ -328,6 +416,8 @@ def test_fixed_batch_is_no_batch_of_tritons(tmp_path, models):
     config = read_config(models / "m")
     assert (config.max_batch_size, list(config.input[0].dims)) == (0, [4, 64])
     assert found.max_batch_size == 0
+    with pytest.raises(OptionError, match="'preferred_batch_size' has 2, and there are no batches"):
+        export_triton(fixed, models, name="m", provider="cpu", preferred_batch_size=(2,))
     assert any("Triton makes no batches" in note for note in found.notes)
     assert TritonDouble(models).infer("m", {"x": np.ones((4, 64), np.float32)})["y"].shape == (
         4,
@@ -337,6 +427,7 @@ def test_fixed_batch_is_no_batch_of_tritons(tmp_path, models):
 
 def test_graph_of_several_files_is_a_folder(exported, tmp_path, models):
     artifact = large(exported("bert", "text-classification"), tmp_path / "large")
+    (artifact.path / "model.onnx.data").chmod(0o664)
     export_triton(artifact, models, name="m", provider="cpu")
     folder = models / "m-graph/1/model.onnx"
     assert sorted(path.name for path in folder.iterdir()) == ["model.onnx", "model.onnx.data"]
@@ -344,6 +435,7 @@ def test_graph_of_several_files_is_a_folder(exported, tmp_path, models):
     assert found["score"].shape == (3, 3)
     data = (folder / "model.onnx.data").stat()
     assert data.st_nlink > 1, "a large file is linked, not copied"
+    assert data.st_mode & 0o777 == 0o664, "a link's mode is that of the artifact's file"
 
 
 def test_one_of_several_graphs_has_to_be_named(exported, models):
@@ -509,9 +601,55 @@ def test_models_of_others_stay_and_the_same_export_is_replaced(mood, models):
     export_triton(mood, models, name="m")
     assert tree(models) == first
     assert (models / "other/config.pbtxt").read_text() == "mine"
-    export_triton(mood, models, name="m", tokenizer=False)
+    found = export_triton(mood, models, name="m", tokenizer=False)
     assert sorted(path.name for path in models.iterdir()) == ["m", "other"]
     assert not list(models.parent.glob(".tmp-*"))
+    (said,) = (note for note in found.notes if "went" in note)
+    assert said.startswith("m-graph, m-tokenizer, m-answers of an earlier export")
+
+
+def test_older_version_stays_and_the_newest_is_served(mood, tmp_path, models):
+    export_triton(mood, models, name="m", provider="cpu")
+    before = tree(models / "m-graph/1")
+    found = export_triton(mood, models, name="m", provider="cpu", version=2)
+    assert any("version 1 stays beside 2" in note for note in found.notes)
+    assert tree(models / "m-graph/1") == before
+    for part in ("m", "m-graph", "m-tokenizer", "m-answers"):
+        assert newest_version(models / part).name == "2"
+    assert TritonDouble(models).infer("m", {"text": texts(ASKED)})["score"].shape == (3, 3)
+    with pytest.raises(OptionError, match=r"'version' is 1, and .* has version 2, which Triton"):
+        export_triton(mood, models, name="m", provider="cpu")
+    whole = tree(models)
+    again = export_triton(mood, models, name="m", provider="cpu", version=2)
+    assert (tree(models), again.notes) == (whole, found.notes)
+    (models / "m-graph/1/model.onnx").write_bytes(b"tuned")
+    with pytest.raises(ArtifactError, match=r"edited since it was made, and 1/model.onnx"):
+        export_triton(mood, models, name="m", provider="cpu", version=3)
+
+
+def test_version_of_another_backend_does_not_stay(mood, tmp_path, models):
+    export_triton(mood, models, name="m", tokenizer=False, version=2)
+    artifact = with_engines(mood, tmp_path / "built", {**CLASSIC, "profiles": PROFILES})
+    options = {"name": "m", "backend": "tensorrt", "tokenizer": False}
+    found = export_triton(artifact, models, **options)
+    assert sorted(p.name for p in (models / "m").iterdir() if p.name.isdecimal()) == ["1"]
+    assert any("version 2 of m is gone: it was of another backend" in n for n in found.notes)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes are of POSIX")
+def test_everyone_can_read_what_the_server_reads(exported, tmp_path, models):
+    artifact = large(exported("bert", "text-classification"), tmp_path / "large")
+    for path in artifact.path.iterdir():
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    before = os.umask(0o077)
+    try:
+        export_triton(artifact, models, name="m", provider="cpu")
+    finally:
+        os.umask(before)
+    for path in (path for part in models.iterdir() for path in (part, *part.rglob("*"))):
+        assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644), path
+    assert (artifact.path / "tokenizer.json").stat().st_mode & 0o777 == 0o600
+    assert (artifact.path / "model.onnx.data").stat().st_mode & 0o777 == 0o600
 
 
 def test_folder_of_somebody_else_is_never_overwritten(mood, models):
@@ -554,11 +692,106 @@ def test_failure_while_writing_leaves_what_was_there(mood, models, monkeypatch):
     assert not list(models.parent.glob(".tmp-*"))
 
 
-def test_leftover_of_a_killed_export_goes(mood, models):
-    leftover = models.parent / ".tmp-models-triton-abcd"
-    (leftover / "new").mkdir(parents=True)
+def test_model_comes_back_where_no_rename_goes_on(mood, models, monkeypatch):
+    def stuck(directory, out, *, old):
+        os.replace(out, old)
+        raise OSError(5, "Input/output error", str(out))
+
     export_triton(mood, models, name="m")
-    assert not leftover.exists()
+    before = tree(models)
+    monkeypatch.setattr("enginery.publish.triton_repository.put_in_place", stuck)
+    with pytest.raises(ArtifactError, match="Input/output error"):
+        export_triton(mood, models, name="m", version=2)
+    assert tree(models) == before
+
+
+def test_leftover_of_a_killed_export_goes_and_that_of_another_repository_stays(mood, models):
+    names = [f".tmp-{repository}-0123456789ab-triton"
+             for repository in ("models", "models-b", "models-triton", "model.")]  # fmt: skip
+    for name in names:
+        (models.parent / name / "new").mkdir(parents=True)
+    export_triton(mood, models, name="m")
+    assert sorted(path.name for path in models.parent.glob(".tmp-*")) == sorted(names[1:])
+
+
+EXPORT = """
+import os, sys
+from pathlib import Path
+artifact, models, name, home, pause = sys.argv[1:]
+os.environ["ENGINERY_HOME"] = home
+from enginery.pipeline import export_triton
+from enginery.publish import triton, triton_repository
+write, place = triton_repository._write, triton.place
+def wait(*arguments):
+    write(*arguments)
+    if pause and arguments[0].name == name:
+        print("staged", flush=True)
+        sys.stdin.readline()
+def ask(*arguments, **options):
+    print("asking", flush=True)
+    return place(*arguments, **options)
+triton_repository._write, triton.place = wait, ask
+export_triton(artifact, models, name=name, provider="cpu")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows locks no directories")
+def test_exporters_with_stores_of_their_own_do_not_meet(mood, models, tmp_path):
+    first = start(EXPORT, mood.path, models, "one", tmp_path / "home-one", "pause")
+    assert [first.stdout.readline() for _ in range(2)] == ["asking\n", "staged\n"]
+    second = start(EXPORT, mood.path, models, "two", tmp_path / "home-two", "")
+    assert second.stdout.readline() == "asking\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(timeout=1)
+    assert [child.communicate("go\n")[1] for child in (first, second)] == ["", ""]
+    assert (first.returncode, second.returncode) == (0, 0)
+    parts = ("", "-graph", "-tokenizer", "-answers")
+    assert sorted(TritonDouble(models).configs) == sorted(n + p for n in ("one", "two")
+                                                          for p in parts)  # fmt: skip
+    assert not list(models.parent.glob(".tmp-*"))
+
+
+KILLED = """
+import os, sys
+from enginery.core import staging
+artifact, models, exchanges = sys.argv[1:]
+replace, exchanged = os.replace, staging._exchanged
+def killed_after(run):
+    def once(one, other):
+        found = run(one, other)
+        if "-triton" in f"{one}{other}":
+            os._exit(9)
+        return found
+    return once
+os.replace = killed_after(replace)
+staging._exchanged = killed_after(exchanged) if exchanges else lambda *_: False
+from enginery.pipeline import export_triton
+export_triton(artifact, models, name="m", provider="cpu")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot exchange names")
+def test_killed_export_leaves_every_model_in_its_place(mood, models):
+    export_triton(mood, models, name="m", provider="cpu")
+    before = tree(models)
+    with start(KILLED, mood.path, models, "exchanges") as child:
+        assert child.wait() == 9
+    assert tree(models) == before
+    assert list(models.parent.glob(".tmp-*"))
+    export_triton(mood, models, name="m", provider="cpu")
+    assert not list(models.parent.glob(".tmp-*"))
+
+
+def test_model_that_a_killed_export_moved_away_comes_back(mood, models):
+    export_triton(mood, models, name="m", provider="cpu")
+    before = tree(models)
+    with start(KILLED, mood.path, models, "") as child:
+        assert child.wait() == 9
+    assert not (models / "m-graph").exists(), "it was killed between two renames"
+    export_triton(mood, models, name="n", provider="cpu", tokenizer=False)
+    shutil.rmtree(models / "n")
+    assert tree(models) == before
+    assert not list(models.parent.glob(".tmp-*"))
 
 
 def test_artifact_or_file_is_no_repository(mood, copied, tmp_path):
@@ -599,6 +832,10 @@ def test_artifact_without_tokenizer_is_the_graph_alone(mood, copied, models):
         ({"version": 0}, "option 'version' is 0, expected a whole number from 1"),
         ({"max_batch_size": 2**31}, "option 'max_batch_size' is 2147483648"),
         ({"preferred_batch_size": (64,)}, "has 64, expected 1 to max_batch_size, 32"),
+        (
+            {"preferred_batch_size": (4, 16), "profile": ("batch=1:4:8,sequence=8",)},
+            "'preferred_batch_size' has 16, and batches have 8 rows at most. Name sizes up to 8",
+        ),
         ({"backend": "tensorrt", "provider": "cpu"}, "runs on a GPU"),
         ({"execution_env": " /env"}, "expected one line of text"),
         ({"profile": ("batch=1,seq=8",)}, "no dynamic dim 'seq'"),

@@ -61,6 +61,12 @@ def texts(values: list[str]) -> np.ndarray:
     return array
 
 
+def newest_version(directory: Path) -> Path:
+    """The version's folder that `version_policy` has Triton load."""
+    versions = [path for path in directory.iterdir() if path.is_dir() and path.name.isdecimal()]
+    return max(versions, key=lambda path: int(path.name))
+
+
 def dtype_name(number: int) -> str:
     return DATA_TYPES.Name(number)
 
@@ -71,13 +77,13 @@ def dtype_name(number: int) -> str:
 def check(directory: Path, config: Any) -> None:
     """Raises AssertionError for what would keep Triton from loading the model."""
     assert config.name == directory.name
-    versions = [path for path in directory.iterdir() if path.is_dir() and path.name.isdecimal()]
-    assert len(versions) == 1
-    assert int(versions[0].name) >= 1
+    assert config.version_policy.latest.num_versions == 1
+    version = newest_version(directory)
+    assert int(version.name) >= 1
     _check_kind(config)
     _check_tensors(config)
     _check_batching(config)
-    _check_files(directory, versions[0], config)
+    _check_files(directory, version, config)
     if config.platform == "ensemble":
         _check_ensemble(config)
     else:
@@ -266,6 +272,8 @@ class TritonDouble:
         self._repository = repository
         self.batches: list[tuple[int, ...]] = []
         """The shapes of what graphs were given."""
+        self.python: dict[str, Any] = {}
+        """The instances of the Python models."""
         self._loaded = {name: self._load(config) for name, config in self.configs.items()}
         for name in self.configs:
             self._warm_up(name)
@@ -284,7 +292,7 @@ class TritonDouble:
         return found
 
     def _load(self, config: Any) -> Any:
-        version = next(p for p in (self._repository / config.name).iterdir() if p.name.isdecimal())
+        version = newest_version(self._repository / config.name)
         if config.platform == "ensemble":
             return lambda inputs, parameters: self._ensemble(config, inputs, parameters)
         if config.backend == "python":
@@ -309,7 +317,7 @@ class TritonDouble:
             spec.loader.exec_module(module)
         finally:
             del sys.modules["triton_python_backend_utils"]
-        model = module.TritonPythonModel()
+        model = self.python[config.name] = module.TritonPythonModel()
         as_json = json_format.MessageToJson(config, preserving_proto_field_name=True)
         model.initialize({
             "model_config": as_json, "model_repository": str(version.parent),
