@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from enginery.core.artifact import Artifact
 from tests.tiny import save_tiny
 
+# A shell starts what it runs in the background with Ctrl-C ignored, and so would every command that
+# a test interrupts be.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests never ask the Hub: a name that is not on disk fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
