@@ -61,6 +61,8 @@ def read_earlier(directory: Path, export: str) -> Earlier:
         raise ArtifactError(f"{directory} is part of the export '{made_for}'.", do=remedy)
     found = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
     found.pop(LISTING, None)
+    # The Python backend leaves its byte code beside model.py.
+    found = {name: path for name, path in found.items() if path.parent.name != "__pycache__"}
     changed = [name for name, path in found.items() if files.get(name) != sha256_of(path)]
     if changed:
         raise ArtifactError(

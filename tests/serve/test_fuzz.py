@@ -92,7 +92,14 @@ def test_a_good_client_is_served_during_a_thousand_malformed_messages(loop):
             client, served = await server.connect(), 0
             while not over.is_set():
                 client.send(post(b"echo", b"%d" % served))
-                answer = await client.answer()
+                try:
+                    answer = await client.answer()
+                except (asyncio.IncompleteReadError, ConnectionError) as ended:
+                    # On a busy machine the pause below may be longer than the idle timeout.
+                    assert not getattr(ended, "partial", b"")
+                    client.close()
+                    client = await server.connect()
+                    continue
                 assert answer.status == 200
                 assert b'"body":"%d"' % served in answer.body
                 served += 1
