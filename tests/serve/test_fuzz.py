@@ -94,9 +94,8 @@ def test_a_good_client_is_served_during_a_thousand_malformed_messages(loop):
                 client.send(post(b"echo", b"%d" % served))
                 try:
                     answer = await client.answer()
-                except (asyncio.IncompleteReadError, ConnectionError) as ended:
+                except (asyncio.IncompleteReadError, ConnectionError):
                     # On a busy machine the pause below may be longer than the idle timeout.
-                    assert not getattr(ended, "partial", b"")
                     client.close()
                     client = await server.connect()
                     continue
