@@ -35,6 +35,7 @@ TURN = {1: 10, 8: 4}
 BLOCK = 4
 """Calls of a block of what stands beside the two."""
 PAIRS = {1: 400, 8: 120}
+LEAST_PAIRS = 50
 NULL_CALLS = 20_000
 
 
@@ -47,6 +48,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=0, help="pairs of calls a shape")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if 0 < options.pairs < LEAST_PAIRS:
+        parser.error(f"--pairs is {options.pairs}, expected {LEAST_PAIRS} or more: a few blocks")
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for model in options.model or ("minilm", "bert-base"):
