@@ -102,7 +102,7 @@ print(json.dumps(seconds))
 def write_phrases(path: Path, rows: int) -> None:
     """Sentences of docstrings, shuffled by a fixed seed, again from the start when they run out.
 
-    All below 150 letters: 18.6 tokens in the mean, as the phrases that the script was written for.
+    All below 150 letters: 18.5 tokens in the mean, the longest 93.
     """
     import numpy as np
 

@@ -67,8 +67,8 @@ def serve_models(
     sockets = bind(config.host, config.port)
 
     def serve(restarts: Restarts) -> int:
-        # Modules are no garbage: until the models are loaded, a sixth of the time would be spent
-        # in looking for some. `ModelService.load` turns it on.
+        # Modules are no garbage, and until the models are loaded there is little else to look
+        # through. `ModelService.load` turns it on.
         gc.disable()
         # pydantic reads the metadata of all installed packages for plugins, which we have none of.
         os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
