@@ -138,7 +138,7 @@ class TextRows:
         def finish(rows: Sequence[Any]) -> list[NDArray[np.float32]]:
             if not rows or self.pooling is None:
                 return list(rows)
-            return list(self.pooling.finish(np.stack(rows), normalize=normalize))
+            return self.pooling.finish_rows(rows, normalize=normalize)
 
         given = [text for text in texts if isinstance(text, str)]
         if len(given) == len(texts) or isinstance(texts, str | bytes):

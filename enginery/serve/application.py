@@ -30,6 +30,7 @@ from enginery.serve.error_shapes import Family, error_response
 from enginery.serve.keys import Keys
 from enginery.serve.messages import Request, Response
 from enginery.serve.refusals import RefusalError, as_refusal
+from enginery.serve.replies import Timings
 from enginery.serve.rooms import AccessLog, HostedModel, Metrics, Models, Tracing
 from enginery.serve.routes.table import route_table
 
@@ -122,7 +123,7 @@ class ServerApplication:
             _log.exception("request %s: %s %s", call.request_id, request.method, request.path)
             fault = _HttpError(500, "internal error.")
             response = error_response(family, fault, request_id=call.request_id)
-        return self._note(call, response)
+        return self._note(call, response, answered=True)
 
     def refusal(self, request: Request, status: int, message: str) -> Response:
         """The HTTP layer's own answer, in the shape of the protocol of the request's path.
@@ -152,20 +153,30 @@ class ServerApplication:
             self._metrics.refused(_name(call), _REASONS.get(refusal.status, "http"))
         return error_response(family, refusal)
 
-    def _note(self, call: Call, response: Response) -> Response:
+    def _note(self, call: Call, response: Response, *, answered: bool = False) -> Response:
         """Writes down what happened, on the answer and elsewhere; once for a request."""
         ended = time.perf_counter()
-        seconds = ended - call.started
-        name, timings = _name(call), call.timings
-        pattern = call.route.pattern if call.route else ""
         identity = (("x-request-id", call.request_id),)
-        if timings is not None and response.status == 200:
-            response.headers += identity + self._times(call, seconds)
+        if call.timings is not None and response.status == 200:
+            response.headers += identity + self._times(call, ended - call.started)
         else:
             response.headers += identity
         if call.noted:
             return response
         call.noted = True
+        facts = (call, response, call.timings, ended)
+        if answered:  # behind it: the client need not wait for this to get it
+            asyncio.get_running_loop().call_soon(self._write_down, *facts)
+        else:
+            self._write_down(*facts)
+        return response
+
+    def _write_down(
+        self, call: Call, response: Response, timings: Timings | None, ended: float
+    ) -> None:
+        name = _name(call)
+        pattern = call.route.pattern if call.route else ""
+        seconds = ended - call.started
         if self._metrics:
             self._metrics.request(
                 route=pattern, model=name, status=response.status, seconds=seconds
@@ -182,7 +193,6 @@ class ServerApplication:
                 call.request, response, route=pattern, model=name, timings=timings,
                 started=call.started, ended=ended,
             )  # fmt: skip
-        return response
 
     def _times(self, call: Call, seconds: float) -> tuple[tuple[str, str], ...]:
         timings: Any = call.timings

@@ -62,7 +62,7 @@ class HostedModel(Answers):
             path: the artifact's directory.
             config: how it is batched and what is refused.
             loop: where its coroutines run.
-            on_batch: told of each batch, in a worker's thread: the name, `rows`, `tokens`,
+            on_batch: told of each batch: the name, `rows`, `tokens`,
                 `padded_tokens`, `seconds`.
         """
         self.name, self.path = name, path

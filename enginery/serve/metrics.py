@@ -7,25 +7,25 @@ Takes what happened, one call each; leaves the text of `/metrics`.
     >>> metrics.exposition()[0].decode()
     '# HELP enginery_request_duration_seconds …'
 
-Base units, and names as prometheus.io/docs/practices/naming has them. The metrics are in a registry
-of their own, so that two servers in one process share none. The labels are bounded: route patterns,
+Base units, and names as prometheus.io/docs/practices/naming has them. Each server has its own,
+though two of them be in one process. The labels are bounded: route patterns,
 never paths, and the names of hosted models, never what a client calls one. Every call may come from
-any thread; those of a request together cost a few microseconds.
+any thread. Counting is ours, because every request pays for it; what Prometheus reads is written by
+its own client, which is imported when somebody asks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
 
 from enginery.serve.replies import Timings
+from enginery.serve.series import Count, Counts, Histogram, Histograms
 
 if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
     from enginery.serve.rooms import HostedModel
 
 SECONDS = (
@@ -49,42 +49,48 @@ class Metrics:
     """
 
     def __init__(self, *, restarts: int = 0) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
-        self._watched = _AtScrape()
+        self._lock = Lock()
+        self._families: list[Histograms | Counts] = []
+        self._models: Callable[[], Iterable[HostedModel]] = tuple
+        self._dropped: Callable[[], int] = int
         self._requests: dict[tuple[str, str, int], Histogram] = {}
-        self._replies: dict[str, _ReplyChildren] = {}
-        self._batches: dict[str, _BatchChildren] = {}
+        self._replies: dict[str, _Reply] = {}
+        self._batches: dict[str, _Batch] = {}
         by_model = ("model",)
-        self._duration = self._histogram(
+        self._duration = self._histograms(
             "request_duration_seconds", "From the first byte of a request to its answer.",
             ("route", "model", "status"), SECONDS,
         )  # fmt: skip
-        self._reply = (
-            self._histogram("tokenize_seconds", "Tokenizing, or decoding.", by_model, SECONDS),
-            self._histogram("queue_seconds", "Waiting for a worker.", by_model, SECONDS),
-            self._histogram("inference_seconds", "In a worker, per request.", by_model, SECONDS),
-            self._counter("inputs", "Texts, images or rows that were answered.", by_model),
-            self._counter("input_tokens", "Their tokens, special ones included.", by_model),
-            self._counter("truncated", "Texts that were cut to what the model takes.", by_model),
-        )  # fmt: skip
+        self._tokenize = self._histograms(
+            "tokenize_seconds", "Tokenizing, or decoding.", by_model, SECONDS
+        )
+        self._queue = self._histograms("queue_seconds", "Waiting for a worker.", by_model, SECONDS)
+        self._inference = self._histograms(
+            "inference_seconds", "In a worker, per request.", by_model, SECONDS
+        )
+        self._inputs = self._counts("inputs", "Texts, images or rows that were answered.", by_model)
+        self._tokens = self._counts(
+            "input_tokens", "Their tokens, special ones included.", by_model
+        )
+        self._truncated = self._counts(
+            "truncated", "Texts that were cut to what the model takes.", by_model
+        )
         self._batch = (
-            self._histogram("batch_inputs", "Inputs of a batch.", by_model, INPUTS),
-            self._histogram("batch_tokens", "Its tokens without padding.", by_model, TOKENS),
-            self._histogram(
+            self._histograms("batch_inputs", "Inputs of a batch.", by_model, INPUTS),
+            self._histograms("batch_tokens", "Its tokens without padding.", by_model, TOKENS),
+            self._histograms(
                 "batch_padding_ratio", "Padding as a share of a batch's padded tokens.",
                 by_model, RATIOS,
             ),
-            self._histogram("batch_seconds", "One batch in a worker.", by_model, SECONDS),
+            self._histograms("batch_seconds", "One batch in a worker.", by_model, SECONDS),
         )  # fmt: skip
-        self._refused = self._counter(
+        self._refused = self._counts(
             "refused", "Requests that were not answered.", ("model", "reason")
         )
-        self._restarts = self._counter(
+        started_anew = self._counts(
             "restarts", "Times that the serving process was started anew.", ()
         )
-        self._restarts.inc(restarts)
-        self.registry.register(self._watched)
-        ProcessCollector(registry=self.registry)
+        started_anew.of().value = restarts
 
     def request(self, *, route: str, model: str, status: int, seconds: float) -> None:
         """A request was answered or refused.
@@ -98,26 +104,32 @@ class Metrics:
         child = self._requests.get((route, model, status))
         if child is None:
             known = self._known(model)
-            child = self._duration.labels(route, known, str(status))
+            with self._lock:
+                child = self._duration.of(route, known, str(status))
             if known == model:  # else a client could fill the memory with names
                 self._requests[route, model, status] = child
-        child.observe(seconds)
+        with self._lock:
+            child.add(seconds)
 
     def reply(self, model: str, timings: Timings, *, inputs: int) -> None:
         """A model answered a request of so many inputs."""
         children = self._replies.get(model)
         if children is None:
             known = self._known(model)
-            children = _ReplyChildren(*(metric.labels(known) for metric in self._reply))
+            with self._lock:
+                children = _Reply(
+                    self._tokenize.of(known), self._queue.of(known), self._inference.of(known),
+                    self._inputs.of(known), self._tokens.of(known), self._truncated.of(known),
+                )  # fmt: skip
             if known == model:
                 self._replies[model] = children
-        children.tokenize.observe(timings.tokenize_seconds)
-        children.queue.observe(timings.queue_seconds)
-        children.inference.observe(timings.inference_seconds)
-        children.inputs.inc(inputs)
-        children.tokens.inc(timings.tokens)
-        if timings.truncated:
-            children.truncated.inc(timings.truncated)
+        with self._lock:
+            children.tokenize.add(timings.tokenize_seconds)
+            children.queue.add(timings.queue_seconds)
+            children.inference.add(timings.inference_seconds)
+            children.inputs.value += inputs
+            children.tokens.value += timings.tokens
+            children.truncated.value += timings.truncated
 
     def batch(
         self, model: str, *, rows: int, tokens: int, padded_tokens: int, seconds: float
@@ -134,14 +146,16 @@ class Metrics:
         children = self._batches.get(model)
         if children is None:
             known = self._known(model)
-            children = _BatchChildren(*(metric.labels(known) for metric in self._batch))
+            with self._lock:
+                children = _Batch(*(family.of(known) for family in self._batch))
             if known == model:
                 self._batches[model] = children
-        children.inputs.observe(rows)
-        children.seconds.observe(seconds)
-        if padded_tokens > 0:
-            children.tokens.observe(tokens)
-            children.padding.observe(max(0.0, 1 - tokens / padded_tokens))
+        with self._lock:
+            children.inputs.add(rows)
+            children.seconds.add(seconds)
+            if padded_tokens > 0:
+                children.tokens.add(tokens)
+                children.padding.add(max(0.0, 1 - tokens / padded_tokens))
 
     def refused(self, model: str, reason: str) -> None:
         """A request was not answered.
@@ -150,18 +164,20 @@ class Metrics:
             model: a hosted model's name; anything else counts as no model.
             reason: one of a few words of ours, `overloaded` or `too_large`.
         """
-        self._refused.labels(self._known(model), reason).inc()
+        known = self._known(model)
+        with self._lock:
+            self._refused.of(known, reason).value += 1
 
     def watch_models(self, models: Callable[[], Iterable[HostedModel]]) -> None:
         """Says which models are hosted: their names are labels, and their states are gauges.
 
         Until then every request counts as one without a model.
         """
-        self._watched.models = models
+        self._models = models
 
     def watch_dropped_lines(self, dropped: Callable[[], int]) -> None:
         """Says how many lines the access log has dropped so far."""
-        self._watched.dropped = dropped
+        self._dropped = dropped
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """The body of `/metrics` and its content type.
@@ -169,49 +185,20 @@ class Metrics:
         Args:
             accept: the request's header: Prometheus' text 0.0.4, or OpenMetrics where it asks.
         """
+        from prometheus_client import ProcessCollector
+        from prometheus_client.exposition import choose_encoder
+
         encode, content_type = choose_encoder(accept)
-        return encode(_WithoutCreated(self.registry)), content_type
+        with self._lock:
+            families = [family.metric() for family in self._families]
+        process = ProcessCollector(registry=None)
+        found = [*families, *self._looked_at(), *process.collect()]
+        return encode(_Found(found)), content_type
 
-    def _known(self, model: str) -> str:
-        return model if any(m.name == model for m in self._watched.models()) else NO_MODEL
+    def _looked_at(self) -> Iterator[Metric]:
+        """What is not counted but looked at: the models and their queues."""
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
-    def _histogram(
-        self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]
-    ) -> Histogram:
-        return Histogram(f"enginery_{name}", text, labels, registry=self.registry, buckets=buckets)
-
-    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
-        return Counter(f"enginery_{name}", text, labels, registry=self.registry)
-
-
-class _ReplyChildren(NamedTuple):
-    """The metrics of one model's replies, looked up once."""
-
-    tokenize: Any
-    queue: Any
-    inference: Any
-    inputs: Any
-    tokens: Any
-    truncated: Any
-
-
-class _BatchChildren(NamedTuple):
-    """The metrics of one model's batches, looked up once."""
-
-    inputs: Any
-    tokens: Any
-    padding: Any
-    seconds: Any
-
-
-class _AtScrape(Collector):
-    """What is not counted but looked at: the models and their queues."""
-
-    def __init__(self) -> None:
-        self.models: Callable[[], Iterable[HostedModel]] = tuple
-        self.dropped: Callable[[], int] = int
-
-    def collect(self) -> Iterator[Metric]:
         by_model = ("model",)
         ready = GaugeMetricFamily(
             "enginery_model_ready", "1 where the model answers, else 0.", labels=by_model
@@ -226,7 +213,7 @@ class _AtScrape(Collector):
             "enginery_model_info", "What runs the model; always 1.",
             labels=("model", "task", "provider", "precision", "engine"),
         )  # fmt: skip
-        for model in self.models():
+        for model in self._models():
             name, state = model.name, model.state
             ready.add_metric([name], 1.0 if state == "ready" else 0.0)
             if state not in ("ready", "stuck"):  # there is no session to ask
@@ -242,17 +229,50 @@ class _AtScrape(Collector):
         yield from (ready, inputs, tokens, about)
         yield CounterMetricFamily(
             "enginery_access_log_dropped", "Lines that the access log had no room for.",
-            value=self.dropped(),
+            value=self._dropped(),
         )  # fmt: skip
 
+    def _known(self, model: str) -> str:
+        return model if any(m.name == model for m in self._models()) else NO_MODEL
 
-class _WithoutCreated(Collector):
-    """A registry without the time that each series began, which doubles the text for nothing."""
+    def _histograms(
+        self, name: str, text: str, labels: tuple[str, ...], bounds: tuple[float, ...]
+    ) -> Histograms:
+        family = Histograms(f"enginery_{name}", text, labels, bounds)
+        self._families.append(family)
+        return family
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    def _counts(self, name: str, text: str, labels: tuple[str, ...]) -> Counts:
+        family = Counts(f"enginery_{name}", text, labels)
+        self._families.append(family)
+        return family
 
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
-            yield family
+
+class _Reply(NamedTuple):
+    """What one model's replies are counted by, looked up once."""
+
+    tokenize: Histogram
+    queue: Histogram
+    inference: Histogram
+    inputs: Count
+    tokens: Count
+    truncated: Count
+
+
+class _Batch(NamedTuple):
+    """What one model's batches are counted by, looked up once."""
+
+    inputs: Histogram
+    tokens: Histogram
+    padding: Histogram
+    seconds: Histogram
+
+
+class _Found:
+    """What an encoder of Prometheus' client takes for a registry."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics

@@ -70,7 +70,7 @@ class Runs:
             max_inputs: that may wait.
             max_tokens: that may wait.
             on_gone: told in words when the provider runs nothing any more, in a worker's thread.
-            on_batch: told of each batch, in a worker's thread: the name, `rows`, `tokens`,
+            on_batch: told of each batch: the name, `rows`, `tokens`,
                 `padded_tokens`, `seconds`.
         """
         self.name = name
@@ -152,15 +152,6 @@ class Runs:
 
     def _finished(self, done: Done) -> None:
         """In a worker's thread: hands a batch over to the event loop."""
-        lengths = [item.length for item in done.batch]
-        padded = max(lengths) * len(lengths)
-        if self._loaded.learn(padded, done.seconds):
-            self.follow()
-        if self._on_batch:
-            self._on_batch(
-                self.name, rows=len(lengths), tokens=sum(item.tokens for item in done.batch),
-                padded_tokens=padded, seconds=done.seconds,
-            )  # fmt: skip
         try:
             self._loop.call_soon_threadsafe(self._deliver, done)
         except RuntimeError:  # the loop was closed: nobody waits for an answer any more
@@ -182,6 +173,19 @@ class Runs:
             pending.inference_seconds = max(pending.inference_seconds, done.seconds)
             if pending.done == len(pending.values):
                 pending.future.set_result(None)
+        self._loop.call_soon(self._account, done)  # behind those who have waited for it
+
+    def _account(self, done: Done) -> None:
+        """What the batch cost, for the rules and the metrics."""
+        lengths = [item.length for item in done.batch]
+        padded = max(lengths) * len(lengths)
+        if self._loaded.learn(padded, done.seconds):
+            self.follow()
+        if self._on_batch:
+            self._on_batch(
+                self.name, rows=len(lengths), tokens=sum(item.tokens for item in done.batch),
+                padded_tokens=padded, seconds=done.seconds,
+            )  # fmt: skip
 
     def _fail(self, pending: _Pending, error: EngineryError) -> None:
         if not pending.future.done():
