@@ -183,4 +183,6 @@ class _Lengths(Sequence[int]):
         return len(self._lane)
 
     def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [item.length for item in self._lane[place]]
         return self._lane[place].length

@@ -1,8 +1,9 @@
+import itertools
 import random
 
 import pytest
 
-from enginery.serve.batches import CROWD, BatchRules, choose_batch
+from enginery.serve.batches import CROWD, BatchRules, choose_batch, divide
 
 RULES = BatchRules(max_tokens=256, max_rows=64, max_padding=0.1)
 
@@ -49,23 +50,79 @@ def test_the_rows_that_an_engine_takes_bound_a_batch():
     assert batch([8] * 5, 0, rules=rules) == [8] * 5
 
 
-def test_in_a_crowd_padding_that_costs_less_than_a_batch_is_taken():
-    lengths = sorted([10, 14] + [200] * CROWD)
+@pytest.mark.parametrize("others", [0, CROWD])
+def test_padding_that_costs_less_than_a_batch_is_taken(others):
+    lengths = sorted([10, 14] + [200] * others)
     assert batch(lengths, 0) == [10]
     rules = BatchRules(256, 64, 0.1, worth_tokens=8)
     assert batch(lengths, 0, rules=rules) == [10, 14]
-    assert batch([10, 14], 0, rules=rules) == [10]
+    assert batch(sorted([10, 19] + [200] * others), 0, rules=rules) == [10]
 
 
+def test_an_input_leaves_a_neighbour_that_is_cheaper_with_others():
+    # 16 goes with 18 and 19: with 10 it would cost as much padding as all three together.
+    rules = BatchRules(256, 64, 0.1, worth_tokens=7)
+    assert batch([10, 16, 18, 19], 1, rules=rules) == [16, 18, 19]
+    assert batch([10, 16, 18, 19], 0, rules=rules) == [10]
+
+
+def costs(lengths, places, worth):
+    parts = [lengths[low:high] for low, high in itertools.pairwise(places)]
+    return sum(worth + max(part) * len(part) for part in parts)
+
+
+def allowed(part, most, rules):
+    tokens = max(part) * len(part)
+    padding = tokens - sum(part)
+    return len(part) == 1 or (
+        len(part) <= most
+        and tokens <= rules.max_tokens
+        and (not rules.rows_at or len(part) <= rules.rows_at(max(part)))
+        and (not padding or not rules.equal_lengths)
+        and padding <= max(rules.max_padding * tokens, rules.worth_tokens)
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_division_is_cheaper(seed):
+    chance = random.Random(seed)
+    lengths = sorted(chance.randint(3, 40) for _ in range(chance.randint(1, 10)))
+    most = chance.randint(1, 10)
+    rules = BatchRules(
+        max_tokens=chance.choice([40, 100, 256]), max_rows=64,
+        max_padding=chance.choice([0.0, 0.1, 0.3]), worth_tokens=chance.choice([0.5, 4.0, 8.0, 30]),
+        equal_lengths=chance.random() < 0.2,
+        rows_at=chance.choice([None, lambda length: 1 + 30 // length]),
+    )  # fmt: skip
+    found = divide(lengths, most, rules)
+    assert found[0] == 0
+    assert found[-1] == len(lengths)
+    inner = range(1, len(lengths))
+    ways = (
+        [0, *cuts, len(lengths)]
+        for count in range(len(lengths))
+        for cuts in itertools.combinations(inner, count)
+    )
+    least = min(
+        costs(lengths, places, rules.worth_tokens)
+        for places in ways
+        if all(allowed(lengths[a:b], most, rules) for a, b in itertools.pairwise(places))
+    )
+    assert costs(lengths, found, rules.worth_tokens) == pytest.approx(least)
+    assert all(allowed(lengths[a:b], most, rules) for a, b in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize("worth", [0.0, 4.0])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_batch_keeps_every_bound(seed):
+def test_every_batch_keeps_every_bound(seed, worth):
+    rules = BatchRules(256, 64, 0.1, worth_tokens=worth)
     chance = random.Random(seed)
     lengths = sorted(chance.randint(1, 128) for _ in range(chance.randint(1, 60)))
     for oldest in range(len(lengths)):
         most = chance.randint(1, 20)
-        found = batch(lengths, oldest, most=most)
+        found = batch(lengths, oldest, most=most, rules=rules)
         assert len(found) <= most
         if len(found) > 1:
             tokens = max(found) * len(found)
-            assert tokens <= RULES.max_tokens
-            assert padding_of(found) <= RULES.max_padding * tokens
+            assert tokens <= rules.max_tokens
+            assert padding_of(found) <= max(rules.max_padding * tokens, worth)
