@@ -7,6 +7,7 @@
                transformers' BertTokenizerFast padded to 60 tokens, inference in `async def`
     unpadded   the same without padding
     enginery   `enginery serve`
+    alone      the same with one worker that has a thread a core: for one client at a time
     echo       a constant answer over asyncio and httptools: what the load's own side costs
     ceiling    ONNX Runtime with no HTTP: sorted phrases, 256 tokens a batch, 2 threads of intra 1
 
@@ -40,7 +41,7 @@ from pathlib import Path
 import psutil
 from predict_vs_seed import write_phrases
 
-SERVERS = ("seed", "unpadded", "enginery", "echo")
+SERVERS = ("seed", "unpadded", "enginery", "alone", "echo")
 PATIENCE_SECONDS = 120
 
 FASTAPI = """
@@ -180,9 +181,11 @@ def running(name: str, artifact: Path, words: argparse.Namespace):
     """A server process that answers: its port, its process, and how long that took."""
     port = free_port()
     python = words.seed_python if name in ("seed", "unpadded") else sys.executable
-    if name == "enginery":
+    if name in ("enginery", "alone"):
         command = [python, "-m", "enginery", "serve", str(artifact), "--port", str(port),
                    *words.serve_options.split()]  # fmt: skip
+        if name == "alone":
+            command += ["--workers", "1", "--threads", str(psutil.cpu_count(logical=False))]
     else:
         program = ECHO if name == "echo" else FASTAPI
         command = [python, "-c", program, str(artifact), str(port), name]

@@ -87,12 +87,15 @@ class LoadedModel:
         artifact = Artifact.open(path)
         artifact.require_passed(allow_failed=options.allow_failed)
         wish = parse_wishes(options.provider, options.provider_option, default="cpu")
-        threads = options.threads
-        if not threads and wish[0].full_name == CPU and (options.workers or usable_cores()) > 1:
+        threads, on_cpu = options.threads, wish[0].full_name == CPU
+        alone = (options.workers or usable_cores()) == 1
+        if not threads and on_cpu and not alone:
             threads = 1
         runner = OrtRunner(
             artifact, providers=wish, allow_fallback=options.allow_fallback, threads=threads,
-            keep_optimized=options.optimized_graph, spinning=threads == 1,
+            keep_optimized=options.optimized_graph,
+            # Several workers' threads would take the cores from each other.
+            spinning=threads == 1 or (on_cpu and alone),
         )  # fmt: skip
         try:
             return cls(artifact, runner, options)

@@ -12,6 +12,7 @@ from enginery.runtime.model import load_model
 from enginery.runtime.ort import OrtRunner
 from enginery.serve.config import ServeConfig
 from enginery.serve.hosted import HostedModel
+from enginery.serve.loaded import LoadedModel
 from enginery.serve.refusals import (
     InvalidInputError,
     OverloadedError,
@@ -347,6 +348,27 @@ def test_a_batch_that_cannot_be_delivered_does_not_take_the_worker_along(exporte
 
     asyncio.run(ask())
     assert "could not be delivered" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "threads", "spinning"),
+    [({"workers": 2}, 1, True), ({"workers": 2, "threads": 2}, 2, False),
+     ({"workers": 1}, 0, True), ({"workers": 1, "threads": 3}, 3, True)],
+)  # fmt: skip
+def test_threads_wait_in_busy_loops_where_nobody_else_wants_the_cores(
+    exported, monkeypatch, options, threads, spinning
+):
+    opened = []
+
+    class Seen(OrtRunner):
+        def __init__(self, artifact, **given):
+            opened.append((given["threads"], given["spinning"]))
+            super().__init__(artifact, **given)
+
+    monkeypatch.setattr("enginery.serve.loaded.OrtRunner", Seen)
+    path = exported("bert", "feature-extraction").path
+    LoadedModel.open(path, ServeConfig(**options)).close()
+    assert opened == [(threads, spinning)]
 
 
 def test_what_is_learned_of_batches_moves_the_rules(exported):
