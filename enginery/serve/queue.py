@@ -66,7 +66,10 @@ class BatchQueue:
         self._count = 0
         self._idle = 0
         self._state = "open"
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._sleeping: list[threading.Lock] = []
+        """Locked ones, each of a worker that waits; the last is woken first: what it needs is in
+        its core's caches."""
 
     def put(self, items: Sequence[Waiting], *, now: float) -> None:
         """Takes all inputs of a request, or none.
@@ -76,7 +79,7 @@ class BatchQueue:
             UnavailableError: the queue was closed.
         """
         tokens = sum(item.tokens for item in items)
-        with self._changed:
+        with self._lock:
             if self._state != "open":
                 raise UnavailableError("the model is being closed.", retry_after_seconds=1)
             inputs = len(items)
@@ -98,24 +101,25 @@ class BatchQueue:
                 heapq.heappush(self._due, (item.due, self._count, item))
             self.inputs += inputs
             self.tokens += tokens
-            self._changed.notify(min(inputs, self._idle) or 1)
+            for _ in range(min(inputs, len(self._sleeping))):
+                self._sleeping.pop().release()
 
     def take(self) -> list[Waiting]:
         """The next batch; empty when the queue is closed and nothing waits any more."""
-        with self._changed:
+        with self._lock:
             self._idle += 1
             try:
                 while not self.inputs:
                     if self._state != "open":
                         return []
-                    self._changed.wait()
+                    self._sleep()
                 return self._next()
             finally:
                 self._idle -= 1
 
     def cancel(self, items: Sequence[Waiting]) -> int:
         """Takes inputs out that still wait; returns how many those were."""
-        with self._changed:
+        with self._lock:
             found = [item for item in items if not item.taken and item.order[1]]
             for item in found:
                 lane = self._lanes[item.kind]
@@ -132,7 +136,7 @@ class BatchQueue:
         Returns:
             What waited and will not run; nothing with `drain`.
         """
-        with self._changed:
+        with self._lock:
             self._state = "closed"
             dropped = []
             if not drain:
@@ -141,8 +145,20 @@ class BatchQueue:
                     self._forget(item)
                 self._lanes.clear()
                 self._due.clear()
-            self._changed.notify_all()
+            while self._sleeping:
+                self._sleeping.pop().release()
             return dropped
+
+    def _sleep(self) -> None:
+        """Waits until somebody wakes this worker; the queue's lock is open meanwhile."""
+        woken = threading.Lock()
+        woken.acquire()
+        self._sleeping.append(woken)
+        self._lock.release()
+        try:
+            woken.acquire()
+        finally:
+            self._lock.acquire()
 
     def _next(self) -> list[Waiting]:
         oldest = self._due[0][2]

@@ -93,12 +93,33 @@ def test_workers_that_are_free_share_what_waits():
     threads = [threading.Thread(target=lambda: taken.append(queue.take())) for _ in range(2)]
     for thread in threads:
         thread.start()
-    while queue._idle < 2:
+    while len(queue._sleeping) < 2:
         time.sleep(0.001)
     queue.put(inputs("a", *[8] * 10), now=0)
     for thread in threads:
         thread.join(10)
     assert sorted(map(len, taken)) == [5, 5]
+
+
+def test_the_worker_that_worked_last_is_woken_first():
+    queue = new_queue()
+    taken = []
+    threads = []
+    for name in ("cold", "warm"):
+        before = len(queue._sleeping)
+        thread = threading.Thread(target=lambda name=name: taken.append((name, queue.take())))
+        thread.start()
+        threads.append(thread)
+        while len(queue._sleeping) == before:
+            time.sleep(0.001)
+    for wanted in ("warm", "cold"):
+        queue.put(inputs("a", 8), now=0)
+        while not taken:
+            time.sleep(0.001)
+        name, batch = taken.pop()
+        assert (name, names(batch)) == (wanted, [("a", 0)])
+    for thread in threads:
+        thread.join(10)
 
 
 def test_a_closed_queue_takes_nothing_and_ends_its_workers():
