@@ -103,7 +103,21 @@ class Pooling:
         found = [np.asarray(row, np.float32) for row in rows]
         if not (self.normalize if normalize is None else normalize):
             return found
-        return [row / np.float32(max(_length(row), 1e-12)) for row in found]
+        lengths = [math.sqrt(squared_length(row)) for row in found]
+        return [
+            row / np.float32(max(length, 1e-12)) for row, length in zip(found, lengths, strict=True)
+        ]
+
+
+def squared_length(vector: NDArray[Any]) -> float:
+    """The sum of a vector's squares, in float32 where that holds it; NaN or infinity as it has."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        squared = float(vector @ vector)
+    if math.isfinite(squared):
+        return squared
+    wide = vector.astype(np.float64)  # squares of 1e20 are beyond float32
+    with np.errstate(invalid="ignore"):
+        return float(wide @ wide)
 
 
 def read_pooling(directory: Path) -> Pooling:
@@ -179,14 +193,6 @@ def _read_pooling_config(file: Path) -> Pooling:
         include_prompt=bool(config.get("include_prompt", True)),
         note=f"pooling from {file.parent.name}/config.json: {', '.join(modes)}",
     )
-
-
-def _length(vector: Vectors) -> float:
-    squared = float(vector @ vector)
-    if math.isinf(squared):  # squares of 1e20 are beyond float32
-        wide = vector.astype(np.float64)
-        squared = float(wide @ wide)
-    return math.sqrt(squared)
 
 
 def _pool(mode: str, tokens: Vectors, mask: NDArray[Any]) -> Vectors:

@@ -62,8 +62,7 @@ class HostedModel(Answers):
             path: the artifact's directory.
             config: how it is batched and what is refused.
             loop: where its coroutines run.
-            on_batch: told of each batch: the name, `rows`, `tokens`,
-                `padded_tokens`, `seconds`.
+            on_batch: told of each batch: the name, `rows`, `tokens`, `padded_tokens`, `seconds`.
         """
         self.name, self.path = name, path
         self.state: State = "loading"

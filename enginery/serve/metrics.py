@@ -8,10 +8,10 @@ Takes what happened, one call each; leaves the text of `/metrics`.
     '# HELP enginery_request_duration_seconds …'
 
 Base units, and names as prometheus.io/docs/practices/naming has them. Each server has its own,
-though two of them be in one process. The labels are bounded: route patterns,
-never paths, and the names of hosted models, never what a client calls one. Every call may come from
-any thread. Counting is ours, because every request pays for it; what Prometheus reads is written by
-its own client, which is imported when somebody asks.
+though two of them be in one process. The labels are bounded: route patterns, never paths, and the
+names of hosted models, never what a client calls one. Every call may come from any thread. Counting
+is ours, because every request pays for it; what Prometheus reads is written by its own client,
+which is imported when somebody asks.
 """
 
 from __future__ import annotations

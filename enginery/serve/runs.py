@@ -70,8 +70,7 @@ class Runs:
             max_inputs: that may wait.
             max_tokens: that may wait.
             on_gone: told in words when the provider runs nothing any more, in a worker's thread.
-            on_batch: told of each batch: the name, `rows`, `tokens`,
-                `padded_tokens`, `seconds`.
+            on_batch: told of each batch: the name, `rows`, `tokens`, `padded_tokens`, `seconds`.
         """
         self.name = name
         self._loaded, self._loop = loaded, loop

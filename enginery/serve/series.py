@@ -2,8 +2,8 @@
 
     >>> seconds = Histograms("request_seconds", "Of requests.", ("route",), (0.1, 1.0))
     >>> seconds.of("/embed").add(0.25)
-    >>> [sample.value for sample in seconds.metric().samples]
-    [0.0, 1.0, 1.0, 1.0, 0.25]
+    >>> [sample.value for sample in seconds.metric().samples]    # buckets, count, sum
+    [0, 1, 1, 1, 0.25]
 
 Whoever adds from several threads holds a lock, once for all that a request adds.
 """

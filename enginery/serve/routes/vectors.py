@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from enginery.runtime.pooling import squared_length
 from enginery.serve.reading import FieldError, JsonObject
 from enginery.serve.refusals import UnavailableError
 from enginery.serve.rooms import HostedModel
@@ -54,15 +55,12 @@ def _finished(vector: Any, normalize: bool, dimensions: int) -> Vector:
         )
     if dimensions:
         vector = vector[:dimensions]
-    squared = float(vector @ vector)
+    squared = squared_length(vector)
     if not math.isfinite(squared):
-        wide = vector.astype(np.float64)  # squares of 1e20 are beyond float32
-        squared = float(wide @ wide)
-        if not math.isfinite(squared):
-            raise UnavailableError(
-                "the model's vector holds NaN or infinity.",
-                do="Its precision cannot hold this text; `enginery validate` says more.",
-            )
+        raise UnavailableError(
+            "the model's vector holds NaN or infinity.",
+            do="Its precision cannot hold this text; `enginery validate` says more.",
+        )
     if not normalize or squared == 0.0 or abs(squared - 1.0) < _UNIT:
         return np.ascontiguousarray(vector, np.float32)
     return np.ascontiguousarray(vector / math.sqrt(squared), np.float32)
