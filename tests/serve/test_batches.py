@@ -66,6 +66,14 @@ def test_an_input_leaves_a_neighbour_that_is_cheaper_with_others():
     assert batch([10, 16, 18, 19], 0, rules=rules) == [10]
 
 
+def test_a_crowd_is_not_divided():
+    rules = BatchRules(256, 64, 0.1, worth_tokens=5)
+    few = [10, 12] + [14] * 6
+    # Padding of 6 is more than a batch is worth, but less than a tenth.
+    assert batch(few, 0, rules=rules) == few
+    assert batch(few + [200] * CROWD, 0, rules=rules) == [10, 12]
+
+
 def costs(lengths, places, worth):
     parts = [lengths[low:high] for low, high in itertools.pairwise(places)]
     return sum(worth + max(part) * len(part) for part in parts)

@@ -132,6 +132,20 @@ def test_a_closed_queue_takes_nothing_and_ends_its_workers():
     assert queue.take() == []
 
 
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_closed_queue_ends_all_who_sleep(drain):
+    queue = new_queue()
+    threads = [threading.Thread(target=queue.take, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while len(queue._sleeping) < 3:
+        time.sleep(0.001)
+    queue.close(drain=drain)
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_a_queue_closed_at_once_gives_back_what_waited():
     queue = new_queue()
     queue.put(inputs("a", 8, 60), now=0)
