@@ -87,9 +87,12 @@ class Pooling:
         vectors = vectors.astype(np.float32, copy=False)
         if not (self.normalize if normalize is None else normalize):
             return vectors
-        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-        # torch.nn.functional.normalize has this floor.
-        return np.asarray(vectors / np.maximum(norms, 1e-12), dtype=np.float32)
+        # In float64: squares of 1e20 are beyond float32.
+        wide = vectors.astype(np.float64)
+        norms = np.linalg.norm(wide, axis=1, keepdims=True)
+        with np.errstate(invalid="ignore"):  # infinity is answered with NaN
+            # torch.nn.functional.normalize has this floor.
+            return np.asarray(wide / np.maximum(norms, 1e-12), dtype=np.float32)
 
     def finish_rows(
         self, rows: Sequence[NDArray[Any]], *, normalize: bool | None = None
@@ -103,10 +106,7 @@ class Pooling:
         found = [np.asarray(row, np.float32) for row in rows]
         if not (self.normalize if normalize is None else normalize):
             return found
-        lengths = [math.sqrt(squared_length(row)) for row in found]
-        return [
-            row / np.float32(max(length, 1e-12)) for row, length in zip(found, lengths, strict=True)
-        ]
+        return [_unit(row) for row in found]
 
 
 def squared_length(vector: NDArray[Any]) -> float:
@@ -118,6 +118,13 @@ def squared_length(vector: NDArray[Any]) -> float:
     wide = vector.astype(np.float64)  # squares of 1e20 are beyond float32
     with np.errstate(invalid="ignore"):
         return float(wide @ wide)
+
+
+def _unit(vector: Vectors) -> Vectors:
+    # A scalar of float64 makes the quotient one, which holds what float32 does not.
+    length = np.float64(max(math.sqrt(squared_length(vector)), 1e-12))
+    with np.errstate(invalid="ignore"):  # infinity is answered with NaN
+        return np.asarray(vector / length, np.float32)
 
 
 def read_pooling(directory: Path) -> Pooling:

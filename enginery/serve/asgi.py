@@ -100,8 +100,9 @@ class _Served:
 
     async def start(self) -> None:
         """Loads the models."""
-        from enginery.serve.service import ModelService
+        from enginery.serve.service import ModelService, require_packages
 
+        require_packages()
         self._service = ModelService(self._paths, self._config, None, log.info)
         await self._service.load()
 

@@ -4,9 +4,10 @@
     >>> choose_batch([8, 9, 9, 60, 64], oldest=3, most=5, rules=rules)
     (3, 5)
 
-An input goes with its nearest neighbours in length, so that a batch is a stretch of the inputs in
-the order of their lengths. Where it is known what a batch costs before its first token, the stretch
-is the one of the cheapest division of all that wait into batches; it holds little padding.
+An input goes with neighbours in length, so that a batch is a stretch of the inputs in the order of
+their lengths, and holds little padding. Where it is known what a batch costs before its first
+token, the stretch is the one of the cheapest division of all that wait into batches; else, and in a
+crowd, it is that of the nearest neighbours.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-REACH = 32
-"""Neighbours to each side that a division looks at. Simulated with phrases of 19 tokens: 16 do."""
-CROWD = 4 * REACH
-"""Inputs that wait from which on nothing is divided: neighbours are of one length anyway."""
+CROWD = 128
+"""Inputs that wait beyond which nothing is divided: it would take a millisecond, and neighbours are
+of one length anyway."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class BatchRules:
     max_padding: float
     """As a share of the batch's tokens."""
     worth_tokens: float = 0.0
-    """How many tokens cost what a batch costs before its first token: so much padding is cheaper
-    than another batch. 0 where it is not known."""
+    """How many tokens cost what a batch costs before its first token: a division may have so much
+    padding in a batch. 0 where it is not known."""
     equal_lengths: bool = False
     """Inputs of different length cannot share a batch, because they cannot be padded."""
     rows_at: Callable[[int], int] | None = None
@@ -51,13 +51,10 @@ def choose_batch(
         rules: the bounds.
     """
     most = min(most, rules.max_rows)
-    rows = min(most, rules.max_tokens // max(lengths[oldest], 1))
-    if rules.worth_tokens and len(lengths) <= CROWD and rows <= REACH:
-        first = max(oldest - REACH, 0)
-        near = lengths[first : oldest + REACH + 1]
-        for low, high in pairwise(divide(near, most, rules)):
-            if low <= oldest - first < high:
-                return first + low, first + high
+    if rules.worth_tokens and len(lengths) <= CROWD:
+        for low, high in pairwise(divide(lengths, most, rules)):
+            if low <= oldest < high:
+                return low, high
     return _with_nearest(lengths, oldest, most, rules)
 
 
@@ -90,7 +87,7 @@ def divide(lengths: Sequence[int], most: int, rules: BatchRules) -> list[int]:
             tokens = (end - begin) * longest
             padding = tokens - real
             if padding > worth and padding > rules.max_padding * tokens:
-                continue
+                break  # what comes below adds at least as much as the mean so far
             found = costs[begin] + worth + tokens
             if found <= cost:
                 cost, best = found, begin
@@ -136,5 +133,4 @@ def _fits(rows: int, real: int, longest: int, rules: BatchRules) -> bool:
         return False
     if rules.rows_at and rows > rules.rows_at(longest):
         return False
-    allowed = max(rules.max_padding * tokens, rules.worth_tokens)
-    return tokens <= rules.max_tokens and padding <= allowed
+    return tokens <= rules.max_tokens and padding <= rules.max_padding * tokens

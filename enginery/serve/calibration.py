@@ -21,6 +21,8 @@ two cores with all-MiniLM-L6-v2: docs/benchmarks.md."""
 _LEAST_TOKENS, _MOST_TOKENS = 256, 16_384
 _FIXED_SHARE = 0.1
 """Of a batch's time that may be its fixed part."""
+_WORTH_TIMES = 4.0
+"""How far what a batch's fixed part is worth may go from what was measured, either way."""
 RUNS = 3
 
 
@@ -77,6 +79,7 @@ class LiveCost:
     def __init__(self, measured: BatchCost, *, keep: float = 0.99) -> None:
         """Starts from a measured line, which counts as some batches of two sizes."""
         self._keep = keep
+        self._measured = measured
         self._lock = threading.Lock()
         self._sums = [0.0] * 5
         self.batches = 0
@@ -105,6 +108,16 @@ class LiveCost:
         if slope <= 0 or fixed < 0:
             return BatchCost(0.0, y / x)
         return BatchCost(fixed, slope)
+
+    def worth_tokens(self) -> float:
+        """How many tokens take as long as a batch's fixed part.
+
+        Batches of nearly one size say little of it: it stays within some times what was measured.
+        """
+        found, measured = self.cost().worth_tokens, self._measured.worth_tokens
+        if not measured:
+            return found
+        return min(max(found, measured / _WORTH_TIMES), measured * _WORTH_TIMES)
 
     def _add(self, x: float, y: float) -> None:
         new = (1.0, x, y, x * x, x * y)

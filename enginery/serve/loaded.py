@@ -245,7 +245,7 @@ class LoadedModel:
         self.explanation = why
         rules = BatchRules(
             max_tokens=tokens, max_rows=options.batch_rows, max_padding=options.max_padding,
-            worth_tokens=cost.worth_tokens,
+            worth_tokens=self.live.worth_tokens(),
         )  # fmt: skip
         work = self._text_work
         if work is not None:

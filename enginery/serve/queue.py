@@ -4,9 +4,9 @@
     >>> queue.put(waiting)            # from the event loop
     >>> batch = queue.take()          # in a worker's thread: waits for the first input
 
-Nothing waits for a timer: a worker that is free takes the input that is due first, with its nearest
-neighbours in length. An input of a list is due when those before it in the list would be done, so
-that a long list does not hold up short requests that come after it.
+Nothing waits for a timer: a worker that is free takes the input that is due first, with neighbours
+in length, see `batches`. An input of a list is due when those before it in the list would be done,
+so that a long list does not hold up short requests that come after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from enginery.serve.batches import BatchRules, choose_batch
+from enginery.serve.batches import CROWD, BatchRules, choose_batch
 from enginery.serve.refusals import OverloadedError, UnavailableError
 
 
@@ -166,7 +166,8 @@ class BatchQueue:
         place = bisect_left(lane, oldest.order, key=_ORDER)
         # Workers that are free as well get their share.
         most = -(-self.inputs // max(self._idle, 1))
-        low, high = choose_batch(_Lengths(lane), oldest=place, most=most, rules=self.rules)
+        lengths = [item.length for item in lane] if len(lane) <= CROWD else _Lengths(lane)
+        low, high = choose_batch(lengths, oldest=place, most=most, rules=self.rules)
         batch = lane[low:high]
         del lane[low:high]
         for item in batch:
@@ -199,6 +200,4 @@ class _Lengths(Sequence[int]):
         return len(self._lane)
 
     def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [item.length for item in self._lane[place]]
         return self._lane[place].length

@@ -157,22 +157,27 @@ class Runs:
             return
 
     def _deliver(self, done: Done) -> None:
-        for item, value in zip(done.batch, done.values, strict=True):
-            pending: _Pending = item.request
-            if pending.future.done():
-                continue
-            if isinstance(value, BaseException):
-                pending.future.set_exception(value)
-                pending.progress.set()
-                continue
-            pending.values[item.place] = value
-            pending.done += 1
+        try:
+            for item, value in zip(done.batch, done.values, strict=True):
+                self._answer(item, value, done)
+        finally:  # behind those who have waited for it
+            self._loop.call_soon(self._account, done)
+
+    def _answer(self, item: Waiting, value: Any, done: Done) -> None:
+        pending: _Pending = item.request
+        if pending.future.done():
+            return
+        if isinstance(value, BaseException):
+            pending.future.set_exception(value)
             pending.progress.set()
-            pending.started = max(pending.started, done.started)
-            pending.inference_seconds = max(pending.inference_seconds, done.seconds)
-            if pending.done == len(pending.values):
-                pending.future.set_result(None)
-        self._loop.call_soon(self._account, done)  # behind those who have waited for it
+            return
+        pending.values[item.place] = value
+        pending.done += 1
+        pending.progress.set()
+        pending.started = max(pending.started, done.started)
+        pending.inference_seconds = max(pending.inference_seconds, done.seconds)
+        if pending.done == len(pending.values):
+            pending.future.set_result(None)
 
     def _account(self, done: Done) -> None:
         """What the batch cost, for the rules and the metrics."""

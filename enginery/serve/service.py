@@ -126,6 +126,8 @@ class ModelService:
 
     async def load(self) -> None:
         """Loads the models; raises what `Models.load` raises."""
+        import asyncio
+
         from enginery.serve.verdicts import verdict_warning, verdict_words
 
         await self.models.load()
@@ -141,6 +143,8 @@ class ModelService:
             )
             if warning := verdict_warning(model.name, model.artifact):
                 self._say(warning)
+        # What writes metrics is imported here, beside the first requests, for the first scrape.
+        asyncio.get_running_loop().run_in_executor(None, self.metrics.exposition)
 
     def drain(self) -> None:
         """Readiness is off from here on."""

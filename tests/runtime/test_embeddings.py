@@ -107,7 +107,7 @@ def test_lasttoken_and_cls_find_their_token_with_padding_on_the_left():
 def test_rows_are_finished_as_a_batch_is(normalize, model_does):
     pooling = Pooling(("mean",), normalize=model_does, include_prompt=True, note="")
     batch = np.random.default_rng(0).normal(size=(5, 384)).astype(np.float32) * 7
-    batch[3] = 0
+    batch[1:4] = [[1e-15], [3e25], [0]]
     rows = pooling.finish_rows(list(batch), normalize=normalize)
     assert {row.dtype for row in rows} == {np.dtype(np.float32)}
     np.testing.assert_allclose(rows, pooling.finish(batch, normalize=normalize), rtol=3e-7)
@@ -115,11 +115,20 @@ def test_rows_are_finished_as_a_batch_is(normalize, model_does):
 
 def test_rows_whose_squares_are_beyond_float32_have_length_one_all_the_same():
     pooling = Pooling(("mean",), normalize=True, include_prompt=True, note="")
-    (row,) = pooling.finish_rows([np.float32([3e25, 4e25])])
-    assert row == pytest.approx([0.6, 0.8])
+    large = np.float32([[3e25, 4e25], [3e38, 3e38]])
+    for rows in (pooling.finish_rows(list(large)), pooling.finish(large)):
+        assert rows[0] == pytest.approx([0.6, 0.8])
+        assert rows[1] == pytest.approx([0.5**0.5] * 2)
     (half,) = pooling.finish_rows([np.float16([3e4, 4e4])])
     assert half == pytest.approx([0.6, 0.8])
-    assert np.isnan(pooling.finish_rows([np.float32([np.nan, 1])])[0]).all()
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_what_is_no_number_stays_none(odd):
+    pooling = Pooling(("mean",), normalize=True, include_prompt=True, note="")
+    rows = np.float32([[odd, 1]])
+    assert np.isnan(pooling.finish_rows(list(rows))[0]).any()
+    assert np.isnan(pooling.finish(rows)[0]).any()
 
 
 @pytest.mark.parametrize("include", [True, False])

@@ -46,6 +46,22 @@ class Log:
         )
 
 
+def test_an_answer_does_not_wait_for_its_line_in_the_log():
+    log = Log()
+    app = ServerApplication(
+        StandInModels(StandInModel()), ServeConfig(), keys=Keys(), access_log=log
+    )
+
+    async def one():
+        await app(Request("POST", "/embed", "", {}, b'{"inputs": "a"}'))
+        before = list(log.lines)
+        await asyncio.sleep(0)
+        return before
+
+    assert asyncio.run(one()) == []
+    assert [line[:2] for line in log.lines] == [("POST", "/embed")]
+
+
 # Keys
 
 

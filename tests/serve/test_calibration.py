@@ -60,3 +60,17 @@ def test_batches_of_one_size_say_nothing_of_the_fixed_part():
         live.add(50, 0.01)
     assert live.cost().fixed_seconds == 0
     assert live.cost().seconds_per_token == pytest.approx(0.0002)
+
+
+def test_batches_of_nearly_one_size_do_not_run_away_with_what_is_measured():
+    live = LiveCost(BatchCost(0.0012, 0.00015))
+    assert live.worth_tokens() == pytest.approx(8)
+    for turn in range(2000):  # the small difference in size is noise in time
+        live.add(120 + turn % 2, 0.02 + 0.000001 * (turn % 2))
+    assert live.cost().worth_tokens > 100
+    assert live.worth_tokens() == pytest.approx(32)
+    for turn in range(2000):
+        live.add(120 + turn % 2, 0.02 + 0.001 * (turn % 2))
+    assert live.cost().worth_tokens == 0
+    assert live.worth_tokens() == pytest.approx(2)
+    assert LiveCost(BatchCost(0.0, 0.0)).worth_tokens() == 0

@@ -9,6 +9,7 @@ from enginery import load_model
 from enginery.runtime.answers import Classification, Label
 from enginery.runtime.tokenizer import TextTokenizer
 from enginery.serve.routes.tei_tokens import _whole_tokenizer
+from enginery.serve.routes.vectors import finish_vectors
 from tests.serve.doubles import StandInModel
 from tests.serve.test_application import application, ask
 
@@ -307,3 +308,9 @@ def test_info_has_teis_fields(running_one, running):
     assert kinds["mood"]["classifier"]["label2id"]["glad"] == 2
     assert list(kinds["ranker"]) == ["reranker"]
     assert json.dumps(info)
+
+
+def test_vectors_at_the_end_of_float32_have_length_one():
+    (vector,) = finish_vectors([np.float32([3e38, 3e38])], normalize=True)
+    assert vector.dtype == np.float32
+    assert vector == pytest.approx([0.5**0.5] * 2)

@@ -63,4 +63,4 @@ def _finished(vector: Any, normalize: bool, dimensions: int) -> Vector:
         )
     if not normalize or squared == 0.0 or abs(squared - 1.0) < _UNIT:
         return np.ascontiguousarray(vector, np.float32)
-    return np.ascontiguousarray(vector / math.sqrt(squared), np.float32)
+    return np.ascontiguousarray(vector / np.float64(math.sqrt(squared)), np.float32)
