@@ -34,7 +34,8 @@ class ServeConfig:
     batch_rows: int = 64
     """The most inputs of a batch."""
     max_padding: float = 0.1
-    """The most padding in a batch, as a share of its tokens."""
+    """The most padding in a batch, as a share of its tokens; more where that costs less than
+    another batch."""
     queue_inputs: int = 2048
     """The most inputs that wait for a model; beyond it requests are refused with 429."""
     queue_tokens: int = 262144

@@ -8,8 +8,9 @@ import orjson
 import pytest
 import uvicorn
 
-from enginery.core.errors import ArtifactError, OptionError
-from enginery.serve.asgi import AsgiApp, config_from, create_app
+from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
+from enginery.serve.asgi import AsgiApp, _Served, config_from, create_app
+from enginery.serve.config import ServeConfig
 from tests.serve.echo import Echo, until
 
 
@@ -257,3 +258,13 @@ def test_factory_serves_models(exported):
         assert life.sent[1:] == [{"type": "lifespan.shutdown.complete"}]
 
     asyncio.run(whole())
+
+
+def test_a_missing_package_is_said_before_anything_is_loaded(monkeypatch, tmp_path):
+    def missing():
+        raise MissingPackageError("prometheus_client", extra="serve", purpose="Serving")
+
+    monkeypatch.setattr("enginery.serve.service.require_packages", missing)
+    served = _Served({"none": tmp_path}, ServeConfig())
+    with pytest.raises(MissingPackageError, match="prometheus_client"):
+        asyncio.run(served.start())

@@ -371,6 +371,19 @@ def test_threads_wait_in_busy_loops_where_nobody_else_wants_the_cores(
     assert opened == [(threads, spinning)]
 
 
+def test_a_batch_is_accounted_for_behind_its_answer(exported):
+    async def ask():
+        async with hosted(exported("bert", "feature-extraction"), workers=1) as served:
+            answered, seen = [], []
+            served.runs._account = lambda done: seen.append((len(done.batch), list(answered)))
+            await served.embed(["a"])
+            answered.append("a")
+            await asyncio.sleep(0)
+            return seen
+
+    assert asyncio.run(ask()) == [(1, ["a"])]
+
+
 def test_what_is_learned_of_batches_moves_the_rules(exported):
     async def ask():
         async with hosted(exported("bert", "feature-extraction"), workers=1) as served:
