@@ -15,10 +15,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from enginery.core.artifact import Artifact, refuse_foreign
+from enginery.core.artifact import REPORTS, Artifact, refuse_foreign
 from enginery.core.errors import ArtifactError
 from enginery.core.fingerprint import Fingerprint
 from enginery.core.manifest import Verdict
@@ -243,8 +243,9 @@ def deliver(
         if present and newer and verdict.stage not in checked:
             verdicts[verdict.stage] = (verdict, present)
     # Reports are read before the copy below replaces the directory that holds them.
-    reports = {stage: _report_bytes(holder, verdict) for stage, (verdict, holder) in
-               verdicts.items()}  # fmt: skip
+    reports = {
+        stage: _report_bytes(holder, verdict) for stage, (verdict, holder) in verdicts.items()
+    }
     if present is None or not same_model or present.manifest.stages != artifact.manifest.stages:
         present = artifact.copy_to(out)
         progress.say(f"wrote {out}")
@@ -254,11 +255,10 @@ def deliver(
     return present
 
 
-def _report_bytes(artifact: Artifact, verdict: Verdict) -> bytes:
-    try:
-        return (artifact.path / verdict.report).read_bytes()
-    except FileNotFoundError:
-        return b""  # somebody removed it; the verdict in the manifest holds without
+def _report_bytes(artifact: Artifact, verdict: Verdict) -> bytes | None:
+    """Return a verdict's report; None where somebody removed it, and the verdict holds without."""
+    file = artifact.report(PurePosixPath(verdict.report).relative_to(REPORTS).as_posix())
+    return file.read_bytes() if file else None
 
 
 def _opened(path: Path) -> Artifact | None:

@@ -1,7 +1,5 @@
 """What a run reuses, what it leaves where, and which verdict holds."""
 
-import json
-
 import pytest
 
 from enginery import Artifact, Recipe, export_model, run_recipe, steps, validate_model
@@ -87,10 +85,10 @@ def test_export_keeps_the_verdict_that_the_copy_has_come_by(model, tmp_path):
 def made_again(artifact, path):
     """The same files by another run of the exporter, which took longer."""
     again = artifact.copy_to(path)
-    manifest = json.loads((path / MANIFEST).read_text())
-    manifest["stages"][0]["seconds"] += 1
-    manifest["verdicts"] = []
-    (path / MANIFEST).write_text(json.dumps(manifest))
+    (stage,) = again.manifest.stages
+    longer = stage.model_copy(update={"seconds": stage.seconds + 1})
+    manifest = again.manifest.model_copy(update={"stages": (longer,), "verdicts": ()})
+    (path / MANIFEST).write_bytes(manifest.to_bytes())
     return Artifact.open(again.path)
 
 

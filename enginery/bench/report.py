@@ -9,7 +9,7 @@ PosixPath('minilm/reports/report.html')
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -50,6 +50,7 @@ def write_report(path: Path) -> Path:
     """
     result = read_benchmark(path)
     sections: list[Section] = []
+    figures: dict[str, bytes] = {}
     title, subtitle = path.resolve().name, ""
     if (path / MANIFEST).is_file() or result is None:
         manifest = Artifact.open(path).manifest
@@ -63,18 +64,34 @@ def write_report(path: Path) -> Path:
         if not subtitle:
             subject = result.subjects[0]
             title, subtitle = subject["name"], f"{subject['precision']}, {subject['path']}"
-        sections += bench_sections(result, path / REPORTS)
-    page = path / PAGE
-    page.parent.mkdir(exist_ok=True)
-    write_beside(page, render_page(title, subtitle, sections).encode())
-    return page
+        figures = draw_bench_figures(result)
+        sections += bench_sections(result, figures)
+    files = {PAGE: render_page(title, subtitle, sections).encode(), **figures}
+    store_reports(path, files, replacing_figures=result is not None)
+    return path / PAGE
 
 
-def remove_figures(directory: Path, *, kept: Collection[str] = ()) -> None:
-    """Removes the figures of an earlier bench; what other stages drew stays."""
-    for name in FIGURES:
-        if name not in kept:
-            (directory / f"{name}.svg").unlink(missing_ok=True)
+def store_reports(path: Path, files: Mapping[str, bytes], *, replacing_figures: bool) -> None:
+    """Write files below `reports/` of an artifact, which records them, or of a plain directory.
+
+    Args:
+        path: the artifact or directory.
+        files: content by name, `reports/benchmark.json`.
+        replacing_figures: remove an earlier benchmark's figures; what other stages drew stays.
+
+    Raises:
+        ArtifactError: the artifact cannot be opened, or a path of it leads through a link.
+    """
+    figures = [f"{REPORTS}/{name}.svg" for name in FIGURES] if replacing_figures else []
+    removed = [name for name in figures if name not in files]
+    if (path / MANIFEST).is_file():
+        Artifact.open(path).annotate(reports=files, removed=removed)
+        return
+    (path / REPORTS).mkdir(parents=True, exist_ok=True)
+    for name in removed:
+        (path / name).unlink(missing_ok=True)
+    for name, content in files.items():
+        write_beside(path / name, content)
 
 
 def read_benchmark(path: Path) -> BenchResult | None:
@@ -95,18 +112,24 @@ def read_benchmark(path: Path) -> BenchResult | None:
         ) from error
 
 
-def bench_sections(result: BenchResult, figures_at: Path) -> list[Section]:
-    """What was measured; the figures are drawn here, and kept as files."""
-    figures, notes = [], list(result.notes)
-    if can_draw():
-        figures_at.mkdir(parents=True, exist_ok=True)
-        for name, draw in draw_figures(result).items():
-            svg = figure_svg(draw, width=_WIDTH, height=height_of(name, result))
-            write_beside(figures_at / f"{name}.svg", svg.encode())
-            figures.append(Figure(svg, caption(name, result)))
-        remove_figures(figures_at, kept=draw_figures(result))
-    else:
-        notes.append(NOT_DRAWN)
+def draw_bench_figures(result: BenchResult) -> dict[str, bytes]:
+    """Return a benchmark's figures as SVG, by file name; none where matplotlib is missing."""
+    if not can_draw():
+        return {}
+    return {
+        f"{REPORTS}/{name}.svg": figure_svg(
+            draw, width=_WIDTH, height=height_of(name, result)
+        ).encode()
+        for name, draw in draw_figures(result).items()
+    }
+
+
+def bench_sections(result: BenchResult, drawn: Mapping[str, bytes]) -> list[Section]:
+    """Return the sections of what was measured, with the figures that were drawn."""
+    notes = [*result.notes, *([] if can_draw() else [NOT_DRAWN])]
+    figures = [
+        Figure(svg.decode(), caption(Path(file).stem, result)) for file, svg in drawn.items()
+    ]
     found = tables(result)
     apart = {*_WHERE, "Padding", "Advice"}
     machine = result.machine

@@ -17,6 +17,7 @@ from typing import Any
 
 from enginery.core.artifact import REPORTS
 from enginery.core.manifest import GraphRecord, Manifest
+from enginery.core.paths import resolve_inside
 
 Row = Mapping[str, str]
 
@@ -193,7 +194,7 @@ def engines_section(path: Path) -> Section | None:
 
 def read_report(path: Path, name: str) -> tuple[dict[str, Any] | None, str]:
     """A report of the artifact, or None and why there is none; no words where none was made."""
-    file = path / REPORTS / name
+    file = resolve_inside(path, f"{REPORTS}/{name}", what=str(path))
     if not file.is_file():
         return None, ""
     try:
@@ -207,7 +208,7 @@ def read_report(path: Path, name: str) -> tuple[dict[str, Any] | None, str]:
 
 def stored_figure(path: Path, name: str, caption: str) -> list[Figure]:
     """A figure that another stage left, if it is there."""
-    file = path / REPORTS / name
+    file = resolve_inside(path, f"{REPORTS}/{name}", what=str(path))
     return [Figure(file.read_text(encoding="utf-8"), caption)] if file.is_file() else []
 
 

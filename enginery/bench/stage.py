@@ -34,14 +34,13 @@ from enginery.bench.measure import measure_case, on_gpu
 from enginery.bench.notes import fallback_notes, stage_notes
 from enginery.bench.padding import measure_padding
 from enginery.bench.process import Contender
-from enginery.bench.report import remove_figures, write_report
+from enginery.bench.report import store_reports, write_report
 from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, ImagesResult
 from enginery.bench.subject import Subject, with_unique_names
 from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.errors import EngineryError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
-from enginery.core.staging import write_beside
 from enginery.runtime.binding import BUCKETS
 from enginery.runtime.provider_wish import wish_text
 
@@ -221,8 +220,6 @@ def _write(
     else:
         places = list(dict.fromkeys(s.artifact.path for s in subjects if not s.is_bare))
     for place in places:
-        (place / REPORTS).mkdir(parents=True, exist_ok=True)
-        write_beside(place / REPORT, result.to_json())
-        remove_figures(place / REPORTS)
+        store_reports(place, {REPORT: result.to_json()}, replacing_figures=True)
         page = write_report(place)
         progress.say(f"wrote {page}")

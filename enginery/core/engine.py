@@ -17,6 +17,7 @@ from typing import Any
 from enginery.core.engine_record import ENGINE_FILE, EngineRecord
 from enginery.core.errors import ArtifactError
 from enginery.core.fingerprint import Fingerprint, sha256_of
+from enginery.core.paths import resolve_inside
 
 _REMEDY = "It cannot be trusted: make its artifact again; whole engines come from the store."
 
@@ -41,6 +42,8 @@ class Engine:
         path = Path(path)
         engine = cls(path, EngineRecord.read(path))
         record = engine.record
+        for name in (record.plan, record.wrapper, record.layer_list):
+            resolve_inside(path, name, what=f"the engine {path}")
         _check_record(path, record)
         try:
             size_bytes = engine.plan.stat().st_size

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from enginery.core.errors import ArtifactError
 from enginery.core.fingerprint import combined_sha256
 from enginery.core.manifest import FileRecord, GraphRecord
+from enginery.core.paths import InsideName, resolve_inside
 from enginery.core.shapes import TensorSpec
 
 ENGINES = "engines"
@@ -54,7 +55,7 @@ class EngineRecord(_Record):
     """Classic TensorRT: later minor versions of the same major take the plan, too."""
     profiles: tuple[str, ...]
     """`batch=1:8:32,sequence=8:128:512`, in the plan's order; none for fixed shapes."""
-    graph: str
+    graph: InsideName
     """The ONNX file of the artifact that the plan was built from."""
     graph_sha256: str
     """Over that file and its external data; see `graph_sha256`."""
@@ -62,18 +63,18 @@ class EngineRecord(_Record):
     """The fingerprint's digest, 64 hex digits."""
     fields: dict[str, str]
     """What went into the fingerprint."""
-    plan: str
+    plan: InsideName
     """File name, beside this record."""
     plan_sha256: str
     plan_size_bytes: int
-    wrapper: str
+    wrapper: InsideName
     """File name of the ONNX model that ONNX Runtime opens in the graph's place."""
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     """As the artifact's graph names them and their dims."""
     layers: dict[str, int]
     """Layers by kind and precision: `{"gemm int8": 50, "attention fp16": 12}`."""
-    layer_list: str
+    layer_list: InsideName
     """File name of the list of all layers, `layers.json`."""
     fused_attentions: int
     activation_bytes: int
@@ -140,9 +141,11 @@ def wrapper_name(graph: str) -> str:
 
 def engine_directories(artifact: Path) -> list[Path]:
     """The directories of all engines of an artifact, by name."""
-    root = artifact / ENGINES
+    root = resolve_inside(artifact, ENGINES, what=f"the artifact {artifact}")
     found = root.iterdir() if root.is_dir() else ()
-    return sorted(path for path in found if (path / ENGINE_FILE).is_file())
+    return sorted(
+        path for path in found if not path.is_symlink() and (path / ENGINE_FILE).is_file()
+    )
 
 
 def graph_sha256(graph: GraphRecord, files: Mapping[str, FileRecord]) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from enginery.core.errors import MissingPackageError, SourceError
+from enginery.core.errors import ArtifactError, MissingPackageError, SourceError
+from enginery.core.paths import resolve_inside
 
 
 def load_graph(path: Path) -> Any:
@@ -40,15 +41,15 @@ def external_data_files(path: Path, model: Any = None) -> list[str]:
         SourceError: a file is missing, or lies outside the graph's directory.
     """
     model = load_graph(path) if model is None else model
-    root = path.resolve().parent
     names = dict.fromkeys(_locations(model.graph))
     for name in names:
-        target = (root / name).resolve()
-        if Path(name).is_absolute() or not target.is_relative_to(root):
+        try:
+            target = resolve_inside(path.parent, name, what="the directory of the model")
+        except ArtifactError as error:
             raise SourceError(
-                f"{path}: its external data '{name}' lies outside the directory of the model.",
+                f"{path}: its external data: {error.message}",
                 do="A model may only read files beside itself; this one cannot be trusted.",
-            )
+            ) from None
         if not target.is_file():
             raise SourceError(f"{path}: its external data '{name}' is missing.")
     return list(names)

@@ -1,5 +1,8 @@
 """JSON objects from files, as a model's config.json, and for files, as a stage's report.
 
+A sealed file ends with the sha256 of what comes before, so that it says itself whether a byte of it
+has changed. That is for accidents; whoever changes a file on purpose can seal it again.
+
 >>> read_json(Path("minilm/config.json"))["model_type"]
 'bert'
 >>> json.loads(json_bytes({"largest error": math.nan}))
@@ -8,8 +11,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +45,41 @@ def json_bytes(document: Any) -> bytes:
     """
     text = json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False)
     return f"{text}\n".encode()
+
+
+SEAL = "self_sha256"
+"""The last member of a sealed JSON object."""
+_SEALED = re.compile(rb',\n  "' + SEAL.encode() + rb'": "([0-9a-f]{64})"\n\}\n\Z')
+
+
+class UnsealedError(ValueError):
+    """A JSON file has no hash of itself, or another one than its content."""
+
+
+def sealed_bytes(document: str) -> bytes:
+    """Return the text of an indented JSON object with its sha256 as the last member."""
+    body = document.rstrip().encode()
+    digest = hashlib.sha256(body).hexdigest()
+    return body.removesuffix(b"\n}") + f',\n  "{SEAL}": "{digest}"\n}}\n'.encode()
+
+
+def unsealed_bytes(content: bytes) -> bytes:
+    """Return the JSON object that `sealed_bytes` was given.
+
+    Raises:
+        UnsealedError: the hash is missing or does not match.
+    """
+    seal = _SEALED.search(content)
+    if seal is None:
+        raise UnsealedError(f"it does not end with {SEAL}, the sha256 of its own content")
+    body = content[: seal.start()] + b"\n}"
+    digest = hashlib.sha256(body).hexdigest()
+    if digest != seal[1].decode():
+        raise UnsealedError(
+            f"it was altered: the sha256 of its content is {digest[:12]}…, "
+            f"{SEAL} says {seal[1].decode()[:12]}…"
+        )
+    return body
 
 
 def _finite(value: Any) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from enginery.core.errors import ArtifactError
 from enginery.core.fingerprint import Fingerprint, sha256_of
+from enginery.core.paths import resolve_inside
 
 GRAPH_FILE = "graph.json"
 MODEL_FILE = "model.onnx"
@@ -47,7 +48,7 @@ class LoadedGraph:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"{path} is no optimized graph: {error}.", do=_REMEDY) from error
         for name, digest in digests.items():
-            file = path / name
+            file = resolve_inside(path, name, what=f"the optimized graph {path}")
             if not file.is_file() or sha256_of(file) != digest:
                 raise ArtifactError(f"{file} is missing or was altered.", do=_REMEDY)
         return cls(path, fingerprint, source)

@@ -1,9 +1,10 @@
-"""What an artifact says of itself: `manifest.json`.
+"""The record of an artifact: `manifest.json`.
 
-Takes and leaves JSON. The schema is generated from these models:
+The last member of the file, `self_sha256`, is the sha256 of everything before it, so that a changed
+byte anywhere in the file is found. The schema is generated from these models:
 
     $ python -m enginery.core.manifest > docs/manifest.schema.json
-    >>> Manifest.model_validate_json(Path("minilm/manifest.json").read_text()).task
+    >>> Manifest.from_bytes(Path("minilm/manifest.json").read_bytes()).task
     'feature-extraction'
 """
 
@@ -13,14 +14,27 @@ import json
 import sys
 from datetime import UTC, datetime
 from pathlib import PurePath
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from enginery.core.fingerprint import Fingerprint
+from enginery.core.json_file import SEAL, sealed_bytes, unsealed_bytes
+from enginery.core.paths import InsideName
 from enginery.core.shapes import TensorSpec
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
+
+REPORTS = "reports"
+
+
+def _require_below_reports(name: str) -> str:
+    if not name.startswith(f"{REPORTS}/"):
+        raise ValueError(f"{name!r} is not below {REPORTS}/")
+    return name
+
+
+ReportName = Annotated[InsideName, AfterValidator(_require_below_reports)]
 
 
 class _Record(BaseModel):
@@ -56,11 +70,11 @@ class SourceRecord(_Record):
 class GraphRecord(_Record):
     """One ONNX file with its interface. A sequence-to-sequence model has several."""
 
-    file: str
+    file: InsideName
     opset: int
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    data_files: tuple[str, ...]
+    data_files: tuple[InsideName, ...]
     """External data, beside the graph."""
 
 
@@ -90,8 +104,8 @@ class Verdict(_Record):
     fields: dict[str, str]
     passed: bool
     summary: str
-    report: str
-    """Path of the full report inside the artifact."""
+    report: ReportName
+    """Path of the full report inside the artifact, below `reports/`."""
     finished: str
 
     @classmethod
@@ -109,9 +123,9 @@ class Verdict(_Record):
 
 
 class Manifest(_Record):
-    """The whole of `manifest.json`."""
+    """The whole of `manifest.json` but its own hash."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     source: SourceRecord
     task: str
     model_type: str
@@ -121,21 +135,44 @@ class Manifest(_Record):
     target: str
     """`onnx` for a plain export; the optimize and quantize stages set cuda, tensorrt or cpu."""
     trust_remote_code: bool = False
-    """The model's own Python code is needed to load it in PyTorch, and was allowed."""
+    """The export was allowed to run the model's own Python code. A record, never a permission."""
     graphs: tuple[GraphRecord, ...]
     stages: tuple[StageRecord, ...]
-    files: dict[str, FileRecord]
+    files: dict[InsideName, FileRecord]
     """Every file but manifest.json and those under reports/."""
+    reports: dict[ReportName, FileRecord] = {}
+    """The files under reports/. They change as checks are run again; the model does not."""
     verdicts: tuple[Verdict, ...] = ()
 
     def verdict(self, stage: str) -> Verdict | None:
         """The newest verdict of `stage`."""
         return next((v for v in reversed(self.verdicts) if v.stage == stage), None)
 
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Self:
+        """Read the content of a manifest.json.
+
+        Raises:
+            ValueError: its hash of itself is missing or does not match (`UnsealedError`), or a
+                value is not what is expected (pydantic's `ValidationError`).
+        """
+        return cls.model_validate_json(unsealed_bytes(content))
+
+    def to_bytes(self) -> bytes:
+        """Return the content of a manifest.json, its hash of itself included."""
+        return sealed_bytes(self.model_dump_json(indent=2))
+
 
 def schema_json() -> str:
     """The JSON schema of manifest.json, as `docs/manifest.schema.json` holds it."""
-    return json.dumps(Manifest.model_json_schema(), indent=2, ensure_ascii=False) + "\n"
+    schema = Manifest.model_json_schema()
+    schema["properties"][SEAL] = {
+        "description": "sha256 of the file's text before this member, closed with a brace.",
+        "pattern": "^[0-9a-f]{64}$",
+        "type": "string",
+    }
+    schema["required"].append(SEAL)
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":

@@ -16,20 +16,25 @@ is in. No engine of this package has been run on a GPU yet.
 
 from __future__ import annotations
 
-import shutil
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from enginery.core.artifact import MANIFEST, REPORTS, Artifact, commit_artifact, link_or_copy
+from enginery.core.artifact import (
+    REPORTS,
+    Artifact,
+    commit_artifact,
+    copy_file,
+    link_or_copy,
+)
 from enginery.core.engine import Engine
 from enginery.core.engine_record import ENGINE_FILE, ENGINES, engine_directories
-from enginery.core.fingerprint import Fingerprint, combined_sha256, sha256_of, tool_versions
+from enginery.core.fingerprint import Fingerprint, combined_sha256, tool_versions
 from enginery.core.manifest import StageRecord
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
-from enginery.core.staging import STAGING_PREFIX, staging
+from enginery.core.staging import CARD, LISTING, staging
 from enginery.engine.build import (
     GraphCoverage,
     cover_graph,
@@ -87,12 +92,9 @@ def fingerprint(source: Artifact, config: BuildConfig, requested: Requested) -> 
 
 
 def _reports_sha256(source: Artifact) -> str:
-    """Over the reports, but for those that this stage writes itself."""
-    own = {Path(REPORT).name, Path(FIGURE).name}
-    files = (source.path / REPORTS).rglob("*")
-    found = {str(path.relative_to(source.path)): sha256_of(path) for path in files
-             if path.is_file() and path.name not in own}  # fmt: skip
-    return combined_sha256(found) if found else "none"
+    """Return one digest over the reports, but for those that this stage writes itself."""
+    others = {n: r.sha256 for n, r in source.manifest.reports.items() if n not in (REPORT, FIGURE)}
+    return combined_sha256(others) if others else "none"
 
 
 def has_engines(source: Artifact, requested: Requested) -> bool:
@@ -210,16 +212,13 @@ def _left_out(
 
 
 def _copy(source: Artifact, directory: Path) -> None:
-    """Everything of the source but its manifest; large files are linked, reports are not."""
-    for path in sorted(source.path.rglob("*")):
-        name = path.relative_to(source.path)
-        hidden = path.name.startswith(STAGING_PREFIX)  # of an `annotate` that was killed
-        if path.is_file() and not hidden and str(name) != MANIFEST:
-            if name.parts[0] == REPORTS:  # they are written anew, here and by other stages
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, directory / name)
-            else:
-                link_or_copy(path, directory / name)
+    """Copy the artifact but its manifest; large files are linked, reports are not."""
+    external = source.external_data()
+    for name in source.manifest.files:
+        link_or_copy(source.path / name, directory / name, linked=name not in external)
+    for name in (*source.manifest.reports, CARD, LISTING):
+        if (source.path / name).is_file():
+            copy_file(source.path / name, directory / name)
 
 
 def _engine_of(file: str) -> str:

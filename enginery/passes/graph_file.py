@@ -13,7 +13,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from enginery.core.errors import ExportError
+from enginery.core.errors import ExportError, SourceError
 from enginery.core.external_data import external_data_files, load_graph
 
 # A protobuf message ends at 2 GB, and while it is written the weights are in memory twice.
@@ -30,7 +30,13 @@ def read_graph(path: Path) -> ir.Model:
     # Graphs have cycles: one that was read before is still in memory, and its files are mapped.
     gc.collect()
     proto = load_graph(path)
-    external_data_files(path, proto)
+    for name in external_data_files(path, proto):
+        if (links := (path.parent / name).stat().st_nlink) > 1:
+            raise SourceError(
+                f"{path.parent / name} has {links} hard links, and onnx-ir reads no external data "
+                "that other names lead to.",
+                do=f"Make it a file of its own: cp {name} copy && mv copy {name}",
+            )
     model = ir.from_proto(proto)
     ir.external_data.set_base_dir(model.graph, path.resolve().parent)
     return model

@@ -1,6 +1,6 @@
 """The figures of an artifact's reports by name, for registries that chart them.
 
->>> metrics(Reports.read(Path("minilm")))["validation.max_abs_error"]
+>>> metrics(Reports.read(Artifact.open("minilm")))["validation.max_abs_error"]
 3.8e-06
 """
 

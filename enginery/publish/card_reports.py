@@ -1,8 +1,8 @@
 """What an artifact's reports say, as far as its card and registries want it.
 
-Takes an artifact's directory; reads what is in `reports/`, nothing else.
+Reads the reports that the manifest records, nothing else.
 
-    >>> reports = Reports.read(Path("minilm"))
+    >>> reports = Reports.read(Artifact.open("minilm"))
     >>> reports.validation.passed, reports.quantization
     (True, None)
 
@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from enginery.core.artifact import REPORTS
+from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.errors import ArtifactError
-from enginery.core.fingerprint import sha256_of
 
 
 class _Part(BaseModel):
@@ -192,20 +191,19 @@ class Reports:
     """Of the file; empty where there is none."""
 
     @classmethod
-    def read(cls, artifact: Path) -> Reports:
-        """Reads them; raises ArtifactError for one that is damaged."""
-        reports = artifact / REPORTS
-        measured = reports / "benchmark.json"
+    def read(cls, artifact: Artifact) -> Reports:
+        """Read those that the manifest records; raise ArtifactError for one that is damaged."""
+        measured = artifact.manifest.reports.get(f"{REPORTS}/benchmark.json")
         return cls(
-            _read(Validation, reports / "validation.json"),
-            _read(Quantization, reports / "quantization.json"),
-            _read(Benchmark, measured),
-            sha256_of(measured) if measured.is_file() else "",
+            _read(Validation, artifact.report("validation.json")),
+            _read(Quantization, artifact.report("quantization.json")),
+            _read(Benchmark, artifact.report("benchmark.json")),
+            measured.sha256 if measured else "",
         )
 
 
-def _read(kind: type[Report], file: Path) -> Report | None:
-    if not file.is_file():
+def _read(kind: type[Report], file: Path | None) -> Report | None:
+    if file is None:
         return None
     try:
         return kind.model_validate_json(file.read_bytes())

@@ -27,6 +27,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from enginery.core.errors import ArtifactError, OptionError, RegistryError
+from enginery.core.paths import resolve_inside
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
@@ -39,7 +40,7 @@ from enginery.publish.folder_index import (
     versions_of,
     write_index,
 )
-from enginery.publish.folder_version import bring_back, damage_of, require_plain, write_version
+from enginery.publish.folder_version import bring_back, damage_of, write_version
 from enginery.publish.package import Package
 from enginery.publish.publication import LISTING, REMEDY, Publication
 
@@ -95,10 +96,9 @@ class FolderRegistry:
         with _told(self.path):
             source, listing = find_version(self.url)
             names = [*listing.files, LISTING]
-            require_plain(source, names, self.url)
             with progress.task(f"copying {source.name}", total=len(names)) as advance:
                 for name in names:
-                    if not (source / name).is_file():
+                    if not resolve_inside(source, name, what=self.url).is_file():
                         raise ArtifactError(f"{self.url}: {name} is missing.", do=self.remedy)
                     (out / name).parent.mkdir(parents=True, exist_ok=True)
                     # Never a link: an edit of what was pulled must not reach the registry.

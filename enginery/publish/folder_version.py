@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from enginery.core.errors import ArtifactError
@@ -74,23 +73,10 @@ def write_version(
 def damage_of(listing: Publication, place: Path) -> str:
     """Reads a version that is there; what is not as its listing says, empty where all is."""
     try:
-        require_plain(place, [*listing.files, LISTING], str(place))
         listing.verify(place, str(place))
     except ArtifactError as error:
         return error.message
     return ""
-
-
-def require_plain(version: Path, names: Iterable[str], what: str) -> None:
-    """Raises ArtifactError where a file of a version is a link, or is reached through one."""
-    for name in names:
-        path = version / name
-        inside = [path, *(p for p in path.parents if p.is_relative_to(version) and p != version)]
-        if any(p.is_symlink() for p in inside):
-            raise ArtifactError(
-                f"{what}: {name} is a link, expected a file of the version's own.",
-                do="It cannot be trusted: publish it again from a whole artifact.",
-            )
 
 
 def bring_back(folder: Path) -> None:

@@ -106,7 +106,7 @@ class Package:
             )
         found = [Engine.open(path) for path in engine_directories(opened.path)]
         engines = tuple(engine.record for engine in found)
-        reports = Reports.read(opened.path)
+        reports = Reports.read(opened)
         rights = rights_of(opened, config)
         name = config.name or registry_name(opened.manifest.source.name)
         card = model_card(CardFacts(opened, name, rights, reports, engines, problem))

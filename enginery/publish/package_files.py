@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from enginery.core.artifact import MANIFEST, REPORTS, Artifact
+from enginery.core.artifact import MANIFEST, Artifact
 from enginery.core.engine_record import ENGINES
 from enginery.core.errors import ArtifactError
 from enginery.core.fingerprint import sha256_of
@@ -66,18 +66,14 @@ def files_of(artifact: Artifact, card: Path) -> tuple[list[PackageFile], list[st
         for name, record in manifest.files.items()
         if name != CARD
     ]
-    left_out = []
-    for path in sorted(root.rglob("*")):
-        name = path.relative_to(root).as_posix()
-        if not path.is_file() or name in manifest.files or name in (CARD, LISTING):
-            continue
-        if name == MANIFEST:
-            files.append(package_file(name, path, "manifest"))
-        elif name.startswith(f"{REPORTS}/") and not path.name.startswith("."):
-            files.append(package_file(name, path, "report"))
-        else:
-            left_out.append(name)
-    return files, left_out
+    files.append(package_file(MANIFEST, root / MANIFEST, "manifest"))
+    files += [
+        PackageFile(name, root / name, record.sha256, record.size_bytes, "report")
+        for name, record in manifest.reports.items()
+    ]
+    known = {file.name for file in files} | {LISTING}
+    names = [path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir()]
+    return files, sorted(name for name in names if name not in known)
 
 
 def package_file(name: str, path: Path, group: str) -> PackageFile:

@@ -11,7 +11,6 @@ reports, too. It has no dates: the same package has the same listing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -21,15 +20,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginery.core.errors import ArtifactError, RegistryError
 from enginery.core.fingerprint import combined_sha256, sha256_of
+from enginery.core.json_file import UnsealedError, sealed_bytes, unsealed_bytes
 from enginery.core.manifest import FileRecord
+from enginery.core.paths import InsideName, resolve_inside
 from enginery.core.staging import CARD, LISTING
 
 __all__ = ["CARD", "LISTING", "EngineMark", "Publication", "Rights", "check_file"]
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
 REMEDY = "It cannot be trusted: publish it again from a whole artifact."
-# A backslash parts a path on Windows, and a letter with a colon is a drive there.
-_STRANGE = re.compile(r"[\\\0]|^[A-Za-z]:")
 
 
 class _Record(BaseModel):
@@ -75,7 +74,7 @@ class Rights(_Record):
 class Publication(_Record):
     """The whole of `reports/publication.json`."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     name: str
     version: str = ""
     """What --version named; empty where the registry numbers. A name that is a version's is never
@@ -89,7 +88,7 @@ class Publication(_Record):
     rights: Rights | None = None
     """None where the source's card could not be read."""
     engines: tuple[EngineMark, ...]
-    files: dict[str, FileRecord]
+    files: dict[InsideName, FileRecord]
     """Every file of the package but this one."""
 
     @classmethod
@@ -102,29 +101,32 @@ class Publication(_Record):
                 out of the package.
         """
         try:
-            text = (directory / LISTING).read_text(encoding="utf-8")
+            content = resolve_inside(directory, LISTING, what=what).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise RegistryError(
                 f"{what} has no {LISTING}: it was not published by enginery publish.",
                 do="Fetch it by other means, and check it: enginery inspect DIR --verify",
             ) from None
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise ArtifactError(f"{what}: {LISTING} cannot be read: {error}.") from error
+        altered = "It was altered, or comes from another version of enginery."
         try:
-            found = cls.model_validate_json(text)
+            found = cls.model_validate_json(unsealed_bytes(content))
+        except UnsealedError as error:
+            raise ArtifactError(f"{what}: {LISTING}: {error}.", do=altered) from None
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the document"
             raise ArtifactError(
                 f"{what}: {LISTING}: {where}: {first['msg']} (expected version {SCHEMA_VERSION}).",
-                do="It was altered, or comes from a newer enginery.",
+                do=altered,
             ) from error
         _check_names(found, what)
         return found
 
     def to_json(self) -> bytes:
         """The content of `reports/publication.json`."""
-        return (self.model_dump_json(indent=2) + "\n").encode()
+        return sealed_bytes(self.model_dump_json(indent=2))
 
     def verify(self, directory: Path, what: str, *, do: str = REMEDY) -> None:
         """Reads every file of the listing and compares it; `do` is the remedy.
@@ -145,14 +147,13 @@ def check_file(
     directory: Path, name: str, record: FileRecord, what: str, *, do: str = REMEDY
 ) -> None:
     """Reads one file and compares it with its record; raises ArtifactError that names it."""
-    path = directory / name
-    if not _is_inside(name) or not path.resolve().is_relative_to(directory.resolve()):
-        raise ArtifactError(f"{what}: {name} lies outside the package.")
+    path = resolve_inside(directory, name, what=f"the package {what}")
     if not path.is_file():
         raise ArtifactError(f"{what}: {name} is missing.", do=do)
     try:
         size_bytes = path.stat().st_size
-        found = sha256_of(path, trust_stat=False)
+        # A file of another size is not read: it may be terabytes, or endless.
+        found = sha256_of(path, trust_stat=False) if size_bytes == record.size_bytes else ""
     except OSError as error:
         raise ArtifactError(f"{what}: {name} cannot be read: {error.strerror}.") from error
     if size_bytes != record.size_bytes:
@@ -169,21 +170,10 @@ def check_file(
 
 
 def _check_names(found: Publication, what: str) -> None:
-    """Before anything is copied: a name of a hostile listing must not become a path elsewhere."""
-    for name in found.files:
-        if not _is_inside(name):
-            raise ArtifactError(
-                f"{what}: {LISTING} names {name!r}, which lies outside the package."
-            )
+    """Refuse a listing that has one name for a file and for a directory."""
     parts = sorted(PurePosixPath(name).parts for name in found.files)
     for one, two in pairwise(parts):
         if two[: len(one)] == one:
             raise ArtifactError(
                 f"{what}: {LISTING} names {'/'.join(one)} as a file and a directory."
             )
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a name is a plain relative path, on POSIX and on Windows."""
-    is_plain = all(part not in ("", ".", "..") for part in name.split("/"))
-    return is_plain and not _STRANGE.search(name)

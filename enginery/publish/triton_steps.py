@@ -162,7 +162,7 @@ def open_step(directory: Path, options: Mapping[str, str]) -> Step:
     Raises:
         ArtifactError: a file of the tokenizer is missing.
     """
-    manifest = Manifest.model_validate_json((directory / MANIFEST).read_bytes())
+    manifest = Manifest.from_bytes((directory / MANIFEST).read_bytes())
     # Its graphs are not here, so that it is no artifact to open; its files are checked on export.
     artifact = Artifact(directory, manifest)
     graph = artifact.graph(options["graph"])

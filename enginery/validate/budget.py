@@ -129,8 +129,9 @@ def _promised(stage: StageRecord) -> float | None:
 
 def _measured(artifact: Artifact) -> float | None:
     """The mean cosine in the stage's report; None where that is gone, or ranges were reused."""
+    file = artifact.report("quantization.json")
     try:
-        report = json.loads((artifact.path / _REPORT).read_bytes())
+        report = json.loads(file.read_bytes()) if file else {}
         cosine = report["accuracy"]["cosine"]
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from enginery.core.artifact import Artifact, commit_artifact, staging
 from enginery.core.fingerprint import Fingerprint
+from enginery.core.json_file import SEAL, sealed_bytes
 from enginery.core.manifest import GraphRecord, Manifest, SourceRecord, StageRecord, Verdict
 from enginery.core.shapes import TensorSpec
 
@@ -61,6 +63,14 @@ def verdict(*, passed: bool = True, stage: str = "validate", summary: str = "") 
         stage=stage, key="k", fields={}, passed=passed, summary=summary or f"passed: {passed}",
         report=f"reports/{stage}.json", finished="2026-01-01T00:00:00+00:00",
     )  # fmt: skip
+
+
+def edit_manifest(directory: Path, **changes) -> None:
+    """Changes values of a manifest.json and seals it again, as somebody would who means to."""
+    file = directory / "manifest.json"
+    found = json.loads(file.read_text())
+    del found[SEAL]
+    file.write_bytes(sealed_bytes(json.dumps({**found, **changes}, indent=2)))
 
 
 def start(code: str, *arguments: object) -> subprocess.Popen[str]:

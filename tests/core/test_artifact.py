@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -8,10 +9,10 @@ import sys
 import pytest
 from filelock import FileLock
 
-from enginery.core.artifact import Artifact, refuse_foreign, staging
+from enginery.core.artifact import Artifact, commit_artifact, refuse_foreign, staging
 from enginery.core.errors import ArtifactError, EngineryError, RejectedArtifactError
 from enginery.core.staging import remove_leftovers, write_beside
-from tests.core.artifacts import fill, make, start, verdict
+from tests.core.artifacts import edit_manifest, fill, make, manifest, start, verdict
 
 STAGE_AND_WAIT = """
 import sys
@@ -34,11 +35,6 @@ sys.stdin.readline()
 for _ in range(5):
     artifact.annotate(verdict(stage=sys.argv[2]), sys.argv[2].encode())
 """
-
-
-def edit_manifest(artifact, **changes):
-    file = artifact.path / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def hidden(directory):
@@ -67,7 +63,7 @@ def test_content_hash_follows_the_files_and_not_the_verdicts(tmp_path):
 def test_a_truncated_file_is_named(tmp_path, verify):
     artifact = make(tmp_path / "minilm")
     artifact.model.write_bytes(b"gr")
-    with pytest.raises(ArtifactError, match=r"model.onnx has 2 bytes, the manifest says 5"):
+    with pytest.raises(ArtifactError, match=r"model.onnx has 2 bytes, manifest.json says 5"):
         Artifact.open(artifact.path, verify=verify)
 
 
@@ -110,8 +106,8 @@ def test_a_file_outside_the_artifact_is_refused(tmp_path, name):
     outside.write_text("secret")
     (artifact.path / "link.txt").symlink_to(outside)
     record = {"sha256": "0" * 64, "size_bytes": 6}
-    edit_manifest(artifact, files={**_files(artifact), name: record})
-    with pytest.raises(ArtifactError, match="lies outside the artifact"):
+    edit_manifest(artifact.path, files={**_files(artifact), name: record})
+    with pytest.raises(ArtifactError, match=r"lies outside the (artifact|directory)"):
         Artifact.open(artifact.path)
 
 
@@ -123,14 +119,14 @@ def test_a_graph_without_a_hash_is_refused(tmp_path):
     artifact = make(tmp_path / "minilm")
     files = _files(artifact)
     del files["model.onnx"]
-    edit_manifest(artifact, files=files)
+    edit_manifest(artifact.path, files=files)
     with pytest.raises(ArtifactError, match=r"model.onnx has no hash among the files"):
         Artifact.open(artifact.path)
 
 
 def test_an_artifact_without_graphs_is_refused(tmp_path):
     artifact = make(tmp_path / "minilm")
-    edit_manifest(artifact, graphs=[])
+    edit_manifest(artifact.path, graphs=[])
     with pytest.raises(ArtifactError, match="names no graph"):
         Artifact.open(artifact.path)
 
@@ -162,8 +158,8 @@ def test_a_manifest_that_is_a_directory_is_named(tmp_path):
 
 def test_a_manifest_of_a_newer_version_says_so(tmp_path):
     artifact = make(tmp_path / "minilm")
-    edit_manifest(artifact, schema_version=2, novelty=True)
-    with pytest.raises(ArtifactError, match=r"schema_version: .*newer enginery"):
+    edit_manifest(artifact.path, schema_version=3, novelty=True)
+    with pytest.raises(ArtifactError, match=r"schema_version 3, expected 2: another version"):
         Artifact.open(artifact.path)
 
 
@@ -204,7 +200,7 @@ def test_an_empty_directory_and_an_artifact_of_any_version_are_overwritten(tmp_p
     out = tmp_path / "out"
     out.mkdir()
     artifact = make(out)
-    edit_manifest(artifact, schema_version=99)
+    edit_manifest(artifact.path, schema_version=99)
     refuse_foreign(out)
     assert make(out, graph=b"newer").model.read_bytes() == b"newer"
     assert hidden(tmp_path) == []
@@ -452,7 +448,7 @@ def test_annotate_waits_for_another_process(tmp_path, home):
         child.stdin.flush()
         with pytest.raises(subprocess.TimeoutExpired):
             child.wait(timeout=0.5)
-        edit_manifest(artifact, verdicts=[verdict(stage="lint").model_dump()])
+        edit_manifest(artifact.path, verdicts=[verdict(stage="lint").model_dump()])
     child.communicate()
     assert [v.stage for v in Artifact.open(artifact.path).manifest.verdicts] == ["lint", "bench"]
 
@@ -475,3 +471,127 @@ def test_write_beside_never_shows_a_part(tmp_path, monkeypatch):
     assert seen == [b"old"]
     assert file.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [file]
+
+
+# Every byte
+
+
+def reported(tmp_path):
+    made = make(tmp_path / "a").annotate(verdict(), b'{"passed": true}')
+    return made.annotate(reports={"reports/latency.svg": b"<svg/>"})
+
+
+def test_a_changed_byte_of_any_file_is_named(tmp_path):
+    artifact = reported(tmp_path)
+    for file in [path for path in artifact.path.rglob("*") if path.is_file()]:
+        whole = file.read_bytes()
+        for index in range(len(whole)):
+            for flipped in (whole[index] ^ 1, whole[index] ^ 32, 255 - whole[index]):
+                file.write_bytes(whole[:index] + bytes([flipped]) + whole[index + 1 :])
+                with pytest.raises(ArtifactError, match=re.escape(str(file))):
+                    Artifact.open(artifact.path)
+        file.write_bytes(whole)
+    Artifact.open(artifact.path, verify=True)
+
+
+def test_what_comes_behind_the_manifest_is_damage(tmp_path):
+    artifact = make(tmp_path / "a")
+    with (artifact.path / "manifest.json").open("a") as stream:
+        stream.write(" ")
+    with pytest.raises(ArtifactError, match=r"manifest\.json is damaged: it does not end with"):
+        Artifact.open(artifact.path)
+
+
+def test_a_report_that_is_gone_is_missed_when_everything_is_verified(tmp_path):
+    artifact = reported(tmp_path)
+    (artifact.path / "reports/latency.svg").unlink()
+    assert Artifact.open(artifact.path).report("latency.svg") is None
+    with pytest.raises(ArtifactError, match=r"latency\.svg is missing"):
+        Artifact.open(artifact.path, verify=True)
+
+
+def test_a_report_that_nobody_recorded_is_none_of_the_artifacts(tmp_path):
+    artifact = reported(tmp_path)
+    (artifact.path / "reports/benchmark.json").write_text("{}")
+    assert artifact.report("benchmark.json") is None
+    assert artifact.report("validate.json") == artifact.path / "reports/validate.json"
+
+
+@pytest.mark.parametrize("report", ["../x.json", "/tmp/x.json", "x.json", "reports/../../x.json"])
+def test_a_verdict_whose_report_lies_elsewhere_is_refused(tmp_path, report):
+    artifact = make(tmp_path / "a")
+    found = {**verdict().model_dump(), "report": report}
+    edit_manifest(artifact.path, verdicts=[found])
+    with pytest.raises(ArtifactError, match=r"verdicts\.0\.report: .*(outside|not below)"):
+        Artifact.open(artifact.path)
+
+
+def test_reports_are_not_written_through_a_link(tmp_path):
+    artifact = make(tmp_path / "a")
+    (tmp_path / "elsewhere").mkdir()
+    (artifact.path / "reports").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArtifactError, match="reports is a symbolic link"):
+        artifact.annotate(verdict(), b"{}")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_copy_takes_nothing_that_the_manifest_does_not_name(tmp_path):
+    artifact = reported(tmp_path)
+    (artifact.path / "reports/extra.json").symlink_to("/etc/hostname")
+    (artifact.path / "notes.txt").write_text("mine")
+    copy = artifact.copy_to(tmp_path / "b")
+    found = {path.relative_to(copy.path).as_posix() for path in copy.path.rglob("*")}
+    assert found == {
+        "config.json", "manifest.json", "model.onnx", "reports", "reports/latency.svg",
+        "reports/validate.json",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("killed_at", ["manifest.json", "validate.json", "second manifest.json"])
+def test_annotate_that_is_killed_leaves_a_whole_artifact(tmp_path, monkeypatch, killed_at):
+    """The earlier verdict stays, so that a failed artifact does not pass for one that did not."""
+    artifact = reported(tmp_path).annotate(verdict(passed=False), b'{"passed": false}')
+    replace, seen = os.replace, []
+
+    def killed(source, target):
+        seen.append(f"second {target.name}" if target.name in seen else target.name)
+        if seen[-1] == killed_at:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("enginery.core.staging.os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            artifact.annotate(verdict(), b'{"passed": true}')
+    opened = Artifact.open(artifact.path, verify=True)
+    assert opened.failed() == artifact.failed()
+    assert opened.annotate(verdict(), b"{}").failed() is None
+
+
+def test_opening_while_another_process_writes_reports_finds_no_damage(tmp_path):
+    artifact = reported(tmp_path)
+    child = start(ANNOTATE.replace("range(5)", "range(200)"), artifact.path, "bench")
+    child.stdout.readline()
+    child.stdin.write("go\n")
+    child.stdin.flush()
+    while child.poll() is None:
+        Artifact.open(artifact.path, verify=True)
+    assert child.communicate()[1] == ""
+
+
+def test_external_data_are_copied_and_can_be_read_by_everybody(tmp_path):
+    """onnx-ir refuses external data with several hard links, and onnx writes them with 0600."""
+    with staging(tmp_path / "a") as directory:
+        (directory / "model.onnx").write_bytes(b"g" * (1 << 20))
+        data = directory / "model.onnx_data"
+        data.write_bytes(b"w" * (1 << 20))
+        data.chmod(0o600)
+        graph = manifest().graphs[0].model_copy(update={"data_files": ("model.onnx_data",)})
+        commit_artifact(directory, manifest().model_copy(update={"graphs": (graph,)}))
+    artifact = Artifact.open(tmp_path / "a")
+    copy = artifact.copy_to(tmp_path / "b").path
+    for path in (artifact.path, copy):
+        stat = (path / "model.onnx_data").stat()
+        assert stat.st_nlink == 1
+        assert stat.st_mode == (path / "manifest.json").stat().st_mode
+    assert (copy / "model.onnx").stat().st_nlink == 2, "what may be a link is one"

@@ -24,7 +24,7 @@ def test_manifest_is_never_changed_in_place():
 
 
 @pytest.mark.parametrize(
-    "change", [{"schema_version": 2}, {"surprise": 1}, {"task": None}, {"graphs": [{"file": "a"}]}]
+    "change", [{"schema_version": 3}, {"surprise": 1}, {"task": None}, {"graphs": [{"file": "a"}]}]
 )
 def test_manifest_refuses_what_it_does_not_know(change):
     raw = json.loads(manifest().model_dump_json())

@@ -100,13 +100,10 @@ def artifact(tmp_path):
 @pytest.fixture
 def reported(artifact):
     """With all three reports."""
-    for name, report in (
-        ("validation", VALIDATION),
-        ("quantization", QUANTIZATION),
-        ("benchmark", BENCHMARK),
-    ):
-        (artifact.path / f"reports/{name}.json").write_text(json.dumps(report))
-    return artifact
+    made = {"validation": VALIDATION, "quantization": QUANTIZATION, "benchmark": BENCHMARK}
+    return artifact.annotate(
+        reports={f"reports/{name}.json": json.dumps(said).encode() for name, said in made.items()}
+    )
 
 
 def with_files(artifact, *names):
@@ -119,7 +116,7 @@ def with_files(artifact, *names):
 
 def facts(artifact, rights=None, engines=(), **options):
     rights = parse_card(SOURCE_CARD, "org/name") if rights is None else rights
-    return CardFacts(artifact, "minilm", rights, Reports.read(artifact.path), engines, **options)
+    return CardFacts(artifact, "minilm", rights, Reports.read(artifact), engines, **options)
 
 
 # Metadata
@@ -249,7 +246,7 @@ def test_card_of_a_bare_artifact_has_no_empty_sections(artifact):
 
 
 def test_metrics_have_names_that_mlflow_takes_and_no_nan(reported):
-    found = metrics(Reports.read(reported.path))
+    found = metrics(Reports.read(reported))
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) for name in found)
     assert all(np.isfinite(value) for value in found.values())
     assert found["validation.max_abs_error"] == 1e-6
@@ -324,7 +321,7 @@ OTHERS = [("roberta", "fill-mask"), ("vit", "image-classification"), ("vit", "fe
 def test_every_snippet_of_the_card_runs(kind, task, tmp_path, monkeypatch, capsys):
     artifact = tiny_artifact(kind, task, tmp_path / "my-model")
     rights = SourceCard()
-    card = model_card(CardFacts(artifact, "my-model", rights, Reports.read(artifact.path), ()))
+    card = model_card(CardFacts(artifact, "my-model", rights, Reports.read(artifact), ()))
     snippets = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     ways = loading_snippets(artifact, "my-model")
     assert [code.strip() for code in snippets] == list(ways.values())

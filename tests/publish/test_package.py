@@ -7,6 +7,7 @@ import pytest
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
+from enginery.core.json_file import unsealed_bytes
 from enginery.publish.config import PublishConfig, is_word
 from enginery.publish.package import Package, registry_name
 from enginery.publish.publication import Publication
@@ -20,7 +21,7 @@ CONFIG = PublishConfig(license="mit")
 @pytest.fixture
 def artifact(tmp_path):
     """Whole and validated."""
-    return make(tmp_path / "minilm").annotate(verdict(), b"")
+    return make(tmp_path / "minilm").annotate(verdict())
 
 
 @pytest.fixture
@@ -34,17 +35,6 @@ def packed(tmp_path):
         return Package.of(artifact, replace(config, **options), scratch)
 
     return of
-
-
-def bare_report(artifact):
-    """The verdict's report was empty bytes; a report of a kind that is read must be JSON."""
-    (artifact.path / "reports/validation.json").write_text("{", encoding="utf-8")
-
-
-@pytest.fixture(autouse=True)
-def no_report(artifact):
-    """The doubles' report is no validation; a verdict holds without its report."""
-    (artifact.path / "reports/validate.json").unlink()
 
 
 def test_every_file_has_its_group_digest_and_place(artifact, packed):
@@ -74,7 +64,7 @@ def test_external_weights_tokenizer_and_engines_have_groups_of_their_own(tmp_pat
     assert len(engines) == 2
     assert {engine.capabilities for engine in package.engines} == {("8.9",), ("8.0", "8.9")}
     listing = next(f for f in package.files if f.name == "reports/publication.json")
-    marks = Publication.model_validate_json(listing.path.read_bytes()).engines
+    marks = Publication.model_validate_json(unsealed_bytes(listing.path.read_bytes())).engines
     assert {f"engine:{mark.directory.partition('/')[2]}" for mark in marks} == engines
     assert {(mark.hardware_bound, mark.flavor, mark.tensorrt) for mark in marks} == {
         (True, "tensorrt-rtx", "1.7.1.116")
@@ -145,9 +135,29 @@ def test_card_of_a_validated_artifact_says_nothing_of_allow_unvalidated(artifact
 
 
 def test_damaged_report_is_named(artifact, packed):
-    bare_report(artifact)
+    broken = artifact.annotate(reports={"reports/validation.json": b"{"})
     with pytest.raises(ArtifactError, match=r"validation\.json cannot be read"):
-        packed(artifact)
+        packed(broken)
+
+
+def test_altered_and_missing_reports_are_named(artifact, packed):
+    reported = artifact.annotate(reports={"reports/benchmark.json": b"{}"})
+    file = reported.path / "reports/benchmark.json"
+    file.write_bytes(b"{ ")
+    with pytest.raises(ArtifactError, match=r"benchmark\.json was altered"):
+        packed(reported)
+    file.unlink()
+    with pytest.raises(ArtifactError, match=r"benchmark\.json is missing"):
+        packed(reported)
+
+
+def test_reports_that_nobody_recorded_stay_behind(artifact, packed):
+    (artifact.path / "reports").mkdir()
+    (artifact.path / "reports/extra.json").symlink_to("/etc/passwd")
+    (artifact.path / "reports/benchmark.json").write_text("{}")
+    package = packed(artifact)
+    assert not any(file.name.startswith("reports/e") for file in package.files)
+    assert package.notes[0].endswith("reports/benchmark.json, reports/extra.json")
 
 
 def test_model_file_with_the_cards_name_is_refused(artifact, packed):
@@ -158,7 +168,7 @@ def test_model_file_with_the_cards_name_is_refused(artifact, packed):
     record = FileRecord(sha256=sha256_of(artifact.path / "README.md"), size_bytes=4)
     files = {**artifact.manifest.files, "README.md": record}
     manifest = artifact.manifest.model_copy(update={"files": files})
-    (artifact.path / "manifest.json").write_text(manifest.model_dump_json())
+    (artifact.path / "manifest.json").write_bytes(manifest.to_bytes())
     with pytest.raises(ArtifactError, match=r"counts README\.md among the model's files"):
         packed(artifact)
 
@@ -177,16 +187,15 @@ def test_dates_and_durations_are_no_content(artifact, packed):
     (stage,) = artifact.manifest.stages
     later = stage.model_copy(update={"finished": "2027-01-01T00:00:00+00:00", "seconds": 9.0})
     changed = artifact.manifest.model_copy(update={"stages": (later,)})
-    (artifact.path / "manifest.json").write_text(changed.model_dump_json())
+    (artifact.path / "manifest.json").write_bytes(changed.to_bytes())
     again = Artifact.open(artifact.path).annotate(
         verdict().model_copy(update={"finished": "2027-01-01T00:00:00+00:00"}), b""
     )
-    (again.path / "reports/validate.json").unlink()
     assert packed(again).content_sha256 == before
 
 
 def test_graph_verdict_benchmark_and_licence_are_content(artifact, packed, tmp_path):
-    other = make(tmp_path / "other", graph=b"another").annotate(verdict(), b"")
+    other = make(tmp_path / "other", graph=b"another").annotate(verdict())
     changed = [packed(artifact), packed(other), packed(artifact, license="apache-2.0"),
                packed(artifact, base_model="org/other")]  # fmt: skip
     changed.append(packed(artifact.annotate(verdict(summary="other words"), b"")))
@@ -215,7 +224,6 @@ def test_rights_that_nobody_can_read_are_not_known_to_differ(artifact, packed):
     assert not other.is_same(stated.content_sha256, stated.without_rights_sha256)
     assert not stated.is_same(unread.content_sha256, unread.without_rights_sha256), "news"
     changed = artifact.annotate(verdict(summary="other words"), b"")
-    (changed.path / "reports/validate.json").unlink()
     unread = packed(changed, license="")
     assert not unread.is_same(stated.content_sha256, stated.without_rights_sha256)
 

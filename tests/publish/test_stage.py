@@ -24,9 +24,7 @@ from tests.engine.products import product
 
 @pytest.fixture
 def artifact(tmp_path):
-    made = make(tmp_path / "artifact").annotate(verdict(), b"")
-    (made.path / "reports/validate.json").unlink()
-    return made
+    return make(tmp_path / "artifact").annotate(verdict())
 
 
 class Said:
@@ -142,9 +140,7 @@ def with_a_card(tmp_path):
     made = make(tmp_path / "artifact")
     record = resolve_source(str(source)).record
     commit_artifact(made.path, made.manifest.model_copy(update={"source": record}))
-    made = Artifact.open(made.path).annotate(verdict(), b"")
-    (made.path / "reports/validate.json").unlink()
-    return made
+    return Artifact.open(made.path).annotate(verdict())
 
 
 def test_what_was_pulled_keeps_its_rights_where_the_source_is_not(with_a_card, tmp_path):
@@ -255,7 +251,7 @@ def test_pulled_artifact_is_replaced_by_the_next_pull(artifact, tmp_path):
 def test_what_is_made_of_a_pulled_artifact_does_not_count_the_card(tmp_path):
     if not has_tensorrt():
         pytest.skip("pip install 'enginery[tensorrt-rtx]'")
-    source = product(tmp_path / "source").annotate(verdict(), b"")
+    source = product(tmp_path / "source").annotate(verdict())
     published = publish_model(source, tmp_path / "registry", name="product")
     pulled = pull_model(published.url, tmp_path / "out")
     built = build.run(pulled, build_config(), pulled.path)

@@ -1,0 +1,42 @@
+import pytest
+
+from enginery.core.errors import ArtifactError
+from enginery.core.paths import is_inside, resolve_inside
+
+OUTSIDE = [
+    "", ".", "..", "/etc/passwd", "../a", "a/../b", "a//b", "./a", "a/", "a/.", "a\\b", "C:a",
+    "c:/a", "a\0b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a", "a/b.json", "1_Pooling/config.json", "..a", "a..b", "~"])
+def test_plain_names_are_below_the_root(tmp_path, name):
+    assert resolve_inside(tmp_path, name, what="it") == tmp_path / name
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_other_names_are_refused(tmp_path, name):
+    assert not is_inside(name)
+    with pytest.raises(ArtifactError, match="lies outside the artifact: expected a relative path"):
+        resolve_inside(tmp_path, name, what="the artifact")
+
+
+@pytest.mark.parametrize("target", ["file", "/etc/hostname", "missing"])
+def test_links_are_not_followed_wherever_they_lead(tmp_path, target):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(ArtifactError, match="link is a symbolic link"):
+        resolve_inside(tmp_path, "link", what="the artifact")
+
+
+def test_linked_directories_are_not_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "reports").symlink_to("real")
+    with pytest.raises(ArtifactError, match="reports is a symbolic link"):
+        resolve_inside(tmp_path, "reports/validation.json", what="the artifact")
+
+
+def test_the_root_may_be_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "latest").symlink_to("real")
+    assert resolve_inside(tmp_path / "latest", "a", what="it") == tmp_path / "latest" / "a"
