@@ -89,6 +89,10 @@ class BenchConfig:
     """For the made-up inputs."""
     allow_failed: bool = False
     """Take an artifact whose validation failed."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model, in PyTorch. Only for authors you trust."""
+    allow_pickle: bool = False
+    """Load pickled weights into PyTorch. Only for authors you trust."""
 
 
 def check_options(config: BenchConfig) -> None:

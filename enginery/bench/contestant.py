@@ -12,13 +12,9 @@ parent is gone, so is the process, in the middle of a run too; and when standard
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +33,10 @@ from enginery.bench.opened import (  # noqa: E402
 )
 from enginery.bench.warmup import take_turn, warm_up  # noqa: E402
 from enginery.core.artifact import Artifact  # noqa: E402
-from enginery.core.child import end_with_parent  # noqa: E402
-from enginery.core.errors import EngineryError, ProviderError  # noqa: E402
+from enginery.core.child import Answer, answer_requests  # noqa: E402
+from enginery.core.errors import ProviderError  # noqa: E402
 from enginery.core.manifest import Manifest  # noqa: E402
 from enginery.core.memory import peak_rss_bytes  # noqa: E402
-
-Answer = dict[str, Any]
 
 
 class Contestant:
@@ -70,6 +64,7 @@ class Contestant:
         self._opened = open_contender(
             command["plan"], artifact, artifact.graph(command["graph"]),
             threads=command["threads"], allow_fallback=command["allow_fallback"],
+            trust_remote_code=command["trust_remote_code"], allow_pickle=command["allow_pickle"],
         )  # fmt: skip
         loaded = time.perf_counter()
         return {
@@ -170,30 +165,5 @@ class Contestant:
         return self._run
 
 
-def main() -> None:
-    """Answers until standard input ends, or the parent does."""
-    end_with_parent()
-    # Libraries print what they like; answers have a descriptor of their own.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    contestant = Contestant()
-    for line in sys.stdin:
-        found: Answer
-        try:
-            found = contestant.answer(json.loads(line))
-        except EngineryError as error:
-            kind = type(error).__name__
-            found = {"error": {"type": kind, "message": error.message, "do": error.do}}
-        except Exception as error:
-            traceback.print_exc()
-            first = next(iter(str(error).strip().splitlines()), "")
-            message = f"it failed in {type(error).__name__}: {first}"
-            found = {"error": {"type": "", "message": message, "do": ""}}
-        with suppress(BrokenPipeError):  # the parent has gone; so does this process
-            answers.write(json.dumps(found) + "\n")
-            answers.flush()
-    os._exit(0)  # taking down large modules one by one takes time, and TensorRT may crash in it
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(Contestant().answer)

@@ -1,4 +1,4 @@
-"""PyTorch and Optimum as contenders. The one room of this stage that imports them.
+"""PyTorch and Optimum as contenders. The one module of this stage that imports them.
 
 >>> model = PyTorchModel(artifact, record, "pytorch", "cpu", threads=0)
 >>> model.prepared(feeds)()
@@ -16,17 +16,16 @@ from typing import Any
 import optimum.onnxruntime as optimum_ort
 import torch
 from numpy.typing import NDArray
-from optimum.exporters.tasks import TasksManager
 
 from enginery.bench.opened import Run, torch_tools
 from enginery.core.artifact import Artifact
 from enginery.core.errors import InputError, ProviderError
 from enginery.core.feeds import Feeds
 from enginery.core.fingerprint import runtime_version, tool_versions
-from enginery.core.manifest import GraphRecord, Manifest
-from enginery.core.source import ModelSource, resolve_record
+from enginery.core.manifest import GraphRecord
+from enginery.core.source import resolve_record
 from enginery.runtime.provider_wish import ProviderWish
-from enginery.runtime.torch import TorchRunner
+from enginery.runtime.torch import TorchRunner, guarded, load_pytorch
 
 _CLASSES = {
     "feature-extraction": "FeatureExtraction",
@@ -46,7 +45,15 @@ class PyTorchModel:
     """The artifact's own source in PyTorch, as it was trained, in FP16, or compiled."""
 
     def __init__(
-        self, artifact: Artifact, record: GraphRecord, kind: str, device: str, *, threads: int
+        self,
+        artifact: Artifact,
+        record: GraphRecord,
+        kind: str,
+        device: str,
+        *,
+        threads: int,
+        trust_remote_code: bool,
+        allow_pickle: bool,
     ) -> None:
         if threads:
             torch.set_num_threads(threads)
@@ -56,29 +63,45 @@ class PyTorchModel:
                 do="Install a build of torch for this CUDA, or leave it out of --against.",
             )
         manifest = artifact.manifest
-        source = resolve_record(manifest.source)
+        source = resolve_record(manifest.source, allow_pickle=allow_pickle)
         self._device = device
         self._dtype = torch.float16 if kind == "pytorch-fp16" else torch.float32
         self._names = [spec.name for spec in record.outputs]
         self._model: Any = None
         self._runner: TorchRunner | None = None
-        if _is_whole(artifact, record):
-            self._model = _load(source, manifest, self._dtype, device)
-            config = getattr(self._model, "config", None)
-            attention = getattr(config, "_attn_implementation", "") or "its own"
-            self.notes = [f"attention: {attention}; {torch.get_num_threads()} threads"]
-            if kind == "pytorch-compile":
-                self._model.compile()
-        elif kind == "pytorch-compile":
-            raise ProviderError(
-                f"{kind}: {record.file} is a part of its model, and that is not compiled here."
-            )
-        else:
-            precision = "fp16" if kind == "pytorch-fp16" else "fp32"
-            self._runner = TorchRunner(
-                source, manifest, graph=record.file, precision=precision, device=device
-            )
-            self.notes = [*self._runner.notes, "attention: eager"]
+        precision = "fp16" if kind == "pytorch-fp16" else "fp32"
+        with guarded(source.path, trust_remote_code=trust_remote_code):
+            if _is_whole(artifact, record):
+                self._model = load_pytorch(
+                    source.path,
+                    manifest.task,
+                    precision=precision,
+                    library="transformers",
+                    pickled=source.pickled,
+                    trust_remote_code=trust_remote_code,
+                    device=device,
+                    attention="",  # transformers' own choice
+                )
+                config = getattr(self._model, "config", None)
+                attention = getattr(config, "_attn_implementation", "") or "its own"
+                self.notes = [f"attention: {attention}; {torch.get_num_threads()} threads"]
+            elif kind == "pytorch-compile":
+                raise ProviderError(
+                    f"{kind}: {record.file} is a part of its model, and that is not compiled here."
+                )
+            else:
+                self._runner = TorchRunner(
+                    source,
+                    manifest,
+                    graph=record.file,
+                    precision=precision,
+                    trust_remote_code=trust_remote_code,
+                    device=device,
+                )
+                self.notes = [*self._runner.notes, "attention: eager"]
+        # Outside: it runs a compiler. The model's own files are not read any more.
+        if kind == "pytorch-compile":
+            self._model.compile()
         self.providers: list[dict[str, Any]] = []
         self.tools = torch_tools()
 
@@ -121,19 +144,6 @@ def _is_whole(artifact: Artifact, record: GraphRecord) -> bool:
     return len(manifest.graphs) == 1 and not past and manifest.library != "timm"
 
 
-def _load(source: ModelSource, manifest: Manifest, dtype: Any, device: str) -> Any:
-    """The model in evaluation mode, with transformers' own choice of attention."""
-    try:
-        model = TasksManager.get_model_from_task(
-            manifest.task, str(source.path), framework="pt", library_name="transformers",
-            device=device, torch_dtype=dtype, trust_remote_code=manifest.trust_remote_code,
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ProviderError(f"PyTorch cannot load {source.path}: {first}") from error
-    return model.to(dtype).eval()
-
-
 class OptimumModel:
     """The artifact's graph through `optimum.onnxruntime.ORTModelFor…`, with its defaults.
 
@@ -148,6 +158,7 @@ class OptimumModel:
         *,
         threads: int,
         io_binding: bool,
+        trust_remote_code: bool,
     ) -> None:
         import onnxruntime
 
@@ -160,11 +171,17 @@ class OptimumModel:
         provider, given = wishes[0].full_name, wishes[0].options
         cls = getattr(optimum_ort, f"ORTModelFor{_CLASSES[task]}")
         try:
-            self._model: Any = cls.from_pretrained(
-                str(artifact.path), file_name=record.file, provider=provider,
-                provider_options=dict(given), session_options=options, local_files_only=True,
-                use_io_binding=None if io_binding else False,
-            )  # fmt: skip
+            with guarded(artifact.path, trust_remote_code=trust_remote_code):
+                self._model: Any = cls.from_pretrained(
+                    str(artifact.path),
+                    file_name=record.file,
+                    provider=provider,
+                    provider_options=dict(given),
+                    session_options=options,
+                    local_files_only=True,
+                    use_io_binding=None if io_binding else False,
+                    trust_remote_code=trust_remote_code,
+                )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ProviderError(f"optimum cannot load {artifact.path}: {first}") from error

@@ -19,11 +19,12 @@ from enginery.bench.cases import Case, rows_of, tokens_of
 from enginery.bench.config import BenchConfig
 from enginery.bench.contenders import Plan, runs_on_cpu
 from enginery.bench.pairs import comparisons
-from enginery.bench.process import Answer, Contender
+from enginery.bench.process import Contender
 from enginery.bench.result import CaseResult, Measurement
 from enginery.bench.rounds import Limits, run_rounds, runs_in_turn
 from enginery.bench.statistics import latency
 from enginery.bench.subject import Subject
+from enginery.core.child import Answer
 from enginery.core.errors import EngineryError
 from enginery.core.feeds import Feeds
 

@@ -57,8 +57,10 @@ def open_contender(
     *,
     threads: int,
     allow_fallback: bool,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
 ) -> Opened:
-    """Loads the model.
+    """Load the model.
 
     Args:
         plan: `Plan.as_json`, as it comes through a pipe.
@@ -66,6 +68,8 @@ def open_contender(
         record: which graph of it.
         threads: intra-op threads; 0 for the contender's own choice.
         allow_fallback: take a later provider when the first cannot be had.
+        trust_remote_code: run Python code that comes with the model, in PyTorch.
+        allow_pickle: load pickled weights into PyTorch.
 
     Raises:
         EngineryError: the contender cannot run, with the reason.
@@ -83,9 +87,22 @@ def open_contender(
         ) from error
     if kind == "optimum":
         return frameworks.OptimumModel(
-            artifact, record, wishes_of_plan(plan), threads=threads, io_binding=plan["io_binding"]
+            artifact,
+            record,
+            wishes_of_plan(plan),
+            threads=threads,
+            io_binding=plan["io_binding"],
+            trust_remote_code=trust_remote_code,
         )
-    return frameworks.PyTorchModel(artifact, record, kind, plan["device"], threads=threads)
+    return frameworks.PyTorchModel(
+        artifact,
+        record,
+        kind,
+        plan["device"],
+        threads=threads,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+    )
 
 
 def wishes_of_plan(plan: Mapping[str, Any]) -> tuple[ProviderWish, ...]:

@@ -140,7 +140,7 @@ def _started(
         found: dict[str, Contender] = {}
         for index, plan in enumerate(plans):
             try:
-                contender = Contender.start(
+                contender = Contender(
                     plan, subjects[plan.subject], config, scratch / f"{index}.log"
                 )
             except EngineryError as error:

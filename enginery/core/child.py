@@ -26,10 +26,12 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from enginery.core import errors
+from enginery.core.closing import Closing
 from enginery.core.errors import EngineryError
 
 _PIPE = "ENGINERY_PARENT_PIPE"
@@ -94,7 +96,7 @@ def run_child(module: str, *words: str, heard: Callable[[str], object]) -> int:
     with (
         held_pipe() as (environment, descriptors),
         subprocess.Popen(
-            [sys.executable, "-m", module, *words],
+            python_command(module, *words),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, encoding="utf-8", errors="replace",
             # Unbuffered, so that the log has its last words if it crashes.
@@ -108,6 +110,131 @@ def run_child(module: str, *words: str, heard: Callable[[str], object]) -> int:
         except BaseException:
             child.kill()
             raise
+
+
+def python_command(module: str, *words: str) -> list[str]:
+    """Return the command of a Python module, which imports nothing from the working directory.
+
+    `-P`: the working directory may be a model's, with a file `torch.py` in it.
+    """
+    return [sys.executable, "-P", "-m", module, *words]
+
+
+class ChildWorker(Closing):
+    """A child process that answers JSON requests, one line each; closing it ends the process.
+
+    So does the end of this process, however it comes. The child calls `answer_requests`.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        log: Path,
+        what: str,
+        error: type[EngineryError],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start `python -m module`.
+
+        Args:
+            module: one whose `__main__` calls `answer_requests`.
+            log: where everything goes that the child says.
+            what: starts the message where the child ends without an answer.
+            error: what is raised then, and for an error of the child's that nobody expected.
+            environment: variables beside those of this process.
+        """
+        self._log, self._what, self._error = log, what, error
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack, log.open("w", encoding="utf-8") as stream:
+            held, descriptors = stack.enter_context(held_pipe())
+            self._process = subprocess.Popen(
+                python_command(module),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                text=True,
+                encoding="utf-8",
+                env={**os.environ, **held, **(environment or {})},
+                pass_fds=descriptors,
+            )
+            self._held = stack.pop_all()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
+    def ask(self, does: str, **values: Any) -> Answer:
+        """Send one request and return its answer.
+
+        Raises:
+            EngineryError: as the child raised it, or `error` where the child died.
+        """
+        requests, answers = self._process.stdin, self._process.stdout
+        line = ""
+        if requests and answers:
+            with suppress(BrokenPipeError):  # it has died; what follows says how
+                requests.write(json.dumps({"do": does, **values}) + "\n")
+                requests.flush()
+                line = answers.readline()
+        if not line:
+            status = self._process.wait()
+            raise self._error(
+                f"{self._what}: the process {how_it_ended(status)}.",
+                do=f"Its last words: {_last_words(self._log)}",
+            )
+        found: Answer = json.loads(line)
+        if "error" in found:
+            said = found["error"]
+            raise _kind_of(said["type"], self._error)(said["message"], do=said["do"])
+        return found
+
+    def close(self) -> None:
+        """End the process; closing twice is fine."""
+        # It may be in the middle of a long run, and there is nothing in it to keep.
+        self._process.kill()
+        self._process.wait()
+        self._held.close()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream:
+                with suppress(BrokenPipeError):
+                    stream.close()
+
+
+def answer_requests(answer: Callable[[Answer], Answer]) -> NoReturn:
+    """Be the child of a `ChildWorker`: answer until standard input ends, or the parent does."""
+    end_with_parent()
+    # Libraries print what they like; answers have a descriptor of their own.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for line in sys.stdin:
+        try:
+            found = answer(json.loads(line))
+        except EngineryError as error:
+            found = _error(type(error).__name__, error.message, error.do)
+        except Exception as error:
+            traceback.print_exc()
+            first = next(iter(str(error).strip().splitlines()), "")
+            found = _error("", f"it failed in {type(error).__name__}: {first}", "")
+        with suppress(BrokenPipeError):  # the parent has gone; so does this process
+            answers.write(json.dumps(found) + "\n")
+            answers.flush()
+    os._exit(0)  # taking down large modules one by one takes time, and TensorRT may crash in it
+
+
+def _kind_of(name: str, otherwise: type[EngineryError]) -> type[EngineryError]:
+    """Return the class of an error that a child names, or `otherwise` for none of ours."""
+    kind = getattr(errors, name, None)
+    # The constructor of MissingPackageError takes a package's name in place of a message.
+    if not isinstance(kind, type) or kind is errors.MissingPackageError:
+        return otherwise
+    return kind if issubclass(kind, EngineryError) else otherwise
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else "none"
 
 
 @contextmanager

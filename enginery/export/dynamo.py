@@ -21,7 +21,7 @@ from enginery.core.json_file import read_json
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.export.config import ExportConfig
 from enginery.export.exported import Exported
-from enginery.export.optimum import check_remote_code, choose_task, fixed_dims, with_image_size
+from enginery.export.optimum import choose_task, fixed_dims, with_image_size
 from enginery.export.side_files import copy_side_files
 from enginery.runtime.torch import load_pytorch
 
@@ -31,16 +31,19 @@ _TOKENS: tuple[Dim, ...] = ("batch", "sequence")
 
 
 def export_with_dynamo(
-    source: Path, config: ExportConfig, out: Path, phase: Callable[[str], None]
+    source: Path,
+    config: ExportConfig,
+    out: Path,
+    phase: Callable[[str], None],
+    *,
+    pickled: bool,
 ) -> Exported:
     """Traces the model with `torch.export` and named dynamic dims.
 
     Raises:
         ExportError: the model cannot be traced, or takes inputs that this exporter cannot make up.
-        SourceError: the model needs its own code, and that was not allowed.
     """
     settings = read_json(source / "config.json")
-    check_remote_code(source, settings, trust=config.trust_remote_code)
     task = choose_task(config.task, settings)
     if task.endswith("-with-past"):
         raise ExportError(
@@ -52,6 +55,7 @@ def export_with_dynamo(
         task,
         precision=config.dtype,
         library="transformers",
+        pickled=pickled,
         trust_remote_code=config.trust_remote_code,
         device=config.device,
     )

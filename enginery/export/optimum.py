@@ -12,34 +12,37 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
+from enginery.core.errors import ExportError, MissingPackageError, nearest
 from enginery.core.json_file import read_json
 from enginery.export.config import ExportConfig
 from enginery.export.exported import Exported
 from enginery.export.side_files import copy_side_files
 
 try:
-    import torch
     import transformers
     from optimum.exporters.onnx import onnx_export_from_model
     from optimum.exporters.tasks import TasksManager
     from optimum.utils.save_utils import maybe_load_preprocessors
+
+    from enginery.runtime.torch import load_pytorch
 except ImportError as error:
     raise MissingPackageError(
         error.name or "optimum", extra="export", purpose="Exporting a model"
     ) from error
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 def export_with_optimum(
-    source: Path, config: ExportConfig, out: Path, phase: Callable[[str], None]
+    source: Path,
+    config: ExportConfig,
+    out: Path,
+    phase: Callable[[str], None],
+    *,
+    pickled: bool,
 ) -> Exported:
     """Traces the model with Optimum's configuration of its type.
 
     Raises:
         ExportError: the registry lacks the model type or the task.
-        SourceError: the model needs its own code, and that was not allowed.
     """
     if config.dtype == "bf16" and config.device == "cpu":
         raise ExportError(
@@ -48,14 +51,13 @@ def export_with_optimum(
             do="Use --device cuda or --exporter dynamo.",
         )
     settings = read_json(source / "config.json")
-    check_remote_code(source, settings, trust=config.trust_remote_code)
     library = "timm" if "architecture" in settings else "transformers"
     model_type = str(settings.get("model_type", library))
     task = choose_task(config.task, settings)
     if library == "transformers":
         task = _supported_task(model_type, task, asked=config.task)
     phase(f"tracing {model_type} for {task}")
-    _export(source, config, out, task=task, library=library)
+    _export(source, config, out, task=task, library=library, pickled=pickled)
     gc.collect()
     copy_side_files(source, out, code=config.trust_remote_code)
     _convert_tokenizer(source, out)
@@ -71,19 +73,22 @@ def export_with_optimum(
     )
 
 
-def _export(source: Path, config: ExportConfig, out: Path, *, task: str, library: str) -> None:
+def _export(
+    source: Path, config: ExportConfig, out: Path, *, task: str, library: str, pickled: bool
+) -> None:
     """What Optimum's `main_export` does, on files that are here.
 
     It would load tokenizers twice, before and behind the trace, and hold them while memory peaks.
     """
-    model = TasksManager.get_model_from_task(
+    model = load_pytorch(
+        source,
         task,
-        str(source),
-        framework="pt",
-        library_name=library,
-        device=config.device,
-        torch_dtype=_DTYPES[config.dtype],
+        precision=config.dtype,
+        library=library,
+        pickled=pickled,
         trust_remote_code=config.trust_remote_code,
+        device=config.device,
+        attention="",
     )
     if task == "text-classification" and getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = _pad_token_id(source)
@@ -186,20 +191,6 @@ def _supported_task(model_type: str, task: str, *, asked: str) -> str:
             do="Name another --task, or try --exporter dynamo.",
         )
     return task
-
-
-def check_remote_code(source: Path, settings: dict[str, Any], *, trust: bool) -> None:
-    """Raises SourceError if only the model's own Python code can load it and that is forbidden."""
-    own_code = settings.get("auto_map")
-    model_type = settings.get("model_type", "")
-    if not own_code or trust or model_type in transformers.CONFIG_MAPPING:
-        return
-    files = sorted({str(name).partition(".")[0] + ".py" for name in own_code.values()})
-    raise SourceError(
-        f"the model type '{model_type}' is not part of transformers: loading it would run "
-        f"Python code that came with the model ({', '.join(files)} in {source}).",
-        do="Read that code; if you trust it, pass --trust-remote-code.",
-    )
 
 
 def fixed_dims(settings: dict[str, Any]) -> dict[str, int]:

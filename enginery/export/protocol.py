@@ -20,6 +20,7 @@ class WorkerRequest:
 
     kind: str
     path: str
+    pickled: bool
     out: str
     config: ExportConfig
 

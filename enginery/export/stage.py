@@ -18,7 +18,7 @@ from pathlib import Path
 
 from enginery.core.artifact import Artifact, commit_artifact, staging
 from enginery.core.child import ask_child
-from enginery.core.errors import ExportError, SourceError
+from enginery.core.errors import ExportError, SourceError, UntrustedModelError
 from enginery.core.fingerprint import Fingerprint, option_fields, tool_versions
 from enginery.core.home import enginery_home
 from enginery.core.manifest import GraphRecord, Manifest, StageRecord
@@ -67,7 +67,9 @@ def run(
     started = time.monotonic()
     key = fingerprint(source, config)
     with staging(out) as directory:
-        request = WorkerRequest(source.record.kind, str(source.path), str(directory), config)
+        request = WorkerRequest(
+            source.record.kind, str(source.path), source.pickled, str(directory), config
+        )
         result = _run_worker(request, source.name, progress)
         graphs = tuple(GraphRecord.model_validate(graph) for graph in result.graphs)
         record = StageRecord(
@@ -115,7 +117,7 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             log=enginery_home() / "logs" / f"export-{name}.log",
             what=f"exporting {name}",
             error=ExportError,
-            kinds=(SourceError,),
+            kinds=(SourceError, UntrustedModelError),
             heard=heard,
         )
     return WorkerResult(**found)

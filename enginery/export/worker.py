@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -71,16 +72,27 @@ def _trace(request: WorkerRequest, source: Path, out: Path) -> Exported:
         phase("importing the ONNX file")
         return onnx_file.import_onnx(source, request.config, out)
     phase("loading PyTorch and Optimum")
+    if not request.config.trust_remote_code:
+        # All files are here. With trust, the model's code may lie in another repository.
+        os.environ["HF_HUB_OFFLINE"] = "1"
     _load_transformers()
-    if request.config.exporter == "dynamo":
-        from enginery.export import dynamo
-
-        gc.freeze()
-        return dynamo.export_with_dynamo(source, request.config, out, phase)
-    from enginery.export import optimum
+    config = request.config
+    exporter = _import_exporter(config.exporter)
+    from enginery.runtime.torch import guarded
 
     gc.freeze()  # modules stay to the end: no collection need look through them again
-    return optimum.export_with_optimum(source, request.config, out, phase)
+    with guarded(source, trust_remote_code=config.trust_remote_code, writable=[out]):
+        return exporter(source, config, out, phase, pickled=request.pickled)
+
+
+def _import_exporter(name: str) -> Callable[..., Exported]:
+    if name == "dynamo":
+        from enginery.export.dynamo import export_with_dynamo
+
+        return export_with_dynamo
+    from enginery.export.optimum import export_with_optimum
+
+    return export_with_optimum
 
 
 def _load_transformers() -> None:

@@ -4,17 +4,15 @@
     >>> notes
     ['fused by Optimum at O2 as bert']
 
-Optimum removes `*_data` files beside the graph that it reads, so it is given links of its own.
+Optimum removes `*_data` files beside the graph that it reads, so it is given files of its own.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections import Counter
 from pathlib import Path
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact import Artifact, link_or_copy
 from enginery.core.child import ask_child
 from enginery.core.errors import ExportError, MissingPackageError
 from enginery.core.external_data import load_graph
@@ -38,9 +36,9 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
     source, fused = out / "source", out / "fused"
     source.mkdir(parents=True)
     fused.mkdir()
+    external = artifact.external_data()
     for name in artifact.manifest.files:
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        _link(artifact.path / name, source / name)
+        link_or_copy(artifact.path / name, source / name, linked=name not in external)
     files = [graph.file for graph in artifact.manifest.graphs]
     log = enginery_home() / "logs" / f"optimize-{artifact.name}.log"
     found = ask_child(
@@ -64,10 +62,3 @@ def fused_ops(path: Path) -> dict[str, int]:
     nodes = load_graph(path).graph.node
     return dict(Counter(node.op_type for node in nodes if node.domain.startswith("com.microsoft"))
                 .most_common())  # fmt: skip
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)  # another file system, or one without links

@@ -7,21 +7,38 @@ Takes a request file; leaves fused graphs in the directory that it names, and a 
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 from enginery.core.child import answer_parent
-from enginery.core.errors import ExportError
+from enginery.core.errors import ExportError, UntrustedModelError
 from enginery.core.memory import peak_rss_bytes
 
 
 def fuse(model: Path, files: list[str], level: str, out: Path) -> list[str]:
-    """Writes each graph, fused, under its own name to `out`; returns notes.
+    """Write each graph, fused, under its own name to `out`; return notes.
 
     Raises:
-        ExportError: Optimum or ONNX Runtime cannot fuse the graph.
+        ExportError: Optimum or ONNX Runtime cannot fuse the graph, or the model's configuration
+            asks for foreign code.
     """
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the Hub library is imported, just below
+    from enginery.runtime.torch import guarded
+
+    try:
+        with guarded(model, trust_remote_code=False, writable=[out]):
+            return _fuse(model, files, level, out)
+    except UntrustedModelError as error:
+        raise ExportError(
+            error.message,
+            do="Fusions follow the class of the configuration, and this one is not loaded. "
+            "--target tensorrt needs none.",
+        ) from error
+
+
+def _fuse(model: Path, files: list[str], level: str, out: Path) -> list[str]:
     from optimum.onnxruntime import ORTOptimizer
     from optimum.onnxruntime.configuration import AutoOptimizationConfig
     from optimum.onnxruntime.utils import ORTConfigManager

@@ -128,7 +128,8 @@ def _find(source: SourceRecord) -> tuple[Path | None, str]:
     if source.kind == "hub":
         return _hub_card(source)
     try:
-        place = resolve_record(source).path
+        # Only its card is read; no weights are.
+        place = resolve_record(source, allow_pickle=True).path
     except SourceError as error:
         return None, f"the source's card cannot be read: {error.message} Its licence is not known"
     path = (place if place.is_dir() else place.parent) / CARD

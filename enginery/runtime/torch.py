@@ -2,32 +2,37 @@
 
 Takes an artifact's manifest and the model's source; feeds in, outputs out, by the graph's names.
 
-    >>> with TorchRunner(source, artifact.manifest, precision="fp32") as reference:
-    ...     outputs = reference(feeds)
+    >>> with guarded(source.path, trust_remote_code=False):
+    ...     with TorchRunner(source, artifact.manifest, precision="fp32") as reference:
+    ...         outputs = reference(feeds)
 
 A model of one graph runs as it is, with eager attention. A model that Optimum cuts into several
 graphs, or feeds its past, runs through Optimum's own cut of it; `TorchRunner.notes` says so.
-This is the one room of the runtime that imports torch, transformers and optimum.
+This is the one module of the runtime that imports torch, transformers and optimum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.closing import Closing
+from enginery.core.confinement import Confinement, confined
 from enginery.core.errors import ArtifactError, ExportError, InputError, MissingPackageError
 from enginery.core.manifest import GraphRecord, Manifest
+from enginery.core.screening import screen_model
 from enginery.core.source import ModelSource
 
 try:
     import torch
     from optimum.exporters.tasks import TasksManager
+    from transformers import CONFIG_MAPPING, AutoConfig
 except ImportError as error:
     raise MissingPackageError(
         error.name or "torch", extra="export", purpose="Running the PyTorch reference"
@@ -44,30 +49,96 @@ _DTYPES = {
 }
 
 
+@contextmanager
+def guarded(
+    directory: Path, *, trust_remote_code: bool, writable: Iterable[Path] = ()
+) -> Iterator[Confinement | None]:
+    """Screen a model's directory, and confine this process while the model is loaded and run.
+
+    With `trust_remote_code` neither is done, and None is given.
+
+    Raises:
+        UntrustedModelError: the model's files ask for what only the user may grant, or something
+            in them tried what no model has a use for.
+    """
+    if trust_remote_code:
+        yield None
+        return
+    screen_model(directory, known_types=CONFIG_MAPPING)
+    with confined(model=directory, writable=writable) as confinement:
+        yield confinement
+
+
 def load_pytorch(
-    path: Path, task: str, *, precision: str, library: str, trust_remote_code: bool, device: str
+    path: Path,
+    task: str,
+    *,
+    precision: str,
+    library: str,
+    pickled: bool,
+    trust_remote_code: bool,
+    device: str,
+    attention: str = "eager",
 ) -> Any:
-    """The model of a directory in evaluation mode, with eager attention.
+    """Return the model of a directory in evaluation mode.
+
+    Only the weights that `find_weights` found are loaded; pickled ones by PyTorch's restricted
+    unpickler. Call it inside `guarded`.
+
+    Args:
+        path: the model's directory.
+        task: as Optimum names it.
+        precision: fp64, fp32, fp16 or bf16.
+        library: transformers or timm.
+        pickled: the kind of weights that were found.
+        trust_remote_code: run Python code that comes with the model.
+        device: cpu, cuda or cuda:N.
+        attention: the implementation; empty for the one that transformers chooses.
 
     Raises:
         ExportError: PyTorch cannot load it.
     """
+    options: dict[str, Any] = {
+        "torch_dtype": torch.float32 if precision == "fp64" else _DTYPES[precision],
+        "trust_remote_code": trust_remote_code,
+        "use_safetensors": not pickled,
+        "weights_only": True,
+        "local_files_only": True,
+    }
+    if attention:
+        options["attn_implementation"] = attention
     with _quiet():
         try:
-            model = TasksManager.get_model_from_task(
-                task,
-                str(path),
-                framework="pt",
-                library_name=library,
-                device=device,
-                torch_dtype=torch.float32 if precision == "fp64" else _DTYPES[precision],
-                trust_remote_code=trust_remote_code,
-                attn_implementation="eager",
-            )
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            if library == "timm":
+                model = TasksManager.get_model_from_task(
+                    task, str(path), framework="pt", library_name=library, device=device, **options
+                )
+            else:
+                model = _from_transformers(path, task, options, device)
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError, UnpicklingError) as error:
             first = _first_line(error)
             raise ExportError(f"PyTorch cannot load {path} for {task}: {first}") from error
     return model.to(_DTYPES[precision]).eval()
+
+
+def _from_transformers(path: Path, task: str, options: dict[str, Any], device: str) -> Any:
+    """Load what Optimum's TasksManager.get_model_from_task loads, and nothing in its place.
+
+    That one goes on with the weights of TensorFlow where PyTorch's cannot be read.
+    """
+    trust = options["trust_remote_code"]
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust, local_files_only=True)
+    # Speech models of one type have several classes for one task.
+    several = task in ("automatic-speech-recognition", "reinforcement-learning")
+    named = (config.architectures or [None])[0] if several else None
+    model_class = TasksManager.get_model_class_for_task(
+        task, framework="pt", model_type=config.model_type, model_class_name=named,
+        library="transformers",
+    )  # fmt: skip
+    with torch.device(device):
+        model = model_class.from_pretrained(str(path), **options)
+    TasksManager.standardize_model_attributes(model, library_name="transformers")
+    return model
 
 
 class TorchRunner(Closing):
@@ -80,16 +151,18 @@ class TorchRunner(Closing):
         *,
         graph: str = "",
         precision: str = "fp32",
+        trust_remote_code: bool = False,
         device: str = "cpu",
     ) -> None:
-        """Loads the model.
+        """Load the model. Call it inside `guarded`.
 
         Args:
-        source: the model, as `resolve_record(manifest.source)` finds it.
-        manifest: of the artifact that is compared.
-        graph: which of several graphs; empty for the first.
-        precision: fp64, fp32, fp16 or bf16.
-        device: cpu, cuda or cuda:N.
+            source: the model, as `resolve_record(manifest.source)` finds it.
+            manifest: of the artifact that is compared.
+            graph: which of several graphs; empty for the first.
+            precision: fp64, fp32, fp16 or bf16.
+            trust_remote_code: run Python code that comes with the model.
+            device: cpu, cuda or cuda:N.
 
         Raises:
             ArtifactError: there is no such graph.
@@ -107,7 +180,8 @@ class TorchRunner(Closing):
             manifest.task,
             precision=precision,
             library=manifest.library if manifest.library == "timm" else "transformers",
-            trust_remote_code=manifest.trust_remote_code,
+            pickled=source.pickled,
+            trust_remote_code=trust_remote_code,
             device=device,
         )
         cut = len(graphs) > 1 or any("past" in spec.name for spec in self.record.inputs)

@@ -40,6 +40,10 @@ class ValidateConfig:
     artifact, by the budget that it was made with."""
     seed: int = 0
     """For the made-up inputs of the shape sweep."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model, in PyTorch. Only for authors you trust."""
+    allow_pickle: bool = False
+    """Load pickled weights into PyTorch. Only for authors you trust."""
 
 
 def check_options(config: ValidateConfig) -> None:

@@ -12,6 +12,7 @@ case, and because the models run one after the other: never two of them are in m
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
-from enginery.core.errors import EngineryError, ExportError, InputError
+from enginery.core.errors import ExportError, InputError
 from enginery.core.manifest import GraphRecord
 from enginery.core.precision import roundoff
 from enginery.core.progress import Progress
 from enginery.core.source import ModelSource
+from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.cases import Case
 from enginery.validate.metrics import NoiseFloor, noise_floor
 from enginery.validate.padding import kept_positions
@@ -75,22 +77,23 @@ def ask_pytorch(
     progress: Progress,
     *,
     noise: bool = True,
+    trust_remote_code: bool = False,
 ) -> Answers:
-    """Runs PyTorch in FP32, then at the precision whose error is the noise floor.
+    """Run PyTorch in FP32, then at the precision whose error is the noise floor.
 
     Without `noise` the floors are 0: no tolerance of a quantized graph is scaled by them.
 
     Raises:
         InputError: a case's own inputs cannot be made (a damaged image).
-        ExportError: PyTorch cannot load the model.
-        EngineryError: the scratch directory is full.
+        ExportError: PyTorch cannot load the source.
+        UntrustedModelError: the source asks for what was not granted, or tried to do harm.
+        EngineryError: `scratch` cannot hold the answers.
     """
-    # Importing torch takes seconds; nothing before this needed it.
-    from enginery.runtime.torch import TorchRunner
-
     expected: list[Expected] = []
     with (
-        TorchRunner(source, artifact.manifest, graph=record.file) as reference,
+        TorchReference(
+            source, artifact.manifest, graph=record.file, trust_remote_code=trust_remote_code
+        ) as reference,
         progress.task("PyTorch FP32", total=len(cases)) as advance,
     ):
         notes = list(reference.notes)
@@ -98,32 +101,19 @@ def ask_pytorch(
             # Outside the `try`: inputs that cannot be made are no fault of the model.
             feeds = case.make()
             try:
-                outputs = reference(feeds)
+                files = reference(feeds, scratch / f"{record.file}-{index}")
             except InputError as error:
                 expected.append(Expected(problem=error.message))
             else:
-                expected.append(Expected(_store(outputs, scratch / f"{record.file}-{index}")))
+                expected.append(Expected(files))
             advance()
     if not noise:
         names = {name for wide in expected for name in wide.files}
         return Answers(expected, dict.fromkeys(names, NoiseFloor(0.0, cosine=1.0)), notes)
-    floors, said = _noise_floors(artifact, source, record, cases, expected, progress)
+    floors, said = _noise_floors(
+        artifact, source, record, cases, expected, scratch, progress, trust_remote_code
+    )
     return Answers(expected, floors, [*notes, *said])
-
-
-def _store(outputs: dict[str, NDArray[Any]], directory: Path) -> dict[str, Path]:
-    files = {}
-    try:
-        directory.mkdir(parents=True)
-        for index, (name, array) in enumerate(outputs.items()):
-            files[name] = directory / f"{index}.npy"
-            np.save(files[name], array)
-    except OSError as error:
-        raise EngineryError(
-            f"{directory} cannot hold PyTorch's outputs: {error.strerror or error}.",
-            do="Set TMPDIR to a directory with more room, or validate smaller profiles.",
-        ) from error
-    return files
 
 
 def _noise_floors(
@@ -132,10 +122,10 @@ def _noise_floors(
     record: GraphRecord,
     cases: Sequence[Case],
     expected: Sequence[Expected],
+    scratch: Path,
     progress: Progress,
+    trust_remote_code: bool,
 ) -> tuple[dict[str, NoiseFloor], list[str]]:
-    from enginery.runtime.torch import TorchRunner
-
     precision = artifact.manifest.precision
     noisy = _NOISE_PRECISION[precision]
     floors: dict[str, NoiseFloor] = {}
@@ -143,20 +133,28 @@ def _noise_floors(
     specs = {spec.name: spec for spec in record.outputs}
     try:
         with (
-            TorchRunner(source, artifact.manifest, graph=record.file, precision=noisy) as runner,
+            TorchReference(
+                source,
+                artifact.manifest,
+                graph=record.file,
+                precision=noisy,
+                trust_remote_code=trust_remote_code,
+            ) as runner,
             progress.task(f"PyTorch {noisy.upper()}", total=len(cases)) as advance,
         ):
-            for case, wide in zip(cases, expected, strict=True):
+            for index, (case, wide) in enumerate(zip(cases, expected, strict=True)):
+                place = scratch / f"{record.file}-{index}-{noisy}"
                 try:
                     feeds = case.make()
-                    other = runner(feeds) if wide.files else {}
+                    other = Expected(runner(feeds, place) if wide.files else {})
                 except InputError as error:
                     refusal = refusal or error.message
-                    other = {}
-                for name in other.keys() & wide.files.keys():
+                    other = Expected()
+                for name in other.files.keys() & wide.files.keys():
                     kept = kept_positions(specs[name], record.inputs, feeds)
-                    floor = noise_floor(other[name], wide.load(name), kept)
+                    floor = noise_floor(other.load(name), wide.load(name), kept)
                     floors[name] = floor.widest(floors.get(name, floor))
+                shutil.rmtree(place, ignore_errors=True)
                 advance()
     except ExportError as error:
         refusal = error.message

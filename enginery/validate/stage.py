@@ -57,6 +57,9 @@ STAGE_VERSION = "3"
 REPORT = f"{REPORTS}/validation.json"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
+# What is trusted says nothing about the outputs.
+_NOT_IN_KEY = ("trust_remote_code", "allow_pickle")
+
 
 def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
     """What the verdict depends on: the artifact's content, the options, the data, the tools.
@@ -72,7 +75,7 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
         "source": manifest.source.sha256,
         "task": manifest.task,
         "precision": manifest.precision,
-        **option_fields(asdict(config)),
+        **option_fields({n: v for n, v in asdict(config).items() if n not in _NOT_IN_KEY}),
         "provider": wish_text(wish_of(config)),
         **runtime_version(),
         **tool_versions(TOOLS),
@@ -81,7 +84,8 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
     if config.data:
         fields["data sha256"] = data_sha256(Path(config.data).expanduser())
     if config.reference:
-        fields["reference sha256"] = resolve_source(config.reference).record.sha256
+        reference = resolve_source(config.reference, allow_pickle=config.allow_pickle)
+        fields["reference sha256"] = reference.record.sha256
     if rule := Limits.of(artifact, config).rule:
         fields["quantization"] = rule
     if engines := _engines(artifact, config):
@@ -161,7 +165,7 @@ def run(
         with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
             answers = ask_pytorch(
                 artifact, source, record, cases, Path(scratch), progress,
-                noise=not is_quantized(artifact),
+                noise=not is_quantized(artifact), trust_remote_code=config.trust_remote_code,
             )  # fmt: skip
             with OrtRunner(
                 artifact,
@@ -231,13 +235,13 @@ def _mark(artifact: Artifact, key: Fingerprint, report: ValidationReport) -> Non
 def _reference_source(artifact: Artifact, config: ValidateConfig) -> ModelSource:
     """The PyTorch model to compare with; the artifact's own, unless it has none."""
     if config.reference:
-        return resolve_source(config.reference)
+        return resolve_source(config.reference, allow_pickle=config.allow_pickle)
     if artifact.manifest.source.kind == "onnx":
         raise SourceError(
             f"{artifact.path} was imported from an .onnx file, which has no PyTorch model.",
             do="Name the model it came from with --reference MODEL.",
         )
-    return resolve_record(artifact.manifest.source)
+    return resolve_record(artifact.manifest.source, allow_pickle=config.allow_pickle)
 
 
 def _all_passed(cases: Sequence[CaseResult]) -> bool:

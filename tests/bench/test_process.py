@@ -23,12 +23,12 @@ def started(tmp_path):
     subject = Subject.of(save_detector(tmp_path / "d.onnx"), "", allow_failed=False)
     config = BenchConfig(against="onnxruntime")
     plans, _ = plan_contenders([subject], config)
-    with Contender.start(plans[1], subject, config, tmp_path / "log") as contender:
+    with Contender(plans[1], subject, config, tmp_path / "log") as contender:
         yield contender
 
 
 def child_of(contender):
-    return contender._process.pid
+    return contender.worker._process.pid
 
 
 def feeds(path, **arrays):
@@ -67,7 +67,7 @@ def test_turn_before_inputs_is_refused(started):
 
 def test_crash_is_an_answer(started):
     os.kill(child_of(started), signal.SIGSEGV)
-    started._process.wait()
+    started.worker._process.wait()
     with pytest.raises(ProviderError, match="onnxruntime: the process crashed with signal 11"):
         started.ask("memory")
 
@@ -97,7 +97,8 @@ def test_what_libraries_print_does_not_spoil_the_answers(tmp_path):
     code = (
         "import sys, os; from enginery.bench import contestant;"
         "contestant.Contestant.memory = lambda s, c: (print('noise'), os.system('echo more'),"
-        " {'peak_rss_bytes': 1})[2]; contestant.main()"
+        " {'peak_rss_bytes': 1})[2];"
+        "contestant.answer_requests(contestant.Contestant().answer)"
     )
     found = subprocess.run(
         [sys.executable, "-c", code], input='{"do": "memory"}\n', capture_output=True, text=True,
@@ -121,10 +122,10 @@ subject = Subject.of(folder / "d.onnx", "", allow_failed=False)
 config = BenchConfig(against="onnxruntime")
 plans, _ = plan_contenders([subject], config)
 np.savez(folder / "f.npz", x=np.zeros((1, 3, 32, 32), "float32"))
-contenders = [Contender.start(plan, subject, config, folder / plan.name) for plan in plans]
+contenders = [Contender(plan, subject, config, folder / plan.name) for plan in plans]
 for contender in contenders:
     contender.ask("prepare", feeds=str(folder / "f.npz"), seconds=0)
-print(*(contender._process.pid for contender in contenders), flush=True)
+print(*(contender.worker._process.pid for contender in contenders), flush=True)
 contenders[0].ask("turn", runs=10**9)
 """
 

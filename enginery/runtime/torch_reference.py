@@ -1,0 +1,263 @@
+"""The PyTorch reference in a child process, which is confined to loading and running its model.
+
+>>> with TorchReference(source, artifact.manifest, precision="fp32") as reference:
+...     files = reference(feeds, scratch / "case-0")
+>>> np.load(files["logits"]).shape
+(2, 2)
+
+Answers come back as files: those of a large profile are gigabytes. Importing PyTorch, transformers
+and Optimum takes seconds, so a process whose model is gone waits a while for the next one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.child import Answer, ChildWorker, answer_requests
+from enginery.core.closing import Closing
+from enginery.core.errors import ArtifactError, EngineryError, ExportError, InputError
+from enginery.core.manifest import Manifest
+from enginery.core.memory import peak_rss_bytes
+from enginery.core.source import ModelSource
+
+_IDLE_SECONDS = 30.0
+_LARGE_BYTES = 2 << 30
+"""A process that once held this much is not kept: what it cannot give back would be missed."""
+
+Feeds = Mapping[str, NDArray[Any]]
+
+
+class TorchReference(Closing):
+    """One model in PyTorch, answering for one graph, in a process of its own."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        manifest: Manifest,
+        *,
+        graph: str = "",
+        precision: str = "fp32",
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Load the model.
+
+        Args:
+            source: the model, as `resolve_record(manifest.source)` finds it.
+            manifest: of the artifact that is compared.
+            graph: which of several graphs; empty for the first.
+            precision: fp64, fp32, fp16 or bf16.
+            trust_remote_code: run Python code that comes with the model, unconfined.
+
+        Raises:
+            UntrustedModelError: the model asks for what was not granted, or tried to do harm.
+            ArtifactError: there is no such graph.
+            ExportError: PyTorch cannot load the model.
+        """
+        # Code that ran in a process once stays there.
+        self._alone = trust_remote_code
+        self._worker: ChildWorker | None = _start() if self._alone else _take()
+        self.notes: list[str] = self._ask(
+            "load",
+            path=str(source.path),
+            pickled=source.pickled,
+            manifest=manifest.model_dump(mode="json"),
+            graph=graph,
+            precision=precision,
+            trust_remote_code=trust_remote_code,
+        )["notes"]
+
+    def __call__(self, feeds: Feeds, directory: Path) -> dict[str, Path]:
+        """Run the model on the feeds of the graph.
+
+        Args:
+            feeds: arrays by the graph's names.
+            directory: where the answers go; made here.
+
+        Returns:
+            An `.npy` file for each output that PyTorch has, by the graph's names, float32 or wider.
+
+        Raises:
+            InputError: PyTorch itself rejects the feeds.
+            UntrustedModelError: something in the model tried to do harm.
+            EngineryError: the directory cannot hold the answers.
+        """
+        file = directory / "feeds.npz"
+        try:
+            directory.mkdir(parents=True)
+            with file.open("wb") as stream:
+                np.savez(stream, allow_pickle=False, **feeds)
+        except OSError as error:
+            raise _full(directory, error) from error
+        found = self._ask("run", feeds=str(file), directory=str(directory))
+        file.unlink()
+        return {name: directory / file for name, file in found["files"].items()}
+
+    def close(self) -> None:
+        """Free the model; the process waits for the next one, or ends."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        if self._alone:
+            worker.close()
+            return
+        try:
+            held_bytes = worker.ask("unload")["peak_rss_bytes"]
+        except EngineryError:
+            worker.close()
+            raise
+        if held_bytes > _LARGE_BYTES:
+            worker.close()
+        else:
+            _keep(worker)
+
+    def _ask(self, does: str, **values: Any) -> Answer:
+        if self._worker is None:
+            raise ExportError("the PyTorch reference is closed.")
+        worker = self._worker
+        try:
+            return worker.ask(does, **values)
+        except InputError:
+            raise
+        except BaseException as error:
+            self._worker = None
+            refused = does == "load" and isinstance(error, ExportError | ArtifactError)
+            if refused and worker.is_alive and not self._alone:
+                _keep(worker)
+            else:  # nothing of it is left for the next model
+                worker.close()
+            raise
+
+
+_idle: list[ChildWorker] = []
+_idle_lock = threading.Lock()
+
+
+def _start() -> ChildWorker:
+    handle, name = tempfile.mkstemp(prefix="enginery-reference-", suffix=".log")
+    os.close(handle)
+    log = Path(name)
+    try:
+        return ChildWorker(
+            "enginery.runtime.torch_reference",
+            log=log,
+            what="PyTorch",
+            error=ExportError,
+            environment={"TOKENIZERS_PARALLELISM": "false"},
+        )
+    finally:
+        # The child holds it open; its last words are in the answer.
+        atexit.register(log.unlink, missing_ok=True)
+
+
+def _take() -> ChildWorker:
+    """Return a process that waits, or a new one."""
+    with _idle_lock:
+        while _idle:
+            worker = _idle.pop()
+            if worker.is_alive:
+                return worker
+            worker.close()
+    return _start()
+
+
+def _keep(worker: ChildWorker) -> None:
+    """Let a process wait for the next model, for a while."""
+    with _idle_lock:
+        _idle.append(worker)
+    timer = threading.Timer(_IDLE_SECONDS, _end, [worker])
+    timer.daemon = True
+    timer.start()
+
+
+def _end(worker: ChildWorker) -> None:
+    with _idle_lock:
+        if worker not in _idle:
+            return
+        _idle.remove(worker)
+    worker.close()
+
+
+@atexit.register
+def _end_all() -> None:
+    for worker in _idle:
+        _end(worker)
+
+
+def _full(directory: Path, error: OSError) -> EngineryError:
+    return EngineryError(
+        f"{directory} cannot hold PyTorch's outputs: {error.strerror or error}.",
+        do="Set TMPDIR to a directory with more room, or validate smaller profiles.",
+    )
+
+
+class _Child:
+    """The other side: holds one model at a time."""
+
+    def __init__(self) -> None:
+        self._held = ExitStack()
+        self._runner: Any = None
+        self._confinement: Any = None
+
+    def answer(self, request: Answer) -> Answer:
+        does = {"load": self.load, "run": self.run, "unload": self.unload}
+        return does[request["do"]](request)
+
+    def load(self, request: Answer) -> Answer:
+        if not request["trust_remote_code"]:
+            os.environ["HF_HUB_OFFLINE"] = "1"  # read when the Hub library is imported, just below
+        from enginery.runtime.torch import TorchRunner, guarded
+
+        manifest = Manifest.model_validate(request["manifest"])
+        path, trust = Path(request["path"]), request["trust_remote_code"]
+        with ExitStack() as stack:
+            self._confinement = stack.enter_context(guarded(path, trust_remote_code=trust))
+            self._runner = stack.enter_context(
+                TorchRunner(
+                    ModelSource(path, manifest.source, pickled=request["pickled"]),
+                    manifest,
+                    graph=request["graph"],
+                    precision=request["precision"],
+                    trust_remote_code=trust,
+                )
+            )
+            self._require_harmless()
+            self._held = stack.pop_all()
+        return {"notes": self._runner.notes}
+
+    def run(self, request: Answer) -> Answer:
+        with np.load(request["feeds"], allow_pickle=False) as stored:
+            feeds = {name: stored[name] for name in stored.files}
+        outputs = self._runner(feeds)
+        self._require_harmless()
+        files = {}
+        try:
+            for index, (name, array) in enumerate(outputs.items()):
+                files[name] = f"{index}.npy"
+                np.save(Path(request["directory"], files[name]), array, allow_pickle=False)
+        except OSError as error:
+            raise _full(Path(request["directory"]), error) from error
+        return {"files": files}
+
+    def unload(self, request: Answer) -> Answer:  # noqa: ARG002
+        self._runner = self._confinement = None
+        self._held.close()
+        return {"peak_rss_bytes": peak_rss_bytes()}
+
+    def _require_harmless(self) -> None:
+        """Raise what was stopped even where the model hid the error."""
+        if self._confinement is not None and self._confinement.stopped:
+            raise self._confinement.error()
+
+
+if __name__ == "__main__":
+    answer_requests(_Child().answer)
