@@ -119,7 +119,7 @@ class Confinement:
                 sys.base_prefix,
                 sys.exec_prefix,
                 *site.getsitepackages(),
-                *(place or os.curdir for place in sys.path),
+                *filter(None, sys.path),
                 *_homes_of_modules(),
             ]
         )

@@ -32,11 +32,17 @@ from enginery.core.source import ModelSource
 try:
     import torch
     from optimum.exporters.tasks import TasksManager
+    from safetensors import SafetensorError
     from transformers import CONFIG_MAPPING, AutoConfig
 except ImportError as error:
     raise MissingPackageError(
         error.name or "torch", extra="export", purpose="Running the PyTorch reference"
     ) from error
+
+# What loaders raise for a configuration or weights that they cannot take.
+_UNREADABLE = (
+    OSError, ValueError, KeyError, RuntimeError, ImportError, UnpicklingError, SafetensorError,
+)  # fmt: skip
 
 Feeds = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]
@@ -115,7 +121,7 @@ def load_pytorch(
                 )
             else:
                 model = _from_transformers(path, task, options, device)
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError, UnpicklingError) as error:
+        except _UNREADABLE as error:
             first = _first_line(error)
             raise ExportError(f"PyTorch cannot load {path} for {task}: {first}") from error
     return model.to(_DTYPES[precision]).eval()

@@ -1,0 +1,193 @@
+import json
+import shutil
+
+import pytest
+
+from enginery.core.errors import SourceError, UntrustedModelError
+from enginery.core.screening import screen_model
+
+KNOWN = ("bert", "lightglue", "clip")
+
+
+@pytest.fixture
+def model(tmp_path):
+    """`model({"config.json": {...}})`: a directory with these JSON files."""
+
+    def make(files):
+        directory = tmp_path / "model"
+        for name, content in {"config.json": {"model_type": "bert"}, **files}.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(json.dumps(content))
+        return directory
+
+    return make
+
+
+def screen(directory, **options):
+    screen_model(directory, known_types=KNOWN, **options)
+
+
+NESTED = {"auto_map": {"AutoConfig": "evil.Config"}}
+
+REFUSED = {
+    "own type": ({"config.json": {"model_type": "mine", **NESTED}}, "config.json: auto_map"),
+    "no type": ({"config.json": NESTED}, "config.json: auto_map"),
+    "nested": (
+        {"config.json": {"model_type": "bert", "text_config": NESTED}},
+        "config.json: text_config.auto_map",
+    ),
+    "in a list": (
+        {"config.json": {"model_type": "bert", "parts": [{"deep": NESTED}]}},
+        r"config.json: parts\[0\].deep.auto_map",
+    ),
+    "trust": (
+        {"config.json": {"model_type": "lightglue", "trust_remote_code": True}},
+        "config.json: trust_remote_code is True",
+    ),
+    "trust in the tokenizer": (
+        {"tokenizer_config.json": {"trust_remote_code": 1}},
+        "tokenizer_config.json: trust_remote_code is 1",
+    ),
+    "pipelines": (
+        {"config.json": {"model_type": "bert", "custom_pipelines": {"x": {"impl": "e.Pipe"}}}},
+        "custom_pipelines names Python code",
+    ),
+    "attention": (
+        {"config.json": {"model_type": "bert", "_attn_implementation": "org/kernel"}},
+        "_attn_implementation is 'org/kernel'",
+    ),
+    "attention, internal": (
+        {"config.json": {"model_type": "bert", "_attn_implementation_internal": "org/k@main:f"}},
+        "_attn_implementation_internal is 'org/k@main:f'",
+    ),
+    "attention of a part": (
+        {"config.json": {"model_type": "clip", "attn_implementation": {"vision": "org/k"}}},
+        "attn_implementation is 'org/k'",
+    ),
+    "nested path": (
+        {"config.json": {"model_type": "lightglue", "detector": {"_name_or_path": "/srv/evil"}}},
+        "detector._name_or_path is '/srv/evil', which leads out",
+    ),
+    "nested path up": (
+        {"config.json": {"model_type": "lightglue", "detector": {"_name_or_path": "../evil"}}},
+        "leads out",
+    ),
+    "file": (
+        {"tokenizer_config.json": {"vocab_file": "/etc/passwd"}},
+        "vocab_file is '/etc/passwd'",
+    ),
+    "file up": (
+        {"tokenizer_config.json": {"vocab_file": "../../../../../../../etc/passwd"}},
+        "vocab_file is",
+    ),
+    "adapter": (
+        {"adapter_config.json": {"base_model_name_or_path": "evil/base"}},
+        "an adapter of another one, 'evil/base'",
+    ),
+    "modules": (
+        {"modules.json": [{"idx": 0, "path": "", "type": "custom_st.Transformer"}]},
+        r"\[0\].type is 'custom_st.Transformer'",
+    ),
+    "modules elsewhere": (
+        {"modules.json": [{"path": "../../x", "type": "sentence_transformers.models.Pooling"}]},
+        r"\[0\].path is '../../x'",
+    ),
+    "modules of another shape": ({"modules.json": ["evil"]}, "type is 'evil'"),
+    "in a folder": (
+        {"vision/config.json": {"model_type": "mine", **NESTED}}, "vision/config.json: auto_map",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_only_the_user_may_grant_is_refused_by_file_and_key(model, case):
+    files, said = REFUSED[case]
+    directory = model(files)
+    with pytest.raises(UntrustedModelError, match=said):
+        screen(directory)
+    screen(directory, trust_remote_code=True)
+
+
+HARMLESS = {
+    "native class": {"config.json": {"model_type": "bert", **NESTED}},
+    "native tokenizer": {"tokenizer_config.json": NESTED},
+    "labels": {"config.json": {"model_type": "bert", "label2id": {"auto_map": 0}}},
+    "no trust": {"config.json": {"model_type": "lightglue", "trust_remote_code": False}},
+    "attention": {"config.json": {"model_type": "bert", "_attn_implementation": "sdpa"}},
+    "attentions": {
+        "config.json": {"model_type": "clip", "_attn_implementation": {"": "eager", "text": None}}
+    },
+    "where it was saved": {"config.json": {"model_type": "bert", "_name_or_path": "/home/x/ckpt"}},
+    "a part's id": {"config.json": {"model_type": "clip", "text": {"_name_or_path": "org/bert"}}},
+    "old path": {"tokenizer_config.json": {"tokenizer_file": "/root/.cache/no-such/t.json"}},
+    "vocabulary": {"vocab.json": {"auto_map": 1, "trust_remote_code": 2}},
+    "notes": {"training_config.json": {"trust_remote_code": True}},
+    "modules": {
+        "modules.json": [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
+    },
+}
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_what_real_models_have_is_no_alarm(model, case):
+    screen(model(HARMLESS[case]))
+
+
+def test_a_side_file_that_is_a_link_to_elsewhere_is_refused(model, tmp_path):
+    directory = model({})
+    (tmp_path / "secret.txt").write_text("secret")
+    (directory / "vocab.txt").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(UntrustedModelError, match=r"vocab\.txt is a link to .*secret\.txt"):
+        screen(directory)
+
+
+def test_a_folder_that_is_a_link_to_elsewhere_is_refused(model, tmp_path):
+    directory = model({})
+    (tmp_path / "other").mkdir()
+    (directory / "1_Pooling").symlink_to(tmp_path / "other")
+    with pytest.raises(UntrustedModelError, match="1_Pooling is a link"):
+        screen(directory)
+
+
+def test_links_of_the_hubs_cache_and_of_weights_are_followed(model, tmp_path):
+    repository = tmp_path / "models--org--name"
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "blobs" / "abc").write_text('{"model_type": "bert"}')
+    snapshot = repository / "snapshots" / "f00"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to("../../blobs/abc")
+    (tmp_path / "weights.safetensors").write_text("")
+    (snapshot / "model.safetensors").symlink_to(tmp_path / "weights.safetensors")
+    screen(snapshot)
+
+
+def test_deep_nesting_is_an_error_in_words(model):
+    directory = model({})
+    deep = "[" * 100_000 + "]" * 100_000
+    (directory / "config.json").write_text('{"model_type": "bert", "x": ' + deep + "}")
+    with pytest.raises(SourceError, match="nested too deeply"):
+        screen(directory)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b""])
+def test_a_configuration_that_is_no_json_is_named(model, content):
+    directory = model({})
+    (directory / "config.json").write_bytes(content)
+    with pytest.raises(SourceError, match=r"config\.json is not valid JSON"):
+        screen(directory)
+
+
+def test_every_configuration_of_optimums_model_types_passes(tmp_path):
+    """What transformers' own test models look like raises no alarm."""
+    from pathlib import Path
+
+    found = Path(__file__).parents[3] / "shared/model-configs/configs.json"
+    if not found.is_file():
+        pytest.skip("the configurations are not beside this checkout")
+    for kind, described in json.loads(found.read_text()).items():
+        directory = tmp_path / "model"
+        directory.mkdir()
+        config = {**described["config"], "model_type": kind}
+        (directory / "config.json").write_text(json.dumps(config))
+        screen_model(directory, known_types=(kind,))
+        shutil.rmtree(directory)
