@@ -15,6 +15,8 @@ EPSILON = 2.0**-23
 # were seen 6e-6 apart. Another input, label, pooling or mask moves an output by 1e-3 or more.
 OUTPUTS = 2e-5
 """Absolute tolerance for what a tiny model's graph gives: logits, hidden states, pooled vectors."""
+LARGER = OUTPUTS / 4
+"""Relative tolerance beside it, where values are larger."""
 
 # A softmax passes on half of its logits' error at most, and a vector of 32 values of size 1 has a
 # length above 5: normalized, its components have a fifth of the error.
