@@ -39,7 +39,7 @@ from enginery.optimize.graphs import Made, make_graphs
 from enginery.optimize.report import OptimizationReport, summarize
 
 STAGE = "optimize"
-STAGE_VERSION = "2"
+STAGE_VERSION = "3"
 """Raised when the same inputs would give another artifact; part of the fingerprint."""
 REPORT = f"{REPORTS}/optimization.json"
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")

@@ -50,7 +50,7 @@ from enginery.predict.writing import OutputFormat, assemble, output_format
 from enginery.runtime.machine import usable_cores
 
 STAGE = "predict"
-STAGE_VERSION = "1"
+STAGE_VERSION = "2"
 
 
 def fingerprint(artifact: Artifact, path: Path, kind: str, config: PredictConfig) -> Fingerprint:

@@ -54,7 +54,7 @@ from enginery.quantize.trial import build_trials, check_trial
 from enginery.runtime.tracing import GraphTracer
 
 STAGE = "quantize"
-STAGE_VERSION = "2"
+STAGE_VERSION = "3"
 """Raised when the same inputs would give another artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/quantization.json"

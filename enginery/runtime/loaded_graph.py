@@ -24,8 +24,9 @@ from enginery.core.store import GRAPHS, Store
 from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.provider_names import CPU
 from enginery.runtime.providers import Provider
+from enginery.runtime.sessions import EXACT_INT8
 
-_STAGE_VERSION = "1"
+_STAGE_VERSION = "2"
 _DATA = f"{MODEL_FILE}.data"
 _SMALLEST_BYTES = "1024"
 """Weights below it stay in the graph: a page of memory holds several."""
@@ -81,6 +82,7 @@ def _make(
         options = ort.SessionOptions()
         options.log_severity_level = 4  # it warns that the file is for this processor, as meant
         options.optimized_model_filepath = str(directory / MODEL_FILE)
+        options.add_session_config_entry(*EXACT_INT8)
         prefix = "session.optimized_model_external_initializers_"
         options.add_session_config_entry(f"{prefix}file_name", _DATA)
         options.add_session_config_entry(f"{prefix}min_size_in_bytes", _SMALLEST_BYTES)

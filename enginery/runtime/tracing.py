@@ -26,6 +26,7 @@ from enginery.core.errors import InputError, ProviderError, nearest
 from enginery.core.external_data import load_graph
 from enginery.runtime.provider_names import TENSORRT_RTX
 from enginery.runtime.providers import Provider, choose_providers, parse_providers
+from enginery.runtime.sessions import EXACT_INT8
 
 Feeds = Mapping[str, NDArray[Any]]
 Values = dict[str, NDArray[Any]]
@@ -187,6 +188,7 @@ def open_in_memory(
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimized else level.ORT_DISABLE_ALL
     options.enable_cpu_mem_arena = keep_memory
+    options.add_session_config_entry(*EXACT_INT8)
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(directory.resolve())
     )

@@ -53,7 +53,7 @@ from enginery.validate.reference import ask_pytorch
 from enginery.validate.report import CaseResult, OverallMetrics, ValidationReport, summarize
 
 STAGE = "validate"
-STAGE_VERSION = "3"
+STAGE_VERSION = "4"
 REPORT = f"{REPORTS}/validation.json"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 

@@ -6,6 +6,7 @@ from onnx import TensorProto, checker, helper, numpy_helper
 
 from enginery.passes.layers import find_layers
 from enginery.passes.qdq import ActivationRange, insert_qdq
+from enginery.runtime.sessions import EXACT_INT8
 
 K, N = 32, 48
 GENERATOR = np.random.default_rng(0)
@@ -48,6 +49,7 @@ def run(graph, rows=ROWS):
     checker.check_model(proto, full_check=True)
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    options.add_session_config_entry(*EXACT_INT8)
     session = ort.InferenceSession(
         proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )

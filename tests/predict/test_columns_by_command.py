@@ -11,6 +11,7 @@ import pytest
 
 from enginery.cli import main
 from enginery.runtime.model import load_model
+from tests.tolerances import SCORES
 
 
 def status_of(*words):
@@ -69,7 +70,7 @@ def test_images_named_in_a_column_are_found_beside_the_table(
             [tmp_path / "photos" / name for name in ("a.png", "b.png")]
         )
     assert [row["label"] for row in found] == [*(one.label for one in expected), None, None]
-    assert found[0]["score"] == pytest.approx(expected[0].score, abs=1e-5)
+    assert found[0]["score"] == pytest.approx(expected[0].score, abs=SCORES)
     assert found[0]["error"] is None
     assert "is not a whole image" in found[2]["error"]
     assert "d.png" in found[3]["error"]
@@ -121,7 +122,7 @@ def test_pairs_are_classified_together(command, tiny, tmp_path):
         alone = loaded.classify([first for first, _ in pairs], top_k=0)
     for row, pair, single in zip(found, expected, alone, strict=False):
         scores = {one["label"]: one["score"] for one in row["scores"]}
-        assert scores == pytest.approx({one.label: one.score for one in pair.labels}, abs=1e-5)
+        assert scores == pytest.approx({one.label: one.score for one in pair.labels}, abs=SCORES)
         assert scores != pytest.approx({one.label: one.score for one in single.labels}, abs=1e-3)
     assert found[3]["error"] == "other is empty"
 

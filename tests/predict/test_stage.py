@@ -12,6 +12,7 @@ from enginery.predict import answering, stage
 from enginery.runtime.model import load_model
 from tests.predict.conftest import text_of
 from tests.tiny import LABELS
+from tests.tolerances import OUTPUTS
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_rows_come_out_in_input_order_with_the_models_own_vectors(
     assert [row["id"] for row in found] == [f"00{index}" for index in range(40)]
     with load_model(bert) as model:
         expected = model.embed([text_of(index) for index in range(40)])
-    np.testing.assert_allclose([row["embedding"] for row in found], expected, atol=1e-5)
+    np.testing.assert_allclose([row["embedding"] for row in found], expected, atol=OUTPUTS)
     assert {row["error"] for row in found} == {None}
     assert (report.counts.rows, report.bad_rows, report.worked) == (40, 0, True)
 
@@ -77,7 +78,7 @@ def test_every_format_gives_the_same_vectors(predict, rows, tmp_path, bert, suff
     assert [row["text"] for row in found] == texts
     with load_model(bert) as model:
         np.testing.assert_allclose(
-            [row["embedding"] for row in found], model.embed(texts), atol=1e-5
+            [row["embedding"] for row in found], model.embed(texts), atol=OUTPUTS
         )
 
 
@@ -202,7 +203,7 @@ def test_long_texts_are_cut_and_counted_and_a_whole_book_is_no_worse(predict, ro
     assert report.counts.truncated == 2
     with load_model(bert) as model:
         expected = model.embed([*texts[:2], book[:20_000]])
-    np.testing.assert_allclose([row["embedding"] for row in rows()], expected, atol=1e-5)
+    np.testing.assert_allclose([row["embedding"] for row in rows()], expected, atol=OUTPUTS)
 
 
 def test_a_cell_of_ten_megabytes_in_a_csv(predict, rows, tmp_path, classifier):

@@ -37,7 +37,10 @@ def mlflow_server(directory: Path):
     python = os.environ.get("MLFLOW_SERVER_PYTHON", "")
     for name in () if python else _MLFLOW_SERVER:
         if importlib.util.find_spec(name) is None:
-            pytest.skip(f"the MLflow server needs {name}: set MLFLOW_SERVER_PYTHON")
+            pytest.skip(
+                f"the MLflow server needs the package {name}: set MLFLOW_SERVER_PYTHON to the "
+                "Python of an environment with mlflow, see CONTRIBUTING.md"
+            )
     port = free_port()
     command = [
         python or sys.executable, "-m", "mlflow", "server",
@@ -62,7 +65,7 @@ def docker_registry(directory: Path, *, password: str = ""):
     """
     program = shutil.which("docker-registry")
     if program is None:
-        pytest.skip("apt-get install docker-registry")
+        pytest.skip("docker-registry is not installed: apt-get install docker-registry")
     port = free_port()
     auth = ""
     if password:

@@ -217,7 +217,6 @@ def test_opening_it_imports_no_torch(artifact):
 # The server.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "task",
     ["feature-extraction", "text-classification", "token-classification", "question-answering",
@@ -249,7 +248,6 @@ def test_a_loaded_model_answers_as_the_artifact_does(server, exported, task):
         assert answers == plain
 
 
-@pytest.mark.slow
 def test_images_go_in_as_their_files(server, exported):
     import io
 
@@ -266,7 +264,6 @@ def test_images_go_in_as_their_files(server, exported):
     assert opened(server, published.url).predict(table) == expected
 
 
-@pytest.mark.slow
 def test_the_same_content_is_one_version(server, artifact):
     first = stage.run(artifact, "mlflow:/once", UNVALIDATED)
     second = stage.run(artifact, "mlflow:/once", replace(UNVALIDATED, alias="production"))
@@ -275,7 +272,6 @@ def test_the_same_content_is_one_version(server, artifact):
     assert client(server).get_model_version_by_alias("once", "production").version == "1"
 
 
-@pytest.mark.slow
 def test_a_package_comes_back_as_it_was(server, artifact, tmp_path):
     whole = large(artifact, tmp_path / "large")
     heard = Heard()
@@ -288,7 +284,6 @@ def test_a_package_comes_back_as_it_was(server, artifact, tmp_path):
         assert pulled.content_sha256() == whole.content_sha256()
 
 
-@pytest.mark.slow
 def test_a_version_says_what_it_is(server, artifact, tmp_path):
     engines = with_an_engine(artifact, tmp_path / "engines")
     published = stage.run(engines, "mlflow:/tags", UNVALIDATED)
@@ -303,7 +298,6 @@ def test_a_version_says_what_it_is(server, artifact, tmp_path):
     assert run.data.params["export.opset"] == str(artifact.manifest.stages[0].options["opset"])
 
 
-@pytest.mark.slow
 def test_metrics_and_plots_are_with_the_run(server, exported, tmp_path):
     from enginery import validate_model
 
@@ -320,7 +314,6 @@ def test_metrics_and_plots_are_with_the_run(server, exported, tmp_path):
     assert plots == ["plots/latency.svg"]
 
 
-@pytest.mark.slow
 def test_a_publish_that_was_killed_goes_on(server, artifact, tmp_path):
     whole = large(artifact, tmp_path / "l", seed=7)
     script = (
@@ -385,7 +378,6 @@ def interrupted(artifact, url, what, monkeypatch):
             stage.run(artifact, url, UNVALIDATED)
 
 
-@pytest.mark.slow
 def test_what_was_to_be_registered_next_is_not_sent_again(server, artifact, tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
@@ -402,7 +394,6 @@ def test_what_was_to_be_registered_next_is_not_sent_again(server, artifact, tmp_
     assert pulled.content_sha256() == one.content_sha256()
 
 
-@pytest.mark.slow
 def test_a_begun_publish_is_of_its_own_model_alone(server, artifact, tmp_path, monkeypatch):
     one = altered(artifact, tmp_path / "one", '{"begun": 1}')
     interrupted(one, "mlflow:/a.b", ("upload", "_record"), monkeypatch)
@@ -413,7 +404,6 @@ def test_a_begun_publish_is_of_its_own_model_alone(server, artifact, tmp_path, m
     assert logged_models(server, "a.b") == [("READY", "FINISHED")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("writer", "taken_over"),
     [("elsewhere/1", False), (f"{socket.gethostname()}/1", False),
@@ -436,7 +426,6 @@ def test_a_begun_publish_is_taken_over_where_its_writer_is_gone(
     assert len(logged_models(server, name)) == (1 if taken_over else 2)
 
 
-@pytest.mark.slow
 def test_a_file_that_the_store_lost_is_sent_again(server, artifact, tmp_path, tmp_path_factory):
     whole = large(artifact, tmp_path / "l", seed=11)
     published = stage.run(whole, "mlflow:/lost", UNVALIDATED)
@@ -454,7 +443,6 @@ def test_a_file_that_the_store_lost_is_sent_again(server, artifact, tmp_path, tm
     assert pulled.content_sha256() == whole.content_sha256()
 
 
-@pytest.mark.slow
 def test_a_changed_byte_in_the_store_names_the_file(server, artifact, tmp_path, tmp_path_factory):
     changed = altered(artifact, tmp_path / "a", '{"byte": 1}')
     published = stage.run(changed, "mlflow:/byte", UNVALIDATED)
@@ -468,14 +456,12 @@ def test_a_changed_byte_in_the_store_names_the_file(server, artifact, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("url", ["mlflow:/none", "mlflow:/none/3", "mlflow:/none@production"])
 def test_what_is_not_there_is_told(server, url, tmp_path):
     with pytest.raises(RegistryError, match="none"):
         stage.pull(url, tmp_path / "out", UNVALIDATED)
 
 
-@pytest.mark.slow
 def test_nothing_goes_to_standard_output(server, artifact, tmp_path, capfd):
     stage.run(altered(artifact, tmp_path / "quiet", '{"q": 1}'), "mlflow:/quiet", UNVALIDATED)
     assert capfd.readouterr().out == ""

@@ -48,6 +48,7 @@ from tests.publish.triton_server import (
     texts,
 )
 from tests.tiny import TEXT_TASKS
+from tests.tolerances import OUTPUTS, SCORES
 
 ASKED = ["The engine is warm.", "Marie Curie lived in Paris, not far from the Seine.", "Rain."]
 CONTEXT = " ".join(["The pump runs. The cat sleeps on the boat."] * 12)
@@ -107,7 +108,7 @@ def close(found, wanted):
     if isinstance(wanted, list | tuple):
         return len(found) == len(wanted) and all(map(close, found, wanted))
     if isinstance(wanted, float):
-        return math.isclose(found, wanted, abs_tol=1e-5)
+        return math.isclose(found, wanted, abs_tol=SCORES)
     return found == wanted
 
 
@@ -128,7 +129,7 @@ def test_ensemble_answers_as_load_model_does(exported, serve, task):
     with load_model(artifact) as model:
         wanted = expected(task, model, asked)
     if task == "feature-extraction":
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
+        np.testing.assert_allclose(found, wanted, atol=OUTPUTS)
         assert found.dtype == np.float32
     else:
         assert close(found, wanted)
@@ -148,7 +149,7 @@ def test_real_model_gives_its_own_vectors(minilm, serve):
     server = serve(artifact)
     found = server.infer("m", {"text": texts(ASKED)})["embedding"]
     with load_model(artifact) as model:
-        np.testing.assert_allclose(found, model.embed(ASKED), atol=1e-5)
+        np.testing.assert_allclose(found, model.embed(ASKED), atol=SCORES)
     assert list(server.configs["m"].output[0].dims) == [-1, 384]
 
 
@@ -191,7 +192,7 @@ def test_parameters_do_what_they_do_in_the_library(mood, exported, serve):
     with load_model(mood) as model:
         (wanted,) = model.classify(ASKED[:1], top_k=2, activation="none")
     assert [text.decode() for text in found["label"][0]] == [x.label for x in wanted.labels]
-    np.testing.assert_allclose(found["score"][0], [x.score for x in wanted.labels], atol=1e-5)
+    np.testing.assert_allclose(found["score"][0], [x.score for x in wanted.labels], atol=OUTPUTS)
     long = {"text": texts([" ".join(ASKED * 30)])}
     assert server.infer("m", long)["score"].shape == (1, 3)
     with pytest.raises(TritonError, match=r"1 of 1 texts have more than 128 tokens"):

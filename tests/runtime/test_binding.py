@@ -14,6 +14,7 @@ from enginery.core.shapes import TensorSpec
 from enginery.runtime.binding import DeviceBinding
 from enginery.runtime.device_values import Device, device_of
 from enginery.runtime.ort import OrtRunner
+from tests.tolerances import OUTPUTS
 
 X = TensorSpec("x", "float32", ("batch_size", 4))
 Y = TensorSpec("y", "float32", ("batch_size", 4))
@@ -325,7 +326,7 @@ def test_a_runner_answers_bound_as_it_does_without(tiny):
             assert list(found) == list(expected)
             for name, value in found.items():
                 given = torch.from_dlpack(value).numpy()
-                np.testing.assert_allclose(given, expected[name], rtol=1e-5, atol=1e-5)
+                np.testing.assert_allclose(given, expected[name], rtol=1e-5, atol=OUTPUTS)
     with pytest.raises(ProviderError, match="the runner is closed"):
         runner.run_on_device(tensors)
 
@@ -347,7 +348,7 @@ def test_on_a_gpu_a_runner_binds_unless_it_is_told_not_to(tiny, monkeypatch, io_
         found = runner(feeds)
     assert bool(runs) == io_binding
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=OUTPUTS)
 
 
 # One process each: memory that one run left would hide what the other takes. glibc is told to

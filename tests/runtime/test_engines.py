@@ -19,6 +19,7 @@ from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
 from enginery.runtime.providers import Provider
 from enginery.runtime.tensorrt_options import CLASSIC, RTX
 from tests.engine.made import engine_record, with_engines, write_engine
+from tests.tolerances import SCORES
 
 TEXTS = [
     "The engine is warm and the pump runs again.",
@@ -328,8 +329,8 @@ def test_texts_are_split_at_the_profiles_maximum_and_padded_to_its_minimum(bert,
         machine.ran.clear()
         expected, found = plain.classify(TEXTS), model.classify(TEXTS)
         one = model.classify(TEXTS[4:5])
-    np.testing.assert_allclose(scores(found), scores(expected), atol=1e-5)
-    np.testing.assert_allclose(scores(one), scores(expected)[4:5], atol=1e-5)
+    np.testing.assert_allclose(scores(found), scores(expected), atol=SCORES)
+    np.testing.assert_allclose(scores(one), scores(expected)[4:5], atol=SCORES)
     shapes = [shape for _, shape in machine.ran]
     assert [rows for rows, _ in shapes] == [3, 3, 2, 2]
     assert all(24 <= tokens <= 64 for _, tokens in shapes)
@@ -342,7 +343,7 @@ def test_each_request_runs_in_the_engine_whose_profile_takes_it(bert, made, mach
         machine.ran.clear()
         texts = [" ".join(TEXTS[:3]), *TEXTS[4:5] * 4]
         np.testing.assert_allclose(
-            scores(model.classify(texts)), scores(plain.classify(texts)), atol=1e-5
+            scores(model.classify(texts)), scores(plain.classify(texts)), atol=SCORES
         )
     assert [(profiles[0], shape[0]) for profiles, shape in machine.ran] == [(long, 2), (short, 3)]
 
@@ -402,7 +403,7 @@ def test_images_are_split_and_padded_as_texts_are(tiny, tmp_path, machine, monke
     images = [np.full((40, 40, 3), shade, np.uint8) for shade in (0, 60, 120, 180)]
     with load_model(vit) as plain, load_model(artifact, provider="tensorrt-rtx") as model:
         expected, found = plain.classify_images(images), model.classify_images(images)
-    np.testing.assert_allclose(scores(found), scores(expected), atol=1e-5)
+    np.testing.assert_allclose(scores(found), scores(expected), atol=SCORES)
     assert ran == [2, 3, 2]  # the first is the warm-up
 
 
@@ -486,7 +487,7 @@ def test_engines_really_built_are_chosen_and_warmed_up(bert, tmp_path, machine):
     with load_model(bert) as plain, load_model(out, provider="tensorrt-rtx") as model:
         assert sorted(shape for _, shape in machine.ran) == [(1, 32), (2, 8)]
         np.testing.assert_allclose(
-            scores(model.classify(TEXTS)), scores(plain.classify(TEXTS)), atol=1e-5
+            scores(model.classify(TEXTS)), scores(plain.classify(TEXTS)), atol=SCORES
         )
 
 

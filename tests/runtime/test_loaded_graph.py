@@ -7,6 +7,7 @@ from enginery.core.store import GRAPHS, Store
 from enginery.runtime.loaded_graph import optimized_graph
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.providers import Provider, choose_providers
+from tests.tolerances import OUTPUTS
 
 CPU = "CPUExecutionProvider"
 
@@ -39,7 +40,7 @@ def test_a_kept_graph_answers_as_the_artifact_does(tiny, home):
         expected, found = plain(feeds), kept(feeds)
     assert len(list((home / "graphs").glob("graph-*"))) == 1
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
+        np.testing.assert_allclose(found[name], array, atol=OUTPUTS)
 
 
 def test_it_is_made_once(tiny, home):

@@ -10,6 +10,7 @@ import pytest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.model import load_model
 from tests.tiny import TEXT_KINDS
+from tests.tolerances import OUTPUTS, SCORES
 
 TEXTS = [
     "The engine is warm and the pump runs again.",
@@ -37,7 +38,7 @@ def test_classification_equals_the_pipeline(tiny, kind):
     for answer, reference in zip(found, expected, strict=True):
         assert [label.label for label in answer.labels] == [r["label"] for r in reference]
         np.testing.assert_allclose(
-            [label.score for label in answer.labels], [r["score"] for r in reference], atol=1e-5
+            [label.score for label in answer.labels], [r["score"] for r in reference], atol=SCORES
         )
     assert len({round(answer.score, 3) for answer in found}) > 3  # the inputs do differ
 
@@ -55,9 +56,9 @@ def test_scores_follow_the_problem_type(tiny, config, in_range):
     expected = pipeline("text-classification", source, top_k=None)(TEXTS)
     found = load_model(tiny.artifact("bert", "text-classification", **config)).classify(TEXTS)
     for answer, reference in zip(found, expected, strict=True):
-        assert {label.label: pytest.approx(label.score, abs=1e-5) for label in answer.labels} == {
-            r["label"]: r["score"] for r in reference
-        }
+        assert {
+            label.label: pytest.approx(label.score, abs=OUTPUTS) for label in answer.labels
+        } == {r["label"]: r["score"] for r in reference}
     totals = [sum(label.score for label in answer.labels) for answer in found]
     assert not np.allclose(totals, 1)  # not a softmax
     scores = [label.score for answer in found for label in answer.labels]
@@ -73,7 +74,7 @@ def test_pairs_are_classified_as_by_the_pipeline(tiny, kind):
     found = load_model(tiny.artifact(kind, "text-classification")).classify(pairs)
     for answer, reference in zip(found, expected, strict=True):
         assert answer.label == reference[0]["label"]
-        assert answer.score == pytest.approx(reference[0]["score"], abs=1e-5)
+        assert answer.score == pytest.approx(reference[0]["score"], abs=SCORES)
 
 
 def test_a_graph_of_fixed_batch_and_sequence_gets_full_feeds(tiny):
@@ -96,7 +97,7 @@ def test_a_graph_of_fixed_batch_and_sequence_gets_full_feeds(tiny):
     assert set(shapes) == {(4, 64)}
     for answer, expected in zip(found, load_model(artifact).classify(TEXTS), strict=True):
         assert answer.label == expected.label
-        assert answer.score == pytest.approx(expected.score, abs=1e-5)
+        assert answer.score == pytest.approx(expected.score, abs=SCORES)
 
 
 def test_top_k_keeps_the_best_labels(tiny):
@@ -122,7 +123,7 @@ def test_tags_equal_the_pipeline(tiny, kind, aggregation):
             (r[name], r["start"], r["end"]) for r in reference
         ]
         np.testing.assert_allclose(
-            [s.score for s in spans], [r["score"] for r in reference], atol=1e-5
+            [s.score for s in spans], [r["score"] for r in reference], atol=SCORES
         )
         assert all(s.text == text[s.start : s.end] for s in spans)
     assert sum(len(spans) for spans in found) > 5
@@ -157,7 +158,7 @@ def test_question_answers_equal_the_pipeline(tiny, kind, allow_none):
             (r["answer"], r["start"], r["end"]) for r in reference
         ]
         np.testing.assert_allclose(
-            [a.score for a in answers], [r["score"] for r in reference], atol=1e-5
+            [a.score for a in answers], [r["score"] for r in reference], atol=SCORES
         )
         assert all(a.text == context[a.start : a.end] for a in answers)
 
@@ -200,7 +201,7 @@ def test_fillings_equal_the_pipeline(tiny, kind):
                 (r["token"], r["token_str"], r["sequence"]) for r in expected
             ]
             np.testing.assert_allclose(
-                [f.score for f in row], [r["score"] for r in expected], atol=1e-5
+                [f.score for f in row], [r["score"] for r in expected], atol=SCORES
             )
 
 
@@ -257,7 +258,7 @@ def test_batches_do_not_change_answers_or_their_order(tiny):
     for one, other in zip(together, alone, strict=True):
         assert [x["label"] for x in one["labels"]] == [x["label"] for x in other["labels"]]
         np.testing.assert_allclose(
-            [x["score"] for x in one["labels"]], [x["score"] for x in other["labels"]], atol=1e-5
+            [x["score"] for x in one["labels"]], [x["score"] for x in other["labels"]], atol=SCORES
         )
 
 

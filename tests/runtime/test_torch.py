@@ -7,6 +7,7 @@ from enginery.core.errors import ArtifactError, ExportError, InputError
 from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.source import resolve_record
 from enginery.runtime.torch import TorchRunner, load_pytorch
+from tests.tolerances import OUTPUTS
 
 
 def runner(artifact, **options):
@@ -38,7 +39,7 @@ def test_answers_are_transformers_own(bert, tiny_model):
         found = reference(feeds)
     assert list(found) == ["logits"]
     assert found["logits"].dtype == np.float32
-    np.testing.assert_allclose(found["logits"], expected.logits.numpy(), atol=1e-6)
+    np.testing.assert_allclose(found["logits"], expected.logits.numpy(), atol=OUTPUTS)
 
 
 def test_precisions_are_apart_by_about_their_roundoff(bert):

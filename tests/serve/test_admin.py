@@ -14,6 +14,7 @@ from enginery.serve.keys import Keys
 from tests.serve.conftest import Running
 from tests.serve.doubles import StandInModel, StandInModels
 from tests.serve.test_application import application, ask
+from tests.tolerances import SCORES
 
 KEY = {"x-api-key": "one"}
 
@@ -181,7 +182,7 @@ def test_real_model_is_reloaded_and_answers_again(running_one):
     found = running_one("POST", "/admin/reload", {"model": "vectors"}, headers=key)
     assert (found.status, list(found.json["models"])) == (200, ["vectors"])
     after = running_one("POST", "/embed", {"inputs": "warm"}, headers=key).json
-    assert after[0] == pytest.approx(before[0], abs=1e-6)
+    assert after[0] == pytest.approx(before[0], abs=SCORES)
     tokens = running_one("POST", "/tokenize", {"inputs": "warm"}, headers=key)
     assert tokens.status == 200
 

@@ -19,6 +19,7 @@ from enginery.serve.refusals import (
     TooLargeError,
     UnavailableError,
 )
+from tests.tolerances import OUTPUTS
 
 TEXTS = ["the pump runs", "a", "the engine is warm and the valve is open again", "the pump runs"]
 PAIR = ("what runs?", "the pump runs and the valve is open. " * 12)
@@ -45,7 +46,7 @@ def near(found, expected):
     if isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(near, found, expected))
     if isinstance(expected, float | np.ndarray):
-        return np.allclose(found, expected, atol=1e-5)
+        return np.allclose(found, expected, atol=OUTPUTS)
     if hasattr(expected, "to_dict"):
         return near(found.to_dict(), expected.to_dict())
     if isinstance(expected, dict):
@@ -121,8 +122,8 @@ def test_token_ids_are_as_good_as_their_text(exported):
             return replies.values
 
     text, whole, bare = asyncio.run(ask())
-    assert np.allclose(text, whole, atol=1e-6)
-    assert np.allclose(text, bare, atol=1e-6)
+    assert np.allclose(text, whole, atol=OUTPUTS)
+    assert np.allclose(text, bare, atol=OUTPUTS)
 
 
 def test_tensors_are_run_as_they_are_sent(exported):
@@ -137,8 +138,8 @@ def test_tensors_are_run_as_they_are_sent(exported):
 
     one, three, singles = asyncio.run(ask())
     assert one.shape == (1, 3)
-    assert np.allclose(three, np.repeat(one, 3, axis=0), atol=1e-5)
-    assert all(np.allclose(reply.values["logits"], one, atol=1e-5) for reply in singles)
+    assert np.allclose(three, np.repeat(one, 3, axis=0), atol=OUTPUTS)
+    assert all(np.allclose(reply.values["logits"], one, atol=OUTPUTS) for reply in singles)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_rows_of_tensors_run_within_the_bounds_of_a_batch(exported):
     # It may be measured at the same time, with texts of other lengths.
     assert max(rows for rows, width in shapes if width == 8) == 4
     assert sum(rows for rows, width in shapes if width == 8) >= 20
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(found, expected, atol=OUTPUTS)
 
 
 def test_pixels_count_as_images_and_not_as_tokens(exported):

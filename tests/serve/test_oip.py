@@ -15,6 +15,7 @@ from enginery import load_model
 from enginery.serve.reading import FieldError, JsonObject
 from enginery.serve.refusals import RefusalError
 from enginery.serve.routes.oip_binary import DATATYPES, Tail, Tensor, read_tensor
+from tests.tolerances import OUTPUTS, SCORES
 
 TEXTS = ["The engine is warm.", "Où est la clé du bateau ?"]
 
@@ -83,7 +84,7 @@ def test_text_is_embedded(client, tiny_paths, binary):
     asked = [triton.InferRequestedOutput("embedding", binary_data=binary)]
     found = client.infer("vectors", [bytes_input("text", TEXTS, binary=binary)], outputs=asked,
                          request_id="r-7")  # fmt: skip
-    np.testing.assert_allclose(found.as_numpy("embedding"), wanted, atol=1e-5)
+    np.testing.assert_allclose(found.as_numpy("embedding"), wanted, atol=OUTPUTS)
     assert found.get_response()["id"] == "r-7"
 
 
@@ -96,7 +97,7 @@ def test_text_is_classified(client, tiny_paths, shape):
     assert labels.shape == (2, 3)
     assert [row[0].decode() for row in labels] == [answer.label for answer in wanted]
     np.testing.assert_allclose(
-        found.as_numpy("score")[:, 0], [answer.score for answer in wanted], atol=1e-5
+        found.as_numpy("score")[:, 0], [answer.score for answer in wanted], atol=SCORES
     )
 
 
@@ -117,7 +118,7 @@ def test_pairs_are_classified(client, tiny_paths):
     with load_model(tiny_paths("mood")["mood"]) as model:
         wanted = model.classify([("a", "b")])
     found = client.infer("mood", [bytes_input("text_pair", ["b"]), bytes_input("text", ["a"])])
-    np.testing.assert_allclose(found.as_numpy("score")[0, 0], wanted[0].score, atol=1e-5)
+    np.testing.assert_allclose(found.as_numpy("score")[0, 0], wanted[0].score, atol=SCORES)
 
 
 def test_spans_and_fillings_are_json(client):
@@ -147,7 +148,7 @@ def test_image_comes_as_bytes_or_in_base64(client, running):
     tensor = {"name": "image", "datatype": "BYTES", "shape": [1],
               "data": [base64.b64encode(file.getvalue()).decode()]}  # fmt: skip
     other = running("POST", "/v2/models/photos/infer", {"inputs": [tensor]}).json
-    np.testing.assert_allclose(other["outputs"][1]["data"], found[0], atol=1e-5)
+    np.testing.assert_allclose(other["outputs"][1]["data"], found[0], atol=SCORES)
     broken = {**tensor, "data": [base64.b64encode(file.getvalue()[:50]).decode()]}
     assert running("POST", "/v2/models/photos/infer", {"inputs": [broken]}).status == 422
 
@@ -160,7 +161,7 @@ def test_graphs_inputs_give_its_outputs(client, running, binary):
     inputs, feeds = ids(binary=binary)
     found = client.infer("mood", inputs).as_numpy("logits")
     direct = running.models.get("mood").loaded.runner(feeds)["logits"]
-    np.testing.assert_allclose(found, direct, atol=1e-5)
+    np.testing.assert_allclose(found, direct, atol=OUTPUTS)
 
 
 def test_classification_of_a_graphs_output_is_tritons(client):
@@ -171,7 +172,7 @@ def test_classification_of_a_graphs_output_is_tritons(client):
     assert best.shape == (2, 2)
     score, index, label = best[1, 0].decode().split(":")
     assert int(index) == logits[1].argmax()
-    assert float(score) == pytest.approx(logits[1].max(), abs=1e-5)
+    assert float(score) == pytest.approx(logits[1].max(), abs=OUTPUTS)
     assert label == ("calm", "angry", "glad")[int(index)]
 
 

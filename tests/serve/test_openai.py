@@ -11,6 +11,7 @@ from enginery import load_model
 from enginery.serve.refusals import OverloadedError
 from tests.serve.doubles import StandInModel
 from tests.serve.test_application import application, ask
+from tests.tolerances import OUTPUTS, SCORES
 
 TEXTS = ["The engine is warm.", "A small cat sleeps on the boat under the tree.", ""]
 
@@ -37,31 +38,31 @@ def test_client_gets_the_models_vectors_in_base64_and_as_numbers(client, expecte
     plain = client.embeddings.create(model="vectors", input=TEXTS, encoding_format="float")
     for found in (packed, plain):
         assert [item.index for item in found.data] == [0, 1, 2]
-        np.testing.assert_allclose([item.embedding for item in found.data], expected, atol=2e-6)
+        np.testing.assert_allclose([item.embedding for item in found.data], expected, atol=SCORES)
         assert found.model == "vectors"
     assert packed.usage.prompt_tokens == packed.usage.total_tokens > len(TEXTS)
 
 
 def test_one_text_token_ids_and_lists_of_them_are_inputs(client, expected):
     one = client.embeddings.create(model="vectors", input=TEXTS[0])
-    np.testing.assert_allclose(one.data[0].embedding, expected[0], atol=2e-6)
+    np.testing.assert_allclose(one.data[0].embedding, expected[0], atol=SCORES)
     ids = client.embeddings.create(model="vectors", input=[5, 6, 7])
     several = client.embeddings.create(model="vectors", input=[[5, 6, 7], [8]])
     assert (len(ids.data), len(several.data)) == (1, 2)
-    np.testing.assert_allclose(several.data[0].embedding, ids.data[0].embedding, atol=2e-6)
+    np.testing.assert_allclose(several.data[0].embedding, ids.data[0].embedding, atol=SCORES)
 
 
 def test_dimensions_cut_and_normalize_again(client, expected):
     found = client.embeddings.create(model="vectors", input=TEXTS[0], dimensions=3)
     wanted = expected[0, :3] / np.linalg.norm(expected[0, :3])
-    np.testing.assert_allclose(found.data[0].embedding, wanted, atol=2e-6)
+    np.testing.assert_allclose(found.data[0].embedding, wanted, atol=OUTPUTS)
 
 
 def test_base64_is_little_endian_float32(running, expected):
     body = {"model": "vectors", "input": TEXTS[0], "encoding_format": "base64", "user": "me"}
     packed = running("POST", "/v1/embeddings", body).json["data"][0]["embedding"]
     found = np.frombuffer(base64.b64decode(packed, validate=True), "<f4")
-    np.testing.assert_allclose(found, expected[0], atol=2e-6)
+    np.testing.assert_allclose(found, expected[0], atol=SCORES)
 
 
 @pytest.mark.parametrize(

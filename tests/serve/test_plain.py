@@ -12,6 +12,7 @@ from PIL import Image
 from enginery import load_model
 from tests.serve.doubles import StandInModel
 from tests.serve.test_application import application, ask
+from tests.tolerances import OUTPUTS, SCORES
 
 TEXTS = ["The engine is warm.", "Marie Curie lived in Paris."]
 CONTEXT = "Marie Curie lived in Paris, not far from the Seine."
@@ -44,7 +45,7 @@ def same(found, wanted):
         for one, other in zip(found, wanted, strict=True):
             same(one, other)
     elif isinstance(wanted, float):
-        assert found == pytest.approx(wanted, abs=1e-5)
+        assert found == pytest.approx(wanted, abs=SCORES)
     else:
         assert found == wanted
 
@@ -80,10 +81,10 @@ def test_vectors_are_the_models_own(running, tiny_paths):
     with load_model(tiny_paths("vectors")["vectors"]) as model:
         wanted = model.embed(TEXTS)
     found = running("POST", "/predict/vectors", {"inputs": TEXTS}).json["outputs"]
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(found, wanted, atol=OUTPUTS)
     one = running("POST", "/predict/vectors", {"inputs": TEXTS[0],
                   "parameters": {"normalize": True, "dimensions": 4}}).json["outputs"]  # fmt: skip
-    np.testing.assert_allclose(one, wanted[0, :4] / np.linalg.norm(wanted[0, :4]), atol=1e-5)
+    np.testing.assert_allclose(one, wanted[0, :4] / np.linalg.norm(wanted[0, :4]), atol=OUTPUTS)
     ids = running("POST", "/predict/vectors", {"inputs": [5, 6]}).json["outputs"]
     assert len(ids) == 32
     assert len(running("POST", "/predict/vectors", {"inputs": [[5, 6], "a"]}).json["outputs"]) == 2
@@ -170,7 +171,7 @@ def test_images_are_embedded(running, tiny_paths, images, tmp_path):
     with load_model(tiny_paths("pictures")["pictures"]) as model:
         wanted = model.embed_images([path])
     found = running("POST", "/predict/pictures", {"inputs": coded(images[0])}).json["outputs"]
-    np.testing.assert_allclose(found, wanted[0], atol=1e-4)
+    np.testing.assert_allclose(found, wanted[0], atol=OUTPUTS)
 
 
 def test_base64_may_have_lines(running, images):

@@ -12,6 +12,7 @@ from enginery.serve.routes.tei_tokens import _whole_tokenizer
 from enginery.serve.routes.vectors import finish_vectors
 from tests.serve.doubles import StandInModel
 from tests.serve.test_application import application, ask
+from tests.tolerances import OUTPUTS, SCORES
 
 TEXTS = ["The engine is warm.", "Nobody knows."]
 
@@ -26,22 +27,22 @@ def test_embed_gives_unit_vectors_unless_told_otherwise(running_one, vectors):
     key = {"x-api-key": "s3cret"}
     found = running_one("POST", "/embed", {"inputs": TEXTS}, headers=key).json
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    np.testing.assert_allclose(found, vectors / norms, atol=2e-6)
+    np.testing.assert_allclose(found, vectors / norms, atol=SCORES)
     raw = running_one("POST", "/embed", {"inputs": TEXTS, "normalize": False}, headers=key).json
-    np.testing.assert_allclose(raw, vectors, atol=1e-5)
+    np.testing.assert_allclose(raw, vectors, atol=OUTPUTS)
     assert abs(norms - 1).max() > 0.1  # else the two are one
 
 
 def test_embed_of_one_text_is_a_list_of_one(running, vectors):
     found = running("POST", "/models/vectors/embed", {"inputs": TEXTS[0], "dimensions": 5}).json
     wanted = vectors[:1, :5] / np.linalg.norm(vectors[0, :5])
-    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    np.testing.assert_allclose(found, wanted, atol=OUTPUTS)
 
 
 def test_model_is_named_by_the_body_or_the_path_when_there_are_several(running):
     by_body = running("POST", "/embed", {"inputs": "a", "model": "vectors"})
     by_path = running("POST", "/models/vectors/embed", {"inputs": "a"})
-    np.testing.assert_allclose(by_body.json, by_path.json, atol=1e-6)
+    np.testing.assert_allclose(by_body.json, by_path.json, atol=SCORES)
     assert running("POST", "/models/nobody/embed", {"inputs": "a"}).status == 404
 
 
@@ -143,11 +144,11 @@ def test_predict_of_one_is_a_list_of_labels_best_first(running, tiny_paths):
     one = running("POST", "/models/mood/predict", {"inputs": TEXTS[0]}).json
     assert [item["label"] for item in one] == [label.label for label in wanted[0].labels]
     np.testing.assert_allclose(
-        [item["score"] for item in one], [label.score for label in wanted[0].labels], atol=1e-5
+        [item["score"] for item in one], [label.score for label in wanted[0].labels], atol=SCORES
     )
     assert running("POST", "/models/mood/predict", {"inputs": [TEXTS[0]]}).json == one
     pair = running("POST", "/models/mood/predict", {"inputs": ["a", "b"]}).json
-    np.testing.assert_allclose(pair[0]["score"], wanted[1].score, atol=1e-5)
+    np.testing.assert_allclose(pair[0]["score"], wanted[1].score, atol=SCORES)
 
 
 def test_predict_of_a_batch_mixes_texts_and_pairs(running):
@@ -156,14 +157,16 @@ def test_predict_of_a_batch_mixes_texts_and_pairs(running):
               for i in (TEXTS[0], ["a", "b"])]  # fmt: skip
     for got, want in zip(found, single, strict=True):
         assert [item["label"] for item in got] == [item["label"] for item in want]
-        np.testing.assert_allclose([i["score"] for i in got], [i["score"] for i in want], atol=1e-5)
+        np.testing.assert_allclose(
+            [i["score"] for i in got], [i["score"] for i in want], atol=SCORES
+        )
 
 
 def test_predict_raw_scores_are_logits(running):
     raw = running("POST", "/models/mood/predict", {"inputs": "a", "raw_scores": True}).json
     soft = running("POST", "/models/mood/predict", {"inputs": "a"}).json
     scores = np.exp([item["score"] for item in raw])
-    np.testing.assert_allclose(scores / scores.sum(), [i["score"] for i in soft], atol=1e-5)
+    np.testing.assert_allclose(scores / scores.sum(), [i["score"] for i in soft], atol=SCORES)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +210,7 @@ def test_rerank_sorts_by_score(running):
     logits = {item["index"]: item["score"] for item in raw}
     for item in found:
         sigmoid = 1 / (1 + np.exp(-logits[item["index"]]))
-        assert item["score"] == pytest.approx(sigmoid, abs=1e-5)
+        assert item["score"] == pytest.approx(sigmoid, abs=SCORES)
 
 
 def test_rerank_scores_lie_between_0_and_1_whatever_the_model_was_trained_as():
@@ -230,7 +233,7 @@ def test_similarity_is_the_cosine(running, vectors):
     inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS}
     found = running("POST", "/models/vectors/similarity", {"inputs": inputs}).json
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    np.testing.assert_allclose(found, unit @ unit[0], atol=1e-5)
+    np.testing.assert_allclose(found, unit @ unit[0], atol=SCORES)
 
 
 def test_tokens_have_places_in_bytes_and_decode_again(running):

@@ -19,6 +19,7 @@ from enginery.core.errors import (
 )
 from enginery.core.progress import Silent
 from enginery.validate.report import ValidationReport
+from tests.tolerances import SCORES
 from tests.validate import faults
 
 TEXT = ("bert", "text-classification")
@@ -101,7 +102,7 @@ def test_minilm_is_as_close_as_promised(minilm, tmp_path):
     pooled = (tokens * mask).sum(1) / mask.sum(1)
     expected = torch.nn.functional.normalize(pooled, dim=1).numpy()
     found = load_model(artifact).embed(SENTENCES)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(found, expected, atol=SCORES)
 
 
 # Profiles
