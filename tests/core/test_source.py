@@ -74,19 +74,86 @@ def test_a_directory_without_config_is_no_model(tmp_path):
 def test_a_directory_without_weights_says_so(tmp_path):
     path = model_directory(tmp_path / "minilm")
     (path / "model.safetensors").unlink()
-    with pytest.raises(SourceError, match=r"has no weights: expected a \.safetensors file"):
+    with pytest.raises(SourceError, match=r"has no weights: expected model\.safetensors or .*, found none"):
         resolve_source(str(path))
     (path / "training_args.bin").write_bytes(b"not weights")
     with pytest.raises(SourceError, match="has no weights"):
         resolve_source(str(path), allow_pickle=True)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.ckpt"])
-def test_pickled_weights_are_refused_unless_allowed(tmp_path, name):
-    path = model_directory(tmp_path / "minilm", weights=name)
-    with pytest.raises(SourceError, match=rf"only pickled weights \({name}\).*--allow-pickle"):
+@pytest.mark.parametrize("beside", [(), ("decoy.safetensors", "model.pt")])
+def test_pickled_weights_are_refused_unless_allowed(tmp_path, beside):
+    path = model_directory(tmp_path / "minilm", weights="pytorch_model.bin")
+    for name in beside:
+        (path / name).write_bytes(b"")
+    said = r"only pickled weights \(pytorch_model\.bin\).*--allow-pickle"
+    with pytest.raises(SourceError, match=said):
         resolve_source(str(path))
-    assert name in resolve_source(str(path), allow_pickle=True).record.files
+    source = resolve_source(str(path), allow_pickle=True)
+    assert source.pickled
+    assert "pytorch_model.bin" in source.record.files
+    assert not source.record.files.keys() & {*beside}
+
+
+@pytest.mark.parametrize("name", ["model.pt", "weights.safetensors", "model.ckpt"])
+def test_weights_that_transformers_does_not_look_for_are_none(tmp_path, name):
+    path = model_directory(tmp_path / "minilm", weights=name)
+    with pytest.raises(SourceError, match=rf"has no weights: .*, found {name}"):
+        resolve_source(str(path), allow_pickle=True)
+
+
+def sharded(path, shards, *, index="model.safetensors.index.json"):
+    (path / index).write_text(json.dumps({"weight_map": shards}))
+    return path
+
+
+def test_weights_are_found_in_the_loaders_order(tmp_path):
+    path = model_directory(tmp_path / "minilm")
+    (path / "pytorch_model.bin").write_bytes(b"older")
+    (path / "shard-1.safetensors").write_bytes(b"a")
+    sharded(path, {"x": "shard-1.safetensors"})
+    one = resolve_source(str(path)).record.files
+    assert [name for name in one if name.endswith((".safetensors", ".bin"))] == [
+        "model.safetensors"
+    ]
+    (path / "model.safetensors").unlink()
+    two = resolve_source(str(path)).record.files
+    assert [name for name in two if name.endswith((".safetensors", ".bin"))] == [
+        "shard-1.safetensors"
+    ]
+    (path / "model.safetensors.index.json").unlink()
+    assert resolve_source(str(path), allow_pickle=True).pickled
+
+
+def test_weights_that_the_configuration_names_are_those(tmp_path):
+    path = model_directory(tmp_path / "minilm")
+    (path / "best.safetensors").write_bytes(b"best")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(
+        json.dumps({**config, "transformers_weights": "best.safetensors"})
+    )
+    files = resolve_source(str(path)).record.files
+    assert "best.safetensors" in files
+    assert "model.safetensors" not in files
+
+
+@pytest.mark.parametrize(
+    ("shards", "said"),
+    [
+        ({"x": "../other.safetensors"}, "expected the name of a file beside it"),
+        ({"x": "/etc/passwd"}, "expected the name of a file beside it"),
+        ({"x": 3}, "expected the name of a file beside it"),
+        ({"x": "missing.safetensors"}, "names missing.safetensors, which is not there"),
+        ({"x": "pytorch_model.bin"}, "of another format"),
+        ([], "weight_map is list"),
+        ({}, "weight_map is dict"),
+        (None, "weight_map is NoneType"),
+    ],
+)
+def test_an_index_that_names_no_shards_beside_it_is_refused(tmp_path, shards, said):
+    path = sharded(model_directory(tmp_path / "minilm", weights="pytorch_model.bin"), shards)
+    with pytest.raises(SourceError, match=said):
+        resolve_source(str(path), allow_pickle=True)
 
 
 def test_an_installed_package_is_found_without_importing_it(tmp_path, monkeypatch):
@@ -179,10 +246,12 @@ def test_a_source_that_changed_since_the_export_names_the_files(tmp_path):
         resolve_record(record)
 
 
-def test_a_pickled_source_that_was_allowed_once_is_found_again(tmp_path):
+def test_a_pickled_source_that_was_allowed_once_is_allowed_anew_or_not_at_all(tmp_path):
     path = model_directory(tmp_path / "minilm", weights="pytorch_model.bin")
     record = resolve_source(str(path), allow_pickle=True).record
-    assert resolve_record(record).record == record
+    with pytest.raises(SourceError, match="--allow-pickle"):
+        resolve_record(record)
+    assert resolve_record(record, allow_pickle=True).record == record
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,8 @@ def test_weights_of_tensorflow_do_not_stand_in_for_damaged_ones(bert):
     model = bert()
     (model / "model.safetensors").write_bytes(b"damaged")
     (model / "tf_model.h5").write_bytes(b"anything")
-    with pytest.raises(EngineryError, match="cannot load") as caught:
+    with pytest.raises(EngineryError, match="cannot load .*: Error while deserializing header"):
         export_model(str(model))
-    assert "tensorflow" not in str(caught.value).lower()
 
 
 @pytest.mark.parametrize("names", [["../model.safetensors"], ["/etc/passwd"], ["a/b.safetensors"]])
