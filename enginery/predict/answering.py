@@ -187,6 +187,8 @@ class Answerer(Closing):
 
     def close(self) -> None:
         """Frees the session."""
+        if self._texts is not None:
+            self._texts.watch.close()
         self._pool.close()
         self._runner.close()
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from typing import Any
 
 from enginery.core.errors import ArtifactError, InputError
 
-Made = TypeVar("Made")
+_Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 STUCK_SECONDS = 60.0
 """A window of texts is tokenized within seconds, by a slow machine too."""
@@ -32,6 +33,9 @@ class EncodingWatch:
     def __init__(self) -> None:
         self._stuck: list[Any] = []
         """Texts that the tokenizer did not come back from."""
+        self._idle: list[_Jobs] = []
+        """What leads to a thread that waits, one each. New threads for every window would each take
+        memory of their own."""
 
     def __call__(
         self, encode: Callable[[Sequence[Any]], list[Any]], texts: Sequence[Any]
@@ -47,9 +51,10 @@ class EncodingWatch:
             if self._stuck and text in self._stuck:
                 raise _never(index)
         if not self._stuck:
-            whole = _in_thread(lambda: encode(texts))
+            whole = self._submit(lambda: encode(texts))
             if _ended(whole):
-                return whole.result()
+                found: list[Any] = whole.result()
+                return found
         # One after the other: a list goes through threads that stuck texts may have taken.
         encodings: list[Any] = []
 
@@ -57,7 +62,7 @@ class EncodingWatch:
             for text in texts:
                 encodings.extend(encode([text]))
 
-        job = _in_thread(encode_all)
+        job = self._submit(encode_all)
         encoded = -1
         while not _ended(job):
             if len(encodings) == encoded:
@@ -66,6 +71,24 @@ class EncodingWatch:
             encoded = len(encodings)
         job.result()
         return encodings
+
+    def close(self) -> None:
+        """Ends the threads that are not stuck."""
+        while self._idle:
+            self._idle.pop().put(None)
+
+    def _submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """Runs `work` in a thread that the process does not wait for when it ends."""
+        job: Future[Any] = Future()
+        try:
+            jobs = self._idle.pop()
+        except IndexError:
+            jobs = SimpleQueue()
+            threading.Thread(
+                target=_work, args=(jobs, self._idle), daemon=True, name="enginery-encode"
+            ).start()
+        jobs.put((job, work))
+        return job
 
     def _give_up(self, text: Any) -> None:
         if text not in self._stuck:
@@ -91,15 +114,17 @@ def _ended(job: Future[Any]) -> bool:
     return bool(wait([job], STUCK_SECONDS).done)
 
 
-def _in_thread(work: Callable[[], Made]) -> Future[Made]:
-    """Runs `work` in a thread that the process does not wait for when it ends."""
-    job: Future[Made] = Future()
-
-    def run() -> None:
+def _work(jobs: _Jobs, idle: list[_Jobs]) -> None:
+    """Does what comes through `jobs`, which is in `idle` while nothing does; None ends it."""
+    while (taken := jobs.get()) is not None:
+        job, work = taken
         try:
-            job.set_result(work())
+            made = work()
         except BaseException as error:
+            idle.append(jobs)
             job.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="enginery-encode").start()
-    return job
+        else:
+            idle.append(jobs)
+            job.set_result(made)
+            del made
+        del taken, job, work  # texts of megabytes
