@@ -187,6 +187,8 @@ class Answerer(Closing):
 
     def close(self) -> None:
         """Frees the session."""
+        if self._texts is not None:
+            self._texts.watch.close()
         self._pool.close()
         self._runner.close()
 
@@ -195,11 +197,11 @@ class Answerer(Closing):
         """The length of a vector, 0 for other answers. One answer says it; not every graph does."""
         if self.task != "feature-extraction":
             return 0
-        probe: Any = "a"
-        if self._images:
-            from PIL import Image
+        if self._texts is not None:
+            return self._texts.fresh().dim
+        from PIL import Image
 
-            probe = Image.new("RGB", (64, 64))
+        probe = Image.new("RGB", (64, 64))
         return int(self._ask([probe], Meter(), _Truncated())[0].shape[0])
 
     def _spread(

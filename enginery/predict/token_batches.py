@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
@@ -24,10 +25,12 @@ from numpy.typing import NDArray
 from enginery.core.artifact import Artifact
 from enginery.core.closing import Closing
 from enginery.predict.config import PredictConfig
+from enginery.predict.encoding_watch import EncodingWatch
 from enginery.runtime.batching import plan_batches
 from enginery.runtime.ort import OrtRunner, Outputs
 from enginery.runtime.text_model import TextModel, fill_rows
-from enginery.runtime.tokenizer import TextTokenizer
+from enginery.runtime.text_rows import Asked
+from enginery.runtime.tokenizer import TextTokenizer, TokenIds
 
 
 class RunPool(Closing):
@@ -69,36 +72,39 @@ class Meter:
 
 @dataclass(frozen=True)
 class WindowTokenizer(TextTokenizer):
-    """The tokenizer, with its time taken."""
+    """The tokenizer, watched and with its time taken."""
 
     meter: Meter = field(default_factory=Meter)
+    watch: EncodingWatch = field(default_factory=EncodingWatch)
 
     def encode(self, texts: Sequence[str | tuple[str, str]], *, offsets: bool = True) -> list[Any]:
-        """As `TextTokenizer.encode`."""
-        started = time.perf_counter()
-        found = super().encode(texts, offsets=offsets)
-        self.meter.encode_seconds += time.perf_counter() - started
-        return found
+        """As `TextTokenizer.encode`, and raises what `EncodingWatch` raises."""
+        return self._watched(partial(super().encode, offsets=offsets), texts)
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Any]:
-        """As `TextTokenizer.encode_pairs`."""
+        """As `TextTokenizer.encode_pairs`, and raises what `EncodingWatch` raises."""
+        return self._watched(super().encode_pairs, pairs)
+
+    def _watched(self, encode: Callable[[Any], list[Any]], texts: Sequence[Any]) -> list[Any]:
         started = time.perf_counter()
-        found = super().encode_pairs(pairs)
-        self.meter.encode_seconds += time.perf_counter() - started
-        return found
+        try:
+            return self.watch(encode, texts)
+        finally:
+            self.meter.encode_seconds += time.perf_counter() - started
 
 
 @dataclass
 class WindowModel(TextModel):
     """A text model whose batches follow a token budget and run in a pool.
 
-    `fresh` gives each window its own, with its own counts; tokenizer and session are shared.
+    `fresh` gives each window its own, with its own counts; tokenizer, watch and session are shared.
     """
 
     pool: RunPool | None = None
     max_rows: int = 0
     max_tokens: int = 0
     meter: Meter = field(default_factory=Meter)
+    watch: EncodingWatch = field(default_factory=EncodingWatch)
 
     @classmethod
     def open_for(
@@ -114,8 +120,16 @@ class WindowModel(TextModel):
         """The same model with nothing counted."""
         meter = Meter()
         settings = {f.name: getattr(self.tokenizer, f.name) for f in fields(TextTokenizer)}
-        tokenizer = WindowTokenizer(**settings, meter=meter)
+        tokenizer = WindowTokenizer(**settings, meter=meter, watch=self.watch)
         return replace(self, tokenizer=tokenizer, meter=meter, truncated=0)
+
+    @property
+    def dim(self) -> int:
+        """The length of a vector, as token ids are answered: a tokenizer may fail on any text."""
+        size = self.tokenizer.texts.get_vocab_size(with_added_tokens=True)
+        row = TokenIds([size // 2] * min(8, self.tokenizer.limit))
+        (vector,) = self._answers(Asked([row], list))
+        return int(vector.shape[0])
 
     def _run(
         self, encodings: Sequence[Any]

@@ -63,12 +63,6 @@ class QuickEncoder:
             encodings[place] = encoding
         return encodings
 
-    def encode_one(self, text: str) -> Any:
-        """The `tokenizers.Encoding` of one text, in this thread."""
-        if self.plain is not None and self._is_plain(text):
-            return self.plain.encode(text.lower())
-        return self.tokenizer.encode(text)
-
     def _is_plain(self, text: str | tuple[str, str]) -> bool:
         """Whether BERT's normalizer would only make small letters of it, and no token was added."""
         return (

@@ -316,7 +316,11 @@ class TextRows:
                 do=f"Its prompts: {', '.join(self.prompts) or 'none'}.",
             )
         prompt = self.prompts[name]
-        encoding = self.tokenizer.encode([self.tokenizer.prepare(prompt)])[0]
+        try:
+            (encoding,) = self.tokenizer.encode([self.tokenizer.prepare(prompt)])
+        except InputError as error:
+            message = error.message.replace("text 0", f"prompt '{name}'", 1)
+            raise InputError(message) from error
         # The end-of-text token of the prompt alone is not part of it.
         ends_special = bool(encoding.special_tokens_mask and encoding.special_tokens_mask[-1])
         return prompt, len(encoding.ids) - ends_special

@@ -32,6 +32,7 @@ from enginery.runtime.tokenizer_files import (
     load_tokenizer,
     special_id,
     special_token,
+    tokenizer_failure,
 )
 
 # As transformers' question-answering pipeline cuts a long context.
@@ -42,8 +43,6 @@ _LETTERS_A_TOKEN = 32
 """A text is first looked at up to so many letters for each token that the model takes."""
 _MOST_LETTERS_A_TOKEN = 1024
 """What comes later of a text is not looked at."""
-_AT_ONCE = 2048
-"""Letters of a text that take less than a millisecond."""
 _MARGIN = 64
 """Tokens beyond the limit which show that the place of the cut, within a word, is of no effect."""
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -69,6 +68,10 @@ class TokenIds:
     def type_ids(self) -> list[int]:
         """0 for each, as a single text has."""
         return [0] * len(self.ids)
+
+
+Encode = Callable[[list[Any]], list[Any]]
+"""One `tokenizers.Encoding` for each text or pair of a list."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +101,17 @@ class TextTokenizer:
     """sentence-transformers strips texts."""
     clean_up: bool
     """Decoded text loses the spaces before punctuation."""
+    spread: Callable[[Encode, list[Any]], list[Any]] | None = None
+    """Runs an encoding of a list of texts, in pieces and in other threads perhaps; None to run it
+    as it is, where a list goes through the threads that all tokenizers of the process share."""
 
     @classmethod
     def open(cls, directory: Path) -> TextTokenizer:
         """Reads tokenizer.json and the configs beside it.
 
         Raises:
-            ArtifactError: there is no tokenizer.json, or it cannot be read.
+            ArtifactError: there is no tokenizer.json, it cannot be read, or it does not take the
+                settings that the config files have for it.
             SourceError: a config file is not a JSON object.
         """
         texts = load_tokenizer(directory)
@@ -112,19 +119,28 @@ class TextTokenizer:
         config = read_json(directory / "config.json")
         sentence = read_json(directory / "sentence_bert_config.json")
         special = {**read_json(directory / "special_tokens_map.json"), **settings}
-        follow_settings(texts, settings)
         limit, limit_source = length_limit(config, settings, sentence)
+
+        def configure(tokenizer: Any, **truncation: Any) -> None:
+            try:
+                follow_settings(tokenizer, settings)
+                tokenizer.enable_truncation(**truncation)
+            except BaseException as error:
+                raise ArtifactError(
+                    f"{directory / 'tokenizer.json'} does not take the settings of "
+                    f"tokenizer_config.json and a limit of {truncation['max_length']} tokens: "
+                    f"{tokenizer_failure(error)}."
+                ) from error
+
         truncation_side = settings.get("truncation_side") or "right"
-        texts.enable_truncation(max_length=limit, direction=truncation_side)
+        configure(texts, max_length=limit, direction=truncation_side)
 
         @cache
         def pairs() -> Any:
             tokenizer = load_tokenizer(directory)
-            follow_settings(tokenizer, settings)
             window = min(limit, _WINDOW)
-            tokenizer.enable_truncation(
-                max_length=window, stride=min(window // 2, _WINDOW_OVERLAP), strategy="only_second"
-            )
+            stride = min(window // 2, _WINDOW_OVERLAP)
+            configure(tokenizer, max_length=window, stride=stride, strategy="only_second")
             return tokenizer
 
         return cls(
@@ -150,18 +166,30 @@ class TextTokenizer:
         the ids are the same, and where in the text they are is not known.
 
         Raises:
-            InputError: `texts` is one string, or an item of it is neither a string nor a pair.
+            InputError: `texts` is one string, or an item of it is neither a string nor a pair, or
+                cannot be tokenized; the message has its index.
         """
         check_texts(texts, pairs=True)
-        cut = [self._cut(text) if isinstance(text, str) else text for text in texts]
-        # One text is encoded where it is: a batch goes through a pool of threads, but it lets other
-        # Python threads run meanwhile.
-        if len(cut) == 1 and isinstance(cut[0], str) and len(cut[0]) < _AT_ONCE:
-            return [self.texts.encode(cut[0]) if offsets else self._quick.encode_one(cut[0])]
-        if not offsets:
-            return self._quick.encode(cut)
-        encodings: list[Any] = self.texts.encode_batch(cut)
-        return encodings
+
+        def encode(items: list[Any]) -> list[Any]:
+            cut = [self._cut(text) if isinstance(text, str) else text for text in items]
+            return self._run(self.texts.encode_batch if offsets else self._quick.encode, cut)
+
+        return _encode_each(encode, texts)
+
+    def encode_whole(self, texts: Sequence[str], *, special: bool) -> list[Any]:
+        """One `tokenizers.Encoding` a text, not cut; with special tokens around it or without.
+
+        Raises:
+            InputError: as `encode`.
+        """
+        check_texts(texts)
+
+        def encode(items: list[Any]) -> list[Any]:
+            encodings: list[Any] = self._whole.encode_batch(items, add_special_tokens=special)
+            return encodings
+
+        return _encode_each(lambda items: self._run(encode, items), texts)
 
     def encode_ids(self, ids: Sequence[int], index: int = 0) -> TokenIds:
         """Ids that another tokenizer made, between the special tokens of this model.
@@ -191,14 +219,36 @@ class TextTokenizer:
                 )
         return TokenIds([*before, *inner, *after], ("cut",) if cut else ())
 
+    def _run(self, encode: Encode, texts: list[Any]) -> list[Any]:
+        """Encodes a list of texts; other Python threads run meanwhile.
+
+        `encode_batch` lets go of the interpreter and `Tokenizer.encode` does not. It takes a
+        single text in this thread, and a list through threads that the whole process shares.
+        """
+        return encode(texts) if self.spread is None else self.spread(encode, texts)
+
     @cached_property
     def _quick(self) -> QuickEncoder:
         return QuickEncoder.of(self.texts)
 
     @cached_property
+    def _whole(self) -> Any:
+        """A copy of the tokenizer that does not cut texts."""
+        copy = type(self.texts).from_str(self.texts.to_str())
+        copy.no_truncation()
+        return copy
+
+    @cached_property
     def _special_around(self) -> tuple[list[int], list[int]]:
         """The special tokens that the model has before a text and after it."""
-        encoding = self.texts.encode("a")
+        try:
+            (encoding,) = self.texts.encode_batch(["a"])
+        except BaseException as error:
+            raise InputError(
+                "token ids cannot be taken: the special tokens around a text are found with the "
+                f"text 'a', which cannot be tokenized: {tokenizer_failure(error)}.",
+                do="Send texts.",
+            ) from error
         mask = encoding.special_tokens_mask
         first = mask.index(0) if 0 in mask else len(mask)
         last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
@@ -210,7 +260,8 @@ class TextTokenizer:
         A text that has fewer in so many letters, of blanks or of words without end, is cut there.
         """
         letters = self.limit * _LETTERS_A_TOKEN
-        if len(text) <= letters or self.texts.truncation["direction"] != "right":
+        truncation = self.texts.truncation
+        if len(text) <= letters or not truncation or truncation["direction"] != "right":
             return text
         most = self.limit * _MOST_LETTERS_A_TOKEN
         while letters < min(len(text), most):
@@ -230,17 +281,35 @@ class TextTokenizer:
         """One encoding a (question, context); further windows of it are its `overflowing` parts.
 
         Raises:
-            InputError: a question leaves no room for its context.
+            InputError: a question leaves no room for its context, or a pair cannot be tokenized;
+                the message has its index.
+            ArtifactError: the tokenizer cannot cut contexts into windows.
         """
         tokenizer = self.pairs()
         try:
-            encodings: list[Any] = tokenizer.encode_batch(list(pairs))
-        except Exception as error:  # tokenizers raises bare Exception
+            return self._run(tokenizer.encode_batch, list(pairs))
+        except BaseException as error:
+            reason = tokenizer_failure(error)
+            for index, pair in enumerate(pairs):
+                self._require_pair(tokenizer, pair, index)
+            raise InputError(f"the questions cannot be tokenized together: {reason}.") from error
+
+    def _require_pair(self, tokenizer: Any, pair: tuple[str, str], index: int) -> None:
+        """Raises InputError where a (question, context) cannot be tokenized."""
+        for what, text in zip(("question", "context"), pair, strict=True):
+            try:
+                self.encode([text])
+            except InputError as error:
+                message = error.message.replace("text 0", f"{what} {index}", 1)
+                raise InputError(message) from error
+        try:
+            tokenizer.encode_batch([pair])
+        except BaseException as error:
             raise InputError(
-                f"a question is too long: with it and its context in windows of "
-                f"{min(self.limit, _WINDOW)} tokens there is no room for the context ({error})."
+                f"question {index} is too long: in windows of {min(self.limit, _WINDOW)} tokens it "
+                f"leaves no room for its context ({tokenizer_failure(error)}).",
+                do="Ask a shorter question.",
             ) from error
-        return encodings
 
     def feeds(
         self, encodings: Sequence[Any], inputs: Iterable[TensorSpec], *, width: int = 1
@@ -289,8 +358,16 @@ class TextTokenizer:
         return row[len(row) - length :] if self.pad_left else row[:length]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
-        """Ids as text, as transformers decodes them."""
-        text: str = self.texts.decode(list(ids), skip_special_tokens=skip_special)
+        """Ids as text, as transformers decodes them.
+
+        Raises:
+            InputError: they cannot be decoded.
+        """
+        try:  # `decode_batch` lets other Python threads run, and `decode` does not
+            text: str
+            (text,) = self.texts.decode_batch([list(ids)], skip_special_tokens=skip_special)
+        except BaseException as error:
+            raise InputError(f"token ids cannot be decoded: {tokenizer_failure(error)}.") from error
         return _without_spaces(text) if self.clean_up else text
 
     def _column(self, name: str, encodings: Sequence[Any], width: int, dtype: str) -> NDArray[Any]:
@@ -320,6 +397,28 @@ class TextTokenizer:
             else:
                 array[index, : len(row)] = row
         return array
+
+
+def _encode_each(encode: Encode, texts: Sequence[Any], *, first: int = 0) -> list[Any]:
+    """Encodes all texts at once; where that fails, finds the text that cannot be tokenized.
+
+    Args:
+        encode: encodes a list of texts; raises what `tokenizers` raises.
+        texts: what to encode.
+        first: the index of the first of them, for messages.
+
+    Raises:
+        InputError: a text cannot be tokenized; the message has its index.
+    """
+    try:
+        return encode(list(texts))
+    except BaseException as error:
+        reason = tokenizer_failure(error)
+        if len(texts) == 1:
+            raise InputError(f"text {first} cannot be tokenized: {reason}.") from error
+        for index, text in enumerate(texts):
+            _encode_each(encode, [text], first=index)
+        raise InputError(f"the texts cannot be tokenized together: {reason}.") from error
 
 
 def check_texts(texts: Sequence[Any], *, what: str = "text", pairs: bool = False) -> None:

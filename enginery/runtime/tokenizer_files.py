@@ -11,11 +11,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from enginery.core.errors import ArtifactError
+from enginery.core.errors import ArtifactError, EngineryError
 from enginery.core.feeds import position_limit
 
 _NO_LIMIT = 10**20
 """transformers writes 1e30 where a tokenizer has no limit."""
+_LONGEST_REASON = 300
+"""Characters of a failure's reason; a panic may quote the whole text."""
 
 # transformers' classes whose normalizer follows tokenizer_config.json, not tokenizer.json.
 _BERT_CLASSES = (
@@ -41,11 +43,35 @@ def load_tokenizer(directory: Path) -> Any:
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ArtifactError(f"{file} cannot be read by tokenizers: {error}.") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+    except BaseException as error:
+        reason = tokenizer_failure(error)
+        raise ArtifactError(f"{file} cannot be read by tokenizers: {reason}.") from error
     return tokenizer
+
+
+def is_panic(error: BaseException) -> bool:
+    """Tell whether `error` is a panic of Rust code.
+
+    pyo3 raises it as `PanicException`, which is no Exception. Every extension module has its own,
+    and none exports it.
+    """
+    return not isinstance(error, Exception) and type(error).__name__ == "PanicException"
+
+
+def tokenizer_failure(error: BaseException) -> str:
+    """Return the reason of a failure inside `tokenizers`, without a full stop.
+
+    `tokenizers` raises bare `Exception`, and panics.
+
+    Raises:
+        BaseException: `error` itself, where it is an interrupt, an exit or an error of ours.
+    """
+    if isinstance(error, EngineryError) or not (isinstance(error, Exception) or is_panic(error)):
+        raise error
+    reason = str(error).strip().rstrip(".")[:_LONGEST_REASON]
+    return reason or type(error).__name__
 
 
 def follow_settings(tokenizer: Any, settings: dict[str, Any]) -> None:

@@ -4,7 +4,8 @@
     >>> reply.values[0].shape, reply.timings.tokens
     ((384,), 7)
 
-Inputs are tokenized when they arrive; what takes longer than a millisecond is done in a thread.
+Inputs are tokenized when they arrive, in a thread; so is what takes longer than a millisecond of
+the answers.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from enginery.serve.refusals import InvalidInputError, TooLargeError
 from enginery.serve.replies import Reply, Timings
 from enginery.serve.runs import Runs
 
-_LETTERS_AT_ONCE = 2048
-"""More text than this is tokenized in a thread: a millisecond, in which others are answered."""
+_QUICK_LETTERS = 2048
+"""So much text should be tokenized in a millisecond, and does not wait for more than that."""
 _EFFORT_AT_ONCE = 2000
 """Tokens that answers are looked for in, beyond which that is done in a thread."""
 _MOST_FILLINGS = 1000
@@ -58,8 +59,10 @@ class Answers(ABC):
         """A request from its first input to its answer; closing waits for it."""
 
     @abstractmethod
-    async def read(self, inputs: int, read: Callable[[Event], Made]) -> Made:
-        """What takes a while, in a thread."""
+    async def read(
+        self, inputs: int, read: Callable[[Event], Made], *, quick: bool = False
+    ) -> Made:
+        """What takes a while, or might, in a thread."""
 
     async def embed(
         self,
@@ -133,9 +136,11 @@ class Answers(ABC):
         rows = self._texts("fill")
         if top_k > _MOST_FILLINGS:
             raise InvalidInputError(f"top_k is {top_k}, expected at most {_MOST_FILLINGS}.")
-        return await self._answer(
-            texts, lambda: rows.ask_fill(texts, top_k=top_k), truncate, effort=top_k or 1000
-        )
+
+        def ask() -> Asked:
+            return rows.ask_fill(texts, top_k=top_k)
+
+        return await self._answer(texts, ask, truncate, effort=top_k or 1000, decodes=True)
 
     async def classify_images(
         self, images: Sequence[bytes], *, top_k: int = 0, activation: Activation = "auto"
@@ -182,6 +187,7 @@ class Answers(ABC):
         *,
         windows: bool = False,
         effort: int = 0,
+        decodes: bool = False,
     ) -> Reply:
         """The answers to texts.
 
@@ -191,14 +197,14 @@ class Answers(ABC):
             truncate: whether what is too long is cut; None for the server's default.
             windows: whether what is too long has further rows.
             effort: how much each token takes to make answers of.
+            decodes: whether token ids become text for it, by rules of tokenizer.json that may never
+                come to an end.
         """
         self._require_count(len(inputs))
         with self.under_way():
             started = time.perf_counter()
-            if _letters(inputs) > _LETTERS_AT_ONCE:
-                asked = await self.read(len(inputs), lambda _: ask())
-            else:
-                asked = ask()
+            quick = _letters(inputs) <= _QUICK_LETTERS
+            asked = await self.read(len(inputs), lambda _: ask(), quick=quick)
             timings = Timings(tokenize_seconds=time.perf_counter() - started)
             self._require_count(len(asked.encodings), "windows of contexts" if windows else "")
             work, items = self.loaded.text_work, []
@@ -215,8 +221,9 @@ class Answers(ABC):
                 )  # fmt: skip
                 timings.tokens += tokens
             rows = await self.runs.run(items, timings) if items else []
-            if effort * timings.tokens > _EFFORT_AT_ONCE:
-                values = await self.read(0, lambda _: asked.finish(rows))
+            quick = effort * timings.tokens <= _EFFORT_AT_ONCE
+            if decodes or not quick:
+                values = await self.read(0, lambda _: asked.finish(rows), quick=quick)
             else:
                 values = asked.finish(rows)
         return Reply(values, timings)

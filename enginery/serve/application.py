@@ -24,6 +24,7 @@ import time
 from typing import Any
 
 from enginery.core.errors import EngineryError
+from enginery.runtime.tokenizer_files import is_panic
 from enginery.serve.call import Call, ServerParts
 from enginery.serve.config import ServeConfig
 from enginery.serve.error_shapes import Family, error_response
@@ -119,7 +120,9 @@ class ServerApplication:
                     self._metrics.refused(_name(call), "cancelled")
                 self._note(call, Response(_CLIENT_GONE))
             raise
-        except Exception:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             _log.exception("request %s: %s %s", call.request_id, request.method, request.path)
             fault = _HttpError(500, "internal error.")
             response = error_response(family, fault, request_id=call.request_id)

@@ -38,8 +38,6 @@ class ServerParts:
     keys: Keys
     table: Table
     metrics: Metrics | None = None
-    whole_tokenizers: dict[str, Any] = field(default_factory=dict)
-    """Model -> its tokenizer, and a copy that does not cut texts."""
 
 
 @dataclass(slots=True)

@@ -62,7 +62,8 @@ class ServeConfig:
     """Seconds after SIGTERM for which new connections are still taken, while readiness is off:
     as long as a load balancer needs to look."""
     stuck_after: float = 60.0
-    """Seconds after which a batch that still runs counts as stuck."""
+    """Seconds after which a batch that still runs, or a text that is still tokenized, counts as
+    stuck."""
     restart: bool = True
     """Start the process that runs the models anew when it dies or is stuck."""
     idle_timeout: float = 75.0

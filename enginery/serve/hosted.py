@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, Literal
@@ -27,9 +28,7 @@ from enginery.serve.answers import Answers
 from enginery.serve.config import ServeConfig
 from enginery.serve.loaded import LoadedModel
 from enginery.serve.readers import Made, Readers
-from enginery.serve.refusals import (
-    UnavailableError,
-)
+from enginery.serve.refusals import UnavailableError
 from enginery.serve.runs import Runs
 
 _log = logging.getLogger(__name__)
@@ -170,6 +169,9 @@ class HostedModel(Answers):
         except EngineryError as error:
             self.state, self.reason = "failed", str(error)
             raise
+        if loaded.texts is not None:
+            tokenizer = loaded.texts.tokenizer
+            loaded.texts.tokenizer = replace(tokenizer, spread=self._readers.spread)
         self._loaded = loaded
         self._runs = Runs(
             loaded, self._loop, name=self.name, max_inputs=self.options.queue_inputs,
@@ -180,16 +182,19 @@ class HostedModel(Answers):
         Thread(target=self._calibrate, name=f"enginery-measure-{self.name}", daemon=True).start()
 
     def watch(self) -> None:
-        """Looks whether a batch is stuck, or a worker gone; `state` then says so."""
+        """Looks whether a batch or a text is stuck, or a worker gone; `state` then says so."""
         if self.state not in ("ready", "stuck") or self._runs is None:
             return
         if not self._runs.workers.alive:
             self.state, self.reason = "failed", "a worker has ended"
             return
-        busy = self._runs.workers.busy_seconds()
-        if busy > self.options.stuck_after:
+        busy, reading = self._runs.workers.busy_seconds(), self._readers.busy_seconds()
+        if max(busy, reading) > self.options.stuck_after:
             self.state = "stuck"
             self.reason = f"a batch has been running for {busy:.0f} s"
+            if reading > busy:
+                what = "images have been decoded" if self.takes_images else "texts were tokenized"
+                self.reason = f"a request's {what} for {reading:.0f} s, without coming to an end"
         elif self.state == "stuck":
             self.state, self.reason = "ready", ""
 
@@ -219,6 +224,12 @@ class HostedModel(Answers):
         """A request from its first input to its answer; closing waits for it."""
         if self.state != "ready":
             raise UnavailableError(f"{self.name}: {self.reason}.", retry_after_seconds=1)
+        with self._counted():
+            yield
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """What closing waits for."""
         self._calls += 1
         self._idle.clear()
         try:
@@ -228,9 +239,13 @@ class HostedModel(Answers):
             if not self._calls:
                 self._idle.set()
 
-    async def read(self, inputs: int, read: Callable[[Event], Made]) -> Made:
+    async def read(
+        self, inputs: int, read: Callable[[Event], Made], *, quick: bool = False
+    ) -> Made:
         """What takes a while, in a thread; the inputs have their places in the queue meanwhile."""
-        return await self._readers.read(inputs, read, waiting=self.runs.queue.inputs)
+        waiting = self.runs.queue.inputs
+        with self._counted():
+            return await self._readers.read(inputs, read, waiting=waiting, quick=quick)
 
     def _calibrate(self) -> None:
         """In a thread of its own: what a batch costs, and which provider runs what."""

@@ -10,7 +10,8 @@ Protocols, so that the routes and the models know nothing of each other but this
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from threading import Event
+from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
@@ -22,6 +23,7 @@ from enginery.runtime.tokenizer import TextTokenizer
 from enginery.serve.messages import Request, Response
 from enginery.serve.replies import Reply, Timings
 
+Made = TypeVar("Made")
 TokenIds = Sequence[int]
 
 
@@ -136,6 +138,14 @@ class HostedModel(Protocol):
 
     async def infer(self, feeds: dict[str, NDArray[Any]]) -> Reply:
         """Values: the graph's outputs by name."""
+
+    async def read(
+        self, inputs: int, read: Callable[[Event], Made], *, quick: bool = False
+    ) -> Made:
+        """What `read` makes of so many inputs, in a thread; `quick` where it takes a millisecond.
+
+        Its event is set when nobody waits for the inputs any more.
+        """
 
 
 class Reloaded(Protocol):

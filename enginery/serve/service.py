@@ -107,6 +107,9 @@ class ModelService:
         from enginery.serve.models import Models
         from enginery.serve.tracing import Tracing
 
+        # Lists of texts are spread over threads by `readers`, a pool for each model. Those of
+        # tokenizers are one pool for all: a text that does not come to an end holds up everybody.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._say = say
         self.metrics = Metrics(restarts=life.restarts.count if life else 0)
         restart = life.restart if life is not None and config.restart else None

@@ -176,7 +176,7 @@ def test_answers_keep_to_the_longest_answer(tiny):
         (("Who?", " "), "context 0 is empty"),
         (("Who?", 3), "context 0 is a int"),
         ("Who?", "expected \\(question, context\\)"),
-        (("why " * 300, CONTEXT), "question is too long"),
+        (("why " * 300, CONTEXT), "question 0 is too long"),
     ],
 )
 def test_unusable_questions_are_refused(tiny, question, message):

@@ -221,6 +221,22 @@ def test_fault_is_logged_with_its_traceback_and_the_answer_has_an_id_alone(caplo
     assert record.exc_info[0] is ZeroDivisionError
 
 
+def test_panic_of_rust_code_is_answered_as_a_fault(caplog):
+    from tokenizers import Regex, Tokenizer, models, normalizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.normalizer = normalizers.Replace(Regex("(a|aa)+b"), "")
+    model = StandInModel()
+
+    async def panics(*_, **__):
+        tokenizer.encode("a" * 60)
+
+    model.embed = panics
+    found = ask(application(model), *EMBED)
+    assert (found.status, found.json["error_type"]) == (500, "Backend")
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize(
     ("path", "kind"),
     [("/v1/embeddings", ("rate_limit_error", "rate_limit_exceeded")), ("/embed", "Overloaded")],

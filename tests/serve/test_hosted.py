@@ -444,7 +444,7 @@ def test_too_many_inputs_and_a_full_queue_are_refused(exported):
             first = asyncio.create_task(served.embed(["a"]))
             await held.wait()
             others = [asyncio.create_task(served.embed(["a"])) for _ in range(4)]
-            await asyncio.sleep(0)
+            await queued(served, 4)
             with pytest.raises(OverloadedError, match="4 inputs"):
                 await served.embed(["a"])
             held.release()
@@ -460,7 +460,7 @@ def test_a_request_that_is_cancelled_leaves_the_queue(exported):
             first = asyncio.create_task(served.embed(["a"]))
             await held.wait()
             gone = asyncio.create_task(served.embed(["the pump", "the pump runs warm"]))
-            await asyncio.sleep(0)
+            await queued(served, 2)
             assert served.waiting[0] == 2
             gone.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -575,6 +575,12 @@ def test_info_says_what_runs_where_and_how_it_is_batched(exported):
     assert info["placement"]["notes"] == ["every node is on the CPU"]
     assert "tokens: on a CPU" in info["batching"]["explanation"]
     assert info["batching"]["seconds_per_token"] > 0
+
+
+async def queued(served, inputs):
+    """Waits until so many inputs are in the queue: they are tokenized first."""
+    while served.runs.queue.inputs < inputs:
+        await asyncio.sleep(0.001)
 
 
 class Held:

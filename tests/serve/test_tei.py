@@ -7,8 +7,6 @@ import pytest
 
 from enginery import load_model
 from enginery.runtime.answers import Classification, Label
-from enginery.runtime.tokenizer import TextTokenizer
-from enginery.serve.routes.tei_tokens import _whole_tokenizer
 from enginery.serve.routes.vectors import finish_vectors
 from tests.serve.doubles import StandInModel
 from tests.serve.test_application import application, ask
@@ -258,14 +256,6 @@ def test_tokenize_cuts_nothing_and_leaves_special_tokens_out(running):
     found = running("POST", "/models/mood/tokenize", body).json
     assert (len(found[0]), len(found[1])) == (300, 1)
     assert running("POST", "/models/mood/predict", {"inputs": "warm " * 300}).status == 200
-
-
-def test_tokenizer_of_a_reloaded_model_is_the_new_one(tiny_paths):
-    copies = {}
-    old, new = (TextTokenizer.open(tiny_paths("mood")["mood"]) for _ in range(2))
-    copy = _whole_tokenizer(copies, "mood", old)
-    assert _whole_tokenizer(copies, "mood", old) is copy
-    assert _whole_tokenizer(copies, "mood", new) is not copy
 
 
 def test_long_text_is_tokenized_in_a_thread(running):

@@ -8,9 +8,8 @@ Texts are not cut here. `start` and `stop` count bytes of UTF-8, as they do ther
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from enginery.runtime.tokenizer import TextTokenizer
 from enginery.serve.call import Call
@@ -20,10 +19,8 @@ from enginery.serve.refusals import InvalidInputError, TooLargeError
 from enginery.serve.rooms import HostedModel
 from enginery.serve.routes.tei import model_of
 
-Found = TypeVar("Found")
-
-_INLINE_LETTERS = 20_000
-"""Beyond it tokenizing takes milliseconds, and other requests must not wait for it."""
+_QUICK_SIZE = 2048
+"""Letters or token ids that should take about a millisecond."""
 
 
 async def tokenize(call: Call) -> Response:
@@ -44,11 +41,11 @@ async def tokenize(call: Call) -> Response:
         texts = [text.lower() for text in texts]
 
     def tokens() -> list[list[dict[str, Any]]]:
-        whole = _whole_tokenizer(call.parts.whole_tokenizers, model.name, tokenizer)
-        encodings = whole.encode_batch(texts, add_special_tokens=special)
+        encodings = tokenizer.encode_whole(texts, special=special)
         return [_tokens(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
-    return Response.of_json(await _aside(tokens, sum(map(len, texts))))
+    quick = sum(map(len, texts)) <= _QUICK_SIZE
+    return Response.of_json(await model.read(len(texts), lambda _: tokens(), quick=quick))
 
 
 async def decode(call: Call) -> Response:
@@ -73,7 +70,8 @@ async def decode(call: Call) -> Response:
     def texts() -> list[str]:
         return [tokenizer.decode(row, skip_special=skip) for row in many]
 
-    return Response.of_json(await _aside(texts, sum(map(len, many))))
+    quick = sum(map(len, many)) <= _QUICK_SIZE
+    return Response.of_json(await model.read(len(many), lambda _: texts(), quick=quick))
 
 
 def _has_tokens(model: HostedModel) -> bool:
@@ -92,21 +90,6 @@ def _tokenizer(model: HostedModel) -> TextTokenizer:
     if model.tokenizer is None:
         raise InvalidInputError(f"model '{model.name}' takes no texts, so it has no tokenizer.")
     return model.tokenizer
-
-
-def _whole_tokenizer(copies: dict[str, Any], name: str, tokenizer: TextTokenizer) -> Any:
-    """A copy that does not cut texts, as the model's own does; made when it is first needed."""
-    of, copy = copies.get(name, (None, None))
-    if of is not tokenizer:  # a reload brings another one
-        copy = type(tokenizer.texts).from_str(tokenizer.texts.to_str())
-        copy.no_truncation()
-        copies[name] = tokenizer, copy
-    return copy
-
-
-async def _aside(work: Callable[[], Found], size: int) -> Found:
-    """Small work here and now, large work in a thread."""
-    return work() if size <= _INLINE_LETTERS else await asyncio.to_thread(work)
 
 
 def _tokens(text: str, encoding: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,150 @@
+"""Rows that the tokenizer fails on, panics on or never comes back from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from enginery.core.errors import ArtifactError, InputError
+from enginery.predict import encoding_watch
+from enginery.predict.encoding_watch import EncodingWatch
+from enginery.runtime.model import load_model
+from tests.hostile_tokenizers import ENDLESS, PANIC, UNKNOWN, spoiled_copy
+
+WAIT = 300
+GOOD = ["the pump is warm", "is the pump warm again", "warm"] * 5
+
+
+def write(path, texts, **more):
+    """A JSONL file of a row for each text."""
+    path.write_text("".join(json.dumps({"text": text, **more}) + "\n" for text in texts))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [("no_unk", UNKNOWN, "Missing [UNK]"), ("panics", PANIC, "retry-limit-in-match over")],
+)
+@pytest.mark.parametrize("task", ["feature-extraction", "text-classification"])
+def test_only_the_row_that_cannot_be_tokenized_is_bad(
+    tiny, predict, rows, tmp_path, kind, text, reason, task
+):
+    artifact = spoiled_copy(tiny("bert", task), tmp_path / kind, kind)
+    texts = [*GOOD, text, *GOOD, text]
+    report = predict(artifact, write(tmp_path / "in.jsonl", texts))
+    found = rows()
+    assert report.bad_rows == 2
+    for place in (len(GOOD), len(texts) - 1):
+        assert found[place]["error"].startswith("the text cannot be tokenized: ")
+        assert reason in found[place]["error"]
+    answered = [row for row in found if row["error"] is None]
+    assert [row["text"] for row in answered] == GOOD * 2
+    with load_model(artifact) as model:
+        if task == "feature-extraction":
+            expected = model.embed(GOOD)[0]
+            assert answered[0]["embedding"] == pytest.approx(list(expected), abs=1e-5)
+        else:
+            labels = [answer.labels[0].label for answer in model.classify(GOOD)]
+            assert [row["label"] for row in answered] == labels * 2
+
+
+def test_question_or_context_that_cannot_be_tokenized_is_named(tiny, predict, rows, tmp_path):
+    reader = spoiled_copy(tiny("bert", "question-answering"), tmp_path / "reader", "panics")
+    pairs = [("is the pump warm", "the pump is warm"), (PANIC, "warm"), ("warm", f"the {PANIC}")]
+    lines = [json.dumps({"question": question, "context": context}) for question, context in pairs]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    assert predict(reader, tmp_path / "in.jsonl").bad_rows == 2
+    errors = [row["error"] for row in rows()]
+    assert errors[0] is None
+    assert errors[1].startswith("the question cannot be tokenized")
+    assert errors[2].startswith("the context cannot be tokenized")
+
+
+def test_row_that_is_never_tokenized_is_bad_and_the_command_ends(tiny, tmp_path):
+    endless = spoiled_copy(tiny("bert", "feature-extraction"), tmp_path / "it", "never_returns")
+    source = write(tmp_path / "in.jsonl", [*GOOD, ENDLESS, *GOOD])
+    script = (
+        "import sys; from enginery.predict import encoding_watch; "
+        "encoding_watch.STUCK_SECONDS = 3.0; from enginery.cli import main; main()"
+    )
+    command = ["predict", str(endless.path), "-i", str(source), "-o", str(tmp_path / "out.jsonl")]
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *command],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+    )
+    assert ended.returncode == 3, ended.stderr
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    bad = found.pop(len(GOOD))
+    assert bad["text"] == ENDLESS
+    assert bad["error"] == (
+        "the text cannot be tokenized: the tokenizer has not come back from it within 3 seconds."
+    )
+    assert [row["text"] for row in found] == GOOD * 2
+    assert all(len(row["embedding"]) == 32 and row["error"] is None for row in found)
+
+
+class Stubborn:
+    """An encoder that does not come back from some texts until it is let go."""
+
+    def __init__(self, *texts):
+        self.texts, self.calls, self.let_go = texts, [], threading.Event()
+
+    def __call__(self, texts):
+        self.calls.append(list(texts))
+        if any(text in self.texts for text in texts):
+            self.let_go.wait(WAIT)
+        return [text.upper() for text in texts]
+
+
+@pytest.fixture
+def stubborn(monkeypatch):
+    """`stubborn("b")`: an encoder that is stuck on "b"; a stuck call is known for one soon."""
+    monkeypatch.setattr(encoding_watch, "STUCK_SECONDS", 1.0)
+    made = []
+
+    def make(*texts):
+        made.append(Stubborn(*texts))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.let_go.set()
+
+
+def test_stuck_text_is_found_once_and_refused_from_then_on(stubborn):
+    encode, watch = stubborn("c"), EncodingWatch()
+    assert watch(encode, ["a", "b"]) == ["A", "B"]
+    assert encode.calls == [["a", "b"]]
+    with pytest.raises(InputError, match=r"text 2 cannot be tokenized: .* within 1 seconds"):
+        watch(encode, ["a", "b", "c", "d"])
+    calls = len(encode.calls)
+    with pytest.raises(InputError, match="text 1 cannot be tokenized"):
+        watch(encode, ["a", "c"])
+    assert len(encode.calls) == calls
+    assert watch(encode, ["a", "b", "d"]) == ["A", "B", "D"]
+    assert encode.calls[calls:] == [["a"], ["b"], ["d"]]  # a list may wait for threads that it has
+
+
+def test_errors_of_texts_come_through(stubborn):
+    def fails(_):
+        raise InputError("text 0 cannot be tokenized: no.")
+
+    watch = EncodingWatch()
+    with pytest.raises(InputError, match=r"text 0 cannot be tokenized: no\."):
+        watch(fails, ["a"])
+
+
+def test_run_ends_where_too_many_texts_are_stuck(stubborn):
+    encode, watch = stubborn(*"abcd"), EncodingWatch()
+    for text in "abc":
+        with pytest.raises(InputError):
+            watch(encode, [text])
+    with pytest.raises(ArtifactError, match=r"has not come back from 4 texts .* begins with 'd'"):
+        watch(encode, ["d"])

@@ -1,0 +1,112 @@
+"""Threads that read inputs: in order, and without keeping anybody."""
+
+import asyncio
+import threading
+
+import pytest
+
+from enginery.serve import readers
+from enginery.serve.readers import Readers
+from enginery.serve.refusals import OverloadedError, UnavailableError
+
+WAIT = 60
+
+
+def with_readers(ask, *, most=2048):
+    """Runs `ask(readers)` in a loop, and ends the threads."""
+
+    async def run():
+        made = Readers(asyncio.get_running_loop(), most=most, name="m")
+        try:
+            return await ask(made)
+        finally:
+            made.close()
+
+    return asyncio.run(run())
+
+
+def test_list_is_encoded_in_pieces_and_comes_back_in_order(monkeypatch):
+    monkeypatch.setattr(readers, "usable_cores", lambda: 3)
+    pieces = []
+
+    def encode(texts):
+        pieces.append(len(texts))
+        return [text * 2 for text in texts]
+
+    async def ask(made):
+        texts = list(range(1000))
+        return await made.read(1000, lambda _: made.spread(encode, texts))
+
+    assert with_readers(ask) == [number * 2 for number in range(1000)]
+    assert sorted(pieces) == [40] + [64] * 15
+
+
+def test_error_of_a_piece_is_that_of_the_list(monkeypatch):
+    monkeypatch.setattr(readers, "usable_cores", lambda: 2)
+
+    def encode(texts):
+        if 150 in texts:
+            raise ValueError("no 150")
+        return texts
+
+    async def ask(made):
+        await made.read(200, lambda _: made.spread(encode, list(range(200))))
+
+    with pytest.raises(ValueError, match="no 150"):
+        with_readers(ask)
+
+
+def test_quick_inputs_do_not_wait_for_slow_ones_that_do_not_end():
+    go = threading.Event()
+
+    async def ask(made):
+        stuck = [asyncio.create_task(made.read(1, lambda _: go.wait(WAIT))) for _ in range(5)]
+        while not made.busy_seconds():
+            await asyncio.sleep(0.001)
+        assert await made.read(1, lambda _: "read", quick=True) == "read"
+        go.set()
+        await asyncio.gather(*stuck)
+
+    with_readers(ask)
+
+
+def test_closing_answers_who_waits_for_what_does_not_end():
+    go = threading.Event()
+
+    async def ask(made):
+        stuck = asyncio.create_task(made.read(1, lambda _: go.wait(WAIT)))
+        while not made.busy_seconds():
+            await asyncio.sleep(0.001)
+        made.close()
+        with pytest.raises(UnavailableError, match="m is being closed"):
+            await stuck
+        with pytest.raises(UnavailableError, match="m is being closed"):
+            await made.read(1, lambda _: None)
+        assert made.busy_seconds()
+
+    try:
+        with_readers(ask)
+    finally:
+        go.set()
+
+
+def test_no_more_is_taken_in_than_may_wait_and_who_goes_gives_the_place_back():
+    go = threading.Event()
+
+    async def ask(made):
+        stuck = [asyncio.create_task(made.read(1, lambda _: go.wait(WAIT))) for _ in range(2)]
+        await asyncio.sleep(0)
+        waits = asyncio.create_task(made.read(2, lambda _: pytest.fail("nobody waits for it")))
+        await asyncio.sleep(0)
+        assert made.inputs == 4
+        with pytest.raises(OverloadedError, match="4 inputs are being read, 0 wait; at most 4"):
+            await made.read(1, lambda _: None)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        await asyncio.sleep(0)
+        assert made.inputs == 2
+        go.set()
+        await asyncio.gather(*stuck)
+
+    with_readers(ask, most=4)
