@@ -17,8 +17,8 @@ from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, ProviderError
 from enginery.core.feeds import FeedLimits
 from enginery.core.fingerprint import sha256_of
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord, Manifest, SourceRecord
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Dim, TensorSpec, canonical_dim
 
 _IMAGE_AXES = {"first": ("batch", "channels", "height", "width"),
@@ -53,7 +53,7 @@ class Subject:
         artifact.require_passed(allow_failed=allow_failed)
         record = artifact.graph(graph) if graph else artifact.manifest.graphs[0]
         is_bare = artifact.manifest.library == "" and not artifact.manifest.stages
-        config = {} if is_bare else read_json(artifact.path / "config.json")
+        config = ModelConfig() if is_bare else ModelConfig.read(artifact.path)
         limits = FeedLimits.from_config(config)
         if is_bare:  # nothing is known of it, so nothing is taken as usual
             limits = replace(limits, sizes={})

@@ -21,7 +21,6 @@ from typing import Any
 from enginery.core.errors import MissingPackageError, SourceError
 from enginery.core.external_data import external_data_files
 from enginery.core.fingerprint import combined_sha256, sha256_of
-from enginery.core.json_file import read_json
 from enginery.core.manifest import SourceRecord
 
 SAFE_WEIGHTS = (".safetensors",)
@@ -42,10 +41,6 @@ class ModelSource:
     @property
     def name(self) -> str:
         return self.record.name
-
-    def config(self) -> dict[str, Any]:
-        """The model's `config.json`; empty where there is none."""
-        return read_json(self.path / "config.json") if self.path.is_dir() else {}
 
 
 def resolve_source(

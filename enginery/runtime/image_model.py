@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, InputError
-from enginery.core.json_file import read_json
+from enginery.core.model_files import ModelConfig
 from enginery.runtime.answers import Classification
 from enginery.runtime.batching import MAX_ROWS
 from enginery.runtime.classification import Activation, classify_logits
@@ -37,7 +37,7 @@ class ImageModel:
     runner: OrtRunner
     task: str
     processor: ImageProcessor
-    config: dict[str, Any]
+    config: ModelConfig
     notes: tuple[str, ...]
 
     @classmethod
@@ -55,7 +55,7 @@ class ImageModel:
                 "expected pixel_values (batch, 3, height, width) alone."
             )
         processor = ImageProcessor.open(artifact.path)
-        config = read_json(artifact.path / "config.json")
+        config = ModelConfig.read(artifact.path)
         notes = [f"images are prepared as {processor.kind}ImageProcessor does it with Pillow"]
         if artifact.manifest.task == "feature-extraction":
             notes.append(f"the vector of an image is {_vector_rule(runner, config)[1]}")
@@ -120,13 +120,13 @@ class ImageModel:
         output, _ = _vector_rule(self.runner, self.config)
         dims = next(s.dims for s in self.runner.record.outputs if s.name == output)
         dim = dims[1] if len(dims) == 4 else dims[-1]
-        return dim if isinstance(dim, int) else int(self.config.get("hidden_size") or 0)
+        return dim if isinstance(dim, int) else self.config.hidden_size
 
     def _vector(self, found: NDArray[np.float32]) -> NDArray[np.float32]:
         if found.ndim == 3:  # a feature map: (channels, height, width)
             return np.asarray(found.mean(axis=(1, 2)))
         if found.ndim == 2:  # tokens: (sequence, dim)
-            first = self.config.get("model_type") in _FIRST_TOKEN
+            first = self.config.model_type in _FIRST_TOKEN
             return np.asarray(found[0] if first else found.mean(axis=0))
         return found
 
@@ -168,7 +168,7 @@ def _require_list(images: Any) -> None:
         )
 
 
-def _vector_rule(runner: OrtRunner, config: dict[str, Any]) -> tuple[str, str]:
+def _vector_rule(runner: OrtRunner, config: ModelConfig) -> tuple[str, str]:
     """The output that vectors are made from, and the rule in words."""
     names = [spec.name for spec in runner.record.outputs]
     for name in _VECTOR_OUTPUTS:
@@ -179,6 +179,6 @@ def _vector_rule(runner: OrtRunner, config: dict[str, Any]) -> tuple[str, str]:
             f"the graph has the outputs {', '.join(names)}; vectors are made from "
             f"{', '.join(_VECTOR_OUTPUTS)} or last_hidden_state."
         )
-    if config.get("model_type") in _FIRST_TOKEN:
+    if config.model_type in _FIRST_TOKEN:
         return "last_hidden_state", "the first token of last_hidden_state"
     return "last_hidden_state", "the mean over all places of last_hidden_state"

@@ -24,8 +24,8 @@ from enginery.core.closing import Closing
 from enginery.core.engine import Engine
 from enginery.core.errors import InputError, ProviderError
 from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import ModelConfig
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, dynamic_dims
 from enginery.runtime.binding import BUCKETS, DeviceBinding, run_options
@@ -108,7 +108,7 @@ class OrtRunner(Closing):
         )  # fmt: skip
         self.profiles: list[Profile] = [reachable_profile(e.record) for e in self.engines]
         """What requests must fit, one for each session; none where no engine is used."""
-        self._config = read_json(artifact.path / "config.json")
+        self._config = ModelConfig.read(artifact.path)
         path = artifact.path / self.record.file
         self._paths = [wrapper_of(engine) for engine in self.engines] or [path]
         if cuda_graph:

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, InputError, nearest
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import ModelConfig, SentenceTransformersConfig
 from enginery.runtime.answers import (
     Classification,
     ContextAnswer,
@@ -73,7 +73,7 @@ class TextRows:
 
     task: str
     tokenizer: TextTokenizer
-    config: dict[str, Any]
+    config: ModelConfig
     pooling: Pooling | None
     """None where the graph pools by itself, or the task needs no pooling."""
     prompts: dict[str, str]
@@ -111,14 +111,14 @@ class TextRows:
                     f"{artifact.path}: the graph has the outputs {', '.join(outputs)}; vectors "
                     f"are made from {' or '.join((SENTENCE_OUTPUT, *TOKEN_OUTPUTS))}."
                 )
-        sentence = read_json(artifact.path / "config_sentence_transformers.json")
+        sentence = SentenceTransformersConfig.read(artifact.path)
         return cls(
             task=artifact.manifest.task,
             tokenizer=tokenizer,
-            config=read_json(artifact.path / "config.json"),
+            config=ModelConfig.read(artifact.path),
             pooling=pooling,
-            prompts=dict(sentence.get("prompts") or {}),
-            default_prompt=str(sentence.get("default_prompt_name") or ""),
+            prompts={name: prompt or "" for name, prompt in sentence.prompts.items()},
+            default_prompt=sentence.default_prompt_name,
             notes=tuple(notes),
             **more,
         )

@@ -45,7 +45,6 @@ def test_a_directory_is_found_with_the_hash_of_every_file_that_matters(tmp_path)
     ]  # fmt: skip
     digest = hashlib.sha256(b"weights").hexdigest()
     assert source.record.files["model.safetensors"] == digest
-    assert source.config() == {"model_type": "bert"}
 
 
 def test_the_same_files_elsewhere_are_the_same_source(tmp_path):
@@ -132,7 +131,6 @@ def test_an_onnx_file_is_a_source(tmp_path):
     source = resolve_source(str(path))
     assert (source.record.kind, source.record.id, source.name) == ("onnx", str(path), "model")
     assert list(source.record.files) == ["model.onnx"]
-    assert source.config() == {}
     with pytest.raises(SourceError, match=r"missing\.onnx': there is no such file"):
         resolve_source(str(tmp_path / "missing.onnx"))
 
