@@ -20,6 +20,7 @@ from enginery.core.fingerprint import sha256_of
 from enginery.core.manifest import GraphRecord, Manifest, SourceRecord
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Dim, TensorSpec, canonical_dim
+from enginery.runtime.graph_limits import check_allocations
 
 _IMAGE_AXES = {"first": ("batch", "channels", "height", "width"),
                "last": ("batch", "height", "width", "channels")}  # fmt: skip
@@ -117,6 +118,7 @@ def artifact_of_file(path: Path) -> Artifact:
     """
     if not path.is_file():
         raise ArtifactError(f"{path} is not there.", do="Name an artifact or an .onnx file.")
+    check_allocations(path)
     import onnxruntime as ort
 
     options = ort.SessionOptions()

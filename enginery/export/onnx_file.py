@@ -11,6 +11,7 @@ from enginery.core.model_files import ModelConfig
 from enginery.export.config import ExportConfig
 from enginery.export.exported import Exported
 from enginery.export.side_files import copy_side_files
+from enginery.runtime.graph_limits import check_allocations
 
 
 def import_onnx(source: Path, config: ExportConfig, out: Path) -> Exported:
@@ -22,6 +23,7 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> Exported:
             config.json beside the graph is malformed.
     """
     data = external_data_files(source)
+    check_allocations(source, error=SourceError)
     if "model.onnx" in data:
         raise ExportError(f"{source}: its external data is named model.onnx, as the graph will be.")
     shutil.copyfile(source, out / "model.onnx")
