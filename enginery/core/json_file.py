@@ -34,7 +34,13 @@ def read_json(path: Path, *, error: type[EngineryError] = SourceError) -> dict[s
 def load_json(path: Path, *, error: type[EngineryError] = SourceError) -> Any:
     """Read any JSON value from a file; raises what `read_json` raises."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+        if "\\u" in text:  # half of an escaped pair is JSON, but no text that can be written
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError:
+        raise error(f"{path} is not valid JSON: it escapes half of a surrogate pair.") from None
     except OSError as problem:
         raise error(f"{path} cannot be read: {problem.strerror}.") from problem
     except RecursionError:

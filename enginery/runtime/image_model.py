@@ -23,7 +23,8 @@ from enginery.runtime.classification import Activation, classify_logits
 from enginery.runtime.image_files import load_image
 from enginery.runtime.images import ImageProcessor
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.text_model import fill_rows
+from enginery.runtime.text_model import fill_rows, first_rows
+from enginery.runtime.text_rows import require_outputs
 
 _VECTOR_OUTPUTS = ("image_embeds", "pooler_output")
 # Models whose first token stands for the whole image.
@@ -54,6 +55,7 @@ class ImageModel:
                 f"{artifact.path}: the graph takes {found}; "
                 "expected pixel_values (batch, 3, height, width) alone."
             )
+        require_outputs(artifact.manifest.task, runner.record)
         processor = ImageProcessor.open(artifact.path)
         config = ModelConfig.read(artifact.path)
         notes = [f"images are prepared as {processor.kind}ImageProcessor does it with Pillow"]
@@ -93,10 +95,18 @@ class ImageModel:
         fixed = spec.dims[0] if isinstance(spec.dims[0], int) else 0
         rows = self.runner.padded_shape(spec, (len(arrays), *arrays[0].shape))[0]
         outputs = self.runner(fill_rows({spec.name: np.stack(arrays)}, fixed or rows))
+        name = "logits"
         if self.task == "feature-extraction":
-            found = outputs[_vector_rule(self.runner, self.config)[0]][: len(arrays)]
+            name = _vector_rule(self.runner, self.config)[0]
+        found = first_rows(outputs, len(arrays))[name]
+        if not found.ndim or len(found) != len(arrays):
+            raise ArtifactError(
+                f"the graph gave {name} with the shape {found.shape} for {len(arrays)} images, "
+                "expected a row for each."
+            )
+        if self.task == "feature-extraction":
             return [self._vector(row.astype(np.float32, copy=False)) for row in found]
-        return list(outputs["logits"][: len(arrays)])
+        return list(found)
 
     def labels(
         self, rows: Sequence[Any], *, top_k: int, activation: Activation

@@ -44,7 +44,9 @@ def load_tokenizer(directory: Path) -> Any:
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers raises bare Exception; a panic is a BaseException
         raise ArtifactError(f"{file} cannot be read by tokenizers: {error}.") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()

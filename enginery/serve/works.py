@@ -24,7 +24,7 @@ from enginery.core.shapes import canonical_dim
 from enginery.runtime.image_model import ImageModel
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.profiles import sizes_of
-from enginery.runtime.text_model import fill_rows
+from enginery.runtime.text_model import fill_rows, first_rows
 from enginery.runtime.text_rows import TextRows
 from enginery.serve.queue import Waiting
 
@@ -90,7 +90,7 @@ class TextWork:
         feeds = self._texts.tokenizer.feeds(encodings, self._inputs, width=width)
         outputs = self._runner(fill_rows(feeds, self._fixed or rows))
         if self._fixed or rows > len(batch):
-            outputs = {name: values[: len(batch)] for name, values in outputs.items()}
+            outputs = first_rows(outputs, len(batch))
         prompts = [item.prompt_tokens for item in batch]
         return self._texts.rows(
             encodings, feeds, outputs, prompt_tokens=prompts if any(prompts) else ()
