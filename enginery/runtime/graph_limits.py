@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import zip_longest
@@ -251,13 +251,16 @@ class _Check:
             ) from None
 
 
-def _taken(node: Node) -> Iterator[str]:
-    """Yield the names that a node and the graphs inside it take."""
-    yield from (name for name in node.inputs if name)
+def _taken(node: Node) -> set[str]:
+    """Return the names that a node takes, those that the graphs inside it take from outside too."""
+    taken = {name for name in node.inputs if name}
     for attribute in node.attributes.values():
         for subgraph in attribute.graphs:
-            for inner in subgraph.nodes:
-                yield from _taken(inner)
+            # Optimum's merged decoders use one name inside a branch and for the If around it.
+            own = {name for inner in subgraph.nodes for name in inner.outputs}
+            own |= {tensor.name for tensor in (*subgraph.initializers, *subgraph.inputs)}
+            taken |= {name for inner in subgraph.nodes for name in _taken(inner)} - own
+    return taken
 
 
 def _where(node: Node) -> str:

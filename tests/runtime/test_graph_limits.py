@@ -159,6 +159,15 @@ def test_usual_graphs_pass_whatever_their_weights(tmp_path):
     check_allocations(saved(tmp_path / "model.onnx", nodes, [weights], shape=("batch", 64)))
 
 
+def test_a_branch_may_use_the_names_of_the_node_around_it(tmp_path):
+    """As Optimum's merged decoders do: the If and what is inside it make the same names."""
+    made = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    nodes = [NODE("Neg", ["x"], ["y"]), NODE("Identity", ["y"], ["z"])]
+    branch = helper.make_graph(nodes, "branch", [], [made])
+    choose = NODE("If", ["x"], ["y"], then_branch=branch, else_branch=branch)
+    check_allocations(saved(tmp_path / "model.onnx", [choose]))
+
+
 def test_structure_is_what_onnx_reads(tiny):
     path = tiny.artifact("bert", "text-classification").model
     model, found = onnx.load(path), read_structure(path).graph
