@@ -76,8 +76,9 @@ _DTYPES = {"float": "float32", "double": "float64"}
 def require_interface(session: Any, record: GraphRecord, path: Path) -> None:
     """Raise unless a session takes and gives what the manifest says of its graph.
 
-    Names, dtypes, ranks and fixed sizes are compared. The names of other dims are not, and an
-    output may have a rank or a size that ONNX Runtime knows and the manifest does not.
+    Names, dtypes, ranks and fixed sizes are compared. The names of other dims are not; the manifest
+    may fix a size that is free in the graph, and an output may have a rank or a size that ONNX
+    Runtime knows and the manifest does not.
 
     Raises:
         ArtifactError: they differ; the message names the tensor.
@@ -117,7 +118,7 @@ def _same_dims(actual: TensorSpec, spec: TensorSpec, *, exact: bool) -> bool:
     if not exact and not (actual.dims and spec.dims):
         return True  # no rank is written as no dims
     return len(actual.dims) == len(spec.dims) and all(
-        a == b if isinstance(a, int) and isinstance(b, int) else type(a) is type(b) or not exact
+        a == b if isinstance(a, int) and isinstance(b, int) else isinstance(a, str) or not exact
         for a, b in zip(actual.dims, spec.dims, strict=True)
     )
 
