@@ -161,10 +161,10 @@ def largest_difference(model: Path, first: Path, second: Path) -> float:
     import onnxruntime as ort
 
     from enginery.core.feeds import FeedLimits, make_feeds
-    from enginery.core.source import read_json
+    from enginery.core.model_files import ModelConfig
     from enginery.export.graphs import record_graph
 
-    limits = FeedLimits.from_config(read_json(model / "config.json"))
+    limits = FeedLimits.from_config(ModelConfig.read(model))
     record = record_graph(second, second.parent)
     feeds = make_feeds(record.inputs, {**limits.sizes, "batch": 3, "sequence": 32}, limits, seed=0)
     names = [spec.name for spec in record.outputs]

@@ -27,7 +27,7 @@ from enginery.bench.machine import describe_machine
 from enginery.bench.statistics import compare
 from enginery.core.artifact import Artifact
 from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.json_file import read_json
+from enginery.core.model_files import ModelConfig
 from enginery.runtime.ort import OrtRunner
 
 TURN = {1: 10, 8: 4}
@@ -85,7 +85,7 @@ def model_source(model: str, scratch: Path) -> str:
 def measure(
     model: str, source: str, artifact: Artifact, batch: int, sequence: int, pairs: int
 ) -> dict[str, Any]:
-    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     pairs = pairs or PAIRS.get(batch, 40)
     with OrtRunner(artifact) as runner:
         sizes = {"batch": batch, "sequence": sequence}

@@ -24,7 +24,7 @@ from benchmarks.gpu_check.work import Work
 from enginery.core.artifact import Artifact
 from enginery.core.errors import InputError
 from enginery.core.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.json_file import read_json
+from enginery.core.model_files import ModelConfig
 from enginery.core.precision import Tolerance
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.providers import ProviderWish, parse_wishes
@@ -162,7 +162,7 @@ def _answers(source: Path, precision: str, device: str, cases: list[Feeds]) -> l
 def feeds_at(artifact: Artifact, point: tuple[int, int], *, seed: int) -> Feeds:
     """Made-up inputs, the rows padded by different amounts."""
     record = artifact.manifest.graphs[0]
-    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     sizes = dict(zip(("batch", "sequence"), point, strict=True))
     found = make_feeds(record.inputs, sizes, limits, seed=seed, ragged=True)
     if not found:

@@ -21,7 +21,7 @@ from benchmarks.gpu_check.settings import CONVOLUTIONS, SEARCHES
 from benchmarks.gpu_check.work import Work
 from enginery.core.artifact import Artifact
 from enginery.core.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.json_file import read_json
+from enginery.core.model_files import ModelConfig
 from enginery.core.precision import Tolerance
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.providers import ProviderWish, parse_wishes
@@ -110,6 +110,6 @@ def _timed(runner: OrtRunner, feeds: Feeds) -> float:
 
 def _image(artifact: Artifact, size: tuple[int, int]) -> Feeds:
     record = artifact.manifest.graphs[0]
-    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     sizes = {"batch": 1, "height": size[0], "width": size[1]}
     return make_feeds(record.inputs, sizes, limits, seed=5)

@@ -12,7 +12,7 @@ from benchmarks.gpu_check.work import Work
 from enginery.core.artifact import Artifact
 from enginery.core.errors import InputError
 from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.json_file import read_json
+from enginery.core.model_files import ModelConfig
 from enginery.runtime.multiply_adds import count_node_work
 from enginery.runtime.placement import Placement, read_placement, with_work
 from enginery.runtime.provider_names import CPU
@@ -54,7 +54,7 @@ def place(artifact: Artifact, provider: str, *, counted_in: Artifact) -> Placeme
             for fused ops in FP16 and BF16; casting keeps the names of nodes.
     """
     record = artifact.manifest.graphs[0]
-    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     feeds = make_feeds(record.inputs, _SIZES, limits, seed=0)
     placed = read_placement(artifact.model, choose_providers([provider]), feeds)
     if not placed.counted:

@@ -37,7 +37,7 @@ from enginery.bench.statistics import compare, latency
 from enginery.bench.warmup import take_turn, warm_up
 from enginery.core.artifact import Artifact
 from enginery.core.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.json_file import read_json
+from enginery.core.model_files import ModelConfig
 from enginery.runtime.ort import OrtRunner
 
 CONFIDENCE, SMALLEST = 0.95, 0.02
@@ -206,6 +206,6 @@ def _leave_out(
 def _full_rows(artifact: Artifact, point: Point) -> Feeds:
     """Made-up inputs without padding, which PyTorch and the graph treat differently."""
     record = artifact.manifest.graphs[0]
-    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     sizes = dict(zip(("batch", "sequence"), point, strict=True))
     return make_feeds(record.inputs, sizes, limits, seed=3)

@@ -17,9 +17,10 @@ from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, ProviderError
 from enginery.core.feeds import FeedLimits
 from enginery.core.fingerprint import sha256_of
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord, Manifest, SourceRecord
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Dim, TensorSpec, canonical_dim
+from enginery.runtime.graph_limits import check_allocations
 
 _IMAGE_AXES = {"first": ("batch", "channels", "height", "width"),
                "last": ("batch", "height", "width", "channels")}  # fmt: skip
@@ -53,7 +54,7 @@ class Subject:
         artifact.require_passed(allow_failed=allow_failed)
         record = artifact.graph(graph) if graph else artifact.manifest.graphs[0]
         is_bare = artifact.manifest.library == "" and not artifact.manifest.stages
-        config = {} if is_bare else read_json(artifact.path / "config.json")
+        config = ModelConfig() if is_bare else ModelConfig.read(artifact.path)
         limits = FeedLimits.from_config(config)
         if is_bare:  # nothing is known of it, so nothing is taken as usual
             limits = replace(limits, sizes={})
@@ -117,6 +118,7 @@ def artifact_of_file(path: Path) -> Artifact:
     """
     if not path.is_file():
         raise ArtifactError(f"{path} is not there.", do="Name an artifact or an .onnx file.")
+    check_allocations(path)
     import onnxruntime as ort
 
     options = ort.SessionOptions()

@@ -1,6 +1,6 @@
 """Made-up inputs for a graph at given sizes, and the limits that the model sets to them.
 
-    >>> limits = FeedLimits.from_config(json.loads(Path("config.json").read_text()))
+    >>> limits = FeedLimits.from_config(ModelConfig.read(Path("minilm")))
     >>> feeds = make_feeds(graph.inputs, {"batch": 4, "sequence": 17}, limits, seed=0, ragged=True)
     >>> feeds["input_ids"].shape
     (4, 17)
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import ShapeError
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import TensorSpec, dim_terms
 
 Feeds = dict[str, NDArray[Any]]
@@ -50,68 +51,38 @@ class FeedLimits:
         return {} if self.hard_limit is None else {"sequence": self.hard_limit}
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> FeedLimits:
-        """Reads a Hugging Face config.json, and the text and vision parts inside it."""
-        merged = {**config.get("vision_config", {}), **config.get("text_config", {}), **config}
-        pad = merged.get("pad_token_id")
-        eos = merged.get("eos_token_id")
-        eos_ids = eos if isinstance(eos, list) else [eos]
-        frames = _audio_frame(merged)
+    def from_config(cls, config: ModelConfig) -> FeedLimits:
+        """Derive the limits from a model's config.json, and the text and vision parts inside it."""
+        merged = config.merged()
+        pad, eos = merged.pad_token_id, merged.eos_token_id
+        frames = merged.audio_samples
+        limit = merged.position_limit()
         return cls(
-            vocab_size=int(merged.get("vocab_size") or 100),
-            pad_token_id=0 if pad is None else int(pad),
-            special_ids=tuple(i for i in eos_ids if isinstance(i, int)),
-            type_vocab_size=int(merged.get("type_vocab_size") or 1),
+            vocab_size=merged.vocab_size or 100,
+            pad_token_id=max(pad or 0, 0),
+            special_ids=eos if isinstance(eos, tuple) else () if eos is None else (eos,),
+            type_vocab_size=merged.type_vocab_size or 1,
             min_sequence=frames,
-            max_positions=16 * frames if frames > 1 else position_limit(merged),
-            hard_limit=position_limit(merged) if _positions_end(merged) else None,
+            max_positions=16 * frames if frames > 1 else limit,
+            hard_limit=limit if _positions_end(merged) else None,
             sizes=_natural_sizes(merged),
         )
 
 
-def _audio_frame(config: Mapping[str, Any]) -> int:
-    """Samples that a convolutional audio encoder needs for eight frames; 1 for other models."""
-    kernels, strides = config.get("conv_kernel"), config.get("conv_stride")
-    if not isinstance(kernels, list) or not isinstance(strides, list):
-        return 1
-    samples = 8
-    for kernel, stride in zip(reversed(kernels), reversed(strides), strict=True):
-        samples = (samples - 1) * stride + kernel
-    return samples
+_IMAGE_EDGE = 224
 
 
-def _natural_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    size = config.get("image_size") or 224
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    sizes = {"height": int(height), "width": int(width)}
-    if "max_source_positions" in config:  # Whisper: the encoder halves the frames once
-        sizes["nb_max_frames"] = 2 * int(config["max_source_positions"])
-    if "num_mel_bins" in config:
-        sizes["feature"] = sizes["num_mel_bins"] = int(config["num_mel_bins"])
-    if config.get("model_type") == "audio-spectrogram-transformer":
-        sizes["max"] = int(config["max_length"])
+def _natural_sizes(config: ModelConfig) -> dict[str, int]:
+    size = config.image_size
+    height, width = size.sides(_IMAGE_EDGE) if size else (_IMAGE_EDGE, _IMAGE_EDGE)
+    sizes = {"height": height, "width": width}
+    if config.max_source_positions is not None:  # Whisper: the encoder halves the frames once
+        sizes["nb_max_frames"] = 2 * config.max_source_positions
+    if config.num_mel_bins is not None:
+        sizes["feature"] = sizes["num_mel_bins"] = config.num_mel_bins
+    if config.spectrogram_frames is not None:
+        sizes["max"] = config.spectrogram_frames
     return sizes
-
-
-# Position ids of these start behind the padding index, so that many embeddings are never used.
-# Source: transformers' create_position_ids_from_input_ids in each model's own module.
-_OFFSET_POSITIONS = (
-    "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "longformer", "mpnet", "esm",
-    "roberta-prelayernorm", "data2vec-text", "ibert", "luke", "xmod", "markuplm", "lilt",
-    "layoutlmv3",
-)  # fmt: skip
-
-
-def position_limit(config: Mapping[str, Any]) -> int:
-    """The longest sequence, in tokens, that a model of this config.json takes.
-
-    512 where the model has no limit of its own (relative positions).
-    """
-    limit = config.get("max_position_embeddings") or config.get("n_positions") or 512
-    if config.get("model_type") in _OFFSET_POSITIONS:
-        pad = config.get("pad_token_id")
-        limit -= (1 if pad is None else pad) + 1
-    return int(limit)
 
 
 # Positions of these are distances between tokens, whatever their config.json says of a length.
@@ -127,14 +98,14 @@ _RELATIVE_POSITIONS = (
 )
 
 
-def _positions_end(config: Mapping[str, Any]) -> bool:
+def _positions_end(config: ModelConfig) -> bool:
     """Whether config.json names a length that the model cannot go beyond."""
     relative = (
-        config.get("model_type") in _RELATIVE_POSITIONS
-        or config.get("position_biased_input") is False  # DeBERTa
-        or _audio_frame(config) > 1
+        config.model_type in _RELATIVE_POSITIONS
+        or not config.position_biased_input  # DeBERTa
+        or config.audio_samples > 1
     )
-    return not relative and bool(config.get("max_position_embeddings") or config.get("n_positions"))
+    return not relative and bool(config.positions)
 
 
 def make_feeds(
@@ -187,8 +158,10 @@ def _values(
         values = np.broadcast_to(second & (limits.type_vocab_size > 1), shape)
     elif name.endswith("input_ids"):
         avoid = {limits.pad_token_id, *limits.special_ids}
-        allowed = np.setdiff1d(np.arange(limits.vocab_size), list(avoid))
-        values = generator.choice(allowed, shape)
+        everything = np.arange(limits.vocab_size)
+        allowed = np.setdiff1d(everything, list(avoid))
+        # A vocabulary of special tokens alone leaves nothing else to draw.
+        values = generator.choice(allowed if allowed.size else everything, shape)
     elif name == "bbox":
         # Boxes are x0, y0, x1, y1 in thousandths of the page; the corners must be in order.
         corners = np.sort(generator.integers(0, 1000, (*shape[:-1], 2, 2)), axis=-2)

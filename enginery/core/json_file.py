@@ -18,24 +18,40 @@ import re
 from pathlib import Path
 from typing import Any
 
-from enginery.core.errors import SourceError
+from enginery.core.errors import EngineryError, SourceError
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty where there is no file.
+def read_json(path: Path, *, error: type[EngineryError] = SourceError) -> dict[str, Any]:
+    """Read a JSON object from a file; empty where there is no file.
 
     Raises:
-        SourceError: the file is not a JSON object.
+        EngineryError: the file cannot be read or is not a JSON object; an error of the class
+            `error`.
     """
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path} is not valid JSON: {error}.") from error
+    found = load_json(path, error=error)
     if not isinstance(found, dict):
-        raise SourceError(f"{path} holds a {type(found).__name__}, expected a JSON object.")
+        raise error(f"{path} holds a {type(found).__name__}, expected a JSON object.")
     return found
+
+
+def load_json(path: Path, *, error: type[EngineryError] = SourceError) -> Any:
+    """Read any JSON value from a file; raises what `read_json` raises."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+        if "\\u" in text:  # half of an escaped pair is JSON, but no text that can be written
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError:
+        raise error(f"{path} is not valid JSON: it escapes half of a surrogate pair.") from None
+    except OSError as problem:
+        raise error(f"{path} cannot be read: {problem.strerror}.") from problem
+    except RecursionError:
+        raise error(f"{path} is not valid JSON: lists or objects are nested too deeply.") from None
+    except ValueError as problem:  # what decodes bytes, JSON and numbers of thousands of digits
+        raise error(f"{path} is not valid JSON: {problem}.") from problem
 
 
 def json_bytes(document: Any) -> bytes:

@@ -54,10 +54,6 @@ class ModelSource:
     def name(self) -> str:
         return self.record.name
 
-    def config(self) -> dict[str, Any]:
-        """The model's `config.json`; empty where there is none."""
-        return read_json(self.path / "config.json") if self.path.is_dir() else {}
-
 
 def resolve_source(
     model: str,

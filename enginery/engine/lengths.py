@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +21,14 @@ from numpy.typing import NDArray
 from enginery.core.artifact import Artifact
 from enginery.core.data import read_texts
 from enginery.core.errors import OptionError, ShapeError
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import DimRange, Profile, dim_terms, dynamic_dims
 from enginery.engine.buckets import Buckets, bucket_lengths
 from enginery.runtime.tokenizer import TextTokenizer
 
 _CHUNK = 1024
 """Texts that are tokenized at a time: an encoding takes far more memory than its length."""
-
-# config.json's names of the model's width.
-_WIDTHS = ("hidden_size", "d_model", "dim", "n_embd")
 
 
 def token_lengths(artifact: Artifact, texts: Iterable[str]) -> NDArray[np.int32]:
@@ -104,7 +101,7 @@ def profiles_from_data(
         count,
         most=TextTokenizer.open(artifact.path).limit,
         multiple_of=multiple_of,
-        hidden_size=_width(read_json(artifact.path / "config.json")) if cost == "arithmetic" else 0,
+        hidden_size=_width(artifact) if cost == "arithmetic" else 0,
     )
     profiles = []
     for bucket in buckets.buckets:
@@ -144,11 +141,11 @@ def _text_dims(record: GraphRecord) -> tuple[str, str]:
     return (rows if isinstance(rows, str) else ""), sequence
 
 
-def _width(config: dict[str, Any]) -> int:
-    for name in _WIDTHS:
-        if isinstance(config.get(name), int):
-            return int(config[name])
+def _width(artifact: Artifact) -> int:
+    if width := ModelConfig.read(artifact.path).width:
+        return width
     raise OptionError(
-        f"option 'cost' is arithmetic, but config.json has none of {', '.join(_WIDTHS)}.",
+        "option 'cost' is arithmetic, but config.json has none of hidden_size, d_model, dim, "
+        "n_embd.",
         do="Take tokens.",
     )

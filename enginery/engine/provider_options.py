@@ -30,8 +30,8 @@ from enginery.core.errors import OptionError, ShapeError
 from enginery.core.feeds import FeedLimits
 from enginery.core.fingerprint import Fingerprint, runtime_version, tool_versions
 from enginery.core.home import enginery_home
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord, Manifest
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Profile, dim_terms
 from enginery.engine.profiles import check_profiles, read_profiles
 from enginery.runtime.engines import flavor_of
@@ -161,7 +161,7 @@ def _profiles(
 ) -> list[Profile]:
     texts = list(given) or _built_profiles(artifact, record, flavor)
     profiles = read_profiles(texts, record.inputs)
-    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     check_profiles(profiles, record.inputs, limits.ends)
     if flavor is CLASSIC and len(profiles) > 1:
         raise ShapeError(

@@ -18,8 +18,8 @@ from enginery.core.engine_record import graph_sha256
 from enginery.core.errors import OptionError, ShapeError
 from enginery.core.feeds import FeedLimits
 from enginery.core.fingerprint import Fingerprint, data_sha256
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Profile, dynamic_dims
 from enginery.core.store import ENGINES, Store
 from enginery.engine.buckets import Buckets
@@ -111,7 +111,7 @@ def read_requests(artifact: Artifact, config: BuildConfig) -> Requested:
 
 def size_limits(artifact: Artifact) -> dict[str, int]:
     """The largest sequence that the model's position embeddings cover; empty where nothing ends."""
-    return FeedLimits.from_config(read_json(artifact.path / "config.json")).ends
+    return FeedLimits.from_config(ModelConfig.read(artifact.path)).ends
 
 
 def _profiles(

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from enginery.core.errors import ExportError
+from enginery.core.errors import ExportError, SourceError
 from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.json_file import read_json
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.export.config import ExportConfig
 from enginery.export.exported import Exported
@@ -43,7 +43,7 @@ def export_with_dynamo(
     Raises:
         ExportError: the model cannot be traced, or takes inputs that this exporter cannot make up.
     """
-    settings = read_json(source / "config.json")
+    settings = ModelConfig.read(source, error=SourceError)
     task = choose_task(config.task, settings)
     if task.endswith("-with-past"):
         raise ExportError(
@@ -64,14 +64,14 @@ def export_with_dynamo(
     inputs = _inputs(model, described, config.dtype)
     limits = FeedLimits.from_config(described)
     feeds = make_feeds(inputs, _sizes(limits), limits, seed=0)
-    phase(f"tracing {settings.get('model_type', 'the model')} for {task} with dynamo")
+    phase(f"tracing {settings.model_type or 'the model'} for {task} with dynamo")
     _trace(model, inputs, feeds, config, out / "model.onnx")
     model.config.save_pretrained(out)
     copy_side_files(source, out, code=config.trust_remote_code)
     return Exported(
         files=["model.onnx"],
         task=task,
-        model_type=str(settings.get("model_type", "unknown")),
+        model_type=settings.model_type or "unknown",
         library="transformers",
         fixed_dims=fixed_dims(settings),
         config=described,
@@ -82,7 +82,7 @@ def export_with_dynamo(
     )
 
 
-def _inputs(model: Any, settings: dict[str, Any], dtype: str) -> list[TensorSpec]:
+def _inputs(model: Any, settings: ModelConfig, dtype: str) -> list[TensorSpec]:
     """What `forward` takes of the inputs that a tokenizer or a processor makes."""
     accepted = inspect.signature(model.forward).parameters
     floats = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[dtype]
@@ -95,7 +95,7 @@ def _inputs(model: Any, settings: dict[str, Any], dtype: str) -> list[TensorSpec
     ]
     wanted = [spec for spec in known if spec.name in accepted]
     names = [spec.name for spec in wanted]
-    if "token_type_ids" in names and not settings.get("type_vocab_size"):
+    if "token_type_ids" in names and not settings.type_vocab_size:
         wanted = [spec for spec in wanted if spec.name != "token_type_ids"]
     if model.main_input_name not in names:
         raise ExportError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+
+from enginery.core.model_files import ModelConfig
 
 
 @dataclass
@@ -17,6 +18,6 @@ class Exported:
     library: str
     fixed_dims: dict[str, int] = field(default_factory=dict)
     """Dims that the tracer left dynamic but the weights fix: the channels of an image."""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: ModelConfig = field(default_factory=ModelConfig)
     """The model's config.json, with the image size of its processor where it has none itself."""
     notes: list[str] = field(default_factory=list)

@@ -10,10 +10,9 @@ import gc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from enginery.core.errors import ExportError, MissingPackageError, nearest
-from enginery.core.json_file import read_json
+from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
+from enginery.core.model_files import ModelConfig, PreprocessorConfig
 from enginery.export.config import ExportConfig
 from enginery.export.exported import Exported
 from enginery.export.side_files import copy_side_files
@@ -50,9 +49,9 @@ def export_with_optimum(
             "the CPU.",
             do="Use --device cuda or --exporter dynamo.",
         )
-    settings = read_json(source / "config.json")
-    library = "timm" if "architecture" in settings else "transformers"
-    model_type = str(settings.get("model_type", library))
+    settings = ModelConfig.read(source, error=SourceError)
+    library = "timm" if settings.architecture else "transformers"
+    model_type = settings.model_type or library
     task = choose_task(config.task, settings)
     if library == "transformers":
         task = _supported_task(model_type, task, asked=config.task)
@@ -136,7 +135,7 @@ def _convert_tokenizer(source: Path, out: Path) -> None:
         tokenizer.backend_tokenizer.save(str(out / "tokenizer.json"))
 
 
-def choose_task(asked: str, settings: dict[str, Any]) -> str:
+def choose_task(asked: str, settings: ModelConfig) -> str:
     """Optimum's name for the task: a synonym resolved, or inferred from the model's class.
 
     Raises:
@@ -150,9 +149,9 @@ def choose_task(asked: str, settings: dict[str, Any]) -> str:
                 f"unknown task '{asked}'{nearest(asked, tasks)}", do=f"Known: {', '.join(tasks)}."
             )
         return str(base)
-    if "architecture" in settings:  # timm's config.json
+    if settings.architecture:  # timm's config.json
         return "image-classification"
-    names = settings.get("architectures") or []
+    names = settings.architectures
     model_class = getattr(transformers, names[0], None) if names else None
     if model_class is None:
         raise ExportError(
@@ -193,20 +192,15 @@ def _supported_task(model_type: str, task: str, *, asked: str) -> str:
     return task
 
 
-def fixed_dims(settings: dict[str, Any]) -> dict[str, int]:
+def fixed_dims(settings: ModelConfig) -> dict[str, int]:
     """Dims that the weights fix although the tracer leaves them dynamic."""
-    channels = settings.get("num_channels")
-    return {"channels": channels} if isinstance(channels, int) else {}
+    return {"channels": settings.num_channels} if settings.num_channels else {}
 
 
-def with_image_size(settings: dict[str, Any], source: Path) -> dict[str, Any]:
+def with_image_size(settings: ModelConfig, source: Path) -> ModelConfig:
     """The config with `image_size`: its own, or else what its image processor makes."""
-    if "image_size" in settings or "num_channels" not in settings:
+    if settings.image_size is not None or not settings.num_channels:
         return settings
-    processor = read_json(source / "preprocessor_config.json")
-    size = processor.get("crop_size") if processor.get("do_center_crop") else None
-    size = size or processor.get("size")
-    if isinstance(size, dict):
-        edge = size.get("shortest_edge", 224)
-        size = [size.get("height", edge), size.get("width", edge)]
-    return {**settings, "image_size": size} if size else settings
+    processor = PreprocessorConfig.read(source, error=SourceError)
+    size = (processor.crop_size if processor.do_center_crop else None) or processor.size
+    return settings.model_copy(update={"image_size": size}) if size else settings

@@ -20,8 +20,8 @@ from enginery.core.artifact import Artifact
 from enginery.core.data import list_images, read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.optimize.config import OptimizeConfig
 from enginery.runtime.builtin_inputs import SENTENCES, made_images
@@ -103,7 +103,7 @@ def _extreme_images() -> list[NDArray[np.uint8]]:
 
 def _made_feeds(artifact: Artifact, record: GraphRecord) -> list[Feeds]:
     """Two batches of made-up numbers: one padded, one of a single row."""
-    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     names = dynamic_dims(record.inputs)
     batches = []
     for batch, tokens, ragged in ((3, 24, True), (1, 8, False)):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from enginery.core.artifact import Artifact
-from enginery.core.json_file import read_json
+from enginery.core.model_files import ModelConfig, SpecialTokensMap, TokenizerConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.provider_names import short_name
 
@@ -178,13 +178,11 @@ def _call(opened: str, specs: Iterable[TensorSpec], values: dict[str, str]) -> l
 
 def _image_shape(artifact: Artifact, spec: TensorSpec) -> tuple[int, ...]:
     """One image; sides that are free are those that the model was trained with."""
-    config = read_json(artifact.path / "config.json")
-    side = config.get("image_size", 224)
-    side = side if isinstance(side, int) else 224
-    free = {0: 1, 1: config.get("num_channels", 3)}
+    config = ModelConfig.read(artifact.path)
+    sides = config.image_size.sides(224) if config.image_size else (224, 224)
+    free = (1, config.num_channels or 3, *sides)
     return tuple(
-        dim if isinstance(dim, int) else free.get(place, side)
-        for place, dim in enumerate(spec.dims)
+        dim if isinstance(dim, int) else free[min(place, 3)] for place, dim in enumerate(spec.dims)
     )
 
 
@@ -196,9 +194,5 @@ def _has_past(artifact: Artifact) -> bool:
 
 def _mask(artifact: Artifact) -> str:
     """The tokenizer's own mask; it is plain text in one file and an object in another."""
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        found = read_json(artifact.path / file).get("mask_token")
-        found = found.get("content") if isinstance(found, dict) else found
-        if isinstance(found, str) and found:
-            return found
-    return "[MASK]"
+    settings = TokenizerConfig.read(artifact.path)
+    return settings.with_map(SpecialTokensMap.read(artifact.path)).mask_token or "[MASK]"

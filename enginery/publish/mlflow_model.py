@@ -21,6 +21,7 @@ from typing import Any
 import enginery
 from enginery.core.fingerprint import runtime_version
 from enginery.core.manifest import Manifest
+from enginery.core.model_files import SpecialTokensMap, TokenizerConfig
 from enginery.publish.engine_bond import bound_to
 from enginery.publish.package import Package
 from enginery.publish.pyfunc import COLUMNS, IMAGE, TEXT_PAIR
@@ -186,12 +187,6 @@ def _grey_image() -> bytes:
 
 def _mask_token(package: Package) -> str:
     """The tokenizer's own, `[MASK]` or `<mask>`."""
-    from enginery.core.json_file import read_json
-
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        found = read_json(package.artifact.path / name).get("mask_token")
-        if isinstance(found, dict):
-            found = found.get("content")
-        if found:
-            return str(found)
-    return "[MASK]"
+    directory = package.artifact.path
+    settings = TokenizerConfig.read(directory)
+    return settings.with_map(SpecialTokensMap.read(directory)).mask_token or "[MASK]"

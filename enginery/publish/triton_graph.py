@@ -16,8 +16,8 @@ from enginery.core.artifact import Artifact
 from enginery.core.engine import Engine
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.feeds import FeedLimits
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Profile
 from enginery.publish.engine_bond import bound_to
 from enginery.publish.triton_engines import largest_batch, profiles_of
@@ -59,7 +59,7 @@ def graph_parts(
             than any that there can be.
         ShapeError: a profile does not fit the graph.
     """
-    settings = read_json(artifact.path / "config.json")
+    settings = ModelConfig.read(artifact.path)
     notes = [f"{engine.name} is {bound_to(engine.record)}" for engine in engines]
     if engines and config.profile:
         raise OptionError(
@@ -88,7 +88,7 @@ def graph_parts(
     labels: list[str] = []
     if artifact.manifest.task in _CLASSIFICATION and logits and len(logits.dims) == 2:
         count = logits.dims[1] if isinstance(logits.dims[1], int) else 0
-        labels = label_names(settings, count or len(settings.get("id2label") or {}))
+        labels = label_names(settings, count or len(settings.id2label))
     plain = tuple(" ".join(label.split()) for label in labels)
     return GraphParts(record, most, tuple(profiles), tuple(engines), plain), notes
 
@@ -102,7 +102,7 @@ def exported_graph(
         ArtifactError: weights do not lie beside their graph.
         ShapeError: a warm-up cannot be made up for a profile.
     """
-    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     samples, texts = warmup_samples(
         parts.record, parts.profiles, limits, max_batch_size=parts.max_batch_size
     )

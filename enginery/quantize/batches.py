@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from enginery.core.artifact import Artifact
 from enginery.core.errors import InputError
 from enginery.core.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import dynamic_dims
 from enginery.runtime.batching import plan_batches
 from enginery.runtime.real_inputs import (
@@ -96,7 +96,7 @@ def make_batches(
     calibrating = sorted(set(rows) - set(held_out)) if data.holds_out else rows
     make = {"texts": _text_batches, "images": _image_batches, "feeds": _feed_batches}
     if data.kind == "random":
-        limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+        limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
         build = partial(_random_batches, record, limits, seed)
     else:
         build = partial(make[data.kind], artifact, record, data.items)

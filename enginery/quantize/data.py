@@ -22,7 +22,7 @@ from enginery.core.artifact import Artifact
 from enginery.core.data import list_images, read_text_rows
 from enginery.core.errors import InputError, OptionError
 from enginery.core.fingerprint import combined_sha256, sha256_of
-from enginery.core.json_file import read_json
+from enginery.core.model_files import ModelConfig
 from enginery.quantize.batches import Batch, CalibrationData, Kind, make_batches
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.labels import index_labels
@@ -142,8 +142,8 @@ def _described(source: str, count: int, column: str, left_out: int, what: str) -
     return f"{source}: {count} rows of '{column}'{without if left_out else ''}"
 
 
-def _label2id(artifact: Artifact) -> dict[str, Any]:
-    return read_json(artifact.path / "config.json").get("label2id") or {}
+def _label2id(artifact: Artifact) -> dict[str, int]:
+    return ModelConfig.read(artifact.path).label2id
 
 
 def _kind(item: Any, *, images: bool) -> Kind:

@@ -17,8 +17,8 @@ from pathlib import Path
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ProviderError
 from enginery.core.feeds import FeedLimits
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Profile, dynamic_dims
 from enginery.passes.layers import Layer
 from enginery.passes.lint import lint_onnx
@@ -59,7 +59,7 @@ def check_trial(artifact: Artifact, config: QuantizeConfig) -> None:
         return
     require_tensorrt("Building a trial engine (--empty-capabilities builds none)")
     resolve_capabilities(RTX, capabilities_of(config))
-    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     for profile in config.profile:
         Profile.parse(profile).check(artifact.manifest.graphs[0].inputs, limits.ends)
 
@@ -92,7 +92,7 @@ def build_trials(
             f"{report.refusals[0]}{more}",
             do="Leave the layer out with --exclude NODE.",
         )
-    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     profiles = [Profile.parse(text) for text in config.profile] or trial_profiles(record, limits)
     trials = []
     for capability in capabilities_of(config):

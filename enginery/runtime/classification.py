@@ -9,7 +9,7 @@ pipelines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError
+from enginery.core.model_files import ModelConfig
 from enginery.runtime.answers import Classification, Label, TokenSpan
 from enginery.runtime.tokenizer import TextTokenizer
 
@@ -25,18 +26,16 @@ Aggregation = Literal["none", "simple", "first", "average", "max"]
 Scores = NDArray[Any]
 
 
-def label_names(config: Mapping[str, Any], count: int) -> list[str]:
-    """The names of `count` labels, as config.json has them; `LABEL_3` where it has none."""
-    names = config.get("id2label") or {}
-    return [str(names.get(str(index), f"LABEL_{index}")) for index in range(count)]
+def label_names(config: ModelConfig, count: int) -> list[str]:
+    """Return the names of `count` labels, as config.json has them; `LABEL_3` where it has none."""
+    return [config.id2label.get(index, f"LABEL_{index}") for index in range(count)]
 
 
-def choose_activation(config: Mapping[str, Any], count: int) -> Activation:
+def choose_activation(config: ModelConfig, count: int) -> Activation:
     """What turns `count` logits into scores, as transformers' pipelines choose it."""
-    problem = config.get("problem_type")
-    if problem == "regression":
+    if config.problem_type == "regression":
         return "none"
-    if problem == "multi_label_classification" or count == 1:
+    if config.problem_type == "multi_label_classification" or count == 1:
         return "sigmoid"
     return "softmax"
 
@@ -48,7 +47,7 @@ def softmax(logits: Scores) -> Scores:
 
 
 def classify_logits(
-    logits: Scores, config: Mapping[str, Any], activation: Activation, *, top_k: int
+    logits: Scores, config: ModelConfig, activation: Activation, *, top_k: int
 ) -> list[Classification]:
     """One classification a row, best label first.
 

@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, InputError
-from enginery.core.json_file import read_json
+from enginery.core.model_files import ModelConfig
 from enginery.runtime.answers import Classification
 from enginery.runtime.batching import MAX_ROWS
 from enginery.runtime.classification import Activation, classify_logits
 from enginery.runtime.image_files import load_image
 from enginery.runtime.images import ImageProcessor
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.text_model import fill_rows
+from enginery.runtime.text_model import fill_rows, first_rows
+from enginery.runtime.text_rows import require_outputs
 
 _VECTOR_OUTPUTS = ("image_embeds", "pooler_output")
 # Models whose first token stands for the whole image.
@@ -37,7 +38,7 @@ class ImageModel:
     runner: OrtRunner
     task: str
     processor: ImageProcessor
-    config: dict[str, Any]
+    config: ModelConfig
     notes: tuple[str, ...]
 
     @classmethod
@@ -54,8 +55,9 @@ class ImageModel:
                 f"{artifact.path}: the graph takes {found}; "
                 "expected pixel_values (batch, 3, height, width) alone."
             )
+        require_outputs(artifact.manifest.task, runner.record)
         processor = ImageProcessor.open(artifact.path)
-        config = read_json(artifact.path / "config.json")
+        config = ModelConfig.read(artifact.path)
         notes = [f"images are prepared as {processor.kind}ImageProcessor does it with Pillow"]
         if artifact.manifest.task == "feature-extraction":
             notes.append(f"the vector of an image is {_vector_rule(runner, config)[1]}")
@@ -93,10 +95,18 @@ class ImageModel:
         fixed = spec.dims[0] if isinstance(spec.dims[0], int) else 0
         rows = self.runner.padded_shape(spec, (len(arrays), *arrays[0].shape))[0]
         outputs = self.runner(fill_rows({spec.name: np.stack(arrays)}, fixed or rows))
+        name = "logits"
         if self.task == "feature-extraction":
-            found = outputs[_vector_rule(self.runner, self.config)[0]][: len(arrays)]
+            name = _vector_rule(self.runner, self.config)[0]
+        found = first_rows(outputs, len(arrays))[name]
+        if not found.ndim or len(found) != len(arrays):
+            raise ArtifactError(
+                f"the graph gave {name} with the shape {found.shape} for {len(arrays)} images, "
+                "expected a row for each."
+            )
+        if self.task == "feature-extraction":
             return [self._vector(row.astype(np.float32, copy=False)) for row in found]
-        return list(outputs["logits"][: len(arrays)])
+        return list(found)
 
     def labels(
         self, rows: Sequence[Any], *, top_k: int, activation: Activation
@@ -120,13 +130,13 @@ class ImageModel:
         output, _ = _vector_rule(self.runner, self.config)
         dims = next(s.dims for s in self.runner.record.outputs if s.name == output)
         dim = dims[1] if len(dims) == 4 else dims[-1]
-        return dim if isinstance(dim, int) else int(self.config.get("hidden_size") or 0)
+        return dim if isinstance(dim, int) else self.config.hidden_size
 
     def _vector(self, found: NDArray[np.float32]) -> NDArray[np.float32]:
         if found.ndim == 3:  # a feature map: (channels, height, width)
             return np.asarray(found.mean(axis=(1, 2)))
         if found.ndim == 2:  # tokens: (sequence, dim)
-            first = self.config.get("model_type") in _FIRST_TOKEN
+            first = self.config.model_type in _FIRST_TOKEN
             return np.asarray(found[0] if first else found.mean(axis=0))
         return found
 
@@ -168,7 +178,7 @@ def _require_list(images: Any) -> None:
         )
 
 
-def _vector_rule(runner: OrtRunner, config: dict[str, Any]) -> tuple[str, str]:
+def _vector_rule(runner: OrtRunner, config: ModelConfig) -> tuple[str, str]:
     """The output that vectors are made from, and the rule in words."""
     names = [spec.name for spec in runner.record.outputs]
     for name in _VECTOR_OUTPUTS:
@@ -179,6 +189,6 @@ def _vector_rule(runner: OrtRunner, config: dict[str, Any]) -> tuple[str, str]:
             f"the graph has the outputs {', '.join(names)}; vectors are made from "
             f"{', '.join(_VECTOR_OUTPUTS)} or last_hidden_state."
         )
-    if config.get("model_type") in _FIRST_TOKEN:
+    if config.model_type in _FIRST_TOKEN:
         return "last_hidden_state", "the first token of last_hidden_state"
     return "last_hidden_state", "the mean over all places of last_hidden_state"

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import ArtifactError, nearest
-from enginery.core.json_file import read_json
+from enginery.core.model_files import MAX_IMAGE_EDGE, ImageSize, PreprocessorConfig
 from enginery.runtime.image_files import load_image
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "include_top": True,
     },
 }
+_CHANNELS = 3
 # ConvNeXt's rule: from this size on the whole image is squeezed into the square.
 _CROP_BELOW = 384
 
@@ -99,19 +100,18 @@ class ImageProcessor:
         """Reads preprocessor_config.json.
 
         Raises:
-            ArtifactError: it is missing, names a processor that is not known here, or asks for
-                sizes that the processor cannot make.
-            SourceError: it is not JSON.
+            ArtifactError: it is missing or malformed, names a processor that is not known here,
+                or asks for sizes that the processor cannot make.
         """
-        file = directory / "preprocessor_config.json"
-        found = read_json(file)
-        if not found:
+        file = directory / PreprocessorConfig.FILE
+        if not file.is_file():
             raise ArtifactError(
                 f"{directory} has no preprocessor_config.json, so it is not known how images "
                 "become pixels.",
                 do="Save the model's image processor in its directory and export again.",
             )
-        name = str(found.get("image_processor_type") or found.get("feature_extractor_type") or "")
+        found = PreprocessorConfig.read(directory)
+        name = found.image_processor_type or found.feature_extractor_type
         kind = name
         for ending in ("Fast", "ImageProcessor", "FeatureExtractor"):
             kind = kind.removesuffix(ending)
@@ -122,11 +122,20 @@ class ImageProcessor:
             )
         settings = {**_BASE, **_DEFAULTS[kind]}
         # Keys that the processor does not read have no effect: ViT never crops.
-        settings |= {k: found[k] for k in settings if found.get(k) is not None}
+        given = {name: getattr(found, name) for name in settings}
+        settings |= {name: value for name, value in given.items() if value is not None}
         by_edge = "shortest_edge" in _DEFAULTS[kind]["size"]
-        settings["size"] = _size(file, "size", settings["size"], by_edge=by_edge)
+        if found.size is not None:
+            settings["size"] = _size(file, "size", found.size, by_edge=by_edge)
         if settings.get("do_center_crop"):
-            settings["crop_size"] = _size(file, "crop_size", settings["crop_size"], by_edge=False)
+            crop = found.crop_size or ImageSize(edge=settings["crop_size"])
+            settings["crop_size"] = _size(file, "crop_size", crop, by_edge=False)
+        for name in ("image_mean", "image_std"):
+            if np.ndim(settings[name]) and len(settings[name]) not in (1, _CHANNELS):
+                raise ArtifactError(
+                    f"{file}: {name} has {len(settings[name])} numbers, expected {_CHANNELS}, one "
+                    "for each channel of an RGB image."
+                )
         if kind == "ConvNext" and "shortest_edge" not in settings["size"]:
             raise ArtifactError(f"{file}: size {settings['size']}, expected a shortest_edge.")
         return cls(kind, settings)
@@ -196,17 +205,20 @@ def center_crop(pixels: NDArray[Any], height: int, width: int) -> NDArray[Any]:
     return padded[max(0, top) : top + height, max(0, left) : left + width]
 
 
-def _size(file: Path, name: str, value: Any, *, by_edge: bool) -> dict[str, int]:
-    """A size as {height, width} or {shortest_edge}."""
-    if isinstance(value, int):
-        return {"shortest_edge": value} if by_edge else {"height": value, "width": value}
-    if isinstance(value, list) and len(value) == 2:
-        return {"height": int(value[0]), "width": int(value[1])}
-    if isinstance(value, dict):
-        if {"height", "width"} <= set(value):
-            return {"height": int(value["height"]), "width": int(value["width"])}
-        if "shortest_edge" in value and name == "size":
-            return {"shortest_edge": int(value["shortest_edge"])}
+def _size(file: Path, name: str, size: ImageSize, *, by_edge: bool) -> dict[str, int]:
+    """Return a size as {height, width} or {shortest_edge}."""
+    if size.longest > MAX_IMAGE_EDGE:
+        raise ArtifactError(
+            f"{file}: {name} is {size.longest}, expected {MAX_IMAGE_EDGE} pixels at most."
+        )
+    if size.edge is not None:
+        by_name = {"shortest_edge": size.edge}
+        return by_name if by_edge else {"height": size.edge, "width": size.edge}
+    if size.height is not None and size.width is not None:
+        return {"height": size.height, "width": size.width}
+    if size.shortest_edge is not None and name == "size":
+        return {"shortest_edge": size.shortest_edge}
     raise ArtifactError(
-        f"{file}: {name} is {value!r}, expected a number, height and width, or a shortest_edge."
+        f"{file}: {name} is {size.model_dump(exclude_none=True)}, expected a number, height and "
+        "width, or a shortest_edge."
     )

@@ -21,6 +21,7 @@ from enginery.core.loaded_graph import MODEL_FILE, STAGE, LoadedGraph, write_rec
 from enginery.core.manifest import GraphRecord
 from enginery.core.staging import staging
 from enginery.core.store import GRAPHS, Store
+from enginery.runtime.graph_limits import check_allocations
 from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.provider_names import CPU
 from enginery.runtime.providers import Provider
@@ -78,6 +79,7 @@ def _make(
 ) -> LoadedGraph:
     import onnxruntime as ort
 
+    check_allocations(artifact.path / record.file)
     with staging(out) as directory:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # it warns that the file is for this processor, as meant

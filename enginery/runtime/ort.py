@@ -24,8 +24,8 @@ from enginery.core.closing import Closing
 from enginery.core.engine import Engine
 from enginery.core.errors import InputError, ProviderError
 from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import ModelConfig
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, dynamic_dims
 from enginery.runtime.binding import BUCKETS, DeviceBinding, run_options
@@ -37,7 +37,7 @@ from enginery.runtime.placement import Placement, read_placement
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
 from enginery.runtime.providers import Provider, ProviderWish, parse_wishes
 from enginery.runtime.run_fit import require_fit
-from enginery.runtime.sessions import new_session
+from enginery.runtime.sessions import new_session, require_interface
 
 Feeds = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]
@@ -97,7 +97,9 @@ class OrtRunner(Closing):
                 artifact's engines runs on this GPU; or a node keeps CUDA graphs from being made.
             OptionError: an option of a provider does not fit it, or ways of running exclude each
                 other: see `run_fit.require_fit`.
-            ArtifactError: a file of an engine is missing or altered.
+            ArtifactError: a file of an engine is missing or altered; or the graph is damaged, is
+                not the one that the manifest describes, or would allocate an absurd amount of
+                memory.
         """
         self.record: GraphRecord = artifact.graph(graph) if graph else artifact.manifest.graphs[0]
         wishes = parse_wishes(providers if isinstance(providers, str) else tuple(providers))
@@ -108,7 +110,7 @@ class OrtRunner(Closing):
         )  # fmt: skip
         self.profiles: list[Profile] = [reachable_profile(e.record) for e in self.engines]
         """What requests must fit, one for each session; none where no engine is used."""
-        self._config = read_json(artifact.path / "config.json")
+        self._config = ModelConfig.read(artifact.path)
         path = artifact.path / self.record.file
         self._paths = [wrapper_of(engine) for engine in self.engines] or [path]
         if cuda_graph:
@@ -117,7 +119,10 @@ class OrtRunner(Closing):
                 self.providers,
             )
         if self.engines:
-            self._sessions = [open_engine(e, self.providers, threads=threads) for e in self.engines]
+            self._sessions = [
+                open_engine(engine, self.providers, threads=threads, record=self.record)
+                for engine in self.engines
+            ]
         else:
             kept = (
                 optimized_graph(artifact, self.record, self.providers) if keep_optimized else None
@@ -125,7 +130,7 @@ class OrtRunner(Closing):
             self._sessions = [
                 open_session(
                     kept or path, self.providers, threads=threads, optimize=kept is None,
-                    spinning=spinning,
+                    spinning=spinning, record=self.record,
                 )
             ]  # fmt: skip
         self._capture = cuda_graph
@@ -310,9 +315,15 @@ def shrink_config(session: Any) -> dict[str, str]:
     return {_SHRINK: f"{gpu}cpu:0"}
 
 
-def open_engine(engine: Engine, providers: Sequence[Provider], *, threads: int = 0) -> Any:
+def open_engine(
+    engine: Engine,
+    providers: Sequence[Provider],
+    *,
+    threads: int = 0,
+    record: GraphRecord | None = None,
+) -> Any:
     """A session over the wrapper of an engine; raises what `open_session` raises."""
-    return open_session(wrapper_of(engine), providers, threads=threads)
+    return open_session(wrapper_of(engine), providers, threads=threads, record=record)
 
 
 def open_session(
@@ -322,6 +333,7 @@ def open_session(
     threads: int = 0,
     optimize: bool = True,
     spinning: bool = True,
+    record: GraphRecord | None = None,
 ) -> Any:
     """An `onnxruntime.InferenceSession` on exactly the providers given.
 
@@ -331,8 +343,11 @@ def open_session(
         threads: intra-op threads; 0 for ONNX Runtime's choice.
         optimize: False for a graph that ONNX Runtime has optimized before.
         spinning: whether its threads wait for work in busy loops.
+        record: what the session must take and give; None where that is not known.
 
     Raises:
+        ArtifactError: the file is damaged, the graph would allocate an absurd amount of memory, or
+            it is not the one of the record.
         ProviderError: a provider did not register, or the graph cannot be loaded.
     """
     import onnxruntime as ort
@@ -343,7 +358,10 @@ def open_session(
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if not spinning:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return new_session(path, providers, options)
+    session = new_session(path, providers, options)
+    if record is not None:
+        require_interface(session, record, path)
+    return session
 
 
 def _dim_name(dim: int | str) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import read_json
+from enginery.core.model_files import PoolingConfig, read_modules
 
 Vectors = NDArray[np.float32]
 
@@ -131,8 +131,8 @@ def read_pooling(directory: Path) -> Pooling:
     """The pooling of a model's directory.
 
     Raises:
-        ArtifactError: a module is one that is not run here, or a file of it is missing.
-        SourceError: a config file is not JSON.
+        ArtifactError: a module is one that is not run here, or a file of it is missing or
+            malformed.
     """
     if not (directory / "modules.json").is_file():
         return Pooling(
@@ -144,10 +144,10 @@ def read_pooling(directory: Path) -> Pooling:
         )
     pooling: Pooling | None = None
     normalize = False
-    for module in _modules(directory / "modules.json"):
-        kind = str(module.get("type", "")).rpartition(".")[2]
+    for module in read_modules(directory):
+        kind = module.kind
         if kind == "Pooling":
-            pooling = _read_pooling_config(directory / str(module.get("path", "")) / "config.json")
+            pooling = _read_pooling_config(directory / module.path)
         elif kind == "Normalize":
             normalize = True
         elif kind not in ("Transformer", "Dropout"):  # dropout does nothing outside training
@@ -164,31 +164,19 @@ def read_pooling(directory: Path) -> Pooling:
     return Pooling(pooling.modes, normalize, pooling.include_prompt, pooling.note)
 
 
-def _modules(file: Path) -> list[dict[str, Any]]:
-    import json
-
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{file} is not valid JSON: {error}.") from error
-    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
-        raise ArtifactError(f"{file}: expected a list of modules.")
-    return found
-
-
-def _read_pooling_config(file: Path) -> Pooling:
+def _read_pooling_config(directory: Path) -> Pooling:
+    file = directory / PoolingConfig.FILE
     if not file.is_file():
         raise ArtifactError(
             f"{file} is missing, so the pooling is not known.", do="Export the model again."
         )
-    config = read_json(file)
-    named = config.get("pooling_mode")
-    asked = [named] if isinstance(named, str) else list(named or [])
-    modes = tuple(mode for mode, key in _MODES.items() if config.get(key) or mode in asked)
+    config = PoolingConfig.read(directory)
+    modes = tuple(
+        mode for mode, key in _MODES.items() if getattr(config, key) or mode in config.pooling_mode
+    )
     unknown = [
-        key for key, on in config.items()
-        if key.startswith("pooling_mode_") and on and key not in _MODES.values()
-    ] + [mode for mode in asked if mode not in _MODES]  # fmt: skip
+        *config.unknown_modes(), *(mode for mode in config.pooling_mode if mode not in _MODES),
+    ]  # fmt: skip
     if unknown or not modes:
         raise ArtifactError(
             f"{file}: {f'unknown pooling {unknown[0]!r}' if unknown else 'no pooling is chosen'}; "
@@ -197,8 +185,8 @@ def _read_pooling_config(file: Path) -> Pooling:
     return Pooling(
         modes=modes,
         normalize=False,
-        include_prompt=bool(config.get("include_prompt", True)),
-        note=f"pooling from {file.parent.name}/config.json: {', '.join(modes)}",
+        include_prompt=config.include_prompt,
+        note=f"pooling from {directory.name}/config.json: {', '.join(modes)}",
     )
 
 

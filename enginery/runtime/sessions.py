@@ -7,11 +7,14 @@ ONNX Runtime's own silent fallback to the CPU is off.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from enginery.core.errors import ProviderError
+from enginery.core.errors import ArtifactError, ProviderError
+from enginery.core.manifest import GraphRecord
+from enginery.core.shapes import Dim, TensorSpec
+from enginery.runtime.graph_limits import check_allocations
 from enginery.runtime.obstacles import register_plugin
 from enginery.runtime.provider_names import TENSORRT_RTX
 from enginery.runtime.providers import Provider
@@ -32,8 +35,10 @@ def new_session(path: Path, providers: Sequence[Provider], options: Any) -> Any:
             added.
 
     Raises:
+        ArtifactError: the file is damaged, or the graph would allocate an absurd amount of memory.
         ProviderError: a provider did not register, or the graph cannot be loaded.
     """
+    check_allocations(path)
     import onnxruntime as ort
 
     options.log_severity_level = 4  # errors come back as exceptions
@@ -69,3 +74,61 @@ def new_session(path: Path, providers: Sequence[Provider], options: Any) -> Any:
                 do="Run: enginery doctor",
             )
     return session
+
+
+_REMEDY = "The manifest is of another graph; make the artifact again."
+_DTYPES = {"float": "float32", "double": "float64"}
+
+
+def require_interface(session: Any, record: GraphRecord, path: Path) -> None:
+    """Raise unless a session takes and gives what the manifest says of its graph.
+
+    Names, dtypes, ranks and fixed sizes are compared. The names of other dims are not; the manifest
+    may fix a size that is free in the graph, and an output may have a rank or a size that ONNX
+    Runtime knows and the manifest does not.
+
+    Raises:
+        ArtifactError: they differ; the message names the tensor.
+    """
+    for kind, values, specs in (
+        ("input", session.get_inputs(), record.inputs),
+        ("output", session.get_outputs(), record.outputs),
+    ):
+        found = {value.name: value for value in values}
+        expected = {spec.name: spec for spec in specs}
+        if set(found) != set(expected):
+            raise ArtifactError(
+                f"{path} has the {kind}s {_listed(found)}; manifest.json says {_listed(expected)}.",
+                do=_REMEDY,
+            )
+        for name, spec in expected.items():
+            actual = tensor_spec(found[name])
+            if actual.dtype != spec.dtype or not _same_dims(actual, spec, exact=kind == "input"):
+                raise ArtifactError(
+                    f"{path}: the {kind} {actual} differs from manifest.json, which says {spec}.",
+                    do=_REMEDY,
+                )
+
+
+def tensor_spec(value: Any) -> TensorSpec:
+    """Return name, dtype and dims of an `onnxruntime.NodeArg`; `?` is a dim without a name."""
+    kind = value.type.removeprefix("tensor(").removesuffix(")")
+    dims: list[Dim] = [
+        dim if isinstance(dim, int) and dim >= 0 else (isinstance(dim, str) and dim) or "?"
+        for dim in value.shape or ()
+    ]
+    return TensorSpec(value.name, _DTYPES.get(kind, kind), tuple(dims))
+
+
+def _same_dims(actual: TensorSpec, spec: TensorSpec, *, exact: bool) -> bool:
+    """Whether ranks and fixed sizes agree; unless `exact`, only where both sides know them."""
+    if not exact and not (actual.dims and spec.dims):
+        return True  # no rank is written as no dims
+    return len(actual.dims) == len(spec.dims) and all(
+        a == b if isinstance(a, int) and isinstance(b, int) else isinstance(a, str) or not exact
+        for a, b in zip(actual.dims, spec.dims, strict=True)
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "(none)"

@@ -100,7 +100,7 @@ class TextModel(TextRows):
             rows, width = self.runner.padded_shape(inputs[0], (len(batch), max(longest, 1)))
             feeds = self.tokenizer.feeds([encodings[i] for i in batch], inputs, width=width)
             outputs = self.runner(fill_rows(feeds, fixed or rows))
-            yield batch, feeds, {name: values[: len(batch)] for name, values in outputs.items()}
+            yield batch, feeds, first_rows(outputs, len(batch))
 
     def _most_rows(self, tokens: int) -> int:
         """The most texts of a batch whose longest has so many tokens, by the engines' profiles."""
@@ -122,3 +122,8 @@ def fill_rows(feeds: dict[str, NDArray[Any]], rows: int) -> dict[str, NDArray[An
         else array
         for name, array in feeds.items()
     }
+
+
+def first_rows(outputs: Outputs, count: int) -> Outputs:
+    """Return the outputs without the rows that only filled the batch; a scalar has none."""
+    return {name: values[:count] if values.ndim else values for name, values in outputs.items()}

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, InputError, nearest
-from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import ModelConfig, SentenceTransformersConfig
 from enginery.runtime.answers import (
     Classification,
     ContextAnswer,
@@ -42,6 +42,15 @@ from enginery.runtime.ort import Outputs
 from enginery.runtime.pooling import Pooling, read_pooling
 from enginery.runtime.question_answering import Window, best_answers
 from enginery.runtime.tokenizer import TextTokenizer, check_texts
+
+_OUTPUT_RANKS = {
+    "text-classification": {"logits": 2},
+    "image-classification": {"logits": 2},
+    "token-classification": {"logits": 3},
+    "fill-mask": {"logits": 3},
+    "question-answering": {"start_logits": 2, "end_logits": 2},
+}
+"""The outputs that a task is answered from, with their ranks."""
 
 TOKEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
 SENTENCE_OUTPUT = "sentence_embedding"
@@ -73,7 +82,7 @@ class TextRows:
 
     task: str
     tokenizer: TextTokenizer
-    config: dict[str, Any]
+    config: ModelConfig
     pooling: Pooling | None
     """None where the graph pools by itself, or the task needs no pooling."""
     prompts: dict[str, str]
@@ -94,8 +103,10 @@ class TextRows:
             more: further fields of a subclass.
 
         Raises:
-            ArtifactError: a file is missing, or the graph has no output to make vectors from.
+            ArtifactError: a file is missing or malformed, or the graph lacks an output that the
+                task is answered from.
         """
+        require_outputs(artifact.manifest.task, record)
         tokenizer = TextTokenizer.open(artifact.path)
         notes = [f"texts are cut at {tokenizer.limit} tokens: {tokenizer.limit_source}"]
         pooling: Pooling | None = None
@@ -111,14 +122,14 @@ class TextRows:
                     f"{artifact.path}: the graph has the outputs {', '.join(outputs)}; vectors "
                     f"are made from {' or '.join((SENTENCE_OUTPUT, *TOKEN_OUTPUTS))}."
                 )
-        sentence = read_json(artifact.path / "config_sentence_transformers.json")
+        sentence = SentenceTransformersConfig.read(artifact.path)
         return cls(
             task=artifact.manifest.task,
             tokenizer=tokenizer,
-            config=read_json(artifact.path / "config.json"),
+            config=ModelConfig.read(artifact.path),
             pooling=pooling,
-            prompts=dict(sentence.get("prompts") or {}),
-            default_prompt=str(sentence.get("default_prompt_name") or ""),
+            prompts={name: prompt or "" for name, prompt in sentence.prompts.items()},
+            default_prompt=sentence.default_prompt_name,
             notes=tuple(notes),
             **more,
         )
@@ -242,15 +253,20 @@ class TextRows:
             prompt_tokens: of each row; none where no row has a prompt.
         """
         if self.task == "feature-extraction":
+            for name in (SENTENCE_OUTPUT, *TOKEN_OUTPUTS):
+                if name in outputs:
+                    _rows_of(outputs, name, encodings, tokens=name in TOKEN_OUTPUTS)
             return list(self._vectors(feeds, outputs, prompt_tokens))
         if self.task == "text-classification":
-            return list(outputs["logits"])
+            return list(_rows_of(outputs, "logits", encodings))
         unpadded = self.tokenizer.unpadded
         if self.task == "question-answering":
-            starts, ends = outputs["start_logits"], outputs["end_logits"]
+            starts = _rows_of(outputs, "start_logits", encodings, tokens=True)
+            ends = _rows_of(outputs, "end_logits", encodings, tokens=True)
             triples = zip(encodings, starts, ends, strict=True)
             return [(unpadded(start, e), unpadded(end, e)) for e, start, end in triples]
-        rows = [unpadded(row, e) for e, row in zip(encodings, outputs["logits"], strict=True)]
+        logits = _rows_of(outputs, "logits", encodings, tokens=True)
+        rows = [unpadded(row, e) for e, row in zip(encodings, logits, strict=True)]
         if self.task == "fill-mask":
             # A row is a score for each token of the vocabulary at each place: megabytes.
             mask_id = self._mask_id()
@@ -324,3 +340,39 @@ class TextRows:
         # The end-of-text token of the prompt alone is not part of it.
         ends_special = bool(encoding.special_tokens_mask and encoding.special_tokens_mask[-1])
         return prompt, len(encoding.ids) - ends_special
+
+
+def require_outputs(task: str, record: GraphRecord) -> None:
+    """Raise ArtifactError unless the graph has the outputs that the task is answered from.
+
+    An output of unknown rank, which a record has without dims, is taken.
+    """
+    specs = {spec.name: spec for spec in record.outputs}
+    for name, rank in _OUTPUT_RANKS.get(task, {}).items():
+        if name not in specs:
+            raise ArtifactError(
+                f"{record.file} has the outputs {', '.join(specs)}; {task} is answered from {name}."
+            )
+        if len(specs[name].dims) not in (0, rank):
+            raise ArtifactError(
+                f"{record.file} has the output {specs[name]}; {task} is answered from {rank} dims."
+            )
+
+
+def _rows_of(
+    outputs: Outputs, name: str, encodings: Sequence[Any], *, tokens: bool = False
+) -> NDArray[Any]:
+    """Return an output that has a row for each encoding, and with `tokens` a place for each token.
+
+    Raises:
+        ArtifactError: it has not.
+    """
+    found = outputs[name]
+    least = (len(encodings), *([max(map(len, encodings), default=0)] if tokens else []))
+    if found.ndim < len(least) or any(a < b for a, b in zip(found.shape, least, strict=False)):
+        raise ArtifactError(
+            f"the graph gave {name} with the shape {found.shape} for {len(encodings)} texts, "
+            f"expected {' × '.join(map(str, least))} or more.",
+            do="The graph does not keep to the dims that manifest.json names; export it again.",
+        )
+    return found

@@ -23,7 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import ArtifactError, InputError
-from enginery.core.json_file import read_json
+from enginery.core.model_files import (
+    ModelConfig,
+    SentenceBertConfig,
+    SpecialTokensMap,
+    TokenizerConfig,
+)
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.quick_encoding import QuickEncoder
 from enginery.runtime.tokenizer_files import (
@@ -31,7 +36,6 @@ from enginery.runtime.tokenizer_files import (
     length_limit,
     load_tokenizer,
     special_id,
-    special_token,
     tokenizer_failure,
 )
 
@@ -110,15 +114,14 @@ class TextTokenizer:
         """Reads tokenizer.json and the configs beside it.
 
         Raises:
-            ArtifactError: there is no tokenizer.json, it cannot be read, or it does not take the
-                settings that the config files have for it.
-            SourceError: a config file is not a JSON object.
+            ArtifactError: there is no tokenizer.json, it or a config file cannot be read, or it
+                does not take the settings that the config files have for it.
         """
         texts = load_tokenizer(directory)
-        settings = read_json(directory / "tokenizer_config.json")
-        config = read_json(directory / "config.json")
-        sentence = read_json(directory / "sentence_bert_config.json")
-        special = {**read_json(directory / "special_tokens_map.json"), **settings}
+        settings = TokenizerConfig.read(directory)
+        config = ModelConfig.read(directory)
+        sentence = SentenceBertConfig.read(directory)
+        special = settings.with_map(SpecialTokensMap.read(directory))
         limit, limit_source = length_limit(config, settings, sentence)
 
         def configure(tokenizer: Any, **truncation: Any) -> None:
@@ -132,8 +135,7 @@ class TextTokenizer:
                     f"{tokenizer_failure(error)}."
                 ) from error
 
-        truncation_side = settings.get("truncation_side") or "right"
-        configure(texts, max_length=limit, direction=truncation_side)
+        configure(texts, max_length=limit, direction=settings.truncation_side)
 
         @cache
         def pairs() -> Any:
@@ -148,15 +150,15 @@ class TextTokenizer:
             pairs=pairs,
             limit=limit,
             limit_source=limit_source,
-            pad_id=special_id(texts, special, "pad_token"),
-            pad_type_id=int(settings.get("pad_token_type_id") or 0),
-            pad_left=settings.get("padding_side") == "left",
-            unk_id=special_id(texts, special, "unk_token"),
-            cls_id=special_id(texts, special, "cls_token"),
-            mask_token=special_token(special, "mask_token"),
-            lower_case=bool(sentence.get("do_lower_case")),
+            pad_id=special_id(texts, special.pad_token),
+            pad_type_id=settings.pad_token_type_id,
+            pad_left=settings.padding_side == "left",
+            unk_id=special_id(texts, special.unk_token),
+            cls_id=special_id(texts, special.cls_token),
+            mask_token=special.mask_token or "",
+            lower_case=sentence.do_lower_case,
             strip=(directory / "modules.json").is_file(),
-            clean_up=bool(settings.get("clean_up_tokenization_spaces")),
+            clean_up=settings.clean_up_tokenization_spaces,
         )
 
     def encode(self, texts: Sequence[str | tuple[str, str]], *, offsets: bool = True) -> list[Any]:

@@ -1,7 +1,8 @@
 """What a model's own files say of its tokenizer, as transformers reads them.
 
 >>> tokenizer = load_tokenizer(artifact.path)
->>> follow_settings(tokenizer, read_json(artifact.path / "tokenizer_config.json"))
+>>> settings = TokenizerConfig.read(artifact.path)
+>>> follow_settings(tokenizer, settings)
 >>> length_limit(config, settings, sentence)
 (256, 'max_seq_length of sentence_bert_config.json')
 """
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ArtifactError, EngineryError
-from enginery.core.feeds import position_limit
+from enginery.core.model_files import (
+    MAX_POSITIONS,
+    ModelConfig,
+    SentenceBertConfig,
+    TokenizerConfig,
+)
 
-_NO_LIMIT = 10**20
-"""transformers writes 1e30 where a tokenizer has no limit."""
 _LONGEST_REASON = 300
 """Characters of a failure's reason; a panic may quote the whole text."""
 
@@ -74,37 +78,34 @@ def tokenizer_failure(error: BaseException) -> str:
     return reason or type(error).__name__
 
 
-def follow_settings(tokenizer: Any, settings: dict[str, Any]) -> None:
-    """What transformers' classes change in a tokenizer after reading tokenizer.json."""
+def follow_settings(tokenizer: Any, settings: TokenizerConfig) -> None:
+    """Change a tokenizer as transformers' classes do after reading tokenizer.json."""
     from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-    name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
+    name = settings.tokenizer_class.removesuffix("Fast")
     normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer
     if name.removesuffix("Tokenizer") in _BERT_CLASSES and isinstance(
         normalizer, normalizers.BertNormalizer
     ):
         tokenizer.normalizer = normalizers.BertNormalizer(
             clean_text=normalizer.clean_text,
-            lowercase=settings.get("do_lower_case", True),
-            strip_accents=settings.get("strip_accents"),
-            handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
+            lowercase=settings.do_lower_case,
+            strip_accents=settings.strip_accents,
+            handle_chinese_chars=settings.tokenize_chinese_chars,
         )
-    if isinstance(splitter, pre_tokenizers.ByteLevel) and "add_prefix_space" in settings:
-        splitter.add_prefix_space = bool(settings["add_prefix_space"])
+    if isinstance(splitter, pre_tokenizers.ByteLevel) and settings.add_prefix_space is not None:
+        splitter.add_prefix_space = settings.add_prefix_space
         tokenizer.pre_tokenizer = splitter
-    added = settings.get("added_tokens_decoder") or {}
-    for _, token in sorted(added.items(), key=lambda item: int(item[0])):
-        if tokenizer.token_to_id(token["content"]) is None:
-            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-            tokenizer.add_tokens(
-                [AddedToken(token["content"], **{f: bool(token.get(f)) for f in flags})]
-            )
+    for _, token in sorted(settings.added_tokens_decoder.items()):
+        if tokenizer.token_to_id(token.content) is None:
+            flags = token.model_dump(exclude={"content"})
+            tokenizer.add_tokens([AddedToken(token.content, **flags)])
 
 
 def length_limit(
-    config: dict[str, Any], settings: dict[str, Any], sentence: dict[str, Any]
+    config: ModelConfig, settings: TokenizerConfig, sentence: SentenceBertConfig
 ) -> tuple[int, str]:
-    """The fewest tokens that a file allows an input, and which it is.
+    """Return the fewest tokens that a file allows an input, and which file it is.
 
     Args:
         config: config.json.
@@ -112,24 +113,18 @@ def length_limit(
         sentence: sentence_bert_config.json.
     """
     limits = [
-        (sentence.get("max_seq_length"), "max_seq_length of sentence_bert_config.json"),
-        (settings.get("model_max_length"), "model_max_length of tokenizer_config.json"),
+        (sentence.max_seq_length, "max_seq_length of sentence_bert_config.json"),
+        (int(settings.model_max_length), "model_max_length of tokenizer_config.json"),
     ]
-    if config.get("max_position_embeddings") or config.get("n_positions"):
-        limits.append((position_limit(config), "the positions of config.json"))
-    known = [(int(n), name) for n, name in limits if n and 0 < n < _NO_LIMIT]
+    if config.positions:
+        limits.append((config.position_limit(), "the positions of config.json"))
+    # transformers writes 1e30 where a tokenizer has no limit.
+    known = [(n, name) for n, name in limits if 0 < n <= MAX_POSITIONS]
     # 512 is what nearly every text encoder is trained with.
     return min(known, default=(512, "no file, so 512"))
 
 
-def special_token(special: dict[str, Any], role: str) -> str:
-    """The text of `pad_token` and the like; empty where there is none."""
-    found = special.get(role)
-    return str((found.get("content") if isinstance(found, dict) else found) or "")
-
-
-def special_id(tokenizer: Any, special: dict[str, Any], role: str) -> int | None:
-    """The id of `pad_token` and the like."""
-    token = special_token(special, role)
+def special_id(tokenizer: Any, token: str | None) -> int | None:
+    """Return the id of a special token; None where there is none."""
     found: int | None = tokenizer.token_to_id(token) if token else None
     return found

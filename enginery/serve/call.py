@@ -116,5 +116,4 @@ class Call:
 
 def vocabulary_size(model: HostedModel) -> int:
     """Token ids of the model are below it; 0 where config.json does not say."""
-    size = model.config.get("vocab_size")
-    return size if isinstance(size, int) else 0
+    return model.config.vocab_size

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import EngineryError
+from enginery.core.model_files import ModelConfig
 from enginery.runtime.tokenizer import TextTokenizer
 from enginery.serve.answers import Answers
 from enginery.serve.config import ServeConfig
@@ -129,7 +130,7 @@ class HostedModel(Answers):
         return self.loaded.texts.tokenizer if self.loaded.texts else None
 
     @property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> ModelConfig:
         """The model's config.json."""
         return self.loaded.config
 

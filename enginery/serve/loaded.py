@@ -18,7 +18,7 @@ from typing import Any
 from enginery.core.artifact import Artifact
 from enginery.core.errors import EngineryError, InputError, ProviderError
 from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.json_file import read_json
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.runtime.image_model import ImageModel
 from enginery.runtime.machine import usable_cores
@@ -46,7 +46,7 @@ class LoadedModel:
 
     def __init__(self, artifact: Artifact, runner: OrtRunner, options: ServeConfig) -> None:
         self.artifact, self.runner, self.options = artifact, runner, options
-        self.config = read_json(artifact.path / "config.json")
+        self.config = ModelConfig.read(artifact.path)
         self._limits = FeedLimits.from_config(self.config)
         task = artifact.manifest.task
         takes_pixels = any(spec.name == "pixel_values" for spec in runner.record.inputs)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
 from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import ModelConfig
 from enginery.runtime.classification import Activation, Aggregation
 from enginery.runtime.question_answering import MAX_ANSWER_TOKENS
 from enginery.runtime.tokenizer import TextTokenizer
@@ -75,7 +76,7 @@ class HostedModel(Protocol):
         """None for models of images."""
 
     @property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> ModelConfig:
         """config.json."""
 
     def info(self) -> dict[str, Any]:

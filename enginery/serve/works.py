@@ -10,7 +10,7 @@ say of each; when and with which others an input runs is the queue's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,17 +18,15 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import InputError
 from enginery.core.feeds import FeedLimits
+from enginery.core.model_files import ModelConfig
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import canonical_dim
 from enginery.runtime.image_model import ImageModel
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.profiles import sizes_of
-from enginery.runtime.text_model import fill_rows
+from enginery.runtime.text_model import fill_rows, first_rows
 from enginery.runtime.text_rows import TextRows
 from enginery.serve.queue import Waiting
-
-_TABLES = {"input_ids": "vocab_size", "token_type_ids": "type_vocab_size"}
-"""Inputs that are places in a table, and the key of config.json that says how long it is."""
 
 
 class Work(Protocol):
@@ -92,7 +90,7 @@ class TextWork:
         feeds = self._texts.tokenizer.feeds(encodings, self._inputs, width=width)
         outputs = self._runner(fill_rows(feeds, self._fixed or rows))
         if self._fixed or rows > len(batch):
-            outputs = {name: values[: len(batch)] for name, values in outputs.items()}
+            outputs = first_rows(outputs, len(batch))
         prompts = [item.prompt_tokens for item in batch]
         return self._texts.rows(
             encodings, feeds, outputs, prompt_tokens=prompts if any(prompts) else ()
@@ -113,13 +111,14 @@ class ImageWork:
 class TensorWork:
     """The graph's own inputs, as a client sends them."""
 
-    def __init__(self, runner: OrtRunner, config: Mapping[str, Any]) -> None:
+    def __init__(self, runner: OrtRunner, config: ModelConfig) -> None:
         """Takes the model's config.json for the sizes of its tables."""
         self._runner = runner
-        self._positions = FeedLimits.from_config(dict(config)).max_positions
+        self._positions = FeedLimits.from_config(config).max_positions
         self._tables = {
-            name: int(config[size]) for name, size in _TABLES.items() if config.get(size)
-        }
+            "input_ids": config.vocab_size, "token_type_ids": config.type_vocab_size,
+        }  # fmt: skip
+        """The rows of the tables that inputs are places in; 0 where config.json does not say."""
         record = runner.record
         firsts = {spec.dims[0] if spec.dims else 1 for spec in (*record.inputs, *record.outputs)}
         self.batches = len(firsts) == 1 and isinstance(next(iter(firsts)), str)

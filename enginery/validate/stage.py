@@ -33,8 +33,8 @@ from enginery.core.fingerprint import (
     runtime_version,
     tool_versions,
 )
-from enginery.core.json_file import read_json
 from enginery.core.manifest import Verdict
+from enginery.core.model_files import ModelConfig
 from enginery.core.precision import QuantizedTolerance
 from enginery.core.progress import SILENT, Progress
 from enginery.core.source import ModelSource, resolve_record, resolve_source
@@ -138,7 +138,7 @@ def run(
     reached = reached_profiles(artifact, wish_of(config), allow_fallback=config.allow_fallback)
     limits = Limits.of(artifact, config)
     source = _reference_source(artifact, config)
-    feed_limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    feed_limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     require_use_for_data(artifact, config)
     manifest = artifact.manifest
     profiles = profiles_by_graph(manifest.graphs, config.profile, feed_limits)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from enginery.core.errors import ShapeError
-from enginery.core.feeds import FeedLimits, make_feeds, position_limit
+from enginery.core.feeds import FeedLimits, make_feeds
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import TensorSpec
 
 IDS = TensorSpec("input_ids", "int64", ("batch", "sequence"))
@@ -15,6 +16,10 @@ PAST = TensorSpec("past_key_values.0.key", "float32", ("batch", 2, "past_sequenc
 PAST_MASK = TensorSpec("attention_mask", "int64", ("batch", "past_sequence + sequence"))
 LIMITS = FeedLimits(vocab_size=50, pad_token_id=7, special_ids=(9,), type_vocab_size=2)
 SIZES = {"batch": 3, "sequence": 9}
+
+
+def limits_of(config):
+    return FeedLimits.from_config(ModelConfig.model_validate(config))
 
 
 def made(*specs, sizes=SIZES, ragged=False, seed=0, limits=LIMITS):
@@ -104,7 +109,7 @@ def test_dim_without_a_size_and_type_that_cannot_be_made_are_errors():
 
 
 def test_limits_are_read_from_the_config():
-    limits = FeedLimits.from_config(
+    limits = limits_of(
         {"vocab_size": 30, "pad_token_id": 1, "eos_token_id": [2, 3], "type_vocab_size": 2,
          "max_position_embeddings": 40}
     )  # fmt: skip
@@ -114,7 +119,7 @@ def test_limits_are_read_from_the_config():
 
 def test_positions_behind_the_padding_id_are_not_counted():
     config = {"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}
-    assert position_limit(config) == 512
+    assert limits_of(config).hard_limit == 512
 
 
 @pytest.mark.parametrize(
@@ -129,14 +134,14 @@ def test_positions_behind_the_padding_id_are_not_counted():
     ],
 )  # fmt: skip
 def test_models_without_absolute_positions_have_no_hard_limit(config):
-    assert FeedLimits.from_config(config).hard_limit is None
+    assert limits_of(config).hard_limit is None
 
 
 def test_audio_is_long_enough_for_eight_frames():
-    limits = FeedLimits.from_config({"conv_kernel": [10, 3], "conv_stride": [5, 2]})
+    limits = limits_of({"conv_kernel": [10, 3], "conv_stride": [5, 2]})
     assert limits.min_sequence == ((8 - 1) * 2 + 3 - 1) * 5 + 10
 
 
 def test_image_sizes_are_read_from_the_vision_part_too():
-    sizes = FeedLimits.from_config({"vision_config": {"image_size": [32, 48]}}).sizes
+    sizes = limits_of({"vision_config": {"image_size": [32, 48]}}).sizes
     assert (sizes["height"], sizes["width"]) == (32, 48)

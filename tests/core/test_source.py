@@ -45,7 +45,6 @@ def test_a_directory_is_found_with_the_hash_of_every_file_that_matters(tmp_path)
     ]  # fmt: skip
     digest = hashlib.sha256(b"weights").hexdigest()
     assert source.record.files["model.safetensors"] == digest
-    assert source.config() == {"model_type": "bert"}
 
 
 def test_the_same_files_elsewhere_are_the_same_source(tmp_path):
@@ -74,7 +73,9 @@ def test_a_directory_without_config_is_no_model(tmp_path):
 def test_a_directory_without_weights_says_so(tmp_path):
     path = model_directory(tmp_path / "minilm")
     (path / "model.safetensors").unlink()
-    with pytest.raises(SourceError, match=r"has no weights: expected model\.safetensors or .*, found none"):
+    with pytest.raises(
+        SourceError, match=r"has no weights: expected model\.safetensors or .*, found none"
+    ):
         resolve_source(str(path))
     (path / "training_args.bin").write_bytes(b"not weights")
     with pytest.raises(SourceError, match="has no weights"):
@@ -199,7 +200,6 @@ def test_an_onnx_file_is_a_source(tmp_path):
     source = resolve_source(str(path))
     assert (source.record.kind, source.record.id, source.name) == ("onnx", str(path), "model")
     assert list(source.record.files) == ["model.onnx"]
-    assert source.config() == {}
     with pytest.raises(SourceError, match=r"missing\.onnx': there is no such file"):
         resolve_source(str(tmp_path / "missing.onnx"))
 

@@ -9,7 +9,7 @@ import pytest
 from enginery.core.artifact import Artifact, commit_artifact, staging
 from enginery.core.errors import ExportError, InputError, OptionError, RejectedArtifactError
 from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.json_file import read_json
+from enginery.core.model_files import ModelConfig
 from enginery.optimize import stage
 from enginery.optimize.config import OptimizeConfig
 from enginery.runtime.ort import OrtRunner
@@ -32,7 +32,7 @@ def report_of(artifact):
 
 def feeds_for(artifact):
     record = artifact.manifest.graphs[0]
-    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     sizes = {"batch": 3, "sequence": 12}
     return make_feeds(record.inputs, sizes, limits, seed=0, ragged=True)
 

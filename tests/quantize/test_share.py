@@ -5,7 +5,7 @@ import onnx_ir as ir
 import pytest
 
 from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.json_file import read_json
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.passes.layers import find_layers
 from enginery.quantize.share import Arithmetic, count_multiply_adds
@@ -14,7 +14,7 @@ from enginery.runtime.multiply_adds import count_node_work
 
 def fed(artifact):
     record = artifact.manifest.graphs[0]
-    limits = FeedLimits.from_config(read_json(artifact.path / "config.json"))
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     sizes = {name: 1 if canonical_dim(name) == "batch" else limits.sizes.get(name, 17)
              for name in dynamic_dims(record.inputs)}  # fmt: skip
     return make_feeds(record.inputs, sizes, limits, seed=0)

@@ -59,7 +59,7 @@ def machine(monkeypatch):
     """A GPU on which every provider can be had; the CPU stands in for its sessions."""
     machine = Machine()
 
-    def open_engine(engine, given, *, threads=0):
+    def open_engine(engine, given, **_):
         machine.opened.append(engine.name)
         artifact = Artifact.open(engine.path.parent.parent)
         session = open_session(artifact.path / engine.record.graph, [Provider(CPU, "a double")])
@@ -367,7 +367,7 @@ def test_an_engine_that_fails_at_its_optimum_is_never_ready(made, machine, monke
         def run(self, names, feeds):
             raise RuntimeError("CUDA failure 700")
 
-    monkeypatch.setattr(ort, "open_engine", lambda engine, given, threads: Broken())
+    monkeypatch.setattr(ort, "open_engine", lambda engine, given, **_: Broken())
     with pytest.raises(ProviderError, match=r"does not run at its own optimum.*CUDA failure 700"):
         load_model(made({}), provider="tensorrt-rtx")
 
@@ -389,7 +389,7 @@ def test_images_are_split_and_padded_as_texts_are(tiny, tmp_path, machine, monke
     artifact = with_engines(vit, tmp_path / "artifact", {"profiles": (profile,)})
     ran = []
 
-    def open_engine(engine, given, *, threads=0):
+    def open_engine(engine, given, **_):
         session = open_session(vit.model, [Provider(CPU, "a double")])
 
         class Recorded:

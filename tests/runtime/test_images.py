@@ -95,7 +95,7 @@ def test_old_configs_with_bare_sizes_and_missing_keys(tmp_path, module, name, ol
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "has no preprocessor_config.json"),
+        ({}, "image processor '' is not known"),
         ({"image_processor_type": "SamImageProcessor"}, "'SamImageProcessor' is not known"),
         ({"image_processor_type": "VitImageProcessor"}, "did you mean 'ViT'?"),
         ({"size": {"height": 3, "width": 3}}, "image processor '' is not known"),

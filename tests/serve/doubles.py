@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from enginery.core.manifest import SourceRecord
+from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.answers import Classification, Label
 from enginery.serve.models import Models, Reloaded
@@ -27,7 +28,7 @@ class StandInModel:
         self.takes_images = method.endswith("images")
         self.state, self.reason, self.limit = "ready", "", 128
         self.tokenizer = None
-        self.config = {"vocab_size": 600} if config is None else config
+        self.config = ModelConfig.model_validate(config or {"vocab_size": 600})
         self.calls = []
         self.answer_with = answer_with
         inputs = (TensorSpec("input_ids", "int64", ("batch", "sequence")),)

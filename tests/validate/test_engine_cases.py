@@ -23,7 +23,7 @@ from tests.engine.made import with_engines
 def gpu(monkeypatch):
     """A GPU for which every provider can be had."""
 
-    def open_engine(engine, given, *, threads=0):
+    def open_engine(engine, given, **_):
         artifact = Artifact.open(engine.path.parent.parent)
         return open_session(artifact.path / engine.record.graph, [Provider(CPU, "a double")])
 

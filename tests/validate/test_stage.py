@@ -9,6 +9,7 @@ from PIL import Image
 
 from enginery import Artifact, export_model, load_model, validate_model
 from enginery.core.errors import (
+    ArtifactError,
     EngineryError,
     InputError,
     OptionError,
@@ -356,7 +357,7 @@ def test_provider_that_cannot_be_had_is_an_error_and_no_verdict(exported, copied
     from enginery.core.artifact import commit_artifact
 
     commit_artifact(artifact.path, artifact.manifest)
-    with pytest.raises(ProviderError, match="cannot be loaded by ONNX Runtime"):
+    with pytest.raises(ArtifactError, match="is not an ONNX model, or a damaged one"):
         validate_model(broken.path)
     assert Artifact.open(artifact.path).manifest.verdicts == ()
 

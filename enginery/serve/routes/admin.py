@@ -131,9 +131,11 @@ def tei_info(call: Call, model: HostedModel) -> dict[str, Any]:
     if model.method in ("embed", "embed_images"):
         kind = {"embedding": {"pooling": _pooling(model)}}
     elif model.method == "classify":
-        names = {str(k): str(v) for k, v in (model.config.get("id2label") or {}).items()}
-        ids = {name: int(index) for index, name in names.items()}
-        labels = {"id2label": names, "label2id": ids}
+        names = model.config.id2label
+        labels = {
+            "id2label": {str(index): name for index, name in names.items()},
+            "label2id": {name: index for index, name in names.items()},
+        }
         kind = {"reranker" if len(names) == 1 else "classifier": labels}
     return {
         "model_id": _source_name(manifest.source, model.name),

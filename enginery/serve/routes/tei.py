@@ -211,7 +211,7 @@ def require_one_label(model: HostedModel) -> None:
 
 def _has_one_label(model: HostedModel) -> bool:
     # transformers takes two where config.json does not say.
-    return len(model.config.get("id2label") or (0, 1)) == 1
+    return len(model.config.id2label or (0, 1)) == 1
 
 
 def _letters(inputs: Sequence[Pair]) -> int:

@@ -1,0 +1,499 @@
+"""Read the JSON files that come with a model into typed values with ranges.
+
+>>> ModelConfig.read(Path("minilm")).vocab_size
+30522
+
+Unknown keys are ignored. Every known key may be absent, and null counts as absent, because
+transformers writes null for many defaults. An integer may be written as `30522`, `30522.0` or
+`"30522"`. The ranges are far beyond any published model: they keep made-up inputs and images at
+sizes that a machine can hold, whatever a file says.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from enginery.core.errors import ArtifactError, EngineryError
+from enginery.core.json_file import load_json, read_json
+
+MAX_VOCABULARY = 2**24
+"""Tokens; the largest published vocabularies have 2**18."""
+MAX_POSITIONS = 2**31 - 1
+"""Tokens, or samples of audio."""
+MAX_IMAGE_EDGE = 2**13
+"""Pixels of the images that are made up or prepared here."""
+_MAX_AUDIO_FRAME = 2**20
+"""Samples of audio that make eight frames; 2**12 in wav2vec2."""
+_AUDIO_FRAMES = 8
+_MAX_FRAMES = 2**14
+"""Frames of a spectrogram; 3000 in Whisper."""
+
+T = TypeVar("T")
+
+
+def _expected(words: str) -> WrapValidator:
+    """Report a value that does not fit in these words, whatever pydantic tried."""
+
+    def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("expected", "{words}", {"words": words}) from None
+
+    return WrapValidator(validate)
+
+
+def _size_as_object(value: Any) -> Any:
+    """Write the notations of an image's size as the object that the newest files have."""
+    if isinstance(value, list) and len(value) == 2:
+        return {"height": value[0], "width": value[1]}
+    return value if isinstance(value, dict) else {"edge": value}
+
+
+def _token_text(value: Any) -> Any:
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _number_as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) else value
+
+
+String = Annotated[str, _expected("a string")]
+Flag = Annotated[bool, _expected("true or false")]
+Count = Annotated[
+    int, Field(ge=0, le=MAX_POSITIONS), _expected(f"an integer from 0 to {MAX_POSITIONS}")
+]
+Vocabulary = Annotated[
+    int, Field(ge=0, le=MAX_VOCABULARY), _expected(f"an integer from 0 to {MAX_VOCABULARY}")
+]
+TokenId = Annotated[
+    int, Field(ge=-1, le=MAX_POSITIONS), _expected(f"an integer from -1 to {MAX_POSITIONS}")
+]
+Frames = Annotated[
+    int, Field(ge=1, le=_MAX_FRAMES), _expected(f"an integer from 1 to {_MAX_FRAMES}")
+]
+Steps = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=_MAX_AUDIO_FRAME)], ...],
+    _expected(f"a list of integers from 1 to {_MAX_AUDIO_FRAME}"),
+]
+Label = Annotated[str, BeforeValidator(_number_as_text), _expected("a string")]
+SpecialToken = Annotated[
+    str, BeforeValidator(_token_text), _expected("a string, or an object with 'content'")
+]
+_Mean = Annotated[float, Field(ge=-1e6, le=1e6)]
+_Deviation = Annotated[float, Field(ge=1e-6, le=1e6)]
+ChannelMeans = Annotated[
+    _Mean | tuple[_Mean, ...], _expected("a number from -1e6 to 1e6, or a list of them")
+]
+ChannelDeviations = Annotated[
+    _Deviation | tuple[_Deviation, ...],
+    _expected("a number from 1e-6 to 1e6, or a list of them"),
+]
+
+
+class _Values(BaseModel):
+    """The keys that are read of a JSON object."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            return {key: value for key, value in data.items() if value is not None}
+        return data
+
+
+class _File(_Values):
+    """One file in the directory of a model."""
+
+    FILE: ClassVar[str]
+
+    @classmethod
+    def read(cls, directory: Path, *, error: type[EngineryError] = ArtifactError) -> Self:
+        """Read the file of a model's directory; every key is absent where there is no file.
+
+        Args:
+            directory: an artifact, or the directory of a model.
+            error: what to raise; SourceError for a model that is being exported.
+
+        Raises:
+            EngineryError: the file is not a JSON object, or a value has the wrong type or is out
+                of range; an error of the class `error`.
+        """
+        file = directory / cls.FILE
+        document = read_json(file, error=error)
+        return _validated(file, lambda: cls.model_validate(document), error)
+
+
+_Edge = Annotated[int, Field(ge=1, le=2**24)]  # some processors write numbers of pixels here
+
+
+class ImageSize(_Values):
+    """The size of an image: an edge alone, height and width, or the shortest edge."""
+
+    edge: _Edge | None = None
+    """The file has one number; what it means depends on the processor."""
+    height: _Edge | None = None
+    width: _Edge | None = None
+    shortest_edge: _Edge | None = None
+
+    @property
+    def longest(self) -> int:
+        """The largest of the numbers; 0 where there is none."""
+        return max(self.edge or 0, self.height or 0, self.width or 0, self.shortest_edge or 0)
+
+    def sides(self, default: int) -> tuple[int, int]:
+        """Return height and width, of a square where the size has one number."""
+        edge = self.edge or self.shortest_edge or default
+        return self.height or edge, self.width or edge
+
+
+ImageSizeValue = Annotated[
+    ImageSize,
+    BeforeValidator(_size_as_object),
+    _expected("a positive number, height and width, or a shortest_edge"),
+]
+
+
+class ModelPart(_Values):
+    """What a config.json, or the part of it for texts or images, says of its inputs."""
+
+    model_type: String = ""
+    vocab_size: Vocabulary = 0
+    """0 where the file does not say it."""
+    type_vocab_size: Vocabulary = 0
+    pad_token_id: TokenId | None = None
+    eos_token_id: Annotated[TokenId | tuple[TokenId, ...], _expected("token ids")] | None = None
+    max_position_embeddings: Count = 0
+    n_positions: Count = 0
+    position_biased_input: Flag = True
+    """DeBERTa's: false where positions are relative."""
+    hidden_size: Count = 0
+    d_model: Count = 0
+    dim: Count = 0
+    n_embd: Count = 0
+    image_size: ImageSizeValue | None = None
+    num_channels: Count = 0
+    conv_kernel: Steps | None = None
+    conv_stride: Steps | None = None
+    max_source_positions: Frames | None = None
+    num_mel_bins: (
+        Annotated[int, Field(ge=1, le=2**10), _expected("an integer from 1 to 1024")] | None
+    ) = None
+    max_length: Count = 0
+
+    @property
+    def positions(self) -> int:
+        """How many positions have an embedding; 0 where the file does not say it."""
+        return self.max_position_embeddings or self.n_positions
+
+    @property
+    def width(self) -> int:
+        """The width of the hidden states; 0 where the file does not say it."""
+        return self.hidden_size or self.d_model or self.dim or self.n_embd
+
+    @property
+    def audio_samples(self) -> int:
+        """Samples that a convolutional audio encoder needs for eight frames; 1 for other models."""
+        if self.conv_kernel is None or self.conv_stride is None:
+            return 1
+        samples = _AUDIO_FRAMES
+        for kernel, stride in zip(
+            reversed(self.conv_kernel), reversed(self.conv_stride), strict=False
+        ):
+            samples = (samples - 1) * stride + kernel
+        return samples
+
+    @property
+    def spectrogram_frames(self) -> int | None:
+        """How many frames an audio spectrogram transformer takes; None for other models."""
+        is_ast = self.model_type == "audio-spectrogram-transformer"
+        return self.max_length if is_ast and self.max_length else None
+
+    @model_validator(mode="after")
+    def _check_image(self) -> Self:
+        size = self.image_size
+        if size is not None and size.longest > MAX_IMAGE_EDGE:
+            raise _conflict("image_size", size.longest, f"{MAX_IMAGE_EDGE} pixels at most")
+        return self
+
+    @model_validator(mode="after")
+    def _check_audio(self) -> Self:
+        if (self.spectrogram_frames or 0) > _MAX_FRAMES:
+            raise _conflict("max_length", self.max_length, f"an integer up to {_MAX_FRAMES}")
+        kernels, strides = self.conv_kernel, self.conv_stride
+        if kernels is None or strides is None:
+            return self
+        if len(kernels) != len(strides):
+            raise _conflict("conv_stride", list(strides), f"{len(kernels)} numbers as conv_kernel")
+        if self.audio_samples > _MAX_AUDIO_FRAME:
+            words = f"strides that make a frame of {_MAX_AUDIO_FRAME} samples at most"
+            raise _conflict("conv_stride", list(strides), words)
+        return self
+
+
+# Position ids of these start behind the padding index, so that many embeddings are never used.
+# Source: transformers' create_position_ids_from_input_ids in each model's own module.
+_OFFSET_POSITIONS = (
+    "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "longformer", "mpnet", "esm",
+    "roberta-prelayernorm", "data2vec-text", "ibert", "luke", "xmod", "markuplm", "lilt",
+    "layoutlmv3",
+)  # fmt: skip
+_DEFAULT_POSITIONS = 512
+"""For a model that has no limit of its own: what nearly every text encoder is trained with."""
+
+
+class ModelConfig(ModelPart, _File):
+    """config.json."""
+
+    FILE = "config.json"
+
+    architecture: String = ""
+    """The model's name in timm, whose files alone have it."""
+    architectures: Annotated[tuple[String, ...], _expected("a list of strings")] = ()
+    auto_map: dict[str, Any] = Field(default_factory=dict)
+    """The Python code that came with the model, by the class of transformers that loads it."""
+    problem_type: String = ""
+    id2label: dict[int, Label] = Field(default_factory=dict)
+    label2id: dict[str, Annotated[int, _expected("an integer")]] = Field(default_factory=dict)
+    text_config: ModelPart | None = None
+    vision_config: ModelPart | None = None
+
+    def merged(self) -> ModelConfig:
+        """Return the config with what only its text part or its image part says."""
+        values: dict[str, Any] = {}
+        for part in (self.vision_config, self.text_config, self):
+            if part is not None:
+                values |= {name: getattr(part, name) for name in part.model_fields_set}
+        return self.model_copy(update=values)
+
+    def position_limit(self) -> int:
+        """Return the longest sequence, in tokens; 512 where no position embeddings end it."""
+        limit = self.positions or _DEFAULT_POSITIONS
+        if self.model_type in _OFFSET_POSITIONS:
+            limit -= (1 if self.pad_token_id is None else self.pad_token_id) + 1
+        return limit
+
+    @model_validator(mode="after")
+    def _check_positions(self) -> Self:
+        whole = self.merged()
+        if whole.position_limit() < 1:
+            words = f"more than pad_token_id + 1, as {self.model_type} counts its positions"
+            raise _conflict("max_position_embeddings", whole.positions, words)
+        return self
+
+
+class SpecialTokens(_Values):
+    """The special tokens that are looked up by their role."""
+
+    pad_token: SpecialToken | None = None
+    unk_token: SpecialToken | None = None
+    cls_token: SpecialToken | None = None
+    mask_token: SpecialToken | None = None
+
+
+class SpecialTokensMap(SpecialTokens, _File):
+    """special_tokens_map.json."""
+
+    FILE = "special_tokens_map.json"
+
+
+class AddedTokenValue(_Values):
+    """One token of `added_tokens_decoder`."""
+
+    content: String
+    single_word: Flag = False
+    lstrip: Flag = False
+    rstrip: Flag = False
+    normalized: Flag = False
+    special: Flag = False
+
+
+class TokenizerConfig(SpecialTokens, _File):
+    """tokenizer_config.json."""
+
+    FILE = "tokenizer_config.json"
+
+    tokenizer_class: String = ""
+    model_max_length: Annotated[float, Field(allow_inf_nan=False), _expected("a number")] = 0
+    """Tokens; 0 where the file does not say it. transformers writes 1e30 for no limit."""
+    do_lower_case: Flag = True
+    strip_accents: Flag | None = None
+    """None: accents are stripped where letters are made small."""
+    tokenize_chinese_chars: Flag = True
+    add_prefix_space: Flag | None = None
+    """None: as tokenizer.json has it."""
+    added_tokens_decoder: dict[Count, AddedTokenValue] = Field(default_factory=dict)
+    truncation_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
+    padding_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
+    pad_token_type_id: Count = 0
+    clean_up_tokenization_spaces: Flag = False
+
+    def with_map(self, other: SpecialTokensMap) -> SpecialTokens:
+        """Return the special tokens of both files; those of tokenizer_config.json go first."""
+        roles = SpecialTokens.model_fields
+        found = {role: getattr(other, role) for role in roles}
+        found |= {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
+        return SpecialTokens(**found)
+
+
+class SentenceBertConfig(_File):
+    """sentence_bert_config.json."""
+
+    FILE = "sentence_bert_config.json"
+
+    max_seq_length: Count = 0
+    """0 where the file does not say it."""
+    do_lower_case: Flag = False
+
+
+class SentenceTransformersConfig(_File):
+    """config_sentence_transformers.json."""
+
+    FILE = "config_sentence_transformers.json"
+
+    prompts: dict[str, Annotated[str | None, _expected("a string")]] = Field(default_factory=dict)
+    default_prompt_name: String = ""
+
+
+class PoolingConfig(_File):
+    """The config.json of a Pooling module; further `pooling_mode_…` keys are kept as extras."""
+
+    model_config = ConfigDict(extra="allow")
+
+    FILE = "config.json"
+
+    pooling_mode: Annotated[
+        tuple[String, ...],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        _expected("a string or a list of strings"),
+    ] = ()
+    pooling_mode_cls_token: Flag = False
+    pooling_mode_max_tokens: Flag = False
+    pooling_mode_mean_tokens: Flag = False
+    pooling_mode_mean_sqrt_len_tokens: Flag = False
+    pooling_mode_weightedmean_tokens: Flag = False
+    pooling_mode_lasttoken: Flag = False
+    include_prompt: Flag = True
+
+    def unknown_modes(self) -> list[str]:
+        """Return the keys `pooling_mode_…` that are set and have no field here."""
+        extras = self.model_extra or {}
+        return [key for key, on in extras.items() if key.startswith("pooling_mode_") and on]
+
+
+class SentenceModule(_Values):
+    """One entry of modules.json."""
+
+    type: String = ""
+    path: String = ""
+
+    @property
+    def kind(self) -> str:
+        """The name of the module's class."""
+        return self.type.rpartition(".")[2]
+
+
+def read_modules(directory: Path) -> list[SentenceModule]:
+    """Read the modules of a sentence-transformers model.
+
+    Raises:
+        ArtifactError: modules.json is not a list of modules, or one lies outside the directory.
+    """
+    file = directory / "modules.json"
+    document = load_json(file, error=ArtifactError)
+    if not isinstance(document, list):
+        raise ArtifactError(
+            f"{file} holds a {type(document).__name__}, expected a list of modules."
+        )
+    modules = _validated(
+        file, lambda: TypeAdapter(list[SentenceModule]).validate_python(document), ArtifactError
+    )
+    for module in modules:
+        path = PurePosixPath(module.path)
+        if path.is_absolute() or ".." in path.parts or "\0" in module.path:
+            raise ArtifactError(
+                f"{file}: the module path {module.path!r} leads outside the model's directory."
+            )
+    return modules
+
+
+class PreprocessorConfig(_File):
+    """preprocessor_config.json. None: the processor's own default."""
+
+    FILE = "preprocessor_config.json"
+
+    image_processor_type: String = ""
+    feature_extractor_type: String = ""
+    do_resize: Flag | None = None
+    size: ImageSizeValue | None = None
+    resample: Annotated[int, Field(ge=0, le=5), _expected("an integer from 0 to 5")] | None = None
+    do_center_crop: Flag | None = None
+    crop_size: ImageSizeValue | None = None
+    crop_pct: Annotated[float, Field(ge=0.1, le=2), _expected("a number from 0.1 to 2")] | None = (
+        None
+    )
+    do_rescale: Flag | None = None
+    rescale_factor: (
+        Annotated[float, Field(gt=0, le=1e3), _expected("a number above 0, up to 1000")] | None
+    ) = None
+    rescale_offset: Flag | None = None
+    do_normalize: Flag | None = None
+    include_top: Flag | None = None
+    image_mean: ChannelMeans | None = None
+    image_std: ChannelDeviations | None = None
+
+
+def _conflict(key: str, value: Any, words: str) -> PydanticCustomError:
+    """Return the error of a value that does not fit those of other keys."""
+    return PydanticCustomError("conflict", "{words}", {"key": key, "value": value, "words": words})
+
+
+def _validated(file: Path, validate: Callable[[], T], error: type[EngineryError]) -> T:
+    """Validate a document; raises `error` with the file, the key, the value and the expectation."""
+    try:
+        return validate()
+    except ValidationError as found:
+        first = found.errors(include_url=False)[0]
+    raise error(f"{file}: {_described(first)}.")
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 60, 60
+_EXPECTED = {
+    "dict_type": "an object",
+    "model_type": "an object",
+    "list_type": "a list",
+    "missing": "a value",
+    "int_parsing": "an integer",
+    "string_unicode": "text without lone surrogates",
+}
+
+
+def _described(found: Mapping[str, Any]) -> str:
+    """Describe one of pydantic's errors: which key, what was found, what was expected."""
+    context, place = found.get("ctx", {}), [str(part) for part in found["loc"]]
+    words = context.get("words") or _EXPECTED.get(found["type"]) or found["msg"]
+    value = _SHORT.repr(context.get("value", found["input"]))
+    if place and place[-1] == "[key]":
+        return f"{'.'.join(place[:-2])} has the key {value}, expected {words}"
+    if found["type"] == "missing":
+        return f"{'.'.join(place)} is missing"
+    key = ".".join([*place, *([context["key"]] if "key" in context else [])])
+    return f"{key or 'the document'} is {value}, expected {words}"

@@ -1,0 +1,483 @@
+"""Check what a graph would allocate before ONNX Runtime creates a session of it.
+
+>>> check_allocations(Path("minilm/model.onnx"))
+
+ONNX Runtime computes constants while it loads, and a node such as ConstantOfShape makes gigabytes
+of a shape of eight bytes. Sizes that the file itself holds are therefore looked at first: in stored
+tensors, in `Constant` nodes, and through the operators that exporters compute shapes with. Sizes
+that depend on the inputs of a request, on operators not listed in `_RULES`, or on the arguments of
+a local function are not seen; for folding at load, ONNX Runtime has its own limit of 1 GiB a node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
+from itertools import zip_longest
+from pathlib import Path, PurePosixPath
+
+from enginery.core.errors import ArtifactError, EngineryError
+from enginery.core.onnx_structure import (
+    BITS,
+    Attribute,
+    Graph,
+    Node,
+    Number,
+    Sparse,
+    Tensor,
+    read_structure,
+)
+
+MAX_CONSTANT_BYTES = 2**30
+"""Of one tensor that a graph computes from constants; ONNX Runtime's own limit for folding
+(kDefaultConstantFoldingMaxOutputSizeInBytes in core/optimizer/constant_folding.cc)."""
+MAX_CONSTANTS_BYTES = 4 * MAX_CONSTANT_BYTES
+"""Of all of them together."""
+_MAX_ELEMENTS = 2**63 - 1
+_MAX_KNOWN = 256
+"""Numbers of a shape that is followed from node to node."""
+_FLOAT, _INT64 = 1, 7
+_DO = "The model was exported wrongly or cannot be trusted: look at that node and export it again."
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of a tensor before anything runs."""
+
+    data_type: int = 0
+    dims: tuple[int, ...] | None = None
+    """None where a size depends on the inputs."""
+    values: tuple[Number, ...] | None = None
+    """Its numbers, where they are few and constant."""
+    constant: bool = False
+    least: int = 0
+    """The fewest elements that it can have, where the dims are not known."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims) if self.dims is not None else self.least
+
+
+_UNKNOWN = _Known()
+
+
+def check_allocations(path: Path, *, error: type[EngineryError] = ArtifactError) -> None:
+    """Refuse a graph with a tensor of an impossible or an absurd size.
+
+    A constant that the graph computes may have 1 GiB, all of them together 4 GiB; another tensor
+    whose size is fixed may have what the machine has of memory. A stored tensor must have the
+    bytes that its shape needs.
+
+    Raises:
+        EngineryError: a tensor is larger, a size is negative, data is missing, nodes wait for each
+            other, or the file is damaged; an error of the class `error` that names the node.
+    """
+    import psutil
+
+    model = read_structure(path, error=error)
+    check = _Check(path, error, psutil.virtual_memory().total)
+    check.graph(model.graph, ChainMap())
+    for function in model.functions:
+        check.graph(function, ChainMap())
+
+
+class _Check:
+    def __init__(self, path: Path, error: type[EngineryError], memory_bytes: int) -> None:
+        self.path, self.error = path, error
+        self.memory_bytes = memory_bytes
+        self.constants_bytes = 0
+
+    def graph(self, graph: Graph, outer: ChainMap[str, _Known]) -> None:
+        """Check a graph inside the graphs whose tensors it sees."""
+        known = outer.new_child()
+        for value in graph.inputs:
+            if all(dim >= 0 for dim in value.dims):
+                dims = self._dims(f"input '{value.name}'", value.dims)
+                known[value.name] = _Known(value.data_type, dims)
+        for tensor in graph.initializers:
+            known[tensor.name] = self._stored(f"initializer '{tensor.name}'", tensor)
+        for sparse in graph.sparse:
+            known[sparse.name] = self._sparse(f"initializer '{sparse.name}'", sparse)
+        for node in self._sorted(graph):
+            for attribute in node.attributes.values():
+                for subgraph in attribute.graphs:
+                    self.graph(subgraph, known)
+            made = self._made(node, known)
+            for name in node.outputs[:1]:
+                known[name] = made
+            for name in node.outputs[1:]:
+                known[name] = _UNKNOWN
+
+    def _made(self, node: Node, known: ChainMap[str, _Known]) -> _Known:
+        """Return what is known of a node's first output, if it may be that large."""
+        where = _where(node)
+        for attribute in node.attributes.values():
+            for tensor in attribute.tensors:
+                self._stored(where, tensor)
+        rule = _RULES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        if rule is None:
+            return _UNKNOWN
+        if node.op_type == "Constant":
+            return self._constant(where, node)
+        inputs = [known.get(name, _UNKNOWN) if name else _UNKNOWN for name in node.inputs]
+        try:
+            made = rule(node, inputs)
+        except (ArithmeticError, IndexError, ValueError, TypeError):
+            return _UNKNOWN  # ONNX Runtime refuses such a node, or its sizes are not known
+        if made.dims is not None:
+            self._dims(where, made.dims)
+        if made.elements > max((value.elements for value in inputs), default=0):
+            self._require_fit(where, made, made.elements)
+        return made
+
+    def _constant(self, where: str, node: Node) -> _Known:
+        attributes = node.attributes
+        if tensors := attributes.get("value", Attribute()).tensors:
+            return self._stored(where, tensors[0])
+        if sparse := attributes.get("sparse_value", Attribute()).sparse:
+            return self._sparse(where, sparse[0])
+        for name, rank in (("value_int", 0), ("value_ints", 1)):
+            if found := attributes.get(name):
+                values = found.ints if rank else (found.number or 0,)
+                if not values:
+                    continue  # more than are read
+                dims = (len(values),) if rank else ()
+                return _Known(_INT64, dims, values, constant=True)
+        return _UNKNOWN
+
+    def _dims(self, where: str, dims: Sequence[int]) -> tuple[int, ...]:
+        shown = f"{where} has the shape {_shown(dims)}"
+        if any(dim < 0 for dim in dims):
+            raise self.error(f"{self.path}: {shown}, expected sizes from 0 on.", do=_DO)
+        if math.prod(dims) > _MAX_ELEMENTS:
+            raise self.error(f"{self.path}: {shown}, expected fewer than 2^63 elements.", do=_DO)
+        return tuple(dims)
+
+    def _require_fit(self, where: str, made: _Known, elements: int) -> None:
+        """Raise unless a tensor that the graph makes may have so many elements."""
+        needed = _bytes(made.data_type, elements)
+        limit, of_what = self.memory_bytes, "of this machine's memory"
+        if made.constant:
+            limit, of_what = min(MAX_CONSTANT_BYTES, limit), "for a constant"
+        if needed > limit:
+            size = f"the shape {_shown(made.dims)}" if made.dims else f"{elements} elements"
+            raise self.error(
+                f"{self.path}: {where} makes a tensor of {size}, {_gib(needed)}; expected "
+                f"{_gib(limit)} {of_what} at most.",
+                do=_DO,
+            )
+        if made.constant:
+            self.constants_bytes += needed
+            if self.constants_bytes > min(MAX_CONSTANTS_BYTES, self.memory_bytes):
+                raise self.error(
+                    f"{self.path}: with {where} the graph makes {_gib(self.constants_bytes)} of "
+                    f"constants; expected {_gib(MAX_CONSTANTS_BYTES)} at most, and no more than "
+                    f"this machine's memory.",
+                    do=_DO,
+                )
+
+    def _sparse(self, where: str, sparse: Sparse) -> _Known:
+        made = _Known(sparse.data_type, self._dims(where, sparse.dims), constant=True)
+        self._require_fit(where, made, made.elements)
+        return made
+
+    def _stored(self, where: str, tensor: Tensor) -> _Known:
+        """Return what is known of a stored tensor, if there are the bytes for its shape."""
+        dims = self._dims(where, tensor.dims)
+        elements = math.prod(dims)
+        bits = BITS.get(tensor.data_type, 0)
+        needed = -(-elements * bits // 8)
+        if tensor.external is not None:
+            held = self._external_bytes(where, tensor.external, needed)
+        elif tensor.raw_bytes is not None:
+            held = tensor.raw_bytes
+        else:
+            held = needed if tensor.listed >= elements else tensor.listed * bits // 8
+            if not bits and tensor.listed < elements:
+                needed = held + 1  # texts, of which one is missing
+        if held < needed:
+            raise self.error(
+                f"{self.path}: {where} has the shape {_shown(dims)}, which needs {needed} bytes; "
+                f"found {held}.",
+                do=_DO,
+            )
+        values = tensor.values
+        whole = values is not None and len(values) == elements <= _MAX_KNOWN
+        return _Known(tensor.data_type, dims, values if whole else None, constant=True)
+
+    def _external_bytes(self, where: str, entries: dict[str, str], needed: int) -> int:
+        name = entries.get("location", "")
+        inside = PurePosixPath(name)
+        outside = (
+            f"{self.path}: {where} has its data in {name!r}, expected a file beside the graph."
+        )
+        if not name or inside.is_absolute() or ".." in inside.parts or "\0" in name:
+            raise self.error(outside)
+        try:
+            file = (self.path.parent / name).resolve(strict=True)
+            size_bytes = file.stat().st_size
+            offset = int(entries.get("offset") or 0)
+            length = int(entries.get("length") or needed)
+        except OSError:
+            raise self.error(
+                f"{self.path}: the external data '{name}' of {where} is missing.", do=_DO
+            ) from None
+        except ValueError:
+            raise self.error(
+                f"{self.path}: {where} has external data at {entries}, expected whole numbers."
+            ) from None
+        if not file.is_relative_to(self.path.parent.resolve()) or not file.is_file():
+            raise self.error(outside)
+        return max(0, min(length, size_bytes - offset)) if offset >= 0 else 0
+
+    def _sorted(self, graph: Graph) -> list[Node]:
+        """Return the nodes so that each comes after those whose outputs it takes."""
+        made_by = {name: i for i, node in enumerate(graph.nodes) for name in node.outputs if name}
+        order = {
+            index: {made_by[name] for name in _taken(node) if name in made_by}
+            for index, node in enumerate(graph.nodes)
+        }
+        if all(source < index for index, sources in order.items() for source in sources):
+            return graph.nodes
+        try:
+            return [graph.nodes[index] for index in TopologicalSorter(order).static_order()]
+        except CycleError as problem:
+            circle = " → ".join(_where(graph.nodes[index]) for index in problem.args[1][:5])
+            raise self.error(
+                f"{self.path}: nodes wait for each other's outputs: {circle}."
+            ) from None
+
+
+def _taken(node: Node) -> set[str]:
+    """Return the names that a node takes, those that the graphs inside it take from outside too."""
+    taken = {name for name in node.inputs if name}
+    for attribute in node.attributes.values():
+        for subgraph in attribute.graphs:
+            # Optimum's merged decoders use one name inside a branch and for the If around it.
+            own = {name for inner in subgraph.nodes for name in inner.outputs}
+            own |= {tensor.name for tensor in (*subgraph.initializers, *subgraph.inputs)}
+            taken |= {name for inner in subgraph.nodes for name in _taken(inner)} - own
+    return taken
+
+
+def _where(node: Node) -> str:
+    name = node.name or next(iter(node.outputs), "")
+    return f"node '{name}' ({node.op_type})"
+
+
+def _shown(dims: Sequence[int] | None) -> str:
+    dims = dims or ()
+    return f"[{', '.join(map(str, dims[:8]))}{', …' if len(dims) > 8 else ''}]"
+
+
+def _bytes(data_type: int, elements: int) -> int:
+    return -(-elements * BITS.get(data_type, 8) // 8)
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes < 2**60 else f"{size_bytes:.0e} bytes"
+
+
+# Rules: what an operator makes of what is known of its inputs. They raise where a size is not
+# known; `made` and `_Known.elements` then count nothing.
+
+_Rule = Callable[[Node, list[_Known]], _Known]
+
+
+def _sizes(value: _Known) -> tuple[int, ...]:
+    """Return the numbers of a shape; raises ValueError where they are not known."""
+    if value.values is None:
+        raise ValueError
+    return tuple(int(number) for number in value.values)
+
+
+def _constant_of_shape(node: Node, inputs: list[_Known]) -> _Known:
+    dims = _sizes(inputs[0])
+    fill = node.attributes.get("value", Attribute()).tensors
+    kind = fill[0].data_type if fill else _FLOAT
+    made = _Known(kind, dims, constant=True)
+    if fill and fill[0].values and all(dim >= 0 for dim in dims) and made.elements <= _MAX_KNOWN:
+        return replace(made, values=fill[0].values[:1] * made.elements)
+    return made
+
+
+def _of_size(node: Node, dims: tuple[int, ...], default: int) -> _Known:
+    """Return a tensor that is made from a shape alone, of the type of an attribute."""
+    for name in ("dtype", "output_datatype"):
+        default = node.attributes.get(name, Attribute()).number or default
+    return _Known(default, dims, constant=True)
+
+
+def _random(node: Node, _inputs: list[_Known]) -> _Known:
+    return _of_size(node, node.attributes["shape"].ints if "shape" in node.attributes else (), 1)
+
+
+def _window(node: Node, inputs: list[_Known]) -> _Known:
+    return _of_size(node, _sizes(inputs[0])[:1], _FLOAT)
+
+
+def _range(_node: Node, inputs: list[_Known]) -> _Known:
+    start, limit, delta = (value.values[0] for value in inputs if value.values)
+    count = max(0, math.ceil((limit - start) / delta))
+    return _Known(inputs[0].data_type, (count,), constant=True)
+
+
+def _one_hot(_node: Node, inputs: list[_Known]) -> _Known:
+    depth = max(0, _sizes(inputs[1])[0])
+    constant = inputs[0].constant
+    least = depth * max(1, inputs[0].elements)
+    return _Known(inputs[2].data_type, constant=constant, least=least)
+
+
+def _grown(source: _Known, factors: Sequence[Number], dims: tuple[int, ...] | None) -> _Known:
+    """Return a tensor of these dims, or else of as many elements as the factors say at least."""
+    least = math.prod(max(1, int(factor)) for factor in factors)
+    return _Known(source.data_type, dims, constant=source.constant, least=least)
+
+
+def _expand(_node: Node, inputs: list[_Known]) -> _Known:
+    source = inputs[0]
+    # Some exporters write -1 for a size that stays.
+    shape = tuple(1 if size == -1 else size for size in _sizes(inputs[1]))
+    known = _broadcast_dims([source.dims, shape]) if source.dims is not None else None
+    return _grown(source, shape if 0 not in shape else (), known)
+
+
+def _tile(_node: Node, inputs: list[_Known]) -> _Known:
+    source, repeats = inputs[0], _sizes(inputs[1])
+    dims = source.dims
+    if dims is not None:
+        dims = tuple(size * n for size, n in zip(dims, repeats, strict=True))
+    return _grown(source, repeats if 0 not in repeats else (), dims)
+
+
+def _pad(node: Node, inputs: list[_Known]) -> _Known:
+    source = inputs[0]
+    given = node.attributes.get("pads")
+    pads = given.ints if given else _sizes(inputs[1])
+    half = len(pads) // 2
+    grown = [before + after for before, after in zip(pads[:half], pads[half:], strict=True)]
+    dims = source.dims
+    if dims is not None and len(dims) == half:
+        dims = tuple(max(0, size + more) for size, more in zip(dims, grown, strict=True))
+    else:
+        dims = None
+    return _grown(source, grown, dims)
+
+
+def _resize(node: Node, inputs: list[_Known]) -> _Known:
+    source = inputs[0]
+    if len(inputs) > 3 and inputs[3].values:
+        sizes = _sizes(inputs[3])
+        whole = source.dims is not None and len(source.dims) == len(sizes)
+        return _grown(source, sizes, sizes if whole else None)
+    attribute = node.attributes.get("scales")
+    given = inputs[2 if len(inputs) > 2 else 1].values if attribute is None else attribute.floats
+    if not given:
+        raise ValueError
+    dims = source.dims
+    if dims is not None and len(dims) == len(given):
+        dims = tuple(int(size * scale) for size, scale in zip(dims, given, strict=True))
+    else:
+        dims = None
+    return _grown(source, given, dims)
+
+
+def _broadcast_dims(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape that numpy's rules make of several."""
+    sizes = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
+    return tuple(0 if 0 in column else max(column) for column in sizes)[::-1]
+
+
+def _elementwise(node: Node, inputs: list[_Known]) -> _Known:
+    kind, constant = inputs[0].data_type, all(value.constant for value in inputs)
+    shapes = [value.dims for value in inputs if value.dims is not None]
+    dims = _broadcast_dims(shapes) if len(shapes) == len(inputs) else None
+    made = _Known(kind, dims, constant=constant)
+    combine = _ARITHMETIC.get(node.op_type)
+    if combine is None or len(inputs) != 2 or dims is None:
+        return made
+    first, second = (value.values for value in inputs)
+    if first is None or second is None:
+        return made
+    count = made.elements
+    if any(len(values) not in (1, count) for values in (first, second)) or count > _MAX_KNOWN:
+        return made
+    pairs = zip(first * (count // len(first)), second * (count // len(second)), strict=True)
+    values = tuple(combine(a, b) for a, b in pairs)
+    if any(abs(value) > _MAX_ELEMENTS for value in values):
+        return made  # a chain of products would grow without end; no size has so many digits
+    return replace(made, values=values)
+
+
+def _divide(a: Number, b: Number) -> Number:
+    return int(a / b) if isinstance(a, float) else abs(a) // abs(int(b)) * (1 if a * b >= 0 else -1)
+
+
+_ARITHMETIC: dict[str, Callable[[Number, Number], Number]] = {
+    "Add": lambda a, b: a + b,
+    "Sub": lambda a, b: a - b,
+    "Mul": lambda a, b: a * b,
+    "Div": _divide,
+    "Max": max,
+    "Min": min,
+}
+
+
+def _same_numbers(node: Node, inputs: list[_Known]) -> _Known:
+    """Return the same numbers in another shape or type."""
+    source = inputs[0]
+    kind = node.attributes["to"].number if "to" in node.attributes else source.data_type
+    dims = source.dims if node.op_type in ("Identity", "Cast") else None
+    values = source.values
+    if values is not None and kind in (6, 7):
+        values = tuple(int(value) for value in values)
+    least = source.elements
+    return _Known(kind or 0, dims, values, constant=source.constant, least=least)
+
+
+def _concat(_node: Node, inputs: list[_Known]) -> _Known:
+    if any(value.values is None or len(value.dims or ()) > 1 for value in inputs):
+        return _UNKNOWN
+    values = tuple(number for value in inputs for number in value.values or ())
+    if len(values) > _MAX_KNOWN:
+        return _UNKNOWN
+    return _Known(inputs[0].data_type, (len(values),), values, constant=True)
+
+
+def _shape(node: Node, inputs: list[_Known]) -> _Known:
+    dims = inputs[0].dims
+    if dims is None or {"start", "end"} & set(node.attributes):
+        return _UNKNOWN
+    return _Known(_INT64, (len(dims),), dims, constant=True)
+
+
+_RULES: dict[str, _Rule] = {
+    "Constant": _same_numbers,  # read by itself
+    "ConstantOfShape": _constant_of_shape,
+    "Expand": _expand,
+    "Tile": _tile,
+    "Range": _range,
+    "Pad": _pad,
+    "Resize": _resize,
+    "Upsample": _resize,
+    "OneHot": _one_hot,
+    "RandomNormal": _random,
+    "RandomUniform": _random,
+    "HannWindow": _window,
+    "HammingWindow": _window,
+    "BlackmanWindow": _window,
+    "Concat": _concat,
+    "Shape": _shape,
+    **dict.fromkeys(
+        ("Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape", "Flatten"), _same_numbers
+    ),
+    **dict.fromkeys(
+        ("Add", "Sub", "Mul", "Div", "Max", "Min", "Pow", "Where", "Equal", "Greater", "Less",
+         "And", "Or", "Xor", "Mod"),
+        _elementwise,
+    ),
+}  # fmt: skip
