@@ -154,7 +154,7 @@ def test_weights_of_tensorflow_do_not_stand_in_for_damaged_ones(bert):
     model = bert()
     (model / "model.safetensors").write_bytes(b"damaged")
     (model / "tf_model.h5").write_bytes(b"anything")
-    with pytest.raises(EngineryError, match="cannot load .*: Error while deserializing header"):
+    with pytest.raises(EngineryError, match=r"cannot load .*: Error while deserializing header"):
         export_model(str(model))
 
 
