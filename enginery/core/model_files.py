@@ -267,7 +267,6 @@ class ModelConfig(ModelPart, _File):
     architecture: String = ""
     """The model's name in timm, whose files alone have it."""
     architectures: Annotated[tuple[String, ...], _expected("a list of strings")] = ()
-    """The Python code that came with the model, by the class of transformers that loads it."""
     problem_type: String = ""
     id2label: dict[int, Label] = Field(default_factory=dict)
     label2id: dict[str, Annotated[int, _expected("an integer")]] = Field(default_factory=dict)
