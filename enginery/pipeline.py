@@ -384,9 +384,11 @@ def run_recipe(
     *,
     force: bool = False,
     allow_failed: bool = False,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
     progress: Progress = SILENT,
 ) -> RunResult:
-    """Runs a recipe's stages in order; a second run takes every finished result.
+    """Run a recipe's stages in order; a second run takes every finished result.
 
     A failed validation is a result, not an error: the artifact is marked, in the store and at the
     recipe's `out`, and the stages after it are refused.
@@ -395,12 +397,18 @@ def run_recipe(
         recipe: a recipe or the path of its YAML file.
         force: run every stage although its result is there.
         allow_failed: go on after a failed validation.
+        trust_remote_code: run Python code that comes with the recipe's model. What the recipe
+            grants its export holds for the checks behind it, too: they load the same files.
+        allow_pickle: load pickled weights, likewise.
         progress: who is told what happens.
 
     Raises:
         EngineryError: a stage cannot do its work.
     """
     plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    exports = [step.options for step in plan.steps if isinstance(step.options, ExportConfig)]
+    trust_remote_code |= any(options.trust_remote_code for options in exports)
+    allow_pickle |= any(options.allow_pickle for options in exports)
     if plan.out:
         refuse_foreign(Path(plan.out))
     stages: list[StageResult] = []
@@ -412,7 +420,10 @@ def run_recipe(
             refused.append(step.stage)
             continue
         if isinstance(step.options, ExportConfig):
-            result = export_step(plan.model, step.options, "", force=force, progress=progress)
+            export = replace(
+                step.options, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
+            )
+            result = export_step(plan.model, export, "", force=force, progress=progress)
         elif artifact is None:
             raise OptionError(f"a recipe starts with export, found {step.stage}.")
         elif isinstance(step.options, OptimizeConfig):
@@ -427,7 +438,14 @@ def run_recipe(
             engines = replace(step.options, allow_failed=allow_failed or step.options.allow_failed)
             result = build_step(artifact, engines, "", force=force, progress=progress)
         else:
-            result = validate_step(artifact, step.options, force=force, progress=progress)
+            # Another model than the export's is trusted by its own options alone.
+            same = not step.options.reference
+            check = replace(
+                step.options,
+                trust_remote_code=step.options.trust_remote_code or (same and trust_remote_code),
+                allow_pickle=step.options.allow_pickle or (same and allow_pickle),
+            )
+            result = validate_step(artifact, check, force=force, progress=progress)
         stages.append(result)
         artifact = result.artifact
     if artifact is None:

@@ -172,6 +172,8 @@ def run(
     ask: tuple[str, ...] = (),
     force: Flag = False,
     allow_failed: Flag = False,
+    trust_remote_code: Flag = False,
+    allow_pickle: Flag = False,
     output: Output = OUTPUT,
 ) -> None:
     """Run a recipe: make the artifact, check it, answer a few inputs with it.
@@ -195,6 +197,10 @@ def run(
         Run every stage although its result is there.
     allow_failed
         Go on after a failed validation.
+    trust_remote_code
+        Run Python code that comes with the model. Only for authors you trust.
+    allow_pickle
+        Load pickled weights. Only for authors you trust.
     """
     from dataclasses import replace
 
@@ -209,7 +215,14 @@ def run(
     plan = written.with_model(model=model, task=task, revision=revision)
     asked = tuple(_as_text(words) for words in ask)
     plan = replace(plan, out=out or plan.out, ask=asked or plan.ask)
-    result = run_recipe(plan, force=force, allow_failed=allow_failed, progress=console)
+    result = run_recipe(
+        plan,
+        force=force,
+        allow_failed=allow_failed,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+        progress=console,
+    )
     console.table("Made", show.made_rows(result))
     console.table("Stages", show.run_rows(result))
     for report in (stage.report for stage in result.stages if stage.report):
