@@ -14,7 +14,7 @@ This is the one module of the runtime that imports torch, transformers and optim
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -33,11 +33,14 @@ try:
     import torch
     from optimum.exporters.tasks import TasksManager
     from safetensors import SafetensorError
+    from torch.overrides import TorchFunctionMode
     from transformers import CONFIG_MAPPING, AutoConfig
 except ImportError as error:
     raise MissingPackageError(
         error.name or "torch", extra="export", purpose="Running the PyTorch reference"
     ) from error
+
+_WIDENED_AS_USED_BYTES = 1 << 30
 
 # What loaders raise for a configuration or weights that they cannot take.
 _UNREADABLE = (
@@ -124,7 +127,45 @@ def load_pytorch(
         except _UNREADABLE as error:
             first = _first_line(error)
             raise ExportError(f"PyTorch cannot load {path} for {task}: {first}") from error
-    return model.to(_DTYPES[precision]).eval()
+    # FP64 weights of a large model would take twice its size: they are made as they are used.
+    large = precision == "fp64" and _weights_bytes(model) > _WIDENED_AS_USED_BYTES
+    return (model if large else model.to(_DTYPES[precision])).eval()
+
+
+def _weights_bytes(model: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+
+
+class WidenedWeights(TorchFunctionMode):  # type: ignore[misc]  # torch is not type-checked
+    """Make FP64 of a model's FP32 weights as each operation uses them, and drop it afterwards.
+
+    The answers are those of `model.double()`, at the cost of converting every weight in every run,
+    for the memory of one weight in place of all of them. A context manager around the run.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        weights = (*model.parameters(), *model.buffers())
+        self._narrow = {id(tensor) for tensor in weights if tensor.dtype == torch.float32}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call an operation of torch, or read an attribute, with widened weights."""
+        if getattr(func, "__name__", "") == "__get__":
+            # An attribute of a weight, whose values are not needed.
+            is_dtype = func.__self__ is torch.Tensor.dtype
+            return torch.float64 if is_dtype and id(args[0]) in self._narrow else func(*args)
+        return func(*self._widened(args), **self._widened(kwargs or {}))
+
+    def _widened(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.double() if id(value) in self._narrow else value
+        if type(value) in (list, tuple):
+            return type(value)(self._widened(item) for item in value)
+        if type(value) is dict:
+            return {key: self._widened(item) for key, item in value.items()}
+        return value
 
 
 def _from_transformers(path: Path, task: str, options: dict[str, Any], device: str) -> Any:
@@ -207,7 +248,7 @@ class TorchRunner(Closing):
         """
         tensors = {name: self._tensor(array) for name, array in feeds.items()}
         try:
-            with torch.inference_mode(), _quiet():
+            with torch.inference_mode(), _quiet(), self._widened():
                 found = self._run_part(tensors) if self._parts else self._run_whole(tensors)
         except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
@@ -223,6 +264,11 @@ class TorchRunner(Closing):
         """Frees the model."""
         self._model = None
         self._parts = {}
+
+    def _widened(self) -> AbstractContextManager[Any]:
+        """Return what makes the model run in the precision that was chosen."""
+        narrow = self._float == torch.float64 and self._model.dtype == torch.float32
+        return WidenedWeights(self._model) if narrow else nullcontext()
 
     def _tensor(self, array: NDArray[Any]) -> Any:
         tensor = torch.from_numpy(np.array(array)).to(self._device)

@@ -107,3 +107,30 @@ def test_both_branches_of_a_merged_decoder_answer(tiny_model, home):
     with runner(artifact, graph=files[index]) as reference:
         assert reference(feeds)["present.0.decoder.key"].shape == (2, 4, 7, 8)
         assert reference(without)["present.0.decoder.key"].shape == (2, 4, 3, 8)
+
+
+@pytest.mark.parametrize(
+    "kind", ["bert", "deberta-v2", "modernbert", "mpnet", "vit", "resnet", "swin"]
+)
+def test_weights_widened_as_they_are_used_answer_as_fp64_does(tiny_model, kind, monkeypatch):
+    """A large model's weights are never in memory in FP64; its answers are the same."""
+    import torch
+
+    from enginery import export_model
+    from enginery.runtime import torch as reference
+
+    task = "image-classification" if kind in ("vit", "resnet") else "feature-extraction"
+    artifact = export_model(str(tiny_model(kind, task)), task=task)
+    feeds = feeds_for(artifact, height=64, width=64)
+    with runner(artifact, precision="fp64") as whole:
+        expected = whole(feeds)
+    monkeypatch.setattr(reference, "_WIDENED_AS_USED_BYTES", 0)
+    with runner(artifact, precision="fp64") as widened:
+        assert widened._model.dtype == torch.float32
+        found = widened(feeds)
+    with runner(artifact) as narrow:
+        other = narrow(feeds)
+    for name, array in expected.items():
+        assert found[name].dtype == np.float64
+        np.testing.assert_allclose(found[name], array, rtol=1e-13, atol=1e-13)
+        assert np.abs(other[name] - array).max() > 1e-9, "FP32 would have shown"
