@@ -108,7 +108,7 @@ def test_no_model_and_no_onnx(tmp_path):
         Subject.of(tmp_path / "absent.onnx", "", allow_failed=False)
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"no protobuf")
-    with pytest.raises(ProviderError, match="cannot be read by ONNX Runtime"):
+    with pytest.raises(ArtifactError, match="is not an ONNX model, or a damaged one"):
         Subject.of(broken, "", allow_failed=False)
 
 

@@ -128,8 +128,7 @@ def test_page_is_the_same_each_time(exported, copied):
 
 def test_damaged_report_is_said_and_the_rest_is_shown(exported, copied):
     artifact = full_artifact(exported, copied)
-    (artifact.path / "reports" / "validation.json").write_text("{")
-    (artifact.path / "reports" / "engines.json").write_text("{}")
+    artifact.annotate(reports={"reports/validation.json": b"{", "reports/engines.json": b"{}"})
     words = " ".join(Outline(write_report(artifact.path).read_text()).words)
     assert "reports/validation.json cannot be read" in words
     assert "the report is of another version: KeyError('engines')" in words

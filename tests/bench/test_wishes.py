@@ -91,7 +91,7 @@ def test_the_environment_asks_where_the_options_do_not(detector, monkeypatch):
 def test_what_does_not_fit_is_an_error_before_anything_runs(
     tmp_path, monkeypatch, options, kind, message
 ):
-    monkeypatch.setattr(stage.Contender, "start", None)
+    monkeypatch.setattr(stage, "Contender", None)
     model = save_detector(tmp_path / "detector.onnx")
     with pytest.raises(kind, match=message):
         run([model], BenchConfig(shape=("batch=1,height=32,width=32",), **options))
@@ -180,15 +180,16 @@ def test_optimum_is_given_the_options_through_its_own_argument(bert, monkeypatch
 
     monkeypatch.setattr(frameworks.optimum_ort, "ORTModelForFeatureExtraction", Model)
     model = frameworks.OptimumModel(
-        bert.artifact, bert.record, parse_wishes(CUDA), threads=0, io_binding=False
-    )
+        bert.artifact, bert.record, parse_wishes(CUDA), threads=0, io_binding=False,
+        trust_remote_code=False,
+    )  # fmt: skip
     assert given["provider"] == "CUDAExecutionProvider"
     assert given["provider_options"] == {"gpu_mem_limit": "2147483648", "device_id": "1"}
     assert given["use_io_binding"] is False
     assert model.notes == ["IOBinding off, as asked for"]
     assert [found["options"] for found in model.providers] == [given["provider_options"], {}]
     frameworks.OptimumModel(bert.artifact, bert.record, parse_wishes("cuda"), threads=0,
-                            io_binding=True)  # fmt: skip
+                            io_binding=True, trust_remote_code=False)  # fmt: skip
     assert given["use_io_binding"] is None
 
 

@@ -57,8 +57,7 @@ def files_of(artifact):
 
 def test_the_artifact_has_all_that_it_had_and_the_engine(tmp_path, built):
     source = product(tmp_path / "a", external=True)
-    (source.path / "reports").mkdir()
-    (source.path / "reports/validation.json").write_text("{}")
+    source = source.annotate(reports={"reports/validation.json": b"{}"})
     made = built(source)
     (engine,) = engines_of(made)
     assert Artifact.open(made.path, verify=True) == made
@@ -256,8 +255,7 @@ def test_reports_written_since_stay_where_engines_come_from_the_store(tmp_path, 
     source = product(tmp_path / "a")
     build_engine(source, **options)
     reports = source.path / "reports"
-    reports.mkdir()
-    (reports / "benchmark.json").write_text("{}")
+    source = source.annotate(reports={"reports/benchmark.json": b"{}"})
     build_engine(source, out=source.path, **options)
     assert {"benchmark.json", "engines.json"} <= {path.name for path in reports.iterdir()}
 

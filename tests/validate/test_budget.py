@@ -67,15 +67,16 @@ def with_options(made, tmp_path):
     def make(*, report=None, **options):
         artifact = made(*DISTILBERT)
         artifact = artifact.copy_to(tmp_path / f"copy-{len(list(tmp_path.iterdir()))}")
-        (artifact.path / "reports" / "quantization.json").unlink()
+        artifact = artifact.annotate(removed=["reports/quantization.json"])
         *before, stage = artifact.manifest.stages
         changed = stage.model_copy(update={"options": {**stage.options, **options}})
         commit_artifact(
             artifact.path, artifact.manifest.model_copy(update={"stages": (*before, changed)})
         )
-        if report is not None:
-            (artifact.path / "reports" / "quantization.json").write_text(report)
-        return Artifact.open(artifact.path)
+        opened = Artifact.open(artifact.path)
+        if report is None:
+            return opened
+        return opened.annotate(reports={"reports/quantization.json": report.encode()})
 
     return make
 

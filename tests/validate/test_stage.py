@@ -275,8 +275,8 @@ def test_second_validation_is_taken_from_the_verdict_until_something_changes(
     faults.break_graph(Artifact.open(artifact.path), faults.flip_sign)
     assert "artifact: " in again(data=str(data), seed=1)
     report = artifact.path / "reports" / "validation.json"
-    report.write_bytes(report.read_bytes()[:50])
-    assert "validating anew" in again(data=str(data), seed=1)
+    report.unlink()
+    assert "validating anew: its report is missing" in again(data=str(data), seed=1)
     assert ValidationReport.from_json(report.read_bytes()).passed is False
 
 
@@ -365,10 +365,10 @@ def test_provider_that_cannot_be_had_is_an_error_and_no_verdict(exported, copied
 def test_pytorchs_answers_that_do_not_fit_on_disk_are_an_error_in_words(
     exported, copied, monkeypatch
 ):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "save", full)
+    monkeypatch.setattr(np, "savez", full)
     with pytest.raises(EngineryError, match=r"No space left on device\. Set TMPDIR"):
         validate_model(copied(exported(*TEXT)))
 
