@@ -30,6 +30,8 @@ from enginery.core.errors import UntrustedModelError
 # Code is known by its suffix, and data are never opened as code.
 _CODE = (".py", ".pyc", ".pyo", ".so", ".pyd", ".dll", ".dylib")
 
+_WEIGHTS = (".safetensors", ".bin")
+
 _PROCESSES = (
     "subprocess.Popen",
     "os.system",
@@ -127,7 +129,11 @@ class Confinement:
         hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
         # A snapshot's files are links into the folder `blobs` of its repository.
         blobs = [model.parent.parent / "blobs"] if model.parent.name == "snapshots" else []
-        self._readable = _real([model, *self._code, *self._writable, hub, *blobs, *_SYSTEM])
+        # People keep weights on other disks, and leave links to them.
+        weights = [path for path in model.glob("*") if path.suffix in _WEIGHTS]
+        self._readable = _real(
+            [model, *self._code, *self._writable, hub, *blobs, *weights, *_SYSTEM]
+        )
         self.stopped: list[str] = []
         """What the process tried, in words; the first is the cause of the others."""
 

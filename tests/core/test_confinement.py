@@ -41,6 +41,8 @@ def place(tmp_path):
     marker = tmp_path / "out/ran"
     (tmp_path / "model/evil.py").write_text(f"open({str(marker)!r}, 'w').write('ran')")
     (tmp_path / "model/link").symlink_to(tmp_path / "home/secret.txt")
+    (tmp_path / "model/pytorch_model.bin").symlink_to(tmp_path / "weights")
+    (tmp_path / "weights").write_text("")
     return tmp_path
 
 
@@ -132,6 +134,7 @@ def test_files_that_are_not_the_models_are_not_read(place):
 HARMLESS = {
     "results": "(out / 'model.onnx').write_bytes(b'x'); os.rename(out / 'model.onnx', out / 'm')",
     "model": "(model / 'config.json').read_text()",
+    "weights on another disk": "(model / 'pytorch_model.bin').read_bytes()",
     "temporary files": "d = tempfile.TemporaryDirectory(); Path(d.name, 'x').touch(); d.cleanup()",
     "packages": "import xml.dom.minidom, numpy.ma",
     "generated code": "exec(compile('1 + 1', '<string>', 'exec'))",
