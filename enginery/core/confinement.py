@@ -136,6 +136,8 @@ class Confinement:
         )
         self.stopped: list[str] = []
         """What the process tried, in words; the first is the cause of the others."""
+        self.denied: list[str] = []
+        """Files that it was not given to read. Libraries look for settings, so this is no alarm."""
 
     def error(self) -> UntrustedModelError:
         """Return the error that names the first thing that was stopped."""
@@ -162,7 +164,7 @@ class Confinement:
         elif place.endswith(_CODE) and self._is_data(place):
             self._stop(f"to run {place}")
         elif not _below(place, self._readable):
-            # Libraries look for settings in homes, and go on without.
+            self.denied.append(place)
             raise PermissionError(f"{place} is not a file of the model")
 
     def check_change(self, event: str, arguments: tuple[Any, ...]) -> None:

@@ -91,7 +91,8 @@ def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> No
             f"{top.get('base_model_name_or_path')!r}, which loaders fetch by themselves.",
             do="Merge the two: peft's model.merge_and_unload().save_pretrained(DIR).",
         )
-    has_class = path.name != "config.json" or top.get("model_type") in known_types
+    kind = top.get("model_type")
+    has_class = path.name != "config.json" or (isinstance(kind, str) and kind in known_types)
     for where, key, value in _members(document):
         nested = "." in where or "[" in where
         if key == "auto_map" and isinstance(value, dict | list | str) and value:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,13 @@ from numpy.typing import NDArray
 
 from enginery.core.closing import Closing
 from enginery.core.confinement import Confinement, confined
-from enginery.core.errors import ArtifactError, ExportError, InputError, MissingPackageError
+from enginery.core.errors import (
+    ArtifactError,
+    EngineryError,
+    ExportError,
+    InputError,
+    MissingPackageError,
+)
 from enginery.core.manifest import GraphRecord, Manifest
 from enginery.core.screening import screen_model
 from enginery.core.source import ModelSource
@@ -32,7 +37,6 @@ from enginery.core.source import ModelSource
 try:
     import torch
     from optimum.exporters.tasks import TasksManager
-    from safetensors import SafetensorError
     from torch.overrides import TorchFunctionMode
     from transformers import CONFIG_MAPPING, AutoConfig
 except ImportError as error:
@@ -41,11 +45,6 @@ except ImportError as error:
     ) from error
 
 _WIDENED_AS_USED_BYTES = 1 << 30
-
-# What loaders raise for a configuration or weights that they cannot take.
-_UNREADABLE = (
-    OSError, ValueError, KeyError, RuntimeError, ImportError, UnpicklingError, SafetensorError,
-)  # fmt: skip
 
 Feeds = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]
@@ -124,7 +123,9 @@ def load_pytorch(
                 )
             else:
                 model = _from_transformers(path, task, options, device)
-        except _UNREADABLE as error:
+        except EngineryError:
+            raise
+        except Exception as error:  # a configuration can lead to any error anywhere in transformers
             first = _first_line(error)
             raise ExportError(f"PyTorch cannot load {path} for {task}: {first}") from error
     # FP64 weights of a large model would take twice its size: they are made as they are used.

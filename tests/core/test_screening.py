@@ -169,6 +169,14 @@ def test_deep_nesting_is_an_error_in_words(model):
         screen(directory)
 
 
+@pytest.mark.parametrize("kind", [{}, [], {"a": "bert"}, 3, None])
+def test_a_type_that_is_no_name_is_of_no_class(model, kind):
+    with pytest.raises(UntrustedModelError, match="auto_map"):
+        screen_model(
+            model({"config.json": {"model_type": kind, **NESTED}}), known_types={"bert": object}
+        )
+
+
 @pytest.mark.parametrize("content", [b"{", b"\xff", b""])
 def test_a_configuration_that_is_no_json_is_named(model, content):
     directory = model({})
