@@ -1,5 +1,4 @@
 import json
-import shutil
 
 import pytest
 
@@ -119,7 +118,9 @@ HARMLESS = {
     },
     "where it was saved": {"config.json": {"model_type": "bert", "_name_or_path": "/home/x/ckpt"}},
     "a part's id": {"config.json": {"model_type": "clip", "text": {"_name_or_path": "org/bert"}}},
-    "old path": {"tokenizer_config.json": {"tokenizer_file": "/root/.cache/no-such/t.json"}},
+    "old path": {
+        "tokenizer_config.json": {"tokenizer_file": "/home/somebody/.cache/no-such/t.json"}
+    },
     "vocabulary": {"vocab.json": {"auto_map": 1, "trust_remote_code": 2}},
     "notes": {"training_config.json": {"trust_remote_code": True}},
     "modules": {
@@ -183,19 +184,3 @@ def test_a_configuration_that_is_no_json_is_named(model, content):
     (directory / "config.json").write_bytes(content)
     with pytest.raises(SourceError, match=r"config\.json is not valid JSON"):
         screen(directory)
-
-
-def test_every_configuration_of_optimums_model_types_passes(tmp_path):
-    """What transformers' own test models look like raises no alarm."""
-    from pathlib import Path
-
-    found = Path(__file__).parents[3] / "shared/model-configs/configs.json"
-    if not found.is_file():
-        pytest.skip("the configurations are not beside this checkout")
-    for kind, described in json.loads(found.read_text()).items():
-        directory = tmp_path / "model"
-        directory.mkdir()
-        config = {**described["config"], "model_type": kind}
-        (directory / "config.json").write_text(json.dumps(config))
-        screen_model(directory, known_types=(kind,))
-        shutil.rmtree(directory)
