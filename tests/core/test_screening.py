@@ -118,9 +118,7 @@ HARMLESS = {
     },
     "where it was saved": {"config.json": {"model_type": "bert", "_name_or_path": "/home/x/ckpt"}},
     "a part's id": {"config.json": {"model_type": "clip", "text": {"_name_or_path": "org/bert"}}},
-    "old path": {
-        "tokenizer_config.json": {"tokenizer_file": "/home/somebody/.cache/no-such/t.json"}
-    },
+    "old path": {"tokenizer_config.json": {"tokenizer_file": "/home/x/.cache/none/t.json"}},
     "vocabulary": {"vocab.json": {"auto_map": 1, "trust_remote_code": 2}},
     "notes": {"training_config.json": {"trust_remote_code": True}},
     "modules": {
