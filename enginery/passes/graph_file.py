@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from enginery.core.errors import ExportError, SourceError
@@ -39,7 +40,22 @@ def read_graph(path: Path) -> ir.Model:
             )
     model = ir.from_proto(proto)
     ir.external_data.set_base_dir(model.graph, path.resolve().parent)
+    _load_constants(model)
     return model
+
+
+def _load_constants(model: ir.Model) -> None:
+    """Read the tensors of Constant nodes, which exporters of large models put outside, too.
+
+    `ir.save` moves initializers alone: a constant would go on pointing into the file it came from.
+    """
+    for graph in model.graphs():
+        for node in graph:
+            for name, attribute in list(node.attributes.items()):
+                tensor = attribute.value
+                if isinstance(tensor, ir.ExternalTensor):
+                    inside = ir.tensor(np.array(tensor.numpy()), name=tensor.name)
+                    node.attributes[name] = ir.AttrTensor(name, inside)
 
 
 def weights_outside(path: Path, folder: Path) -> Path:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from enginery.core.closing import Closing
 from enginery.core.errors import InputError
 from enginery.core.feeds import Feeds
-from enginery.passes.graph_file import read_graph
+from enginery.passes.graph_file import read_graph, write_graph
 from enginery.passes.layers import Layer, operands
 from enginery.passes.nodes import infer_types
 from enginery.passes.qdq import ActivationRange, bias_shift, quantized_weight, scale_weight
@@ -61,7 +61,7 @@ class GatedModel(Closing):
         self.outputs = [value.name or "" for value in graph.graph.outputs]
         _gate(graph, layers, ranges, bias_deltas, self._gates, scheme)
         path = Path(self._scratch.name, "gated.onnx")
-        ir.save(graph, path, external_data="gated.data")
+        write_graph(graph, path, inside_bytes=0)
         self._session: Any = open_in_memory(
             path.read_bytes(), path.parent, choose_providers(["cpu"]), optimized=scheme.runs_fused
         )
