@@ -1,6 +1,7 @@
 """Thousands of mutated model files, with the audit hook as the judge.
 
     $ python -m benchmarks.hostile_campaign --cases 10000
+    $ python -m benchmarks.hostile_campaign --kind command --cases 200
 
 Starts from a tiny BERT and its artifact. Each case changes one file of one of four kinds: the
 model's configuration files, which transformers then loads; the artifact's own, its tokenizer
@@ -8,6 +9,10 @@ included; its manifest; its ONNX file. Half of the changes to JSON are hostile o
 types, huge numbers, paths, code references, deep nesting. Files of an artifact get new hashes, as a
 hostile author would give them. A case is good when it is answered, or refused with an error of
 enginery's own, and nothing was run, written or read outside. Seeds are fixed.
+
+These four kinds run within one process, for speed. The fifth, `command`, runs `enginery export`,
+`validate`, `optimize`, `predict` or `inspect --verify` on such a folder as a user would: a
+traceback, a file written by the model's code, 60 seconds or 4 GB in one process are findings.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from typing import Any
 import psutil
 
 KINDS = ("configuration", "artifact", "manifest", "onnx")
+COMMANDS = ("export", "validate", "optimize", "predict", "inspect")
 LIMIT_SECONDS = 60
 LIMIT_BYTES = 4 << 30
 BATCH = 250
@@ -81,7 +87,7 @@ def main() -> None:
     """Run the cases in batches, each batch in a process of its own, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--kind", choices=KINDS)
+    parser.add_argument("--kind", choices=(*KINDS, "command"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--base", type=Path, help=argparse.SUPPRESS)
@@ -113,7 +119,9 @@ def prepare(folder: Path) -> Path:
     from tests.tiny import save_tiny
 
     save_tiny("bert", "feature-extraction", folder / "model")
-    (folder / "model/evil.py").write_text("raise SystemExit('evil ran')")
+    code = f"open({str(folder / 'evil-ran')!r}, 'w')\nraise SystemExit('evil ran')"
+    (folder / "model/evil.py").write_text(code)
+    (folder / "texts.csv").write_text("text\nThe engine is warm.\n")
     export_model(str(folder / "model"), task="feature-extraction", out=folder / "artifact")
     return folder
 
@@ -164,15 +172,21 @@ def work(kind: str, base: Path, cases: range, seed: int) -> None:
     answers = (base / "answers").open("a")
     os.environ["HF_HUB_OFFLINE"] = "1"
     signal.signal(signal.SIGALRM, _late)
-    judges = {"configuration": _configuration, "artifact": _artifact, "manifest": _manifest}
-    judge = judges.get(kind, _onnx)
+    judges = {
+        "configuration": _configuration,
+        "artifact": _artifact,
+        "manifest": _manifest,
+        "onnx": _onnx,
+        "command": _command_line,
+    }
+    judge = judges[kind]
     with tempfile.TemporaryDirectory(dir=base) as scratch:
         os.environ["ENGINERY_HOME"] = str(Path(scratch, "home"))
         for number in cases:
             randomness = random.Random(f"{seed} {kind} {number}")
             place = Path(scratch, "case")
             shutil.rmtree(place, ignore_errors=True)
-            signal.alarm(LIMIT_SECONDS)
+            signal.alarm(LIMIT_SECONDS + 20 * (kind == "command"))
             what, bad = "", ""
             try:
                 what = judge(base, place, randomness)
@@ -279,6 +293,64 @@ def _onnx(base: Path, place: Path, randomness: random.Random) -> str:
             model.embed(["The engine is warm."])
 
     return _judged(place, answer)
+
+
+def _command_line(base: Path, place: Path, randomness: random.Random) -> str:
+    """Run a command on a changed model or artifact in a process of its own."""
+    command = randomness.choice(COMMANDS)
+    shutil.copytree(base / ("model" if command == "export" else "artifact"), place)
+    shutil.copy(base / "model/evil.py", place)
+    names = ["config.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"]
+    if command != "export" and randomness.random() < 0.3:
+        mutate_bytes(place / "model.onnx", randomness)
+    else:
+        mutate_json(place / randomness.choice(names), randomness)
+    if command != "export":
+        _hash_again(place)
+    out = str(place.with_name("out"))
+    shutil.rmtree(out, ignore_errors=True)
+    words = {
+        "export": ["--task", "feature-extraction", "--out", out],
+        "validate": [],
+        "optimize": ["--target", "tensorrt", "--precision", "fp16", "--out", out],
+        "predict": ["--input", str(base / "texts.csv"), "--column", "text",
+                    "--output", f"{out}.jsonl", "--force"],
+        "inspect": ["--verify"],
+    }  # fmt: skip
+    status, said, peak = _watched([command, str(place), *words[command]])
+    if (base / "evil-ran").exists():
+        (base / "evil-ran").unlink()
+        return f"stopped: {command} ran the model's code"
+    if "Traceback" in said or status not in (0, 1, 2):
+        return f"stopped: {command} ended with {status}: {said[-300:]}"
+    if peak > LIMIT_BYTES:
+        return f"stopped: {command} took {peak / 1e9:.1f} GB"
+    return "answered" if status == 0 else "refused"
+
+
+def _watched(words: list[str]) -> tuple[int, str, int]:
+    """Run `enginery`; return its status, what it printed, and the largest process in bytes."""
+    peak = 0
+    with (
+        tempfile.TemporaryFile("w+") as printed,
+        subprocess.Popen(
+            [sys.executable, "-m", "enginery", *words], stdout=printed, stderr=printed
+        ) as process,
+    ):
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while process.poll() is None:
+            try:
+                parent = psutil.Process(process.pid)
+                for one in (parent, *parent.children(recursive=True)):
+                    peak = max(peak, _resident(one.pid))
+            except psutil.Error:
+                pass
+            if time.monotonic() > deadline:
+                process.kill()
+                raise TimeoutError(f"{words[0]} took over {LIMIT_SECONDS} s")
+            time.sleep(0.05)
+        printed.seek(0)
+        return process.returncode, printed.read(), peak
 
 
 def _command(place: Path, *words: str) -> str:
