@@ -3,7 +3,8 @@
 >>> html = render_page("minilm", "all-MiniLM-L6-v2, fp32", sections)
 
 Everything is escaped by the template engine; figures alone go in as they are, once their ids are
-their own, their colors follow the page's, and nothing in them could run or load anything.
+their own and their colors follow the page's. A figure may come from somebody else's artifact: what
+could run or load anything is removed, and the page's content security policy forbids the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _UNWANTED = re.compile(
     r"|<script\b[^>]*/>|<foreignObject\b.*?</foreignObject>",
     re.DOTALL | re.IGNORECASE,
 )
-_HANDLERS = re.compile(r"\son\w+\s*=\s*(\"[^\"]*\"|'[^']*')", re.IGNORECASE)
+_HANDLERS = re.compile(r"[\s/]on\w+\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s>]+)", re.IGNORECASE)
 _OUTSIDE = re.compile(r"\s(?:xlink:)?href\s*=\s*(\"(?!#)[^\"]*\"|'(?!#)[^']*')", re.IGNORECASE)
 _SIZE = re.compile(r"\s(?:width|height)=\"[^\"]*\"")
 

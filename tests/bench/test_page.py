@@ -179,6 +179,15 @@ def test_svg_loses_what_could_run_or_load_and_keeps_its_own_ids():
     ET.fromstring(found)
 
 
+def test_nothing_in_a_page_may_run_or_load_whatever_a_figure_holds():
+    figure = Figure("<svg/onload=alert(1)><a xlink:href=javascript:alert(1)></a></svg>", "figure")
+    text = render_page("title", "", [Section("one", figures=[figure])])
+    assert "onload" not in text
+    head = text.partition("</head>")[0]
+    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in head
+    assert "script-src" not in head
+
+
 def test_without_jinja_the_error_says_what_to_install(monkeypatch):
     import sys
 
