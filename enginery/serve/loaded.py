@@ -22,7 +22,6 @@ from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.runtime.image_model import ImageModel
 from enginery.runtime.machine import usable_cores
-from enginery.runtime.model import METHODS
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.provider_names import CPU
 from enginery.runtime.provider_wish import parse_wishes
@@ -34,6 +33,14 @@ from enginery.serve.config import ServeConfig
 from enginery.serve.queue import Waiting
 from enginery.serve.works import ImageWork, TensorWork, TextWork
 
+METHODS = {
+    "feature-extraction": "embed",
+    "text-classification": "classify",
+    "token-classification": "tag",
+    "question-answering": "answer",
+    "fill-mask": "fill",
+    "image-classification": "classify_images",
+}
 _CPU_IMAGES = 8
 """Images of a batch on a CPU: they gain little from sharing, and wait for each other."""
 

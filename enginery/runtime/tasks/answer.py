@@ -1,0 +1,279 @@
+"""Answers to questions, each found in its context.
+
+Start and end logits to the part of the context that answers, as transformers' question-answering
+pipeline: probabilities over context tokens only, their outer product, at most `max_tokens` tokens,
+whole words, the scores of equal answers added up. A long context is read in overlapping windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import InputError
+from enginery.runtime.tasks.task import (
+    MAX_RESULTS,
+    Arrays,
+    Described,
+    InputField,
+    OutputTensor,
+    Result,
+    Row,
+    TaskOptions,
+    Weight,
+    Work,
+    are_finite,
+    string_tensor,
+)
+from enginery.runtime.tasks.text import TextTask
+from enginery.runtime.tokenizer import check_texts
+
+MAX_ANSWER_TOKENS = 15
+
+
+@dataclass(frozen=True)
+class ContextAnswer(Result):
+    """A part of the context that answers the question. Empty, at 0, where none does."""
+
+    text: str
+    score: float
+    start: int
+    end: int
+
+
+class AnswerOptions(TaskOptions):
+    """Options of `answer`."""
+
+    top_k: Annotated[int, Field(ge=1, le=MAX_RESULTS)] = 1
+    """The most answers to a question, best first."""
+    max_tokens: Annotated[int, Field(ge=1, le=512)] = MAX_ANSWER_TOKENS
+    """The most tokens of an answer."""
+    allow_none: bool = False
+    """Let "no answer" compete, as an empty text."""
+
+
+@dataclass
+class Answer(TextTask):
+    """Answers to (question, context)."""
+
+    verb = "answer"
+    does = "answers questions"
+    tasks = ("question-answering",)
+    takes_pairs = True
+    inputs = (InputField("question"), InputField("context"))
+    outputs = (
+        OutputTensor("answer", "string", 2), OutputTensor("score", "float32", 2),
+        OutputTensor("start", "int64", 2), OutputTensor("end", "int64", 2),
+    )  # fmt: skip
+    graph_outputs: ClassVar[Mapping[str, int]] = {"start_logits": 2, "end_logits": 2}
+    example = 'model.answer([("Where did Ada live?", "Ada lived in London.")])'
+    Options = AnswerOptions
+
+    def preprocess(self, inputs: Sequence[Any], options: AnswerOptions) -> Work:
+        """Return rows of (question, context) pairs, or of dicts with these two keys.
+
+        A context has a row for each of its windows.
+        """
+        pairs = [_pair(item, index) for index, item in enumerate(inputs)]
+        for part, what in enumerate(("question", "context")):
+            check_texts([pair[part] for pair in pairs], what=what)
+            for index, pair in enumerate(pairs):
+                if not pair[part].strip():
+                    raise InputError(f"{what} {index} is empty.")
+        rows, of_pair = [], []
+        for index, encoding in enumerate(self.tokenizer.encode_pairs(pairs)):
+            windows = (encoding, *encoding.overflowing)
+            rows += [Row(window, len(window)) for window in windows]
+            of_pair += [index] * len(windows)
+        return Work(rows, (pairs, of_pair))
+
+    def split(
+        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
+    ) -> list[Any]:
+        """Return the start and end logits of each row: (tokens,) each."""
+        starts = self.token_outputs(rows, outputs, "start_logits")
+        return list(zip(starts, self.token_outputs(rows, outputs, "end_logits"), strict=True))
+
+    def postprocess(
+        self, work: Work, outputs: Sequence[Any], options: AnswerOptions
+    ) -> list[list[ContextAnswer]]:
+        """Return a list of `ContextAnswer` for each question."""
+        pairs, of_pair = work.context
+        windows: list[list[Window]] = [[] for _ in pairs]
+        for index, row, (start, end) in zip(of_pair, work.rows, outputs, strict=True):
+            windows[index].append(Window(row.content, start, end, self.tokenizer.cls_id))
+        return [
+            best_answers(
+                context, found, top_k=options.top_k, max_tokens=options.max_tokens,
+                allow_none=options.allow_none,
+            )
+            for (_, context), found in zip(pairs, windows, strict=True)
+        ]  # fmt: skip
+
+    def postprocess_weight(self, work: Work, options: AnswerOptions) -> Weight:
+        """Return how long it takes to look at every token."""
+        return self.scan_weight(work)
+
+    def is_finite(self, result: Any) -> bool:
+        """Whether every score is finite."""
+        return are_finite(answer.score for answer in result)
+
+    def tensors(self, results: Sequence[Any]) -> Arrays:
+        """Return the answers and their places: (n, answers), filled up with empty ones."""
+        most = max(map(len, results))
+        none = ContextAnswer("", 0.0, 0, 0)
+        filled = [[*found, *[none] * (most - len(found))] for found in results]
+        return {
+            "answer": string_tensor([[each.text for each in row] for row in filled]),
+            "score": np.array([[each.score for each in row] for row in filled], np.float32),
+            "start": np.array([[each.start for each in row] for row in filled], np.int64),
+            "end": np.array([[each.end for each in row] for row in filled], np.int64),
+        }
+
+    @classmethod
+    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
+        """Return the best answer; where several are kept, also all of them."""
+        import pyarrow as pa
+
+        place = [("score", pa.float32()), ("start", pa.int64()), ("end", pa.int64())]
+        best = [pa.field(name, kind) for name, kind in (("answer", pa.string()), *place)]
+        if options.top_k == 1:
+            return best
+        return [*best, pa.field("answers", pa.list_(pa.struct([("text", pa.string()), *place])))]
+
+    @classmethod
+    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
+        """Return the best answer, its score and place, and all answers."""
+        best = result[0]
+        return best.text, best.score, best.start, best.end, [vars(found) for found in result]
+
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
+        """Return each question's best answer."""
+        return [
+            Described(
+                {"answer": f"{found[0].text or 'none'} {found[0].score:.2f}"},
+                {"answers": [each.to_dict() for each in found]},
+            )
+            for found in results
+        ]
+
+    @classmethod
+    def sample_inputs(cls, artifact: Artifact, sentences: Sequence[str]) -> tuple[str, ...]:
+        """Return none: a sentence alone is no question with its context."""
+        return ()
+
+
+def _pair(item: Any, index: int) -> tuple[str, str]:
+    if isinstance(item, Mapping) and {"question", "context"} <= set(item):
+        return item["question"], item["context"]
+    if isinstance(item, tuple | list) and len(item) == 2:
+        return item[0], item[1]
+    raise InputError(
+        f"question {index} is a {type(item).__name__}, expected (question, context) "
+        "or a dict with question and context."
+    )
+
+
+_NEVER = -10000.0
+"""The pipeline's logit for tokens that cannot be part of an answer."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """One encoding of (question, part of the context), with its logits."""
+
+    encoding: Any
+    start_logits: NDArray[Any]
+    """(tokens of the encoding,)"""
+    end_logits: NDArray[Any]
+    cls_id: int | None
+
+
+def best_answers(
+    context: str,
+    windows: Sequence[Window],
+    *,
+    top_k: int = 1,
+    max_tokens: int = MAX_ANSWER_TOKENS,
+    allow_none: bool = False,
+) -> list[ContextAnswer]:
+    """Return the best answers over all windows of one context, best first.
+
+    Args:
+        context: what the offsets refer to.
+        windows: every window of it.
+        top_k: how many answers; there may be fewer.
+        max_tokens: the most tokens of an answer.
+        allow_none: "no answer" competes, as an empty text at 0.
+    """
+    scores: dict[str, float] = {}
+    places: dict[str, tuple[int, int]] = {}
+    null_score = 1e6  # the pipeline starts from here and takes the smallest of all windows
+    for window in windows:
+        start, end, allowed = _probabilities(window)
+        null_score = min(null_score, float(start[0] * end[0]))
+        # The first token stands for "no answer" and is never the beginning of one.
+        start[0] = end[0] = 0.0
+        for first, last, score in _candidates(start, end, allowed, 2 * top_k + 10, max_tokens):
+            place = _characters(window.encoding, first, last)
+            key = context[slice(*place)].lower()
+            places.setdefault(key, place)
+            scores[key] = scores.get(key, 0.0) + score
+    answers = [
+        ContextAnswer(context[slice(*place)], scores[key], *place) for key, place in places.items()
+    ]
+    if allow_none:
+        answers.append(ContextAnswer("", null_score, 0, 0))
+    answers = answers or [ContextAnswer("", 0.0, 0, 0)]
+    return sorted(answers, key=lambda answer: -answer.score)[:top_k]
+
+
+def _probabilities(
+    window: Window,
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
+    encoding = window.encoding
+    ids = np.asarray(encoding.ids)
+    in_context = np.asarray([part == 1 for part in encoding.sequence_ids])
+    # Models trained with unanswerable questions point at their first token.
+    allowed = in_context | (ids == window.cls_id) if window.cls_id is not None else in_context
+    return (
+        _softmax_where(window.start_logits, allowed),
+        _softmax_where(window.end_logits, allowed),
+        allowed,
+    )
+
+
+def _softmax_where(logits: NDArray[Any], allowed: NDArray[np.bool_]) -> NDArray[Any]:
+    kept = np.where(allowed, logits.astype(np.float32, copy=False), np.float32(_NEVER))
+    shifted = np.exp(kept - kept.max())
+    return np.asarray(shifted / shifted.sum())
+
+
+def _candidates(
+    start: NDArray[Any], end: NDArray[Any], allowed: NDArray[np.bool_], count: int, longest: int
+) -> Iterator[tuple[int, int, float]]:
+    """(first token, last token, probability) of the likeliest spans."""
+    joint = np.tril(np.triu(np.outer(start, end)), longest - 1).ravel()
+    count = min(count, joint.size)
+    likeliest = np.argpartition(-joint, count - 1)[:count]
+    for flat in likeliest[np.argsort(-joint[likeliest], kind="stable")]:
+        first, last = divmod(int(flat), len(start))
+        if allowed[first] and allowed[last] and joint[flat] > 0:
+            yield first, last, float(joint[flat])
+
+
+def _characters(encoding: Any, first: int, last: int) -> tuple[int, int]:
+    """The characters of whole words from token `first` to token `last` of the context."""
+    first_word, last_word = encoding.token_to_word(first), encoding.token_to_word(last)
+    if first_word is not None and last_word is not None:
+        begin = encoding.word_to_chars(first_word, sequence_index=1)
+        finish = encoding.word_to_chars(last_word, sequence_index=1)
+        if begin is not None and finish is not None:
+            return begin[0], finish[1]
+    return encoding.offsets[first][0], encoding.offsets[last][1]

@@ -1,0 +1,126 @@
+"""Rows of one task through one session, batch by batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from enginery.core.profile_choice import choose_profile
+from enginery.core.shapes import canonical_dim
+from enginery.runtime.batching import MAX_ROWS, MAX_TOKENS, plan_batches
+from enginery.runtime.ort import OrtRunner
+from enginery.runtime.tasks.task import Arrays, Row, Task
+
+
+class BatchRunner:
+    """Pads rows to what the graph or its engines take, runs them, and gives each its outputs."""
+
+    def __init__(self, task: Task, runner: OrtRunner) -> None:
+        self.task, self.runner = task, runner
+        self._spec = runner.record.inputs[0]
+        dims = (spec.dims[0] for spec in runner.record.inputs if spec.dims)
+        self.fixed_rows = next((dim for dim in dims if isinstance(dim, int)), 0)
+        """Rows of every batch where the graph fixes them; 0 where it does not."""
+
+    def padded_length(self, row: Row) -> int:
+        """Return the tokens of a row after padding.
+
+        Raises:
+            ShapeError: no engine takes so many.
+        """
+        if not self.runner.profiles or self.task.takes_images:
+            return row.tokens
+        rows, width = self.runner.padded_shape(self._spec, (1, max(row.tokens, 1)))
+        names = (canonical_dim(dim) for dim in self._spec.dims if isinstance(dim, str))
+        # Raises with the nearest profile where none takes it.
+        choose_profile(self.runner.profiles, dict(zip(names, (rows, width), strict=False)))
+        return width
+
+    def max_rows(self, row: Row) -> int:
+        """Return the most rows of a batch whose longest row is this one."""
+        if self.fixed_rows:
+            return self.fixed_rows
+        if not self.runner.profiles:
+            return MAX_ROWS
+        return self.runner.most_rows(self._spec, self._sizes(row)) or 1
+
+    def feeds(self, rows: Sequence[Row]) -> Arrays:
+        """Return the feeds of a batch, filled up to rows that the graph takes."""
+        longest = max(rows, key=lambda row: row.tokens)
+        count, *sizes = self.runner.padded_shape(self._spec, (len(rows), *self._sizes(longest)))
+        feeds = self.task.collate(rows, sizes[0])
+        return fill_rows(feeds, self.fixed_rows or count)
+
+    def split(self, rows: Sequence[Row], feeds: Arrays, outputs: Arrays) -> list[Any]:
+        """Return for each row its part of the outputs of `feeds`."""
+        return self.task.split(rows, feeds, first_rows(outputs, len(rows)))
+
+    def run(self, rows: Sequence[Row]) -> list[Any]:
+        """Run one batch of rows of one `batch_key`.
+
+        Raises:
+            InputError, ShapeError: the graph does not take them.
+        """
+        feeds = self.feeds(rows)
+        return self.split(rows, feeds, self.runner(feeds))
+
+    def run_all(self, rows: Sequence[Row]) -> list[Any]:
+        """Run any number of rows, one batch after the other, and keep their order."""
+        outputs: list[Any] = [None] * len(rows)
+        for batch in self.plan(rows):
+            for place, found in zip(batch, self.run([rows[i] for i in batch]), strict=True):
+                outputs[place] = found
+        return outputs
+
+    def plan(
+        self, rows: Sequence[Row], *, max_rows: int = MAX_ROWS, max_tokens: int = 0
+    ) -> list[list[int]]:
+        """Return the places of the rows of each batch.
+
+        Args:
+            rows: of one or more batch keys.
+            max_rows: of a batch, where neither the graph nor an engine says.
+            max_tokens: of a batch after padding; 0 for as many as an engine takes, else 4096.
+        """
+        groups: dict[Any, list[int]] = {}
+        for place, row in enumerate(rows):
+            groups.setdefault(self.task.batch_key(row), []).append(place)
+        engines = bool(self.runner.profiles)
+        batches = []
+        for places in groups.values():
+            first = rows[places[0]]
+
+            def most(tokens: int, first: Row = first) -> int:
+                return min(self.max_rows(Row(first.content, tokens)), max_rows or MAX_ROWS)
+
+            planned = plan_batches(
+                [rows[place].tokens for place in places],
+                max_rows=self.fixed_rows or (most if engines else max_rows),
+                max_tokens=max_tokens or (sys.maxsize if engines else MAX_TOKENS),
+                equal_lengths=not self.task.can_pad,
+            )
+            batches += [[places[index] for index in batch] for batch in planned]
+        return batches
+
+    def _sizes(self, row: Row) -> tuple[int, ...]:
+        """Return the sizes of a row's dims: tokens, or those of an image."""
+        shape = getattr(row.content, "shape", None)
+        return tuple(shape) if shape is not None else (max(row.tokens, 1),)
+
+
+def fill_rows(feeds: Arrays, rows: int) -> Arrays:
+    """Return the feeds with their last row repeated up to so many rows; never cut."""
+    return {
+        name: np.concatenate([array, np.repeat(array[-1:], rows - len(array), axis=0)])
+        if rows > len(array)
+        else array
+        for name, array in feeds.items()
+    }
+
+
+def first_rows(outputs: Arrays, count: int) -> Arrays:
+    """Return the outputs without the rows that only filled the batch; a scalar has none."""
+    return {name: values[:count] if values.ndim else values for name, values in outputs.items()}

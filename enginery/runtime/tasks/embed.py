@@ -1,0 +1,267 @@
+"""Vectors of texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ArtifactError, InputError, nearest
+from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import SentenceTransformersConfig
+from enginery.runtime.pooling import Pooling, Vectors, read_pooling, squared_length
+from enginery.runtime.tasks.task import (
+    Arrays,
+    Described,
+    OptionError,
+    OutputTensor,
+    Row,
+    TaskOptions,
+    Work,
+)
+from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows
+from enginery.runtime.tokenizer import check_texts
+
+TOKEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
+SENTENCE_OUTPUT = "sentence_embedding"
+
+_UNIT = 1e-6
+"""A squared length this near to 1 is 1 in float32: a model's own normalizing leaves about 1e-7."""
+
+
+class VectorOptions(TaskOptions):
+    """How vectors are given."""
+
+    normalize: bool | None = None
+    """Scale vectors to length 1, or leave them as they were pooled; null for what the model's own
+    files say."""
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    """Keep the first numbers only, for models trained so that those say the most (Matryoshka
+    representations, arXiv:2205.13147); null for all."""
+
+
+class EmbedOptions(TextOptions, VectorOptions):
+    """Options of `embed`."""
+
+    prompt_name: str = ""
+    """A prompt of config_sentence_transformers.json; empty for the model's default."""
+
+
+class VectorResults:
+    """What the tasks share whose results are vectors: float32 (dim,)."""
+
+    outputs = (OutputTensor("embedding", "float32", 2),)
+
+    @property
+    def graph_dim(self) -> int:
+        """Return the size of a vector where the graph says it, else 0."""
+        return 0
+
+    def collect(self, results: Sequence[Any]) -> NDArray[np.float32]:
+        """Return float32 (len(results), dim)."""
+        return np.stack(results) if results else np.empty((0, self.graph_dim), np.float32)
+
+    def is_finite(self, result: Any) -> bool:
+        """Whether every number of a vector is finite."""
+        return math.isfinite(squared_length(result))
+
+    def tensors(self, results: Sequence[Any]) -> Arrays:
+        """Return `embedding`: float32 (n, dim)."""
+        return {"embedding": np.stack(results).astype(np.float32, copy=False)}
+
+    @classmethod
+    def arrow_fields(cls, _options: Any, dim: int) -> list[Any]:
+        """Return one column of vectors."""
+        import pyarrow as pa
+
+        return [pa.field("embedding", pa.list_(pa.float32(), dim))]
+
+    @classmethod
+    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
+        """Return the vector."""
+        return (result,)
+
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
+        """Return each input's nearest other one."""
+        return _neighbours(inputs, self.collect(results))
+
+
+@dataclass
+class Embed(VectorResults, TextTask):  # type: ignore[misc]
+    """Vectors of texts, pooled and normalized as the model's sentence-transformers modules say."""
+
+    verb = "embed"
+    does = "embeds texts"
+    tasks = ("feature-extraction",)
+    takes_token_ids = True
+    example = 'model.embed(["The engine is warm."]).shape'
+    Options = EmbedOptions
+
+    pooling: Pooling | None
+    """None where the graph pools by itself."""
+    prompts: dict[str, str]
+    """The prompts of sentence-transformers by name."""
+    default_prompt: str
+
+    @classmethod
+    def _read_settings(
+        cls, artifact: Artifact, record: GraphRecord
+    ) -> tuple[list[str], dict[str, Any]]:
+        outputs = [spec.name for spec in record.outputs]
+        pooling: Pooling | None = None
+        if SENTENCE_OUTPUT in outputs:
+            note = "the graph makes the vectors itself (sentence_embedding)"
+        elif any(name in outputs for name in TOKEN_OUTPUTS):
+            pooling = read_pooling(artifact.path)
+            note = pooling.note
+        else:
+            raise ArtifactError(
+                f"{artifact.path}: the graph has the outputs {', '.join(outputs)}; vectors "
+                f"are made from {' or '.join((SENTENCE_OUTPUT, *TOKEN_OUTPUTS))}."
+            )
+        sentence = SentenceTransformersConfig.read(artifact.path)
+        return [note], {
+            "pooling": pooling,
+            "prompts": {name: prompt or "" for name, prompt in sentence.prompts.items()},
+            "default_prompt": sentence.default_prompt_name,
+        }
+
+    @classmethod
+    def outputs_read(cls, record: GraphRecord) -> list[str]:
+        """Return the output of the graph that vectors are made from."""
+        names = [spec.name for spec in record.outputs]
+        return [next(name for name in (SENTENCE_OUTPUT, *TOKEN_OUTPUTS) if name in names)]
+
+    @property
+    def graph_dim(self) -> int:
+        """Return the size of a vector where the graph says it, else 0."""
+        (name,) = self.outputs_read(self.record)
+        last = next(spec.dims[-1] for spec in self.record.outputs if spec.name == name)
+        modes = len(self.pooling.modes) if self.pooling else 1
+        return last * modes if isinstance(last, int) else 0
+
+    def preprocess(self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions) -> Work:
+        """Return a row for each text, or each list of token ids, before which no prompt goes."""
+        texts = [item for item in inputs if isinstance(item, str)]
+        if len(texts) == len(inputs) or isinstance(inputs, str | bytes):
+            check_texts(inputs)
+        prompt, prompt_tokens = self._prompt(options.prompt_name)
+        prepared = [self.tokenizer.prepare(prompt + text) for text in texts]
+        encoded = iter(self.tokenizer.encode(prepared, offsets=False))
+        rows = [
+            self.row(next(encoded), prompt_tokens)
+            if isinstance(item, str)
+            else self.row(self.tokenizer.encode_ids(item, index))
+            for index, item in enumerate(inputs)
+        ]
+        self.require_whole(rows, options)
+        return Work(rows)
+
+    def split(
+        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
+    ) -> list[Any]:
+        """Return a pooled vector for each row, not normalized."""
+        for name in (SENTENCE_OUTPUT, *TOKEN_OUTPUTS):
+            if name in outputs:
+                output_rows(outputs, name, rows, tokens=name in TOKEN_OUTPUTS)
+        if self.pooling is None:
+            return list(outputs[SENTENCE_OUTPUT].astype(np.float32, copy=False))
+        tokens = next(outputs[name] for name in TOKEN_OUTPUTS if name in outputs)
+        mask = feeds.get("attention_mask", np.ones(tokens.shape[:2], np.int64))
+        prompts = [row.prompt_tokens for row in rows]
+        return list(self.pooling.pool(
+            tokens, mask[: len(tokens)], prompt=prompts if any(prompts) else 0
+        ))  # fmt: skip
+
+    def postprocess(
+        self, work: Work, outputs: Sequence[Any], options: EmbedOptions
+    ) -> list[Vectors]:
+        """Return float32 (dim,) for each text."""
+        pooled = self.pooling is not None and self.pooling.normalize
+        return finish_vectors(outputs, options, model_normalizes=pooled)
+
+    def _prompt(self, name: str) -> tuple[str, int]:
+        """Return a prompt's text, and how many tokens at the start of a text belong to it."""
+        name = name or self.default_prompt
+        if not name:
+            return "", 0
+        if name not in self.prompts:
+            raise InputError(
+                f"the model has no prompt '{name}'{nearest(name, self.prompts)}",
+                do=f"Its prompts: {', '.join(self.prompts) or 'none'}.",
+            )
+        prompt = self.prompts[name]
+        try:
+            (encoding,) = self.tokenizer.encode([self.tokenizer.prepare(prompt)])
+        except InputError as error:
+            message = error.message.replace("text 0", f"prompt '{name}'", 1)
+            raise InputError(message) from error
+        # The end-of-text token of the prompt alone is not part of it.
+        ends_special = bool(encoding.special_tokens_mask and encoding.special_tokens_mask[-1])
+        return prompt, len(encoding.ids) - ends_special
+
+
+def finish_vectors(
+    vectors: Sequence[NDArray[Any]], options: VectorOptions, *, model_normalizes: bool
+) -> list[Vectors]:
+    """Cut vectors to `dimensions` and scale them to length 1 where that is wanted.
+
+    A vector of zeros stays as it is.
+
+    Args:
+        vectors: (dim,) each.
+        options: of the request.
+        model_normalizes: whether the model's own files ask for vectors of length 1.
+
+    Raises:
+        OptionError: the vectors have fewer numbers than `dimensions`.
+    """
+    found = [np.asarray(vector, np.float32) for vector in vectors]
+    if options.normalize is None and model_normalizes:
+        found = [unit_vector(vector) for vector in found]
+    size = options.dimensions or 0
+    if size:
+        for vector in found[:1]:
+            if size > len(vector):
+                raise OptionError(
+                    f"dimensions: found {size}, expected {len(vector)} at most.",
+                    field="dimensions",
+                )
+        found = [vector[:size] for vector in found]
+    return [unit_vector(vector) for vector in found] if options.normalize else found
+
+
+def unit_vector(vector: Vectors) -> Vectors:
+    """Return a vector scaled to length 1; one of zeros, or with NaN or infinity, as it is."""
+    squared = squared_length(vector)
+    if not math.isfinite(squared) or squared == 0.0 or abs(squared - 1.0) < _UNIT:
+        return np.ascontiguousarray(vector)
+    # torch.nn.functional.normalize has this floor. A scalar of float64 makes the quotient one,
+    # which holds what float32 does not.
+    length = np.float64(max(math.sqrt(squared), 1e-12))
+    return np.asarray(vector / length, np.float32)
+
+
+def _neighbours(inputs: Sequence[str], vectors: NDArray[np.float32]) -> list[Described]:
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    units = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
+    cosines = units @ units.T
+    dims = int(vectors.shape[1])
+    described = []
+    for index in range(len(inputs)):
+        words = {"embedding": f"{dims} dims"}
+        values: dict[str, Any] = {"dims": dims}
+        others = [other for other in range(len(inputs)) if other != index]
+        if others:
+            best = max(others, key=lambda other: cosines[index, other])
+            cosine = float(cosines[index, best])
+            words |= {"nearest": inputs[best], "cosine": f"{cosine:.3f}"}
+            values |= {"nearest": inputs[best], "cosine": round(cosine, 6)}
+        described.append(Described(words, values))
+    return described

@@ -1,0 +1,175 @@
+"""Tokens for the masks of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ArtifactError, InputError
+from enginery.runtime.tasks.task import (
+    Arrays,
+    Described,
+    OutputTensor,
+    Result,
+    Row,
+    Weight,
+    Work,
+    are_finite,
+    json_tensor,
+)
+from enginery.runtime.tasks.text import TextOptions, TextTask, softmax
+from enginery.runtime.tokenizer import TextTokenizer
+
+_DESCRIBED = 3
+_LIGHT_TOKENS = 2000
+
+
+@dataclass(frozen=True)
+class Filling(Result):
+    """One token in the place of one mask."""
+
+    token: str
+    token_id: int
+    score: float
+    sequence: str
+    """The whole text with this token, as the tokenizer decodes it."""
+
+
+@dataclass(frozen=True)
+class MaskFillings(Result):
+    """The best tokens for each mask of one text, in the order of the masks."""
+
+    masks: tuple[tuple[Filling, ...], ...]
+
+
+class FillOptions(TextOptions):
+    """Options of `fill`."""
+
+    top_k: Annotated[int, Field(ge=1, le=1000)] = 5
+    """How many tokens for each mask, best first."""
+
+
+@dataclass
+class Fill(TextTask):
+    """The likeliest tokens for each mask of each text."""
+
+    verb = "fill"
+    does = "fills masks"
+    tasks = ("fill-mask",)
+    outputs = (OutputTensor("fillings", "string", 1),)
+    graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
+    example = 'model.fill(["The engine is {mask}."])'
+    Options = FillOptions
+
+    def preprocess(self, inputs: Sequence[str], options: FillOptions) -> Work:
+        """Return a row for each text; every text needs a mask."""
+        work = super().preprocess(inputs, options)
+        mask, mask_id = self.tokenizer.mask_token, self._mask_id()
+        for index, row in enumerate(work.rows):
+            if mask_id not in row.content.ids:
+                where = f" in its first {row.tokens} tokens" if row.truncated else ""
+                raise InputError(f"text {index} has no {mask}{where}.", do=f"Write {mask} in it.")
+        return work
+
+    def split(
+        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
+    ) -> list[Any]:
+        """Return the logits at the masks of each row: (masks, vocabulary).
+
+        Those of all tokens would be megabytes.
+        """
+        mask_id = self._mask_id()
+        return [
+            logits[[place for place, token in enumerate(row.content.ids) if token == mask_id]]
+            for row, logits in zip(rows, self.token_outputs(rows, outputs, "logits"), strict=True)
+        ]
+
+    def postprocess(
+        self, work: Work, outputs: Sequence[Any], options: FillOptions
+    ) -> list[MaskFillings]:
+        """Return a `MaskFillings` for each text."""
+        return [
+            self._fillings(row.content.ids, logits, options.top_k)
+            for row, logits in zip(work.rows, outputs, strict=True)
+        ]
+
+    def postprocess_weight(self, work: Work, options: FillOptions) -> Weight:
+        """Return how long decoding takes: never light, because tokenizer.json may loop."""
+        tokens = options.top_k * sum(row.tokens for row in work.rows)
+        return "medium" if tokens <= _LIGHT_TOKENS else "heavy"
+
+    def _mask_id(self) -> int:
+        mask = self.tokenizer.mask_token
+        found = self.tokenizer.texts.token_to_id(mask) if mask else None
+        if found is None:
+            raise ArtifactError("the tokenizer names no mask token, so there is nothing to fill.")
+        return int(found)
+
+    def _fillings(self, ids: Sequence[int], logits: NDArray[Any], top_k: int) -> MaskFillings:
+        """Return the fillings of the masks among `ids`; `logits` has a row for each."""
+        mask_id = self._mask_id()
+        positions = [position for position, token in enumerate(ids) if token == mask_id]
+        masks = []
+        for position, row_logits in zip(positions, logits, strict=True):
+            scores = softmax(row_logits.astype(np.float32, copy=False))
+            best = np.argsort(-scores, kind="stable")[:top_k]
+            row = []
+            for token_id in best.tolist():
+                filled = [*ids[:position], token_id, *ids[position + 1 :]]
+                # With several masks the others stay visible, and so do all special tokens.
+                sequence = self.tokenizer.decode(filled, skip_special=len(positions) == 1)
+                token = self.tokenizer.decode([token_id], skip_special=False)
+                row.append(Filling(token, token_id, float(scores[token_id]), sequence))
+            masks.append(tuple(row))
+        return MaskFillings(tuple(masks))
+
+    def is_finite(self, result: Any) -> bool:
+        """Whether every score is finite."""
+        return are_finite(filling.score for mask in result.masks for filling in mask)
+
+    def tensors(self, results: Sequence[Any]) -> Arrays:
+        """Return `fillings`: a JSON object for each text."""
+        return {"fillings": json_tensor([result.to_dict() for result in results])}
+
+    @classmethod
+    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
+        """Return one column: for each mask a list of fillings."""
+        import pyarrow as pa
+
+        filling = pa.struct([
+            ("token", pa.string()), ("token_id", pa.int64()), ("score", pa.float32()),
+            ("sequence", pa.string()),
+        ])  # fmt: skip
+        return [pa.field("masks", pa.list_(pa.list_(filling)))]
+
+    @classmethod
+    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
+        """Return the fillings of each mask."""
+        return ([[vars(filling) for filling in mask] for mask in result.masks],)
+
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
+        """Return each mask's best fillings."""
+        return [
+            Described(
+                {
+                    "answer": " | ".join(
+                        "; ".join(f"{f.token} {f.score:.2f}" for f in mask[:_DESCRIBED])
+                        for mask in result.masks
+                    )
+                },
+                result.to_dict(),
+            )
+            for result in results
+        ]
+
+    @classmethod
+    def sample_inputs(cls, artifact: Artifact, sentences: Sequence[str]) -> tuple[str, ...]:
+        """Return the sentences with the model's own mask in place of the last word."""
+        mask = TextTokenizer.open(artifact.path).mask_token
+        return tuple(f"{sentence.rpartition(' ')[0]} {mask}." for sentence in sentences)

@@ -1,0 +1,177 @@
+"""Labels and vectors of images."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ArtifactError, InputError
+from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import ModelConfig
+from enginery.runtime.image_files import load_image
+from enginery.runtime.images import ImageProcessor
+from enginery.runtime.tasks.classify import LabelOptions, LabelResults
+from enginery.runtime.tasks.embed import VectorOptions, VectorResults, finish_vectors
+from enginery.runtime.tasks.task import Arrays, InputField, Row, Task, Work, require_outputs
+
+_VECTOR_OUTPUTS = ("image_embeds", "pooler_output")
+# Models whose first token stands for the whole image.
+_FIRST_TOKEN = ("vit", "deit", "beit", "data2vec-vision", "dinov2", "vit_mae", "vit_msn")
+
+
+@dataclass
+class ImageTask(Task):
+    """A graph over pixels, with the model's processor and config.json."""
+
+    takes_images = True
+    inputs = (InputField("image"),)
+
+    processor: ImageProcessor
+    config: ModelConfig
+    max_pixels: int = 0
+    """The most pixels of an image from a file; 0 for Pillow's own limit."""
+
+    @classmethod
+    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+        """Read processor and config.json beside a graph; see `Task.open`."""
+        inputs = record.inputs
+        if len(inputs) != 1 or len(inputs[0].dims) != 4 or inputs[0].dims[1] not in (3, "channels"):
+            found = "; ".join(str(spec) for spec in inputs)
+            raise ArtifactError(
+                f"{artifact.path}: the graph takes {found}; "
+                "expected pixel_values (batch, 3, height, width) alone."
+            )
+        require_outputs(artifact.manifest.task, record, cls.graph_outputs)
+        processor = ImageProcessor.open(artifact.path)
+        config = ModelConfig.read(artifact.path)
+        notes = (f"images are prepared as {processor.kind}ImageProcessor does it with Pillow",)
+        return cls(record=record, processor=processor, config=config, notes=notes)
+
+    def preprocess(self, inputs: Sequence[Any], options: Any) -> Work:
+        """Return a row for each image.
+
+        Args:
+            inputs: paths, bytes of files, Pillow images, or uint8 arrays (height, width, channels).
+            options: of the task.
+        """
+        if isinstance(inputs, str | bytes) or not isinstance(inputs, Sequence):
+            raise InputError(
+                f"found one {type(inputs).__name__}, expected a list of images.", do="Send [image]."
+            )
+        return Work([self.image_row(image, index) for index, image in enumerate(inputs)])
+
+    def image_row(self, image: Any, index: int = 0) -> Row:
+        """Return one image as the graph takes it; messages call it by its index."""
+        spec = self.record.inputs[0]
+        array = self.processor(load_image(image, name=f"image {index}", max_pixels=self.max_pixels))
+        for size, dim in zip(array.shape, spec.dims[1:], strict=True):
+            if isinstance(dim, int) and size != dim:
+                raise InputError(
+                    f"image {index} becomes {' × '.join(map(str, array.shape))} by "
+                    f"preprocessor_config.json, but the graph takes {spec}.",
+                    do="Export the model with a processor that makes the graph's size.",
+                )
+        return Row(array.astype(spec.dtype))
+
+    def batch_key(self, row: Row) -> Hashable:
+        """Return the size: images of one size share a batch."""
+        return (type(self), row.content.shape)
+
+    def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
+        """Return pixel_values: (len(rows), channels, height, width)."""
+        return {self.record.inputs[0].name: np.stack([row.content for row in rows])}
+
+    def rows_of(self, outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
+        """Return an output that has a part for each image; raise ArtifactError otherwise."""
+        found = outputs[name]
+        if not found.ndim or len(found) != len(rows):
+            raise ArtifactError(
+                f"the graph gave {name} with the shape {found.shape} for {len(rows)} images, "
+                "expected a row for each."
+            )
+        return found
+
+
+@dataclass
+class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
+    """Labels of images."""
+
+    verb = "classify_images"
+    does = "classifies images"
+    tasks = ("image-classification",)
+    example = 'model.classify_images([Image.new("RGB", (64, 64))])'
+    Options = LabelOptions
+
+    def split(
+        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
+    ) -> list[Any]:
+        """Return the logits of each image: (labels,)."""
+        return list(self.rows_of(outputs, "logits", rows))
+
+
+@dataclass
+class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
+    """Vectors of images; `notes` says what of the graph they are."""
+
+    verb = "embed_images"
+    does = "embeds images"
+    tasks = ("feature-extraction",)
+    example = 'model.embed_images([Image.new("RGB", (64, 64))]).shape'
+    Options = VectorOptions
+
+    @classmethod
+    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+        """Read processor and config.json, and find the output that vectors are made from."""
+        task = super().open(artifact, record)
+        task.notes += (f"the vector of an image is {_vector_rule(record, task.config)[1]}",)
+        return task
+
+    @property
+    def graph_dim(self) -> int:
+        """Return the size of a vector, from the graph or config.json; 0 if neither says it."""
+        output, _ = _vector_rule(self.record, self.config)
+        dims = next(spec.dims for spec in self.record.outputs if spec.name == output)
+        dim = dims[1] if len(dims) == 4 else dims[-1]
+        return dim if isinstance(dim, int) else self.config.hidden_size
+
+    def split(
+        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
+    ) -> list[Any]:
+        """Return the vector of each image."""
+        found = self.rows_of(outputs, _vector_rule(self.record, self.config)[0], rows)
+        return [self._vector(row.astype(np.float32, copy=False)) for row in found]
+
+    def postprocess(
+        self, work: Work, outputs: Sequence[Any], options: VectorOptions
+    ) -> list[NDArray[np.float32]]:
+        """Return float32 (dim,) for each image."""
+        return finish_vectors(outputs, options, model_normalizes=False)
+
+    def _vector(self, found: NDArray[np.float32]) -> NDArray[np.float32]:
+        if found.ndim == 3:  # a feature map: (channels, height, width)
+            return np.asarray(found.mean(axis=(1, 2)))
+        if found.ndim == 2:  # tokens: (sequence, dim)
+            first = self.config.model_type in _FIRST_TOKEN
+            return np.asarray(found[0] if first else found.mean(axis=0))
+        return found
+
+
+def _vector_rule(record: GraphRecord, config: ModelConfig) -> tuple[str, str]:
+    """Return the output that vectors are made from, and the rule in words."""
+    names = [spec.name for spec in record.outputs]
+    for name in _VECTOR_OUTPUTS:
+        if name in names:
+            return name, f"the graph's {name}"
+    if "last_hidden_state" not in names:
+        raise ArtifactError(
+            f"the graph has the outputs {', '.join(names)}; vectors are made from "
+            f"{', '.join(_VECTOR_OUTPUTS)} or last_hidden_state."
+        )
+    if config.model_type in _FIRST_TOKEN:
+        return "last_hidden_state", "the first token of last_hidden_state"
+    return "last_hidden_state", "the mean over all places of last_hidden_state"

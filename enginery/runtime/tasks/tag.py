@@ -1,0 +1,242 @@
+"""Labelled stretches of texts: names, places, parts of speech.
+
+Scores and grouping are those of transformers' token-classification pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.runtime.tasks.classify import label_names
+from enginery.runtime.tasks.task import (
+    Arrays,
+    Described,
+    OutputTensor,
+    Result,
+    Row,
+    Weight,
+    Work,
+    are_finite,
+    json_tensor,
+)
+from enginery.runtime.tasks.text import TextOptions, TextTask, softmax
+from enginery.runtime.tokenizer import TextTokenizer, check_texts
+
+Aggregation = Literal["none", "simple", "first", "average", "max"]
+
+
+@dataclass(frozen=True)
+class TokenSpan(Result):
+    """A stretch of a text with one label: `text[start:end]`, in Python characters."""
+
+    label: str
+    score: float
+    start: int
+    end: int
+    text: str
+
+
+class TagOptions(TextOptions):
+    """Options of `tag`."""
+
+    aggregation: Aggregation = "simple"
+    """How tokens become spans, as in transformers' pipeline: `none` gives tokens, `simple` joins
+    neighbours of one label; `first`, `average` and `max` let the tokens of a word agree first."""
+
+
+@dataclass
+class Tag(TextTask):
+    """Labelled stretches of texts, with character offsets."""
+
+    verb = "tag"
+    does = "tags texts"
+    tasks = ("token-classification",)
+    outputs = (OutputTensor("entities", "string", 1),)
+    graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
+    example = 'model.tag(["Ada Lovelace lived in London."])'
+    Options = TagOptions
+
+    def preprocess(self, inputs: Sequence[str], options: TagOptions) -> Work:
+        """Return a row for each text."""
+        check_texts(inputs)
+        return Work(self.encode(inputs, options, offsets=True), inputs)
+
+    def split(
+        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
+    ) -> list[Any]:
+        """Return the logits of each row: (tokens, labels)."""
+        return self.token_outputs(rows, outputs, "logits")
+
+    def postprocess(
+        self, work: Work, outputs: Sequence[Any], options: TagOptions
+    ) -> list[list[TokenSpan]]:
+        """Return a list of `TokenSpan` for each text."""
+        names = label_names(self.config, outputs[0].shape[-1]) if outputs else []
+        return [
+            spans_from_logits(
+                text, row.content, logits, names, self.tokenizer, aggregation=options.aggregation
+            )
+            for text, row, logits in zip(work.context, work.rows, outputs, strict=True)
+        ]
+
+    def postprocess_weight(self, work: Work, options: TagOptions) -> Weight:
+        """Return how long it takes to look at every token."""
+        return self.scan_weight(work)
+
+    def is_finite(self, result: Any) -> bool:
+        """Whether every score is finite."""
+        return are_finite(span.score for span in result)
+
+    def tensors(self, results: Sequence[Any]) -> Arrays:
+        """Return `entities`: a JSON list for each text."""
+        return {"entities": json_tensor([[span.to_dict() for span in r] for r in results])}
+
+    @classmethod
+    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
+        """Return one column of lists of spans."""
+        import pyarrow as pa
+
+        span = pa.struct([
+            ("label", pa.string()), ("score", pa.float32()), ("start", pa.int64()),
+            ("end", pa.int64()), ("text", pa.string()),
+        ])  # fmt: skip
+        return [pa.field("spans", pa.list_(span))]
+
+    @classmethod
+    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
+        """Return the spans."""
+        return ([vars(span) for span in result],)
+
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
+        """Return each text's spans."""
+        return [
+            Described(
+                {"answer": "; ".join(f"{s.text} ({s.label} {s.score:.2f})" for s in spans)
+                 or "nothing found"},
+                {"spans": [span.to_dict() for span in spans]},
+            )
+            for spans in results
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A token, or the tokens of one word, with the scores of all labels."""
+
+    start: int
+    end: int
+    scores: NDArray[Any]
+    continues_word: bool
+
+
+@dataclass(frozen=True)
+class _Tagged:
+    label: str
+    score: float
+    start: int
+    end: int
+
+
+def spans_from_logits(
+    text: str,
+    encoding: Any,
+    logits: NDArray[Any],
+    names: Sequence[str],
+    tokenizer: TextTokenizer,
+    *,
+    aggregation: Aggregation,
+) -> list[TokenSpan]:
+    """Return the labelled stretches of one text, without those labelled O.
+
+    Args:
+        text: what was encoded.
+        encoding: its `tokenizers.Encoding`.
+        logits: (tokens of the encoding, labels).
+        names: one a label.
+        tokenizer: what encoded it.
+        aggregation: `none` gives tokens; `simple` joins neighbours of one label; `first`,
+            `average` and `max` let the tokens of a word agree before that.
+    """
+    combine = _COMBINATIONS.get(aggregation)
+    pieces = _pieces(text, encoding, softmax(logits.astype(np.float32, copy=False)), tokenizer)
+    if combine:
+        pieces = [_word(word, combine) for word in _words(pieces)]
+    tagged = [_tag(piece, names) for piece in pieces]
+    groups = [[tag] for tag in tagged] if aggregation == "none" else _groups(tagged)
+    spans = [_span(text, group, whole=aggregation == "none") for group in groups]
+    return [span for span in spans if span.label != "O"]
+
+
+def _pieces(
+    text: str, encoding: Any, scores: NDArray[Any], tokenizer: TextTokenizer
+) -> list[_Piece]:
+    prefix = getattr(tokenizer.texts.model, "continuing_subword_prefix", None)
+    pieces = []
+    for index, token in enumerate(encoding.tokens):
+        if encoding.special_tokens_mask[index]:
+            continue
+        start, end = encoding.offsets[index]
+        if prefix:
+            # A piece inside a word is longer than the text it stands for: "##ing".
+            continues = len(token) != end - start
+        else:
+            continues = start > 0 and " " not in text[start - 1 : start + 1]
+        if encoding.ids[index] == tokenizer.unk_id:
+            continues = False
+        pieces.append(_Piece(start, end, scores[index], continues))
+    return pieces
+
+
+def _words(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    words: list[list[_Piece]] = []
+    for piece in pieces:
+        if words and piece.continues_word:
+            words[-1].append(piece)
+        else:
+            words.append([piece])
+    return words
+
+
+_COMBINATIONS: dict[str, Callable[[list[_Piece]], NDArray[Any]]] = {
+    "first": lambda word: word[0].scores,
+    "average": lambda word: np.asarray(np.mean([piece.scores for piece in word], axis=0)),
+    "max": lambda word: max(word, key=lambda piece: float(piece.scores.max())).scores,
+}
+
+
+def _word(word: list[_Piece], combine: Callable[[list[_Piece]], NDArray[Any]]) -> _Piece:
+    return _Piece(word[0].start, word[-1].end, combine(word), continues_word=False)
+
+
+def _tag(piece: _Piece, names: Sequence[str]) -> _Tagged:
+    best = int(piece.scores.argmax())
+    return _Tagged(names[best], float(piece.scores[best]), piece.start, piece.end)
+
+
+def _groups(tagged: Sequence[_Tagged]) -> list[list[_Tagged]]:
+    """Join neighbours of one label; `B-` begins a new group."""
+    groups: list[list[_Tagged]] = []
+    for tag in tagged:
+        begins = tag.label.startswith("B-")
+        if groups and not begins and _kind(tag.label) == _kind(groups[-1][-1].label):
+            groups[-1].append(tag)
+        else:
+            groups.append([tag])
+    return groups
+
+
+def _kind(label: str) -> str:
+    return label[2:] if label.startswith(("B-", "I-")) else label
+
+
+def _span(text: str, group: Sequence[_Tagged], *, whole: bool) -> TokenSpan:
+    start, end = group[0].start, group[-1].end
+    # The pipeline drops whatever stands before the first hyphen of a group's name.
+    label = group[0].label if whole else group[0].label.split("-", 1)[-1]
+    score = float(np.mean([tag.score for tag in group]))
+    return TokenSpan(label, score, start, end, text[start:end])

@@ -1,0 +1,136 @@
+"""A graph's own inputs and outputs, as a client sends and gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import InputError
+from enginery.core.feeds import FeedLimits
+from enginery.core.manifest import GraphRecord
+from enginery.core.model_files import ModelConfig
+from enginery.core.profile_choice import choose_profile
+from enginery.core.shapes import Profile
+from enginery.runtime.profiles import sizes_of
+from enginery.runtime.tasks.task import Arrays, Row, RowTask, Work
+
+
+@dataclass
+class Tensors(RowTask):
+    """Raw tensors: whatever the graph takes and gives, row by row where rows are independent."""
+
+    tables: Mapping[str, int]
+    """Rows of the tables that integer inputs are places in; 0 where config.json does not say."""
+    max_positions: int
+    profiles: Sequence[Profile] = field(default=(), kw_only=True)
+
+    @classmethod
+    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+        """Read the sizes of the model's tables; see `RowTask.open`."""
+        config = ModelConfig.read(artifact.path)
+        tables = {"input_ids": config.vocab_size, "token_type_ids": config.type_vocab_size}
+        return cls(record, tables, FeedLimits.from_config(config).max_positions)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows share batches: one free dim comes first in every input and output."""
+        specs = (*self.record.inputs, *self.record.outputs)
+        firsts = {spec.dims[0] if spec.dims else 1 for spec in specs}
+        return len(firsts) == 1 and isinstance(next(iter(firsts)), str)
+
+    def preprocess(self, inputs: Arrays, _options: Any) -> Work:
+        """Return the rows of tensors by name, or one row of all of them.
+
+        Raises:
+            InputError: an input is missing, unknown, or of the wrong dtype, rank or size; or holds
+                NaN or infinity.
+            ShapeError: no engine takes the shapes.
+        """
+        self._check(inputs)
+        if not self.has_rows:
+            return Work([self._row(inputs)])
+        count = next(iter(inputs.values())).shape[0]
+        return Work([
+            self._row({name: array[index : index + 1] for name, array in inputs.items()})
+            for index in range(count)
+        ])  # fmt: skip
+
+    def batch_key(self, row: Row) -> Hashable:
+        """Return the shapes of a row; a row that shares no batch is its own key."""
+        if not self.has_rows:
+            return row
+        return (type(self), *sorted((n, a.shape[1:]) for n, a in row.content.items()))
+
+    def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
+        """Return the rows' tensors, one after the other."""
+        if len(rows) == 1:
+            feeds: Arrays = rows[0].content
+            return feeds
+        names = rows[0].content
+        return {name: np.concatenate([row.content[name] for row in rows]) for name in names}
+
+    def split(
+        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
+    ) -> list[Any]:
+        """Return the outputs of each row, by name."""
+        if len(rows) == 1:
+            return [outputs]
+        return [
+            {name: values[index : index + 1] for name, values in outputs.items()}
+            for index in range(len(rows))
+        ]
+
+    def postprocess(self, work: Work, outputs: Sequence[Any], _options: Any) -> Arrays:
+        """Return the graph's outputs, by name."""
+        if len(outputs) == 1:
+            found: Arrays = outputs[0]
+            return found
+        return {name: np.concatenate([row[name] for row in outputs]) for name in outputs[0]}
+
+    def preprocess_weight(self, inputs: Any) -> Any:
+        """Return that checking is quick."""
+        return "light"
+
+    def _row(self, tensors: Arrays) -> Row:
+        # An image is one thing to run, however many pixels it has.
+        pixels = any(array.ndim == 4 for array in tensors.values())
+        return Row(tensors, 1 if pixels else max(int(array.size) for array in tensors.values()))
+
+    def _check(self, feeds: Arrays) -> None:
+        specs = {spec.name: spec for spec in self.record.inputs}
+        if unknown := [name for name in feeds if name not in specs]:
+            expected = ", ".join(map(str, specs.values()))
+            raise InputError(f"unknown input '{unknown[0]}'; the graph takes {expected}.")
+        for name, spec in specs.items():
+            if name not in feeds:
+                raise InputError(f"input '{name}' is missing; the graph takes {spec}.")
+            array = feeds[name]
+            if array.dtype.name != spec.dtype or array.ndim != len(spec.dims):
+                raise InputError(
+                    f"{name}: found {array.dtype.name} {array.shape}, expected {spec}."
+                )
+            for size, dim in zip(array.shape, spec.dims, strict=True):
+                if size == 0 or (isinstance(dim, int) and size != dim):
+                    raise InputError(f"{name}: found the shape {array.shape}, expected {spec}.")
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise InputError(f"{name} holds NaN or infinity.")
+            self._check_range(name, array)
+        sizes = sizes_of(self.record.inputs, feeds)
+        if sizes.get("sequence", 0) > self.max_positions:
+            raise InputError(
+                f"sequence is {sizes['sequence']}, the model takes at most {self.max_positions}."
+            )
+        if self.profiles:
+            choose_profile(self.profiles, sizes)
+
+    def _check_range(self, name: str, array: NDArray[Any]) -> None:
+        """Refuse indices beyond a table, an error of the graph, and negative ones, from its end."""
+        size = self.tables.get(name)
+        if size and array.dtype.kind in "iu" and not (array.min() >= 0 and array.max() < size):
+            found = int(array.min()) if array.min() < 0 else int(array.max())
+            raise InputError(f"{name} holds {found}, expected 0 to {size - 1}.")
