@@ -15,6 +15,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from enginery.core.version import __version__
+
 if TYPE_CHECKING:
     from enginery.core.artifact import Artifact
     from enginery.core.errors import EngineryError
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from enginery.recipe import Recipe
     from enginery.runtime.model import load_model
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Artifact",

@@ -38,6 +38,9 @@ class ServeConfig:
     another batch."""
     queue_inputs: int = 2048
     """The most inputs that wait for a model; beyond it requests are refused with 429."""
+    max_wait: float = 10.0
+    """Seconds that a request may have to wait for a worker, as the measured cost of batches says;
+    beyond it requests are refused with 429."""
     queue_tokens: int = 262144
     """The most tokens that wait for a model; beyond it requests are refused with 429."""
     max_inputs: int = 2048

@@ -1,9 +1,6 @@
-"""The page at `/`: ask a model, see where the time went, watch the queue.
+"""The page at `/`: try a model, see where the time went, watch the queue.
 
-Takes nothing; leaves one HTML document that loads nothing but this server's own routes.
-
-    >>> page_response().headers[0][0]
-    'content-security-policy'
+It is one HTML document that loads nothing but this server's own routes.
 
 The policy allows the page's own script and style by their hashes, and nothing else: were an answer
 to bring HTML along, it would not run. What the server says goes into the page as text alone.
@@ -17,20 +14,20 @@ import re
 from functools import cache
 from pathlib import Path
 
-from enginery.serve.messages import Response
+from starlette.responses import Response
 
 _FILE = Path(__file__).with_name("page.html")
 
 
 @cache
 def page_html() -> bytes:
-    """The document, in UTF-8."""
+    """Return the document, in UTF-8."""
     return _FILE.read_bytes()
 
 
 @cache
 def page_headers() -> tuple[tuple[str, str], ...]:
-    """What the page is sent with, the content security policy first (w3.org/TR/CSP3)."""
+    """Return the headers of the page, the content security policy first (w3.org/TR/CSP3)."""
     policy = {
         "default-src": "'none'",
         "script-src": _hash("script"),
@@ -50,12 +47,12 @@ def page_headers() -> tuple[tuple[str, str], ...]:
 
 
 def page_response() -> Response:
-    """The page as the answer to `GET /`."""
-    return Response(200, page_html(), "text/html; charset=utf-8", page_headers())
+    """Return the page as the answer to `GET /`."""
+    return Response(page_html(), headers=dict(page_headers()), media_type="text/html")
 
 
 def _hash(tag: str) -> str:
-    """The one inline element of this name, as a source of the policy."""
+    """Return the one inline element of this name as a source of the policy."""
     # A browser reads line ends as \n before it hashes: git may have made others of them.
     text = page_html().replace(b"\r\n", b"\n")
     found = re.findall(rb"<%b>(.*?)</%b>" % ((tag.encode(),) * 2), text, re.DOTALL)

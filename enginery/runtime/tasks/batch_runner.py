@@ -12,13 +12,13 @@ from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import canonical_dim
 from enginery.runtime.batching import MAX_ROWS, MAX_TOKENS, plan_batches
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.tasks.task import Arrays, Row, Task
+from enginery.runtime.tasks.task import Arrays, Row, RowTask
 
 
 class BatchRunner:
     """Pads rows to what the graph or its engines take, runs them, and gives each its outputs."""
 
-    def __init__(self, task: Task, runner: OrtRunner) -> None:
+    def __init__(self, task: RowTask, runner: OrtRunner) -> None:
         self.task, self.runner = task, runner
         self._spec = runner.record.inputs[0]
         dims = (spec.dims[0] for spec in runner.record.inputs if spec.dims)
@@ -31,9 +31,10 @@ class BatchRunner:
         Raises:
             ShapeError: no engine takes so many.
         """
-        if not self.runner.profiles or self.task.takes_images:
+        shape = self.task.row_shape(row)
+        if not self.runner.profiles or len(shape) != 1:
             return row.tokens
-        rows, width = self.runner.padded_shape(self._spec, (1, max(row.tokens, 1)))
+        rows, width = self.runner.padded_shape(self._spec, (1, *shape))
         names = (canonical_dim(dim) for dim in self._spec.dims if isinstance(dim, str))
         # Raises with the nearest profile where none takes it.
         choose_profile(self.runner.profiles, dict(zip(names, (rows, width), strict=False)))
@@ -45,14 +46,15 @@ class BatchRunner:
             return self.fixed_rows
         if not self.runner.profiles:
             return MAX_ROWS
-        return self.runner.most_rows(self._spec, self._sizes(row)) or 1
+        return self.runner.most_rows(self._spec, self.task.row_shape(row)) or 1
 
     def feeds(self, rows: Sequence[Row]) -> Arrays:
         """Return the feeds of a batch, filled up to rows that the graph takes."""
-        longest = max(rows, key=lambda row: row.tokens)
-        count, *sizes = self.runner.padded_shape(self._spec, (len(rows), *self._sizes(longest)))
-        feeds = self.task.collate(rows, sizes[0])
-        return fill_rows(feeds, self.fixed_rows or count)
+        shape = self.task.row_shape(max(rows, key=lambda row: row.tokens))
+        if not shape:
+            return self.task.collate(rows, 0)
+        count, *sizes = self.runner.padded_shape(self._spec, (len(rows), *shape))
+        return fill_rows(self.task.collate(rows, sizes[0]), self.fixed_rows or count)
 
     def split(self, rows: Sequence[Row], feeds: Arrays, outputs: Arrays) -> list[Any]:
         """Return for each row its part of the outputs of `feeds`."""
@@ -104,11 +106,6 @@ class BatchRunner:
             )
             batches += [[places[index] for index in batch] for batch in planned]
         return batches
-
-    def _sizes(self, row: Row) -> tuple[int, ...]:
-        """Return the sizes of a row's dims: tokens, or those of an image."""
-        shape = getattr(row.content, "shape", None)
-        return tuple(shape) if shape is not None else (max(row.tokens, 1),)
 
 
 def fill_rows(feeds: Arrays, rows: int) -> Arrays:

@@ -19,7 +19,7 @@ from enginery.runtime.pooling import Pooling, Vectors, read_pooling, squared_len
 from enginery.runtime.tasks.task import (
     Arrays,
     Described,
-    OptionError,
+    TaskOptionError,
     OutputTensor,
     Row,
     TaskOptions,
@@ -220,7 +220,7 @@ def finish_vectors(
         model_normalizes: whether the model's own files ask for vectors of length 1.
 
     Raises:
-        OptionError: the vectors have fewer numbers than `dimensions`.
+        TaskOptionError: the vectors have fewer numbers than `dimensions`.
     """
     found = [np.asarray(vector, np.float32) for vector in vectors]
     if options.normalize is None and model_normalizes:
@@ -229,7 +229,7 @@ def finish_vectors(
     if size:
         for vector in found[:1]:
             if size > len(vector):
-                raise OptionError(
+                raise TaskOptionError(
                     f"dimensions: found {size}, expected {len(vector)} at most.",
                     field="dimensions",
                 )

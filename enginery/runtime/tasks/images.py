@@ -82,6 +82,11 @@ class ImageTask(Task):
         """Return the size: images of one size share a batch."""
         return (type(self), row.content.shape)
 
+    def row_shape(self, row: Row) -> tuple[int, ...]:
+        """Return (channels, height, width)."""
+        shape: tuple[int, ...] = row.content.shape
+        return shape
+
     def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
         """Return pixel_values: (len(rows), channels, height, width)."""
         return {self.record.inputs[0].name: np.stack([row.content for row in rows])}

@@ -40,7 +40,7 @@ MAX_RESULTS = 10_000
 """The largest `top_k`."""
 
 
-class OptionError(InputError):
+class TaskOptionError(InputError):
     """An option of a task is unknown or has a value that cannot be used."""
 
     def __init__(self, message: str, *, field: str, do: str = "") -> None:
@@ -63,7 +63,7 @@ class TaskOptions(BaseModel):
             where: what the options' names begin with in messages, `parameters.`.
 
         Raises:
-            OptionError: an option is unknown or its value is not one that it takes.
+            TaskOptionError: an option is unknown or its value is not one that it takes.
         """
         given = {name: value for name, value in values.items() if value is not None}
         try:
@@ -73,13 +73,13 @@ class TaskOptions(BaseModel):
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
             known = tuple(cls.model_fields)
-            raise OptionError(
+            raise TaskOptionError(
                 f"unknown option '{where}{name[:60]}'{nearest(name[:60], known)}",
                 field=f"{where}{name[:60]}",
                 do=f"Known: {', '.join(known) or 'none'}.",
             )
-        expected = _expected(cls.model_json_schema()["properties"][name])
-        raise OptionError(
+        expected = expected_values(cls.model_json_schema()["properties"][name])
+        raise TaskOptionError(
             f"{where}{name}: found {shown(first['input'])}, expected {expected}.",
             field=f"{where}{name}",
         )
@@ -97,7 +97,7 @@ def shown(value: Any) -> str:
     return kinds.get(type(value), f"a {type(value).__name__}")
 
 
-def _expected(schema: Mapping[str, Any]) -> str:
+def expected_values(schema: Mapping[str, Any]) -> str:
     """Return the values that an option takes, from its JSON schema."""
     if "anyOf" in schema:
         schema = next(each for each in schema["anyOf"] if each.get("type") != "null")
@@ -218,6 +218,10 @@ class RowTask(ABC):
     def batch_key(self, row: Row) -> Hashable:
         """Return what rows must have in common to share a batch."""
         return type(self)
+
+    def row_shape(self, row: Row) -> tuple[int, ...]:
+        """Return the sizes of a row that engines pad: its tokens; none to leave it as it is."""
+        return (max(row.tokens, 1),)
 
     @property
     def can_pad(self) -> bool:

@@ -17,7 +17,7 @@ from enginery.core.model_files import ModelConfig
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile
 from enginery.runtime.profiles import sizes_of
-from enginery.runtime.tasks.task import Arrays, Row, RowTask, Work
+from enginery.runtime.tasks.task import Arrays, Row, RowTask, Weight, Work
 
 
 @dataclass
@@ -66,6 +66,10 @@ class Tensors(RowTask):
             return row
         return (type(self), *sorted((n, a.shape[1:]) for n, a in row.content.items()))
 
+    def row_shape(self, row: Row) -> tuple[int, ...]:
+        """Return none: a client's tensors are not padded."""
+        return ()
+
     def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
         """Return the rows' tensors, one after the other."""
         if len(rows) == 1:
@@ -92,7 +96,7 @@ class Tensors(RowTask):
             return found
         return {name: np.concatenate([row[name] for row in outputs]) for name in outputs[0]}
 
-    def preprocess_weight(self, inputs: Any) -> Any:
+    def preprocess_weight(self, inputs: Any) -> Weight:
         """Return that checking is quick."""
         return "light"
 

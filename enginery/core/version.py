@@ -1,0 +1,3 @@
+"""The version of the package, importable below the package's public face."""
+
+__version__ = "0.1.0"

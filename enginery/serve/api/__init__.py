@@ -1,0 +1,1 @@
+"""The protocols that clients speak: one module each, and what they share."""

@@ -1,0 +1,250 @@
+"""What the server says of itself, and how models are reloaded.
+
+    $ curl localhost:8000/health
+    {"status":"ready","models":{"minilm":{"state":"ready","reason":"","providers":[…],…}}}
+
+No key is needed for the health routes, /metrics, the page and /openapi.json: probes and scrapers
+have none, and nothing there comes from a request. Reloading needs a key, and is off on a server
+without one. A server that drains says 503 at its health routes, and answers what still comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
+
+from enginery.core.manifest import SourceRecord
+from enginery.core.version import __version__
+from enginery.runtime.pooling import read_pooling
+from enginery.runtime.tasks.embed import SENTENCE_OUTPUT
+from enginery.serve.api.endpoints import Routes, config_of, json_response, registry_of
+from enginery.serve.api.errors import HTTPError
+from enginery.serve.api.requests import StrictBody
+from enginery.serve.models.registry import ModelRegistry
+from enginery.serve.models.served_model import ServedModel
+
+_log = logging.getLogger("enginery.serve")
+routes = Routes("admin")
+
+# What TEI calls them.
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_NOT_LOADED = ("loading", "failed")
+_SHOWN_BY_HEALTH = ("providers", "provider", "precision", "verdict")
+
+
+class Status(BaseModel):
+    """The state of the server."""
+
+    status: str
+
+
+class Health(Status):
+    """The state of the server and of each model."""
+
+    models: dict[str, Any]
+
+
+class ServerInfo(BaseModel):
+    """Every model in full; where there is one, also what text-embeddings-inference says."""
+
+    model_config = ConfigDict(extra="allow")
+    models: list[dict[str, Any]]
+
+
+class ModelInfo(BaseModel):
+    """One model in full."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+
+
+class ReloadRequest(StrictBody):
+    """Body of /admin/reload."""
+
+    model: str | None = None
+
+
+class ReloadResponse(BaseModel):
+    """What happened to each model."""
+
+    models: dict[str, str]
+
+
+@routes.get("/", summary="A page to try the models", response_types=("text/html",), public=True)
+async def page(_: Request) -> Response:
+    """Answer GET /: the page to try the models."""
+    from enginery.serve.page import page_response
+
+    return page_response()
+
+
+@routes.get("/health", summary="Every model's state", response=Health, public=True,
+            is_readiness=True)  # fmt: skip
+async def health(request: Request) -> Response:
+    """Answer GET /health: 200 where every model is ready, else 503.
+
+    Each with its state, its provider, and whether its validation passed.
+    """
+    models = registry_of(request)
+    described = {model.name: _health_of(model) for model in models}
+    body = {"status": status_word(models), "models": described}
+    return json_response(body, 200 if models.ready else 503)
+
+
+@routes.get("/health/live", summary="Whether the server answers", response=Status, public=True)
+async def live(_: Request) -> Response:
+    """Answer GET /health/live: 200 as long as the server answers."""
+    return json_response({"status": "live"})
+
+
+@routes.get("/health/ready", "/ping", summary="Whether every model is ready", response=Status,
+            public=True, is_readiness=True)  # fmt: skip
+async def ready(request: Request) -> Response:
+    """Answer GET /health/ready and /ping: 200 where every model is ready, else 503."""
+    models = registry_of(request)
+    return json_response({"status": status_word(models)}, 200 if models.ready else 503)
+
+
+def status_word(models: ModelRegistry) -> str:
+    """Return `ready`, `draining`, or the state of the first model that is not ready."""
+    if models.draining:
+        return "draining"
+    return next((model.state for model in models if model.state != "ready"), "ready")
+
+
+@routes.get("/metrics", summary="Metrics for Prometheus", response_types=("text/plain",),
+            public=True)  # fmt: skip
+async def metrics(request: Request) -> Response:
+    """Answer GET /metrics, in the format of Prometheus."""
+    accept = request.headers.get("accept", "")
+    body, content_type = request.app.state.metrics.exposition(accept)
+    return Response(body, headers={"content-type": content_type})
+
+
+@routes.get("/openapi.json", summary="This description", response=dict[str, Any], public=True)
+async def openapi(request: Request) -> Response:
+    """Answer GET /openapi.json: what this server answers."""
+    return Response(request.app.state.openapi, media_type="application/json")
+
+
+@routes.get("/info", summary="Every model in full", response=ServerInfo)
+async def info(request: Request) -> Response:
+    """Answer GET /info."""
+    models = list(registry_of(request))
+    body: dict[str, Any] = {"version": __version__, "draining": registry_of(request).draining}
+    if len(models) == 1 and models[0].state not in _NOT_LOADED:
+        body |= _tei_info(request, models[0])
+    body["models"] = [_described(model) for model in models]
+    return json_response(body)
+
+
+@routes.get("/models/{model}/info", summary="One model in full", response=ModelInfo,
+            statuses=(404,))  # fmt: skip
+async def model_info(request: Request) -> Response:
+    """Answer GET /models/{model}/info."""
+    model = registry_of(request).get(request.path_params["model"])
+    request.state.record.model = model.name
+    described = _described(model)
+    if model.state in _NOT_LOADED:
+        return json_response(described)
+    return json_response({**_tei_info(request, model), **described})
+
+
+@routes.post(
+    "/admin/reload", summary="Open artifacts again", body=ReloadRequest, has_optional_body=True,
+    response=ReloadResponse, statuses=(403, 404, 409, 422),
+)  # fmt: skip
+async def reload(request: Request, body: ReloadRequest) -> Response:
+    """Answer POST /admin/reload: 409 where an artifact could not be opened.
+
+    The model then goes on as it was. Requests that wait are answered all the same. Where the server
+    has several processes, this one reloads first, and then has the others do it too.
+    """
+    if not request.app.state.keys:
+        raise HTTPError(
+            403,
+            "reloading over HTTP is off, because this server has no API key.",
+            do="Start it with --api-key-file, or send it SIGHUP.",
+        )
+    outcomes = await registry_of(request).reload(body.model or "")
+    found: dict[str, Any] = {"models": {name: each.text for name, each in outcomes.items()}}
+    failed = [name for name, each in outcomes.items() if not each.swapped]
+    if not failed:
+        if config_of(request).processes > 1:
+            os.kill(os.getppid(), signal.SIGHUP)
+        return json_response(found)
+    for name in failed:
+        _log.error("%s: %s", name, outcomes[name].text)
+    goes_on = "goes on as it was" if len(failed) == 1 else "go on as they were"
+    error = f"not reloaded: {', '.join(failed)}, which {goes_on}."
+    return json_response({"error": error, "failed": failed, **found}, 409)
+
+
+def _described(model: ServedModel) -> dict[str, Any]:
+    """Return all there is to know of a model, without where on this machine it came from."""
+    found = {"name": model.name, "state": model.state, **model.info()}
+    if model.state in _NOT_LOADED:
+        return found
+    source = _source_name(model.artifact.manifest.source, model.name)
+    return {**found, "source": source, "verdict": model.backend.validation_status()}
+
+
+def _source_name(source: SourceRecord, served_as: str) -> str:
+    """Return what the model was made of; of files on disk the last part of their path."""
+    is_path = source.kind in ("directory", "onnx")
+    return (source.name or served_as) if is_path else source.id
+
+
+def _health_of(model: ServedModel) -> dict[str, Any]:
+    known = _described(model)
+    shown = {name: known[name] for name in _SHOWN_BY_HEALTH if name in known}
+    return {"state": model.state, "reason": model.reason, **shown}
+
+
+def _tei_info(request: Request, model: ServedModel) -> dict[str, Any]:
+    """Return a model as text-embeddings-inference describes its own."""
+    manifest, config = model.artifact.manifest, config_of(request)
+    batching = model.info()["batching"]
+    kind: dict[str, Any] = {}
+    verb = model.task.verb if model.task else ""
+    if verb in ("embed", "embed_images"):
+        kind = {"embedding": {"pooling": _pooling(model)}}
+    elif verb == "classify":
+        names = model.backend.config.id2label
+        labels = {
+            "id2label": {str(index): name for index, name in names.items()},
+            "label2id": {name: index for index, name in names.items()},
+        }
+        kind = {"reranker" if len(names) == 1 else "classifier": labels}
+    return {
+        "model_id": _source_name(manifest.source, model.name),
+        "model_sha": manifest.source.revision or None,
+        "model_dtype": _DTYPES.get(manifest.precision, manifest.precision),
+        "served_model_name": model.name,
+        "model_type": kind,
+        "max_concurrent_requests": config.queue_inputs,
+        "max_input_length": model.backend.limit,
+        "max_batch_tokens": int(batching["max_tokens"] or config.batch_tokens),
+        "max_batch_requests": int(batching["max_rows"] or config.batch_rows),
+        "max_client_batch_size": config.max_inputs,
+        "auto_truncate": config.truncate,
+        "tokenization_workers": 1,
+        "version": __version__,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _pooling(model: ServedModel) -> str:
+    """Return `cls`, `mean` and so on; `model` where the graph has it inside, or for images."""
+    record = model.backend.runner.record
+    takes_images = model.task is not None and model.task.takes_images
+    if takes_images or any(spec.name == SENTENCE_OUTPUT for spec in record.outputs):
+        return "model"
+    return "+".join(read_pooling(model.artifact.path).modes)

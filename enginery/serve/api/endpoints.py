@@ -1,0 +1,175 @@
+"""What all routes share: how they are declared, and how they reach models."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from enginery.runtime.tasks import TASKS
+from enginery.runtime.tasks.task import Task
+from enginery.serve.api.errors import Protocol, invalid_field
+from enginery.serve.api.requests import parse, read_json
+from enginery.serve.config import ServeConfig
+from enginery.serve.models.registry import ModelRegistry
+from enginery.serve.models.served_model import InferenceResult, ServedModel, UnavailableError
+
+Handler = Callable[..., Awaitable[Response]]
+
+INFERENCE_STATUSES = (400, 404, 413, 422, 429, 503)
+"""Of a route that runs a model; 401, 500 and the server's own are added to every route."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One route, with all that the OpenAPI document says of it."""
+
+    method: str
+    path: str
+    """As Starlette has it; `{model}` and so on are parameters."""
+    handler: Handler
+    protocol: Protocol
+    summary: str
+    body: type[BaseModel] | None = None
+    response: Any = Any
+    """The type of the answer's JSON."""
+    statuses: tuple[int, ...] = ()
+    public: bool = False
+    """No key is needed."""
+    has_optional_body: bool = False
+    is_readiness: bool = False
+    """503 has the same shape as 200."""
+    other_bodies: dict[str, Any] = field(default_factory=dict)
+    """JSON schemas by content type."""
+    response_types: tuple[str, ...] = ("application/json",)
+
+
+class Routes:
+    """Collects the endpoints of one protocol."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self.protocol: Protocol = protocol
+        self.endpoints: list[Endpoint] = []
+
+    def get(self, *paths: str, summary: str, **more: Any) -> Callable[[Handler], Handler]:
+        """Declare a handler of GET: `handler(request)`."""
+        return self._declare("GET", paths, summary=summary, **more)
+
+    def post(self, *paths: str, summary: str, **more: Any) -> Callable[[Handler], Handler]:
+        """Declare a handler of POST: `handler(request, body)` where a body is declared."""
+        return self._declare("POST", paths, summary=summary, **more)
+
+    def _declare(
+        self, method: str, paths: Sequence[str], **more: Any
+    ) -> Callable[[Handler], Handler]:
+        def declare(handler: Handler) -> Handler:
+            for path in paths:
+                self.endpoints.append(Endpoint(method, path, handler, self.protocol, **more))
+            return handler
+
+        return declare
+
+
+async def call_endpoint(endpoint: Endpoint, request: Request) -> Response:
+    """Read the body that an endpoint declares, and call its handler."""
+    request.state.record.route = endpoint.path.replace(":path}", "}")
+    if endpoint.body is None or endpoint.other_bodies:
+        return await endpoint.handler(request)
+    if endpoint.has_optional_body and not (await request.body()).strip():
+        return await endpoint.handler(request, parse(endpoint.body, {}))
+    return await endpoint.handler(request, parse(endpoint.body, await read_json(request)))
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Return a JSON answer; arrays of numpy are lists, NaN is null."""
+    body = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    return Response(body, status, media_type="application/json")
+
+
+def registry_of(request: Request) -> ModelRegistry:
+    """Return the models of the server."""
+    found: ModelRegistry = request.app.state.registry
+    return found
+
+
+def config_of(request: Request) -> ServeConfig:
+    """Return the options of the server."""
+    found: ServeConfig = request.app.state.config
+    return found
+
+
+def select_model(
+    request: Request, name: str | None, fits: Callable[[ServedModel], bool] | None = None
+) -> ServedModel:
+    """Return the model that the path or the body names, or the only one that fits.
+
+    Raises:
+        UnknownModelError: there is none of that name.
+        ModelChoiceError: none was named, and not exactly one fits.
+    """
+    return registry_of(request).select(request.path_params.get("model") or name or "", fits)
+
+
+def require_ready(request: Request, model: ServedModel) -> ServedModel:
+    """Note that the request is for a model; raise UnavailableError where it cannot answer."""
+    request.state.record.model = model.name
+    if model.state != "ready":
+        reason = f": {model.reason.rstrip('.')}" if model.reason else ""
+        raise UnavailableError(f"model '{model.name}' is {model.state}{reason}.")
+    return model
+
+
+def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
+    """Return the task of a model that is ready, which must be one of `verbs`; none for any.
+
+    Raises:
+        UnavailableError: the model cannot answer now.
+        HTTPError: it was exported for another task.
+    """
+    task = require_ready(request, model).task
+    if task is not None and (not verbs or task.verb in verbs):
+        return task
+    wanted = " or ".join(TASKS[verb].does for verb in verbs)
+    raise invalid_field(
+        f"model '{model.name}' was exported for {model.artifact.manifest.task}"
+        + (f", expected a model that {wanted}." if verbs else ", which has no answer in words."),
+        field="model",
+        do=f"It {task.does}: POST /predict/{model.name}."
+        if task
+        else f"Send it tensors: POST /v2/models/{model.name}/infer.",
+    )
+
+
+async def answer(
+    request: Request, model: ServedModel, inputs: Sequence[Any], options: dict[str, Any],
+    where: str = "",
+) -> list[Any]:  # fmt: skip
+    """Answer inputs by a model's task, and note what it took.
+
+    Args:
+        request: what is answered.
+        model: with the task that the route needs.
+        inputs: as the task takes them.
+        options: of the task; None counts as absent.
+        where: what the options' names begin with in messages.
+    """
+    task = require_task(request, model)
+    result = await model.answer(inputs, task.Options.read(options, where=where))
+    note_result(request, model, result, inputs=len(inputs), characters=task.characters(inputs))
+    results: list[Any] = result.results
+    return results
+
+
+def note_result(
+    request: Request, model: ServedModel, result: InferenceResult, *, inputs: int,
+    characters: int = 0,
+) -> None:  # fmt: skip
+    """Note for headers, metrics, log and trace what a request took."""
+    record = request.state.record
+    record.timings, record.inputs, record.characters = result.timings, inputs, characters
+    record.compute_type = "cpu" if model.backend.on_cpu else "gpu"

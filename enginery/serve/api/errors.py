@@ -1,0 +1,163 @@
+"""Errors as HTTP answers, in the shape of the protocol that the request came by.
+
+    400  the body is not what its content type says
+    401  a key is needed
+    404  no such model or route
+    405  the route has other methods
+    413  too many bytes, inputs or tokens
+    422  a text, a tensor or an option cannot be used
+    429  too much waits; Retry-After says when to come again
+    503  loading, draining, or the worker is gone
+
+Protocols differ in the body:
+
+    oip, plain, admin   {"error": "…"}
+    tei                 {"error": "…", "error_type": "Validation"}
+    openai              {"error": {"message": "…", "type": "…", "param": null, "code": null}}
+
+text-embeddings-inference's types are of router/src/lib.rs there, OpenAI's of
+platform.openai.com/docs/guides/error-codes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import orjson
+from starlette.responses import Response
+
+from enginery.core.errors import EngineryError, InputError, OptionError, ShapeError
+from enginery.runtime.tasks.task import TaskOptionError
+from enginery.runtime.tasks.text import TooLongError
+from enginery.serve.batching.queue import OverloadedError
+from enginery.serve.models.registry import UnknownModelError
+from enginery.serve.models.served_model import TooManyInputsError
+
+Protocol = Literal["oip", "tei", "openai", "plain", "admin"]
+
+REASONS = {
+    400: "invalid", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method",
+    413: "too_large", 422: "invalid", 429: "overloaded", 503: "unavailable",
+}  # fmt: skip
+"""Why a request was refused, as metrics count it."""
+
+_STATUSES: tuple[tuple[type[EngineryError], int], ...] = (
+    (UnknownModelError, 404),
+    (TooManyInputsError, 413),
+    (TooLongError, 413),
+    (OverloadedError, 429),
+    (InputError, 422),
+    (ShapeError, 422),
+    (OptionError, 422),
+)
+"""What a client can mend; every other error is the server's, and 503."""
+_TEI_TYPES = {429: "Overloaded", 500: "Backend", 503: "Unhealthy"}
+_OPENAI_TYPES = {
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", None),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+}
+
+
+class HTTPError(EngineryError):
+    """A request that is not answered, with its HTTP status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        do: str = "",
+        field: str = "",
+        code: str = "",
+        is_empty: bool = False,
+        retry_after_seconds: float = 0.0,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """Make an error.
+
+        Args:
+            status: of HTTP.
+            message: what is wrong, in words.
+            do: what the client can do about it.
+            field: of the body that is wrong; OpenAI's shape names it.
+            code: OpenAI's.
+            is_empty: there is no input, for which text-embeddings-inference has a type.
+            retry_after_seconds: when to come again.
+            headers: of the answer.
+        """
+        super().__init__(message, do=do)
+        self.status, self.field, self.code, self.is_empty = status, field, code, is_empty
+        self.retry_after_seconds = retry_after_seconds
+        self.headers = headers or {}
+
+
+def invalid_body(message: str, *, do: str = "") -> HTTPError:
+    """Return 400: the body is not what its content type says."""
+    return HTTPError(400, message, do=do)
+
+
+def invalid_field(message: str, *, field: str, do: str = "") -> HTTPError:
+    """Return 422: a field has a value that cannot be used."""
+    return HTTPError(422, message, do=do, field=field)
+
+
+def empty_input(field: str, message: str = "") -> HTTPError:
+    """Return 400: there is nothing to answer."""
+    message = message or f"{field} is empty, expected one input or more."
+    return HTTPError(400, message, field=field, is_empty=True)
+
+
+def to_http_error(error: EngineryError) -> HTTPError:
+    """Return an error of the runtime as the client gets it."""
+    if isinstance(error, HTTPError):
+        return error
+    status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 503)
+    return HTTPError(
+        status, error.message, do=error.do,
+        field=error.field if isinstance(error, TaskOptionError) else "",
+        retry_after_seconds=getattr(error, "retry_after_seconds", 0.0),
+    )  # fmt: skip
+
+
+def error_response(protocol: Protocol, error: HTTPError, *, request_id: str = "") -> Response:
+    """Return an error in the shape of a protocol."""
+    # OpenAI's clients know one status for a request that is wrong.
+    status = 400 if protocol == "openai" and error.status == 422 else error.status
+    message = f"{error.message} {error.do}" if error.do else error.message
+    headers = dict(error.headers)
+    if status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds)))
+    elif status == 401:
+        headers["www-authenticate"] = 'Bearer realm="enginery"'
+    if request_id:
+        message = f"{message} Request id: {request_id}"
+    # A path may have lone surrogates, which UTF-8 cannot hold.
+    body = _body(protocol, status, message.encode("utf-8", "replace").decode(), error)
+    return Response(orjson.dumps(body), status, headers, "application/json")
+
+
+def protocol_of(path: str) -> Protocol:
+    """Return the protocol that a path without a route belongs to."""
+    if path.startswith("/v2"):
+        return "oip"
+    return "openai" if path.startswith("/v1/") else "plain"
+
+
+def _body(protocol: Protocol, status: int, message: str, error: HTTPError) -> dict[str, Any]:
+    if protocol == "tei":
+        kind = "Empty" if error.is_empty else _TEI_TYPES.get(status, "Validation")
+        return {"error": message, "error_type": kind}
+    if protocol == "openai":
+        fallback = ("server_error" if status >= 500 else "invalid_request_error", None)
+        kind, code = _OPENAI_TYPES.get(status, fallback)
+        return {
+            "error": {
+                "message": message, "type": kind, "param": error.field or None,
+                "code": error.code or code,
+            }
+        }  # fmt: skip
+    return {"error": message}
+
+

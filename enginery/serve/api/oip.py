@@ -1,0 +1,413 @@
+"""The Open Inference Protocol, version 2, over HTTP.
+
+    $ curl localhost:8000/v2/models/mood/infer -d '{"inputs":
+        [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["The pump runs again."]}]}'
+    {"model_name":"mood","model_version":"1","outputs":[{"name":"label",…},{"name":"score",…}]}
+
+A request has either the inputs of the model's task (`text`; `text` and `text_pair`; `question` and
+`context`; `image`, in JSON as base64) and gets its results, or the graph's own inputs and gets its
+outputs. Options of the task are the request's `parameters`. There is one version of a model at a
+time, "1": which content it has says /info, by its hash.
+
+Source: the protocol of KServe (open-inference-protocol), and Triton's extensions for binary data
+and classification.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from enginery.core.errors import nearest
+from enginery.core.version import __version__
+from enginery.runtime.tasks.classify import LabelOptions, label_names
+from enginery.runtime.tasks.task import MAX_RESULTS
+from enginery.serve.api.endpoints import (
+    INFERENCE_STATUSES,
+    Routes,
+    answer,
+    json_response,
+    note_result,
+    registry_of,
+    require_ready,
+)
+from enginery.serve.api.errors import HTTPError, invalid_body, invalid_field
+from enginery.serve.api.oip_tensors import (
+    DATATYPES,
+    Tail,
+    Tensor,
+    feeds_from_tensors,
+    inputs_from_tensors,
+    read_tensor,
+    task_metadata,
+    tensor_metadata,
+    tensors_from_outputs,
+    tensors_from_results,
+)
+from enginery.serve.api.requests import (
+    Body,
+    StrictBody,
+    json_object,
+    parse,
+    quoted,
+    require_plain,
+    unknown_field,
+    wrong,
+)
+from enginery.serve.models.served_model import ServedModel
+
+routes = Routes("oip")
+
+VERSION = "1"
+EXTENSIONS = ("binary_tensor_data", "classification")
+HEADER_LENGTH = "inference-header-content-length"
+# What Triton's clients send for things that this server does not do: it keeps no sequences, and
+# takes requests in its own order.
+_IGNORED = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
+
+Datatype = Literal[tuple(DATATYPES)]  # type: ignore[valid-type]
+
+
+class OutputParameters(StrictBody):
+    """How one output is sent."""
+
+    binary_data: bool | None = None
+    classification: Annotated[int, Field(ge=0, le=MAX_RESULTS)] | None = None
+
+
+class RequestedOutput(Body):
+    """One output that a request names."""
+
+    name: str
+    parameters: OutputParameters | None = None
+
+
+class InferRequest(Body):
+    """Body of /infer; tensors are read by `read_tensor`."""
+
+    inputs: Annotated[
+        list[Any],
+        Field(
+            min_length=1,
+            description="a list of tensors",
+            json_schema_extra={"items": {"$ref": "#/components/schemas/InputTensor"}},
+        ),
+    ]
+    id: str | None = None
+    parameters: dict[str, Any] | None = None
+    outputs: Annotated[
+        list[RequestedOutput] | None, Field(description="a list of objects with a name")
+    ] = None
+
+
+class InputTensor(BaseModel):
+    """One tensor."""
+
+    name: str
+    datatype: Datatype
+    shape: list[Annotated[int, Field(ge=0)]]
+    data: list[Any] | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class OutputTensor(InputTensor):
+    """One tensor of an answer."""
+
+
+class InferResponse(BaseModel):
+    """Answer of /infer."""
+
+    model_name: str
+    model_version: str
+    outputs: list[OutputTensor]
+    id: str | None = None
+
+
+class ServerMetadata(BaseModel):
+    """The server."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(BaseModel):
+    """An input or output; -1 in its shape for a dim that varies."""
+
+    name: str
+    datatype: Datatype
+    shape: list[int]
+
+
+class ModelMetadata(BaseModel):
+    """The inputs and outputs of a model."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class Live(BaseModel):
+    """Whether the server answers."""
+
+    live: bool
+
+
+class Ready(Live):
+    """Whether every model is ready."""
+
+    ready: bool
+
+
+class ModelReady(BaseModel):
+    """Whether a model is ready."""
+
+    name: str
+    ready: bool
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One output that a request asks for."""
+
+    name: str
+    binary: bool
+    classes: int
+    """Triton's classification: so many best, as `score:index:label`; 0 for the tensor itself."""
+
+
+@routes.post(
+    "/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer",
+    summary="Tensors in, tensors out; texts as BYTES", body=InferRequest, response=InferResponse,
+    response_types=("application/json", "application/octet-stream"), statuses=INFERENCE_STATUSES,
+    other_bodies={"application/octet-stream": {}},
+)  # fmt: skip
+async def infer(request: Request) -> Response:
+    """Answer POST /v2/models/{model}/infer."""
+    values, tail = await _split(request)
+    model = require_ready(request, _model(request))
+    body = parse(InferRequest, values)
+    tensors = _tensors(body, tail)
+    parameters = dict(body.parameters or {})
+    binary = parameters.pop("binary_data_output", None)
+    if binary is not None and not isinstance(binary, bool):
+        raise wrong("parameters.binary_data_output", "true or false", binary)
+    wanted = _wanted(body, binary=bool(binary))
+    options = {name: value for name, value in parameters.items() if name not in _IGNORED}
+    graph_inputs = {spec.name for spec in model.backend.runner.record.inputs}
+    if model.task and not graph_inputs & {tensor.name for tensor in tensors}:
+        outputs = await _infer_task(request, model, tensors, options, wanted)
+    else:
+        for name in options:
+            raise unknown_field(name, (), "parameters.")
+        outputs = await _infer_graph(request, model, tensors)
+    return _respond(model, body.id or "", outputs, wanted, binary=bool(binary))
+
+
+@routes.get("/v2", summary="The server", response=ServerMetadata)
+async def server_metadata(_: Request) -> Response:
+    """Answer GET /v2."""
+    return json_response(
+        {"name": "enginery", "version": __version__, "extensions": list(EXTENSIONS)}
+    )
+
+
+@routes.get("/v2/health/live", summary="Whether the server answers", response=Live, public=True)
+async def live(_: Request) -> Response:
+    """Answer GET /v2/health/live: 200 as long as the server answers."""
+    return json_response({"live": True})
+
+
+@routes.get("/v2/health/ready", summary="Whether every model is ready", response=Ready,
+            public=True, is_readiness=True)  # fmt: skip
+async def ready(request: Request) -> Response:
+    """Answer GET /v2/health/ready: 200 where every model is ready, else 503."""
+    is_ready = registry_of(request).ready
+    # The protocol's schema of this answer has the key `live`, which is true of whoever answers.
+    return json_response({"ready": is_ready, "live": True}, 200 if is_ready else 503)
+
+
+@routes.get(
+    "/v2/models/{model}/ready", "/v2/models/{model}/versions/{version}/ready",
+    summary="Whether a model is ready", response=ModelReady, statuses=(404,), public=True,
+    is_readiness=True,
+)  # fmt: skip
+async def model_ready(request: Request) -> Response:
+    """Answer GET /v2/models/{model}/ready: 200 where it is, else 503."""
+    model = _model(request)
+    is_ready = model.state == "ready" and not registry_of(request).draining
+    return json_response({"name": model.name, "ready": is_ready}, 200 if is_ready else 503)
+
+
+@routes.get(
+    "/v2/models/{model}", "/v2/models/{model}/versions/{version}",
+    summary="The inputs and outputs of a model", response=ModelMetadata, statuses=(404, 503),
+)  # fmt: skip
+async def model_metadata(request: Request) -> Response:
+    """Answer GET /v2/models/{model}: inputs and outputs of the task, then those of the graph."""
+    model = require_ready(request, _model(request))
+    inputs, outputs = task_metadata(model.task, model.backend.dim)
+    record = model.backend.runner.record
+    return json_response({
+        "name": model.name,
+        "versions": [VERSION],
+        "platform": "onnxruntime_onnx",
+        "inputs": [*inputs, *map(tensor_metadata, record.inputs)],
+        "outputs": [*outputs, *map(tensor_metadata, record.outputs)],
+    })  # fmt: skip
+
+
+async def _infer_task(
+    request: Request,
+    model: ServedModel,
+    tensors: list[Tensor],
+    options: dict[str, Any],
+    wanted: list[Wanted],
+) -> list[Tensor]:
+    task = model.task
+    if task is None:
+        raise AssertionError("only called for a model that answers a task")
+    classes = max((want.classes for want in wanted), default=0)
+    if classes and "top_k" not in options and issubclass(task.Options, LabelOptions):
+        options["top_k"] = classes
+    inputs = inputs_from_tensors(tensors, task, model.backend.runner.record.inputs)
+    _check_outputs(wanted, [output.name for output in task.outputs])
+    results = await answer(request, model, inputs, options, "parameters.")
+    return tensors_from_results(task, results)
+
+
+async def _infer_graph(
+    request: Request, model: ServedModel, tensors: list[Tensor]
+) -> list[Tensor]:
+    record = model.backend.runner.record
+    feeds = feeds_from_tensors(tensors, record.inputs)
+    rows = max((len(array) for array in feeds.values() if array.ndim), default=1)
+    result = await model.infer(feeds)
+    note_result(request, model, result, inputs=rows)
+    return tensors_from_outputs(result.results, record.outputs)
+
+
+def _model(request: Request) -> ServedModel:
+    version = request.path_params.get("version", VERSION)
+    model = registry_of(request).get(request.path_params["model"])
+    if version != VERSION:
+        raise HTTPError(
+            404, f"model '{model.name}' has no version {quoted(version)}, expected '{VERSION}'."
+        )
+    return model
+
+
+async def _split(request: Request) -> tuple[dict[str, Any], Tail]:
+    """Return the JSON of a request, and the bytes behind it."""
+    require_plain(request)
+    body, given = await request.body(), request.headers.get(HEADER_LENGTH)
+    if given is None:
+        return json_object(body), Tail(b"")
+    if not (given.isascii() and given.isdigit() and len(given) < 16 and int(given) <= len(body)):
+        raise invalid_body(
+            f"{HEADER_LENGTH} is {quoted(given)}, expected a whole number up to the body's "
+            f"{len(body)} bytes."
+        )
+    return json_object(body[: int(given)]), Tail(body[int(given) :])
+
+
+def _tensors(body: InferRequest, tail: Tail) -> list[Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for index, item in enumerate(body.inputs):
+        path = f"inputs[{index}]"
+        if not isinstance(item, dict):
+            raise wrong(path, "an object with name, datatype, shape, data", item)
+        tensor = read_tensor(item, tail, path)
+        if tensor.name in tensors:
+            raise invalid_field(f"input {quoted(tensor.name)} is there twice.", field="inputs")
+        tensors[tensor.name] = tensor
+    tail.end()
+    return list(tensors.values())
+
+
+def _wanted(body: InferRequest, *, binary: bool) -> list[Wanted]:
+    """Return the outputs that are asked for; none for all."""
+    wanted: list[Wanted] = []
+    names: set[str] = set()
+    for output in body.outputs or ():
+        if output.name in names:
+            raise invalid_field(
+                f"outputs: {quoted(output.name)} is asked for twice.", field="outputs"
+            )
+        names.add(output.name)
+        parameters = output.parameters or OutputParameters()
+        as_binary = binary if parameters.binary_data is None else parameters.binary_data
+        wanted.append(Wanted(output.name, as_binary, parameters.classification or 0))
+    return wanted
+
+
+def _check_outputs(wanted: list[Wanted], names: list[str]) -> None:
+    for want in wanted:
+        if want.name not in names:
+            raise invalid_field(
+                f"there is no output {quoted(want.name)}{nearest(want.name[:100], names)}",
+                field="outputs",
+                do=f"Outputs: {', '.join(names)}.",
+            )
+
+
+def _respond(
+    model: ServedModel,
+    request_id: str,
+    outputs: list[Tensor],
+    wanted: list[Wanted],
+    *,
+    binary: bool,
+) -> Response:
+    by_name = {tensor.name: tensor for tensor in outputs}
+    _check_outputs(wanted, list(by_name))
+    wanted = wanted or [Wanted(name, binary, 0) for name in by_name]
+    graph_outputs = {spec.name for spec in model.backend.runner.record.outputs}
+    described: list[dict[str, Any]] = []
+    pieces: list[bytes] = []
+    for want in wanted:
+        tensor = by_name[want.name]
+        if want.classes and tensor.name in graph_outputs:
+            tensor = _classified(tensor, want.classes, model)
+        entry: dict[str, Any] = {
+            "name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape),
+        }  # fmt: skip
+        if want.binary:
+            pieces.append(tensor.raw())
+            entry["parameters"] = {"binary_data_size": len(pieces[-1])}
+        else:
+            entry["data"] = tensor.plain()
+        described.append(entry)
+    body: dict[str, Any] = {"model_name": model.name, "model_version": VERSION}
+    if request_id:
+        body["id"] = request_id
+    body["outputs"] = described
+    if not pieces:
+        return json_response(body)
+    head = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(
+        b"".join([head, *pieces]), headers={HEADER_LENGTH: str(len(head))},
+        media_type="application/octet-stream",
+    )  # fmt: skip
+
+
+def _classified(tensor: Tensor, classes: int, model: ServedModel) -> Tensor:
+    """Return the best of the last axis as `score:index:label`, as Triton writes them."""
+    values: NDArray[Any] = np.atleast_1d(np.asarray(tensor.values))
+    order = np.argsort(-values.astype(np.float64), axis=-1, kind="stable")[..., :classes]
+    names = label_names(model.backend.config, values.shape[-1])
+    scores = np.take_along_axis(values, order, axis=-1)
+    items = [
+        f"{score:.6f}:{index}:{names[index]}".encode()
+        for score, index in zip(scores.reshape(-1), order.reshape(-1).tolist(), strict=True)
+    ]
+    return Tensor(tensor.name, "BYTES", order.shape, items)

@@ -1,0 +1,469 @@
+r"""Tensors of the Open Inference Protocol: as JSON, as bytes, and as inputs and outputs of tasks.
+
+>>> Tensor("text", "BYTES", (1,), [b"warm"]).raw()
+b'\x04\x00\x00\x00warm'
+
+Numbers are little-endian and row-major; an element of BYTES is its length in four bytes, then
+itself; BF16 is the upper half of a float32. Source: the protocol's "Tensor Data" and Triton's
+extension_binary_data.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.errors import nearest
+from enginery.core.shapes import TensorSpec
+from enginery.runtime.tasks.task import Task, shown
+from enginery.serve.api.errors import empty_input, invalid_body, invalid_field
+from enginery.serve.api.requests import image_from_base64, quoted, wrong
+
+DATATYPES: dict[str, str] = {
+    "BOOL": "bool", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64",
+    "INT8": "int8", "INT16": "int16", "INT32": "int32", "INT64": "int64", "FP16": "float16",
+    "FP32": "float32", "FP64": "float64", "BF16": "bfloat16", "BYTES": "object",
+}  # fmt: skip
+"""The protocol's names, and what numpy calls them."""
+DATATYPE_OF = {dtype: name for name, dtype in DATATYPES.items()}
+
+_MAX_DIMS = 8
+_MAX_ELEMENTS = 2**31 - 1
+_LENGTH = struct.Struct("<I")
+_DATATYPE_OF_OUTPUT = {"float32": "FP32", "int64": "INT64", "string": "BYTES"}
+# How PNG, JPEG, GIF, WebP, TIFF, BMP and AVIF begin; none of it is base64.
+_IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8", b"GIF8", b"RIFF", b"II*\0", b"MM\0*", b"BM", b"\0\0\0")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A named tensor."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    values: NDArray[Any] | list[bytes]
+    """A list of the elements for BYTES; float32 for BF16, which numpy has not."""
+
+    def raw(self) -> bytes:
+        """Return the elements as bytes."""
+        if isinstance(self.values, list):
+            return b"".join(_LENGTH.pack(len(item)) + item for item in self.values)
+        values: NDArray[Any] = np.ascontiguousarray(self.values)
+        if self.datatype == "BF16":
+            bits = values.astype("<f4").view("<u4")
+            # To the nearest, ties to even, as float32 becomes bfloat16 everywhere.
+            values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+        return bytes(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
+
+    def plain(self) -> Any:
+        """Return the elements as JSON holds them, flat."""
+        if isinstance(self.values, list):
+            return [item.decode("utf-8", "replace") for item in self.values]
+        flat = np.ascontiguousarray(self.values).reshape(-1)
+        return flat.astype(np.float32) if flat.dtype == np.float16 else flat
+
+
+class Tail:
+    """The bytes behind a request's JSON, taken piece by piece."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self._at = 0
+
+    def take(self, size: int, name: str) -> memoryview:
+        """Return the next bytes; raise HTTPError where there are fewer."""
+        piece = self._data[self._at : self._at + size]
+        if len(piece) < size:
+            raise invalid_body(
+                f"{name}: binary_data_size is {size}, but {len(piece)} bytes are left of the body."
+            )
+        self._at += size
+        return piece
+
+    def end(self) -> None:
+        """Raise HTTPError where bytes are left."""
+        if left := len(self._data) - self._at:
+            raise invalid_body(f"{left} bytes behind the JSON belong to no input.")
+
+
+def read_tensor(given: dict[str, Any], tail: Tail, path: str) -> Tensor:
+    """Return one input of a request.
+
+    Args:
+        given: name, datatype, shape, and data or parameters.
+        tail: the bytes behind the JSON.
+        path: of the input in messages, `inputs[0]`.
+
+    Raises:
+        HTTPError: a field is missing or wrong, the data does not fit datatype and shape, or there
+            are fewer bytes than the input says.
+    """
+    name = _string(given, "name", path)
+    where = f"input {quoted(name)}"
+    datatype = _string(given, "datatype", path)
+    if datatype not in DATATYPES:
+        raise invalid_field(
+            f"{where}: datatype {quoted(datatype)} is not known{nearest(datatype[:20], DATATYPES)}",
+            field=f"{path}.datatype",
+            do=f"Known: {', '.join(DATATYPES)}.",
+        )
+    shape = _shape(given.get("shape"), where, path)
+    parameters = given.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise wrong(f"{path}.parameters", "an object", parameters)
+    size, data = parameters.get("binary_data_size"), given.get("data")
+    if size is not None:
+        if type(size) is not int or size < 0:
+            expected = "a whole number of 0 or more"
+            raise wrong(f"{path}.parameters.binary_data_size", expected, size)
+        if data is not None:
+            raise invalid_field(
+                f"{where} has data and binary_data_size, expected one of them.",
+                field=f"{path}.data",
+            )
+        values = _from_bytes(tail.take(size, where), datatype, shape, where)
+    else:
+        values = _from_json(data, datatype, shape, where)
+    if not isinstance(values, list) and values.dtype.kind == "f" and not np.isfinite(values).all():
+        index = int(np.flatnonzero(~np.isfinite(values.reshape(-1)))[0])
+        raise invalid_field(
+            f"{where}: element {index} is {values.reshape(-1)[index]}, expected finite numbers.",
+            field=f"{path}.data",
+        )
+    return Tensor(name, datatype, shape, values)
+
+
+def _string(given: dict[str, Any], name: str, path: str) -> str:
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise wrong(f"{path}.{name}", "a string", value)
+    return value
+
+
+def _shape(shape: Any, where: str, path: str) -> tuple[int, ...]:
+    field = f"{path}.shape"
+    if not isinstance(shape, list):
+        raise wrong(field, "a list of sizes", shape)
+    if len(shape) > _MAX_DIMS:
+        raise invalid_field(
+            f"{where} has {len(shape)} dims, expected {_MAX_DIMS} at most.", field=field
+        )
+    for index, size in enumerate(shape):
+        if type(size) is not int or not 0 <= size <= _MAX_ELEMENTS:
+            raise wrong(f"{field}[{index}]", f"a whole number from 0 to {_MAX_ELEMENTS}", size)
+    count = math.prod(shape)
+    if count > _MAX_ELEMENTS:
+        raise invalid_field(f"{where}: a shape of {count} elements is too large.", field=field)
+    if count == 0:
+        raise empty_input(field, f"{where}: shape {shape} has no elements.")
+    return tuple(shape)
+
+
+def _from_bytes(
+    data: memoryview, datatype: str, shape: tuple[int, ...], where: str
+) -> NDArray[Any] | list[bytes]:
+    count = math.prod(shape)
+    if datatype == "BYTES":
+        return _elements(data, count, shape, where)
+    width = 2 if datatype == "BF16" else np.dtype(DATATYPES[datatype]).itemsize
+    if len(data) != count * width:
+        raise invalid_field(
+            f"{where}: found {len(data)} bytes, expected {count * width}: "
+            f"shape {list(shape)} of {datatype}.",
+            field="binary_data_size",
+        )
+    if datatype == "BF16":
+        halves = np.frombuffer(data, "<u2").astype(np.uint32)
+        return (halves << 16).view(np.float32).reshape(shape)
+    if datatype == "BOOL":
+        return np.frombuffer(data, np.uint8).astype(bool).reshape(shape)
+    dtype = np.dtype(DATATYPES[datatype])
+    # A copy: aligned, and its own, where the body is freed.
+    return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype).reshape(shape)
+
+
+def _elements(data: memoryview, count: int, shape: Sequence[int], where: str) -> list[bytes]:
+    items: list[bytes] = []
+    at = 0
+    while at < len(data):
+        if len(data) - at < _LENGTH.size:
+            raise invalid_field(
+                f"{where}: {len(data) - at} bytes are left where a length of four is expected.",
+                field="binary_data_size",
+            )
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size
+        if length > len(data) - at:
+            raise invalid_field(
+                f"{where}: element {len(items)} says {length} bytes, found {len(data) - at}.",
+                field="binary_data_size",
+            )
+        items.append(bytes(data[at : at + length]))
+        at += length
+    _check_count(len(items), count, shape, where)
+    return items
+
+
+def _check_count(size: int, count: int, shape: Sequence[int], where: str) -> None:
+    if size != count:
+        raise invalid_field(
+            f"{where}: found {size} elements, expected {count}: shape {list(shape)}.",
+            field="data",
+        )
+
+
+def _from_json(
+    data: Any, datatype: str, shape: tuple[int, ...], where: str
+) -> NDArray[Any] | list[bytes]:
+    flat = _flattened(data, shape, where)
+    _check_count(len(flat), math.prod(shape), shape, where)
+    kinds = set(map(type, flat))
+    if datatype == "BYTES":
+        _check_kinds(kinds, {str}, "strings", flat, where)
+        return [item.encode() for item in flat]
+    if datatype == "BOOL":
+        _check_kinds(kinds, {bool}, "true or false", flat, where)
+        return np.array(flat, dtype=bool).reshape(shape)
+    if datatype in ("FP16", "FP32", "FP64", "BF16"):
+        _check_kinds(kinds, {int, float}, "numbers", flat, where)
+        dtype = np.float32 if datatype == "BF16" else np.dtype(DATATYPES[datatype])
+        with np.errstate(over="ignore"):  # found with the infinities
+            values = np.array(flat, dtype=np.float64).astype(dtype).reshape(shape)
+        if datatype != "BF16":
+            return values
+        rounded = Tensor("", "BF16", shape, values).raw()
+        return _from_bytes(memoryview(rounded), "BF16", shape, where)
+    _check_kinds(kinds, {int}, "whole numbers", flat, where)
+    limits = np.iinfo(DATATYPES[datatype])
+    if min(flat) < limits.min or max(flat) > limits.max:
+        wrong = next(item for item in flat if not limits.min <= item <= limits.max)
+        raise invalid_field(
+            f"{where}: found {wrong}, expected {limits.min} to {limits.max} for {datatype}.",
+            field="data",
+        )
+    return np.array(flat, dtype=DATATYPES[datatype]).reshape(shape)
+
+
+def _flattened(data: Any, shape: tuple[int, ...], where: str) -> list[Any]:
+    """Return the elements of data that is flat or nested as the shape is."""
+    if type(data) is not list:
+        raise invalid_field(f"{where}: data is {shown(data)}, expected a list.", field="data")
+    if not data or type(data[0]) is not list:
+        return data
+    rows: list[Any] = [data]
+    for size in shape:
+        if not all(type(row) is list and len(row) == size for row in rows):
+            raise invalid_field(
+                f"{where}: data is nested otherwise than shape {list(shape)} says.", field="data"
+            )
+        rows = list(itertools.chain.from_iterable(rows))
+    return rows
+
+
+def _check_kinds(
+    kinds: set[type], allowed: set[type], expected: str, flat: Sequence[Any], where: str
+) -> None:
+    if kinds <= allowed:
+        return
+    index = next(i for i, item in enumerate(flat) if type(item) not in allowed)
+    raise invalid_field(
+        f"{where}: data[{index}]: found {shown(flat[index])}, expected {expected}.", field="data"
+    )
+
+
+# -- tensors of tasks ---------------------------------------------------------------------------
+
+
+def task_metadata(task: Task | None, dim: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the inputs and outputs of a task; none where only tensors are answered.
+
+    Args:
+        task: how the artifact's task is answered.
+        dim: the size of its vectors; 0 where it is not known.
+    """
+    if task is None:
+        return [], []
+    inputs = [
+        {
+            "name": field.name, "datatype": "BYTES", "shape": [-1],
+            "parameters": {"of": "task", "optional": field.optional},
+        }
+        for field in task.inputs
+    ]  # fmt: skip
+    outputs = []
+    for tensor in task.outputs:
+        size = (dim or -1) if tensor.name == "embedding" else -1
+        outputs.append({
+            "name": tensor.name, "datatype": _DATATYPE_OF_OUTPUT[tensor.dtype],
+            "shape": [-1] if tensor.rank == 1 else [-1, size], "parameters": {"of": "task"},
+        })  # fmt: skip
+    return inputs, outputs
+
+
+def tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
+    """Return an input or output of the graph; -1 for a dim that varies."""
+    shape = [dim if isinstance(dim, int) else -1 for dim in spec.dims]
+    datatype = DATATYPE_OF.get(spec.dtype, "BYTES")
+    return {
+        "name": spec.name, "datatype": datatype, "shape": shape, "parameters": {"of": "graph"}
+    }  # fmt: skip
+
+
+def inputs_from_tensors(
+    tensors: Sequence[Tensor], task: Task, graph: Sequence[TensorSpec]
+) -> list[Any]:
+    """Return the inputs of a task from tensors of BYTES.
+
+    Raises:
+        HTTPError: a tensor is missing, unknown, no list of BYTES, or no text.
+    """
+    names = [field.name for field in task.inputs]
+    columns: dict[str, list[Any]] = {}
+    for tensor in tensors:
+        if tensor.name not in names:
+            known = [spec.name for spec in graph]
+            raise invalid_field(
+                f"there is no input {quoted(tensor.name)}"
+                f"{nearest(tensor.name[:100], names + known)}",
+                field="inputs",
+                do=f"Send {' and '.join(names)}; or the graph's own: {', '.join(known)}.",
+            )
+        columns[tensor.name] = _column(tensor, task)
+    for field in task.inputs:
+        if field.name not in columns and not field.optional:
+            raise invalid_field(f"input '{field.name}' is missing.", field="inputs")
+    sizes = {name: len(column) for name, column in columns.items()}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise invalid_field(f"inputs differ in length: {listed}.", field="inputs")
+    if len(columns) == 1:
+        return next(iter(columns.values()))
+    return list(zip(*(columns[name] for name in names), strict=True))
+
+
+def _column(tensor: Tensor, task: Task) -> list[Any]:
+    where = f"input '{tensor.name}'"
+    if not isinstance(tensor.values, list):
+        raise invalid_field(
+            f"{where} has the datatype {tensor.datatype}, expected BYTES.", field="inputs"
+        )
+    if tensor.shape and len(tensor.values) != tensor.shape[0]:
+        raise invalid_field(
+            f"{where} has the shape {list(tensor.shape)}, expected [n] or [n, 1].", field="inputs"
+        )
+    if task.takes_images:
+        return [_image(item, f"{where}[{i}]") for i, item in enumerate(tensor.values)]
+    texts = []
+    for index, item in enumerate(tensor.values):
+        try:
+            texts.append(item.decode())
+        except UnicodeDecodeError as error:
+            raise invalid_field(
+                f"{where}[{index}] is not UTF-8: {error.reason} at byte {error.start}.",
+                field="inputs",
+            ) from None
+    return texts
+
+
+def _image(item: bytes, where: str) -> bytes:
+    """Return an image file; from JSON, which holds no bytes, in base64."""
+    # "RIFF", "GIF8" and "BM" are letters of base64, in which an image begins otherwise.
+    if item.startswith(_IMAGE_STARTS) or not item.isascii():
+        return item
+    return image_from_base64(item.decode("ascii"), where)
+
+
+def tensors_from_results(task: Task, results: Sequence[Any]) -> list[Tensor]:
+    """Return the results of a task as tensors."""
+    tensors = []
+    for name, array in task.tensors(results).items():
+        if array.dtype == object:
+            tensors.append(Tensor(name, "BYTES", array.shape, array.reshape(-1).tolist()))
+        else:
+            tensors.append(Tensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
+    return tensors
+
+
+# -- tensors of the graph -----------------------------------------------------------------------
+
+
+def feeds_from_tensors(tensors: Sequence[Tensor], inputs: Sequence[TensorSpec]) -> dict[str, NDArray[Any]]:
+    """Return the feeds of a graph.
+
+    Raises:
+        HTTPError: an input is missing or unknown, or has another datatype or shape.
+    """
+    specs = {spec.name: spec for spec in inputs}
+    feeds: dict[str, NDArray[Any]] = {}
+    sizes: dict[str, tuple[int, str]] = {}
+    for tensor in tensors:
+        spec = specs.get(tensor.name)
+        if spec is None:
+            raise invalid_field(
+                f"there is no input {quoted(tensor.name)}{nearest(tensor.name[:100], specs)}",
+                field="inputs",
+                do=f"The graph takes: {'; '.join(map(str, specs.values()))}.",
+            )
+        feeds[spec.name] = _fitting(tensor, spec)
+        _check_dims(tensor, spec, sizes)
+    if missing := [name for name in specs if name not in feeds]:
+        raise invalid_field(
+            f"input '{missing[0]}' is missing.",
+            field="inputs",
+            do=f"The graph takes: {'; '.join(map(str, specs.values()))}.",
+        )
+    return feeds
+
+
+def _fitting(tensor: Tensor, spec: TensorSpec) -> NDArray[Any]:
+    # BF16 is part of FP32: nothing is lost on the way.
+    widens = tensor.datatype == "BF16" and spec.dtype in ("float32", "bfloat16")
+    if isinstance(tensor.values, list) or (DATATYPES[tensor.datatype] != spec.dtype and not widens):
+        raise invalid_field(
+            f"input '{spec.name}' has the datatype {tensor.datatype}, "
+            f"expected {DATATYPE_OF.get(spec.dtype, spec.dtype)}.",
+            field="inputs",
+        )
+    return tensor.values
+
+
+def _check_dims(tensor: Tensor, spec: TensorSpec, sizes: dict[str, tuple[int, str]]) -> None:
+    """Raise HTTPError where a fixed dim, or one that another input has too, differs."""
+    expected = f"expected ({', '.join(map(str, spec.dims))})"
+    where = f"input '{spec.name}' has the shape {list(tensor.shape)}"
+    if len(tensor.shape) != len(spec.dims):
+        raise invalid_field(f"{where}, {expected}.", field="inputs")
+    for size, dim in zip(tensor.shape, spec.dims, strict=True):
+        if isinstance(dim, int):
+            if dim != size:
+                raise invalid_field(f"{where}, {expected}.", field="inputs")
+            continue
+        known, of = sizes.setdefault(dim, (size, spec.name))
+        if known != size:
+            raise invalid_field(f"{where}: {dim} is {size}, but {known} in '{of}'.", field="inputs")
+
+
+def tensors_from_outputs(
+    values: Mapping[str, NDArray[Any]], outputs: Sequence[TensorSpec]
+) -> list[Tensor]:
+    """Return the graph's outputs as tensors."""
+    dtypes = {spec.name: spec.dtype for spec in outputs}
+    tensors = []
+    for name, value in values.items():
+        array = np.asarray(value)
+        if dtypes.get(name) == "bfloat16":
+            tensors.append(Tensor(name, "BF16", array.shape, array.astype(np.float32)))
+        elif array.dtype == object:
+            items = [str(item).encode() for item in array.reshape(-1)]
+            tensors.append(Tensor(name, "BYTES", array.shape, items))
+        else:
+            tensors.append(Tensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
+    return tensors

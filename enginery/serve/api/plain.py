@@ -1,0 +1,250 @@
+"""POST /predict/{model}: every task by one route.
+
+    $ curl -d '{"inputs": "The pump runs again.", "parameters": {"top_k": 1}}' \
+        localhost:8000/predict/mood
+    {"model":"mood","outputs":{"labels":[{"label":"glad","score":0.97}]},"truncated":0}
+
+One input has one result, a list of inputs a list of results. A body of the type image/png (or any
+other image) is one image, with the parameters in the query: `/predict/photos?top_k=3`. A form has
+images as files, and the parameters as JSON in a field `parameters`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qsl
+
+import orjson
+from pydantic import BaseModel
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+
+from enginery.runtime.tasks.task import Task
+from enginery.serve.api.endpoints import (
+    INFERENCE_STATUSES,
+    Routes,
+    answer,
+    config_of,
+    json_response,
+    registry_of,
+    require_task,
+)
+from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
+from enginery.serve.api.requests import (
+    FieldValueError,
+    StrictBody,
+    image_from_base64,
+    json_object,
+    require_plain,
+    token_ids,
+    unknown_field,
+    wrong,
+)
+
+routes = Routes("plain")
+
+_JSON_STARTS = (b"", *(bytes([byte]) for byte in b'{["-0123456789tfn'))
+_MAX_FORM_PARTS = 4096
+_FILE = {"type": "string", "contentMediaType": "application/octet-stream"}
+
+
+class PredictAnyRequest(StrictBody):
+    """Body of /predict/{model}."""
+
+    inputs: str | dict[str, Any] | list[Any]
+    parameters: dict[str, Any] | None = None
+
+
+class PredictAnyResponse(BaseModel):
+    """Answer of /predict/{model}: one result, or one for each input of a list."""
+
+    model: str
+    outputs: dict[str, Any] | list[Any]
+    truncated: int
+    """Inputs that were cut to what the model takes."""
+
+
+class Inputs:
+    """The inputs of a request, and how they came."""
+
+    def __init__(self, items: list[Any], parameters: dict[str, Any], *, single: bool) -> None:
+        self.items, self.parameters, self.single = items, parameters, single
+
+
+@routes.post(
+    "/predict/{model}", summary="The results of a model, whatever its task",
+    body=PredictAnyRequest, response=PredictAnyResponse, statuses=INFERENCE_STATUSES,
+    other_bodies={
+        "multipart/form-data": {
+            "type": "object", "required": ["image"],
+            "properties": {"image": _FILE, "parameters": {"type": "string"}},
+        },
+        "image/*": {},
+    },
+)  # fmt: skip
+async def predict_any(request: Request) -> Response:
+    """Answer POST /predict/{model}."""
+    model = registry_of(request).get(request.path_params["model"])
+    task = require_task(request, model)
+    inputs = await _read(request, task)
+    results = await answer(request, model, inputs.items, inputs.parameters, "parameters.")
+    return json_response({
+        "model": model.name,
+        "outputs": results[0] if inputs.single else results,
+        "truncated": request.state.record.timings.truncated,
+    })  # fmt: skip
+
+
+async def _read(request: Request, task: Task) -> Inputs:
+    require_plain(request)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_form = kind == "multipart/form-data"
+    if is_form or kind.startswith("image/"):
+        if not task.takes_images:
+            raise invalid_body(
+                f"model '{request.path_params['model']}' takes texts, found a body of "
+                f"{kind[:60]!r}.",
+                do='Send JSON: {"inputs": "a text"}.',
+            )
+        return await _read_form(request) if is_form else await _read_image(request)
+    body = await request.body()
+    if task.takes_images and body[:64].lstrip(b" \t\r\n")[:1] not in _JSON_STARTS:
+        return await _read_image(request)  # curl --data-binary says that a file is a form
+    try:
+        values = json_object(body)
+    except HTTPError as error:
+        if not task.takes_images:
+            raise
+        do = "To send an image's file itself: content-type image/png."
+        raise invalid_body(error.message, do=do) from None
+    for name in values:
+        if name not in PredictAnyRequest.model_fields:
+            raise unknown_field(name, tuple(PredictAnyRequest.model_fields))
+    parameters = values.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise wrong("parameters", "an object", parameters)
+    if values.get("inputs") is None:
+        state = "null" if "inputs" in values else "missing"
+        raise invalid_field(f"inputs is {state}, expected {expected_inputs(task)}.", field="inputs")
+    items, single = read_inputs(task, values["inputs"])
+    return Inputs(items, parameters, single=single)
+
+
+async def _read_image(request: Request) -> Inputs:
+    body = await request.body()
+    if not body:
+        raise empty_input("inputs", "the body is empty, expected an image file.")
+    parameters: dict[str, Any] = {}
+    for name, text in parse_qsl(request.url.query, keep_blank_values=True):
+        try:  # numbers and booleans are read as such
+            parameters[name] = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            parameters[name] = text
+    return Inputs([body], parameters, single=True)
+
+
+async def _read_form(request: Request) -> Inputs:
+    """Return the images of a form, whatever their fields are called."""
+    images: list[Any] = []
+    parameters: dict[str, Any] = {}
+    form = request.form(
+        max_files=_MAX_FORM_PARTS, max_fields=_MAX_FORM_PARTS,
+        max_part_size=config_of(request).max_body_bytes,
+    )  # fmt: skip
+    async with form as parts:
+        for name, part in parts.multi_items():
+            if isinstance(part, UploadFile):
+                images.append(await part.read())
+                if not images[-1]:
+                    raise empty_input("inputs", f"the file in part {name[:60]!r} is empty.")
+            elif name != "parameters":
+                raise unknown_field(name, ("parameters",))
+            elif part.strip():
+                parameters = json_object(part.encode())
+    if not images:
+        raise empty_input("inputs", "the form has no file, expected images.")
+    return Inputs(images, parameters, single=len(images) == 1)
+
+
+def read_inputs(task: Task, value: Any) -> tuple[list[Any], bool]:
+    """Return the inputs of a task as a client wrote them in JSON, and whether it is one alone.
+
+    Args:
+        task: says what an input consists of.
+        value: an input, or a list of inputs: a text, token ids, an image in base64, or for an
+            input of two parts [first, second] or an object with their names.
+
+    Raises:
+        HTTPError: an input cannot be used.
+    """
+    expected = expected_inputs(task)
+    if not isinstance(value, list):
+        return [_read_input(task, value, "inputs", expected)], True
+    if not value:
+        raise empty_input("inputs")
+    if task.takes_token_ids and all(type(item) is int for item in value):
+        return [_read_input(task, value, "inputs", expected)], True
+    items = [_read_input(task, x, f"inputs[{i}]", expected) for i, x in enumerate(value)]
+    return items, False
+
+
+def expected_inputs(task: Task) -> str:
+    """Return in words what a task takes."""
+    if task.takes_token_ids:
+        return "a string, a list of strings, or token ids"
+    if len(task.inputs) == 1:
+        return "a string or a list of strings"
+    named = "{" + ", ".join(field.name for field in task.inputs) + "}"
+    first = "a text, a pair " if task.inputs[-1].optional else ""
+    return f"{first}{named}, or a list of them"
+
+
+def _read_input(task: Task, value: Any, name: str, expected: str) -> Any:
+    if len(task.inputs) > 1:
+        return _read_parts(task, value, name, expected)
+    if task.takes_token_ids and isinstance(value, list):
+        try:
+            return token_ids(value)
+        except FieldValueError as error:
+            if error.is_empty:
+                raise empty_input(name) from None
+            raise wrong(f"{name}{error.path}", error.expected, error.value) from None
+    if not isinstance(value, str):
+        item = "a string or a list of token ids" if task.takes_token_ids else "a string"
+        raise wrong(name, expected if name == "inputs" else item, value)
+    return image_from_base64(value, name) if task.takes_images else value
+
+
+def _read_parts(task: Task, value: Any, name: str, expected: str) -> Any:
+    first, second = task.inputs
+    if isinstance(value, str) and second.optional:
+        return value
+    if isinstance(value, dict):
+        for key in value:
+            if key not in (first.name, second.name):
+                raise unknown_field(key, (first.name, second.name), f"{name}.")
+        parts = [_part(value, field.name, name, optional=field.optional) for field in task.inputs]
+        return parts[0] if parts[1] is None else tuple(parts)
+    if name == "inputs" or not isinstance(value, list):
+        raise wrong(name, expected.partition(", or a list")[0], value)
+    if len(value) != 2 or not all(isinstance(text, str) for text in value):
+        raise invalid_field(
+            f"{name}: found a list of {len(value)}, expected two strings.", field=name
+        )
+    return value[0], value[1]
+
+
+def _part(values: dict[str, Any], key: str, name: str, *, optional: bool) -> str | None:
+    value = values.get(key)
+    if value is None and optional:
+        return None
+    if not isinstance(value, str):
+        if key not in values:
+            raise invalid_field(
+                f"{name}.{key} is missing, expected a string.", field=f"{name}.{key}"
+            )
+        raise wrong(f"{name}.{key}", "a string", value)
+    return value
+
+

@@ -1,0 +1,301 @@
+"""JSON bodies of requests, read into pydantic models, with a message for whatever is wrong.
+
+Whatever the content type says, a body that is read here is JSON, as other servers have it. A null
+counts as absent. Where a key comes twice, the last one counts, as JSON readers have it.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import WithJsonSchema
+from pydantic.fields import FieldInfo
+from starlette.requests import Request
+
+from enginery.core.errors import nearest
+from enginery.runtime.tasks.task import expected_values, shown
+from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
+
+MAX_TOKEN_ID = 2**31 - 1
+
+_NAME_LENGTH = 60
+"""Characters of a client's words in a message."""
+
+
+class Body(BaseModel):
+    """Base of the bodies; unknown fields are ignored, as other servers ignore them."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class StrictBody(Body):
+    """Base of the bodies that take no unknown fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+BodyType = TypeVar("BodyType", bound=BaseModel)
+
+
+class FieldValueError(ValueError):
+    """A validator's finding: what was expected where, and what was found."""
+
+    def __init__(self, value: Any, expected: str, path: str = "", *, is_empty: bool = False):
+        super().__init__(expected)
+        self.value, self.expected, self.path, self.is_empty = value, expected, path, is_empty
+
+
+# -- types of fields ----------------------------------------------------------------------------
+
+
+def _one_or_more(value: Any) -> Any:
+    """Return a string as a list of one; refuse an empty list."""
+    if isinstance(value, str):
+        return [value]
+    if value == []:
+        raise FieldValueError(value, "one input or more", is_empty=True)
+    return value
+
+
+def _texts_or_ids(value: Any) -> list[str | list[int]]:
+    """Return one text or list of token ids for each input."""
+    expected = "a string, a list of strings, or token ids"
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise FieldValueError(value, expected)
+    _one_or_more(value)
+    kinds = set(map(type, value))
+    if kinds == {str}:
+        return value
+    if kinds == {int}:
+        return [token_ids(value)]
+    for index, item in enumerate(value):
+        if isinstance(item, list):
+            token_ids(item, f"[{index}]")
+        elif not isinstance(item, str):
+            raise FieldValueError(item, "a string or a list of token ids", f"[{index}]")
+    return value
+
+
+def token_ids(value: list[Any], path: str = "") -> list[int]:
+    """Return the token ids of one text; raise FieldValueError where they are none."""
+    if not value:
+        raise FieldValueError(value, "one token id or more", path, is_empty=True)
+    for index, item in enumerate(value):
+        if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
+            raise FieldValueError(
+                item, f"a token id from 0 to {MAX_TOKEN_ID}", f"{path}[{index}]"
+            )
+    return value
+
+
+def either(*schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of one of several."""
+    return {"anyOf": list(schemas)}
+
+
+def array(items: dict[str, Any], least: int = 0) -> dict[str, Any]:
+    """Return the JSON schema of a list."""
+    return {"type": "array", "items": items, **({"minItems": least} if least else {})}
+
+
+STRING = {"type": "string"}
+TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
+TOKEN_IDS = array(TOKEN_ID, 1)
+
+Texts = Annotated[
+    list[str],
+    BeforeValidator(_one_or_more),
+    WithJsonSchema(either(STRING, array(STRING, 1))),
+    Field(description="a string or a list of strings"),
+]
+ListOfTexts = Annotated[
+    list[str], BeforeValidator(lambda value: value if isinstance(value, str) else _one_or_more(value)),
+    Field(min_length=1, description="a list of strings"),
+]  # fmt: skip
+TextsOrIds = Annotated[
+    list[Any],
+    PlainValidator(_texts_or_ids),
+    WithJsonSchema(either(STRING, array(either(STRING, TOKEN_IDS), 1), TOKEN_IDS)),
+    Field(description="a string, a list of strings, or token ids"),
+]
+Dimensions = Annotated[int, Field(ge=1)]
+
+
+# -- reading ------------------------------------------------------------------------------------
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """Return the JSON object of a request's body; raise HTTPError where it is none."""
+    require_plain(request)
+    return json_object(await request.body())
+
+
+def require_plain(request: Request) -> None:
+    """Raise HTTPError for a compressed body."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding not in ("identity", ""):
+        # A few bytes could become gigabytes, which the limit of the body would not see.
+        raise invalid_body(
+            f"the body is encoded with {encoding[:40]!r}, expected none.", do="Send it uncompressed."
+        )
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body; raise HTTPError where it is none."""
+    if not body:
+        raise invalid_body("the body is empty, expected JSON.")
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise invalid_body(f"the body is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise invalid_body(f"the body is {shown(value)}, expected a JSON object.")
+    return value
+
+
+def parse(kind: type[BodyType], values: dict[str, Any], where: str = "") -> BodyType:
+    """Return a JSON object as a model.
+
+    Args:
+        kind: of the body.
+        values: the object.
+        where: what the names of fields begin with in messages.
+
+    Raises:
+        HTTPError: a field is missing, unknown, or has a value that cannot be used.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    # Where a union fails, the member that got furthest says the most.
+    first = max(errors, key=lambda each: (each["loc"][:1] == errors[0]["loc"][:1], len(each["loc"])))
+    field, names = _field_at(kind, first["loc"])
+    path = where + _path(names)
+    found = first.get("ctx", {}).get("error")
+    if isinstance(found, FieldValueError):
+        path += found.path
+        if found.is_empty:
+            raise empty_input(path, f"{path} is empty, expected {found.expected}.")
+        raise wrong(path, found.expected, found.value)
+    if first["type"] == "extra_forbidden":
+        known = tuple(kind.model_fields)
+        raise unknown_field(str(first["loc"][0]), known, where)
+    expected = _expected(kind, field, names, first)
+    if first["type"] == "missing":
+        raise invalid_field(f"{path} is missing, expected {expected}.", field=path)
+    if first["type"] == "too_short":
+        raise empty_input(path)
+    raise wrong(path, expected, first["input"])
+
+
+def wrong(path: str, expected: str, value: Any) -> HTTPError:
+    """Return the error for a field whose value cannot be used."""
+    if value is None:
+        return invalid_field(f"{path} is null, expected {expected}.", field=path)
+    return invalid_field(f"{path}: found {shown(value)}, expected {expected}.", field=path)
+
+
+def unknown_field(name: str, known: Sequence[str], where: str = "") -> HTTPError:
+    """Return the error for a field that is not known."""
+    short = name if len(name) <= _NAME_LENGTH else f"{name[:_NAME_LENGTH]}…"
+    return invalid_field(
+        f"{where}{short} is not known here{nearest(short, known)}",
+        field=f"{where}{short}",
+        do=f"Known: {', '.join(known) or 'none'}.",
+    )
+
+
+def quoted(text: str) -> str:
+    """Return a client's words for a message: quoted, and not many of them."""
+    return repr(text if len(text) <= _NAME_LENGTH else f"{text[:_NAME_LENGTH]}…")
+
+
+def image_from_base64(text: str, name: str) -> bytes:
+    """Return the bytes of an image in base64, or in a data URL.
+
+    Raises:
+        HTTPError: it is neither.
+    """
+    data = text.strip()
+    if data.startswith("data:"):
+        header, comma, data = data.partition(",")
+        if not comma or not header.endswith(";base64"):
+            raise invalid_field(f"{name} is a data URL without base64.", field=name)
+    elif data[:8].lower().startswith(("http://", "https://")):
+        raise invalid_field(
+            f"{name} is an address, expected an image in base64.",
+            field=name,
+            do="This server fetches nothing; send the image itself.",
+        )
+    try:
+        # Lines of base64 are usual; strict mode refuses their ends, and all other strangers.
+        found = binascii.a2b_base64("".join(data.split()), strict_mode=True)
+    except (binascii.Error, ValueError) as error:
+        raise invalid_field(
+            f"{name} is not base64: {str(error)[:80]}.", field=name, do="Encode the image's file."
+        ) from None
+    if not found:
+        raise empty_input(name, f"{name} is empty, expected an image.")
+    return found
+
+
+def _field_at(kind: type[BaseModel], loc: Sequence[int | str]) -> tuple[FieldInfo | None, list[Any]]:
+    """Return the field at a place of a validation error, and the names and indices up to it.
+
+    Places within a union also hold names of its members, which are no part of the body.
+    """
+    field: FieldInfo | None = None
+    names: list[Any] = []
+    current: Any = kind
+    for part in loc:
+        if isinstance(part, int):
+            names.append(part)
+        elif isinstance(current, type) and issubclass(current, BaseModel):
+            if part not in current.model_fields:
+                if not names:
+                    names.append(part)
+                break
+            names.append(part)
+            field = current.model_fields[part]
+            current = _model_of(field.annotation)
+    return field, names
+
+
+def _model_of(annotation: Any) -> Any:
+    """Return the model within an annotation such as `Model | None` or `list[Model]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = getattr(annotation, "__args__", ())
+    return next((found for each in inner if (found := _model_of(each)) is not None), None)
+
+
+def _path(names: Sequence[Any]) -> str:
+    path = ""
+    for name in names:
+        path += f"[{name}]" if isinstance(name, int) else f".{name}" if path else str(name)
+    return path
+
+
+def _expected(
+    kind: type[BaseModel], field: FieldInfo | None, names: Sequence[Any], error: Any
+) -> str:
+    """Return in words what a field takes."""
+    if error["type"] == "string_type" and names and isinstance(names[-1], int):
+        return "a string"
+    if field is not None and field.description:
+        return field.description
+    if field is None or len(names) != 1:
+        words = {"string_type": "a string", "bool_type": "true or false", "dict_type": "an object",
+                 "list_type": "a list", "int_type": "a whole number",
+                 "model_type": "an object"}  # fmt: skip
+        return words.get(error["type"], "another value")
+    return expected_values(kind.model_json_schema()["properties"][names[0]])
+
+

@@ -1,0 +1,454 @@
+"""The routes of Hugging Face's text-embeddings-inference, in its shapes.
+
+    $ curl -d '{"inputs": "The engine is warm."}' localhost:8000/embed
+    [[0.0123,…]]
+
+Source: docs/openapi.json and router/src/http of text-embeddings-inference 1.9. With several models,
+the body's `model` or the path, `/models/{model}/embed`, says which one; where neither does, the
+only one answers that is for what the route does. What that server does and this one refuses:
+cutting texts on the left. A model of another task is 422 here, 424 there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from enginery.core.errors import InputError
+from enginery.runtime.tasks.text import TextTask
+from enginery.serve.api.endpoints import (
+    INFERENCE_STATUSES,
+    Routes,
+    answer,
+    config_of,
+    json_response,
+    require_ready,
+    require_task,
+    select_model,
+)
+from enginery.serve.api.errors import HTTPError, invalid_field
+from enginery.serve.api.requests import (
+    STRING,
+    TOKEN_IDS,
+    Body,
+    Dimensions,
+    FieldValueError,
+    ListOfTexts,
+    Texts,
+    TextsOrIds,
+    array,
+    either,
+    parse,
+    read_json,
+    token_ids,
+)
+from enginery.serve.models.served_model import ServedModel
+
+routes = Routes("tei")
+Pair = str | tuple[str, str]
+
+_SHORT_CHARACTERS = 2048
+"""Characters or token ids that should take about a millisecond."""
+
+
+class Truncation(Body):
+    """How long texts are cut."""
+
+    truncate: bool | None = None
+    truncation_direction: Literal["right", "Right", "left", "Left"] | None = None
+
+    def to_option(self) -> bool | None:
+        """Return whether to cut long texts; None for what the server does by itself."""
+        if (self.truncation_direction or "right").lower() == "left":
+            raise invalid_field(
+                "truncation_direction: found left, expected right.",
+                field="truncation_direction",
+                do="Cut the text on the left before sending it.",
+            )
+        return self.truncate
+
+
+class EmbedRequest(Truncation):
+    """Body of /embed."""
+
+    inputs: TextsOrIds
+    normalize: bool | None = None
+    prompt_name: str | None = None
+    dimensions: Dimensions | None = None
+    model: str | None = None
+
+
+def _pairs(value: Any) -> list[Pair]:
+    """Return the inputs of /predict.
+
+    "text" and ["text"] and ["text", "its pair"] are one; [["text"], ["text", "its pair"]] several.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise FieldValueError(
+            value, "a string, a pair [string, string], or a list of such lists"
+        )
+    if not value:
+        raise FieldValueError(value, "one input or more", is_empty=True)
+    if isinstance(value[0], str):
+        return [_pair(value, "")]
+    return [_pair(item, f"[{index}]") for index, item in enumerate(value)]
+
+
+def _pair(value: Any, path: str) -> Pair:
+    if not isinstance(value, list):
+        raise FieldValueError(value, "a list of one or two strings", path)
+    for index, text in enumerate(value):
+        if not isinstance(text, str):
+            raise FieldValueError(text, "a string", f"{path}[{index}]")
+    if len(value) not in (1, 2):
+        raise FieldValueError(value, "a list of one or two strings", path)
+    return (value[0], value[1]) if len(value) == 2 else str(value[0])
+
+
+_PAIR = {**array(STRING, 1), "maxItems": 2}
+
+
+class PredictRequest(Truncation):
+    """Body of /predict."""
+
+    inputs: Annotated[
+        Any,
+        PlainValidator(lambda value: (_pairs(value), not _are_several(value))),
+        WithJsonSchema(either(STRING, _PAIR, array(_PAIR, 1))),
+        Field(description="a string, a pair [string, string], or a list of such lists"),
+    ]
+    raw_scores: bool | None = None
+    model: str | None = None
+
+
+class RerankRequest(Truncation):
+    """Body of /rerank."""
+
+    query: str
+    texts: ListOfTexts
+    raw_scores: bool | None = None
+    return_text: bool | None = None
+    model: str | None = None
+
+
+class Sentences(Body):
+    """One text and others."""
+
+    source_sentence: str
+    sentences: ListOfTexts
+
+
+class SimilarityParameters(Truncation):
+    """Options of /similarity."""
+
+    prompt_name: str | None = None
+
+
+class SimilarityRequest(Body):
+    """Body of /similarity."""
+
+    inputs: Annotated[
+        Sentences, Field(description="an object with source_sentence and sentences")
+    ]
+    parameters: SimilarityParameters | None = None
+    model: str | None = None
+
+
+class TokenizeRequest(Body):
+    """Body of /tokenize."""
+
+    inputs: Texts
+    add_special_tokens: bool | None = None
+    prompt_name: str | None = None
+    model: str | None = None
+
+
+def _ids(value: Any) -> list[list[int]]:
+    if not isinstance(value, list):
+        raise FieldValueError(value, "a list of token ids, or a list of those")
+    if not value:
+        raise FieldValueError(value, "one token id or more", is_empty=True)
+    if not isinstance(value[0], list):
+        return [token_ids(value)]
+    for index, row in enumerate(value):
+        if not isinstance(row, list):
+            raise FieldValueError(row, "a list of token ids", f"[{index}]")
+        token_ids(row, f"[{index}]")
+    return value
+
+
+class DecodeRequest(Body):
+    """Body of /decode."""
+
+    ids: Annotated[
+        Any,
+        PlainValidator(_ids),
+        WithJsonSchema(either(TOKEN_IDS, array(TOKEN_IDS, 1))),
+        Field(description="a list of token ids, or a list of those"),
+    ]
+    skip_special_tokens: bool | None = None
+    model: str | None = None
+
+
+class Label(BaseModel):
+    """One label of an input."""
+
+    label: str
+    score: float
+
+
+class Rank(BaseModel):
+    """One text of a reranking."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
+class Token(BaseModel):
+    """One token; `start` and `stop` count bytes of UTF-8."""
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+class AnyBody(Body):
+    """A body that is read by the only model's task."""
+
+    model: str | None = None
+
+
+def embeds(model: ServedModel) -> bool:
+    """Whether a model makes vectors of texts."""
+    return model.task is not None and model.task.verb == "embed"
+
+
+def classifies(model: ServedModel) -> bool:
+    """Whether a model has labels for texts."""
+    return model.task is not None and model.task.verb == "classify"
+
+
+def ranks(model: ServedModel) -> bool:
+    """Whether a model scores pairs with one number."""
+    return classifies(model) and _has_one_label(model)
+
+
+@routes.post(
+    "/embed", "/models/{model}/embed", summary="Vectors of texts", body=EmbedRequest,
+    response=list[list[float]], statuses=INFERENCE_STATUSES,
+)  # fmt: skip
+async def embed(request: Request, body: EmbedRequest) -> Response:
+    """Answer POST /embed: vectors of texts or token ids."""
+    model = select_model(request, body.model, embeds)
+    require_task(request, model, "embed")
+    options = {
+        "normalize": True if body.normalize is None else body.normalize,
+        "dimensions": body.dimensions,
+        "prompt_name": body.prompt_name,
+        "truncate": body.to_option(),
+    }
+    return json_response(await answer(request, model, body.inputs, options))
+
+
+@routes.post(
+    "/similarity", "/models/{model}/similarity", summary="Cosines of one text and others",
+    body=SimilarityRequest, response=list[float], statuses=INFERENCE_STATUSES,
+)  # fmt: skip
+async def similarity(request: Request, body: SimilarityRequest) -> Response:
+    """Answer POST /similarity: cosines of one text and others."""
+    model = select_model(request, body.model, embeds)
+    require_task(request, model, "embed")
+    parameters = body.parameters or SimilarityParameters()
+    texts = [body.inputs.source_sentence, *body.inputs.sentences]
+    options = {
+        "normalize": True,
+        "prompt_name": parameters.prompt_name,
+        "truncate": parameters.to_option(),
+    }
+    vectors = np.stack(await answer(request, model, texts, options))
+    return json_response(vectors[1:] @ vectors[0])
+
+
+@routes.post(
+    "/predict", "/models/{model}/predict", summary="Labels of texts, or of pairs of texts",
+    body=PredictRequest, response=list[Label] | list[list[Label]], statuses=INFERENCE_STATUSES,
+)  # fmt: skip
+async def predict(request: Request, body: PredictRequest) -> Response:
+    """Answer POST /predict: labels of texts or pairs of texts, best first."""
+    model = select_model(request, body.model, classifies)
+    require_task(request, model, "classify")
+    inputs, is_single = body.inputs
+    options = {"activation": "none" if body.raw_scores else "auto", "truncate": body.to_option()}
+    results = await answer(request, model, inputs, options)
+    answers = [
+        [{"score": label.score, "label": label.label} for label in result.labels]
+        for result in results
+    ]
+    return json_response(answers[0] if is_single else answers)
+
+
+@routes.post(
+    "/rerank", "/models/{model}/rerank", summary="Texts by how well they answer a query",
+    body=RerankRequest, response=list[Rank], statuses=INFERENCE_STATUSES,
+)  # fmt: skip
+async def rerank(request: Request, body: RerankRequest) -> Response:
+    """Answer POST /rerank: texts by how well they answer a query."""
+    model = select_model(request, body.model, ranks)
+    require_task(request, model, "classify")
+    if not _has_one_label(model):
+        raise invalid_field(
+            f"model '{model.name}' has several labels, expected a re-ranker, which has one.",
+            field="model",
+            do="Send pairs to /predict.",
+        )
+    pairs = [(body.query, text) for text in body.texts]
+    options = {
+        "activation": "none" if body.raw_scores else "sigmoid", "truncate": body.to_option(),
+    }  # fmt: skip
+    results = await answer(request, model, pairs, options)
+    scores = [result.score for result in results]
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    return json_response([
+        {
+            "index": index,
+            **({"text": body.texts[index]} if body.return_text else {}),
+            "score": scores[index],
+        }
+        for index in order
+    ])  # fmt: skip
+
+
+@routes.post(
+    "/", "/invocations", summary="/embed, /predict or /rerank, as the only model answers",
+    body=AnyBody, other_bodies={"application/json": {"type": "object"}}, response=list[Any],
+    statuses=INFERENCE_STATUSES,
+)  # fmt: skip
+async def root(request: Request) -> Response:
+    """Answer POST /: what the only model is for."""
+    values = await read_json(request)
+    name = parse(AnyBody, values).model
+    model = select_model(request, name, lambda model: embeds(model) or classifies(model))
+    task = require_task(request, model, "embed", "classify")
+    values["model"] = model.name
+    if task.verb == "embed":
+        return await embed(request, parse(EmbedRequest, values))
+    if _has_one_label(model):
+        return await rerank(request, parse(RerankRequest, values))
+    return await predict(request, parse(PredictRequest, values))
+
+
+@routes.post(
+    "/tokenize", "/models/{model}/tokenize", summary="The tokens of texts", body=TokenizeRequest,
+    response=list[list[Token]], statuses=INFERENCE_STATUSES,
+)  # fmt: skip
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+    """Answer POST /tokenize: the tokens of texts, not cut."""
+    model, task = _text_model(request, body.model)
+    if body.prompt_name:
+        raise invalid_field(
+            "prompt_name: prompts are for /embed, expected none.",
+            field="prompt_name",
+            do="Put the prompt before the text.",
+        )
+    texts = body.inputs
+    _check_count(request, len(texts))
+    if task.tokenizer.lower_case:  # as the model gets them
+        texts = [text.lower() for text in texts]
+    special = body.add_special_tokens is not False
+
+    def tokens(_: Any) -> list[list[dict[str, Any]]]:
+        encodings = task.tokenizer.encode_whole(texts, special=special)
+        return [_tokens(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
+
+    weight = "medium" if sum(map(len, texts)) <= _SHORT_CHARACTERS else "heavy"
+    return json_response(
+        await model.in_thread(tokens, inputs=len(texts), weight=weight)  # type: ignore[arg-type]
+    )
+
+
+@routes.post(
+    "/decode", "/models/{model}/decode", summary="Token ids as texts", body=DecodeRequest,
+    response=list[str], statuses=INFERENCE_STATUSES,
+)  # fmt: skip
+async def decode(request: Request, body: DecodeRequest) -> Response:
+    """Answer POST /decode: token ids as texts."""
+    model, task = _text_model(request, body.model)
+    vocabulary = task.tokenizer.texts.get_vocab_size()
+    for row in body.ids:
+        if max(row) >= vocabulary:
+            raise invalid_field(
+                f"ids: found the token id {max(row)}, expected 0 to {vocabulary - 1}.", field="ids"
+            )
+    _check_count(request, len(body.ids))
+    skip = body.skip_special_tokens is not False
+
+    def texts(_: Any) -> list[str]:
+        return [task.tokenizer.decode(row, skip_special=skip) for row in body.ids]
+
+    weight = "medium" if sum(map(len, body.ids)) <= _SHORT_CHARACTERS else "heavy"
+    return json_response(
+        await model.in_thread(texts, inputs=len(body.ids), weight=weight)  # type: ignore[arg-type]
+    )
+
+
+def _text_model(request: Request, name: str | None) -> tuple[ServedModel, TextTask]:
+    model = select_model(request, name, lambda model: isinstance(model.task, TextTask))
+    task = require_ready(request, model).task
+    if not isinstance(task, TextTask):
+        raise InputError(f"model '{model.name}' takes no texts, so it has no tokenizer.")
+    return model, task
+
+
+def _check_count(request: Request, count: int) -> None:
+    most = config_of(request).max_inputs
+    if count > most:
+        raise HTTPError(
+            413, f"found {count} inputs, expected {most} at most.", do="Send several requests."
+        )
+
+
+def _are_several(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and not isinstance(value[0], str)
+
+
+def _has_one_label(model: ServedModel) -> bool:
+    # transformers takes two where config.json does not say.
+    return len(model.backend.config.id2label or (0, 1)) == 1
+
+
+def _tokens(text: str, encoding: Any) -> list[dict[str, Any]]:
+    places = _byte_places(text)
+    tokens = []
+    for token_id, token, (start, stop), special in zip(
+        encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True
+    ):
+        tokens.append({
+            "id": token_id,
+            "text": token if special else text[start:stop],
+            "special": bool(special),
+            "start": None if special else places[start],
+            "stop": None if special else places[stop],
+        })  # fmt: skip
+    return tokens
+
+
+def _byte_places(text: str) -> Sequence[int]:
+    """Return where each character begins in UTF-8, and the end."""
+    if text.isascii():
+        return range(len(text) + 1)
+    places = [0]
+    for letter in text:
+        places.append(places[-1] + len(letter.encode()))
+    return places
+
+

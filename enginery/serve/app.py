@@ -1,0 +1,360 @@
+"""The server as one ASGI application, for `enginery serve`, any other ASGI server, and tests.
+
+    $ ENGINERY_MODELS=minilm=build/minilm uvicorn --factory enginery.serve.app:create_app
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from enginery.core.errors import EngineryError, OptionError, nearest
+from enginery.core.options import options_from
+from enginery.serve.api import admin, oip, openai, plain, tei
+from enginery.serve.api.endpoints import Endpoint, call_endpoint
+from enginery.serve.api.errors import (
+    REASONS,
+    HTTPError,
+    Protocol,
+    error_response,
+    protocol_of,
+    to_http_error,
+)
+from enginery.serve.api.openapi import openapi_json
+from enginery.serve.api.requests import quoted
+from enginery.serve.config import ServeConfig, check_options
+from enginery.serve.middleware import BodyBudget, BufferBody, Keys, RequireKey
+from enginery.serve.models.registry import ModelRegistry
+from enginery.serve.models.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from enginery.serve.lifecycle import ProcessLifecycle
+
+_log = logging.getLogger("enginery.serve")
+
+MODELS_VARIABLE = "ENGINERY_MODELS"
+OPTION_PREFIX = "ENGINERY_SERVE_"
+SERVER_OPTIONS = frozenset({"host", "port", "grace", "drain_delay", "restart", "idle_timeout",
+                            "processes"})  # fmt: skip
+"""Options that are the ASGI server's own."""
+ENDPOINTS: tuple[Endpoint, ...] = (
+    *tei.routes.endpoints,
+    *openai.routes.endpoints,
+    *plain.routes.endpoints,
+    *oip.routes.endpoints,
+    *admin.routes.endpoints,
+)
+
+
+def create_app(environment: Mapping[str, str] = os.environ) -> Starlette:
+    """Return the whole server, set up by environment variables.
+
+    Args:
+        environment: `ENGINERY_MODELS` has artifacts, `path` or `name=path`, with commas between
+            them; `ENGINERY_SERVE_BATCH_ROWS` and so on are the options of `ServeConfig`.
+
+    Raises:
+        OptionError: a variable cannot be used, or there are no models.
+        ArtifactError: a directory is not an artifact.
+    """
+    from enginery.serve.service import named_paths, require_packages
+
+    require_packages()
+    variable = environment.get(MODELS_VARIABLE, "")
+    artifacts = [word.strip() for word in variable.split(",") if word.strip()]
+    if not artifacts:
+        raise OptionError(
+            f"{MODELS_VARIABLE} is empty, expected artifacts.",
+            do=f"Set {MODELS_VARIABLE}=name=path,name=path.",
+        )
+    config = dataclasses.replace(config_from(environment), restart=False)
+    return make_app(named_paths(artifacts), config)
+
+
+def config_from(environment: Mapping[str, str]) -> ServeConfig:
+    """Return the options that variables give, `ENGINERY_SERVE_` before their names.
+
+    Raises:
+        OptionError: an option is unknown, is the ASGI server's own, or has a value that is wrong.
+    """
+    values: dict[str, Any] = {}
+    for variable, value in environment.items():
+        if not variable.startswith(OPTION_PREFIX):
+            continue
+        name = variable.removeprefix(OPTION_PREFIX).lower()
+        if name in SERVER_OPTIONS:
+            raise OptionError(
+                f"{variable} is set, but option '{name}' is the ASGI server's own.",
+                do="Give it to that server.",
+            )
+        values[name] = value.split(",") if name == "provider_option" else value
+    config = options_from(ServeConfig, "serve", values)
+    check_options(config)
+    return config
+
+
+def make_app(
+    paths: Mapping[str, Path],
+    config: ServeConfig,
+    lifecycle: ProcessLifecycle | None = None,
+    *,
+    keys: Keys | None = None,
+) -> Starlette:
+    """Return the whole server; its lifespan loads the models.
+
+    Args:
+        paths: artifacts' directories by the names that routes call them.
+        config: the options of the server.
+        lifecycle: the process that `enginery serve` runs it in; None under any other server.
+        keys: the API keys; None for those of `config` and the environment.
+
+    Raises:
+        OptionError: the keys cannot be read.
+    """
+    from enginery.serve.observability.access_log import AccessLog
+    from enginery.serve.observability.metrics import Metrics
+    from enginery.serve.observability.middleware import ObservabilityMiddleware
+    from enginery.serve.observability.record import Activity
+    from enginery.serve.observability.tracing import Tracing
+
+    # Lists of texts are spread over a pool for each model. Those of tokenizers are one pool for
+    # all: a text that does not come to an end would hold up everybody.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    keys = Keys.from_config(config, os.environ) if keys is None else keys
+    metrics, activity = Metrics(), Activity()
+    access_log = AccessLog() if config.access_log == "json" else None
+    tracing = Tracing.from_environment()
+    budget = BodyBudget(config)
+    app = Starlette(
+        routes=[_route(endpoint, keys, budget) for endpoint in ENDPOINTS],
+        middleware=[
+            Middleware(
+                ObservabilityMiddleware, metrics=metrics, access_log=access_log, tracing=tracing,
+                activity=activity,
+            ),
+            Middleware(StripTrailingSlash),
+        ],
+        exception_handlers={
+            EngineryError: answer_error,  # type: ignore[dict-item]
+            HTTPException: answer_routing_error,  # type: ignore[dict-item]
+        },
+        lifespan=partial(_lifespan, paths=paths, lifecycle=lifecycle, activity=activity),
+    )  # fmt: skip
+    app.router.redirect_slashes = False
+    app.state.config, app.state.keys, app.state.metrics = config, keys, metrics
+    app.state.access_log, app.state.tracing = access_log, tracing
+    app.state.openapi = openapi_json(ENDPOINTS, with_keys=bool(keys))
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(
+    app: Starlette,
+    *,
+    paths: Mapping[str, Path],
+    lifecycle: ProcessLifecycle | None,
+    activity: Any,
+) -> AsyncIterator[None]:
+    """Load the models at the start, and free them at the end.
+
+    In a process of our own they load in the background, so that health routes answer meanwhile.
+    """
+    state = app.state
+    config: ServeConfig = state.config
+
+    def on_broken(reason: str) -> None:
+        if lifecycle is not None and config.restart:
+            lifecycle.replace(reason, registry.refuse_all)
+
+    registry = state.registry = ModelRegistry(
+        paths, config, asyncio.get_running_loop(), on_batch=state.metrics.observe_batch,
+        on_broken=on_broken,
+    )  # fmt: skip
+    state.metrics.watch_models(lambda: registry)
+    if lifecycle is None:
+        await load(registry)
+        loading = None
+    else:
+        lifecycle.start(
+            begin_drain=registry.begin_drain, reload=partial(_reload, registry), activity=activity
+        )
+        loading = asyncio.create_task(_load_or_fail(registry, lifecycle))
+    try:
+        yield
+    finally:
+        if loading is not None:
+            loading.cancel()
+        registry.begin_drain()
+        await registry.close()
+        if state.access_log is not None:
+            state.access_log.close()
+        if state.tracing is not None:
+            state.tracing.close()
+
+
+async def load(registry: ModelRegistry) -> None:
+    """Load the models, and say what serves them; raise EngineryError where one cannot be loaded."""
+    await registry.load()
+    if not gc.isenabled():
+        gc.freeze()  # what is there stays: no collection has to look through it again
+        gc.enable()
+    for model in registry:
+        first = model.backend.runner.providers[0]
+        why = "" if first.reason == "asked for" else f" ({first.reason})"
+        manifest = model.artifact.manifest
+        _log.info(
+            "ready: %s, %s, %s on %s%s, %s", model.name, manifest.task, manifest.precision,
+            first.name, why, _validation_words(model),
+        )  # fmt: skip
+        _warn_if_failed(model)
+
+
+async def _load_or_fail(registry: ModelRegistry, lifecycle: ProcessLifecycle) -> None:
+    try:
+        await load(registry)
+    except EngineryError as error:
+        lifecycle.fail_startup(error)
+
+
+async def _reload(registry: ModelRegistry) -> None:
+    """Open the artifacts again from where they are, and say what happened."""
+    for name, outcome in (await registry.reload()).items():
+        if not outcome.swapped:
+            _log.error("%s: %s", name, outcome.text)
+            continue
+        model = registry.get(name)
+        _log.info("%s: %s, %s", name, outcome.text, _validation_words(model))
+        _warn_if_failed(model)
+
+
+def _validation_words(model: ServedModel) -> str:
+    status = model.backend.validation_status()
+    return "not validated" if status == "none" else f"validation {status}"
+
+
+def _warn_if_failed(model: ServedModel) -> None:
+    if failed := model.artifact.failed():
+        _log.warning(
+            "%s failed its validation and is served because of --allow-failed: %s",
+            model.name, failed.summary,
+        )  # fmt: skip
+
+
+# -- routes and errors --------------------------------------------------------------------------
+
+
+def _route(endpoint: Endpoint, keys: Keys, budget: BodyBudget) -> Route:
+    middleware = []
+    if keys and not endpoint.public:
+        middleware.append(Middleware(RequireKey, keys=keys))
+    if endpoint.method == "POST":
+        middleware.append(Middleware(BufferBody, budget=budget))
+
+    async def call(request: Request) -> Response:
+        try:
+            return await call_endpoint(endpoint, request)
+        except (EngineryError, HTTPException):
+            raise
+        except Exception as error:  # a bug: one request must not end more than itself
+            return answer_fault(request, error)
+
+    route = Route(endpoint.path, call, methods=[endpoint.method], middleware=middleware)
+    app = route.app
+
+    async def note(scope: Scope, receive: Receive, send: Send) -> None:
+        # Before the middlewares: what they refuse is of this route, too.
+        record = scope["state"]["record"]
+        record.route, record.protocol = endpoint.path.replace(":path}", "}"), endpoint.protocol
+        await app(scope, receive, send)
+
+    route.app = note
+    return route
+
+
+class StripTrailingSlash:
+    """Lets `/embed/` be `/embed`, without a redirect."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application with the path as routes have it."""
+        if scope["type"] == "http":
+            path = scope["path"]
+            if len(path) > 2 and path[-1] == "/" and path[-2] != "/":
+                scope["path"] = path[:-1]
+        await self._app(scope, receive, send)
+
+
+async def answer_error(request: Request, error: EngineryError) -> Response:
+    """Answer an expected error in the shape of the route's protocol."""
+    found = to_http_error(error)
+    request.state.record.refused = REASONS.get(found.status, "http")
+    return error_response(_protocol(request), found)
+
+
+async def answer_routing_error(request: Request, error: HTTPException) -> Response:
+    """Answer what Starlette raises: no such route, another method, a form that cannot be read."""
+    path, method = request.url.path, request.method
+    allowed = _allowed(request)
+    if error.status_code == 405 or (error.status_code == 404 and allowed):
+        if method == "OPTIONS":
+            return Response(status_code=204, headers={"allow": ", ".join(allowed)})
+        found = HTTPError(
+            405,
+            f"{path[:200]} does not answer {quoted(method)}, expected {' or '.join(allowed)}.",
+            headers={"allow": ", ".join(allowed)},
+        )
+    elif error.status_code == 404:
+        known = dict.fromkeys(endpoint.path for endpoint in ENDPOINTS)
+        close = nearest(path, known) if len(path) < 200 else "."
+        found = HTTPError(404, f"there is no route {quoted(path)}{close}")
+    else:
+        found = HTTPError(error.status_code, str(error.detail))
+    return await answer_error(request, found)
+
+
+def answer_fault(request: Request, error: Exception) -> Response:
+    """Answer a bug with 500; its traceback goes to the log, with the request's id."""
+    request_id = request.state.record.request_id
+    _log.error(
+        "request %s: %s %s", request_id, request.method, request.url.path, exc_info=error
+    )  # fmt: skip
+    found = HTTPError(500, "internal error.")
+    return error_response(_protocol(request), found, request_id=request_id)
+
+
+def _protocol(request: Request) -> Protocol:
+    record = request.state.record
+    found: Protocol = record.protocol or protocol_of(request.url.path)
+    if not record.protocol:
+        for route in request.app.router.routes:
+            if route.matches(request.scope)[0] is not Match.NONE:
+                path = getattr(route, "path", "")
+                return next(each.protocol for each in ENDPOINTS if each.path == path)
+    return found
+
+
+def _allowed(request: Request) -> list[str]:
+    """Return the methods of a path; none where no route has it."""
+    methods: set[str] = set()
+    for route in request.app.router.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return sorted({*methods, "OPTIONS"}) if methods else []

@@ -1,0 +1,202 @@
+"""Threads that preprocess the inputs of one model: they tokenize texts and decode images.
+
+Every text is tokenized in a thread, a short one too: how long that takes is up to the rules of the
+model's tokenizer.json, and some of those never come to an end. The event loop and the other models
+go on meanwhile, and `busy_seconds` says how long it has been. Inputs that are being preprocessed
+have their places in the queue, so that no more is taken in than may wait. Work whose client has
+gone is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from enginery.runtime.machine import usable_cores
+from enginery.serve.batching.queue import ClosedError, OverloadedError
+
+Result = TypeVar("Result")
+
+_SHORT_THREADS = 8
+"""They mostly sleep. It takes as many texts that do not come to an end to hold up short ones."""
+_LONG_THREADS = 2
+"""More of them would take the cores from the model."""
+_PIECE = 64
+"""Texts of a list that one thread tokenizes at a time: milliseconds."""
+
+
+class _DaemonThreads:
+    """Daemon threads, started as they are needed.
+
+    The process does not wait for them when it ends, as it does for those of an executor of the
+    standard library: one that does not come back would keep it.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self.places = 0
+        """How many places are taken of those that may wait; for the event loop."""
+        self._most, self._name = most, name
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._since: list[float] = []
+        """When each thread began what it does; 0 for one that waits."""
+        self._unfinished = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def submit(self, work: Callable[[], Result]) -> Future[Result]:
+        """Run `work` in a thread as soon as one is free; after `close`, in this one."""
+        job: Future[Result] = Future()
+        with self._lock:
+            if not self._closed:
+                self._unfinished += 1
+                place = len(self._since)
+                if place < min(self._unfinished, self._most):
+                    self._since.append(0.0)
+                    threading.Thread(
+                        target=self._work, args=(place,), daemon=True, name=f"{self._name}-{place}"
+                    ).start()
+                self._jobs.put((job, work))
+                return job
+        _run(job, work)
+        return job
+
+    def busy_seconds(self) -> float:
+        """Return how long the longest-running work has been running."""
+        now = time.perf_counter()
+        return max((now - since for since in self._since if since), default=0.0)
+
+    def close(self) -> None:
+        """End the threads when all that was submitted is done."""
+        with self._lock:
+            self._closed = True
+            for _ in self._since:
+                self._jobs.put(None)
+
+    def _work(self, place: int) -> None:
+        while (taken := self._jobs.get()) is not None:
+            job, work = taken
+            if job.set_running_or_notify_cancel():
+                self._since[place] = time.perf_counter()
+                _run(job, work)
+                self._since[place] = 0.0
+            with self._lock:
+                self._unfinished -= 1
+            del taken, job, work  # they may be large, and the next may be long in coming
+
+
+def _run(job: Future[Result], work: Callable[[], Result]) -> None:
+    """Run `work` and put its result, or what it raised, into a future."""
+    try:
+        job.set_result(work())
+    except BaseException as error:
+        job.set_exception(error)
+
+
+class PreprocessPool:
+    """Preprocesses the inputs of one model in threads."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, most: int, name: str) -> None:
+        """Args: `most` inputs may be preprocessed or wait at the same time."""
+        self._loop, self._most, self._name = loop, most, name
+        self._closed = False
+        self._awaited: set[asyncio.Future[Any]] = set()
+        self._short = _DaemonThreads(_SHORT_THREADS, f"enginery-preprocess-{name}")
+        self._long = _DaemonThreads(_LONG_THREADS, f"enginery-preprocess-long-{name}")
+        self._pieces = _DaemonThreads(usable_cores(), f"enginery-preprocess-list-{name}")
+
+    @property
+    def inputs(self) -> int:
+        """Return how many are being preprocessed or wait to be, without those of short work."""
+        return self._long.places
+
+    async def run(
+        self,
+        work: Callable[[threading.Event], Result],
+        *,
+        inputs: int,
+        waiting: int = 0,
+        short: bool = False,
+    ) -> Result:
+        """Run work in a thread.
+
+        Args:
+            work: called with an event that is set when nobody waits for the result any more.
+            inputs: how many it is for.
+            waiting: inputs in the queue, for the same bound.
+            short: it should take about a millisecond, and does not wait for longer work. It takes
+                one place, however many inputs it has.
+
+        Raises:
+            OverloadedError: too much is being preprocessed already.
+            ClosedError: the model was closed.
+        """
+        if self._closed:
+            raise ClosedError(f"{self._name} is being closed.")
+        threads, places = (self._short, 1) if short else (self._long, inputs)
+        if threads.places and threads.places + places + (0 if short else waiting) > self._most:
+            what = "requests" if short else "inputs"
+            raise OverloadedError(
+                f"{threads.places} {what} are being preprocessed and {waiting} wait, expected "
+                f"{self._most} at most.",
+                retry_after_seconds=1.0,
+            )
+        gone = threading.Event()
+        made: asyncio.Future[Result] = self._loop.create_future()
+
+        def deliver(job: Future[Result]) -> None:
+            threads.places -= places
+            if made.done() or job.cancelled():
+                return
+            error = job.exception()
+            if error is None:
+                made.set_result(job.result())
+            else:
+                made.set_exception(error)
+
+        def done(job: Future[Result]) -> None:
+            with suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(deliver, job)
+
+        threads.places += places
+        self._awaited.add(made)
+        made.add_done_callback(self._awaited.discard)
+        job = threads.submit(lambda: work(gone))
+        job.add_done_callback(done)
+        try:
+            return await made
+        except asyncio.CancelledError:
+            gone.set()
+            job.cancel()
+            raise
+
+    def spread(self, encode: Callable[[list[Any]], list[Any]], texts: list[Any]) -> list[Any]:
+        """Encode a list of texts on all cores, in threads of this model alone.
+
+        Those of `tokenizers` are shared by all models: texts that do not come to an end would hold
+        up the lists of every one. They are switched off when the server starts.
+        """
+        if len(texts) < 2 * _PIECE or usable_cores() == 1:
+            return encode(texts)
+        pieces = [texts[start : start + _PIECE] for start in range(0, len(texts), _PIECE)]
+        jobs = [self._pieces.submit(partial(encode, piece)) for piece in pieces]
+        return [encoding for job in jobs for encoding in job.result()]
+
+    def busy_seconds(self) -> float:
+        """Return how long the longest-running work has been running."""
+        return max(self._short.busy_seconds(), self._long.busy_seconds())
+
+    def close(self) -> None:
+        """Take nothing more; requests that still wait for a result get an error."""
+        self._closed = True
+        for made in list(self._awaited):
+            if not made.done():
+                made.set_exception(ClosedError(f"{self._name} is being closed."))
+        for threads in (self._short, self._long, self._pieces):
+            threads.close()

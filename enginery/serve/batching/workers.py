@@ -1,0 +1,107 @@
+"""Threads that take batches from a queue and run them.
+
+One session is shared: its weights are in memory once, and each batch stays on the thread that runs
+it. A batch that fails is run again row by row, so that one bad row is alone with its error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from enginery.core.errors import EngineryError
+from enginery.serve.batching.queue import BatchQueue, QueueEntry
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """A batch that ran: an output or an error for each of its rows."""
+
+    batch: Sequence[QueueEntry]
+    outputs: Sequence[Any]
+    """What the graph gave for each row, or the exception that it raised."""
+    started: float
+    """By `time.perf_counter`."""
+    seconds: float
+
+
+class Workers:
+    """The threads of one model."""
+
+    def __init__(
+        self,
+        queue: BatchQueue,
+        run: Callable[[Sequence[QueueEntry]], list[Any]],
+        deliver: Callable[[BatchResult], None],
+        *,
+        count: int,
+        name: str = "model",
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            queue: where batches come from; closing it ends the threads when nothing waits.
+            run: returns an output for each row of a batch; raises an `EngineryError` where it
+                cannot be run.
+            deliver: called with every result, in the worker's thread.
+            count: how many threads.
+            name: of the threads.
+        """
+        self._queue, self._run, self._deliver = queue, run, deliver
+        self._since: list[float] = [0.0] * count
+        self._threads = [
+            threading.Thread(
+                target=self._work, args=(place,), daemon=True, name=f"enginery-{name}-{place}"
+            )
+            for place in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def busy_seconds(self) -> float:
+        """Return how long the longest-running batch has been running."""
+        now = time.perf_counter()
+        return max((now - since for since in self._since if since), default=0.0)
+
+    @property
+    def alive(self) -> bool:
+        """Whether every thread runs."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the threads, after the queue was closed; return whether all have ended."""
+        ends = time.perf_counter() + timeout_seconds
+        for thread in self._threads:
+            thread.join(max(ends - time.perf_counter(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self, place: int) -> None:
+        while batch := self._queue.take():
+            started = self._since[place] = time.perf_counter()
+            outputs = self._outputs(batch)
+            self._since[place] = 0.0
+            try:
+                self._deliver(BatchResult(batch, outputs, started, time.perf_counter() - started))
+            except Exception:  # a bug, which must not take the worker along
+                _log.exception("a batch of %d rows could not be delivered", len(batch))
+
+    def _outputs(self, batch: Sequence[QueueEntry]) -> Sequence[Any]:
+        try:
+            outputs = self._run(batch)
+            if len(outputs) != len(batch):
+                raise AssertionError(f"{len(outputs)} outputs for {len(batch)} rows")
+            return outputs
+        except EngineryError as error:
+            if len(batch) == 1:
+                return [error]
+        except Exception as error:  # a bug, which must not take the worker along
+            _log.exception("a batch of %d rows failed", len(batch))
+            if len(batch) == 1:
+                return [error]
+        return [self._outputs([item])[0] for item in batch]

@@ -1,0 +1,1 @@
+"""The models of a server: a registry of served models, each with its backend."""

@@ -1,0 +1,3 @@
+class Tracing:
+    @classmethod
+    def from_environment(cls): return None
