@@ -1,6 +1,6 @@
 """The server as one ASGI application, for `enginery serve`, any other ASGI server, and tests.
 
-    $ ENGINERY_MODELS=minilm=build/minilm uvicorn --factory enginery.serve.app:create_app
+$ ENGINERY_MODELS=minilm=build/minilm uvicorn --factory enginery.serve.app:create_app
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -158,7 +158,7 @@ def make_app(
     )  # fmt: skip
     app.router.redirect_slashes = False
     app.state.config, app.state.keys, app.state.metrics = config, keys, metrics
-    app.state.access_log, app.state.tracing = access_log, tracing
+    app.state.access_log, app.state.tracing, app.state.budget = access_log, tracing, budget
     app.state.openapi = openapi_json(ENDPOINTS, with_keys=bool(keys))
     return app
 

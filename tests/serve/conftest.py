@@ -1,23 +1,20 @@
-"""A server with a tiny model of every task: its application alone, and on a port."""
+"""A server with a tiny model of every task, on a port of this machine."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
+import time
 from types import SimpleNamespace
 
+import httpx
 import pytest
+import uvicorn
 
-from enginery.serve.application import ServerApplication
-from enginery.serve.asgi import AsgiApp
+from enginery.serve.app import make_app
 from enginery.serve.config import ServeConfig
-from enginery.serve.http_connections import Connections
-from enginery.serve.keys import Keys
-from enginery.serve.messages import Request
-from enginery.serve.metrics import Metrics
-from enginery.serve.models import Models
-from enginery.serve.protocol import HttpProtocol
+from enginery.serve.http_sockets import bind
+from enginery.serve.middleware import Keys
 from tests.tiny import tiny_artifact
 
 TINY = {
@@ -48,68 +45,48 @@ def tiny_paths(tmp_path_factory):
 
 
 class Running:
-    """An application in an event loop of its own thread, and on a port of this machine."""
+    """The application under uvicorn, in a thread; calling it sends a request."""
 
     def __init__(self, paths, config, keys=()):
-        self._started = threading.Event()
-        self._arguments = paths, config, keys
-        self._failed = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self.app = make_app(paths, config, keys=Keys(keys))
+        sockets = bind("127.0.0.1", 0)
+        self.port = sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        options = uvicorn.Config(self.app, log_config=None, access_log=False, ws="none",
+                                 lifespan="on", timeout_graceful_shutdown=10)  # fmt: skip
+        self._server = uvicorn.Server(options)
+        self._thread = threading.Thread(target=self._server.run, args=(sockets,), daemon=True)
         self._thread.start()
-        self._started.wait()
-        if self._failed:
-            raise self._failed
+        while not self._server.started:
+            assert self._thread.is_alive(), "the server has ended"
+            time.sleep(0.01)
+        self.client = httpx.Client(base_url=self.url, timeout=60)
 
-    async def _run(self):
-        paths, config, keys = self._arguments
-        self.loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            self.metrics = Metrics()
-            self.models = Models(paths, config, self.loop, on_batch=self.metrics.batch)
-            self.metrics.watch_models(lambda: self.models)
-            await self.models.load()
-            self.application = ServerApplication(
-                self.models, config, keys=Keys(keys), metrics=self.metrics
-            )
-            connections = Connections(self.application, config)
-            connections.start(self.loop)
-            server = await self.loop.create_server(
-                lambda: HttpProtocol(connections), "127.0.0.1", 0
-            )
-            self.port = server.sockets[0].getsockname()[1]
-            self.url = f"http://127.0.0.1:{self.port}"
-            self.asgi = AsgiApp(self.application)
-        except BaseException as error:
-            self._failed = error
-            self._started.set()
-            return
-        self._started.set()
-        await self._end.wait()
-        server.close()
-        await connections.give_up("the test is over.")
-        connections.stop()
-        await self.models.close()
+    @property
+    def models(self):
+        return self.app.state.registry
 
     def __call__(self, method, path, body=None, *, headers=None, query=""):
         """The answer to a request, with its JSON as `json`."""
         data = (
             body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         )
-        request = Request(method, path, query, headers or {}, data, "127.0.0.1:1")
-        future = asyncio.run_coroutine_threadsafe(self.application(request), self.loop)
-        return seen(future.result(60))
+        url = f"{path}?{query}" if query else path
+        return seen(self.client.request(method, url, content=data, headers=headers))
 
     def close(self):
-        self.loop.call_soon_threadsafe(self._end.set)
+        self.client.close()
+        self._server.should_exit = True
         self._thread.join(60)
 
 
 def seen(response):
     """A response as tests look at it."""
-    is_json = response.content_type == "application/json" and response.body
+    content_type = response.headers.get("content-type", "")
+    is_json = content_type == "application/json" and response.content
     return SimpleNamespace(
-        status=response.status, body=response.body, content_type=response.content_type,
-        headers=dict(response.headers), json=json.loads(response.body) if is_json else None,
+        status=response.status_code, body=response.content, content_type=content_type,
+        headers=dict(response.headers), json=json.loads(response.content) if is_json else None,
     )  # fmt: skip
 
 

@@ -3,76 +3,86 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 
+from enginery.core.errors import nearest
 from enginery.core.manifest import SourceRecord
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.answers import Classification, Label
-from enginery.serve.models import Models, Reloaded
-from enginery.serve.refusals import NotFoundError
-from enginery.serve.replies import Reply, Timings
+from enginery.runtime.tasks import TASKS
+from enginery.runtime.tasks.classify import Classification, Label
+from enginery.serve.app import make_app
+from enginery.serve.batching.scheduler import Timings
+from enginery.serve.config import ServeConfig
+from enginery.serve.middleware import Keys
+from enginery.serve.models.registry import ModelRegistry, Reloaded, UnknownModelError
+from enginery.serve.models.served_model import InferenceResult
+from tests.serve.conftest import seen
 
 TIMINGS = Timings(0.0001, 0.0002, 0.004, tokens=7)
 
 
 class StandInModel:
-    """A hosted model whose `answer_with` is raised, awaited or returned by every method."""
+    """A served model whose `answer_with` is raised, awaited or returned for every request."""
 
-    def __init__(self, name="minilm", method="embed", *, answer_with=None, config=None, dim=4):
-        self.name, self.method, self.dim = name, method, dim
-        self.task = "feature-extraction"
-        self.takes_images = method.endswith("images")
-        self.state, self.reason, self.limit = "ready", "", 128
-        self.tokenizer = None
-        self.config = ModelConfig.model_validate(config or {"vocab_size": 600})
+    def __init__(self, name="minilm", verb="embed", *, answer_with=None, config=None, dim=4):
+        self.name, self.dim = name, dim
+        self.state, self.reason = "ready", ""
         self.calls = []
         self.answer_with = answer_with
-        inputs = (TensorSpec("input_ids", "int64", ("batch", "sequence")),)
-        outputs = (TensorSpec("logits", "float32", ("batch", 3)),)
-        self.record = SimpleNamespace(inputs=inputs, outputs=outputs)
+        definition = TASKS.get(verb)
+        record = SimpleNamespace(
+            inputs=(TensorSpec("input_ids", "int64", ("batch", "sequence")),),
+            outputs=(TensorSpec("logits", "float32", ("batch", 3)),),
+        )
+        self.task = None
+        if definition is not None:
+            self.task = object.__new__(definition)
+            self.task.record, self.task.notes = record, ()
+        task = definition.tasks[0] if definition else "object-detection"
         source = SourceRecord(
             kind="hub", id="sentence-transformers/all-MiniLM-L6-v2", revision="abc", sha256="",
             files={},
         )  # fmt: skip
         manifest = SimpleNamespace(
-            source=source, precision="fp32", stages=(), task=self.task, verdict=lambda _: None
+            source=source, precision="fp32", stages=(), task=task, verdict=lambda _: None
         )
         self.artifact = SimpleNamespace(
             manifest=manifest, path=Path("nowhere"), failed=lambda: None
         )
+        self.backend = SimpleNamespace(
+            config=ModelConfig.model_validate(config or {"vocab_size": 600}), dim=dim, limit=128,
+            on_cpu=False, runner=SimpleNamespace(record=record),
+            validation_status=lambda: "none",
+        )  # fmt: skip
 
     def info(self):
-        return {"task": self.task, "providers": [{"name": "CUDAExecutionProvider"}]}
+        return {"task": self.artifact.manifest.task, "batching": {"max_tokens": 0, "max_rows": 0},
+                "providers": [{"name": "CUDAExecutionProvider"}]}  # fmt: skip
 
-    async def _answer(self, method, inputs, options):
-        self.calls.append((method, inputs, options))
+    async def answer(self, inputs, options):
+        self.calls.append((inputs, options))
         if isinstance(self.answer_with, Exception):
             raise self.answer_with
         if isinstance(self.answer_with, asyncio.Event):
             await self.answer_with.wait()
-        values = self.answer_with
-        if not isinstance(values, list | dict):
-            values = [self._value() for _ in inputs]
-        return Reply(values, TIMINGS)
+        results = self.answer_with
+        if not isinstance(results, list | dict):
+            results = [self._result() for _ in inputs]
+        return InferenceResult(results, TIMINGS)
 
-    def _value(self):
-        if self.method.startswith("classify"):
+    async def infer(self, feeds):
+        return await self.answer([feeds], None)
+
+    def _result(self):
+        if self.task.verb.startswith("classify"):
             return Classification((Label("glad", 0.75), Label("calm", 0.25)))
         return np.arange(1, self.dim + 1, dtype=np.float32)
-
-    def __getattr__(self, method):
-        if method not in ("embed", "classify", "tag", "answer", "fill", "infer",
-                          "classify_images", "embed_images"):  # fmt: skip
-            raise AttributeError(method)
-
-        def ask(inputs, **options):
-            return self._answer(method, inputs, options)
-
-        return ask
 
 
 class StandInModels:
@@ -97,10 +107,10 @@ class StandInModels:
 
     def get(self, name):
         if name not in self._models:
-            raise NotFoundError(f"there is no model '{name}'.")
+            raise UnknownModelError(f"there is no model '{name}'{nearest(name, self._models)}")
         return self._models[name]
 
-    only = Models.only
+    select = ModelRegistry.select
 
     async def reload(self, name=""):
         names = (self.get(name).name,) if name else self.names
@@ -113,20 +123,21 @@ class StandInModels:
         }
 
 
-class StandInMetrics:
-    """Keeps what it is told."""
+def application(*models, keys=(), config=None):
+    """The application with models of a test's own; its lifespan does not run."""
+    app = make_app({}, config or ServeConfig(access_log="off"), keys=Keys(keys))
+    given = models[0] if models and isinstance(models[0], StandInModels) else None
+    app.state.registry = given or StandInModels(*models or [StandInModel()])
+    return app
 
-    def __init__(self):
-        self.requests, self.replies, self.refusals = [], [], []
 
-    def request(self, *, route, model, status, seconds):
-        self.requests.append((route, model, status))
+def ask(app, method, path, body=None, headers=None):
+    """The answer of an application to a request."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode() if body else b""
 
-    def reply(self, model, timings, *, inputs):
-        self.replies.append((model, timings.tokens, inputs))
+    async def send():
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.request(method, path, content=data, headers=headers or {})
 
-    def refused(self, model, reason):
-        self.refusals.append((model, reason))
-
-    def exposition(self, accept=""):
-        return b"# HELP x\n", "text/plain; version=0.0.4"
+    return seen(asyncio.run(send()))

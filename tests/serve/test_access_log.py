@@ -8,7 +8,6 @@ import threading
 from datetime import datetime
 
 import pytest
-
 from enginery.serve.access_log import AccessLog
 from enginery.serve.messages import Request, Response
 from enginery.serve.replies import Timings

@@ -8,12 +8,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from enginery.core.artifact import Artifact
 from enginery.core.errors import OptionError
 from enginery.core.manifest import Verdict
-from enginery.serve.application import ServerApplication
+from enginery.serve.app import make_app
 from enginery.serve.config import ServeConfig
-from enginery.serve.keys import Keys
 from tests.serve.conftest import Running
-from tests.serve.doubles import StandInModel, StandInModels
-from tests.serve.test_application import application, ask
+from tests.serve.doubles import StandInModel, StandInModels, application, ask
 from tests.tolerances import SCORES
 
 KEY = {"x-api-key": "one"}
@@ -45,7 +43,7 @@ def test_health_tells_which_model_is_not_ready_and_why(state):
 
 def test_server_that_drains_lives_and_is_not_ready():
     models = StandInModels(StandInModel())
-    app = ServerApplication(models, ServeConfig(), keys=Keys())
+    app = application(models)
     found = ask(app, "GET", "/v2/health/ready")
     assert (found.status, found.json) == (200, {"ready": True, "live": True})
     models.draining = True
@@ -131,10 +129,6 @@ def test_metrics_are_prometheus_text(running):
     assert openmetrics.content_type.startswith("application/openmetrics-text")
 
 
-def test_server_without_metrics_says_so():
-    assert ask(application(), "GET", "/metrics").status == 404
-
-
 def test_page_has_its_policy(running):
     found = running("GET", "/")
     assert found.content_type.startswith("text/html")
@@ -143,14 +137,14 @@ def test_page_has_its_policy(running):
 
 def test_reload_is_off_without_a_key():
     models = StandInModels(StandInModel())
-    found = ask(ServerApplication(models, ServeConfig(), keys=Keys()), "POST", "/admin/reload")
+    found = ask(application(models), "POST", "/admin/reload")
     assert (found.status, "has no API key" in found.json["error"]) == (403, True)
     assert models.reloaded == []
 
 
 def test_reload_swaps_one_model_or_all():
     models = StandInModels(StandInModel("a"), StandInModel("b"))
-    app = ServerApplication(models, ServeConfig(), keys=Keys((b"one",)))
+    app = application(models, keys=(b"one",))
     assert ask(app, "POST", "/admin/reload").status == 401
     one = ask(app, "POST", "/admin/reload", {"model": "b"}, KEY)
     assert one.json == {"models": {"b": "reloaded"}}
@@ -164,7 +158,7 @@ def test_reload_swaps_one_model_or_all():
 def test_reload_that_fails_is_409_and_names_the_model(caplog):
     models = StandInModels(StandInModel("a"), StandInModel("b"))
     models.broken["b"] = "build/b has no manifest.json."
-    app = ServerApplication(models, ServeConfig(), keys=Keys((b"one",)))
+    app = application(models, keys=(b"one",))
     found = ask(app, "POST", "/admin/reload", headers=KEY)
     assert (found.status, found.json) == (409, {
         "error": "not reloaded: b, which goes on as it was.", "failed": ["b"],
@@ -189,8 +183,9 @@ def test_real_model_is_reloaded_and_answers_again(running_one):
 
 def test_keys_are_read_when_the_server_starts(tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINERY_API_KEY", "from-outside")
-    app = ServerApplication(StandInModels(StandInModel()), ServeConfig())
+    app = make_app({}, ServeConfig(access_log="off"))
+    app.state.registry = StandInModels(StandInModel())
     assert ask(app, "GET", "/info").status == 401
     assert ask(app, "GET", "/info", headers={"x-api-key": "from-outside"}).status == 200
     with pytest.raises(OptionError):
-        ServerApplication(StandInModels(), ServeConfig(api_key_file=str(tmp_path / "none")))
+        make_app({}, ServeConfig(api_key_file=str(tmp_path / "none")))

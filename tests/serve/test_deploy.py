@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from enginery.serve.metrics import Metrics
+from enginery.serve.replies import Timings
 from prometheus_client.parser import text_string_to_metric_families
 
 from enginery.serve.config import ServeConfig
-from enginery.serve.metrics import Metrics
-from enginery.serve.replies import Timings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "docs/deploy"

@@ -3,13 +3,12 @@
 import threading
 
 import pytest
+from enginery.serve.metrics import Metrics
+from enginery.serve.replies import Timings
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as open_metrics_families,
 )
 from prometheus_client.parser import text_string_to_metric_families
-
-from enginery.serve.metrics import Metrics
-from enginery.serve.replies import Timings
 
 
 class Hosted:

@@ -1,9 +1,11 @@
 """The OpenAPI document, and requests made from it."""
 
 import json
+import re
 import warnings
 
 import pytest
+from pydantic import BaseModel
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its own, of packages that it imports
@@ -13,24 +15,28 @@ with warnings.catch_warnings():
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks
 
-from enginery.serve.openapi import openapi_json
-from enginery.serve.routes.table import route_table
-from enginery.serve.routing import Operation, Route, Table
+from enginery.serve.api.endpoints import Endpoint
+from enginery.serve.api.openapi import openapi_json
+from enginery.serve.app import ENDPOINTS
 
 EXAMPLES = 10
 
 
+def path_of(endpoint):
+    return endpoint.path.replace(":path}", "}")
+
+
 def document(**options):
-    return json.loads(openapi_json(route_table(), **{"with_keys": False, **options}))
+    return json.loads(openapi_json(ENDPOINTS, **{"with_keys": False, **options}))
 
 
 def test_document_has_every_route():
     paths = document()["paths"]
-    for route in route_table().routes:
-        operation = paths[route.pattern.replace("*}", "}")][route.method.lower()]
+    for endpoint in ENDPOINTS:
+        operation = paths[path_of(endpoint)][endpoint.method.lower()]
         assert operation["operationId"]
         named = {p["name"] for p in operation["parameters"] if p["in"] == "path"}
-        assert named == set(route.names)
+        assert named == set(re.findall(r"{(\w+)}", path_of(endpoint)))
 
 
 def test_operation_ids_are_different():
@@ -47,12 +53,14 @@ def test_keys_are_described_where_they_are_needed():
     assert "401" not in document()["paths"]["/embed"]["post"]["responses"]
 
 
-def test_new_route_is_described_without_another_line():
-    async def handler(call):
-        raise NotImplementedError
+def test_new_endpoint_is_described_without_another_line():
+    class Body(BaseModel):
+        inputs: list[str]
 
-    table = Table([Route("GET", "/x/{y}", handler, "plain", Operation("X"))])
-    assert list(json.loads(openapi_json(table, with_keys=False))["paths"]) == ["/x/{y}"]
+    endpoint = Endpoint("POST", "/x/{y}", None, "plain", "X", body=Body, response=list[int])
+    found = json.loads(openapi_json([endpoint], with_keys=False))
+    assert list(found["paths"]) == ["/x/{y}"]
+    assert "Body" in found["components"]["schemas"]
 
 
 CHECKS = [
@@ -62,34 +70,35 @@ CHECKS = [
 NAMES = ("vectors", "mood", "ranker", "names", "reader", "filler", "photos", "pictures", "nobody")
 
 
-def name_models(operation):
+def name_models(operation, schemas):
     """Lets an operation ask for the models that there are, where it may ask for any."""
     for parameter in operation["parameters"]:
         if parameter["name"] == "model":
             parameter["schema"] = {"enum": list(NAMES)}
     for content in operation.get("requestBody", {}).get("content", {}).values():
-        properties = content["schema"].get("properties", {})
-        if "model" in properties:
-            properties["model"] = {"enum": list(NAMES)}
-            content["schema"]["required"].append("model")
+        name = content["schema"].get("$ref", "").rpartition("/")[2]
+        schema = schemas.get(name, {})
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"enum": list(NAMES)}
+            schema["required"] = [*dict.fromkeys([*schema.get("required", ()), "model"])]
 
 
 @pytest.mark.parametrize(
-    "route", route_table().routes, ids=lambda route: f"{route.method} {route.pattern}"
+    "endpoint", ENDPOINTS, ids=lambda endpoint: f"{endpoint.method} {endpoint.path}"
 )
-def test_requests_made_from_the_document_are_answered_as_it_says(running, route):
+def test_requests_made_from_the_document_are_answered_as_it_says(running, endpoint):
     described = document()
     for path in described["paths"].values():
         for operation in path.values():
-            name_models(operation)
+            name_models(operation, described["components"]["schemas"])
     schema = schemathesis.openapi.from_dict(described)
     schema.config.update(base_url=running.url)
-    pattern = route.pattern.replace("*}", "}")
+    pattern = path_of(endpoint)
     (operation,) = [
         found.ok()
-        for found in schema.include(path=pattern, method=route.method).get_all_operations()
+        for found in schema.include(path=pattern, method=endpoint.method).get_all_operations()
     ]
-    takes_anything = route.names or route.operation.body
+    takes_anything = "{" in pattern or endpoint.body
     for mode in schemathesis.GenerationMode:
         if mode.is_negative and not takes_anything:
             continue  # there is nothing to get wrong

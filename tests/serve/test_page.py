@@ -11,10 +11,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-
 from enginery.serve.metrics import Metrics
-from enginery.serve.page import page_headers, page_html, page_response
 from enginery.serve.replies import Timings
+
+from enginery.serve.page import page_headers, page_html, page_response
 from tests.bench.chromium import _WIDEST, Chromium, find_chromium
 
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"

@@ -4,87 +4,103 @@ import time
 
 import pytest
 
-from enginery.serve.batches import BatchRules
-from enginery.serve.queue import BatchQueue, Waiting
-from enginery.serve.refusals import OverloadedError, UnavailableError
+from enginery.serve.batching.planner import BatchRules
+from enginery.serve.batching.queue import BatchQueue, ClosedError, OverloadedError, QueueEntry
 
 RULES = BatchRules(max_tokens=64, max_rows=8, max_padding=0.1)
 
 
-def new_queue(*, max_inputs=1000, max_tokens=100_000, rules=RULES):
-    return BatchQueue(rules, max_inputs=max_inputs, max_tokens=max_tokens)
+def new_queue(*, max_rows=1000, max_tokens=100_000, max_wait=1e9, rules=RULES):
+    return BatchQueue(
+        rules, max_rows=max_rows, max_tokens=max_tokens, max_wait_seconds=max_wait
+    )
 
 
-def inputs(request, *lengths, kind="texts"):
+def rows(request, *lengths, kind="texts"):
     return [
-        Waiting(request, place, kind, length, content=(request, place), tokens=length)
+        QueueEntry(request, place, kind, length, row=(request, place), tokens=length)
         for place, length in enumerate(lengths)
     ]
 
 
 def names(batch):
-    return [item.content for item in batch]
+    return [item.row for item in batch]
 
 
 def test_inputs_of_one_length_share_a_batch_whoever_sent_them():
     queue = new_queue()
-    queue.put(inputs("a", 8), now=0)
-    queue.put(inputs("b", 8, 8), now=1)
+    queue.put(rows("a", 8), now=0)
+    queue.put(rows("b", 8, 8), now=1)
     assert sorted(names(queue.take())) == [("a", 0), ("b", 0), ("b", 1)]
-    assert (queue.inputs, queue.tokens) == (0, 0)
+    assert (queue.rows, queue.tokens) == (0, 0)
 
 
 def test_what_came_first_runs_first():
     queue = new_queue()
     for place, length in enumerate([30, 3, 60, 12]):
-        queue.put(inputs(place, length), now=place)
+        queue.put(rows(place, length), now=place)
     assert [names(queue.take())[0][0] for _ in range(4)] == [0, 1, 2, 3]
 
 
 def test_kinds_never_share_a_batch():
     queue = new_queue()
-    queue.put(inputs("a", 8, kind="texts"), now=0)
-    queue.put(inputs("b", 8, kind=("tensors", 8)), now=0)
+    queue.put(rows("a", 8, kind="texts"), now=0)
+    queue.put(rows("b", 8, kind=("tensors", 8)), now=0)
     assert [len(queue.take()), len(queue.take())] == [1, 1]
 
 
 def test_a_long_list_does_not_hold_up_a_request_that_comes_after_it():
     queue = new_queue()
     queue.seconds_per_token = 1.0
-    queue.put(inputs("list", *[64] * 10), now=0)
-    queue.put(inputs("short", 3), now=100)  # the list's third input is due at 128
+    queue.put(rows("list", *[64] * 10), now=0)
+    queue.put(rows("short", 3), now=100)  # the list's third input is due at 128
     taken = [names(queue.take())[0][0] for _ in range(4)]
     assert taken == ["list", "list", "short", "list"]
 
 
 def test_a_full_queue_refuses_a_request_whole_and_says_when_to_come_again():
-    queue = new_queue(max_inputs=3)
+    queue = new_queue(max_rows=3)
     queue.seconds_per_token = 0.5
-    queue.put(inputs("a", 8, 8), now=0)
+    queue.put(rows("a", 8, 8), now=0)
     with pytest.raises(OverloadedError, match="2 inputs with 16 tokens wait") as refused:
-        queue.put(inputs("b", 8, 8), now=0)
+        queue.put(rows("b", 8, 8), now=0)
     assert refused.value.retry_after_seconds == 8
-    assert queue.inputs == 2
-    queue.put(inputs("c", 8), now=0)
+    assert queue.rows == 2
+    queue.put(rows("c", 8), now=0)
+
+
+def test_a_request_that_would_wait_too_long_is_refused_and_told_how_long():
+    queue = new_queue(max_wait=10)
+    queue.seconds_per_token = 0.5
+    queue.put(rows("a", 16), now=0)  # 8 seconds
+    queue.put(rows("b", 8), now=0)  # which would wait for 8, and makes it 12
+    with pytest.raises(OverloadedError, match=r"would wait 12\.0 s, expected 10 s at most") as refused:
+        queue.put(rows("c", 1), now=0)
+    assert refused.value.retry_after_seconds == 12
+    queue.put(rows("b", 8), now=0, admitted=True)  # more of a request that was taken
+    assert queue.wait_seconds == 16
+    while queue.rows:
+        queue.take()
+    queue.put(rows("large", *[64] * 100), now=0)  # nothing waits: whatever it takes itself
 
 
 def test_too_many_tokens_are_refused():
     queue = new_queue(max_tokens=100)
-    queue.put(inputs("a", 60), now=0)
+    queue.put(rows("a", 60), now=0)
     with pytest.raises(OverloadedError):
-        queue.put(inputs("b", 60), now=0)
+        queue.put(rows("b", 60), now=0)
 
 
 def test_a_cancelled_request_leaves_the_queue():
     queue = new_queue()
-    gone, kept = inputs("a", 8, 30), inputs("b", 8)
+    gone, kept = rows("a", 8, 30), rows("b", 8)
     queue.put(gone, now=0)
     queue.put(kept, now=0)
     assert queue.cancel(gone) == 2
-    assert (queue.inputs, queue.tokens) == (1, 8)
+    assert (queue.rows, queue.tokens) == (1, 8)
     assert names(queue.take()) == [("b", 0)]
     assert queue.cancel(kept) == 0  # it was taken
-    assert queue.cancel(inputs("c", 8)) == 0  # it never came in
+    assert queue.cancel(rows("c", 8)) == 0  # it never came in
 
 
 def test_workers_that_are_free_share_what_waits():
@@ -95,7 +111,7 @@ def test_workers_that_are_free_share_what_waits():
         thread.start()
     while len(queue._sleeping) < 2:
         time.sleep(0.001)
-    queue.put(inputs("a", *[8] * 10), now=0)
+    queue.put(rows("a", *[8] * 10), now=0)
     for thread in threads:
         thread.join(10)
     assert sorted(map(len, taken)) == [5, 5]
@@ -113,7 +129,7 @@ def test_the_worker_that_worked_last_is_woken_first():
         while len(queue._sleeping) == before:
             time.sleep(0.001)
     for wanted in ("warm", "cold"):
-        queue.put(inputs("a", 8), now=0)
+        queue.put(rows("a", 8), now=0)
         while not taken:
             time.sleep(0.001)
         name, batch = taken.pop()
@@ -124,10 +140,10 @@ def test_the_worker_that_worked_last_is_woken_first():
 
 def test_a_closed_queue_takes_nothing_and_ends_its_workers():
     queue = new_queue()
-    queue.put(inputs("a", 8), now=0)
+    queue.put(rows("a", 8), now=0)
     assert queue.close(drain=True) == []
-    with pytest.raises(UnavailableError):
-        queue.put(inputs("b", 8), now=0)
+    with pytest.raises(ClosedError):
+        queue.put(rows("b", 8), now=0)
     assert names(queue.take()) == [("a", 0)]
     assert queue.take() == []
 
@@ -148,9 +164,9 @@ def test_a_closed_queue_ends_all_who_sleep(drain):
 
 def test_a_queue_closed_at_once_gives_back_what_waited():
     queue = new_queue()
-    queue.put(inputs("a", 8, 60), now=0)
+    queue.put(rows("a", 8, 60), now=0)
     assert sorted(names(queue.close(drain=False))) == [("a", 0), ("a", 1)]
-    assert queue.inputs == 0
+    assert queue.rows == 0
     assert queue.take() == []
 
 
@@ -170,7 +186,7 @@ def test_every_input_is_taken_once_whatever_happens_meanwhile(seed):
     sent = []
     for request in range(200):
         lengths = [chance.randint(1, 64) for _ in range(chance.randint(1, 6))]
-        items = inputs(request, *lengths, kind=chance.choice(["x", "y"]))
+        items = rows(request, *lengths, kind=chance.choice(["x", "y"]))
         queue.put(items, now=request)
         sent += [(request, place) for place in range(len(lengths))]
         if chance.random() < 0.2 and queue.cancel(items):
@@ -180,6 +196,6 @@ def test_every_input_is_taken_once_whatever_happens_meanwhile(seed):
         thread.join(30)
     assert len(taken) == len(set(taken))
     assert {item for item in sent if item[0] not in cancelled} <= set(taken) <= set(sent)
-    assert (queue.inputs, queue.tokens) == (0, 0)
+    assert (queue.rows, queue.tokens) == (0, 0)
     assert not queue._due
     assert not queue._lanes

@@ -19,12 +19,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from enginery.serve.news import News
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.manifest import Verdict
 from enginery.serve.config import ServeConfig
-from enginery.serve.news import News
 from enginery.serve.service import ModelService, named_paths, serve_models
 
 WAIT = 60

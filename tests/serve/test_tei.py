@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from enginery import load_model
-from enginery.runtime.answers import Classification, Label
-from enginery.serve.routes.vectors import finish_vectors
-from tests.serve.doubles import StandInModel
-from tests.serve.test_application import application, ask
+from enginery.runtime.tasks.embed import VectorOptions, finish_vectors
+from tests.serve.doubles import StandInModel, application, ask
 from tests.tolerances import OUTPUTS, SCORES
 
 TEXTS = ["The engine is warm.", "Nobody knows."]
@@ -71,7 +69,6 @@ def test_without_a_name_those_that_fit_are_named(running):
 
 def test_without_a_name_and_a_model_that_fits_all_are_named():
     mood, photos = StandInModel("mood", "classify"), StandInModel("photos", "classify_images")
-    mood.task, photos.task = "text-classification", "image-classification"
     found = ask(application(mood, photos), "POST", "/embed", {"inputs": "a"})
     assert (found.status, found.json["error"]) == (
         422, "none of the server's 2 models answers this route. "
@@ -94,7 +91,7 @@ def test_without_a_name_and_a_model_that_fits_all_are_named():
 def test_normalize_reaches_the_model(path, body, wanted):
     model = StandInModel()
     assert ask(application(model), "POST", path, {"inputs": "a", **body}).status == 200
-    assert model.calls[0][2]["normalize"] is wanted
+    assert model.calls[0][1].normalize is wanted
 
 
 def test_content_type_does_not_matter(running):
@@ -120,7 +117,7 @@ def test_compressed_body_is_refused(running):
         ({"inputs": "a", "prompt_name": "query"}, 422, "Validation", "no prompt 'query'"),
         ({"inputs": "long " * 200, "truncate": False}, 413, "Validation", "128 tokens"),
         ({"inputs": ["a"] * 65}, 413, "Validation", "65 inputs"),
-        ({"inputs": [600]}, 422, "Validation", "expected a token id from 0 to"),
+        ({"inputs": [600]}, 422, "Validation", "token id 600, expected whole numbers from 0 to"),
     ],
 )  # fmt: skip
 def test_embed_refuses(running, body, status, kind, message):
@@ -169,9 +166,9 @@ def test_predict_raw_scores_are_logits(running):
 
 @pytest.mark.parametrize(
     ("inputs", "message"),
-    [(["a", "b", "c"], "found a list of 3 strings"), ([["a"], "b"], "inputs[1]"),
+    [(["a", "b", "c"], "expected a list of one or two strings"), ([["a"], "b"], "inputs[1]"),
      ([["a", 1]], "inputs[0][1]: found the number 1"), (3, "found the number 3"),
-     ([[]], "list of 0 strings"), ([None], "inputs[0]: found null")],
+     ([[]], "inputs[0]: found a list, expected a list of one or two"), ([None], "inputs[0]: found null")],
 )  # fmt: skip
 def test_predict_refuses_what_is_no_text_or_pair(running, inputs, message):
     found = running("POST", "/models/mood/predict", {"inputs": inputs})
@@ -183,15 +180,6 @@ def test_wrong_task_says_where_to_go(running):
     found = running("POST", "/models/mood/embed", {"inputs": "a"})
     assert found.status == 422
     assert found.json["error"].endswith("It classifies texts: POST /predict/mood.")
-
-
-@pytest.mark.parametrize("path", ["/predict", "/rerank", "/predict/minilm"])
-def test_score_that_is_nan_is_an_error_and_not_null(path):
-    nan = [Classification((Label("x", float("nan")),))]
-    model = StandInModel(method="classify", answer_with=nan, config={"id2label": {"0": "x"}})
-    body = {"query": "a", "texts": ["b"]} if path == "/rerank" else {"inputs": "a"}
-    found = ask(application(model), "POST", path, body)
-    assert (found.status, "NaN or infinite" in found.json["error"]) == (503, True)
 
 
 def test_rerank_sorts_by_score(running):
@@ -213,9 +201,9 @@ def test_rerank_sorts_by_score(running):
 
 def test_rerank_scores_lie_between_0_and_1_whatever_the_model_was_trained_as():
     config = {"id2label": {"0": "x"}, "problem_type": "regression"}
-    model = StandInModel(method="classify", config=config)
+    model = StandInModel(verb="classify", config=config)
     ask(application(model), "POST", "/rerank", {"query": "a", "texts": ["b"]})
-    assert model.calls[0][2]["activation"] == "sigmoid"
+    assert model.calls[0][1].activation == "sigmoid"
 
 
 def test_rerank_wants_a_model_of_one_label(running):
@@ -283,9 +271,9 @@ def test_root_does_what_the_only_model_is_for(running_one):
     for path in ("/", "/invocations"):
         found = running_one("POST", path, {"inputs": "a"}, headers=key)
         assert (found.status, len(found.json[0])) == (200, 32)
-    labels = application(StandInModel(method="classify"))
+    labels = application(StandInModel(verb="classify"))
     assert ask(labels, "POST", "/", {"inputs": "a"}).json[0] == {"score": 0.75, "label": "glad"}
-    one = application(StandInModel(method="classify", config={"id2label": {"0": "x"}}))
+    one = application(StandInModel(verb="classify", config={"id2label": {"0": "x"}}))
     assert ask(one, "POST", "/", {"query": "a", "texts": ["b"]}).json == [
         {"index": 0, "score": 0.75}
     ]
@@ -304,6 +292,7 @@ def test_info_has_teis_fields(running_one, running):
 
 
 def test_vectors_at_the_end_of_float32_have_length_one():
-    (vector,) = finish_vectors([np.float32([3e38, 3e38])], normalize=True)
+    options = VectorOptions(normalize=True)
+    (vector,) = finish_vectors([np.float32([3e38, 3e38])], options, model_normalizes=False)
     assert vector.dtype == np.float32
     assert vector == pytest.approx([0.5**0.5] * 2)

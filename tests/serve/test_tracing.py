@@ -8,17 +8,17 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-
-from enginery.core.errors import OptionError
 from enginery.serve.messages import Request, Response
 from enginery.serve.replies import Timings
 
+from enginery.core.errors import OptionError
+
 pytest.importorskip("opentelemetry.sdk.trace", reason="pip install 'enginery[otel]'")
+from enginery.serve.tracing import Tracing
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
 from enginery.serve import tracing as tracing_module
-from enginery.serve.tracing import Tracing
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 

@@ -58,6 +58,13 @@ class VectorResults:
 
     outputs = (OutputTensor("embedding", "float32", 2),)
 
+    def check_dimensions(self, options: VectorOptions) -> None:
+        """Raise TaskOptionError where vectors have fewer numbers than `dimensions`.
+
+        Where the graph does not say how many they have, `postprocess` raises it.
+        """
+        require_dimensions(options, self.graph_dim)
+
     @property
     def graph_dim(self) -> int:
         """Return the size of a vector where the graph says it, else 0."""
@@ -148,6 +155,7 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
 
     def preprocess(self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions) -> Work:
         """Return a row for each text, or each list of token ids, before which no prompt goes."""
+        self.check_dimensions(options)
         texts = [item for item in inputs if isinstance(item, str)]
         if len(texts) == len(inputs) or isinstance(inputs, str | bytes):
             check_texts(inputs)
@@ -228,13 +236,17 @@ def finish_vectors(
     size = options.dimensions or 0
     if size:
         for vector in found[:1]:
-            if size > len(vector):
-                raise TaskOptionError(
-                    f"dimensions: found {size}, expected {len(vector)} at most.",
-                    field="dimensions",
-                )
+            require_dimensions(options, len(vector))
         found = [vector[:size] for vector in found]
     return [unit_vector(vector) for vector in found] if options.normalize else found
+
+
+def require_dimensions(options: VectorOptions, size: int) -> None:
+    """Raise TaskOptionError where vectors of this size are to keep more; 0 for an unknown one."""
+    if size and (options.dimensions or 0) > size:
+        raise TaskOptionError(
+            f"dimensions: found {options.dimensions}, expected {size} at most.", field="dimensions"
+        )
 
 
 def unit_vector(vector: Vectors) -> Vectors:

@@ -144,6 +144,11 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
         dim = dims[1] if len(dims) == 4 else dims[-1]
         return dim if isinstance(dim, int) else self.config.hidden_size
 
+    def preprocess(self, inputs: Sequence[Any], options: VectorOptions) -> Work:
+        """Return a row for each image."""
+        self.check_dimensions(options)
+        return super().preprocess(inputs, options)
+
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:

@@ -159,5 +159,3 @@ def _body(protocol: Protocol, status: int, message: str, error: HTTPError) -> di
             }
         }  # fmt: skip
     return {"error": message}
-
-

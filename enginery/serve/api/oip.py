@@ -285,9 +285,7 @@ async def _infer_task(
     return tensors_from_results(task, results)
 
 
-async def _infer_graph(
-    request: Request, model: ServedModel, tensors: list[Tensor]
-) -> list[Tensor]:
+async def _infer_graph(request: Request, model: ServedModel, tensors: list[Tensor]) -> list[Tensor]:
     record = model.backend.runner.record
     feeds = feeds_from_tensors(tensors, record.inputs)
     rows = max((len(array) for array in feeds.values() if array.ndim), default=1)

@@ -395,7 +395,9 @@ def tensors_from_results(task: Task, results: Sequence[Any]) -> list[Tensor]:
 # -- tensors of the graph -----------------------------------------------------------------------
 
 
-def feeds_from_tensors(tensors: Sequence[Tensor], inputs: Sequence[TensorSpec]) -> dict[str, NDArray[Any]]:
+def feeds_from_tensors(
+    tensors: Sequence[Tensor], inputs: Sequence[TensorSpec]
+) -> dict[str, NDArray[Any]]:
     """Return the feeds of a graph.
 
     Raises:

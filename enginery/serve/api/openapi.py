@@ -117,9 +117,7 @@ def _operation(
     return found
 
 
-def _responses(
-    endpoint: Endpoint, schemas: dict[str, Any], *, with_keys: bool
-) -> dict[str, Any]:
+def _responses(endpoint: Endpoint, schemas: dict[str, Any], *, with_keys: bool) -> dict[str, Any]:
     answer = TypeAdapter(endpoint.response).json_schema(ref_template=_REF, mode="serialization")
     schemas.update(answer.pop("$defs", {}))
     answers = {kind: {"schema": answer} if "json" in kind else {}

@@ -246,5 +246,3 @@ def _part(values: dict[str, Any], key: str, name: str, *, optional: bool) -> str
             )
         raise wrong(f"{name}.{key}", "a string", value)
     return value
-
-

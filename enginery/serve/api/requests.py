@@ -7,12 +7,19 @@ counts as absent. Where a key comes twice, the last one counts, as JSON readers 
 from __future__ import annotations
 
 import binascii
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
-from pydantic import WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic.fields import FieldInfo
 from starlette.requests import Request
 
@@ -44,7 +51,9 @@ BodyType = TypeVar("BodyType", bound=BaseModel)
 class FieldValueError(ValueError):
     """A validator's finding: what was expected where, and what was found."""
 
-    def __init__(self, value: Any, expected: str, path: str = "", *, is_empty: bool = False):
+    def __init__(
+        self, value: Any, expected: str, path: str = "", *, is_empty: bool = False
+    ) -> None:
         super().__init__(expected)
         self.value, self.expected, self.path, self.is_empty = value, expected, path, is_empty
 
@@ -88,9 +97,7 @@ def token_ids(value: list[Any], path: str = "") -> list[int]:
         raise FieldValueError(value, "one token id or more", path, is_empty=True)
     for index, item in enumerate(value):
         if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
-            raise FieldValueError(
-                item, f"a token id from 0 to {MAX_TOKEN_ID}", f"{path}[{index}]"
-            )
+            raise FieldValueError(item, f"a token id from 0 to {MAX_TOKEN_ID}", f"{path}[{index}]")
     return value
 
 
@@ -114,10 +121,7 @@ Texts = Annotated[
     WithJsonSchema(either(STRING, array(STRING, 1))),
     Field(description="a string or a list of strings"),
 ]
-ListOfTexts = Annotated[
-    list[str], BeforeValidator(lambda value: value if isinstance(value, str) else _one_or_more(value)),
-    Field(min_length=1, description="a list of strings"),
-]  # fmt: skip
+ListOfTexts = Annotated[list[str], Field(min_length=1, description="a list of strings")]
 TextsOrIds = Annotated[
     list[Any],
     PlainValidator(_texts_or_ids),
@@ -142,7 +146,8 @@ def require_plain(request: Request) -> None:
     if encoding not in ("identity", ""):
         # A few bytes could become gigabytes, which the limit of the body would not see.
         raise invalid_body(
-            f"the body is encoded with {encoding[:40]!r}, expected none.", do="Send it uncompressed."
+            f"the body is encoded with {encoding[:40]!r}, expected none.",
+            do="Send it uncompressed.",
         )
 
 
@@ -175,7 +180,9 @@ def parse(kind: type[BodyType], values: dict[str, Any], where: str = "") -> Body
     except ValidationError as error:
         errors = error.errors(include_url=False)
     # Where a union fails, the member that got furthest says the most.
-    first = max(errors, key=lambda each: (each["loc"][:1] == errors[0]["loc"][:1], len(each["loc"])))
+    first = max(
+        errors, key=lambda each: (each["loc"][:1] == errors[0]["loc"][:1], len(each["loc"]))
+    )
     field, names = _field_at(kind, first["loc"])
     path = where + _path(names)
     found = first.get("ctx", {}).get("error")
@@ -197,17 +204,16 @@ def parse(kind: type[BodyType], values: dict[str, Any], where: str = "") -> Body
 
 def wrong(path: str, expected: str, value: Any) -> HTTPError:
     """Return the error for a field whose value cannot be used."""
-    if value is None:
+    if value is None and not path.endswith("]"):
         return invalid_field(f"{path} is null, expected {expected}.", field=path)
     return invalid_field(f"{path}: found {shown(value)}, expected {expected}.", field=path)
 
 
 def unknown_field(name: str, known: Sequence[str], where: str = "") -> HTTPError:
     """Return the error for a field that is not known."""
-    short = name if len(name) <= _NAME_LENGTH else f"{name[:_NAME_LENGTH]}…"
     return invalid_field(
-        f"{where}{short} is not known here{nearest(short, known)}",
-        field=f"{where}{short}",
+        f"{quoted(where + name)} is not known here{nearest(name[:_NAME_LENGTH], known)}",
+        field=f"{where}{name[:_NAME_LENGTH]}",
         do=f"Known: {', '.join(known) or 'none'}.",
     )
 
@@ -246,7 +252,9 @@ def image_from_base64(text: str, name: str) -> bytes:
     return found
 
 
-def _field_at(kind: type[BaseModel], loc: Sequence[int | str]) -> tuple[FieldInfo | None, list[Any]]:
+def _field_at(
+    kind: type[BaseModel], loc: Sequence[int | str]
+) -> tuple[FieldInfo | None, list[Any]]:
     """Return the field at a place of a validation error, and the names and indices up to it.
 
     Places within a union also hold names of its members, which are no part of the body.
@@ -297,5 +305,3 @@ def _expected(
                  "model_type": "an object"}  # fmt: skip
         return words.get(error["type"], "another value")
     return expected_values(kind.model_json_schema()["properties"][names[0]])
-
-

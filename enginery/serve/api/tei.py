@@ -91,9 +91,7 @@ def _pairs(value: Any) -> list[Pair]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise FieldValueError(
-            value, "a string, a pair [string, string], or a list of such lists"
-        )
+        raise FieldValueError(value, "a string, a pair [string, string], or a list of such lists")
     if not value:
         raise FieldValueError(value, "one input or more", is_empty=True)
     if isinstance(value[0], str):
@@ -154,9 +152,7 @@ class SimilarityParameters(Truncation):
 class SimilarityRequest(Body):
     """Body of /similarity."""
 
-    inputs: Annotated[
-        Sentences, Field(description="an object with source_sentence and sentences")
-    ]
+    inputs: Annotated[Sentences, Field(description="an object with source_sentence and sentences")]
     parameters: SimilarityParameters | None = None
     model: str | None = None
 
@@ -450,5 +446,3 @@ def _byte_places(text: str) -> Sequence[int]:
     for letter in text:
         places.append(places[-1] + len(letter.encode()))
     return places
-
-

@@ -7,41 +7,42 @@ from PIL import Image
 
 from enginery.core.errors import EngineryError
 from enginery.serve.config import ServeConfig
-from enginery.serve.models import Models
-from enginery.serve.refusals import InvalidInputError, NotFoundError, UnavailableError
+from enginery.serve.models.registry import ModelChoiceError, ModelRegistry, UnknownModelError
+from enginery.serve.models.served_model import UnavailableError
+from tests.serve.test_served_model import ask
 
 
 def models_of(**paths):
-    return Models(paths, ServeConfig(), asyncio.get_running_loop())
+    return ModelRegistry(paths, ServeConfig(), asyncio.get_running_loop())
 
 
 def test_models_are_found_by_name(exported):
-    async def ask():
+    async def scenario():
         path = exported("bert", "feature-extraction").path
         models = models_of(one=path, two=exported("bert", "fill-mask").path)
         assert not models.ready
         await models.load()
         assert models.ready
-        assert models.get("two").task == models.only("two").task == "fill-mask"
-        with pytest.raises(NotFoundError, match="no model 'on'; did you mean 'one'"):
+        assert models.get("two").task.verb == models.select("two").task.verb == "fill"
+        with pytest.raises(UnknownModelError, match="no model 'on'; did you mean 'one'"):
             models.get("on")
-        with pytest.raises(InvalidInputError, match="2 models, and none was named"):
-            models.only()
+        with pytest.raises(ModelChoiceError, match="2 models, and none was named"):
+            models.select()
         models.draining = True
         assert not models.ready
         await models.close()
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_a_model_that_cannot_be_loaded_fails_the_start(exported, tmp_path):
-    async def ask():
+    async def scenario():
         models = models_of(good=exported("bert", "feature-extraction").path, bad=tmp_path / "x")
         with pytest.raises(EngineryError, match="x"):
             await models.load()
         await models.close()
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_reloading_swaps_the_artifact_and_loses_no_request(exported, tmp_path):
@@ -51,7 +52,7 @@ def test_reloading_swaps_the_artifact_and_loses_no_request(exported, tmp_path):
     place = tmp_path / "served"
     place.symlink_to(first)
 
-    async def ask():
+    async def scenario():
         models = models_of(tiny=place)
         await models.load()
         before = models.get("tiny").artifact.content_sha256()
@@ -59,7 +60,7 @@ def test_reloading_swaps_the_artifact_and_loses_no_request(exported, tmp_path):
 
         async def client():
             while not stop.is_set():
-                answered.append((await models.get("tiny").classify(["the pump"])).values[0].label)
+                answered.append((await ask(models.get("tiny"), ["the pump"])).results[0].label)
 
         clients = [asyncio.create_task(client()) for _ in range(4)]
         await asyncio.sleep(0.1)
@@ -76,35 +77,35 @@ def test_reloading_swaps_the_artifact_and_loses_no_request(exported, tmp_path):
         assert said["tiny"].swapped
         assert len(answered) > 8
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_what_cannot_be_reloaded_changes_nothing(exported, tmp_path):
     place = tmp_path / "served"
     shutil.copytree(exported("bert", "feature-extraction").path, place)
 
-    async def ask():
+    async def scenario():
         models = models_of(tiny=place)
         await models.load()
         (place / "model.onnx").write_bytes(b"broken")
         said = await models.reload()
         assert str(said["tiny"]).startswith("not reloaded: ")
         assert not said["tiny"].swapped
-        assert len((await models.get("tiny").embed(["a"])).values) == 1
+        assert len((await ask(models.get("tiny"), ["a"])).results) == 1
         assert models.ready
-        with pytest.raises(NotFoundError):
+        with pytest.raises(UnknownModelError):
             await models.reload("other")
         await models.close()
         with pytest.raises(UnavailableError, match="about to end"):
             await models.reload()
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_a_client_that_goes_leaves_no_model_half_swapped(exported):
     path = exported("bert", "feature-extraction").path
 
-    async def ask():
+    async def scenario():
         models = models_of(tiny=path)
         await models.load()
         before = models.get("tiny")
@@ -119,31 +120,31 @@ def test_a_client_that_goes_leaves_no_model_half_swapped(exported):
             await asyncio.sleep(0.01)
         await models.close()
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_a_model_that_is_being_loaded_is_not_reloaded(exported):
-    async def ask():
+    async def scenario():
         models = models_of(tiny=exported("bert", "feature-extraction").path)
         with pytest.raises(UnavailableError, match="tiny is still being loaded"):
             await models.reload()
         await models.close()
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_images_that_are_being_read_survive_a_reload(exported):
     image = io.BytesIO()
     Image.new("RGB", (1500, 1500)).save(image, "PNG")
 
-    async def ask():
+    async def scenario():
         models = models_of(tiny=exported("vit", "image-classification").path)
         await models.load()
 
         async def client():
             for _ in range(6):
-                reply = await models.get("tiny").classify_images([image.getvalue()])
-                assert len(reply.values) == 1
+                reply = await ask(models.get("tiny"), [image.getvalue()])
+                assert len(reply.results) == 1
 
         clients = [asyncio.create_task(client()) for _ in range(6)]
         for _ in range(2):
@@ -152,4 +153,4 @@ def test_images_that_are_being_read_survive_a_reload(exported):
         await asyncio.gather(*clients)
         await models.close()
 
-    asyncio.run(ask())
+    asyncio.run(scenario())

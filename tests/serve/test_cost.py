@@ -1,6 +1,6 @@
 import pytest
 
-from enginery.serve.calibration import BatchCost, LiveCost, choose_tokens, fit_cost, measure_cost
+from enginery.serve.batching.cost import BatchCost, LiveCost, choose_tokens, fit_cost, measure_cost
 
 
 def test_the_line_goes_through_the_quickest_runs():
@@ -13,7 +13,7 @@ def test_noise_makes_no_negative_cost():
     cost = fit_cost([(8, 0.01), (96, 0.009)])
     assert cost.seconds_per_token == 0
     assert cost.fixed_seconds == 0.01
-    assert cost.worth_tokens == 0
+    assert cost.fixed_tokens == 0
 
 
 def test_a_model_of_few_tokens_is_measured_with_what_it_takes():
@@ -64,13 +64,13 @@ def test_batches_of_one_size_say_nothing_of_the_fixed_part():
 
 def test_batches_of_nearly_one_size_do_not_run_away_with_what_is_measured():
     live = LiveCost(BatchCost(0.0012, 0.00015))
-    assert live.worth_tokens() == pytest.approx(8)
+    assert live.fixed_tokens() == pytest.approx(8)
     for turn in range(2000):  # the small difference in size is noise in time
         live.add(120 + turn % 2, 0.02 + 0.000001 * (turn % 2))
-    assert live.cost().worth_tokens > 100
-    assert live.worth_tokens() == pytest.approx(32)
+    assert live.cost().fixed_tokens > 100
+    assert live.fixed_tokens() == pytest.approx(32)
     for turn in range(2000):
         live.add(120 + turn % 2, 0.02 + 0.001 * (turn % 2))
-    assert live.cost().worth_tokens == 0
-    assert live.worth_tokens() == pytest.approx(2)
-    assert LiveCost(BatchCost(0.0, 0.0)).worth_tokens() == 0
+    assert live.cost().fixed_tokens == 0
+    assert live.fixed_tokens() == pytest.approx(2)
+    assert LiveCost(BatchCost(0.0, 0.0)).fixed_tokens() == 0

@@ -1,22 +1,22 @@
-"""Threads that read inputs: in order, and without keeping anybody."""
+"""Threads that preprocess inputs: in order, and without keeping anybody waiting."""
 
 import asyncio
 import threading
 
 import pytest
 
-from enginery.serve import readers
-from enginery.serve.readers import Readers
-from enginery.serve.refusals import OverloadedError, UnavailableError
+from enginery.serve.batching import preprocess_pool
+from enginery.serve.batching.preprocess_pool import PreprocessPool
+from enginery.serve.batching.queue import ClosedError, OverloadedError
 
 WAIT = 60
 
 
-def with_readers(ask, *, most=2048):
-    """Runs `ask(readers)` in a loop, and ends the threads."""
+def with_pool(ask, *, most=2048):
+    """Runs `ask(pool)` in a loop, and ends the threads."""
 
     async def run():
-        made = Readers(asyncio.get_running_loop(), most=most, name="m")
+        made = PreprocessPool(asyncio.get_running_loop(), most=most, name="m")
         try:
             return await ask(made)
         finally:
@@ -26,7 +26,7 @@ def with_readers(ask, *, most=2048):
 
 
 def test_list_is_encoded_in_pieces_and_comes_back_in_order(monkeypatch):
-    monkeypatch.setattr(readers, "usable_cores", lambda: 3)
+    monkeypatch.setattr(preprocess_pool, "usable_cores", lambda: 3)
     pieces = []
 
     def encode(texts):
@@ -35,14 +35,14 @@ def test_list_is_encoded_in_pieces_and_comes_back_in_order(monkeypatch):
 
     async def ask(made):
         texts = list(range(1000))
-        return await made.read(1000, lambda _: made.spread(encode, texts))
+        return await made.run(lambda _: made.spread(encode, texts), inputs=1000)
 
-    assert with_readers(ask) == [number * 2 for number in range(1000)]
+    assert with_pool(ask) == [number * 2 for number in range(1000)]
     assert sorted(pieces) == [40] + [64] * 15
 
 
 def test_error_of_a_piece_is_that_of_the_list(monkeypatch):
-    monkeypatch.setattr(readers, "usable_cores", lambda: 2)
+    monkeypatch.setattr(preprocess_pool, "usable_cores", lambda: 2)
 
     def encode(texts):
         if 150 in texts:
@@ -50,42 +50,42 @@ def test_error_of_a_piece_is_that_of_the_list(monkeypatch):
         return texts
 
     async def ask(made):
-        await made.read(200, lambda _: made.spread(encode, list(range(200))))
+        await made.run(lambda _: made.spread(encode, list(range(200))), inputs=200)
 
     with pytest.raises(ValueError, match="no 150"):
-        with_readers(ask)
+        with_pool(ask)
 
 
 def test_quick_inputs_do_not_wait_for_slow_ones_that_do_not_end():
     go = threading.Event()
 
     async def ask(made):
-        stuck = [asyncio.create_task(made.read(1, lambda _: go.wait(WAIT))) for _ in range(5)]
+        stuck = [asyncio.create_task(made.run(lambda _: go.wait(WAIT), inputs=1)) for _ in range(5)]
         while not made.busy_seconds():
             await asyncio.sleep(0.001)
-        assert await made.read(1, lambda _: "read", quick=True) == "read"
+        assert await made.run(lambda _: "read", inputs=1, short=True) == "read"
         go.set()
         await asyncio.gather(*stuck)
 
-    with_readers(ask)
+    with_pool(ask)
 
 
 def test_closing_answers_who_waits_for_what_does_not_end():
     go = threading.Event()
 
     async def ask(made):
-        stuck = asyncio.create_task(made.read(1, lambda _: go.wait(WAIT)))
+        stuck = asyncio.create_task(made.run(lambda _: go.wait(WAIT), inputs=1))
         while not made.busy_seconds():
             await asyncio.sleep(0.001)
         made.close()
-        with pytest.raises(UnavailableError, match="m is being closed"):
+        with pytest.raises(ClosedError, match="m is being closed"):
             await stuck
-        with pytest.raises(UnavailableError, match="m is being closed"):
-            await made.read(1, lambda _: None)
+        with pytest.raises(ClosedError, match="m is being closed"):
+            await made.run(lambda _: None, inputs=1)
         assert made.busy_seconds()
 
     try:
-        with_readers(ask)
+        with_pool(ask)
     finally:
         go.set()
 
@@ -94,13 +94,13 @@ def test_no_more_is_taken_in_than_may_wait_and_who_goes_gives_the_place_back():
     go = threading.Event()
 
     async def ask(made):
-        stuck = [asyncio.create_task(made.read(1, lambda _: go.wait(WAIT))) for _ in range(2)]
+        stuck = [asyncio.create_task(made.run(lambda _: go.wait(WAIT), inputs=1)) for _ in range(2)]
         await asyncio.sleep(0)
-        waits = asyncio.create_task(made.read(2, lambda _: pytest.fail("nobody waits for it")))
+        waits = asyncio.create_task(made.run(lambda _: pytest.fail("nobody waits for it"), inputs=2))
         await asyncio.sleep(0)
         assert made.inputs == 4
-        with pytest.raises(OverloadedError, match="4 inputs are being read, 0 wait; at most 4"):
-            await made.read(1, lambda _: None)
+        with pytest.raises(OverloadedError, match="4 inputs are being preprocessed and 0 wait, expected 4"):
+            await made.run(lambda _: None, inputs=1)
         waits.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waits
@@ -109,4 +109,4 @@ def test_no_more_is_taken_in_than_may_wait_and_who_goes_gives_the_place_back():
         go.set()
         await asyncio.gather(*stuck)
 
-    with_readers(ask, most=4)
+    with_pool(ask, most=4)

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from enginery.serve.batches import CROWD, BatchRules, choose_batch, divide
+from enginery.serve.batching.planner import MAX_DIVIDED, BatchRules, choose_batch, divide
 
 RULES = BatchRules(max_tokens=256, max_rows=64, max_padding=0.1)
 
@@ -52,14 +52,14 @@ def test_the_rows_that_an_engine_takes_bound_a_batch():
 
 def test_padding_that_costs_less_than_a_batch_is_taken():
     assert batch([10, 14], 0) == [10]
-    rules = BatchRules(256, 64, 0.1, worth_tokens=8)
+    rules = BatchRules(256, 64, 0.1, fixed_tokens=8)
     assert batch([10, 14], 0, rules=rules) == [10, 14]
     assert batch([10, 19], 0, rules=rules) == [10]
 
 
 def test_a_long_text_takes_no_short_ones_that_would_share_a_batch_anyway():
     # As on a GPU, where a batch costs as much as 2000 tokens before its first.
-    rules = BatchRules(16_384, 64, 0.1, worth_tokens=2000)
+    rules = BatchRules(16_384, 64, 0.1, fixed_tokens=2000)
     assert batch([20] * 40 + [128], 40, rules=rules) == [128]
     assert batch([20] * 200 + [128], 200, rules=rules) == [128]
     assert batch([20, 128], 1, rules=rules) == [20, 128]
@@ -67,17 +67,17 @@ def test_a_long_text_takes_no_short_ones_that_would_share_a_batch_anyway():
 
 def test_an_input_leaves_a_neighbour_that_is_cheaper_with_others():
     # 16 goes with 18 and 19: with 10 it would cost as much padding as all three together.
-    rules = BatchRules(256, 64, 0.1, worth_tokens=7)
+    rules = BatchRules(256, 64, 0.1, fixed_tokens=7)
     assert batch([10, 16, 18, 19], 1, rules=rules) == [16, 18, 19]
     assert batch([10, 16, 18, 19], 0, rules=rules) == [10]
 
 
 def test_a_crowd_is_not_divided():
-    rules = BatchRules(256, 64, 0.1, worth_tokens=5)
+    rules = BatchRules(256, 64, 0.1, fixed_tokens=5)
     few = [10, 12] + [14] * 6
     # Padding of 6 is more than a batch is worth, but less than a tenth.
     assert batch(few, 0, rules=rules) == few
-    assert batch(few + [200] * CROWD, 0, rules=rules) == [10, 12]
+    assert batch(few + [200] * MAX_DIVIDED, 0, rules=rules) == [10, 12]
 
 
 def costs(lengths, places, worth):
@@ -93,7 +93,7 @@ def allowed(part, most, rules):
         and tokens <= rules.max_tokens
         and (not rules.rows_at or len(part) <= rules.rows_at(max(part)))
         and (not padding or not rules.equal_lengths)
-        and padding <= max(rules.max_padding * tokens, rules.worth_tokens)
+        and padding <= max(rules.max_padding * tokens, rules.fixed_tokens)
     )
 
 
@@ -104,7 +104,7 @@ def test_no_division_is_cheaper(seed):
     most = chance.randint(1, 10)
     rules = BatchRules(
         max_tokens=chance.choice([40, 100, 256]), max_rows=64,
-        max_padding=chance.choice([0.0, 0.1, 0.3]), worth_tokens=chance.choice([0.5, 4.0, 8.0, 30]),
+        max_padding=chance.choice([0.0, 0.1, 0.3]), fixed_tokens=chance.choice([0.5, 4.0, 8.0, 30]),
         equal_lengths=chance.random() < 0.2,
         rows_at=chance.choice([None, lambda length: 1 + 30 // length]),
     )  # fmt: skip
@@ -118,18 +118,18 @@ def test_no_division_is_cheaper(seed):
         for cuts in itertools.combinations(inner, count)
     )
     least = min(
-        costs(lengths, places, rules.worth_tokens)
+        costs(lengths, places, rules.fixed_tokens)
         for places in ways
         if all(allowed(lengths[a:b], most, rules) for a, b in itertools.pairwise(places))
     )
-    assert costs(lengths, found, rules.worth_tokens) == pytest.approx(least)
+    assert costs(lengths, found, rules.fixed_tokens) == pytest.approx(least)
     assert all(allowed(lengths[a:b], most, rules) for a, b in itertools.pairwise(found))
 
 
 @pytest.mark.parametrize("worth", [0.0, 4.0])
 @pytest.mark.parametrize("seed", range(20))
 def test_every_batch_keeps_every_bound(seed, worth):
-    rules = BatchRules(256, 64, 0.1, worth_tokens=worth)
+    rules = BatchRules(256, 64, 0.1, fixed_tokens=worth)
     chance = random.Random(seed)
     lengths = sorted(chance.randint(1, 128) for _ in range(chance.randint(1, 60)))
     for oldest in range(len(lengths)):

@@ -10,15 +10,11 @@ from PIL import Image
 from enginery.core.errors import InputError
 from enginery.runtime.model import load_model
 from enginery.runtime.ort import OrtRunner
+from enginery.runtime.tasks.text import TooLongError
+from enginery.serve.batching.queue import OverloadedError
 from enginery.serve.config import ServeConfig
-from enginery.serve.hosted import HostedModel
-from enginery.serve.loaded import LoadedModel
-from enginery.serve.refusals import (
-    InvalidInputError,
-    OverloadedError,
-    TooLargeError,
-    UnavailableError,
-)
+from enginery.serve.models.backend import ModelBackend
+from enginery.serve.models.served_model import ServedModel, TooManyInputsError, UnavailableError
 from tests.tolerances import OUTPUTS
 
 TEXTS = ["the pump runs", "a", "the engine is warm and the valve is open again", "the pump runs"]
@@ -26,13 +22,23 @@ PAIR = ("what runs?", "the pump runs and the valve is open. " * 12)
 
 
 @asynccontextmanager
-async def hosted(artifact, **options):
-    model = HostedModel("tiny", artifact.path, ServeConfig(**options), asyncio.get_running_loop())
+async def serving(artifact, **options):
+    model = ServedModel("tiny", artifact.path, ServeConfig(**options), asyncio.get_running_loop())
     await asyncio.to_thread(model.load)
     try:
         yield model
     finally:
         await model.close(drain=False)
+
+
+def ask(model, inputs, **options):
+    return model.answer(inputs, model.task.Options.read(options))
+
+
+def waiting(model):
+    """Inputs that wait or are preprocessed, and tokens that wait."""
+    queue = model.info()["queue"]
+    return queue["inputs"], queue["tokens"]
 
 
 def photo(size=(40, 30), color=(200, 30, 60)):
@@ -71,16 +77,15 @@ def test_answers_are_those_of_the_model_itself_alone_or_together(
     with load_model(artifact) as model:
         expected = list(getattr(model, method)(inputs, **options))
 
-    async def ask():
-        async with hosted(artifact) as served:
-            ask_one = getattr(served, method)
-            one = await ask_one(inputs, **options)
-            many = await asyncio.gather(*(ask_one([item], **options) for item in inputs * 5))
+    async def scenario():
+        async with serving(artifact) as served:
+            one = await ask(served, inputs, **options)
+            many = await asyncio.gather(*(ask(served, [item], **options) for item in inputs * 5))
             return one, many
 
-    one, many = asyncio.run(ask())
-    assert near(list(one.values), expected)
-    assert near([reply.values[0] for reply in many], expected * 5)
+    one, many = asyncio.run(scenario())
+    assert near(list(one.results), expected)
+    assert near([reply.results[0] for reply in many], expected * 5)
     assert one.timings.tokens == sum(reply.timings.tokens for reply in many[: len(inputs)])
     assert one.timings.inference_seconds > 0
 
@@ -96,50 +101,50 @@ def test_images_are_labelled_and_become_vectors(exported):
         with load_model(artifact) as model:
             expected = list(getattr(model, method)(pictures))
 
-        async def ask(artifact=artifact, method=method):
-            async with hosted(artifact) as served:
-                return await getattr(served, method)(images)
+        async def scenario(artifact=artifact):
+            async with serving(artifact) as served:
+                return await ask(served, images)
 
-        assert near(list(asyncio.run(ask()).values), expected)
+        assert near(list(asyncio.run(scenario()).results), expected)
 
 
 def test_an_image_that_is_none_is_refused_by_its_place(exported):
-    async def ask():
-        async with hosted(exported("vit", "image-classification")) as served:
-            await served.classify_images([photo(), b"not an image"])
+    async def scenario():
+        async with serving(exported("vit", "image-classification")) as served:
+            await ask(served, [photo(), b"not an image"])
 
     with pytest.raises(InputError, match="image 1 is not an image"):
-        asyncio.run(ask())
+        asyncio.run(scenario())
 
 
 def test_token_ids_are_as_good_as_their_text(exported):
-    async def ask():
-        async with hosted(exported("bert", "feature-extraction")) as served:
-            ids = served.tokenizer.texts.encode("the pump runs").ids
-            replies = await served.embed(["the pump runs", ids, ids[1:-1]])
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction")) as served:
+            ids = served.task.tokenizer.texts.encode("the pump runs").ids
+            replies = await ask(served, ["the pump runs", ids, ids[1:-1]])
             with pytest.raises(InputError, match="token id 100000"):
-                await served.embed([[1, 100000]])
-            return replies.values
+                await ask(served, [[1, 100000]])
+            return replies.results
 
-    text, whole, bare = asyncio.run(ask())
+    text, whole, bare = asyncio.run(scenario())
     assert np.allclose(text, whole, atol=OUTPUTS)
     assert np.allclose(text, bare, atol=OUTPUTS)
 
 
 def test_tensors_are_run_as_they_are_sent(exported):
-    async def ask():
-        async with hosted(exported("bert", "text-classification")) as served:
-            names = [spec.name for spec in served.record.inputs]
+    async def scenario():
+        async with serving(exported("bert", "text-classification")) as served:
+            names = [spec.name for spec in served.backend.runner.record.inputs]
             row = {name: np.ones((1, 9), np.int64) for name in names}
             rows = {name: np.ones((3, 9), np.int64) for name in names}
             one, three = await asyncio.gather(served.infer(row), served.infer(rows))
             singles = await asyncio.gather(*(served.infer(row) for _ in range(6)))
-            return one.values["logits"], three.values["logits"], singles
+            return one.results["logits"], three.results["logits"], singles
 
-    one, three, singles = asyncio.run(ask())
+    one, three, singles = asyncio.run(scenario())
     assert one.shape == (1, 3)
     assert np.allclose(three, np.repeat(one, 3, axis=0), atol=OUTPUTS)
-    assert all(np.allclose(reply.values["logits"], one, atol=OUTPUTS) for reply in singles)
+    assert all(np.allclose(reply.results["logits"], one, atol=OUTPUTS) for reply in singles)
 
 
 @pytest.mark.parametrize(
@@ -156,20 +161,20 @@ def test_tensors_are_run_as_they_are_sent(exported):
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(exported, change, message):
-    async def ask():
-        async with hosted(exported("bert", "text-classification")) as served:
-            feeds = {spec.name: np.ones((1, 4), np.int64) for spec in served.record.inputs}
+    async def scenario():
+        async with serving(exported("bert", "text-classification")) as served:
+            feeds = {spec.name: np.ones((1, 4), np.int64) for spec in served.backend.runner.record.inputs}
             change(feeds)
             await served.infer(feeds)
 
     with pytest.raises(Exception, match=message):
-        asyncio.run(ask())
+        asyncio.run(scenario())
 
 
 def test_tensors_with_nan_are_refused(exported):
-    async def ask():
-        async with hosted(exported("vit", "image-classification")) as served:
-            spec = served.record.inputs[0]
+    async def scenario():
+        async with serving(exported("vit", "image-classification")) as served:
+            spec = served.backend.runner.record.inputs[0]
             size = [
                 d if isinstance(d, int) else s
                 for d, s in zip(spec.dims, (1, 3, 32, 32), strict=True)
@@ -177,46 +182,46 @@ def test_tensors_with_nan_are_refused(exported):
             await served.infer({spec.name: np.full(size, np.nan, np.float32)})
 
     with pytest.raises(InputError, match="NaN or infinity"):
-        asyncio.run(ask())
+        asyncio.run(scenario())
 
 
 def test_one_bad_input_does_not_spoil_the_batch_that_it_is_in(exported):
-    async def ask():
-        async with hosted(exported("bert", "text-classification")) as served:
-            run = served.loaded.runner._run
+    async def scenario():
+        async with serving(exported("bert", "text-classification")) as served:
+            run = served.backend.runner._run
 
             def fails_on_seven(index, arrays):
                 if (arrays["input_ids"] == 7).any():
                     raise InputError("the graph fails on seven")
                 return run(index, arrays)
 
-            served.loaded.runner._run = fails_on_seven
-            good = {spec.name: np.ones((1, 4), np.int64) for spec in served.record.inputs}
+            served.backend.runner._run = fails_on_seven
+            good = {spec.name: np.ones((1, 4), np.int64) for spec in served.backend.runner.record.inputs}
             bad = {**good, "input_ids": np.full((1, 4), 7)}
             sent = [served.infer(good if place % 4 else bad) for place in range(12)]
             return await asyncio.gather(*sent, return_exceptions=True)
 
-    found = asyncio.run(ask())
+    found = asyncio.run(scenario())
     assert [isinstance(reply, InputError) for reply in found] == [True, False, False, False] * 3
 
 
 def test_rows_of_tensors_run_within_the_bounds_of_a_batch(exported):
-    async def ask():
-        async with hosted(exported("bert", "text-classification"), batch_tokens=32) as served:
-            shapes, run = [], served.loaded.runner._run
+    async def scenario():
+        async with serving(exported("bert", "text-classification"), batch_tokens=32) as served:
+            shapes, run = [], served.backend.runner._run
 
             def seen(index, arrays):
                 shapes.append(arrays["input_ids"].shape)
                 return run(index, arrays)
 
-            served.loaded.runner._run = seen
-            feeds = {spec.name: np.ones((20, 8), np.int64) for spec in served.record.inputs}
+            served.backend.runner._run = seen
+            feeds = {spec.name: np.ones((20, 8), np.int64) for spec in served.backend.runner.record.inputs}
             feeds["input_ids"] = np.arange(160).reshape(20, 8) % 30
             reply = await served.infer(feeds)
             expected = run(0, feeds)["logits"]
-            return shapes, reply.values["logits"], expected
+            return shapes, reply.results["logits"], expected
 
-    shapes, found, expected = asyncio.run(ask())
+    shapes, found, expected = asyncio.run(scenario())
     # It may be measured at the same time, with texts of other lengths.
     assert max(rows for rows, width in shapes if width == 8) == 4
     assert sum(rows for rows, width in shapes if width == 8) >= 20
@@ -224,9 +229,9 @@ def test_rows_of_tensors_run_within_the_bounds_of_a_batch(exported):
 
 
 def test_pixels_count_as_images_and_not_as_tokens(exported):
-    async def ask():
-        async with hosted(exported("vit", "image-classification"), queue_inputs=64) as served:
-            spec = served.record.inputs[0]
+    async def scenario():
+        async with serving(exported("vit", "image-classification"), queue_inputs=64) as served:
+            spec = served.backend.runner.record.inputs[0]
             size = [
                 d if isinstance(d, int) else s
                 for d, s in zip(spec.dims, (1, 3, 32, 32), strict=True)
@@ -234,92 +239,92 @@ def test_pixels_count_as_images_and_not_as_tokens(exported):
             feeds = {spec.name: np.zeros(size, np.float32)}
             return await asyncio.gather(*(served.infer(feeds) for _ in range(60)))
 
-    assert len(asyncio.run(ask())) == 60
+    assert len(asyncio.run(scenario())) == 60
 
 
 def test_a_long_list_leaves_room_for_others_and_others_for_it(exported):
-    async def ask():
+    async def scenario():
         artifact = exported("bert", "feature-extraction")
-        async with hosted(artifact, queue_inputs=16, workers=1, batch_tokens=8) as served:
-            many = asyncio.create_task(served.embed(TEXTS * 50))
-            while not served.waiting[0]:
+        async with serving(artifact, queue_inputs=16, workers=1, batch_tokens=8) as served:
+            many = asyncio.create_task(ask(served, TEXTS * 50))
+            while not waiting(served)[0]:
                 await asyncio.sleep(0)
             alone = []
             for _ in range(10):
-                alone.append((await served.embed(["the pump"])).values[0])
-                assert served.runs.queue.inputs <= 16
+                alone.append((await ask(served, ["the pump"])).results[0])
+                assert served.scheduler.queue.rows <= 16
             assert not many.done()
             # Something always waits, and a list gets in all the same.
-            second = await served.embed(TEXTS * 20)
+            second = await ask(served, TEXTS * 20)
             return await many, second, alone
 
-    many, second, alone = asyncio.run(ask())
-    assert len(many.values) == 200
-    assert near(many.values[:80], second.values)
+    many, second, alone = asyncio.run(scenario())
+    assert len(many.results) == 200
+    assert near(many.results[:80], second.results)
     assert len(alone) == 10
 
 
 def test_a_list_that_is_cancelled_half_way_leaves_nothing_behind(exported):
-    async def ask():
+    async def scenario():
         artifact = exported("bert", "feature-extraction")
-        async with hosted(artifact, queue_inputs=16, workers=1, batch_tokens=8) as served:
-            many = asyncio.create_task(served.embed(TEXTS * 100))
-            while not served.waiting[0]:
+        async with serving(artifact, queue_inputs=16, workers=1, batch_tokens=8) as served:
+            many = asyncio.create_task(ask(served, TEXTS * 100))
+            while not waiting(served)[0]:
                 await asyncio.sleep(0)
             many.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await many
-            while served.waiting != (0, 0):  # what is being tokenized is so to its end
+            while waiting(served) != (0, 0):  # what is being tokenized is so to its end
                 await asyncio.sleep(0.01)
-            await served.embed(["a"])
+            await ask(served, ["a"])
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_images_that_are_read_have_their_places_in_the_queue(exported):
-    async def ask():
+    async def scenario():
         artifact = exported("vit", "image-classification")
-        async with hosted(artifact, queue_inputs=4, max_inputs=100) as served:
-            sent = [served.classify_images([photo((900, 900))]) for _ in range(40)]
+        async with serving(artifact, queue_inputs=4, max_inputs=100) as served:
+            sent = [ask(served, [photo((900, 900))]) for _ in range(40)]
             found = await asyncio.gather(*sent, return_exceptions=True)
-            while served.waiting[0]:
+            while waiting(served)[0]:
                 await asyncio.sleep(0.01)
-            await served.classify_images([photo()])
+            await ask(served, [photo()])
             return found
 
-    found = asyncio.run(ask())
+    found = asyncio.run(scenario())
     refused = [reply for reply in found if isinstance(reply, OverloadedError)]
     assert 20 < len(refused) < 40
 
 
 def test_an_image_of_too_many_pixels_is_not_decoded(exported):
-    async def ask():
-        async with hosted(exported("vit", "image-classification"), max_pixels=1000) as served:
-            await served.classify_images([photo((40, 30))])
+    async def scenario():
+        async with serving(exported("vit", "image-classification"), max_pixels=1000) as served:
+            await ask(served, [photo((40, 30))])
 
     with pytest.raises(InputError, match="image 0 has 40 × 30 pixels, at most 1,000 are read"):
-        asyncio.run(ask())
+        asyncio.run(scenario())
 
 
 def test_vectors_are_as_they_were_pooled_where_they_are_not_to_be_normalized(exported, minilm):
     from enginery import export_model
 
-    async def ask():
-        async with hosted(export_model(minilm)) as served:
-            replies = [await served.embed(["a pump"], normalize=n) for n in (None, True, False)]
-            return [float(np.linalg.norm(reply.values[0])) for reply in replies]
+    async def scenario():
+        async with serving(export_model(minilm)) as served:
+            replies = [await ask(served, ["a pump"], normalize=n) for n in (None, True, False)]
+            return [float(np.linalg.norm(reply.results[0])) for reply in replies]
 
-    as_it_is, normalized, pooled = asyncio.run(ask())
+    as_it_is, normalized, pooled = asyncio.run(scenario())
     assert as_it_is == pytest.approx(1)
     assert normalized == pytest.approx(1)
     assert pooled > 1.5
 
 
 def test_a_worker_that_ends_makes_the_model_unready(exported):
-    async def ask():
-        async with hosted(exported("bert", "feature-extraction"), workers=1) as served:
-            served.runs.queue.take = list
-            await served.embed(["a"])  # the worker had asked before
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), workers=1) as served:
+            served.scheduler.queue.take = list
+            await ask(served, ["a"])  # the worker had asked before
             for _ in range(200):
                 served.watch()
                 if served.state == "failed":
@@ -327,27 +332,27 @@ def test_a_worker_that_ends_makes_the_model_unready(exported):
                 await asyncio.sleep(0.01)
             assert (served.state, served.reason) == ("failed", "a worker has ended")
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_a_batch_that_cannot_be_delivered_does_not_take_the_worker_along(exported, caplog):
-    async def ask():
-        async with hosted(exported("bert", "feature-extraction"), workers=1) as served:
-            deliver = served.runs.workers._deliver
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), workers=1) as served:
+            deliver = served.scheduler.workers._deliver
 
             def once(done):
-                served.runs.workers._deliver = deliver
+                served.scheduler.workers._deliver = deliver
                 raise RuntimeError("lost")
 
-            served.runs.workers._deliver = once
-            lost = asyncio.create_task(served.embed(["a"]))
-            while served.runs.workers._deliver is once:
+            served.scheduler.workers._deliver = once
+            lost = asyncio.create_task(ask(served, ["a"]))
+            while served.scheduler.workers._deliver is once:
                 await asyncio.sleep(0.001)
-            assert len((await served.embed(["b"])).values) == 1
-            assert served.runs.workers.alive
+            assert len((await ask(served, ["b"])).results) == 1
+            assert served.scheduler.workers.alive
             lost.cancel()
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
     assert "could not be delivered" in caplog.text
 
 
@@ -366,209 +371,200 @@ def test_threads_wait_in_busy_loops_where_nobody_else_wants_the_cores(
             opened.append((given["threads"], given["spinning"]))
             super().__init__(artifact, **given)
 
-    monkeypatch.setattr("enginery.serve.loaded.OrtRunner", Seen)
+    monkeypatch.setattr("enginery.serve.models.backend.OrtRunner", Seen)
     path = exported("bert", "feature-extraction").path
-    LoadedModel.open(path, ServeConfig(**options)).close()
+    ModelBackend.open(path, ServeConfig(**options)).close()
     assert opened == [(threads, spinning)]
 
 
 def test_a_batch_is_accounted_for_behind_its_answer(exported):
-    async def ask():
-        async with hosted(exported("bert", "feature-extraction"), workers=1) as served:
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), workers=1) as served:
             answered, seen = [], []
-            served.runs._account = lambda done: seen.append((len(done.batch), list(answered)))
-            await served.embed(["a"])
+            served.scheduler._account = lambda done: seen.append((len(done.batch), list(answered)))
+            await ask(served, ["a"])
             answered.append("a")
             await asyncio.sleep(0)
             return seen
 
-    assert asyncio.run(ask()) == [(1, ["a"])]
+    assert asyncio.run(scenario()) == [(1, ["a"])]
 
 
 def test_what_is_learned_of_batches_moves_the_rules(exported):
-    async def ask():
-        async with hosted(exported("bert", "feature-extraction"), workers=1) as served:
-            while not served.runs.queue.seconds_per_token:  # it is being measured
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), workers=1) as served:
+            while not served.scheduler.queue.seconds_per_token:  # it is being measured
                 await asyncio.sleep(0.01)
-            before = served.loaded.live.batches
+            before = served.backend._cost.batches
             for _ in range(70):
-                await served.embed(["the pump runs"])
+                await ask(served, ["the pump runs"])
             await asyncio.sleep(0)  # what a batch cost is learned behind its answer
-            assert served.loaded.live.batches >= before + 70
-            assert served.runs.queue.seconds_per_token > 0
+            assert served.backend._cost.batches >= before + 70
+            assert served.scheduler.queue.seconds_per_token > 0
 
-    asyncio.run(ask())
-
-
-def test_a_method_of_another_task_is_refused(exported):
-    async def ask():
-        async with hosted(exported("bert", "fill-mask")) as served:
-            await served.embed(["a"])
-
-    with pytest.raises(InvalidInputError, match="does fill-mask and not embed; it answers fill"):
-        asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_texts_over_the_limit_are_cut_and_counted_or_refused(exported):
     long = "the pump runs " * 500
 
-    async def ask():
-        async with hosted(exported("bert", "feature-extraction")) as served:
-            reply = await served.embed([long, "a"])
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction")) as served:
+            reply = await ask(served, [long, "a"])
             assert reply.timings.truncated == 1
-            with pytest.raises(TooLargeError, match="input 1 has more than"):
-                await served.embed(["a", long], truncate=False)
-        async with hosted(exported("bert", "feature-extraction"), truncate=False) as served:
-            with pytest.raises(TooLargeError):
-                await served.embed([long])
-            assert (await served.embed([long], truncate=True)).timings.truncated == 1
+            with pytest.raises(TooLongError, match="input 1 has more than"):
+                await ask(served, ["a", long], truncate=False)
+        async with serving(exported("bert", "feature-extraction"), truncate=False) as served:
+            with pytest.raises(TooLongError):
+                await ask(served, [long])
+            assert (await ask(served, [long], truncate=True)).timings.truncated == 1
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_an_empty_list_has_an_empty_answer(exported):
-    async def ask():
-        async with hosted(exported("bert", "text-classification")) as served:
-            return (await served.classify([])).values
+    async def scenario():
+        async with serving(exported("bert", "text-classification")) as served:
+            return (await ask(served, [])).results
 
-    assert asyncio.run(ask()) == []
+    assert asyncio.run(scenario()) == []
 
 
 def test_too_many_inputs_and_a_full_queue_are_refused(exported):
-    async def ask():
+    async def scenario():
         artifact = exported("bert", "feature-extraction")
-        async with hosted(artifact, max_inputs=3, queue_inputs=4, workers=1) as served:
-            with pytest.raises(TooLargeError, match="found 4 inputs, at most 3"):
-                await served.embed(["a"] * 4)
+        async with serving(artifact, max_inputs=3, queue_inputs=4, workers=1) as served:
+            with pytest.raises(TooManyInputsError, match="found 4 inputs, expected 3 at most"):
+                await ask(served, ["a"] * 4)
             held = Held(served)
-            first = asyncio.create_task(served.embed(["a"]))
+            first = asyncio.create_task(ask(served, ["a"]))
             await held.wait()
-            others = [asyncio.create_task(served.embed(["a"])) for _ in range(4)]
+            others = [asyncio.create_task(ask(served, ["a"])) for _ in range(4)]
             await queued(served, 4)
             with pytest.raises(OverloadedError, match="4 inputs"):
-                await served.embed(["a"])
+                await ask(served, ["a"])
             held.release()
             assert len(await asyncio.gather(first, *others)) == 5
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_a_request_that_is_cancelled_leaves_the_queue(exported):
-    async def ask():
-        async with hosted(exported("bert", "feature-extraction"), workers=1) as served:
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), workers=1) as served:
             held = Held(served)
-            first = asyncio.create_task(served.embed(["a"]))
+            first = asyncio.create_task(ask(served, ["a"]))
             await held.wait()
-            gone = asyncio.create_task(served.embed(["the pump", "the pump runs warm"]))
+            gone = asyncio.create_task(ask(served, ["the pump", "the pump runs warm"]))
             await queued(served, 2)
-            assert served.waiting[0] == 2
+            assert waiting(served)[0] == 2
             gone.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await gone
-            assert served.waiting == (0, 0)
+            assert waiting(served) == (0, 0)
             held.release()
             await first
             assert held.runs == 1
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_a_batch_that_does_not_end_makes_the_model_stuck_until_it_does(exported):
-    async def ask():
+    async def scenario():
         artifact = exported("bert", "feature-extraction")
-        async with hosted(artifact, workers=1, stuck_after=0.1) as served:
+        async with serving(artifact, workers=1, stuck_after=0.1) as served:
             held = Held(served)
-            running = asyncio.create_task(served.embed(["a"]))
+            running = asyncio.create_task(ask(served, ["a"]))
             await held.wait()
             await asyncio.sleep(0.2)
             served.watch()
             assert served.state == "stuck"
             assert "has been running for" in served.reason
             with pytest.raises(UnavailableError):
-                await served.embed(["b"])
+                await ask(served, ["b"])
             held.release()
             await running
             served.watch()
             assert (served.state, served.reason) == ("ready", "")
-            await served.embed(["b"])
+            await ask(served, ["b"])
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_closing_does_not_wait_for_a_batch_that_is_stuck(exported):
-    async def ask():
-        async with hosted(exported("bert", "feature-extraction"), workers=1, stuck_after=0.1) as it:
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), workers=1, stuck_after=0.1) as it:
             held = Held(it)
-            running = asyncio.create_task(it.embed(["a"]))
+            running = asyncio.create_task(ask(it, ["a"]))
             await held.wait()
             await asyncio.sleep(0.2)
             it.watch()
             await it.close(drain=False, timeout_seconds=600)
-            assert it.runs.workers.busy_seconds(), "it still runs"
+            assert it.scheduler.workers.busy_seconds(), "it still runs"
             held.release()
             await asyncio.gather(running, return_exceptions=True)
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_a_provider_that_is_gone_is_no_fault_of_the_client(exported):
-    async def ask():
-        async with hosted(exported("bert", "feature-extraction")) as served:
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction")) as served:
 
             def lost(*_):
                 raise InputError("the graph fails on anything: the device was lost")
 
-            served.loaded.runner.__class__ = type("Lost", (OrtRunner,), {"__call__": lost})
+            served.backend.runner.__class__ = type("Lost", (OrtRunner,), {"__call__": lost})
             with pytest.raises(UnavailableError, match="the device was lost"):
-                await served.embed(["a"])
+                await ask(served, ["a"])
             assert served.state == "failed"
             assert "no longer runs" in served.reason
             with pytest.raises(UnavailableError, match="no longer runs"):
-                await served.embed(["a"])
+                await ask(served, ["a"])
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_closing_answers_what_waits(exported):
-    async def ask():
-        async with hosted(exported("bert", "feature-extraction"), workers=1) as served:
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), workers=1) as served:
             held = Held(served)
-            sent = [asyncio.create_task(served.embed([text])) for text in TEXTS]
+            sent = [asyncio.create_task(ask(served, [text])) for text in TEXTS]
             await held.wait()
             held.release()
             await served.close(drain=True)
             replies = await asyncio.gather(*sent)
-            assert [len(reply.values) for reply in replies] == [1] * 4
+            assert [len(reply.results) for reply in replies] == [1] * 4
             with pytest.raises(UnavailableError, match="closed"):
-                await served.embed(["late"])
+                await ask(served, ["late"])
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_what_cannot_be_loaded_says_why(exported, tmp_path):
-    async def ask():
-        model = HostedModel("tiny", tmp_path, ServeConfig(), asyncio.get_running_loop())
+    async def scenario():
+        model = ServedModel("tiny", tmp_path, ServeConfig(), asyncio.get_running_loop())
         with pytest.raises(UnavailableError, match="is being loaded"):
-            await model.embed(["a"])
+            await ask(model, ["a"])
         with pytest.raises(Exception, match="manifest") as failed:
             model.load()
         assert (model.state, model.reason) == ("failed", str(failed.value))
         assert model.info()["state"] == "failed"
         await model.close()
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_info_says_what_runs_where_and_how_it_is_batched(exported):
-    async def ask():
-        async with hosted(exported("bert", "feature-extraction")) as served:
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction")) as served:
             for _ in range(200):
                 if served.info()["batching"]["seconds_per_token"]:
                     break
                 await asyncio.sleep(0.05)
             return served.info()
 
-    info = asyncio.run(ask())
+    info = asyncio.run(scenario())
     assert info["state"] == "ready"
     assert info["providers"][0]["name"] == "CPUExecutionProvider"
     assert info["dim"] == 32
@@ -579,7 +575,7 @@ def test_info_says_what_runs_where_and_how_it_is_batched(exported):
 
 async def queued(served, inputs):
     """Waits until so many inputs are in the queue: they are tokenized first."""
-    while served.runs.queue.inputs < inputs:
+    while served.scheduler.queue.rows < inputs:
         await asyncio.sleep(0.001)
 
 
@@ -589,8 +585,8 @@ class Held:
     def __init__(self, served):
         self.runs = 0
         self._begun, self._go = threading.Event(), threading.Event()
-        self._run = served.runs.workers._run
-        served.runs.workers._run = self._held
+        self._run = served.scheduler.workers._run
+        served.scheduler.workers._run = self._held
 
     def _held(self, batch):
         self.runs += 1

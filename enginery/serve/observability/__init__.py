@@ -1,1 +1,0 @@
-"""Metrics, access log and traces of the server."""
