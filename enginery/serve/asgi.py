@@ -2,7 +2,7 @@
 
     $ ENGINERY_MODELS=minilm=build/minilm uvicorn --factory enginery.serve.asgi:create_app
 
-What the server's own HTTP layer does not hold is held here too: the limit of bodies, a path that is
+What ASGI servers leave to their application is held here: the limits of bodies, a path that is
 UTF-8, and a task that ends with its client. ASGI 3.0, its lifespan and HTTP messages:
 asgi.readthedocs.io/en/latest/specs.
 """
@@ -13,16 +13,17 @@ import asyncio
 import dataclasses
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote_to_bytes
 
 from enginery.core.errors import OptionError
 from enginery.core.options import options_from
-from enginery.serve import http_messages as http
 from enginery.serve.config import ServeConfig, check_options
-from enginery.serve.http_messages import RefusedMessageError
+from enginery.serve.lifecycle import CLOSE_SECONDS, Activity
 from enginery.serve.messages import Application, Request, Response
 from enginery.serve.refusals import RefusalError
 
@@ -32,15 +33,31 @@ Send = Callable[[Message], Awaitable[None]]
 Hook = Callable[[], Awaitable[None]]
 
 if TYPE_CHECKING:
+    from enginery.serve.lifecycle import ProcessLifecycle
     from enginery.serve.service import ModelService
 
 MODELS = "ENGINERY_MODELS"
 OPTION = "ENGINERY_SERVE_"
-THE_SERVERS = frozenset({"host", "port", "grace", "drain_delay", "restart", "idle_timeout",
-                         "request_timeout", "max_connections", "max_held_bytes"})  # fmt: skip
+THE_SERVERS = frozenset(
+    {"host", "port", "grace", "drain_delay", "processes", "restart", "idle_timeout"}
+)
 """Options that are the ASGI server's own."""
 
+_BODILESS = frozenset({204, 304})
+_BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+
+_ENDING = "the server is shutting down."
+
 log = logging.getLogger("enginery.serve")
+
+
+class RefusedMessageError(Exception):
+    """A request that is answered before it is whole, with a status and a reason in words."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
 
 
 def create_app(environment: Mapping[str, str] = os.environ) -> AsgiApp:
@@ -62,10 +79,14 @@ def create_app(environment: Mapping[str, str] = os.environ) -> AsgiApp:
             f"{MODELS} is empty, expected artifacts.", do=f"Set {MODELS}=name=path,name=path."
         )
     config = config_from(environment)
-    served = _Served(named_paths(artifacts), config)
-    return AsgiApp(
-        served, max_body_bytes=config.max_body_bytes, startup=served.start, shutdown=served.stop
-    )
+    return _Served(named_paths(artifacts), dataclasses.replace(config, restart=False)).app()
+
+
+def served_app(
+    paths: Mapping[str, Path], config: ServeConfig, lifecycle: ProcessLifecycle
+) -> AsgiApp:
+    """The whole server in a worker process; it answers 503 until its models are loaded."""
+    return _Served(paths, config, lifecycle).app()
 
 
 def config_from(environment: Mapping[str, str]) -> ServeConfig:
@@ -93,24 +114,57 @@ def config_from(environment: Mapping[str, str]) -> ServeConfig:
 class _Served:
     """The models and their application, which need the loop that the ASGI server makes."""
 
-    def __init__(self, paths: Mapping[str, Path], config: ServeConfig) -> None:
-        self._paths = paths
-        self._config = dataclasses.replace(config, restart=False)
+    def __init__(
+        self,
+        paths: Mapping[str, Path],
+        config: ServeConfig,
+        lifecycle: ProcessLifecycle | None = None,
+    ) -> None:
+        self._paths, self._config, self._lifecycle = paths, config, lifecycle
         self._service: ModelService | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._activity = Activity()
+
+    def app(self) -> AsgiApp:
+        """The ASGI application."""
+        return AsgiApp(
+            self, max_body_bytes=self._config.max_body_bytes,
+            max_held_bytes=self._config.max_held_bytes, startup=self.start, shutdown=self.stop,
+            activity=self._activity,
+        )  # fmt: skip
 
     async def start(self) -> None:
-        """Loads the models."""
+        """Loads the models; in a process of ours, while it listens."""
         from enginery.serve.service import ModelService, require_packages
 
         require_packages()
-        self._service = ModelService(self._paths, self._config, None, log.info)
-        await self._service.load()
+        lifecycle = self._lifecycle
+        replace = lifecycle.replace if lifecycle and self._config.restart else None
+        self._service = ModelService(self._paths, self._config, replace=replace)
+        if lifecycle is None:
+            await self._service.load()
+            return
+        lifecycle.start(
+            begin_drain=self._service.drain, reload=self._service.reload, activity=self._activity
+        )
+        self._loading = asyncio.create_task(self._load(self._service, lifecycle))
+
+    async def _load(self, service: ModelService, lifecycle: ProcessLifecycle) -> None:
+        try:
+            await service.load()
+        except Exception as error:
+            lifecycle.fail_startup(error)
 
     async def stop(self) -> None:
         """Frees them."""
+        if self._loading:
+            self._loading.cancel()
         if self._service:
             self._service.drain()
-            await self._service.close()
+            try:
+                await asyncio.wait_for(self._service.close(), CLOSE_SECONDS)
+            except TimeoutError:
+                log.warning("the models were not freed within %g seconds.", CLOSE_SECONDS)
 
     def admit(self, request: Request) -> None:
         """Before the body is read."""
@@ -142,11 +196,16 @@ class AsgiApp:
         application: Application,
         *,
         max_body_bytes: int = ServeConfig.max_body_bytes,
+        max_held_bytes: int = ServeConfig.max_held_bytes,
         startup: Hook = _nothing,
         shutdown: Hook = _nothing,
+        activity: Activity | None = None,
     ) -> None:
         self._application = application
         self._max_body_bytes = max_body_bytes
+        self._max_held_bytes = max(max_held_bytes, max_body_bytes)
+        self._held = 0
+        self._activity = activity or Activity()
         self._startup = startup
         self._shutdown = shutdown
 
@@ -158,7 +217,12 @@ class AsgiApp:
             await receive()
             await send({"type": "websocket.close", "code": 1000})
         elif scope["type"] == "http":
-            await self._answer(scope, receive, send)
+            self._activity.in_flight += 1
+            self._activity.last_request_at = perf_counter()
+            try:
+                await self._answer(scope, receive, send)
+            finally:
+                self._activity.in_flight -= 1
         else:
             raise ValueError(f"scope {scope['type']!r} is not known.")
 
@@ -176,22 +240,34 @@ class AsgiApp:
         request = _request(scope)
         try:
             request.path = _path(scope)
-            http.check_length(request.headers.get("content-length", "0"), self._max_body_bytes)
+            check_length(request.headers.get("content-length", "0"), self._max_body_bytes)
             self._application.admit(request)
-            body = await self._body(receive)
+            response = await self._read_and_respond(request, receive)
         except (RefusedMessageError, RefusalError) as refused:
             response = self._application.refusal(request, refused.status, refused.message)
-            await _send(response, scope["method"], send)
-            return
+        except asyncio.CancelledError:
+            # By the server alone: a client that goes is seen by `receive`.
+            response = self._application.refusal(request, 503, _ENDING)
+        finally:
+            self._held -= len(request.body)
+        if response is not None:
+            if self._activity.draining:
+                response.headers += (("connection", "close"),)
+            await _send(response, request.method, send)
+
+    async def _read_and_respond(self, request: Request, receive: Receive) -> Response | None:
+        """The response, or None where the client has gone."""
+        body = await self._body(receive)
         if body is None:
-            return  # the client has gone
+            return None
         request.body = body
         task = asyncio.create_task(self._respond(request))
         watch = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                await _send(task.result(), request.method, send)
+            return task.result() if task.done() else None
+        except asyncio.CancelledError:  # noted before the task is cancelled, which is noted, too
+            return self._application.refusal(request, 503, _ENDING)
         finally:
             task.cancel()
             watch.cancel()
@@ -213,17 +289,59 @@ class AsgiApp:
         """The whole body, or None where the client has gone."""
         parts: list[bytes] = []
         size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            part = message.get("body", b"")
-            size += len(part)
-            if size > self._max_body_bytes:
-                raise http.body_too_large(self._max_body_bytes)
-            parts.append(part)
-            if not message.get("more_body", False):
-                return b"".join(parts)
+        whole = False
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                part = message.get("body", b"")
+                size += len(part)
+                self._held += len(part)
+                if size > self._max_body_bytes:
+                    raise body_too_large(self._max_body_bytes)
+                if self._held > self._max_held_bytes:
+                    raise RefusedMessageError(
+                        503, "the bodies of all requests together are more than the server holds."
+                    )
+                parts.append(part)
+                if not message.get("more_body", False):
+                    whole = True
+                    return b"".join(parts)
+        finally:
+            if not whole:  # a whole body is held until it is answered
+                self._held -= size
+
+
+def percent_decoded(path: bytes) -> str:
+    """A path without its `%` escapes.
+
+    Raises:
+        RefusedMessageError: 400, an escape is incomplete, or the bytes are not UTF-8.
+    """
+    if _BAD_ESCAPE.search(path):
+        raise RefusedMessageError(400, "the path holds a '%' without two hexadecimal digits.")
+    try:
+        return unquote_to_bytes(path).decode("utf-8")
+    except UnicodeDecodeError:
+        raise RefusedMessageError(
+            400, "the path is not UTF-8 once it is percent-decoded."
+        ) from None
+
+
+def check_length(length: str, max_body_bytes: int) -> None:
+    """Raises RefusedMessageError (413) where a Content-Length is more than the server takes."""
+    if not length.isdecimal():
+        raise RefusedMessageError(400, f"header Content-Length is {length[:80]!r}.")
+    if int(length) > max_body_bytes:
+        raise body_too_large(max_body_bytes, found=f"{int(length):,} bytes")
+
+
+def body_too_large(max_body_bytes: int, *, found: str = "more") -> RefusedMessageError:
+    """The refusal of a body that is larger than the server takes."""
+    return RefusedMessageError(
+        413, f"the body has {found}, and at most {max_body_bytes:,} bytes are taken."
+    )
 
 
 def _path(scope: Message) -> str:
@@ -233,7 +351,7 @@ def _path(scope: Message) -> str:
         RefusedMessageError: 400, it is not UTF-8.
     """
     raw, root = scope.get("raw_path"), scope.get("root_path", "")
-    path: str = http.percent_decoded(raw.partition(b"?")[0]) if raw else scope["path"]
+    path: str = percent_decoded(raw.partition(b"?")[0]) if raw else scope["path"]
     is_below = root and f"{path}/".startswith(f"{root.rstrip('/')}/")
     return path[len(root.rstrip("/")) :] or "/" if is_below else path
 
@@ -260,10 +378,10 @@ async def _send(response: Response, method: str, send: Send) -> None:
     headers = [
         (name.encode("latin-1"), value.encode("latin-1")) for name, value in response.headers
     ]
-    if http.may_have_body(response.status):
+    if response.status not in _BODILESS:
         if response.content_type:
             headers.append((b"content-type", response.content_type.encode("latin-1")))
         headers.append((b"content-length", str(len(response.body)).encode("ascii")))
     await send({"type": "http.response.start", "status": response.status, "headers": headers})
-    body = response.body if http.has_body(method, response.status) else b""
+    body = response.body if method != "HEAD" and response.status not in _BODILESS else b""
     await send({"type": "http.response.body", "body": body})

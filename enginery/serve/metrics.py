@@ -42,13 +42,9 @@ NO_MODEL = ""
 
 
 class Metrics:
-    """Counters, histograms, and gauges that are read when somebody asks.
+    """Counters, histograms, and gauges that are read when somebody asks."""
 
-    Args:
-        restarts: how often the serving process was started anew before this one.
-    """
-
-    def __init__(self, *, restarts: int = 0) -> None:
+    def __init__(self) -> None:
         self._lock = Lock()
         self._families: list[Histograms | Counts] = []
         self._models: Callable[[], Iterable[HostedModel]] = tuple
@@ -87,10 +83,6 @@ class Metrics:
         self._refused = self._counts(
             "refused", "Requests that were not answered.", ("model", "reason")
         )
-        started_anew = self._counts(
-            "restarts", "Times that the serving process was started anew.", ()
-        )
-        started_anew.of().value = restarts
 
     def request(self, *, route: str, model: str, status: int, seconds: float) -> None:
         """A request was answered or refused.

@@ -8,16 +8,17 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import uvicorn
 
 from enginery.serve.application import ServerApplication
 from enginery.serve.asgi import AsgiApp
 from enginery.serve.config import ServeConfig
-from enginery.serve.http_connections import Connections
+from enginery.serve.http_sockets import bind, urls
 from enginery.serve.keys import Keys
 from enginery.serve.messages import Request
 from enginery.serve.metrics import Metrics
 from enginery.serve.models import Models
-from enginery.serve.protocol import HttpProtocol
+from tests.serve.processes import ServerProcess
 from tests.tiny import tiny_artifact
 
 TINY = {
@@ -71,23 +72,24 @@ class Running:
             self.application = ServerApplication(
                 self.models, config, keys=Keys(keys), metrics=self.metrics
             )
-            connections = Connections(self.application, config)
-            connections.start(self.loop)
-            server = await self.loop.create_server(
-                lambda: HttpProtocol(connections), "127.0.0.1", 0
+            self.asgi = AsgiApp(self.application, max_body_bytes=config.max_body_bytes)
+            sockets = bind("127.0.0.1", 0)
+            (self.url,) = urls(sockets)
+            self.port = sockets[0].getsockname()[1]
+            server = uvicorn.Server(
+                uvicorn.Config(self.asgi, ws="none", log_config=None, access_log=False)
             )
-            self.port = server.sockets[0].getsockname()[1]
-            self.url = f"http://127.0.0.1:{self.port}"
-            self.asgi = AsgiApp(self.application)
+            serving = self.loop.create_task(server.serve(sockets))
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.01)
         except BaseException as error:
             self._failed = error
             self._started.set()
             return
         self._started.set()
         await self._end.wait()
-        server.close()
-        await connections.give_up("the test is over.")
-        connections.stop()
+        server.should_exit = True
+        await serving
         await self.models.close()
 
     def __call__(self, method, path, body=None, *, headers=None, query=""):
@@ -128,3 +130,17 @@ def running_one(tiny_paths):
     server = Running(tiny_paths("vectors"), config, keys=(b"s3cret",))
     yield server
     server.close()
+
+
+@pytest.fixture
+def start():
+    """`start(config={"grace": 0.5})`: a process of `tests.serve.serving`, ended by the test."""
+    started = []
+
+    def make(**options):
+        started.append(ServerProcess(**options))
+        return started[-1]
+
+    yield make
+    for server in started:
+        server.clean_up()
