@@ -19,9 +19,11 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from multiprocessing import connection
 from typing import Any, NoReturn
@@ -83,7 +85,8 @@ def run(
         _run_worker(server, lifecycle)
     supervisor = Supervisor(server_config, list(sockets), config)
     _log.info("listening on %s", addresses)
-    return supervisor.serve()
+    with _shared_metrics(config.processes):
+        return supervisor.serve()
 
 
 def uvicorn_config(
@@ -352,6 +355,20 @@ class LineFormatter(logging.Formatter):
             return line
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         return json.dumps({"time": at, "message": line}, ensure_ascii=False)
+
+
+@contextmanager
+def _shared_metrics(processes: int) -> Iterator[None]:
+    """Gives several workers a directory in which prometheus_client adds their counts up."""
+    if processes == 1:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="enginery-metrics-") as directory:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = directory
+        try:
+            yield
+        finally:
+            del os.environ["PROMETHEUS_MULTIPROC_DIR"]
 
 
 def _allow_open_files() -> None:
