@@ -3,8 +3,8 @@
     $ python benchmarks/http_echo.py --seconds 5 --rounds 3
 
 `floor` parses with httptools and answers every request with the same bytes: no limits, no timeouts,
-no task, no order. `enginery` is enginery.serve's HTTP layer with an application of one line;
-`enginery asgi` is the same application under uvicorn, and `uvicorn` the shortest ASGI application.
+no task, no order. `enginery` is enginery.serve's ASGI application around one of one line, under
+uvicorn, and `uvicorn` the shortest ASGI application there.
 All are one process on uvloop, asked by wrk over the loopback interface; they take turns in each
 round. What counts is CPU time, of the kernel's side too, divided by the requests that wrk counted:
 unlike a rate, a busy machine leaves it alone. Needs wrk and uvicorn. Prints a Markdown table.
@@ -24,13 +24,10 @@ import psutil
 import uvloop
 
 from enginery.serve.asgi import AsgiApp
-from enginery.serve.config import ServeConfig
-from enginery.serve.http_connections import Connections
 from enginery.serve.messages import Request, Response
-from enginery.serve.protocol import HttpProtocol
 
 BODY = b'{"ok":true}'
-CONTENDERS = ("floor", "enginery", "enginery asgi", "uvicorn")
+CONTENDERS = ("floor", "enginery", "uvicorn")
 
 
 class Floor(asyncio.Protocol):
@@ -61,6 +58,9 @@ class Echo:
     async def __call__(self, _: Request) -> Response:
         return Response(200, BODY)
 
+    def admit(self, _: Request) -> None:
+        return
+
     def refusal(self, _path: str, status: int, message: str) -> Response:
         return Response.of_json({"error": message}, status=status)
 
@@ -77,7 +77,7 @@ async def shortest(scope, _receive, send):
 
 async def serve(contender: str) -> None:
     loop = asyncio.get_running_loop()
-    if contender in {"uvicorn", "enginery asgi"}:
+    if contender != "floor":
         import uvicorn
 
         config = uvicorn.Config(
@@ -92,16 +92,7 @@ async def serve(contender: str) -> None:
         print(server.servers[0].sockets[0].getsockname()[1], flush=True)
         await running
         return
-    if contender == "floor":
-        factory = Floor
-    else:
-        connections = Connections(Echo(), ServeConfig())
-        connections.start(loop)
-
-        def factory():
-            return HttpProtocol(connections)
-
-    server = await loop.create_server(factory, "127.0.0.1", 0)
+    server = await loop.create_server(Floor, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -23,22 +22,16 @@ def serve(
 ) -> None:
     """Answer over HTTP: Open Inference Protocol, text-embeddings-inference, OpenAI embeddings.
 
-    News goes to standard error, with --json as a JSON document a line; requests are logged to
-    standard output.
+    What happens is said on standard error, with --json as a JSON document a line; requests are
+    logged to standard output.
 
     Parameters
     ----------
     artifacts
         Artifacts' directories, each PATH or NAME=PATH; a bare path is served by its last part.
     """
-    from enginery.serve.news import News
     from enginery.serve.service import serve_models
 
-    say = News(as_json=output.json, quiet=output.quiet)
-    status = serve_models(artifacts, config, say=say)
-    if not config.restart:
-        # Served in this process: a thread that is stuck in a provider must not keep it.
-        sys.stdout.flush()
-        os._exit(status)
+    status = serve_models(artifacts, config, as_json=output.json, quiet=output.quiet)
     if status:
         sys.exit(status)

@@ -264,8 +264,12 @@ def end_with_parent() -> None:
     for minutes. Does nothing in a process that was started in another way, or on Windows.
     """
     pipe = int(os.environ.pop(_PIPE, "-1"))
-    if pipe < 0 or sys.platform == "win32":
-        return
+    if pipe >= 0 and sys.platform != "win32":
+        end_when_closed(pipe)
+
+
+def end_when_closed(pipe: int) -> None:
+    """End this process as soon as nobody can write to the pipe any more; not on Windows."""
     import fcntl  # not on Windows
 
     signal.signal(signal.SIGIO, signal.SIG_DFL)

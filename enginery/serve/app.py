@@ -28,20 +28,15 @@ from enginery.core.errors import EngineryError, OptionError, nearest
 from enginery.core.options import options_from
 from enginery.serve.api import admin, oip, openai, plain, tei
 from enginery.serve.api.endpoints import Endpoint, call_endpoint
-from enginery.serve.api.errors import (
-    REASONS,
-    HTTPError,
-    Protocol,
-    error_response,
-    protocol_of,
-    to_http_error,
-)
+from enginery.serve.api.errors import HTTPError, error_response, protocol_of, to_http_error
 from enginery.serve.api.openapi import openapi_json
 from enginery.serve.api.requests import quoted
 from enginery.serve.config import ServeConfig, check_options
-from enginery.serve.middleware import BodyBudget, BufferBody, Keys, RequireKey
+from enginery.serve.keys import Keys
+from enginery.serve.middleware import BodyBudget, BufferBody, RequireKey
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel
+from enginery.serve.observability.record import Protocol
 
 if TYPE_CHECKING:
     from enginery.serve.lifecycle import ProcessLifecycle
@@ -138,7 +133,9 @@ def make_app(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     keys = Keys.from_config(config, os.environ) if keys is None else keys
     metrics, activity = Metrics(), Activity()
-    access_log = AccessLog() if config.access_log == "json" else None
+    access_log = AccessLog.from_option(config.access_log)
+    if access_log is not None:
+        metrics.watch_dropped_lines(lambda: access_log.dropped)
     tracing = Tracing.from_environment()
     budget = BodyBudget(config)
     app = Starlette(
@@ -146,7 +143,7 @@ def make_app(
         middleware=[
             Middleware(
                 ObservabilityMiddleware, metrics=metrics, access_log=access_log, tracing=tracing,
-                activity=activity,
+                activity=activity, shutting_down=answer_shutting_down,
             ),
             Middleware(StripTrailingSlash),
         ],
@@ -304,9 +301,7 @@ class StripTrailingSlash:
 
 async def answer_error(request: Request, error: EngineryError) -> Response:
     """Answer an expected error in the shape of the route's protocol."""
-    found = to_http_error(error)
-    request.state.record.refused = REASONS.get(found.status, "http")
-    return error_response(_protocol(request), found)
+    return error_response(_protocol(request), to_http_error(error))
 
 
 async def answer_routing_error(request: Request, error: HTTPException) -> Response:
@@ -328,6 +323,14 @@ async def answer_routing_error(request: Request, error: HTTPException) -> Respon
     else:
         found = HTTPError(error.status_code, str(error.detail))
     return await answer_error(request, found)
+
+
+async def answer_shutting_down(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request that the server has cancelled because it ends."""
+    record = scope["state"]["record"]
+    found = HTTPError(503, "the server is shutting down.", retry_after_seconds=1.0)
+    protocol = record.protocol or protocol_of(record.path)
+    await error_response(protocol, found)(scope, receive, send)
 
 
 def answer_fault(request: Request, error: Exception) -> Response:

@@ -67,14 +67,13 @@ class ServeConfig:
     stuck_after: float = 60.0
     """Seconds after which a batch that still runs, or a text that is still tokenized, counts as
     stuck."""
+    processes: int = 1
+    """Worker processes, each with all models; more than one where Python itself is what limits."""
     restart: bool = True
-    """Start the process that runs the models anew when it dies or is stuck."""
+    """Replace a worker process that dies or is stuck; without it there is one process, which is not
+    replaced."""
     idle_timeout: float = 75.0
     """Seconds for which a connection may say nothing between requests."""
-    request_timeout: float = 30.0
-    """Seconds in which a request has to arrive, headers and body."""
-    max_connections: int = 10_000
-    """The most connections at the same time."""
     access_log: Literal["json", "off"] = "json"
     """A line of JSON for each request, on standard output."""
     optimized_graph: bool = True
@@ -89,7 +88,7 @@ def check_options(config: ServeConfig) -> None:
         ("queue_inputs", 1), ("queue_tokens", 1), ("max_inputs", 1), ("max_body_bytes", 1),
         ("max_held_bytes", 1),
         ("max_pixels", 1), ("grace", 0), ("drain_delay", 0), ("stuck_after", 0.1),
-        ("idle_timeout", 0.1), ("request_timeout", 0.1), ("max_connections", 1),
+        ("idle_timeout", 0.1), ("processes", 1),
     )  # fmt: skip
     for name, low in least:
         if not getattr(config, name) >= low:  # NaN is not
@@ -100,5 +99,10 @@ def check_options(config: ServeConfig) -> None:
         raise OptionError(f"option 'port' is {config.port}, expected 0 to 65535.")
     if config.max_padding >= 1:
         raise OptionError(f"option 'max_padding' is {config.max_padding:g}, expected less than 1.")
+    if config.processes > 1 and not config.restart:
+        raise OptionError(
+            f"option 'processes' is {config.processes}, expected 1 without 'restart'.",
+            do="Leave out --no-restart, or --processes.",
+        )
     if config.api_key and config.api_key_file:
         raise OptionError("options 'api_key' and 'api_key_file' both give a key.", do="Keep one.")

@@ -3,67 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from enginery.core.errors import OptionError
 from enginery.serve.api.errors import HTTPError
 from enginery.serve.config import ServeConfig
-
-KEY_VARIABLE = "ENGINERY_API_KEY"
-
-
-@dataclass(frozen=True)
-class Keys:
-    """The API keys of one server; none lets everybody in.
-
-    A key comes as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`.
-    """
-
-    keys: tuple[bytes, ...] = field(default=(), repr=False)
-
-    @classmethod
-    def from_config(cls, config: ServeConfig, environment: Mapping[str, str]) -> Keys:
-        """Return the keys of `api_key`, else of `api_key_file`, else of ENGINERY_API_KEY.
-
-        Raises:
-            OptionError: the file cannot be read or has no key, or a key cannot be sent in a header.
-        """
-        if config.api_key:
-            return cls((_checked(config.api_key, "option 'api_key'"),))
-        if config.api_key_file:
-            return cls(_read(Path(config.api_key_file)))
-        found = environment.get(KEY_VARIABLE, "")
-        return cls((_checked(found, KEY_VARIABLE),) if found else ())
-
-    def __bool__(self) -> bool:
-        return bool(self.keys)
-
-    def require(self, headers: Mapping[str, str]) -> None:
-        """Raise HTTPError 401 unless a request with these headers is let in."""
-        if not self.keys:
-            return
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else ""
-        if self._are_known(given) or self._are_known(headers.get("x-api-key", "")):
-            return
-        sent = "authorization" in headers or "x-api-key" in headers
-        raise HTTPError(
-            401,
-            "the API key is not one of this server's." if sent else "an API key is needed.",
-            do="Send 'Authorization: Bearer KEY', or 'X-Api-Key: KEY'.",
-        )
-
-    def _are_known(self, given: str) -> bool:
-        found = given.encode("utf-8", "surrogateescape")
-        # All of them, every time: how long it takes says nothing of which one was near.
-        known = [hmac.compare_digest(found, key) for key in self.keys]
-        return any(known)
+from enginery.serve.keys import Keys
 
 
 class RequireKey:
@@ -74,7 +20,14 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raise HTTPError 401 unless the request has a key."""
-        self._keys.require(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        if not self._keys.accept(headers):
+            sent = "authorization" in headers or "x-api-key" in headers
+            raise HTTPError(
+                401,
+                "the API key is not one of this server's." if sent else "an API key is needed.",
+                do="Send 'Authorization: Bearer KEY', or 'X-Api-Key: KEY'.",
+            )
         await self._app(scope, receive, send)
 
 
@@ -180,29 +133,3 @@ def _declared_size(scope: Scope) -> int:
     """Return the Content-Length of a request; 0 where it has none that can be read."""
     found = Headers(scope=scope).get("content-length", "0")
     return int(found) if found.isascii() and found.isdigit() and len(found) < 20 else 0
-
-
-def _read(path: Path) -> tuple[bytes, ...]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OptionError(f"option 'api_key_file': {path} cannot be read: {reason}.") from error
-    keys = tuple(
-        _checked(line.strip(), f"{path}:{number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    )
-    if not keys:
-        raise OptionError(f"option 'api_key_file': {path} has no key.", do="Write one a line.")
-    return keys
-
-
-def _checked(key: str, where: str) -> bytes:
-    # Never the key itself in a message: messages are logged.
-    if not all("!" <= letter <= "~" for letter in key):
-        raise OptionError(
-            f"{where}: the key has a space or a letter beyond ASCII, which no header can carry.",
-            do="Use letters, digits and punctuation, for example `openssl rand -hex 32`.",
-        )
-    return key.encode("ascii")

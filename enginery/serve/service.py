@@ -4,45 +4,47 @@ Takes artifacts and options; leaves nothing on disk but the optimized graph in t
 
     status = serve_models(["build/minilm", "spam=build/classifier"], ServeConfig(port=8000))
 
-The parent that starts the serving process imports nothing heavy: see `supervisor.py`.
+The parent that starts the worker processes imports nothing heavy: see `server.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
 from enginery.core.staging import MANIFEST
 from enginery.serve.config import ServeConfig, check_options
-from enginery.serve.news import ERROR, News
 
 if TYPE_CHECKING:
-    from enginery.serve.http_life import Life
-    from enginery.serve.messages import Application
-    from enginery.serve.supervisor import Restarts
+    from starlette.applications import Starlette
 
-Say = Callable[[str], object]
+    from enginery.serve.lifecycle import ProcessLifecycle
 
-_PACKAGES = ("httptools", "orjson", "prometheus_client", "python_multipart")
-_PATIENCE_SECONDS = 10.0
-"""Beyond `grace`, until a process that does not end is killed."""
+_PACKAGES = (
+    "httptools", "orjson", "prometheus_client", "python_multipart", "starlette", "uvicorn",
+)  # fmt: skip
 
 
 def serve_models(
-    artifacts: Sequence[str | Path], config: ServeConfig, *, say: Say | None = None
+    artifacts: Sequence[str | Path],
+    config: ServeConfig,
+    *,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
-    """Serves until SIGTERM or SIGINT; the exit status.
+    """Serves until SIGTERM or SIGINT; the exit status, as `server.run` gives it.
 
     Args:
         artifacts: directories, each `path` or `name=path`; the name of a bare path is its last
             part.
         config: where to listen, how to batch, what to refuse.
-        say: told what happens, a line each; None for standard error.
+        as_json: what is said on standard error is a JSON document a line.
+        quiet: errors alone are said.
 
     Raises:
         OptionError: an option does not fit, or a name is there twice.
@@ -57,126 +59,33 @@ def serve_models(
     from enginery.runtime.provider_wish import parse_wishes
     from enginery.serve.http_sockets import bind
     from enginery.serve.keys import Keys
-    from enginery.serve.supervisor import supervise
+    from enginery.serve.server import log_config, run, uvicorn_config
 
     # What is wrong of these is said before anything is started; whether a provider can be had is
-    # for the child to see, which imports it.
+    # for the worker to see, which imports it.
     Keys.from_config(config, os.environ)
     parse_wishes(config.provider, config.provider_option, default="cpu")
-    say = say or News()
     sockets = bind(config.host, config.port)
-
-    def serve(restarts: Restarts) -> int:
-        # Modules are no garbage, and until the models are loaded there is little else to look
-        # through. `ModelService.load` turns it on.
-        gc.disable()
-        # pydantic reads the metadata of all installed packages for plugins, which we have none of.
-        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-        from enginery.serve.server import run
-
-        _log_to_stderr()
-        return run(
-            lambda life: ModelService(paths, config, life, say), sockets, config,
-            restarts=restarts, say=say,
-        )  # fmt: skip
-
-    patience = config.drain_delay + config.grace + _PATIENCE_SECONDS
-    return supervise(serve, sockets, restart=config.restart, patience_seconds=patience, say=say)
+    options = uvicorn_config(
+        functools.partial(worker_application, paths, config),
+        config,
+        log_config=log_config(as_json=as_json, quiet=quiet),
+    )
+    return run(options, sockets, config)
 
 
-class ModelService:
-    """The models with all that is around them, as `server.run` serves it."""
+def worker_application(
+    paths: Mapping[str, Path], config: ServeConfig, lifecycle: ProcessLifecycle
+) -> Starlette:
+    """Return the application of a worker process; its lifespan loads the models."""
+    # Modules are no garbage, and until the models are loaded there is little else to look through.
+    # `app.load` turns it on.
+    gc.disable()
+    # pydantic reads the metadata of all installed packages for plugins, which we have none of.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    from enginery.serve.app import make_app
 
-    def __init__(
-        self, paths: Mapping[str, Path], config: ServeConfig, life: Life | None, say: Say
-    ) -> None:
-        """Loads nothing yet; a loop is running.
-
-        Args:
-            paths: artifacts by name.
-            config: the options of the server.
-            life: the process, to be started anew where a provider is gone; None where somebody
-                else minds it.
-            say: told what happens.
-        """
-        import asyncio
-
-        from enginery.serve.access_log import AccessLog
-        from enginery.serve.application import ServerApplication
-        from enginery.serve.metrics import Metrics
-        from enginery.serve.models import Models
-        from enginery.serve.tracing import Tracing
-
-        # Lists of texts are spread over threads by `readers`, a pool for each model. Those of
-        # tokenizers are one pool for all: a text that does not come to an end holds up everybody.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self._say = say
-        self.metrics = Metrics(restarts=life.restarts.count if life else 0)
-        restart = life.restart if life is not None and config.restart else None
-        self.models = Models(
-            paths, config, asyncio.get_running_loop(), on_batch=self.metrics.batch,
-            on_broken=restart,
-        )  # fmt: skip
-        self.metrics.watch_models(lambda: self.models)
-        access_log = self._access_log = AccessLog.from_option(config.access_log)
-        if access_log is not None:
-            self.metrics.watch_dropped_lines(lambda: access_log.dropped)
-        self._tracing = Tracing.from_environment()
-        self.application: Application = ServerApplication(
-            self.models, config, metrics=self.metrics, access_log=self._access_log,
-            tracing=self._tracing,
-        )  # fmt: skip
-
-    async def load(self) -> None:
-        """Loads the models; raises what `Models.load` raises."""
-        import asyncio
-
-        from enginery.serve.verdicts import verdict_warning, verdict_words
-
-        await self.models.load()
-        if not gc.isenabled():
-            gc.freeze()  # what is there stays: no collection has to look through it again
-            gc.enable()
-        for model in self.models:
-            first = model.info()["providers"][0]
-            why = "" if first["reason"] == "asked for" else f" ({first['reason']})"
-            self._say(
-                f"ready: {model.name}, {model.task}, {model.artifact.manifest.precision} on "
-                f"{first['name']}{why}, {verdict_words(model.artifact)}"
-            )
-            if warning := verdict_warning(model.name, model.artifact):
-                self._say(warning)
-        # What writes metrics is imported here, beside the first requests, for the first scrape.
-        asyncio.get_running_loop().run_in_executor(None, self.metrics.exposition)
-
-    def drain(self) -> None:
-        """Readiness is off from here on."""
-        self.models.draining = True
-
-    async def reload(self) -> list[str]:
-        """Opens the artifacts again from where they are; what happened, a line each."""
-        from enginery.serve.verdicts import verdict_warning, verdict_words
-
-        lines = []
-        for name, happened in (await self.models.reload()).items():
-            if not happened.swapped:
-                lines.append(f"{ERROR}{name}: {happened.text}")
-                continue
-            artifact = self.models.get(name).artifact
-            lines.append(f"{name}: {happened.text}, {verdict_words(artifact)}")
-            if warning := verdict_warning(name, artifact):
-                lines.append(warning)
-        return lines
-
-    async def close(self) -> None:
-        """Frees the models, and writes what is left of the log, though a model may be stuck."""
-        try:
-            await self.models.close()
-        finally:
-            if self._access_log is not None:
-                self._access_log.close()
-            if self._tracing is not None:
-                self._tracing.close()
+    return make_app(paths, config, lifecycle)
 
 
 def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
@@ -220,9 +129,3 @@ def require_packages() -> None:
     for package in _PACKAGES:
         if find_spec(package) is None:
             raise MissingPackageError(package, extra="serve", purpose="Serving")
-
-
-def _log_to_stderr() -> None:
-    import logging
-
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")

@@ -14,7 +14,7 @@ import uvicorn
 from enginery.serve.app import make_app
 from enginery.serve.config import ServeConfig
 from enginery.serve.http_sockets import bind
-from enginery.serve.middleware import Keys
+from enginery.serve.keys import Keys
 from tests.tiny import tiny_artifact
 
 TINY = {

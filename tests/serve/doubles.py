@@ -19,7 +19,7 @@ from enginery.runtime.tasks.classify import Classification, Label
 from enginery.serve.app import make_app
 from enginery.serve.batching.scheduler import Timings
 from enginery.serve.config import ServeConfig
-from enginery.serve.middleware import Keys
+from enginery.serve.keys import Keys
 from enginery.serve.models.registry import ModelRegistry, Reloaded, UnknownModelError
 from enginery.serve.models.served_model import InferenceResult
 from tests.serve.conftest import seen

@@ -18,7 +18,8 @@ from enginery.core.errors import (
 from enginery.serve.app import ENDPOINTS, config_from, create_app
 from enginery.serve.batching.queue import OverloadedError
 from enginery.serve.config import ServeConfig
-from enginery.serve.middleware import BodyBudget, BufferBody, Keys
+from enginery.serve.keys import Keys
+from enginery.serve.middleware import BodyBudget, BufferBody
 from enginery.serve.models.served_model import TooManyInputsError, UnavailableError
 from enginery.serve.observability.record import RequestRecord
 from tests.serve.doubles import StandInModel, StandInModels, application, ask

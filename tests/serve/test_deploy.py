@@ -4,16 +4,21 @@ import dataclasses
 import json
 import re
 import shutil
+import socket
 import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
-from enginery.serve.metrics import Metrics
-from enginery.serve.replies import Timings
 from prometheus_client.parser import text_string_to_metric_families
 
 from enginery.serve.config import ServeConfig
+from enginery.serve.batching.scheduler import Timings
+from enginery.serve.observability.metrics import Metrics
+from tests.serve.test_service import serving
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "docs/deploy"
@@ -273,6 +278,70 @@ def test_unit_is_one_that_systemd_takes(tmp_path):
     words = ["systemd-analyze", "verify", "--man=no", str(copy)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert "enginery.service" not in done.stderr, done.stderr
+
+
+# nginx
+
+
+@pytest.fixture
+def nginx(tmp_path):
+    """`nginx(port)`: the address of a reverse proxy with our configuration before that port."""
+    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if program is None:
+        pytest.skip("nginx is not installed")
+    started = []
+
+    def make(port):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            own = free.getsockname()[1]
+        text = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
+        text = text.replace("listen 80;", f"listen 127.0.0.1:{own};")
+        text = text.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+        places = "".join(f"{name}_temp_path {tmp_path}/{name};\n" for name in
+                         ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))  # fmt: skip
+        (tmp_path / "nginx.conf").write_text(
+            f"daemon off; master_process off; pid {tmp_path}/pid; error_log {tmp_path}/error;\n"
+            f"events {{}}\nhttp {{\naccess_log off;\n{places}{text}}}\n"
+        )
+        words = [program, "-e", f"{tmp_path}/error", "-c", f"{tmp_path}/nginx.conf"]
+        started.append(subprocess.Popen(words))
+        while True:
+            assert started[-1].poll() is None, (tmp_path / "error").read_text()
+            with suppress(OSError):
+                socket.create_connection(("127.0.0.1", own)).close()
+                return f"http://127.0.0.1:{own}"
+            time.sleep(0.02)
+
+    yield make
+    for process in started:
+        process.terminate()
+        process.wait()
+
+
+def test_nginx_answers_for_the_server_and_waits_for_slow_clients(nginx, tiny_paths):
+    body = b'{"inputs": "the pump is warm"}'
+    head = b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with serving(tiny_paths("vectors")["vectors"]) as server:
+        address = nginx(server.url.rpartition(":")[2])
+        with httpx.Client(base_url=address, timeout=60) as client:
+            for _ in range(3):
+                assert client.post("/embed", content=body).status_code == 200
+            assert client.post("/embed", content=b"x" * 9_000_000).status_code == 413
+        host, port = address.removeprefix("http://").split(":")
+        began = time.perf_counter()
+        with socket.create_connection((host, port), timeout=60) as slow:
+            for byte in head + body:
+                slow.sendall(bytes([byte]))
+                time.sleep(0.02)
+            assert slow.recv(65536).startswith(b"HTTP/1.1 200 ")
+        took_ms = (time.perf_counter() - began) * 1e3
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+        log = [json.loads(line) for line in server.process.stdout]
+    lines = [line for line in log if line["path"] == "/embed"]
+    assert [line["status"] for line in lines] == [200] * 4  # nginx itself has refused the large one
+    assert lines[-1]["duration_ms"] < took_ms / 2  # it got the request when all of it was there
+    assert len({line["client"] for line in lines}) == 1  # X-Forwarded-For, which has no port
 
 
 # Documentation

@@ -117,10 +117,9 @@ def test_models_are_looked_at_when_somebody_asks():
     assert value(metrics, "model_ready", model="late") == 1
 
 
-def test_restarts_and_dropped_log_lines():
-    metrics = Metrics(restarts=3)
+def test_dropped_log_lines():
+    metrics = Metrics()
     metrics.watch_dropped_lines(lambda: 12)
-    assert value(metrics, "restarts_total") == 3
     assert value(metrics, "access_log_dropped_total") == 12
 
 

@@ -11,9 +11,7 @@ RULES = BatchRules(max_tokens=64, max_rows=8, max_padding=0.1)
 
 
 def new_queue(*, max_rows=1000, max_tokens=100_000, max_wait=1e9, rules=RULES):
-    return BatchQueue(
-        rules, max_rows=max_rows, max_tokens=max_tokens, max_wait_seconds=max_wait
-    )
+    return BatchQueue(rules, max_rows=max_rows, max_tokens=max_tokens, max_wait_seconds=max_wait)
 
 
 def rows(request, *lengths, kind="texts"):
@@ -74,7 +72,9 @@ def test_a_request_that_would_wait_too_long_is_refused_and_told_how_long():
     queue.seconds_per_token = 0.5
     queue.put(rows("a", 16), now=0)  # 8 seconds
     queue.put(rows("b", 8), now=0)  # which would wait for 8, and makes it 12
-    with pytest.raises(OverloadedError, match=r"would wait 12\.0 s, expected 10 s at most") as refused:
+    with pytest.raises(
+        OverloadedError, match=r"would wait 12\.0 s, expected 10 s at most"
+    ) as refused:
         queue.put(rows("c", 1), now=0)
     assert refused.value.retry_after_seconds == 12
     queue.put(rows("b", 8), now=0, admitted=True)  # more of a request that was taken

@@ -163,7 +163,9 @@ def test_tensors_are_run_as_they_are_sent(exported):
 def test_tensors_that_do_not_fit_are_refused(exported, change, message):
     async def scenario():
         async with serving(exported("bert", "text-classification")) as served:
-            feeds = {spec.name: np.ones((1, 4), np.int64) for spec in served.backend.runner.record.inputs}
+            feeds = {
+                spec.name: np.ones((1, 4), np.int64) for spec in served.backend.runner.record.inputs
+            }
             change(feeds)
             await served.infer(feeds)
 
@@ -196,7 +198,9 @@ def test_one_bad_input_does_not_spoil_the_batch_that_it_is_in(exported):
                 return run(index, arrays)
 
             served.backend.runner._run = fails_on_seven
-            good = {spec.name: np.ones((1, 4), np.int64) for spec in served.backend.runner.record.inputs}
+            good = {
+                spec.name: np.ones((1, 4), np.int64) for spec in served.backend.runner.record.inputs
+            }
             bad = {**good, "input_ids": np.full((1, 4), 7)}
             sent = [served.infer(good if place % 4 else bad) for place in range(12)]
             return await asyncio.gather(*sent, return_exceptions=True)
@@ -215,7 +219,10 @@ def test_rows_of_tensors_run_within_the_bounds_of_a_batch(exported):
                 return run(index, arrays)
 
             served.backend.runner._run = seen
-            feeds = {spec.name: np.ones((20, 8), np.int64) for spec in served.backend.runner.record.inputs}
+            feeds = {
+                spec.name: np.ones((20, 8), np.int64)
+                for spec in served.backend.runner.record.inputs
+            }
             feeds["input_ids"] = np.arange(160).reshape(20, 8) % 30
             reply = await served.infer(feeds)
             expected = run(0, feeds)["logits"]
@@ -493,7 +500,9 @@ def test_a_batch_that_does_not_end_makes_the_model_stuck_until_it_does(exported)
 
 def test_closing_does_not_wait_for_a_batch_that_is_stuck(exported):
     async def scenario():
-        async with serving(exported("bert", "feature-extraction"), workers=1, stuck_after=0.1) as it:
+        async with serving(
+            exported("bert", "feature-extraction"), workers=1, stuck_after=0.1
+        ) as it:
             held = Held(it)
             running = asyncio.create_task(ask(it, ["a"]))
             await held.wait()

@@ -1,310 +1,215 @@
-"""The server's process: signals, draining, loading, and the sockets it listens on."""
+"""The parent of the worker processes: it replaces them, hands signals on, and stays small."""
 
-import asyncio
-import errno
 import json
+import logging
 import os
-import queue
 import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections import Counter
+from contextlib import suppress
 
-import httpx
+import psutil
 import pytest
 
-from enginery.core.errors import EngineryError, OptionError
-from enginery.serve.http_sockets import bind, close, urls
+from enginery.core.errors import OptionError
+from enginery.serve.config import ServeConfig, check_options
+from enginery.serve.server import LineFormatter, log_config, pause_seconds
+from tests.serve.processes import (
+    GET,
+    gone,
+    received,
+    wait_until,
+)
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="signals and processes of POSIX")
-MODES = pytest.mark.parametrize("restart", [True, False], ids=["supervised", "alone"])
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes of POSIX")
 
 
-class Server:
-    """A process of `tests.serve.serving`; what it says is in `lines`."""
+@pytest.mark.parametrize("spawn", [False, True], ids=["as-here", "spawned"])
+def test_killed_worker_is_replaced_and_answers_within_seconds(start, spawn):
+    server = start(spawn=spawn).ready()
+    before = server.pid()
+    assert before != server.process.pid
+    # In a group of its own, or Ctrl-C would count twice: from the terminal, and handed on.
+    assert os.getpgid(before) == before
+    running = server.running(b"wait")
+    os.kill(before, signal.SIGKILL)
+    killed_at = time.monotonic()
+    with suppress(ConnectionError):
+        assert received(running) == b""
+    # The parent holds the listening socket: nobody is refused while there is no worker.
+    after = server.pid()
+    assert time.monotonic() - killed_at < 5
+    assert after not in {before, server.process.pid}
+    said = server.hear_until("another one is started at once")
+    assert f"warning: worker process {before} was killed (signal 9)" in said
+    assert server.end()[0] == 0
 
-    def __init__(self, **options):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.serve.serving", json.dumps(options)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        self.heard = queue.Queue()
-        self.lines = []
-        threading.Thread(target=self._listen, daemon=True).start()
-        pid, port = self.hear().split()
-        assert int(pid) == self.process.pid
-        self.port = int(port)
-        self.url = f"http://127.0.0.1:{port}"
 
-    def _listen(self):
-        for line in self.process.stdout:
-            self.heard.put(line.rstrip("\n"))
-        self.heard.put(None)
+def test_crash_within_a_request_is_named_and_others_are_served(start):
+    server = start().ready()
+    with suppress(ConnectionError):
+        received(server.raw(GET % b"kill/11"))
+    assert server.get("echo").status_code == 200
+    server.hear_until("crashed with signal 11; another one is started at once.")
+    assert server.end()[0] == 0
 
-    def hear(self):
-        line = self.heard.get(timeout=60)
-        self.lines.append(line)
-        return line
 
-    def hear_until(self, words):
-        while words not in (line := self.hear() or pytest.fail(f"ended; said {self.lines}")):
-            pass
-        return line
+def test_worker_that_cannot_start_again_is_tried_with_pauses(start, tmp_path):
+    server = start(fails_again=str(tmp_path / "loaded")).ready()
+    os.kill(server.pid(), signal.SIGKILL)
+    server.hear_until("another one is started at once")
+    server.hear_until("error: m: found no manifest.json.")
+    server.hear_until("ended with status 2; another one is started in 0.5 seconds.")
+    server.hear_until("another one is started in 1 seconds.")
+    (tmp_path / "loaded").unlink()  # the cause passes
+    server.ready()
+    assert server.end()[0] == 0
 
-    def rest(self):
-        """The exit status and everything that was said."""
-        while self.lines[-1] is not None:
-            self.hear()
-        return self.process.wait(60), "\n".join(self.lines[:-1])
 
-    def signal(self, number):
-        self.process.send_signal(number)
+def test_sigterm_between_two_workers_ends_with_0(start, tmp_path):
+    server = start(fails_again=str(tmp_path / "loaded")).ready()
+    os.kill(server.pid(), signal.SIGKILL)
+    server.hear_until("another one is started in 2 seconds.")
+    server.send(signal.SIGTERM)
+    assert server.rest()[0] == 2  # of the last worker
+    assert not psutil.pid_exists(server.process.pid)
 
-    def get(self, path):
-        return httpx.get(f"{self.url}/{path}", timeout=60)
 
-    def ready(self):
-        self.hear_until("listening on")
-        until = time.monotonic() + 60
-        while self.get("ready").status_code != 200:
-            assert time.monotonic() < until
-        return self
+def test_two_processes_answer_and_reload_together(start):
+    server = start(config={"processes": 2}).ready()
+    pids = set()
+    wait_until(lambda: pids.add(server.pid()) or len(pids) == 2)
+    server.send(signal.SIGHUP)
+    reloaded = {int(server.hear_until("reloaded").partition(":")[0]) for _ in range(2)}
+    assert reloaded == pids
+    server.get("reload")  # over HTTP one worker is asked, and has all of them reload
+    reloaded = {int(server.hear_until("reloaded").partition(":")[0]) for _ in range(2)}
+    assert reloaded == pids
+    os.kill(min(pids), signal.SIGKILL)
+    server.hear_until("another one is started at once")
+    wait_until(lambda: server.pid() not in pids)
+    assert server.pid()
+    assert server.end()[0] == 0
+    assert all(map(gone, pids))
+
+
+@pytest.mark.parametrize("spawn", [False, True], ids=["as-here", "spawned"])
+def test_workers_end_when_their_parent_is_killed(start, spawn):
+    server = start(config={"processes": 2}, spawn=spawn).ready()
+    pids = set()
+    wait_until(lambda: pids.add(server.pid()) or len(pids) == 2)
+    os.kill(min(pids), signal.SIGKILL)  # the one that replaces it ends, too
+    wait_until(lambda: pids.add(server.pid()) or len(pids) == 3)
+    server.process.kill()
+    server.process.wait()
+    wait_until(lambda: all(map(gone, pids)))
+    with pytest.raises(ConnectionRefusedError):
+        server.raw()
+
+
+def test_worker_that_does_not_end_is_killed(start):
+    server = start(config={"grace": 0.0}, patience=0.5).ready()
+    worker = psutil.Process(server.pid())
+    worker.suspend()
+    status, said = server.end()
+    assert status == 128 + signal.SIGKILL
+    assert f"error: worker process {worker.pid} does not end; it is killed." in said
+    assert gone(worker.pid)
+
+
+def test_worker_that_hangs_is_replaced(start):
+    server = start(hang=1.0).ready()
+    worker = psutil.Process(server.pid())
+    worker.suspend()
+    server.hear_until(f"worker process {worker.pid} did not answer for 1 seconds; another one is")
+    assert server.pid() != worker.pid
+    assert server.end()[0] == 0
+
+
+def test_parent_is_small_and_imports_nothing_heavy(start):
+    server = start().ready()
+    private = psutil.Process(server.process.pid).memory_full_info().uss
+    assert private < 20 * 1024**2
+    # A worker is a fork of the parent, and this one has imported nothing since.
+    modules = set(server.get("modules").text.split())
+    assert "uvicorn" in modules
+    assert not modules & {"numpy", "onnxruntime", "tokenizers", "pydantic", "prometheus_client",
+                          "orjson", "PIL", "opentelemetry", "starlette", "rich"}  # fmt: skip
+    assert server.end()[0] == 0
+
+
+def test_parent_lets_go_of_its_sockets_when_the_end_begins(start):
+    server = start(config={"drain_delay": 0.0}).ready()
+    client = server.running(b"sleep/2")
+    server.send(signal.SIGTERM)
+    server.hear_until("draining")
+
+    def refused():
+        try:
+            server.raw().close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    wait_until(refused)
+    assert received(client).startswith(b"HTTP/1.1 200 OK")  # which still ran
+    assert server.rest()[0] == 0
+
+
+def test_pauses_grow_from_none_to_half_a_minute():
+    assert [pause_seconds(n) for n in range(10)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_several_processes_need_a_parent():
+    with pytest.raises(OptionError, match="'processes' is 2, expected 1 without 'restart'"):
+        check_options(ServeConfig(processes=2, restart=False))
 
 
 @pytest.fixture
-def start():
-    started = []
+def record():
+    def make(level, message, *arguments, **more):
+        return logging.makeLogRecord({"levelno": level, "msg": message, "args": arguments, **more})
 
-    def make(**options):
-        started.append(Server(**options))
-        return started[-1]
-
-    yield make
-    for server in started:
-        if server.process.poll() is None:
-            server.process.kill()
-        server.process.wait()
-        while server.lines[-1] is not None:
-            server.hear()
-        server.process.stdout.close()
+    return make
 
 
-def raw(server, *parts):
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    client.sendall(b"".join(parts))
-    return client
-
-
-def received(client):
-    with client:
-        found = b""
-        while part := client.recv(65_536):
-            found += part
-    return found
-
-
-GET = b"GET /%b HTTP/1.1\r\nHost: a\r\n\r\n"
-
-
-@MODES
-def test_it_says_where_it_listens_and_ends_with_0(start, restart):
-    server = start(restart=restart)
-    assert server.hear_until("listening") == f"listening on {server.url}"
-    assert server.get("echo").json()["path"] == "/echo"
-    server.signal(signal.SIGTERM)
-    status, said = server.rest()
-    assert status == 0
-    assert said.splitlines()[-2:] == ["draining", "closed"]
-
-
-def test_it_answers_before_the_models_are_loaded(start):
-    server = start(load_seconds=1.0)
-    server.hear_until("listening")
-    assert server.get("ready").status_code == 503
-    until = time.monotonic() + 60
-    while server.get("ready").status_code == 503:
-        assert time.monotonic() < until
-    server.signal(signal.SIGTERM)
-    assert server.rest()[0] == 0
-
-
-def test_sigterm_while_loading_ends_with_0(start):
-    server = start(load_seconds=600)
-    server.hear_until("listening")
-    server.signal(signal.SIGTERM)
-    assert server.rest()[0] == 0
-
-
-@MODES
-def test_models_that_cannot_be_loaded_end_it_with_2(start, restart):
-    server = start(load_error=True, restart=restart)
-    status, said = server.rest()
-    assert status == 2
-    assert "error: m: found no manifest.json. Export it with: enginery export" in said
-    assert "Traceback" not in said
-    assert "started anew" not in said
-
-
-@MODES
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_runs_and_what_was_sent_is_answered_with_close(start, restart, number):
-    server = start(restart=restart).ready()
-    running = raw(server, GET % b"sleep/1", GET % b"echo")
-    idle = raw(server, GET % b"echo")
-    assert b"200 OK" in idle.recv(65_536)
-    half = raw(server, b"GET /echo HTTP/1.1\r\n")
-    time.sleep(0.3)
-    server.signal(number)
-    server.hear_until("draining")
-    half.sendall(b"Host: a\r\n\r\n")
-    assert received(idle) == b""
-    found = received(half)
-    assert (found.count(b"200 OK"), found.count(b"connection: close")) == (1, 1)
-    found = received(running)
-    assert (found.count(b"200 OK"), found.count(b"connection: close")) == (2, 1)
-    assert server.rest()[0] == 0
-
-
-def test_readiness_goes_at_once_and_connections_are_taken_for_the_drain_delay(start):
-    server = start(config={"drain_delay": 2.0}).ready()
-    server.signal(signal.SIGTERM)
-    server.hear_until("draining")
-    answer = server.get("ready")
-    assert (answer.status_code, answer.headers["connection"]) == (503, "close")
-    assert server.get("echo").status_code == 200
-    assert server.rest()[0] == 0
-    with pytest.raises(ConnectionRefusedError):
-        raw(server)
-
-
-def test_what_runs_longer_than_the_grace_is_answered_with_503(start):
-    server = start(config={"grace": 0.5}).ready()
-    clients = [raw(server, GET % b"wait") for _ in range(3)]
-    time.sleep(0.3)
-    server.signal(signal.SIGTERM)
-    for client in clients:
-        found = received(client)
-        assert found.startswith(b"HTTP/1.1 503 ")
-        assert b"the server is shutting down." in found
-    status, said = server.rest()
-    assert status == 0
-    assert "3 requests were still running; they were answered with 503." in said
-
-
-@MODES
-def test_second_interrupt_ends_at_once(start, restart):
-    server = start(restart=restart).ready()
-    client = raw(server, GET % b"wait")
-    time.sleep(0.3)
-    server.signal(signal.SIGINT)
-    server.hear_until("draining")
-    server.signal(signal.SIGINT)
-    assert received(client).startswith(b"HTTP/1.1 503 ")
-    status, said = server.rest()
-    assert status == 130
-    assert "ending at once: interrupted." in said
-
-
-@MODES
-def test_sighup_reloads(start, restart):
-    server = start(restart=restart).ready()
-    server.signal(signal.SIGHUP)
-    assert server.hear_until("reloaded") == "m: reloaded, of the same content"
-    assert server.get("echo").status_code == 200
-    server.signal(signal.SIGTERM)
-    assert server.rest()[0] == 0
-
-
-@pytest.mark.parametrize("keep", [True, False], ids=["kept", "new"])
-def test_sigterm_under_load_loses_no_request(start, keep):
-    server = start().ready()
-    outcomes = Counter()
-
-    async def client(number):
-        """Asks until the server says that it ends; what was sent has to be answered."""
-        reader = writer = None
-        while True:
-            if writer is None:
-                try:
-                    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-                except OSError:
-                    return
-            try:
-                writer.write(GET % b"sleep/0.005")
-                head = await reader.readuntil(b"\r\n\r\n")
-                size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-                await reader.readexactly(size)
-            except (asyncio.IncompleteReadError, ConnectionError) as error:
-                outcomes[f"lost: {type(error).__name__}"] += 1
-                return
-            outcomes[head.split(b"\r\n")[0].decode()] += 1
-            closes = b"connection: close" in head
-            if closes:
-                outcomes["closed"] += 1
-            if closes or not keep:
-                writer.close()
-                writer = None
-            if closes and keep:
-                return
-
-    async def load():
-        clients = [asyncio.create_task(client(n)) for n in range(32)]
-        await asyncio.sleep(0.7)
-        server.signal(signal.SIGTERM)
-        await asyncio.gather(*clients)
-
-    asyncio.run(load())
-    assert set(outcomes) == {"HTTP/1.1 200 OK", "closed"}, outcomes
-    assert outcomes["HTTP/1.1 200 OK"] > 100
-    assert server.rest()[0] == 0
-
-
-def test_port_0_is_a_free_port_and_the_same_for_all_addresses():
-    sockets = bind("localhost", 0)
+def test_lines_are_text_or_json(record):
+    text, as_json = LineFormatter(), LineFormatter(as_json=True)
+    draining = record(logging.INFO, "draining")
+    assert text.format(draining) == "draining"
+    assert text.format(record(logging.WARNING, "%s is late", "m")) == "warning: m is late"
+    failed = record(logging.ERROR, "m: not reloaded: é\nno")
+    assert text.format(failed) == "error: m: not reloaded: é\nno"
+    line = as_json.format(failed)
+    assert "\n" not in line
+    found = json.loads(line)
+    assert found.pop("time").endswith("+00:00")
+    assert found == {"message": "error: m: not reloaded: é\nno"}
     try:
-        assert len({each.getsockname()[1] for each in sockets}) == 1
-        assert f"http://127.0.0.1:{sockets[0].getsockname()[1]}" in urls(sockets)
-    finally:
-        close(sockets)
+        raise ValueError("a bug")
+    except ValueError as error:
+        caught = (type(error), error, error.__traceback__)
+    assert "ValueError: a bug" in text.format(record(logging.ERROR, "failed", exc_info=caught))
 
 
-def test_ipv6_address_is_written_in_brackets():
-    try:
-        sockets = bind("::1", 0)
-    except EngineryError:
-        pytest.skip("no IPv6 here")
-    assert urls(sockets) == [f"http://[::1]:{sockets[0].getsockname()[1]}"]
-    close(sockets)
+@pytest.mark.parametrize("quiet", [False, True])
+def test_quiet_says_errors_alone(quiet, capfd):
+    import subprocess
+    import sys
+
+    code = (
+        "import logging, logging.config\n"
+        "from enginery.serve.server import log_config\n"
+        f"logging.config.dictConfig(log_config(quiet={quiet}))\n"
+        "log = logging.getLogger('enginery.serve')\n"
+        "log.info('draining'); log.warning('late'); log.error('no')\n"
+        "logging.getLogger('uvicorn.error').info('chatter')\n"
+        "logging.getLogger('other').info('chatter')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    everything = ["draining", "warning: late", "error: no"]
+    assert done.stderr.splitlines() == (everything[-1:] if quiet else everything)
 
 
-def test_taken_port_names_who_holds_it():
-    held = bind("127.0.0.1", 0)
-    port = held[0].getsockname()[1]
-    try:
-        with pytest.raises(EngineryError) as caught:
-            bind("127.0.0.1", port)
-    finally:
-        close(held)
-    assert f"127.0.0.1 port {port} is taken by process {os.getpid()}" in caught.value.message
-    assert "--port 0" in caught.value.do
-
-
-@pytest.mark.parametrize(
-    ("host", "words"),
-    [("192.0.2.1", "no address of this machine"), ("no-such-host.invalid", "no address is known")],
-)
-def test_host_that_is_not_ours_is_an_option_error(host, words):
-    with pytest.raises(OptionError, match=words):
-        bind(host, 0)
-
-
-def test_privileged_port_is_an_option_error(monkeypatch):
-    def refused(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(socket.socket, "bind", refused)
-    with pytest.raises(OptionError, match="port 80 may not be listened on"):
-        bind("127.0.0.1", 80)
+def test_uvicorn_does_not_trace_its_connections():
+    levels = {name: found["level"] for name, found in log_config()["loggers"].items()}
+    assert levels["uvicorn.error"] == "WARNING"

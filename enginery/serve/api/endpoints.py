@@ -13,11 +13,12 @@ from starlette.responses import Response
 
 from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.task import Task
-from enginery.serve.api.errors import Protocol, invalid_field
+from enginery.serve.api.errors import invalid_field
 from enginery.serve.api.requests import parse, read_json
 from enginery.serve.config import ServeConfig
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import InferenceResult, ServedModel, UnavailableError
+from enginery.serve.observability.record import Protocol
 
 Handler = Callable[..., Awaitable[Response]]
 
@@ -77,7 +78,6 @@ class Routes:
 
 async def call_endpoint(endpoint: Endpoint, request: Request) -> Response:
     """Read the body that an endpoint declares, and call its handler."""
-    request.state.record.route = endpoint.path.replace(":path}", "}")
     if endpoint.body is None or endpoint.other_bodies:
         return await endpoint.handler(request)
     if endpoint.has_optional_body and not (await request.body()).strip():

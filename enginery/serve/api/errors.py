@@ -22,7 +22,7 @@ platform.openai.com/docs/guides/error-codes.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 from starlette.responses import Response
@@ -33,14 +33,7 @@ from enginery.runtime.tasks.text import TooLongError
 from enginery.serve.batching.queue import OverloadedError
 from enginery.serve.models.registry import UnknownModelError
 from enginery.serve.models.served_model import TooManyInputsError
-
-Protocol = Literal["oip", "tei", "openai", "plain", "admin"]
-
-REASONS = {
-    400: "invalid", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method",
-    413: "too_large", 422: "invalid", 429: "overloaded", 503: "unavailable",
-}  # fmt: skip
-"""Why a request was refused, as metrics count it."""
+from enginery.serve.observability.record import Protocol
 
 _STATUSES: tuple[tuple[type[EngineryError], int], ...] = (
     (UnknownModelError, 404),

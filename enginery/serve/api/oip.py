@@ -16,7 +16,7 @@ and classification.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import orjson
@@ -72,7 +72,7 @@ HEADER_LENGTH = "inference-header-content-length"
 # takes requests in its own order.
 _IGNORED = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 
-Datatype = Literal[tuple(DATATYPES)]  # type: ignore[valid-type]
+Datatype = Annotated[str, Field(json_schema_extra={"enum": list(DATATYPES)})]
 
 
 class OutputParameters(StrictBody):

@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from enginery.core.version import __version__
 from enginery.serve.api.endpoints import Endpoint
-from enginery.serve.api.errors import Protocol
+from enginery.serve.observability.record import Protocol
 
 _REASONS = {
     200: "The answer.", 400: "The body cannot be read, or has no input.",

@@ -1,0 +1,1 @@
+"""What a server tells of its requests: a record of each, metrics, an access log and traces."""

@@ -1,0 +1,198 @@
+"""What `/metrics` says, and what it never has as a label."""
+
+import threading
+
+import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as open_metrics_families,
+)
+from prometheus_client.parser import text_string_to_metric_families
+
+from enginery.serve.observability.metrics import Metrics
+from enginery.serve.replies import Timings
+from tests.serve.observability.application import record
+
+
+class Hosted:
+    """What metrics read of a hosted model."""
+
+    def __init__(self, name, state="ready", engines=()):
+        self.name, self.task, self.state = name, "feature-extraction", state
+        self.engines = engines
+
+    def info(self):
+        assert self.state != "loading", "there is nothing to ask yet"
+        return {"providers": [{"name": "CPUExecutionProvider", "reason": "asked for"}],
+                "precision": "fp32",
+                "engines": [{"key": key} for key in self.engines],
+                "queue": {"inputs": 3, "tokens": 57}}  # fmt: skip
+
+
+@pytest.fixture
+def metrics():
+    made = Metrics()
+    made.watch_models(lambda: [Hosted("minilm"), Hosted("other")])
+    return made
+
+
+def samples(metrics):
+    """(name, labels) -> value, of everything that is exposed."""
+    body, content_type = metrics.exposition()
+    assert content_type.startswith("text/plain; version=0.0.4")
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+
+
+def value(metrics, name, **labels):
+    return samples(metrics)[f"enginery_{name}", tuple(sorted(labels.items()))]
+
+
+def test_request_is_counted_by_route_model_and_status(metrics):
+    metrics.observe(record(status=200, ended=0.004))
+    metrics.observe(record(status=200, ended=0.0001))
+    metrics.observe(record(status=429, ended=0.001))
+    labels = {"route": "/embed", "model": "minilm", "status": "200"}
+    assert value(metrics, "request_duration_seconds_count", **labels) == 2
+    assert value(metrics, "request_duration_seconds_sum", **labels) == pytest.approx(0.0041)
+    # A bucket holds its own bound.
+    assert value(metrics, "request_duration_seconds_bucket", le="0.0001", **labels) == 1
+    assert value(metrics, "request_duration_seconds_bucket", le="0.0025", **labels) == 1
+    assert value(metrics, "request_duration_seconds_bucket", le="0.005", **labels) == 2
+    labels["status"] = "429"
+    assert value(metrics, "request_duration_seconds_count", **labels) == 1
+
+
+def test_reply_fills_times_inputs_tokens_and_truncated(metrics):
+    timings = Timings(0.001, 0.02, 0.3, tokens=42, truncated=3)
+    metrics.observe(record(timings=timings, inputs=3))
+    metrics.observe(record(timings=timings, inputs=2))
+    found = {
+        name: value(metrics, name, model="minilm")
+        for name in ("tokenize_seconds_sum", "queue_seconds_sum", "inference_seconds_sum",
+                     "inputs_total", "input_tokens_total", "truncated_total")
+    }  # fmt: skip
+    assert found == pytest.approx(
+        {"tokenize_seconds_sum": 0.002, "queue_seconds_sum": 0.04, "inference_seconds_sum": 0.6,
+         "inputs_total": 5, "input_tokens_total": 84, "truncated_total": 6}
+    )  # fmt: skip
+
+
+def test_batch_fills_size_tokens_and_the_share_of_padding(metrics):
+    metrics.batch("minilm", rows=8, tokens=150, padded_tokens=200, seconds=0.05)
+    assert value(metrics, "batch_inputs_sum", model="minilm") == 8
+    assert value(metrics, "batch_tokens_sum", model="minilm") == 150
+    assert value(metrics, "batch_padding_ratio_sum", model="minilm") == pytest.approx(0.25)
+    assert value(metrics, "batch_seconds_sum", model="minilm") == pytest.approx(0.05)
+
+
+def test_batch_of_images_has_no_tokens_and_no_padding(metrics):
+    metrics.batch("minilm", rows=4, tokens=0, padded_tokens=0, seconds=0.05)
+    assert value(metrics, "batch_inputs_count", model="minilm") == 1
+    assert value(metrics, "batch_padding_ratio_count", model="minilm") == 0
+
+
+def test_refusals_are_counted_by_reason(metrics):
+    metrics.observe(record(status=429))
+    metrics.observe(record(status=429))
+    metrics.observe(record(status=413))
+    for status in (200, 304, 500):  # a bug is none
+        metrics.observe(record(status=status))
+    metrics.observe(record(status=499))
+    metrics.observe(record(status=418))
+    metrics.observe(record(status=422, refused="tokenizer"))
+    assert value(metrics, "refused_total", model="minilm", reason="overloaded") == 2
+    assert value(metrics, "refused_total", model="minilm", reason="too_large") == 1
+    reasons = {dict(labels)["reason"] for name, labels in samples(metrics)
+               if name == "enginery_refused_total"}  # fmt: skip
+    assert reasons == {"overloaded", "too_large", "cancelled", "http", "tokenizer"}
+
+
+def test_models_are_looked_at_when_somebody_asks():
+    hosted = [Hosted("minilm", engines=("abc", "def")), Hosted("late", state="loading"),
+              Hosted("hung", state="stuck")]  # fmt: skip
+    metrics = Metrics()
+    metrics.watch_models(lambda: hosted)
+    assert value(metrics, "model_ready", model="minilm") == 1
+    assert value(metrics, "model_ready", model="late") == 0
+    assert value(metrics, "model_ready", model="hung") == 0
+    assert value(metrics, "queue_inputs", model="minilm") == 3
+    assert value(metrics, "queue_tokens", model="hung") == 57
+    labels = {"model": "minilm", "task": "feature-extraction", "precision": "fp32",
+              "provider": "CPUExecutionProvider", "engine": "abc,def"}  # fmt: skip
+    assert value(metrics, "model_info", **labels) == 1
+    hosted[1].state = "ready"
+    assert value(metrics, "model_ready", model="late") == 1
+
+
+def test_dropped_log_lines():
+    metrics = Metrics()
+    metrics.watch_dropped_lines(lambda: 12)
+    assert value(metrics, "access_log_dropped_total") == 12
+
+
+def test_process_is_described_and_nothing_is_dated(metrics):
+    metrics.observe(record(status=200, ended=0.004))
+    names = {name for name, _ in samples(metrics)}
+    assert "process_resident_memory_bytes" in names
+    assert not [name for name in names if name.endswith("_created")]
+
+
+def test_words_of_clients_never_become_labels(metrics):
+    for number in range(1000):
+        name = f"no-such-model-{number}"
+        metrics.observe(record(route="/predict/{model}", model=name, status=404,
+                               timings=Timings(), inputs=1))  # fmt: skip
+        metrics.batch(name, rows=1, tokens=1, padded_tokens=1, seconds=0.1)
+    body = metrics.exposition()[0].decode()
+    assert "no-such-model" not in body
+    assert len(metrics._requests) + len(metrics._replies) + len(metrics._batches) == 0
+    labels = {"route": "/predict/{model}", "model": "", "status": "404"}
+    assert value(metrics, "request_duration_seconds_count", **labels) == 1000
+
+
+def test_name_of_a_model_is_escaped():
+    metrics = Metrics()
+    odd = 'a"b\\c\nd'
+    metrics.watch_models(lambda: [Hosted(odd)])
+    metrics.observe(record(model=odd))
+    assert value(metrics, "model_ready", model=odd) == 1
+
+
+def test_open_metrics_where_prometheus_asks_for_it(metrics):
+    metrics.observe(record(timings=Timings(0.001, 0.02, 0.3, tokens=42), inputs=3))
+    asked = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+    body, content_type = metrics.exposition(asked)
+    assert content_type.startswith("application/openmetrics-text")
+    families = {family.name for family in open_metrics_families(body.decode())}
+    assert {"enginery_inputs", "enginery_tokenize_seconds", "enginery_model_info"} <= families
+
+
+def test_two_servers_in_one_process_share_nothing():
+    first, second = Metrics(), Metrics()
+    first.observe(record(model=""))
+    labels = {"route": "/embed", "model": "", "status": "200"}
+    assert value(first, "request_duration_seconds_count", **labels) == 1
+    assert ("enginery_request_duration_seconds_count", tuple(sorted(labels.items()))) not in (
+        samples(second)
+    )
+
+
+def test_nothing_is_lost_between_threads_and_scrapes(metrics):
+    def work():
+        for _ in range(500):
+            metrics.batch("minilm", rows=2, tokens=9, padded_tokens=10, seconds=0.01)
+            metrics.observe(record(status=200, ended=0.004))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        samples(metrics)
+    for thread in threads:
+        thread.join()
+    assert value(metrics, "batch_inputs_sum", model="minilm") == 8000
+    labels = {"route": "/embed", "model": "minilm", "status": "200"}
+    assert value(metrics, "request_duration_seconds_count", **labels) == 4000

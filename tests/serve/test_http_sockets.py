@@ -1,0 +1,58 @@
+"""The sockets that the server listens on: free ports, taken ports, hosts that are not ours."""
+
+import errno
+import os
+import socket
+
+import pytest
+
+from enginery.core.errors import EngineryError, OptionError
+from enginery.serve.http_sockets import bind, close, urls
+
+
+def test_port_0_is_a_free_port_and_the_same_for_all_addresses():
+    sockets = bind("localhost", 0)
+    try:
+        assert len({each.getsockname()[1] for each in sockets}) == 1
+        assert f"http://127.0.0.1:{sockets[0].getsockname()[1]}" in urls(sockets)
+    finally:
+        close(sockets)
+
+
+def test_ipv6_address_is_written_in_brackets():
+    try:
+        sockets = bind("::1", 0)
+    except EngineryError:
+        pytest.skip("no IPv6 here")
+    assert urls(sockets) == [f"http://[::1]:{sockets[0].getsockname()[1]}"]
+    close(sockets)
+
+
+def test_taken_port_names_who_holds_it():
+    held = bind("127.0.0.1", 0)
+    port = held[0].getsockname()[1]
+    try:
+        with pytest.raises(EngineryError) as caught:
+            bind("127.0.0.1", port)
+    finally:
+        close(held)
+    assert f"127.0.0.1 port {port} is taken by process {os.getpid()}" in caught.value.message
+    assert "--port 0" in caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [("192.0.2.1", "no address of this machine"), ("no-such-host.invalid", "no address is known")],
+)
+def test_host_that_is_not_ours_is_an_option_error(host, words):
+    with pytest.raises(OptionError, match=words):
+        bind(host, 0)
+
+
+def test_privileged_port_is_an_option_error(monkeypatch):
+    def refused(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refused)
+    with pytest.raises(OptionError, match="port 80 may not be listened on"):
+        bind("127.0.0.1", 80)

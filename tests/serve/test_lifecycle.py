@@ -1,0 +1,267 @@
+"""The life of a worker process: signals, draining, loading, and how it ends."""
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+
+import psutil
+import pytest
+import uvicorn
+
+from enginery.serve.config import ServeConfig
+from enginery.serve.http_sockets import bind
+from enginery.serve.lifecycle import ProcessLifecycle
+from enginery.serve.server import uvicorn_config
+from tests.serve.processes import (
+    GET,
+    one_answer,
+    received,
+    wait_until,
+    waiting_connections,
+)
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="signals and processes of POSIX")
+MODES = pytest.mark.parametrize("restart", [True, False], ids=["supervised", "alone"])
+
+
+@MODES
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_answers_and_ends_with_0(start, restart, number):
+    server = start(config={"restart": restart})
+    answer = server.get("echo")
+    assert (answer.text, "server" in answer.headers) == ("/echo", False)
+    status, said = server.end(number)
+    assert status == 0
+    assert said.splitlines()[-2:] == ["draining", "closed"]
+
+
+def test_it_answers_before_the_models_are_loaded(start):
+    server = start(load_seconds=1.0)
+    assert server.get("ready").status_code == 503
+    server.ready()
+    assert server.end()[0] == 0
+
+
+@MODES
+def test_sigterm_while_loading_ends_with_0(start, restart):
+    server = start(load_seconds=600, config={"restart": restart})
+    assert server.get("ready").status_code == 503
+    assert server.end()[0] == 0
+
+
+@MODES
+def test_sigterm_while_the_process_starts_ends_with_0(start, restart):
+    status, said = start(config={"restart": restart}).end()
+    assert status == 0
+    assert "Traceback" not in said
+
+
+@MODES
+def test_models_that_cannot_be_loaded_end_it_with_2(start, restart):
+    status, said = start(load_error=True, config={"restart": restart}).rest()
+    assert status == 2
+    assert "error: m: found no manifest.json. Export it with: enginery export" in said
+    assert "Traceback" not in said
+    assert "another one is started" not in said
+
+
+@MODES
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_runs_and_what_was_sent_is_answered_with_close(start, restart, number):
+    server = start(config={"restart": restart}).ready()
+    running = server.raw(GET % b"sleep/2", GET % b"echo")  # two on one connection
+    idle = server.raw(GET % b"echo")
+    assert b"200 OK" in one_answer(idle)
+    half = server.raw(b"POST /body HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\nbo")
+    server.get("echo")  # all of that was read
+    server.send(number)
+    server.hear_until("draining")
+    half.sendall(b"dy")
+    found = received(half)
+    assert (found.count(b"200 OK"), found.count(b"connection: close")) == (1, 1)
+    assert found.endswith(b"body")
+    assert received(idle) == b""
+    found = received(running)
+    assert found.count(b"200 OK") >= 1
+    assert found.count(b"connection: close") == 1
+    assert server.rest()[0] == 0
+
+
+def test_readiness_goes_at_once_and_connections_are_taken_for_the_drain_delay(start):
+    server = start(config={"drain_delay": 2.0}).ready()
+    server.send(signal.SIGTERM)
+    server.hear_until("draining")
+    answer = server.get("ready")
+    assert (answer.status_code, answer.headers["connection"]) == (503, "close")
+    assert server.get("echo").status_code == 200
+    assert server.rest()[0] == 0
+    with pytest.raises(ConnectionRefusedError):
+        server.raw()
+
+
+@MODES
+def test_connections_that_nobody_has_taken_yet_are_answered(start, restart):
+    server = start(config={"restart": restart}).ready()
+    worker = psutil.Process(server.pid())
+    worker.suspend()  # the kernel accepts connections all the same
+    clients = [server.raw(GET % b"echo") for _ in range(20)]
+    wait_until(lambda: waiting_connections(server.port) == 20)
+    worker.send_signal(signal.SIGTERM)  # it reads the signal before any connection
+    server.send(signal.SIGTERM)
+    worker.resume()
+    for client in clients:
+        assert received(client).startswith(b"HTTP/1.1 200 OK")
+    assert server.rest()[0] == 0
+
+
+def test_what_runs_longer_than_the_grace_is_answered_with_503(start):
+    server = start(config={"grace": 0.5}).ready()
+    clients = [server.running(b"wait") for _ in range(3)]
+    server.send(signal.SIGTERM)
+    for client in clients:
+        found = received(client)
+        assert found.startswith(b"HTTP/1.1 503 ")
+        assert b"connection: close" in found
+        assert found.endswith(b"the server is shutting down.")
+    status, said = server.rest()
+    assert status == 0
+    assert "3 requests were still running; they are answered with 503." in said
+    assert "Traceback" not in said
+
+
+@MODES
+def test_second_interrupt_ends_at_once(start, restart):
+    server = start(config={"restart": restart}).ready()
+    client = server.running(b"wait")
+    server.send(signal.SIGINT)
+    server.hear_until("draining")
+    server.send(signal.SIGINT)
+    assert received(client).startswith(b"HTTP/1.1 503 ")
+    status, said = server.rest()
+    assert status == 130
+    assert "ending at once: interrupted." in said
+
+
+def test_two_interrupts_in_a_row_end_at_once(start):
+    server = start().ready()
+    client = server.running(b"wait")
+    server.send(signal.SIGINT)
+    time.sleep(0.05)  # or the kernel makes one of them
+    server.send(signal.SIGINT)
+    assert received(client).startswith(b"HTTP/1.1 503 ")
+    assert server.rest()[0] == 130
+
+
+@MODES
+def test_sighup_reloads(start, restart):
+    server = start(config={"restart": restart}).ready()
+    server.send(signal.SIGHUP)
+    assert server.hear_until("reloaded") == f"{server.pid()}: reloaded, of the same content"
+    assert server.end()[0] == 0
+
+
+def test_stuck_worker_is_replaced_and_its_requests_answered(start):
+    server = start().ready()
+    before = server.pid()
+    waiting = server.running(b"wait")
+    found = received(server.raw(GET % b"stuck"))
+    assert found.startswith(b"HTTP/1.1 503 ")
+    assert found.endswith(b"the model is stuck.")
+    assert received(waiting).startswith(b"HTTP/1.1 503 ")
+    assert "a batch has run for 60 seconds." in server.hear_until("ending at once")
+    assert server.pid() != before
+    server.hear_until("ended itself, because it was stuck; another one is started at once.")
+    assert server.end()[0] == 0
+
+
+@MODES
+def test_loop_that_is_held_up_does_not_keep_the_process(start, restart):
+    config = {"grace": 0.0, "restart": restart}
+    status, said = start(held_up=True, close=0.0, config=config).ready().end()
+    assert status == 0
+    assert "killed" not in said
+
+
+def test_connections_in_the_backlog_are_taken_when_listening_stops():
+    """Nothing accepts here but the end of listening."""
+
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def whole():
+        sockets = bind("127.0.0.1", 0)
+        port = sockets[0].getsockname()[1]
+        options = uvicorn_config(application, ServeConfig())
+        options.factory = False
+        options.load()
+        server = uvicorn.Server(options)
+        server.lifespan, server.servers = options.lifespan_class(options), []
+        lifecycle = ProcessLifecycle(server, sockets, ServeConfig(), supervised=False)
+        clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        for _, writer in clients:
+            writer.write(GET % b"echo")
+        await lifecycle._take_waiting()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        for reader, writer in clients:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 204 ")
+            writer.close()
+        while server.server_state.connections:
+            await asyncio.sleep(0.01)
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        asyncio.run(whole())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@pytest.mark.parametrize("round_", range(3))
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "new"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_under_load_loses_no_request(start, keep, processes, round_):
+    server = start(config={"processes": processes}).ready()
+    outcomes = Counter()
+
+    async def client(number):
+        """Asks until the server says that it ends; what was sent has to be answered."""
+        reader = writer = None
+        while True:
+            if writer is None:
+                try:
+                    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+                except OSError:
+                    return
+            try:
+                writer.write(GET % b"sleep/0.005")
+                head = await reader.readuntil(b"\r\n\r\n")
+                size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                await reader.readexactly(size)
+            except (asyncio.IncompleteReadError, ConnectionError) as error:
+                outcomes[f"lost: {type(error).__name__}"] += 1
+                writer.close()
+                return
+            outcomes[head.split(b"\r\n")[0].decode()] += 1
+            closes = b"connection: close" in head
+            if closes:
+                outcomes["closed"] += 1
+            if closes or not keep:
+                writer.close()
+                writer = None
+            if closes and keep:
+                return
+
+    async def load():
+        clients = [asyncio.create_task(client(n)) for n in range(32)]
+        await asyncio.sleep(0.7)
+        server.send(signal.SIGTERM)
+        await asyncio.gather(*clients)
+
+    asyncio.run(load())
+    assert set(outcomes) <= {"HTTP/1.1 200 OK", "closed"}, outcomes
+    assert not keep or outcomes["closed"] == 32
+    assert outcomes["HTTP/1.1 200 OK"] > 100
+    assert server.rest()[0] == 0
