@@ -78,11 +78,20 @@ class TaskOptions(BaseModel):
                 field=f"{where}{name[:60]}",
                 do=f"Known: {', '.join(known) or 'none'}.",
             )
-        expected = _expected(cls.model_json_schema()["properties"][name])
+        expected = _expected(cls.schemas()[name])
         raise OptionError(
             f"{where}{name}: found {shown(first['input'])}, expected {expected}.",
             field=f"{where}{name}",
         )
+
+    @classmethod
+    def schemas(cls) -> dict[str, dict[str, Any]]:
+        """Return the JSON schema of each option's values, null left out."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, schema in cls.model_json_schema().get("properties", {}).items():
+            kinds = [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
+            found[name] = {**schema, **(kinds[0] if kinds else {})}
+        return found
 
 
 def shown(value: Any) -> str:
@@ -99,8 +108,6 @@ def shown(value: Any) -> str:
 
 def _expected(schema: Mapping[str, Any]) -> str:
     """Return the values that an option takes, from its JSON schema."""
-    if "anyOf" in schema:
-        schema = next(each for each in schema["anyOf"] if each.get("type") != "null")
     if "enum" in schema:
         return " or ".join(map(str, schema["enum"]))
     kind = {"boolean": "true or false", "string": "a string", "integer": "a whole number"}.get(
@@ -255,8 +262,11 @@ class Task(RowTask):
     outputs: ClassVar[tuple[OutputTensor, ...]]
     graph_outputs: ClassVar[Mapping[str, int]] = {}
     """The outputs of the graph that results are made from, with their ranks."""
-    example: ClassVar[str]
-    """A call as Python code, for model cards; `{mask}` stands for the tokenizer's mask."""
+    result_type: ClassVar[Any]
+    """The type of one result: a dataclass, a list of dataclasses, or `Vectors`."""
+    example: ClassVar[tuple[str, ...]]
+    """A text for each required part of one input, for model cards and published models; `{mask}`
+    stands for the tokenizer's mask. Empty for images."""
 
     @classmethod
     def outputs_read(cls, record: GraphRecord) -> list[str]:
@@ -271,9 +281,9 @@ class Task(RowTask):
         """Return the results of a call as `load_model` gives them: a list, or one array."""
         return list(results)
 
+    @abstractmethod
     def probe(self, tokens: int) -> Row:
-        """Return a row of so many tokens that needs no input, for warm-up and measuring."""
-        raise NotImplementedError
+        """Return a made-up row, for warm-up and measuring: of so many tokens, or an image."""
 
     @abstractmethod
     def is_finite(self, result: Any) -> bool:
@@ -297,8 +307,7 @@ class Task(RowTask):
     def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
         """Return each result in words."""
 
-    @classmethod
-    def sample_inputs(cls, artifact: Artifact, sentences: Sequence[str]) -> tuple[str, ...]:
+    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
         """Return built-in sentences as inputs of this task; empty where it takes none."""
         return ()
 
