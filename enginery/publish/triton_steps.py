@@ -188,6 +188,8 @@ def _require_finite(rows: Sequence[Any], outputs: Sequence[str]) -> None:
     for index, row in enumerate(rows):
         arrays = row if isinstance(row, tuple) else (row,)
         for name, array in zip(outputs, arrays, strict=False):
+            if not isinstance(array, np.ndarray):
+                continue
             never = np.isneginf(array)
             if not np.isfinite(array[~never]).all() or never.all(axis=-1).any():
                 raise CheckFailedError(
