@@ -495,3 +495,13 @@ def _described(found: Mapping[str, Any]) -> str:
         return f"{'.'.join(place)} is missing"
     key = ".".join([*place, *([context["key"]] if "key" in context else [])])
     return f"{key or 'the document'} is {value}, expected {words}"
+
+
+def mask_token(directory: Path) -> str:
+    """Return the tokenizer's own mask, `[MASK]` or `<mask>`; `[MASK]` where it names none.
+
+    Raises:
+        ArtifactError: a file of the tokenizer is malformed.
+    """
+    settings = TokenizerConfig.read(directory)
+    return settings.with_map(SpecialTokensMap.read(directory)).mask_token or "[MASK]"

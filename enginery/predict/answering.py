@@ -21,11 +21,10 @@ from enginery.core.artifact import Artifact
 from enginery.core.closing import Closing
 from enginery.core.errors import InputError
 from enginery.predict.asking import (
-    ask_texts,
     column_names,
     find_problem,
-    is_finite,
     own_message,
+    read_options,
     require_task,
     wishes_of,
 )
@@ -35,7 +34,6 @@ from enginery.predict.counts import Counts
 from enginery.predict.rows import Piece, Reader, Values
 from enginery.predict.token_batches import Meter, RunPool, WindowModel
 from enginery.predict.workers import in_order
-from enginery.runtime.image_model import ImageModel
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.provider_names import CPU
 from enginery.runtime.run_fit import require_fit
@@ -65,7 +63,7 @@ class Answerer(Closing):
     def __init__(
         self, artifact: Artifact, config: PredictConfig, *, workers: int, base: Path = Path()
     ) -> None:
-        """Opens the session.
+        """Open the session.
 
         Args:
             artifact: answers one of the tasks that `load_model` answers.
@@ -82,6 +80,7 @@ class Answerer(Closing):
         self._config, self._base = config, base
         self.workers = workers
         self.task = require_task(artifact, config)
+        """How rows are answered."""
         self._names = column_names(self.task, config)
         # A thread each for the batches that run side by side: none of ONNX Runtime's own.
         wishes = wishes_of(config)
@@ -96,16 +95,12 @@ class Answerer(Closing):
             shrink_arena=config.shrink_arena, keep_optimized=config.optimized_graph,
         )  # fmt: skip
         self._pool = RunPool(workers)
-        self._texts: WindowModel | None = None
-        self._images: ImageModel | None = None
         try:
-            if any(spec.name == "pixel_values" for spec in self._runner.record.inputs):
-                self._images = ImageModel.open(artifact, self._runner)
-            else:
-                self._texts = WindowModel.open_for(artifact, self._runner, self._pool, config)
+            self._model = WindowModel.open(artifact, self._runner, self._pool, config)
             self._runner.warm_up()
         except BaseException:
-            self.close()
+            self._pool.close()
+            self._runner.close()
             raise
 
     @property
@@ -114,13 +109,12 @@ class Answerer(Closing):
 
     @property
     def takes_images(self) -> bool:
-        return self._images is not None
+        return self.task.takes_images
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Choices that were made for this model, with their reasons."""
-        model = self._texts or self._images
-        return model.notes if model else ()
+        return self._model.task.notes
 
     @property
     def first_run(self) -> float | None:
@@ -128,7 +122,7 @@ class Answerer(Closing):
         return self._pool.first_run
 
     def columns(self, kept: Any, names: Sequence[str]) -> AnswerColumns:
-        """The columns of the answer beside those that are kept.
+        """Return the columns of the answer beside those that are kept.
 
         Args:
             kept: the schema of what is kept of the input.
@@ -137,16 +131,23 @@ class Answerer(Closing):
         Raises:
             InputError: the input has a column of such a name already.
         """
-        return AnswerColumns.of(self.task, self._config, kept, names, dim=self.dim)
+        return AnswerColumns.of(
+            self.task,
+            read_options(self.task, self._config),
+            kept,
+            names,
+            prefix=self._config.prefix,
+            dim=self.dim,
+        )
 
     def __call__(self, piece: Piece, columns: AnswerColumns) -> Answered:
-        """The answers to a window, row by row.
+        """Answer a window, row by row.
 
         Raises:
             EngineryError: what no row is to blame for, as a graph that wants another input.
         """
         errors = dict(piece.errors)
-        asked: list[int] = []
+        rows: list[int] = []
         inputs: list[Any] = []
         for row, values in enumerate(piece.values):
             if row in errors:
@@ -154,18 +155,18 @@ class Answerer(Closing):
             if problem := find_problem(values, self._names):
                 errors[row] = problem
                 continue
-            asked.append(row)
+            rows.append(row)
             inputs.append(self._input(values))
-        meter, truncated = Meter(), _Truncated()
+        meter = Meter()
         answers: list[Any] = [None] * len(piece.values)
-        self._spread(asked, inputs, answers, errors, meter, truncated)
-        for row in asked:
-            if row not in errors and not is_finite(answers[row]):
+        self._spread(rows, inputs, answers, errors, meter)
+        for row in rows:
+            if row not in errors and not self._model.task.is_finite(answers[row]):
                 answers[row], errors[row] = None, "the model answered NaN or infinity"
         batch = columns.batch(piece.kept, answers, errors)
         bad = min(errors) if errors else None
         counts = Counts(
-            rows=len(piece.values), bad_rows=len(errors), truncated=truncated.rows,
+            rows=len(piece.values), bad_rows=len(errors), truncated=meter.truncated,
             tokens=meter.tokens, padded_tokens=meter.padded_tokens,
             encode_seconds=meter.encode_seconds, run_seconds=meter.run_seconds,
         )  # fmt: skip
@@ -175,7 +176,7 @@ class Answerer(Closing):
     def stream(
         self, reader: Reader, columns: AnswerColumns, *, skip: int
     ) -> Generator[Answered, None, None]:
-        """The rows after the first `skip`, answered, window by window in their order.
+        """Yield the rows after the first `skip`, answered, window by window in their order.
 
         Raises:
             InputError: the input cannot be read to its end.
@@ -186,71 +187,37 @@ class Answerer(Closing):
             yield replace(answered, done=reader.done())
 
     def close(self) -> None:
-        """Frees the session."""
-        if self._texts is not None:
-            self._texts.watch.close()
+        """Free the session."""
+        self._model.watch.close()
         self._pool.close()
         self._runner.close()
 
     @property
     def dim(self) -> int:
-        """The length of a vector, 0 for other answers. One answer says it; not every graph does."""
-        if self.task != "feature-extraction":
-            return 0
-        if self._texts is not None:
-            return self._texts.fresh().dim
-        from PIL import Image
-
-        probe = Image.new("RGB", (64, 64))
-        return int(self._ask([probe], Meter(), _Truncated())[0].shape[0])
+        """Return the length of a vector; 0 for other results."""
+        return self._model.dim
 
     def _spread(
         self, rows: Sequence[int], inputs: Sequence[Any], answers: list[Any],
-        errors: dict[int, str], meter: Meter, truncated: _Truncated,
+        errors: dict[int, str], meter: Meter,
     ) -> None:  # fmt: skip
-        """Answers all rows at once, or halves them until the bad ones are alone."""
+        """Answer all rows at once, or halve them until the bad ones are alone."""
         if not rows:
             return
         try:
-            found = self._ask(inputs, meter, truncated)
+            found = self._model(inputs, meter)
         except InputError as error:
             if len(rows) == 1:
-                errors[rows[0]] = own_message(error.message)
+                errors[rows[0]] = own_message(self.task, error.message)
                 return
             middle = len(rows) // 2
             for part in (slice(None, middle), slice(middle, None)):
-                self._spread(rows[part], inputs[part], answers, errors, meter, truncated)
+                self._spread(rows[part], inputs[part], answers, errors, meter)
             return
         for row, answer in zip(rows, found, strict=True):
             answers[row] = answer
 
-    def _ask(self, inputs: Sequence[Any], meter: Meter, truncated: _Truncated) -> Sequence[Any]:
-        config = self._config
-        if self._images is not None:
-            if self.task == "feature-extraction":
-                return list(self._images.embed(inputs))
-            return self._images.classify(inputs, top_k=config.top_k, activation=config.activation)
-        if self._texts is None:
-            raise AssertionError("the answerer has neither a text model nor an image model")
-        model = self._texts.fresh()
-        try:
-            found = ask_texts(model, self.task, inputs, config)
-        finally:
-            meter.tokens += model.meter.tokens
-            meter.padded_tokens += model.meter.padded_tokens
-            meter.encode_seconds += model.meter.encode_seconds
-            meter.run_seconds += model.meter.run_seconds
-        truncated.rows += model.truncated
-        return found
-
     def _input(self, values: Values) -> Any:
-        if self._images is not None:
+        if self.takes_images:
             return str(self._base / values[0])
         return values[0] if len(values) == 1 else values
-
-
-@dataclass
-class _Truncated:
-    """Rows whose text was longer than the model takes, of those that were answered."""
-
-    rows: int = 0

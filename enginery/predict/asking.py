@@ -1,4 +1,4 @@
-"""What the model is asked of a row, and whether a row can be asked at all.
+"""What predict's options mean for a model's task, and whether a row can be answered at all.
 
 >>> find_problem((None,), ("text",))
 'text is null'
@@ -7,81 +7,103 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, InputError, OptionError
 from enginery.predict.config import PredictConfig
 from enginery.predict.rows import Values
-from enginery.predict.token_batches import WindowModel
-from enginery.runtime.answers import MaskFillings
-from enginery.runtime.model import ANSWERED_TASKS
 from enginery.runtime.provider_wish import ProviderWish, parse_wishes
+from enginery.runtime.tasks import answered_tasks, manifest_task
+from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
 from enginery.runtime.tokenizer import check_texts
 
 PAIR_LETTERS = 1_000_000
 """Of a text in a pair; all of it is tokenized, kilobytes for each token."""
 
+_COLUMNS = {
+    "text": "column",
+    "image": "column",
+    "text_pair": "pair_column",
+    "question": "question_column",
+    "context": "context_column",
+}
+"""The option that names the column of an input."""
+_TASK_OPTIONS = {
+    "top_k": "top_k",
+    "activation": "activation",
+    "aggregation": "aggregation",
+    "prompt_name": "prompt_name",
+    "max_tokens": "max_answer_tokens",
+    "allow_none": "allow_no_answer",
+}
+"""The option of predict that is an option of a task."""
 
-def column_names(task: str, config: PredictConfig) -> tuple[str, ...]:
-    """The columns that the model is asked."""
-    if task == "question-answering":
-        return config.question_column, config.context_column
-    return (config.column, config.pair_column) if config.pair_column else (config.column,)
 
-
-def require_task(artifact: Artifact, config: PredictConfig) -> str:
-    """The artifact's task.
+def require_task(artifact: Artifact, config: PredictConfig) -> type[Task]:
+    """Return how the artifact is answered.
 
     Raises:
-        ArtifactError: it is one that is not answered.
-        OptionError: an option does not fit it.
+        ArtifactError: its task is not answered.
+        OptionError: an option does not fit the task.
     """
-    task = artifact.manifest.task
-    if task not in ANSWERED_TASKS:
+    name = artifact.manifest.task
+    task = manifest_task(artifact.manifest)
+    if task is None:
         raise ArtifactError(
-            f"{artifact.path} was exported for {task}; predict answers {', '.join(ANSWERED_TASKS)}."
+            f"{artifact.path} was exported for {name}; predict answers "
+            f"{', '.join(answered_tasks())}."
         )
-    if config.pair_column and task != "text-classification":
+    if config.pair_column and "text_pair" not in [field.name for field in task.inputs]:
         raise OptionError(
-            f"pair_column is '{config.pair_column}', but the model does {task}.",
+            f"pair_column is '{config.pair_column}', but the model does {name}.",
             do="It is for models that classify two texts.",
         )
-    if task == "question-answering" and config.top_k < 1:
-        raise OptionError("top_k is 0, expected 1 or more answers to a question.")
+    read_options(task, config)
     return task
 
 
+def column_names(task: type[Task], config: PredictConfig) -> tuple[str, ...]:
+    """Return the columns that the task's inputs are read from.
+
+    An input that no option names the column of is read from the column of its own name.
+    """
+    found = []
+    for field in task.inputs:
+        option = _COLUMNS.get(field.name)
+        column = getattr(config, option) if option else field.name
+        if column or not field.optional:
+            found.append(column)
+    return tuple(found)
+
+
+def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
+    """Return the options of a task.
+
+    Raises:
+        OptionError: the task does not take a value.
+    """
+    values = {
+        name: getattr(config, option)
+        for name, option in _TASK_OPTIONS.items()
+        if name in task.Options.model_fields
+    }
+    try:
+        return task.Options.read(values)
+    except TaskOptionError as error:
+        message = error.message.replace(error.field, _TASK_OPTIONS[error.field], 1)
+        raise OptionError(message) from error
+
+
 def wishes_of(config: PredictConfig) -> tuple[ProviderWish, ...]:
-    """The providers that are asked for; raises ProviderError or OptionError as `parse_wishes`."""
+    """Return the providers that the options name; raise what `parse_wishes` raises."""
     return parse_wishes(config.provider, config.provider_option, default="cpu")
 
 
-def ask_texts(
-    model: WindowModel, task: str, inputs: Sequence[Any], config: PredictConfig
-) -> Sequence[Any]:
-    """One answer an input, of the kind that the task has; raises what the model raises."""
-    if task == "feature-extraction":
-        return list(model.embed(inputs, prompt_name=config.prompt_name))
-    if task == "text-classification":
-        return model.classify(inputs, top_k=config.top_k, activation=config.activation)
-    if task == "token-classification":
-        return model.tag(inputs, aggregation=config.aggregation)
-    if task == "fill-mask":
-        return model.fill(inputs, top_k=config.top_k)
-    return model.answer(
-        inputs, top_k=config.top_k, max_tokens=config.max_answer_tokens,
-        allow_none=config.allow_no_answer,
-    )  # fmt: skip
-
-
 def find_problem(values: Values, names: Sequence[str]) -> str:
-    """Why a row cannot be asked; empty where it can.
+    """Return why a row cannot be answered; empty where it can.
 
     Args:
-        values: what the row has in the columns that are asked.
+        values: what the row has in the columns of the task's inputs.
         names: the columns; lines and images have one whatever its name.
     """
     for name, value in zip(names, values, strict=False):
@@ -100,19 +122,12 @@ def find_problem(values: Values, names: Sequence[str]) -> str:
     return ""
 
 
-def is_finite(answer: Any) -> bool:
-    """Whether a vector, or every score of an answer, is a number."""
-    if isinstance(answer, np.ndarray):
-        return bool(np.isfinite(answer).all())
-    scored = getattr(answer, "labels", answer)
-    if isinstance(answer, MaskFillings):
-        scored = [filling for mask in answer.masks for filling in mask]
-    return all(np.isfinite(found.score) for found in scored)
+def own_message(task: type[Task], message: str) -> str:
+    """Return the message of a list of one input as that of a row.
 
-
-def own_message(message: str) -> str:
-    """A row's own message: `text 0 has no [MASK]` speaks of a list of one."""
-    for what in ("text", "image", "question", "context"):
-        if message.startswith(f"{what} 0"):
-            return f"the {what}{message.removeprefix(f'{what} 0')}"
+    `text 0 has no [MASK]` becomes `the text has no [MASK]`.
+    """
+    for name in (field.name for field in task.inputs):
+        if message.startswith(f"{name} 0"):
+            return f"the {name}{message.removeprefix(f'{name} 0')}"
     return message

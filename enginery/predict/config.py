@@ -34,8 +34,8 @@ class PredictConfig:
     prefix: str = ""
     """Goes before the names of the answer's columns, where the input has such columns already."""
     top_k: int = 1
-    """Labels, answers or fillings of a row, best first; 0 for all. Beyond one, labels and answers
-    are also written as a list."""
+    """Labels, answers or fillings of a row, best first; 0 for all labels. Beyond one, labels and
+    answers are also written as a list."""
     activation: Activation = "auto"
     """What makes scores of a classifier's logits; `auto` as transformers' pipeline chooses."""
     aggregation: Aggregation = "simple"
@@ -43,7 +43,7 @@ class PredictConfig:
     prompt_name: str = ""
     """A prompt of config_sentence_transformers.json; empty for the model's default."""
     max_answer_tokens: int = 15
-    """The most tokens of an answer to a question."""
+    """The most tokens of an answer to a question, 1 to 512."""
     allow_no_answer: bool = False
     """Let "no answer" compete, as an empty text."""
     provider: str = ""

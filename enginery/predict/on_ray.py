@@ -25,7 +25,7 @@ from enginery.core.artifact import Artifact
 from enginery.core.closing import Closing
 from enginery.core.errors import EngineryError, MissingPackageError
 from enginery.predict.answering import Answered
-from enginery.predict.asking import require_task
+from enginery.predict.asking import read_options, require_task
 from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import PredictConfig
 from enginery.predict.ray_cluster import connect, room_for
@@ -51,7 +51,7 @@ class RayAnswerer(Closing):
             EngineryError: what opening an `Answerer` raises.
         """
         artifact.require_passed(allow_failed=config.allow_failed)
-        require_task(artifact, config)
+        self.task = require_task(artifact, config)
         try:
             ray = import_module("ray")
             import_module("ray.data")
@@ -85,12 +85,8 @@ class RayAnswerer(Closing):
         return self._actors * self._cpus
 
     @property
-    def task(self) -> str:
-        return str(self._facts["task"])
-
-    @property
     def takes_images(self) -> bool:
-        return bool(self._facts["takes_images"])
+        return self.task.takes_images
 
     @property
     def providers(self) -> list[str]:
@@ -103,8 +99,15 @@ class RayAnswerer(Closing):
         return (*self._facts["notes"], note)
 
     def columns(self, kept: Any, names: Sequence[str]) -> AnswerColumns:
-        """As `Answerer.columns`."""
-        return AnswerColumns.of(self.task, self._config, kept, names, dim=self._facts["dim"])
+        """Return what `Answerer.columns` returns."""
+        return AnswerColumns.of(
+            self.task,
+            read_options(self.task, self._config),
+            kept,
+            names,
+            prefix=self._config.prefix,
+            dim=self._facts["dim"],
+        )
 
     def stream(
         self, reader: Reader, columns: AnswerColumns, *, skip: int

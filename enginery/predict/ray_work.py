@@ -40,8 +40,6 @@ def describe(path: str, content: str, config: PredictConfig, base: str) -> dict[
     try:
         with _answerer(path, content, config, base) as answerer:
             return {
-                "task": answerer.task,
-                "takes_images": answerer.takes_images,
                 "providers": answerer.providers,
                 "notes": answerer.notes,
                 "dim": answerer.dim,

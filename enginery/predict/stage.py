@@ -36,7 +36,7 @@ from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.staging import write_beside
 from enginery.predict.answering import Answerer
-from enginery.predict.asking import column_names, wishes_of
+from enginery.predict.asking import column_names, require_task, wishes_of
 from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import WITHOUT_EFFECT, PredictConfig
 from enginery.predict.delimited import LineReader
@@ -118,14 +118,14 @@ def run(
             base = path if path.is_dir() else path.parent
             loading = side.submit(_open, artifact, config, base)
             try:
-                columns = column_names(artifact.manifest.task, config)
+                columns = column_names(require_task(artifact, config), config)
                 reader = open_input(path, columns, config, raw_lines=kind == "jsonl")
             except BaseException:
                 _drop(loading)
                 raise
             answerer = loading.result()
             opened.enter_context(answerer)
-            _require_shape(reader, columns, answerer)
+            _require_shape(reader, columns, artifact.manifest.task, answerer)
             written = answerer.columns(reader.schema, reader.names)
             journal = Journal.open(output, key, str(written.schema))
             resumed = journal.counts.rows
@@ -208,15 +208,15 @@ def _open(artifact: Artifact, config: PredictConfig, base: Path) -> Answerer | R
 
 
 def _require_shape(
-    reader: Reader, columns: tuple[str, ...], answerer: Answerer | RayAnswerer
+    reader: Reader, columns: tuple[str, ...], task: str, answerer: Answerer | RayAnswerer
 ) -> None:
-    """Raises InputError for lines or images where the model wants something else."""
+    """Raise InputError for lines or images where the model wants something else."""
     if isinstance(reader, ImageReader) and not answerer.takes_images:
-        raise InputError(f"the input is images, but the model does {answerer.task} of texts.")
+        raise InputError(f"the input is images, but the model does {task} of texts.")
     if isinstance(reader, LineReader) and (len(columns) > 1 or answerer.takes_images):
         wanted = " and ".join(f"'{column}'" for column in columns)
         raise InputError(
-            f"the input is lines of text, but {answerer.task} needs the columns {wanted}.",
+            f"the input is lines of text, but {task} needs the columns {wanted}.",
             do="Give it a CSV, JSONL or Parquet file.",
         )
 

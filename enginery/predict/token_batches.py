@@ -1,9 +1,9 @@
-"""Texts of a window through one session, in batches of bounded tokens that run side by side.
+"""Inputs of a window through one session, in batches of bounded tokens that run side by side.
 
-    >>> pool = RunPool(workers=2)
-    >>> texts = WindowModel.open_for(artifact, runner, pool, PredictConfig()).fresh()
-    >>> texts.embed(["The engine is warm."], prompt_name="").shape, texts.meter.tokens
-    ((1, 384), 7)
+    >>> model = WindowModel.open(artifact, runner, RunPool(workers=2), PredictConfig())
+    >>> meter = Meter()
+    >>> model(["The engine is warm."], meter)[0].shape, meter.tokens
+    ((384,), 7)
 
 One session is shared: its weights are in memory once, and each run stays on the thread that asks
 for it. ONNX Runtime's own threads would wait for work in busy loops and take the cores from each
@@ -14,23 +14,26 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from numpy.typing import NDArray
-
 from enginery.core.artifact import Artifact
 from enginery.core.closing import Closing
+from enginery.predict.asking import read_options, require_task
 from enginery.predict.config import PredictConfig
 from enginery.predict.encoding_watch import EncodingWatch
-from enginery.runtime.batching import plan_batches
 from enginery.runtime.ort import OrtRunner, Outputs
-from enginery.runtime.text_model import TextModel, fill_rows
-from enginery.runtime.text_rows import Asked
-from enginery.runtime.tokenizer import TextTokenizer, TokenIds
+from enginery.runtime.pooling import Vectors
+from enginery.runtime.tasks.batch_runner import BatchRunner
+from enginery.runtime.tasks.images import ImageTask
+from enginery.runtime.tasks.task import Arrays, Row, Task, TaskOptions, Work
+from enginery.runtime.tasks.text import TextTask
+from enginery.runtime.tokenizer import TextTokenizer
+
+_PROBE_TOKENS = 8
 
 
 class RunPool(Closing):
@@ -42,15 +45,15 @@ class RunPool(Closing):
         self.first_run: float | None = None
         """When the first batch went to the session, by `time.perf_counter`."""
 
-    def submit(self, runner: OrtRunner, feeds: dict[str, NDArray[Any]]) -> Future[Any]:
-        """The outputs of a batch and the seconds that they took, to come."""
+    def submit(self, runner: OrtRunner, feeds: Arrays) -> Future[Any]:
+        """Return the outputs of a batch and the seconds that they took, to come."""
         return self._threads.submit(self._run, runner, feeds)
 
     def close(self) -> None:
-        """Drops what waits."""
+        """Drop what waits."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _run(self, runner: OrtRunner, feeds: dict[str, NDArray[Any]]) -> tuple[Outputs, float]:
+    def _run(self, runner: OrtRunner, feeds: Arrays) -> tuple[Outputs, float]:
         started = time.perf_counter()
         if self.first_run is None:
             self.first_run = started
@@ -68,6 +71,8 @@ class Meter:
     encode_seconds: float = 0.0
     run_seconds: float = 0.0
     """Summed over batches, which run side by side."""
+    truncated: int = 0
+    """Texts longer than the model takes, of those that were answered."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,11 @@ class WindowTokenizer(TextTokenizer):
     watch: EncodingWatch = field(default_factory=EncodingWatch)
 
     def encode(self, texts: Sequence[str | tuple[str, str]], *, offsets: bool = True) -> list[Any]:
-        """As `TextTokenizer.encode`, and raises what `EncodingWatch` raises."""
+        """Encode as `TextTokenizer.encode`; raise what `EncodingWatch` raises, too."""
         return self._watched(partial(super().encode, offsets=offsets), texts)
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Any]:
-        """As `TextTokenizer.encode_pairs`, and raises what `EncodingWatch` raises."""
+        """Encode as `TextTokenizer.encode_pairs`; raise what `EncodingWatch` raises, too."""
         return self._watched(super().encode_pairs, pairs)
 
     def _watched(self, encode: Callable[[Any], list[Any]], texts: Sequence[Any]) -> list[Any]:
@@ -93,90 +98,100 @@ class WindowTokenizer(TextTokenizer):
             self.meter.encode_seconds += time.perf_counter() - started
 
 
-@dataclass
-class WindowModel(TextModel):
-    """A text model whose batches follow a token budget and run in a pool.
+@dataclass(frozen=True)
+class WindowModel:
+    """A task over one session. Batches of texts follow a token budget and run in a pool.
 
-    `fresh` gives each window its own, with its own counts; tokenizer, watch and session are shared.
+    Any thread may call it; what a call takes is counted in the meter that it is given.
     """
 
-    pool: RunPool | None = None
-    max_rows: int = 0
-    max_tokens: int = 0
-    meter: Meter = field(default_factory=Meter)
+    task: Task
+    options: TaskOptions
+    batches: BatchRunner
+    pool: RunPool
+    max_rows: int
+    max_tokens: int
     watch: EncodingWatch = field(default_factory=EncodingWatch)
 
     @classmethod
-    def open_for(
+    def open(
         cls, artifact: Artifact, runner: OrtRunner, pool: RunPool, config: PredictConfig
     ) -> WindowModel:
-        """Reads the model's files; raises what `TextModel.open` raises."""
-        return cls.read(
-            artifact, runner.record, runner=runner, pool=pool, max_rows=config.batch_rows,
+        """Read the model's files; raise what `require_task` and `Task.open` raise."""
+        definition = require_task(artifact, config)
+        task = definition.open(artifact, runner.record)
+        return cls(
+            task,
+            read_options(definition, config),
+            BatchRunner(task, runner),
+            pool,
+            max_rows=config.batch_rows,
             max_tokens=config.batch_tokens,
-        )  # fmt: skip
+        )
 
-    def fresh(self) -> WindowModel:
-        """The same model with nothing counted."""
-        meter = Meter()
-        settings = {f.name: getattr(self.tokenizer, f.name) for f in fields(TextTokenizer)}
+    def __call__(self, inputs: Sequence[Any], meter: Meter) -> list[Any]:
+        """Return a result of the task for each input.
+
+        Raises:
+            InputError: an input cannot be used, or the graph does not take the rows.
+        """
+        if isinstance(self.task, ImageTask):
+            # In this thread: preparing an image takes longer than a thread's run of it.
+            rows = self.batches.run_each(self.task.image_rows(inputs))
+            return self.task.postprocess(Work([]), rows, self.options)
+        task = self.watched(meter)
+        work = task.preprocess(inputs, self.options)
+        results = task.postprocess(work, self._run(work.rows, meter), self.options)
+        meter.truncated += sum(row.truncated for row in work.rows)
+        return results
+
+    def watched(self, meter: Meter) -> Task:
+        """Return the task with a tokenizer that is watched and whose time `meter` counts."""
+        if not isinstance(self.task, TextTask):
+            return self.task
+        settings = {f.name: getattr(self.task.tokenizer, f.name) for f in fields(TextTokenizer)}
         tokenizer = WindowTokenizer(**settings, meter=meter, watch=self.watch)
-        return replace(self, tokenizer=tokenizer, meter=meter, truncated=0)
+        return replace(self.task, tokenizer=tokenizer)
 
     @property
     def dim(self) -> int:
-        """The length of a vector, as token ids are answered: a tokenizer may fail on any text."""
-        size = self.tokenizer.texts.get_vocab_size(with_added_tokens=True)
-        row = TokenIds([size // 2] * min(8, self.tokenizer.limit))
-        (vector,) = self._answers(Asked([row], list))
-        return int(vector.shape[0])
+        """Return the length of a vector, from one made-up row; 0 for other results.
 
-    def _run(
-        self, encodings: Sequence[Any]
-    ) -> Iterator[tuple[list[int], dict[str, NDArray[Any]], Outputs]]:
-        """The graph over all encodings; while one batch is looked at, others run."""
-        pool = self.pool
-        if pool is None:
-            raise AssertionError("a window model is opened with a pool")
-        waiting: deque[tuple[list[int], dict[str, NDArray[Any]], Future[Any]]] = deque()
+        Not every graph says it, and a tokenizer may fail on any text.
+        """
+        if self.task.result_type is not Vectors:
+            return 0
+        limit = self.task.tokenizer.limit if isinstance(self.task, TextTask) else _PROBE_TOKENS
+        work = Work([self.task.probe(min(_PROBE_TOKENS, limit))])
+        (vector,) = self.task.postprocess(work, self.batches.run(work.rows), self.options)
+        return len(vector)
+
+    def _run(self, rows: Sequence[Row], meter: Meter) -> list[Any]:
+        """Return what the graph gives for each row; while one batch is looked at, others run."""
+        outputs: list[Any] = [None] * len(rows)
+        waiting: deque[tuple[list[int], Arrays, Future[Any]]] = deque()
+
+        def finish() -> None:
+            batch, feeds, run = waiting.popleft()
+            found, seconds = run.result()
+            meter.run_seconds += seconds
+            parts = self.batches.split([rows[place] for place in batch], feeds, found)
+            for place, part in zip(batch, parts, strict=True):
+                outputs[place] = part
+
+        plan = self.batches.plan(rows, max_rows=self.max_rows, max_tokens=self.max_tokens)
+        first = self.batches.runner.record.inputs[0].name
         try:
-            for batch, feeds in self._batches(encodings):
-                waiting.append((batch, feeds, pool.submit(self.runner, feeds)))
-                if len(waiting) > pool.workers:
-                    yield self._finished(*waiting.popleft())
+            for batch in plan:
+                feeds = self.batches.feeds([rows[place] for place in batch])
+                meter.tokens += sum(rows[place].tokens for place in batch)
+                meter.padded_tokens += int(feeds[first].size)
+                waiting.append((batch, feeds, self.pool.submit(self.batches.runner, feeds)))
+                if len(waiting) > self.pool.workers:
+                    finish()
             while waiting:
-                yield self._finished(*waiting.popleft())
+                finish()
         finally:
             for _, _, run in waiting:
                 run.cancel()
-
-    def _batches(
-        self, encodings: Sequence[Any]
-    ) -> Iterator[tuple[list[int], dict[str, NDArray[Any]]]]:
-        inputs, profiles = self.runner.record.inputs, self.runner.profiles
-        fixed = next((s.dims[0] for s in inputs if isinstance(s.dims[0], int)), 0)
-        lengths = [len(encoding) for encoding in encodings]
-        for batch in plan_batches(
-            lengths,
-            max_rows=fixed or (self._engine_rows if profiles else self.max_rows),
-            max_tokens=self.max_tokens,
-            equal_lengths=not self.tokenizer.can_pad(inputs),
-        ):
-            longest = max(lengths[index] for index in batch)
-            rows, width = self.runner.padded_shape(inputs[0], (len(batch), max(longest, 1)))
-            feeds = self.tokenizer.feeds([encodings[i] for i in batch], inputs, width=width)
-            feeds = fill_rows(feeds, fixed or rows)
-            self.meter.tokens += sum(lengths[index] for index in batch)
-            self.meter.padded_tokens += int(feeds[inputs[0].name].size)
-            yield batch, feeds
-
-    def _engine_rows(self, tokens: int) -> int:
-        return min(self._most_rows(tokens), self.max_rows)
-
-    def _finished(
-        self, batch: list[int], feeds: dict[str, NDArray[Any]], run: Future[Any]
-    ) -> tuple[list[int], dict[str, NDArray[Any]], Outputs]:
-        outputs, seconds = run.result()
-        self.meter.run_seconds += seconds
-        kept = {name: values[: len(batch)] for name, values in outputs.items()}
-        return batch, feeds, kept
+        return outputs

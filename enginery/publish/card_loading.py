@@ -10,23 +10,19 @@ Each is run by the tests for each task that it is made for.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 from enginery.core.artifact import Artifact
-from enginery.core.model_files import ModelConfig, SpecialTokensMap, TokenizerConfig
+from enginery.core.model_files import ModelConfig, mask_token
 from enginery.core.shapes import TensorSpec
+from enginery.runtime.pooling import Vectors
 from enginery.runtime.provider_names import short_name
+from enginery.runtime.tasks import manifest_task, takes_pixels
 
 CPU = "CPUExecutionProvider"
 _TEXT = '"The engine is warm."'
-_CALLS = {
-    "feature-extraction": f"model.embed([{_TEXT}]).shape",
-    "text-classification": f"model.classify([{_TEXT}])",
-    "token-classification": 'model.tag(["Ada Lovelace lived in London."])',
-    "question-answering": 'model.answer([("Where did Ada live?", "Ada lived in London.")])',
-    "fill-mask": 'model.fill(["The engine is {mask}."])',
-    "image-classification": 'model.classify_images([Image.new("RGB", (64, 64))])',
-}
+_IMAGE = 'Image.new("RGB", (64, 64))'
 _CLASSES = {
     "feature-extraction": "ORTModelForFeatureExtraction",
     "text-classification": "ORTModelForSequenceClassification",
@@ -46,56 +42,73 @@ _TOKENS = {
 
 
 def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> dict[str, str]:
-    """Python by how it loads: `enginery`, `Optimum`, `onnxruntime`.
+    """Return Python code by how it loads: `enginery`, `Optimum`, `onnxruntime`.
 
     Args:
         artifact: what is loaded.
         name: of the directory that it was pulled to.
         provider: ONNX Runtime's name of the execution provider to run on.
     """
-    takes_pixels = any(s.name == "pixel_values" for s in artifact.manifest.graphs[0].inputs)
     makers = {
-        "enginery": _with_enginery(artifact, name, provider, takes_pixels=takes_pixels),
-        "Optimum": _with_optimum(artifact, name, provider, takes_pixels=takes_pixels),
+        "enginery": _with_enginery(artifact, name, provider),
+        "Optimum": _with_optimum(artifact, name, provider),
         "onnxruntime": _with_onnxruntime(artifact, name, provider),
     }
     return {way: code for way, code in makers.items() if code}
 
 
-def _with_enginery(artifact: Artifact, name: str, provider: str, *, takes_pixels: bool) -> str:
-    """Empty for a task whose answers enginery does not make, or without what prepares inputs."""
-    call = _CALLS.get(artifact.manifest.task, "")
-    if takes_pixels and artifact.manifest.task == "feature-extraction":
-        call = 'model.embed_images([Image.new("RGB", (64, 64))]).shape'
-    prepares = "preprocessor_config.json" if takes_pixels else "tokenizer.json"
-    if not call or prepares not in artifact.manifest.files:
-        return ""
-    lines = ["from enginery import load_model"]
-    if takes_pixels:
-        lines.append("from PIL import Image")
-    wish = "" if provider == CPU else f', provider="{short_name(provider)}"'
-    if artifact.failed():
-        wish += ", allow_failed=True"
-    call = call.replace("{mask}", _mask(artifact))
-    return "\n".join(
-        [*lines, "", f'with load_model("{name}"{wish}) as model:', f"    print({call})"]
+def example_texts(artifact: Artifact) -> tuple[str, ...]:
+    """Return the texts of one input of the artifact's task, with the tokenizer's own mask.
+
+    Empty for images and for a task that is not answered.
+    """
+    task = manifest_task(artifact.manifest)
+    texts = task.example if task else ()
+    return tuple(
+        text.replace("{mask}", mask_token(artifact.path)) if "{mask}" in text else text
+        for text in texts
     )
 
 
-def _with_optimum(artifact: Artifact, name: str, provider: str, *, takes_pixels: bool) -> str:
-    """Empty for a task that has no class of Optimum's, and for a text model without tokenizer."""
+def _with_enginery(artifact: Artifact, name: str, provider: str) -> str:
+    """Return no code for a task that is not answered, or without what prepares inputs."""
+    task = manifest_task(artifact.manifest)
+    if task is None or _prepares(task.takes_images) not in artifact.manifest.files:
+        return ""
+    lines = ["from enginery import load_model"]
+    if task.takes_images:
+        lines.append("from PIL import Image")
+    options = "" if provider == CPU else f', provider="{short_name(provider)}"'
+    if artifact.failed():
+        options += ", allow_failed=True"
+    texts = [_quoted(text) for text in example_texts(artifact)] or [_IMAGE]
+    example = texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
+    shape = ".shape" if task.result_type is Vectors else ""
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f'with load_model("{name}"{options}) as model:',
+            f"    print(model.{task.verb}([{example}]){shape})",
+        ]
+    )
+
+
+def _with_optimum(artifact: Artifact, name: str, provider: str) -> str:
+    """Return no code for a task without a class of Optimum's, or without what prepares inputs."""
     task = artifact.manifest.task
+    takes_images = takes_pixels(spec.name for spec in artifact.manifest.graphs[0].inputs)
     kind = _CLASSES.get(task, "")
-    if takes_pixels and task == "feature-extraction":
+    if takes_images and task == "feature-extraction":
         kind = "ORTModelForCustomTasks"  # the other class feeds token ids
-    prepares = "preprocessor_config.json" if takes_pixels else "tokenizer_config.json"
+    prepares = "preprocessor_config.json" if takes_images else "tokenizer_config.json"
     if not kind or prepares not in artifact.manifest.files:
         return ""
-    wish = "" if provider == CPU else f', provider="{provider}"'
+    options = "" if provider == CPU else f', provider="{provider}"'
     if task in _GENERATES and not _has_past(artifact):
-        wish += ", use_cache=False"
-    load = f'model = {kind}.from_pretrained("{name}"{wish})'
-    if takes_pixels:
+        options += ", use_cache=False"
+    load = f'model = {kind}.from_pretrained("{name}"{options})'
+    if takes_images:
         return "\n".join(
             [
                 f"from optimum.onnxruntime import {kind}",
@@ -104,13 +117,11 @@ def _with_optimum(artifact: Artifact, name: str, provider: str, *, takes_pixels:
                 "",
                 f'processor = AutoImageProcessor.from_pretrained("{name}")',
                 load,
-                'image = Image.new("RGB", (64, 64))',
+                f"image = {_IMAGE}",
                 'print(model(**processor(image, return_tensors="pt")))',
             ]
         )
-    text = f'"The engine is {_mask(artifact)}."' if task == "fill-mask" else _TEXT
-    if task == "question-answering":
-        text = '"Where did Ada live?", "Ada lived in London."'
+    text = ", ".join(map(_quoted, example_texts(artifact))) or _TEXT
     run = f'tokenizer({text}, return_tensors="pt")'
     answer = f"model(**{run})"
     if task in _GENERATES:
@@ -192,7 +203,11 @@ def _has_past(artifact: Artifact) -> bool:
     return any(spec.name.startswith("past_key_values") for spec in inputs)
 
 
-def _mask(artifact: Artifact) -> str:
-    """The tokenizer's own mask; it is plain text in one file and an object in another."""
-    settings = TokenizerConfig.read(artifact.path)
-    return settings.with_map(SpecialTokensMap.read(artifact.path)).mask_token or "[MASK]"
+def _prepares(takes_images: bool) -> str:
+    """Return the file without which inputs cannot be prepared."""
+    return "preprocessor_config.json" if takes_images else "tokenizer.json"
+
+
+def _quoted(text: str) -> str:
+    """Return a text as a Python string in double quotes."""
+    return json.dumps(text, ensure_ascii=False)

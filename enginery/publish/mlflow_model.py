@@ -14,30 +14,24 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import fields, is_dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import enginery
 from enginery.core.fingerprint import runtime_version
 from enginery.core.manifest import Manifest
-from enginery.core.model_files import SpecialTokensMap, TokenizerConfig
+from enginery.publish.card_loading import example_texts
 from enginery.publish.engine_bond import bound_to
 from enginery.publish.package import Package
-from enginery.publish.pyfunc import COLUMNS, IMAGE, TEXT_PAIR
-from enginery.runtime.model import METHODS
+from enginery.runtime.pooling import Vectors
+from enginery.runtime.tasks import manifest_task
 
 ARTIFACT = "data/artifact"
 """Where the artifact is inside of the MLflow model."""
 CONTENT_TAG = "enginery.content_sha256"
 WITHOUT_RIGHTS_TAG = "enginery.without_rights_sha256"
-_EXAMPLES = {
-    "text": "The engine is warm.",
-    "question": "Who built the bridge?",
-    "context": "Ada built the bridge in London.",
-}
-_TOP_K = {"classify": 0, "classify_images": 0, "answer": 1, "fill": 5}
-"""The defaults of `Model`'s methods."""
 _MAX_VALUE = 5000  # MLflow's smallest limit of a tag's value
 
 
@@ -78,66 +72,86 @@ def write_mlflow_model(package: Package, directory: Path, *, model_id: str, run_
 
 
 def signature(manifest: Manifest) -> Any:
-    """The `ModelSignature` of the artifact's task; None for one that `load_model` does not answer.
+    """Return the `ModelSignature` of the artifact's task; None for one that is not answered.
 
     Inputs are strings, or the bytes of image files. Embeddings are float32 (rows, dim), every other
-    answer is a list or a dict a row.
+    result is a list or a dict a row. Parameters are the task's options.
     """
     import numpy as np
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema, TensorSpec
-    from mlflow.types.schema import Array, Object, Property
 
-    method = _method(manifest)
-    if not method:
+    task = manifest_task(manifest)
+    if task is None:
         return None
-    label = [Property("label", DataType.string), Property("score", DataType.double)]
-    place = [Property("start", DataType.long), Property("end", DataType.long),
-             Property("text", DataType.string)]  # fmt: skip
-    filling = [
-        Property("token", DataType.string),
-        Property("token_id", DataType.long),
-        Property("score", DataType.double),
-        Property("sequence", DataType.string),
-    ]
-    labels = ColSpec(Array(Object(label)), name="labels")
-    outputs = {
-        "embed": TensorSpec(np.dtype("float32"), (-1, -1)),
-        "embed_images": TensorSpec(np.dtype("float32"), (-1, -1)),
-        "classify": labels,
-        "classify_images": labels,
-        "tag": ColSpec(Array(Object([*label, *place]))),
-        "answer": ColSpec(Array(Object([label[1], *place]))),
-        "fill": ColSpec(Array(Array(Object(filling))), name="masks"),
-    }
-    names = COLUMNS[method]
-    single = len(names) == 1
-    kind = DataType.binary if names[0] == IMAGE else DataType.string
+    kind = DataType.binary if task.takes_images else DataType.string
     # Without a name, MLflow takes a plain list of texts; with names, tables alone.
     inputs = [
-        ColSpec(kind) if single else ColSpec(kind, name=name, required=name != TEXT_PAIR)
-        for name in names
+        ColSpec(kind)
+        if len(task.inputs) == 1
+        else ColSpec(kind, name=field.name, required=not field.optional)
+        for field in task.inputs
     ]
-    top_k = _TOP_K.get(method)
-    params = None if top_k is None else ParamSchema([ParamSpec("top_k", DataType.long, top_k)])
-    return ModelSignature(Schema(inputs), Schema([outputs[method]]), params)
+    if task.result_type is Vectors:
+        outputs = [TensorSpec(np.dtype("float32"), (-1, -1))]
+    elif is_dataclass(task.result_type):
+        outputs = [ColSpec(kind, name=name) for name, kind in _parts(task.result_type).items()]
+    else:
+        outputs = [ColSpec(_column_type(task.result_type))]
+    kinds = {
+        "boolean": DataType.boolean,
+        "integer": DataType.long,
+        "number": DataType.double,
+        "string": DataType.string,
+    }
+    defaults = {name: field.default for name, field in task.Options.model_fields.items()}
+    params = [
+        ParamSpec(name, kinds[schema["type"]], defaults[name])
+        for name, schema in task.Options.schemas().items()
+        if schema.get("type") in kinds
+    ]
+    return ModelSignature(Schema(inputs), Schema(outputs), ParamSchema(params))
+
+
+def _column_type(kind: Any) -> Any:
+    """Return MLflow's type of values of a Python type: a scalar, a dataclass, or a list of them."""
+    from mlflow.types import DataType
+    from mlflow.types.schema import Array, Object, Property
+
+    scalars = {
+        str: DataType.string,
+        int: DataType.long,
+        float: DataType.double,
+        bool: DataType.boolean,
+    }
+    if kind in scalars:
+        return scalars[kind]
+    if is_dataclass(kind):
+        return Object([Property(name, part) for name, part in _parts(kind).items()])
+    return Array(_column_type(get_args(kind)[0]))
+
+
+def _parts(kind: Any) -> dict[str, Any]:
+    """Return MLflow's type of each field of a dataclass."""
+    hints = get_type_hints(kind)
+    return {field.name: _column_type(hints[field.name]) for field in fields(kind)}
 
 
 def input_example(package: Package) -> Any:
-    """One row that the signature takes; None where there is no signature."""
-    method = _method(package.artifact.manifest)
-    if not method:
+    """Return one row that the signature takes; None where there is no signature."""
+    task = manifest_task(package.artifact.manifest)
+    if task is None:
         return None
     import pandas as pd
 
-    names = COLUMNS[method]
-    if names[0] == IMAGE:
-        return pd.DataFrame({IMAGE: [_grey_image()]})
-    if method == "fill":
-        return [f"The engine is {_mask_token(package)}."]
+    names = [field.name for field in task.inputs]
+    if task.takes_images:
+        return pd.DataFrame({names[0]: [_grey_image()]})
+    texts = example_texts(package.artifact)
     if len(names) == 1:
-        return [_EXAMPLES[names[0]]]
-    return pd.DataFrame({name: [_EXAMPLES[name]] for name in names if name in _EXAMPLES})
+        return list(texts)
+    required = [field.name for field in task.inputs if not field.optional]
+    return pd.DataFrame({name: [text] for name, text in zip(required, texts, strict=True)})
 
 
 def tags(package: Package) -> dict[str, str]:
@@ -170,23 +184,9 @@ def stage_params(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def _method(manifest: Manifest) -> str:
-    """The method of `Model` that answers; empty where there is none."""
-    method = METHODS.get(manifest.task, "")
-    takes_pixels = any(spec.name == "pixel_values" for spec in manifest.graphs[0].inputs)
-    return "embed_images" if method == "embed" and takes_pixels else method
-
-
 def _grey_image() -> bytes:
     from PIL import Image
 
     stream = BytesIO()
     Image.new("RGB", (64, 64), (128, 128, 128)).save(stream, "PNG")
     return stream.getvalue()
-
-
-def _mask_token(package: Package) -> str:
-    """The tokenizer's own, `[MASK]` or `<mask>`."""
-    directory = package.artifact.path
-    settings = TokenizerConfig.read(directory)
-    return settings.with_map(SpecialTokensMap.read(directory)).mask_token or "[MASK]"

@@ -16,21 +16,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from enginery.core.errors import InputError
 from enginery.core.options import options_from
 from enginery.runtime.model import Model, load_model
-
-TEXT, TEXT_PAIR, IMAGE = "text", "text_pair", "image"
-COLUMNS = {
-    "embed": (TEXT,),
-    "classify": (TEXT, TEXT_PAIR),
-    "tag": (TEXT,),
-    "answer": ("question", "context"),
-    "fill": (TEXT,),
-    "classify_images": (IMAGE,),
-    "embed_images": (IMAGE,),
-}
-"""What a table of inputs is read from, by the method that answers; `text_pair` may be absent."""
+from enginery.runtime.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -55,12 +46,12 @@ class PyfuncModel:
         self.model = model
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> Any:
-        """Answers each row.
+        """Answer each row.
 
         Args:
             model_input: a pandas DataFrame or a dict with the task's columns, or a list of texts,
                 of images, or of (question, context).
-            params: passed on to the method that answers: `top_k`, `activation`, …
+            params: options of the task: `top_k`, `activation`, …
 
         Returns:
             float32 (rows, dim) for embeddings, else a list with one answer a row, in dicts, lists,
@@ -69,13 +60,13 @@ class PyfuncModel:
         Raises:
             InputError: a column is missing, or a value is not what the task takes.
         """
-        method = self.model.method
-        answers = getattr(self.model, method)(_rows(model_input, method), **(params or {}))
-        return answers if method.startswith("embed") else [_plain(answer) for answer in answers]
+        rows = _rows(model_input, type(self.model.definition))
+        answers = self.model(rows, **(params or {}))
+        return answers if isinstance(answers, np.ndarray) else _plain(answers)
 
 
 def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) -> PyfuncModel:
-    """Opens the artifact for MLflow; see `PyfuncConfig` for `model_config`.
+    """Open the artifact for MLflow; see `PyfuncConfig` for `model_config`.
 
     Raises:
         OptionError: an option of `model_config` is unknown.
@@ -86,59 +77,62 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) 
     return PyfuncModel(load_model(Path(data_path), **chosen))
 
 
-def _rows(model_input: Any, method: str) -> list[Any]:
-    """The rows as the model's method takes them."""
+def _rows(model_input: Any, task: type[Task]) -> list[Any]:
+    """Return the rows as the task takes them."""
     if hasattr(model_input, "columns"):  # a DataFrame, or what behaves as one
         names = [str(name) for name in model_input.columns]
         values = [model_input.iloc[:, index].tolist() for index in range(len(names))]
         # MLflow makes one row of a dict of lists.
         if all(len(column) == 1 and isinstance(column[0], list) for column in values):
             values = [column[0] for column in values]
-        if len(names) == 1 and len(_required(method)) == 1:
-            return _column(values[0], method)  # whatever the only column is called
-        return _from_columns(dict(zip(names, values, strict=True)), method)
+        if len(names) == 1 and len(_required(task)) == 1:
+            return _column(values[0], task)  # whatever the only column is called
+        return _from_columns(dict(zip(names, values, strict=True)), task)
     if isinstance(model_input, Mapping):
         return _from_columns(
-            {str(name): _listed(value) for name, value in model_input.items()}, method
+            {str(name): _listed(value) for name, value in model_input.items()}, task
         )
     if isinstance(model_input, str | bytes):
-        return _column([model_input], method)
-    return _column(_listed(model_input), method)
+        return _column([model_input], task)
+    return _column(_listed(model_input), task)
 
 
-def _from_columns(columns: Mapping[str, Sequence[Any]], method: str) -> list[Any]:
-    required = _required(method)
+def _from_columns(columns: Mapping[str, Sequence[Any]], task: type[Task]) -> list[Any]:
+    required = _required(task)
+    names = [field.name for field in task.inputs]
     if missing := [name for name in required if name not in columns]:
         raise InputError(
             f"the input has the columns {', '.join(columns) or 'none'}, "
-            f"expected {', '.join(COLUMNS[method])}.",
+            f"expected {', '.join(names)}.",
             do=f"Add {' and '.join(missing)}.",
         )
-    known = [columns[name] for name in COLUMNS[method] if name in columns]
+    known = [columns[name] for name in names if name in columns]
     if len(known) == 1:
-        return _column(known[0], method)
+        return _column(known[0], task)
     if len({len(column) for column in known}) > 1:
         raise InputError("the input's columns differ in length, expected one value a row.")
     # A row without a second text is a text alone.
-    return [row[0] if len(required) == 1 and _absent(row[1]) else row
-            for row in zip(*known, strict=True)]  # fmt: skip
+    return [
+        row[0] if len(required) == 1 and _absent(row[1]) else row
+        for row in zip(*known, strict=True)
+    ]
 
 
-def _required(method: str) -> tuple[str, ...]:
-    return tuple(name for name in COLUMNS[method] if name != TEXT_PAIR)
+def _required(task: type[Task]) -> list[str]:
+    return [field.name for field in task.inputs if not field.optional]
 
 
-def _column(values: Iterable[Any], method: str) -> list[Any]:
+def _column(values: Iterable[Any], task: type[Task]) -> list[Any]:
     # numpy's strings and bytes are Python's by subclass, but pandas has missing values as floats.
     rows = list(values)
     for index, value in enumerate(rows):
         if _absent(value):
-            raise InputError(f"row {index} has no {COLUMNS[method][0]}: it is {value!r}.")
+            raise InputError(f"row {index} has no {task.inputs[0].name}: it is {value!r}.")
     return rows
 
 
 def _absent(value: Any) -> bool:
-    """None, or NaN, which is not equal to itself; an array is neither."""
+    """Whether a value is None, or NaN, which is not equal to itself; an array is neither."""
     return value is None or (isinstance(value, float) and value != value)  # noqa: PLR0124
 
 

@@ -34,10 +34,10 @@ from enginery.publish.triton_models import (
 )
 from enginery.publish.triton_options import TritonConfig
 from enginery.publish.triton_repository import place
-from enginery.publish.triton_steps import FILES
-from enginery.publish.triton_tasks import TASKS
+from enginery.publish.triton_steps import FILES, open_text_task
 from enginery.publish.triton_tensors import check_types
-from enginery.runtime.text_rows import TextRows
+from enginery.runtime.tasks import TASKS, manifest_task
+from enginery.runtime.tasks.text import TextTask
 
 _MODEL_PY = Path(__file__).with_name("triton_python_model.py")
 _TOKENIZER_FILE = "tokenizer.json"
@@ -62,7 +62,7 @@ class TritonExport:
 def run(
     artifact: Artifact, out: Path, config: TritonConfig, *, progress: Progress = SILENT
 ) -> TritonExport:
-    """Leaves an artifact's models in a Triton model repository.
+    """Write an artifact's models into a Triton model repository.
 
     Args:
         artifact: what to export. It stays as it is.
@@ -85,9 +85,10 @@ def run(
     engines = triton_engines(opened, record, config) if config.needs_engine else []
     parts, notes = graph_parts(opened, record, engines, config)
     name = config.name or registry_name(opened.manifest.source.name)
-    if config.tokenizer and (lacking := _no_texts(opened)):
+    lacking = _no_texts(opened, record)
+    if config.tokenizer and lacking:
         notes.append(f"the graph alone: {lacking}")
-    with_texts = config.tokenizer and not _no_texts(opened)
+    with_texts = config.tokenizer and not lacking
     graph = exported_graph(opened, parts, config, f"{name}-{GRAPH}" if with_texts else name)
     models = [graph, *(_text_models(opened, parts, config, name) if with_texts else ())]
     if with_texts:
@@ -104,13 +105,16 @@ def run(
     )
 
 
-def _no_texts(artifact: Artifact) -> str:
-    """Why texts cannot be answered; empty where they can."""
+def _no_texts(artifact: Artifact, record: GraphRecord) -> str:
+    """Return why texts cannot be answered; empty where they can."""
     manifest = artifact.manifest
-    if manifest.task not in TASKS:
-        return f"texts are answered for {', '.join(TASKS)}, and this is for {manifest.task}"
-    if any(spec.name == "pixel_values" for graph in manifest.graphs for spec in graph.inputs):
+    task = manifest_task(manifest, record)
+    if task is not None and task.takes_images:
         return "it takes images"
+    if task is None or not issubclass(task, TextTask):
+        of_texts = (each for each in TASKS.values() if issubclass(each, TextTask))
+        known = ", ".join(name for each in of_texts for name in each.tasks)
+        return f"texts are answered for {known}, and this is for {manifest.task}"
     if _TOKENIZER_FILE not in manifest.files:
         return f"the artifact has no {_TOKENIZER_FILE}"
     return ""
@@ -119,33 +123,23 @@ def _no_texts(artifact: Artifact) -> str:
 def _text_models(
     artifact: Artifact, parts: GraphParts, config: TritonConfig, name: str
 ) -> list[TritonModel]:
-    """Tokenizer, answers and ensemble."""
-    task = TASKS[artifact.manifest.task]
-    # Read here as the server will read it: what is wrong with the files is said now.
-    rows = TextRows.read(artifact, parts.record)
-    dim = _dim(rows, parts.record) if artifact.manifest.task == "feature-extraction" else 0
+    """Return tokenizer, answers and ensemble."""
+    # Opened here as the server will open it: what is wrong with the files is said now.
+    task = open_text_task(artifact, parts.record)
     names = [MANIFEST, *_side_files(artifact)]
     files = {f"{config.version}/{FILES}/{file}": artifact.path / file for file in names}
     files[f"{config.version}/model.py"] = _MODEL_PY
     steps = [
-        step_model(step, task, parts, config, f"{name}-{step}", dim=dim, files=files)
+        step_model(step, task, parts, config, f"{name}-{step}", files=files)
         for step in (TOKENIZER, ANSWERS)
     ]
-    return [*steps, ensemble_model(task, parts, name, dim=dim)]
+    return [*steps, ensemble_model(task, parts, name)]
 
 
 def _side_files(artifact: Artifact) -> list[str]:
-    """Tokenizer and configuration: all but graphs and engines."""
+    """Return tokenizer and configuration: all but graphs and engines."""
     manifest = artifact.manifest
     graphs = {file for graph in manifest.graphs for file in (graph.file, *graph.data_files)}
     return [
         file for file in manifest.files if file not in graphs and not file.startswith(f"{ENGINES}/")
     ]
-
-
-def _dim(rows: TextRows, record: GraphRecord) -> int:
-    """The size of a vector where the graph says it; 0 where it does not."""
-    (output,) = TASKS["feature-extraction"].graph_outputs(record)
-    last = next(spec.dims[-1] for spec in record.outputs if spec.name == output)
-    modes = len(rows.pooling.modes) if rows.pooling else 1
-    return last * modes if isinstance(last, int) else 0

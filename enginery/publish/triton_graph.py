@@ -25,10 +25,10 @@ from enginery.publish.triton_models import GraphParts, TritonModel, graph_model,
 from enginery.publish.triton_options import TritonConfig
 from enginery.publish.triton_tensors import batch_dim, has_batch_dim
 from enginery.publish.triton_warmup import warmup_samples
-from enginery.runtime.classification import label_names
 from enginery.runtime.engines import wrapper_of
+from enginery.runtime.tasks import manifest_task
+from enginery.runtime.tasks.classify import LabelResults, label_names
 
-_CLASSIFICATION = ("text-classification", "image-classification")
 _NO_BATCH = "not every tensor starts with the same dynamic dim"
 
 
@@ -86,7 +86,9 @@ def graph_parts(
     _require_possible(config.preferred_batch_size, most)
     logits = next((spec for spec in record.outputs if spec.name == "logits"), None)
     labels: list[str] = []
-    if artifact.manifest.task in _CLASSIFICATION and logits and len(logits.dims) == 2:
+    task = manifest_task(artifact.manifest, record)
+    classifies = task is not None and issubclass(task, LabelResults)
+    if classifies and logits and len(logits.dims) == 2:
         count = logits.dims[1] if isinstance(logits.dims[1], int) else 0
         labels = label_names(settings, count or len(settings.id2label))
     plain = tuple(" ".join(label.split()) for label in labels)

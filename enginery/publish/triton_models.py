@@ -20,9 +20,9 @@ from enginery.core.engine import Engine
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.publish.triton_options import TritonConfig
-from enginery.publish.triton_tasks import TritonTask
-from enginery.publish.triton_tensors import DATA_TYPES, batch_dim, tensor_fields
+from enginery.publish.triton_tensors import DATA_TYPES, STRING, batch_dim, tensor_fields
 from enginery.publish.triton_text import Word, config_text, entries, parameters
+from enginery.runtime.tasks.task import Task
 
 LABELS_FILE = "labels.txt"
 TOKENIZER, ANSWERS, GRAPH = "tokenizer", "answers", "graph"
@@ -119,15 +119,14 @@ def plan_file(engine: Engine) -> str:
 
 def step_model(
     step: str,
-    task: TritonTask,
+    task: Task,
     parts: GraphParts,
     config: TritonConfig,
     name: str,
     *,
-    dim: int,
     files: Mapping[str, Path],
 ) -> TritonModel:
-    """The model that tokenizes, or the one that answers, in the Python backend.
+    """Return the model that tokenizes, or the one that answers, in the Python backend.
 
     It takes no batches: a request's texts are the first dim, as the ensemble's are, and the graph
     takes rows of several requests together.
@@ -137,10 +136,10 @@ def step_model(
         inputs = given
         outputs = [tensor_fields(spec, batched=False) for spec in parts.record.inputs]
     else:
-        needed = task.graph_outputs(parts.record)
+        needed = task.outputs_read(parts.record)
         specs = [spec for spec in parts.record.outputs if spec.name in needed]
         inputs = [*given, *(tensor_fields(spec, batched=False) for spec in specs)]
-        outputs = _task_outputs(task, dim)
+        outputs = _task_outputs(task)
     options = {
         "step": step,
         "graph": parts.record.file,
@@ -163,13 +162,13 @@ def step_model(
     return TritonModel(name, fields, files)
 
 
-def ensemble_model(task: TritonTask, parts: GraphParts, name: str, *, dim: int) -> TritonModel:
-    """The model that clients ask: texts in, answers out."""
+def ensemble_model(task: Task, parts: GraphParts, name: str) -> TritonModel:
+    """Return the model that clients ask: texts in, results out."""
     record = parts.record
-    given = {n: n for n, _ in task.inputs}
+    given = {field.name: field.name for field in task.inputs}
     tokens = {spec.name: f"graph.{spec.name}" for spec in record.inputs}
-    found = {n: f"graph.{n}" for n in task.graph_outputs(record)}
-    answers = {n: n for n, _, _ in task.outputs}
+    found = {n: f"graph.{n}" for n in task.outputs_read(record)}
+    answers = {tensor.name: tensor.name for tensor in task.outputs}
     steps = [
         _step(f"{name}-{TOKENIZER}", given, tokens),
         _step(f"{name}-{GRAPH}", tokens, found),
@@ -181,7 +180,7 @@ def ensemble_model(task: TritonTask, parts: GraphParts, name: str, *, dim: int) 
         "max_batch_size": 0,
         "version_policy": {"latest": {"num_versions": 1}},
         "input": _task_inputs(task),
-        "output": _task_outputs(task, dim),
+        "output": _task_outputs(task),
         "ensemble_scheduling": {"step": steps},
     }
     return TritonModel(name, fields)
@@ -194,24 +193,28 @@ def _step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> 
     }  # fmt: skip
 
 
-def _task_inputs(task: TritonTask) -> list[dict[str, Any]]:
+def _task_inputs(task: Task) -> list[dict[str, Any]]:
     return [
         {
-            "name": name, "data_type": Word("TYPE_STRING"), "dims": [-1],
-            "optional": True if optional else None,
+            "name": field.name,
+            "data_type": STRING,
+            "dims": [-1],
+            "optional": True if field.optional else None,
         }
-        for name, optional in task.inputs
-    ]  # fmt: skip
+        for field in task.inputs
+    ]
 
 
-def _task_outputs(task: TritonTask, dim: int) -> list[dict[str, Any]]:
+def _task_outputs(task: Task) -> list[dict[str, Any]]:
+    """Return the tensors of results; options of a request change their sizes."""
     return [
         {
-            "name": name, "data_type": Word(DATA_TYPES[dtype]),
-            "dims": [-1, dim if name == "embedding" and dim else -1][:rank],
+            "name": tensor.name,
+            "data_type": Word(DATA_TYPES[tensor.dtype]),
+            "dims": [-1] * tensor.rank,
         }
-        for name, dtype, rank in task.outputs
-    ]  # fmt: skip
+        for tensor in task.outputs
+    ]
 
 
 def _output(spec: TensorSpec, parts: GraphParts) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Inputs of unequal length into batches of bounded size.
+"""Inputs of unequal length into batches of bounded size, filled up to rows that a graph takes.
 
 >>> plan_batches([3, 400, 5, 390], max_rows=2, max_tokens=4096)
 [[1, 3], [2, 0]]
@@ -6,7 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 MAX_ROWS = 32
 MAX_TOKENS = 4096
@@ -41,3 +45,18 @@ def plan_batches(
                 continue
         batches.append([index])
     return batches
+
+
+def fill_rows(feeds: Mapping[str, NDArray[Any]], rows: int) -> dict[str, NDArray[Any]]:
+    """Return the feeds with their last row repeated up to so many rows; never cut."""
+    return {
+        name: np.concatenate([array, np.repeat(array[-1:], rows - len(array), axis=0)])
+        if rows > len(array)
+        else array
+        for name, array in feeds.items()
+    }
+
+
+def first_rows(outputs: Mapping[str, NDArray[Any]], count: int) -> dict[str, NDArray[Any]]:
+    """Return the outputs without the rows that only filled the batch; a scalar has none."""
+    return {name: values[:count] if values.ndim else values for name, values in outputs.items()}

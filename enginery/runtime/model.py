@@ -23,6 +23,8 @@ from enginery.runtime.providers import Provider, parse_wishes
 from enginery.runtime.run_fit import require_fit
 from enginery.runtime.tasks import TASKS, require_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
+from enginery.runtime.tasks.images import ImageTask
+from enginery.runtime.tasks.task import Work
 
 
 class Model(Closing):
@@ -71,12 +73,16 @@ class Model(Closing):
         Raises:
             InputError: an input or an option cannot be used.
         """
-        read = self.definition.Options.read(options)
-        work = self.definition.preprocess(inputs, read)
+        task = self.definition
+        read = task.Options.read(options)
+        if isinstance(task, ImageTask):  # pixels are large: not all images are held at once
+            outputs = self._batches.run_each(task.image_rows(inputs))
+            return task.collect(task.postprocess(Work([]), outputs, read))
+        work = task.preprocess(inputs, read)
         with self._lock:
             self.truncated += sum(row.truncated for row in work.rows)
         outputs = self._batches.run_all(work.rows)
-        return self.definition.collect(self.definition.postprocess(work, outputs, read))
+        return task.collect(task.postprocess(work, outputs, read))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name == self.__dict__.get("method"):

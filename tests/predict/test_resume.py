@@ -43,13 +43,13 @@ def data(tmp_path):
 def asked(monkeypatch):
     """The texts that the model is asked from here on."""
     texts = []
-    classify = WindowModel.classify
+    answer = WindowModel.__call__
 
-    def noting(self, inputs, **options):
+    def noting(self, inputs, meter):
         texts.extend(inputs)
-        return classify(self, inputs, **options)
+        return answer(self, inputs, meter)
 
-    monkeypatch.setattr(WindowModel, "classify", noting)
+    monkeypatch.setattr(WindowModel, "__call__", noting)
     return texts
 
 

@@ -146,15 +146,15 @@ def test_memory_does_not_follow_the_file(tiny, tmp_path):
 
 @pytest.mark.parametrize("unit", ["the pump is warm. ", "pump" * 999 + " ", "   \t", "Ünïcödé "])
 def test_beginning_of_a_long_text_has_the_same_first_tokens(tiny, unit):
-    from enginery.predict.token_batches import RunPool, WindowModel
+    from enginery.predict.token_batches import Meter, RunPool, WindowModel
     from enginery.runtime.ort import OrtRunner
     from enginery.runtime.tokenizer import TextTokenizer
 
     artifact = tiny("bert", "feature-extraction")
     text = unit * (1_000_000 // len(unit)) + "the end"
     with OrtRunner(artifact) as runner, RunPool(1) as pool:
-        model = WindowModel.open_for(artifact, runner, pool, PredictConfig()).fresh()
-        tokenizer = model.tokenizer
+        model = WindowModel.open(artifact, runner, pool, PredictConfig())
+        tokenizer = model.watched(Meter()).tokenizer
         (found,) = tokenizer.encode([text])
         (whole,) = TextTokenizer.open(artifact.path).encode([text])
         assert found.ids == whole.ids

@@ -242,6 +242,11 @@ def test_a_loaded_model_answers_as_the_artifact_does(server, exported, task):
     with load_model(artifact) as direct:
         expected = direct(inputs)
     answers = model.predict(table)
+    if task == "text-classification":
+        best = model.predict(table, params={"top_k": 1, "activation": "none"})
+        with load_model(artifact) as direct:
+            raw = direct.classify(inputs, top_k=1, activation="none")
+        assert best == [answer.to_dict() for answer in raw]
     if task == "feature-extraction":
         np.testing.assert_array_equal(answers, expected)
     else:

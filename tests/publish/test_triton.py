@@ -27,12 +27,11 @@ from enginery.core.shapes import Profile, TensorSpec
 from enginery.pipeline import export_triton
 from enginery.publish.triton_engines import largest_batch
 from enginery.publish.triton_options import TritonConfig
-from enginery.publish.triton_steps import TextSteps
-from enginery.publish.triton_tasks import TASKS
+from enginery.publish.triton_steps import TextSteps, open_text_task
 from enginery.publish.triton_tensors import has_batch_dim, tensor_fields
 from enginery.publish.triton_text import Word, config_text, entries
-from enginery.runtime.answers import TokenSpan
-from enginery.runtime.text_rows import TextRows
+from enginery.runtime.tasks import task_of
+from enginery.runtime.tasks.tag import TokenSpan
 from tests.core.artifacts import start, verdict
 from tests.engine.made import with_engines
 from tests.engine.products import product
@@ -150,7 +149,10 @@ def test_real_model_gives_its_own_vectors(minilm, serve):
     found = server.infer("m", {"text": texts(ASKED)})["embedding"]
     with load_model(artifact) as model:
         np.testing.assert_allclose(found, model.embed(ASKED), atol=SCORES)
-    assert list(server.configs["m"].output[0].dims) == [-1, 384]
+    short = server.infer("m", {"text": texts(ASKED)}, {"dimensions": 64, "normalize": True})
+    assert short["embedding"].shape == (3, 64)
+    np.testing.assert_allclose(np.linalg.norm(short["embedding"], axis=1), 1, atol=1e-6)
+    assert list(server.configs["m"].output[0].dims) == [-1, -1]
 
 
 def test_pairs_of_texts_are_an_optional_input(mood, serve):
@@ -170,11 +172,11 @@ def test_pairs_of_texts_are_an_optional_input(mood, serve):
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
-        ({"top_kk": 1}, "unknown parameter 'top_kk'; did you mean 'top_k'?"),
-        ({"top_k": "two"}, "parameter 'top_k' is 'two', expected a whole number from 0"),
-        ({"top_k": True}, "parameter 'top_k' is True, expected a whole number"),
-        ({"activation": "softmaxx"}, "did you mean 'softmax'?"),
-        ({"truncate": 1}, "parameter 'truncate' is 1, expected true or false"),
+        ({"top_kk": 1}, "unknown option 'parameters.top_kk'; did you mean 'top_k'?"),
+        ({"top_k": "two"}, "parameters.top_k: found the string 'two', expected a whole number"),
+        ({"top_k": True}, "parameters.top_k: found true, expected a whole number from 0 to 10000"),
+        ({"activation": "softmaxx"}, "expected auto or softmax or sigmoid or none"),
+        ({"truncate": 1}, "parameters.truncate: found the number 1, expected true or false"),
     ],
 )
 def test_wrong_parameter_is_the_clients_error(mood, serve, parameters, said):
@@ -195,7 +197,7 @@ def test_parameters_do_what_they_do_in_the_library(mood, exported, serve):
     np.testing.assert_allclose(found["score"][0], [x.score for x in wanted.labels], atol=OUTPUTS)
     long = {"text": texts([" ".join(ASKED * 30)])}
     assert server.infer("m", long)["score"].shape == (1, 3)
-    with pytest.raises(TritonError, match=r"1 of 1 texts have more than 128 tokens"):
+    with pytest.raises(TritonError, match=r"input 0 has more than the 128 tokens"):
         server.infer("m", long, {"truncate": False})
 
 
@@ -228,17 +230,17 @@ def test_bytes_that_are_no_text_are_the_clients_error(mood, serve):
 
 def text_steps(artifact, **changes):
     graph = artifact.manifest.graphs[0]
-    made = TextSteps(TextRows.read(artifact, graph), graph, pad_multiple=16, max_rows=32)
+    made = TextSteps(open_text_task(artifact, graph), pad_multiple=16, max_rows=32)
     return replace(made, **changes)
 
 
 def asked_of(task, graph, **changes):
     """Inputs of the answers: two texts, and what a graph that gives zeros gives for them."""
     asked = texts([f"{text} [MASK]" for text in ASKED[:2]])
-    inputs = {name: asked for name, optional in TASKS[task].inputs if not optional}
+    inputs = {field.name: asked for field in task_of(task).inputs if not field.optional}
     width = text_steps(graph).tokenize(inputs, {})["input_ids"].shape[1]
     specs = [s for s in graph.manifest.graphs[0].outputs
-             if s.name in TASKS[task].graph_outputs(graph.manifest.graphs[0])]  # fmt: skip
+             if s.name in task_of(task).outputs_read(graph.manifest.graphs[0])]  # fmt: skip
     sizes = {spec.name: [d if isinstance(d, int) else width for d in spec.dims[1:]]
              for spec in specs}  # fmt: skip
     return inputs | {n: np.zeros((2, *size), np.float32) for n, size in sizes.items()}
@@ -262,7 +264,7 @@ def test_one_number_that_is_none_is_enough(exported, task):
     steps, given = text_steps(artifact), asked_of(task, artifact)
     *_, spoiled = given
     row = given[spoiled][1]
-    where = list(text_steps(artifact).rows.tokenizer.encode([f"{ASKED[1]} [MASK]"])[0].tokens)
+    where = list(text_steps(artifact).task.tokenizer.encode([f"{ASKED[1]} [MASK]"])[0].tokens)
     at = where.index("[MASK]")
     row[at if row.ndim == 2 else 1] = math.nan
     with pytest.raises(CheckFailedError, match="NaN or infin"):
@@ -290,10 +292,13 @@ def test_padding_and_filling_rows_are_no_answers(mood, exported):
     assert text_steps(tagged).answer(given, {})
 
 
-def test_answers_in_json_have_no_nan():
+def test_answers_in_json_have_no_nan(exported, monkeypatch):
+    artifact = exported("bert", "token-classification")
+    steps, given = text_steps(artifact), asked_of("token-classification", artifact)
     span = TokenSpan("PER", math.nan, 0, 1, "x")
-    with pytest.raises(CheckFailedError, match="a score is NaN or infinite"):
-        TASKS["token-classification"].arrays([[span]])
+    monkeypatch.setattr(steps.task, "postprocess", lambda *_: [[], [span]])
+    with pytest.raises(CheckFailedError, match="answer 1 is NaN or infinite"):
+        steps.answer(given, {})
 
 
 @pytest.mark.parametrize("value", [5, 1 << 40, -1, None, 1.5, [b"a"]])
@@ -335,15 +340,17 @@ def test_rows_fit_the_profiles_of_an_engine_or_are_refused(mood):
     }
     assert widths == {24, 32, 40}, "a multiple of 16, within the profile"
     long = " ".join(ASKED * 3)
-    tokens = len(steps.rows.tokenizer.encode([long])[0])
+    tokens = len(steps.task.tokenizer.encode([long])[0])
     with pytest.raises(ShapeError, match=f"sequence {tokens} is above its maximum 40"):
         steps.tokenize({"text": texts([long])}, {})
 
 
 def test_fixed_batch_is_filled_and_its_filling_is_not_answered(mood):
     steps = text_steps(mood)
-    inputs = tuple(TensorSpec(s.name, s.dtype, (4, "sequence")) for s in steps.graph.inputs)
-    fixed = replace(steps, graph=steps.graph.model_copy(update={"inputs": inputs}), max_rows=4)
+    graph = steps.task.record
+    inputs = tuple(TensorSpec(s.name, s.dtype, (4, "sequence")) for s in graph.inputs)
+    task = replace(steps.task, record=graph.model_copy(update={"inputs": inputs}))
+    fixed = replace(steps, task=task, max_rows=4)
     assert fixed.tokenize({"text": texts(ASKED)}, {})["input_ids"].shape[0] == 4
     logits = np.arange(12, dtype=np.float32).reshape(4, 3)
     assert fixed.answer({"text": texts(ASKED), "logits": logits}, {})["label"].shape == (3, 3)
@@ -395,7 +402,7 @@ def test_labels_are_a_file_that_triton_ranks_with(mood, models):
 def test_image_model_is_the_graph_alone(exported, models):
     found = export_triton(exported("vit", "image-classification"), models, name="m", provider="cpu")
     assert found.models == ("m",)
-    assert any("texts are answered for" in note for note in found.notes)
+    assert "the graph alone: it takes images" in found.notes
     server = TritonDouble(models)
     pixels = np.zeros((2, 3, 32, 32), np.float32)
     assert server.infer("m", {"pixel_values": pixels})["logits"].shape == (2, 3)

@@ -14,12 +14,12 @@ from enginery.core.artifact import Artifact, commit_artifact
 from enginery.core.errors import ArtifactError, EngineryError
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.classification import classify_logits, label_names
 from enginery.runtime.images import ImageProcessor, load_image
 from enginery.runtime.model import load_model
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.sessions import require_interface
-from enginery.runtime.text_rows import TextRows
+from enginery.runtime.tasks.classify import Classify, classify_logits, label_names
+from enginery.runtime.tasks.embed import Embed
 
 WRONG = ("x", [], ["x"], {"a": 1}, -7, 0, 1, 10**9, 10**400, 1e300, math.nan, None, [[1, [2]]])
 SENTENCE = {
@@ -66,11 +66,10 @@ def test_text_files_with_wrong_values_work_or_are_refused(tiny, altered):
     text = ["The engine is warm."]
 
     def read():
-        rows = TextRows.read(artifact, record)
-        asked = rows.ask_embed(text, prompt_name="")
-        rows.tokenizer.feeds(asked.encodings, record.inputs)
-        classify_logits(labels, rows.config, "auto", top_k=1)
-        rows.pooling.pool(np.ones((1, 2, 4)), np.ones((1, 2)))
+        task = Embed.open(artifact, record)
+        task.collate(task.preprocess(text, task.Options()).rows, 1)
+        classify_logits(labels, task.config, "auto", top_k=1)
+        task.pooling.pool(np.ones((1, 2, 4)), np.ones((1, 2)))
 
     read()
     places = [
@@ -143,12 +142,9 @@ def test_a_tokenizer_that_cannot_be_read_is_an_artifact_error(tiny, altered):
 
 
 def test_labels_are_named_by_their_index(tiny):
-    config = TextRows.read(*_with_record(tiny.artifact("bert", "text-classification"))).config
+    artifact = tiny.artifact("bert", "text-classification")
+    config = Classify.open(artifact, artifact.manifest.graphs[0]).config
     assert label_names(config, 4) == ["calm", "angry", "glad", "LABEL_3"]
-
-
-def _with_record(artifact):
-    return artifact, artifact.manifest.graphs[0]
 
 
 def with_record(artifact, directory, **changes):

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from enginery.core.artifact import Artifact
 from enginery.core.errors import InputError
 from enginery.runtime.tasks.task import (
     MAX_RESULTS,
@@ -72,7 +71,8 @@ class Answer(TextTask):
         OutputTensor("start", "int64", 2), OutputTensor("end", "int64", 2),
     )  # fmt: skip
     graph_outputs: ClassVar[Mapping[str, int]] = {"start_logits": 2, "end_logits": 2}
-    example = 'model.answer([("Where did Ada live?", "Ada lived in London.")])'
+    result_type = list[ContextAnswer]
+    example = ("Where did Ada live?", "Ada lived in London.")
     Options = AnswerOptions
 
     def preprocess(self, inputs: Sequence[Any], options: AnswerOptions) -> Work:
@@ -163,8 +163,7 @@ class Answer(TextTask):
             for found in results
         ]
 
-    @classmethod
-    def sample_inputs(cls, artifact: Artifact, sentences: Sequence[str]) -> tuple[str, ...]:
+    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
         """Return none: a sentence alone is no question with its context."""
         return ()
 

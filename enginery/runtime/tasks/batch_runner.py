@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import canonical_dim
-from enginery.runtime.batching import MAX_ROWS, MAX_TOKENS, plan_batches
+from enginery.runtime.batching import (
+    MAX_ROWS,
+    MAX_TOKENS,
+    fill_rows,
+    first_rows,
+    plan_batches,
+)
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.tasks.task import Arrays, Row, RowTask
 
@@ -77,6 +81,29 @@ class BatchRunner:
                 outputs[place] = found
         return outputs
 
+    def run_each(self, rows: Iterable[Row]) -> list[Any]:
+        """Run rows as they come, each batch as soon as it is full, and keep their order.
+
+        For rows that are large: no more of them are held than the batches that are not full.
+        """
+        outputs: list[Any] = []
+        waiting: dict[Any, dict[int, Row]] = {}
+
+        def run(batch: dict[int, Row]) -> None:
+            for place, found in zip(batch, self.run(list(batch.values())), strict=True):
+                outputs[place] = found
+
+        for place, row in enumerate(rows):
+            outputs.append(None)
+            key = self.task.batch_key(row)
+            batch = waiting.setdefault(key, {})
+            batch[place] = row
+            if len(batch) >= self.max_rows(row):
+                run(waiting.pop(key))
+        for batch in waiting.values():
+            run(batch)
+        return outputs
+
     def plan(
         self, rows: Sequence[Row], *, max_rows: int = MAX_ROWS, max_tokens: int = 0
     ) -> list[list[int]]:
@@ -106,18 +133,3 @@ class BatchRunner:
             )
             batches += [[places[index] for index in batch] for batch in planned]
         return batches
-
-
-def fill_rows(feeds: Arrays, rows: int) -> Arrays:
-    """Return the feeds with their last row repeated up to so many rows; never cut."""
-    return {
-        name: np.concatenate([array, np.repeat(array[-1:], rows - len(array), axis=0)])
-        if rows > len(array)
-        else array
-        for name, array in feeds.items()
-    }
-
-
-def first_rows(outputs: Arrays, count: int) -> Arrays:
-    """Return the outputs without the rows that only filled the batch; a scalar has none."""
-    return {name: values[:count] if values.ndim else values for name, values in outputs.items()}

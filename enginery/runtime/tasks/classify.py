@@ -76,6 +76,7 @@ class ClassifyOptions(TextOptions, LabelOptions):
 class LabelResults:
     """What the tasks share whose results are labels."""
 
+    result_type = Classification
     outputs = (OutputTensor("label", "string", 2), OutputTensor("score", "float32", 2))
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 2}
     config: ModelConfig
@@ -136,7 +137,7 @@ class Classify(LabelResults, TextTask):  # type: ignore[misc]
     tasks = ("text-classification",)
     takes_pairs = True
     inputs = (InputField("text"), InputField("text_pair", optional=True))
-    example = 'model.classify(["The engine is warm."])'
+    example = ("The engine is warm.",)
     Options = ClassifyOptions
 
     def preprocess(self, inputs: Sequence[str | tuple[str, str]], options: ClassifyOptions) -> Work:

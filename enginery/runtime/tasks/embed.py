@@ -19,9 +19,9 @@ from enginery.runtime.pooling import Pooling, Vectors, read_pooling, squared_len
 from enginery.runtime.tasks.task import (
     Arrays,
     Described,
-    TaskOptionError,
     OutputTensor,
     Row,
+    TaskOptionError,
     TaskOptions,
     Work,
 )
@@ -56,6 +56,7 @@ class EmbedOptions(TextOptions, VectorOptions):
 class VectorResults:
     """What the tasks share whose results are vectors: float32 (dim,)."""
 
+    result_type = Vectors
     outputs = (OutputTensor("embedding", "float32", 2),)
 
     def check_dimensions(self, options: VectorOptions) -> None:
@@ -107,7 +108,7 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
     does = "embeds texts"
     tasks = ("feature-extraction",)
     takes_token_ids = True
-    example = 'model.embed(["The engine is warm."]).shape'
+    example = ("The engine is warm.",)
     Options = EmbedOptions
 
     pooling: Pooling | None

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.tasks.task import (
     Arrays,
@@ -24,7 +23,6 @@ from enginery.runtime.tasks.task import (
     json_tensor,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, softmax
-from enginery.runtime.tokenizer import TextTokenizer
 
 _DESCRIBED = 3
 _LIGHT_TOKENS = 2000
@@ -64,7 +62,8 @@ class Fill(TextTask):
     tasks = ("fill-mask",)
     outputs = (OutputTensor("fillings", "string", 1),)
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
-    example = 'model.fill(["The engine is {mask}."])'
+    result_type = MaskFillings
+    example = ("The engine is {mask}.",)
     Options = FillOptions
 
     def preprocess(self, inputs: Sequence[str], options: FillOptions) -> Work:
@@ -168,8 +167,7 @@ class Fill(TextTask):
             for result in results
         ]
 
-    @classmethod
-    def sample_inputs(cls, artifact: Artifact, sentences: Sequence[str]) -> tuple[str, ...]:
+    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
         """Return the sentences with the model's own mask in place of the last word."""
-        mask = TextTokenizer.open(artifact.path).mask_token
+        mask = self.tokenizer.mask_token
         return tuple(f"{sentence.rpartition(' ')[0]} {mask}." for sentence in sentences)

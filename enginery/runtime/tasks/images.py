@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -30,6 +30,7 @@ class ImageTask(Task):
 
     takes_images = True
     inputs = (InputField("image"),)
+    example = ()
 
     processor: ImageProcessor
     config: ModelConfig
@@ -59,11 +60,16 @@ class ImageTask(Task):
             inputs: paths, bytes of files, Pillow images, or uint8 arrays (height, width, channels).
             options: of the task.
         """
-        if isinstance(inputs, str | bytes) or not isinstance(inputs, Sequence):
+        return Work(list(self.image_rows(inputs)))
+
+    def image_rows(self, images: Sequence[Any]) -> Iterator[Row]:
+        """Yield each image as a row when it is wanted, for `BatchRunner.run_each`."""
+        if isinstance(images, str | bytes) or not isinstance(images, Sequence):
             raise InputError(
-                f"found one {type(inputs).__name__}, expected a list of images.", do="Send [image]."
+                f"found one {type(images).__name__}, expected a list of images.", do="Send [image]."
             )
-        return Work([self.image_row(image, index) for index, image in enumerate(inputs)])
+        for index, image in enumerate(images):
+            yield self.image_row(image, index)
 
     def image_row(self, image: Any, index: int = 0) -> Row:
         """Return one image as the graph takes it; messages call it by its index."""
@@ -77,6 +83,10 @@ class ImageTask(Task):
                     do="Export the model with a processor that makes the graph's size.",
                 )
         return Row(array.astype(spec.dtype))
+
+    def probe(self, tokens: int) -> Row:
+        """Return a grey image as a row."""
+        return self.image_row(np.full((64, 64, 3), 128, np.uint8))
 
     def batch_key(self, row: Row) -> Hashable:
         """Return the size: images of one size share a batch."""
@@ -109,7 +119,6 @@ class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
     verb = "classify_images"
     does = "classifies images"
     tasks = ("image-classification",)
-    example = 'model.classify_images([Image.new("RGB", (64, 64))])'
     Options = LabelOptions
 
     def split(
@@ -126,7 +135,6 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
     verb = "embed_images"
     does = "embeds images"
     tasks = ("feature-extraction",)
-    example = 'model.embed_images([Image.new("RGB", (64, 64))]).shape'
     Options = VectorOptions
 
     @classmethod

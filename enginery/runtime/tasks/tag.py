@@ -58,7 +58,8 @@ class Tag(TextTask):
     tasks = ("token-classification",)
     outputs = (OutputTensor("entities", "string", 1),)
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
-    example = 'model.tag(["Ada Lovelace lived in London."])'
+    result_type = list[TokenSpan]
+    example = ("Ada Lovelace lived in London.",)
     Options = TagOptions
 
     def preprocess(self, inputs: Sequence[str], options: TagOptions) -> Work:

@@ -78,11 +78,23 @@ class TaskOptions(BaseModel):
                 field=f"{where}{name[:60]}",
                 do=f"Known: {', '.join(known) or 'none'}.",
             )
-        expected = expected_values(cls.model_json_schema()["properties"][name])
+        expected = expected_values(cls.schemas()[name])
         raise TaskOptionError(
             f"{where}{name}: found {shown(first['input'])}, expected {expected}.",
             field=f"{where}{name}",
         )
+
+    @classmethod
+    def schemas(cls) -> dict[str, dict[str, Any]]:
+        """Return the JSON schema of each option's values, null left out."""
+        schemas = cls.model_json_schema().get("properties", {})
+        return {name: without_null(schema) for name, schema in schemas.items()}
+
+
+def without_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a field's values, null left out."""
+    kinds = [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
+    return {**schema, **(kinds[0] if kinds else {})}
 
 
 def shown(value: Any) -> str:
@@ -99,8 +111,6 @@ def shown(value: Any) -> str:
 
 def expected_values(schema: Mapping[str, Any]) -> str:
     """Return the values that an option takes, from its JSON schema."""
-    if "anyOf" in schema:
-        schema = next(each for each in schema["anyOf"] if each.get("type") != "null")
     if "enum" in schema:
         return " or ".join(map(str, schema["enum"]))
     kind = {"boolean": "true or false", "string": "a string", "integer": "a whole number"}.get(
@@ -259,8 +269,11 @@ class Task(RowTask):
     outputs: ClassVar[tuple[OutputTensor, ...]]
     graph_outputs: ClassVar[Mapping[str, int]] = {}
     """The outputs of the graph that results are made from, with their ranks."""
-    example: ClassVar[str]
-    """A call as Python code, for model cards; `{mask}` stands for the tokenizer's mask."""
+    result_type: ClassVar[Any]
+    """The type of one result: a dataclass, a list of dataclasses, or `Vectors`."""
+    example: ClassVar[tuple[str, ...]]
+    """A text for each required part of one input, for model cards and published models; `{mask}`
+    stands for the tokenizer's mask. Empty for images."""
 
     @classmethod
     def outputs_read(cls, record: GraphRecord) -> list[str]:
@@ -275,9 +288,9 @@ class Task(RowTask):
         """Return the results of a call as `load_model` gives them: a list, or one array."""
         return list(results)
 
+    @abstractmethod
     def probe(self, tokens: int) -> Row:
-        """Return a row of so many tokens that needs no input, for warm-up and measuring."""
-        raise NotImplementedError
+        """Return a made-up row, for warm-up and measuring: of so many tokens, or an image."""
 
     @abstractmethod
     def is_finite(self, result: Any) -> bool:
@@ -301,8 +314,7 @@ class Task(RowTask):
     def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
         """Return each result in words."""
 
-    @classmethod
-    def sample_inputs(cls, artifact: Artifact, sentences: Sequence[str]) -> tuple[str, ...]:
+    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
         """Return built-in sentences as inputs of this task; empty where it takes none."""
         return ()
 

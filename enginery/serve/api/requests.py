@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from starlette.requests import Request
 
 from enginery.core.errors import nearest
-from enginery.runtime.tasks.task import expected_values, shown
+from enginery.runtime.tasks.task import expected_values, shown, without_null
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -304,4 +304,4 @@ def _expected(
                  "list_type": "a list", "int_type": "a whole number",
                  "model_type": "an object"}  # fmt: skip
         return words.get(error["type"], "another value")
-    return expected_values(kind.model_json_schema()["properties"][names[0]])
+    return expected_values(without_null(kind.model_json_schema()["properties"][names[0]]))

@@ -1,0 +1,84 @@
+"""A task that the package does not have, in one module, as a new one would be added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.runtime.tasks.task import Arrays, Described, OutputTensor, Result, Row, Work
+from enginery.runtime.tasks.text import TextOptions, TextTask
+
+
+@dataclass(frozen=True)
+class Counted(Result):
+    """What was counted of one text."""
+
+    tokens: int
+    vowels: int
+
+
+class CountOptions(TextOptions):
+    """Options of `count`."""
+
+    vowels: str = "aeiou"
+    """What counts as a vowel."""
+
+
+@dataclass
+class Count(TextTask):
+    """How many tokens and vowels texts have."""
+
+    verb = "count"
+    does = "counts tokens and vowels"
+    tasks = ("token-counting",)
+    outputs = (OutputTensor("tokens", "int64", 1), OutputTensor("vowels", "int64", 1))
+    graph_outputs: ClassVar[Mapping[str, int]] = {"last_hidden_state": 3}
+    result_type = Counted
+    example = ("The engine is warm.",)
+    Options = CountOptions
+
+    def split(
+        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
+    ) -> list[Any]:
+        """Return the number of vectors that the graph gave for each row's own tokens."""
+        return [len(found) for found in self.token_outputs(rows, outputs, "last_hidden_state")]
+
+    def postprocess(
+        self, work: Work, outputs: Sequence[Any], options: CountOptions
+    ) -> list[Counted]:
+        """Return a `Counted` for each text."""
+        return [
+            Counted(tokens, sum(letter in options.vowels for letter in text))
+            for text, tokens in zip(work.context, outputs, strict=True)
+        ]
+
+    def is_finite(self, result: Any) -> bool:
+        """Whether both are numbers, which they always are."""
+        return True
+
+    def tensors(self, results: Sequence[Any]) -> Arrays:
+        """Return `tokens` and `vowels`: (n,)."""
+        return {
+            name: np.array([getattr(each, name) for each in results], np.int64)
+            for name in ("tokens", "vowels")
+        }
+
+    @classmethod
+    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
+        """Return a column for each number."""
+        import pyarrow as pa
+
+        return [pa.field("tokens", pa.int64()), pa.field("vowels", pa.int64())]
+
+    @classmethod
+    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
+        """Return both numbers."""
+        return result.tokens, result.vowels
+
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
+        """Return both numbers."""
+        return [Described({"answer": f"{r.tokens} tokens"}, r.to_dict()) for r in results]

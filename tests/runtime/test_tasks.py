@@ -1,0 +1,293 @@
+"""One definition of a task is all that answers need; options are typed and limited."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import json
+import shutil
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from enginery import load_model
+from enginery.ask import ask, builtin_inputs
+from enginery.core.artifact import Artifact, commit_artifact
+from enginery.core.errors import ArtifactError, InputError, OptionError
+from enginery.pipeline import export_triton
+from enginery.predict.config import PredictConfig
+from enginery.predict.stage import run as predict
+from enginery.publish.card_loading import loading_snippets
+from enginery.publish.pyfunc import _load_pyfunc
+from enginery.runtime.ort import OrtRunner
+from enginery.runtime.tasks import TASKS, answered_tasks, task_of
+from enginery.runtime.tasks.images import ImageTask
+from enginery.runtime.tasks.task import Task, TaskOptionError
+from tests.publish.triton_server import TritonDouble, texts
+from tests.runtime.count_task import Count, Counted
+
+TEXTS = ["The engine is warm.", "Rain.", "the pump runs again and again and again"]
+
+
+@pytest.fixture
+def uncounted(tiny, tmp_path):
+    """An artifact of a task that is not answered: BERT's token vectors, for token-counting."""
+    source = tiny.artifact("bert", "feature-extraction")
+    path = tmp_path / "counting"
+    shutil.copytree(source.path, path)
+    commit_artifact(path, source.manifest.model_copy(update={"task": "token-counting"}))
+    return Artifact.open(path)
+
+
+@pytest.fixture
+def counting(uncounted, monkeypatch):
+    """The same artifact, with the task added."""
+    monkeypatch.setitem(TASKS, Count.verb, Count)
+    return uncounted
+
+
+@pytest.fixture
+def counted(uncounted):
+    """What is to be counted in the texts, for some vowels."""
+    from enginery.runtime.tokenizer import TextTokenizer
+
+    tokenizer = TextTokenizer.open(uncounted.path)
+
+    def make(vowels="aeiou"):
+        tokens = map(len, tokenizer.encode(TEXTS))
+        return [
+            Counted(n, sum(map(text.count, vowels))) for n, text in zip(tokens, TEXTS, strict=True)
+        ]
+
+    return make
+
+
+# A new task is one module
+
+
+def test_task_that_is_not_there_is_not_answered(uncounted, tmp_path):
+    with pytest.raises(ArtifactError, match="exported for token-counting; answers are made for"):
+        load_model(uncounted)
+    (tmp_path / "in.txt").write_text("warm\n")
+    with pytest.raises(ArtifactError, match="exported for token-counting; predict answers"):
+        predict(uncounted, str(tmp_path / "in.txt"), tmp_path / "out.jsonl", PredictConfig())
+    with pytest.raises(InputError, match="token-counting is not answered from single texts"):
+        ask(uncounted, TEXTS)
+
+
+def test_new_task_is_a_method_of_a_loaded_model(counting, counted):
+    with load_model(counting) as model:
+        assert model.count(TEXTS) == model(TEXTS) == counted()
+        assert model.count(TEXTS, vowels="e") == counted("e")
+        assert model.count([]) == []
+        assert list(inspect.signature(model.count).parameters) == ["inputs", "truncate", "vowels"]
+        with pytest.raises(TaskOptionError, match="unknown option 'vowel'; did you mean 'vowels'"):
+            model.count(TEXTS, vowel="e")
+        with pytest.raises(InputError, match=r"embed\(\) was called, but .* Call count\(\)"):
+            model.embed(TEXTS)
+
+
+def test_new_task_answers_files(counting, counted, tmp_path):
+    with (tmp_path / "in.csv").open("w", newline="") as stream:
+        rows = csv.writer(stream)
+        rows.writerows([("id", "text"), *enumerate([*TEXTS, ""])])
+    for name in ("out.parquet", "out.jsonl"):
+        report = predict(counting, str(tmp_path / "in.csv"), tmp_path / name, PredictConfig())
+        assert (report.counts.rows, report.bad_rows) == (4, 1)
+    found = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == found
+    *answered, bad = found
+    assert [(row["tokens"], row["vowels"], row["error"]) for row in answered] == [
+        (each.tokens, each.vowels, None) for each in counted()
+    ]
+    assert (bad["tokens"], bad["error"]) == (None, "text is empty")
+
+
+def test_new_task_is_an_mlflow_model(counting, counted):
+    model = _load_pyfunc(str(counting.path))
+    assert model.predict({"text": TEXTS}) == [each.to_dict() for each in counted()]
+    assert model.predict(TEXTS, {"vowels": "e"}) == [each.to_dict() for each in counted("e")]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow.*")
+@pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
+@pytest.mark.filterwarnings("ignore::UserWarning:mlflow.*")
+def test_new_task_has_a_signature_for_mlflow(counting):
+    pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
+    from enginery.publish.mlflow_model import signature
+
+    found = signature(counting.manifest)
+    assert found.inputs.to_dict() == [{"type": "string", "required": True}]
+    assert [(each["name"], each["type"]) for each in found.outputs.to_dict()] == [
+        ("tokens", "long"), ("vowels", "long"),
+    ]  # fmt: skip
+    params = {each["name"]: (each["type"], each["default"]) for each in found.params.to_dict()}
+    assert params == {"truncate": ("boolean", None), "vowels": ("string", "aeiou")}
+
+
+def test_new_task_is_a_triton_model(counting, counted, tmp_path):
+    export_triton(counting, tmp_path / "models", name="m", provider="cpu")
+    server = TritonDouble(tmp_path / "models")
+    for vowels, parameters in (("aeiou", {}), ("e", {"vowels": "e", "priority": 3})):
+        found = server.infer("m", {"text": texts(TEXTS)}, parameters)
+        assert found["tokens"].tolist() == [each.tokens for each in counted(vowels)]
+        assert found["vowels"].tolist() == [each.vowels for each in counted(vowels)]
+    outputs = server.configs["m"].output
+    assert [(each.name, list(each.dims)) for each in outputs] == [
+        ("tokens", [-1]),
+        ("vowels", [-1]),
+    ]
+
+
+def test_new_task_has_sample_predictions_and_a_snippet(counting, counted, monkeypatch, capsys):
+    assert len(builtin_inputs(counting)) > 1
+    found = ask(counting, TEXTS)
+    assert [each.as_json() for each in found] == [
+        {"input": text, **each.to_dict()} for text, each in zip(TEXTS, counted(), strict=True)
+    ]
+    assert found[0].row()["answer"] == f"{counted()[0].tokens} tokens"
+    monkeypatch.chdir(counting.path.parent)
+    exec(loading_snippets(counting, "counting")["enginery"], {})
+    assert capsys.readouterr().out == f"[{counted()[0]}]\n"
+
+
+# The tasks
+
+
+def test_every_task_says_all_that_its_users_read():
+    for verb, task in TASKS.items():
+        assert task.verb == verb
+        assert not inspect.isabstract(task)
+        assert all(task_of(name, takes_images=task.takes_images) is task for name in task.tasks)
+        required = [field.name for field in task.inputs if not field.optional]
+        assert len(task.example) == (0 if task.takes_images else len(required))
+        assert task.result_type is not None
+    assert task_of("feature-extraction", takes_images=True).verb == "embed_images"
+    assert len(set(answered_tasks())) == len(answered_tasks())
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [("bert", "feature-extraction"), ("bert", "fill-mask"), ("vit", "feature-extraction"),
+     ("vit", "image-classification")],
+)  # fmt: skip
+def test_made_up_row_runs(tiny, kind, task):
+    with load_model(tiny.artifact(kind, task)) as model:
+        row = model.definition.probe(5)
+        assert row.tokens == (1 if model.definition.takes_images else 5)
+        (found,) = model._batches.run([row])
+        assert np.isfinite(found).all()
+
+
+def test_images_of_a_call_are_not_all_held_at_once(tiny, monkeypatch):
+    happened = []
+    image_row, call = ImageTask.image_row, OrtRunner.__call__
+    monkeypatch.setattr(
+        ImageTask, "image_row", lambda *given: happened.append("image") or image_row(*given)
+    )
+    monkeypatch.setattr(
+        OrtRunner, "__call__", lambda *given: happened.append("run") or call(*given)
+    )
+    images = [np.full((20, 20, 3), shade, np.uint8) for shade in range(70)]
+    with load_model(tiny.artifact("vit", "image-classification")) as model:
+        found = model.classify_images(images)
+        assert happened == [*["image"] * 32, "run", *["image"] * 32, "run", *["image"] * 6, "run"]
+        (last,) = model.classify_images(images[-1:])
+    assert found[-1].label == last.label
+    assert found[-1].score == pytest.approx(last.score, abs=1e-5)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("verb", "values", "field", "message"),
+    [
+        ("classify", {"top_kk": 1}, "top_kk", "unknown option 'top_kk'; did you mean 'top_k'?"),
+        ("answer", {"truncate": True}, "truncate", "unknown option 'truncate'"),
+        ("embed", {"x" * 999: 1}, "x" * 60, f"unknown option '{'x' * 60}'"),
+        ("classify", {"top_k": "two"}, "top_k",
+         "top_k: found the string 'two', expected a whole number from 0 to 10000."),
+        ("classify", {"top_k": True}, "top_k", "top_k: found true, expected a whole number"),
+        ("classify", {"top_k": 1.5}, "top_k", "top_k: found the number 1.5, expected a whole"),
+        ("classify", {"top_k": [1]}, "top_k", "top_k: found a list, expected a whole number"),
+        ("classify", {"activation": "relu"}, "activation",
+         "activation: found the string 'relu', expected auto or softmax or sigmoid or none."),
+        ("answer", {"allow_none": 1}, "allow_none",
+         "allow_none: found the number 1, expected true or false."),
+        ("embed", {"normalize": "yes"}, "normalize",
+         "normalize: found the string 'yes', expected true or false."),
+        ("embed", {"dimensions": 0}, "dimensions",
+         "dimensions: found the number 0, expected a whole number of 1 or more."),
+        ("embed", {"prompt_name": 3}, "prompt_name",
+         "prompt_name: found the number 3, expected a string."),
+        ("fill", {"top_k": 0}, "top_k",
+         "top_k: found the number 0, expected a whole number from 1 to 1000."),
+        ("answer", {"max_tokens": 513}, "max_tokens",
+         "max_tokens: found the number 513, expected a whole number from 1 to 512."),
+    ],
+)  # fmt: skip
+def test_option_that_a_task_does_not_take_is_named(verb, values, field, message):
+    with pytest.raises(TaskOptionError) as error:
+        TASKS[verb].Options.read(values)
+    assert error.value.message.startswith(message)
+    assert error.value.field == field
+    with pytest.raises(TaskOptionError) as error:
+        TASKS[verb].Options.read(values, where="parameters.")
+    assert f"parameters.{field}" in error.value.message
+    assert error.value.field == f"parameters.{field}"
+
+
+def test_unknown_option_lists_the_known_ones():
+    with pytest.raises(TaskOptionError) as error:
+        TASKS["tag"].Options.read({"language": "en"})
+    assert error.value.do == "Known: truncate, aggregation."
+
+
+def test_null_is_an_option_left_out():
+    options = TASKS["classify"].Options.read({"top_k": None, "activation": "none", "x": None})
+    assert options == TASKS["classify"].Options(activation="none")
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
+def test_schema_of_options_says_what_is_taken(task: type[Task]):
+    schema = task.Options.model_json_schema()
+    assert schema["additionalProperties"] is False
+    assert not schema.get("required")
+    schemas = task.Options.schemas()
+    assert list(schemas) == list(task.Options.model_fields)
+    for name, values in schemas.items():
+        taken, refused = taken_and_refused(values)
+        for value in taken:
+            assert getattr(task.Options.read({name: value}), name) == value
+        for value in refused:
+            with pytest.raises(TaskOptionError, match=f"^{name}: found"):
+                task.Options.read({name: value})
+
+
+def taken_and_refused(schema):
+    """Values at the limits of a JSON schema, and just beyond them."""
+    if "enum" in schema:
+        return schema["enum"], ["x", 3]
+    if schema["type"] == "boolean":
+        return [True, False], [0, "true"]
+    if schema["type"] == "string":
+        return ["", "query"], [3]
+    ends = [schema[end] for end in ("minimum", "maximum") if end in schema]
+    return ends, [ends[0] - 1, *(end + 1 for end in ends[1:]), 1.0, True]
+
+
+def test_options_of_predict_are_those_of_the_task(tiny, tmp_path):
+    (tmp_path / "in.txt").write_text("the pump is [MASK]\n")
+    for task, options, message in (
+        ("fill-mask", {"top_k": 0}, "top_k: found the number 0, expected a whole number from 1"),
+        ("question-answering", {"max_answer_tokens": 513}, "max_answer_tokens: found the number"),
+        ("text-classification", {"top_k": 20_000}, "expected a whole number from 0 to 10000"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            predict(
+                tiny.artifact("bert", task), str(tmp_path / "in.txt"), tmp_path / "out.jsonl",
+                PredictConfig(**options),
+            )  # fmt: skip
