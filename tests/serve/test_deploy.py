@@ -16,8 +16,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from enginery.serve.config import ServeConfig
-from enginery.serve.batching.scheduler import Timings
+from enginery.serve.batching.scheduler import BatchStatistics, Timings
 from enginery.serve.observability.metrics import Metrics
+from enginery.serve.observability.record import RequestRecord
 from tests.serve.test_service import serving
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,7 @@ class Hosted:
 
     def info(self):
         return {"providers": [{"name": "CPUExecutionProvider"}], "precision": "fp32",
+                "task": self.task,
                 "engines": [], "queue": {"inputs": 0, "tokens": 0}}  # fmt: skip
 
 
@@ -39,10 +41,12 @@ def exposed_metrics():
     """Every sample's name once something has happened."""
     metrics = Metrics()
     metrics.watch_models(lambda: [Hosted()])
-    metrics.request(route="/embed", model="minilm", status=200, seconds=0.1)
-    metrics.reply("minilm", Timings(), inputs=1)
-    metrics.batch("minilm", rows=1, tokens=1, padded_tokens=1, seconds=0.1)
-    metrics.refused("minilm", "overloaded")
+    record = RequestRecord("r1", "POST", "/embed", "", 0.0, "/embed", model="minilm")
+    record.timings, record.inputs, record.status, record.ended = Timings(), 1, 200, 0.1
+    metrics.observe(record)
+    metrics.observe_batch("minilm", BatchStatistics(1, 1, 1, 0.1))
+    record.status, record.timings = 429, None
+    metrics.observe(record)
     families = text_string_to_metric_families(metrics.exposition()[0].decode())
     samples = [sample for family in families for sample in family.samples]
     return {sample.name: set(sample.labels) for sample in samples}

@@ -71,7 +71,7 @@ def test_page_writes_no_html_and_no_inline_style_or_handler():
 def test_page_is_sent_as_html_that_nothing_may_frame_or_guess():
     response = page_response()
     headers = dict(response.headers)
-    assert (response.status, response.content_type) == (200, "text/html; charset=utf-8")
+    assert (response.status_code, headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
     assert headers["x-content-type-options"] == "nosniff"
 
@@ -93,7 +93,7 @@ class Server:
             def do_GET(self):
                 response = page_response()
                 if self.path == "/":
-                    self.answer(200, response.body, response.content_type, response.headers)
+                    self.answer(200, response.body, "text/html", page_headers())
                 elif self.path == "/health":
                     self.answer(stub.health, b"{}", "application/json")
                 elif stub.key and self.headers.get("authorization") != f"Bearer {stub.key}":
@@ -114,11 +114,13 @@ class Server:
                 if b"too long" in body:
                     error = json.dumps({"error": f"inputs: {EVIL} is too long."}).encode()
                     return self.answer(413, error, "application/json")
-                for _ in range(3):
-                    stub.metrics.request(route="/predict/{model}", model=name, status=200,
-                                         seconds=0.01)  # fmt: skip
-                stub.metrics.batch(name, rows=6, tokens=90, padded_tokens=100, seconds=0.01)
-                stub.metrics.reply(name, Timings(0.0005, 0.001, 0.0075), inputs=1)
+                stub.metrics.observe_batch(name, BatchStatistics(6, 90, 100, 0.01))
+                record = RequestRecord("r", "POST", "/", "", 0.0, "/predict/{model}", model=name)
+                record.status, record.ended = 200, 0.01
+                stub.metrics.observe(record)
+                stub.metrics.observe(record)
+                record.timings, record.inputs = Timings(0.0005, 0.001, 0.0075), 1
+                stub.metrics.observe(record)
                 times = (("x-total-time", "10"), ("x-tokenization-time", "0.5"),
                          ("x-queue-time", "1"), ("x-inference-time", "7.5"))  # fmt: skip
                 found = {"model": name, "outputs": OUTPUTS[name], "truncated": 0}
@@ -156,6 +158,7 @@ class _Hosted:
     def info(self):
         return {"providers": [{"name": "CPUExecutionProvider", "reason": "asked for"}],
                 "method": METHODS[self.task], "precision": "fp32", "engines": [],
+                "task": self.task,
                 "max tokens": 262144, "seconds": 0.00123456,
                 "queue": {"inputs": 3, "tokens": 57}}  # fmt: skip
 

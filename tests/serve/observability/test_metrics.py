@@ -9,7 +9,7 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from enginery.serve.observability.metrics import Metrics
-from enginery.serve.replies import Timings
+from enginery.serve.batching.scheduler import BatchStatistics, Timings
 from tests.serve.observability.application import record
 
 
@@ -23,7 +23,7 @@ class Hosted:
     def info(self):
         assert self.state != "loading", "there is nothing to ask yet"
         return {"providers": [{"name": "CPUExecutionProvider", "reason": "asked for"}],
-                "precision": "fp32",
+                "precision": "fp32", "task": self.task,
                 "engines": [{"key": key} for key in self.engines],
                 "queue": {"inputs": 3, "tokens": 57}}  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_reply_fills_times_inputs_tokens_and_truncated(metrics):
 
 
 def test_batch_fills_size_tokens_and_the_share_of_padding(metrics):
-    metrics.batch("minilm", rows=8, tokens=150, padded_tokens=200, seconds=0.05)
+    metrics.observe_batch("minilm", BatchStatistics(8, 150, 200, 0.05))
     assert value(metrics, "batch_inputs_sum", model="minilm") == 8
     assert value(metrics, "batch_tokens_sum", model="minilm") == 150
     assert value(metrics, "batch_padding_ratio_sum", model="minilm") == pytest.approx(0.25)
@@ -89,7 +89,7 @@ def test_batch_fills_size_tokens_and_the_share_of_padding(metrics):
 
 
 def test_batch_of_images_has_no_tokens_and_no_padding(metrics):
-    metrics.batch("minilm", rows=4, tokens=0, padded_tokens=0, seconds=0.05)
+    metrics.observe_batch("minilm", BatchStatistics(4, 0, 0, 0.05))
     assert value(metrics, "batch_inputs_count", model="minilm") == 1
     assert value(metrics, "batch_padding_ratio_count", model="minilm") == 0
 
@@ -145,7 +145,7 @@ def test_words_of_clients_never_become_labels(metrics):
         name = f"no-such-model-{number}"
         metrics.observe(record(route="/predict/{model}", model=name, status=404,
                                timings=Timings(), inputs=1))  # fmt: skip
-        metrics.batch(name, rows=1, tokens=1, padded_tokens=1, seconds=0.1)
+        metrics.observe_batch(name, BatchStatistics(1, 1, 1, 0.1))
     body = metrics.exposition()[0].decode()
     assert "no-such-model" not in body
     assert len(metrics._requests) + len(metrics._replies) + len(metrics._batches) == 0
@@ -183,7 +183,7 @@ def test_two_servers_in_one_process_share_nothing():
 def test_nothing_is_lost_between_threads_and_scrapes(metrics):
     def work():
         for _ in range(500):
-            metrics.batch("minilm", rows=2, tokens=9, padded_tokens=10, seconds=0.01)
+            metrics.observe_batch("minilm", BatchStatistics(2, 9, 10, 0.01))
             metrics.observe(record(status=200, ended=0.004))
 
     threads = [threading.Thread(target=work) for _ in range(8)]

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from enginery.core.errors import OptionError
-from enginery.serve.replies import Timings
+from enginery.serve.batching.scheduler import Timings
 from tests.serve.observability.application import App, ask
 
 pytest.importorskip("opentelemetry.instrumentation.asgi", reason="pip install 'enginery[otel]'")
