@@ -15,6 +15,7 @@ from enginery.serve.app import make_app
 from enginery.serve.config import ServeConfig
 from enginery.serve.http_sockets import bind
 from enginery.serve.keys import Keys
+from tests.serve.processes import ServerProcess
 from tests.tiny import tiny_artifact
 
 TINY = {
@@ -105,3 +106,17 @@ def running_one(tiny_paths):
     server = Running(tiny_paths("vectors"), config, keys=(b"s3cret",))
     yield server
     server.close()
+
+
+@pytest.fixture
+def start():
+    """`start(config={"grace": 0.5})`: a process of `tests.serve.serving`, ended by the test."""
+    started = []
+
+    def make(**options):
+        started.append(ServerProcess(**options))
+        return started[-1]
+
+    yield make
+    for server in started:
+        server.clean_up()

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from enginery.serve.config import ServeConfig
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
+from enginery.serve.config import ServeConfig
 from enginery.serve.observability.metrics import Metrics
 from enginery.serve.observability.record import RequestRecord
 from tests.serve.test_service import serving

@@ -11,9 +11,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from enginery.serve.metrics import Metrics
-from enginery.serve.replies import Timings
 
+from enginery.serve.batching.scheduler import BatchStatistics, Timings
+from enginery.serve.observability.metrics import Metrics
+from enginery.serve.observability.record import RequestRecord
 from enginery.serve.page import page_headers, page_html, page_response
 from tests.bench.chromium import _WIDEST, Chromium, find_chromium
 

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from enginery.serve.news import News
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError

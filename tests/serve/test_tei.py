@@ -168,7 +168,8 @@ def test_predict_raw_scores_are_logits(running):
     ("inputs", "message"),
     [(["a", "b", "c"], "expected a list of one or two strings"), ([["a"], "b"], "inputs[1]"),
      ([["a", 1]], "inputs[0][1]: found the number 1"), (3, "found the number 3"),
-     ([[]], "inputs[0]: found a list, expected a list of one or two"), ([None], "inputs[0]: found null")],
+     ([[]], "inputs[0]: found a list, expected a list of one or two"),
+     ([None], "inputs[0]: found null")],
 )  # fmt: skip
 def test_predict_refuses_what_is_no_text_or_pair(running, inputs, message):
     found = running("POST", "/models/mood/predict", {"inputs": inputs})

@@ -104,7 +104,7 @@ def shown(value: Any) -> str:
     if isinstance(value, str):
         return f"the string {value if len(value) <= 60 else value[:60] + '…'!r}"
     if isinstance(value, int | float):
-        return f"the number {value:.12g}"
+        return f"the number {value if isinstance(value, int) else format(value, '.12g')}"
     kinds: dict[type, str] = {dict: "an object", list: "a list", tuple: "a list", bytes: "bytes"}
     return kinds.get(type(value), f"a {type(value).__name__}")
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -89,24 +89,6 @@ class RequestedOutput(Body):
     parameters: OutputParameters | None = None
 
 
-class InferRequest(Body):
-    """Body of /infer; tensors are read by `read_tensor`."""
-
-    inputs: Annotated[
-        list[Any],
-        Field(
-            min_length=1,
-            description="a list of tensors",
-            json_schema_extra={"items": {"$ref": "#/components/schemas/InputTensor"}},
-        ),
-    ]
-    id: str | None = None
-    parameters: dict[str, Any] | None = None
-    outputs: Annotated[
-        list[RequestedOutput] | None, Field(description="a list of objects with a name")
-    ] = None
-
-
 class InputTensor(BaseModel):
     """One tensor."""
 
@@ -115,6 +97,21 @@ class InputTensor(BaseModel):
     shape: list[Annotated[int, Field(ge=0)]]
     data: list[Any] | None = None
     parameters: dict[str, Any] | None = None
+
+
+class InferRequest(Body):
+    """Body of /infer; tensors are read by `read_tensor`."""
+
+    inputs: Annotated[
+        list[Any],
+        Field(min_length=1, description="a list of tensors"),
+        WithJsonSchema({"type": "array", "items": InputTensor.model_json_schema(), "minItems": 1}),
+    ]
+    id: str | None = None
+    parameters: dict[str, Any] | None = None
+    outputs: Annotated[
+        list[RequestedOutput] | None, Field(description="a list of objects with a name")
+    ] = None
 
 
 class OutputTensor(InputTensor):

@@ -24,7 +24,7 @@ from enginery.core.errors import nearest
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.tasks.task import Task, shown
 from enginery.serve.api.errors import empty_input, invalid_body, invalid_field
-from enginery.serve.api.requests import image_from_base64, quoted, wrong
+from enginery.serve.api.requests import image_from_base64, quoted, unknown_field, wrong
 
 DATATYPES: dict[str, str] = {
     "BOOL": "bool", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64",
@@ -119,6 +119,9 @@ def read_tensor(given: dict[str, Any], tail: Tail, path: str) -> Tensor:
     parameters = given.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise wrong(f"{path}.parameters", "an object", parameters)
+    for key in parameters:
+        if key != "binary_data_size":
+            raise unknown_field(key, ("binary_data_size",), f"{path}.parameters.")
     size, data = parameters.get("binary_data_size"), given.get("data")
     if size is not None:
         if type(size) is not int or size < 0:

@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from enginery.serve.batching.scheduler import Timings
 from enginery.serve.lifecycle import Activity
 from enginery.serve.observability.middleware import ObservabilityMiddleware
 from enginery.serve.observability.record import RequestRecord
-from enginery.serve.batching.scheduler import Timings
 
 TIMINGS = Timings(0.00025, 0.001, 0.0025, tokens=7, truncated=1)
 

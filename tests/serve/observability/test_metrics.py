@@ -8,8 +8,8 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from enginery.serve.observability.metrics import Metrics
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
+from enginery.serve.observability.metrics import Metrics
 from tests.serve.observability.application import record
 
 
