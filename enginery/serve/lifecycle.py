@@ -207,6 +207,8 @@ class ProcessLifecycle:
 
     def _end(self) -> None:
         if self._ending is None:
+            _log.info("draining")
+            self._stop_being_ready()
             self._limit(self._config.drain_delay + self._config.grace)
             self._ending = self._begin(self._drain())
 
@@ -251,8 +253,6 @@ class ProcessLifecycle:
         self._begin_drain()
 
     async def _drain(self) -> None:
-        _log.info("draining")
-        self._stop_being_ready()
         loop = asyncio.get_running_loop()
         until = loop.time() + self._config.drain_delay + self._config.grace
         while not self._server.started:  # a signal came before it listens

@@ -1,7 +1,7 @@
 """An application without models in worker processes: `python -m tests.serve.serving OPTIONS`.
 
 OPTIONS are JSON: `config` for ServeConfig, `load_seconds`, `load_error`, `fails_again`, `spawn`,
-`held_up` at the end, and `patience`, `hang` and `close` for what takes seconds otherwise.
+`held_up` at the end, `metrics`; and `patience`, `hang` and `close` for what else takes seconds.
 """
 
 from __future__ import annotations
@@ -20,16 +20,29 @@ from enginery.serve import lifecycle, server
 from enginery.serve.config import ServeConfig
 from enginery.serve.http_sockets import bind
 from enginery.serve.lifecycle import Activity
+from enginery.serve.observability.middleware import ObservabilityMiddleware
 
 log = logging.getLogger("enginery.serve")
+
+
+def application(options, lifecycle):
+    """What a worker process runs."""
+    activity = Activity()
+    metrics = None
+    if options.get("metrics"):
+        from enginery.serve.observability.metrics import Metrics
+
+        metrics = Metrics()
+    app = Application(options, lifecycle, activity, metrics)
+    return ObservabilityMiddleware(app, activity=activity, metrics=metrics)
 
 
 class Application:
     """Answers with what it was asked; some paths behave badly."""
 
-    def __init__(self, options, lifecycle):
+    def __init__(self, options, lifecycle, activity, metrics):
         self.options, self.lifecycle = options, lifecycle
-        self.activity = Activity()
+        self.activity, self.metrics = activity, metrics
         self.ready = False
         self.waiting = set()
 
@@ -37,17 +50,9 @@ class Application:
         if scope["type"] == "lifespan":
             await self.live(receive, send)
             return
-        self.activity.in_flight += 1
-        self.activity.last_request_at = time.perf_counter()
-        try:
-            status, body = await self.answer(scope["path"], receive)
-        except asyncio.CancelledError:
-            status, body = 503, b"the server is shutting down."
-        finally:
-            self.activity.in_flight -= 1
+        scope["state"]["record"].route = "/" + scope["path"].split("/")[1]
+        status, body = await self.answer(scope["path"], receive)
         headers = [(b"content-length", b"%d" % len(body))]
-        if self.activity.draining:
-            headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
@@ -57,6 +62,8 @@ class Application:
             return (200 if self.ready else 503), b""
         if name == "pid":
             return 200, b"%d" % os.getpid()
+        if name == "metrics":
+            return 200, self.metrics.exposition()[0]
         if name == "modules":
             return 200, " ".join(sys.modules).encode()
         if name == "sleep":
@@ -132,7 +139,7 @@ def main():
     config = ServeConfig(port=0, **options.get("config", {}))
     sockets = bind("127.0.0.1", 0)
     uvicorn_config = server.uvicorn_config(
-        partial(Application, options), config, log_config=server.log_config()
+        partial(application, options), config, log_config=server.log_config()
     )
     sys.exit(server.run(uvicorn_config, sockets, config))
 

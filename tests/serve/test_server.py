@@ -3,9 +3,11 @@
 import json
 import logging
 import os
+import re
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -92,6 +94,35 @@ def test_two_processes_answer_and_reload_together(start):
     assert all(map(gone, pids))
 
 
+def test_metrics_of_two_processes_are_one(start):
+    server = start(config={"processes": 2}, metrics=True).ready()
+    before = answered(server)
+    pids = set()
+    while len(pids) < 2:
+        pids.add(server.pid())
+        before += 1
+    assert answered(server) >= before
+    os.kill(min(pids), signal.SIGKILL)
+    server.hear_until("another one is started at once")
+    wait_until(lambda: server.pid() not in pids)
+    assert answered(server) > before  # what a worker counted outlives it
+    (directory,) = {
+        Path(each.path).parent
+        for each in psutil.Process(max(pids)).memory_maps()
+        if each.path.endswith(".db")
+    }
+    assert server.end()[0] == 0
+    assert not directory.exists()
+
+
+def answered(server):
+    text = server.get("metrics").text
+    counts = re.findall(
+        r"^enginery_request_duration_seconds_count\{.*\} (\S+)$", text, re.MULTILINE
+    )
+    return sum(map(float, counts))
+
+
 @pytest.mark.parametrize("spawn", [False, True], ids=["as-here", "spawned"])
 def test_workers_end_when_their_parent_is_killed(start, spawn):
     server = start(config={"processes": 2}, spawn=spawn).ready()
@@ -102,8 +133,7 @@ def test_workers_end_when_their_parent_is_killed(start, spawn):
     server.process.kill()
     server.process.wait()
     wait_until(lambda: all(map(gone, pids)))
-    with pytest.raises(ConnectionRefusedError):
-        server.raw()
+    wait_until(lambda: refuses(server))
 
 
 def test_worker_that_does_not_end_is_killed(start):
@@ -142,17 +172,18 @@ def test_parent_lets_go_of_its_sockets_when_the_end_begins(start):
     client = server.running(b"sleep/2")
     server.send(signal.SIGTERM)
     server.hear_until("draining")
-
-    def refused():
-        try:
-            server.raw().close()
-        except ConnectionRefusedError:
-            return True
-        return False
-
-    wait_until(refused)
+    wait_until(lambda: refuses(server))
     assert received(client).startswith(b"HTTP/1.1 200 OK")  # which still ran
     assert server.rest()[0] == 0
+
+
+def refuses(server):
+    """Whether nobody listens; a process lets go of its sockets with the last of its threads."""
+    try:
+        server.raw().close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def test_pauses_grow_from_none_to_half_a_minute():
