@@ -30,7 +30,7 @@ def serve(
     artifacts
         Artifacts' directories, each PATH or NAME=PATH; a bare path is served by its last part.
     """
-    from enginery.serve.service import serve_models
+    from enginery.serve.server import serve_models
 
     status = serve_models(artifacts, config, as_json=output.json, quiet=output.quiet)
     if status:

@@ -11,10 +11,10 @@ import gc
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -31,15 +31,17 @@ from enginery.serve.api.endpoints import Endpoint, call_endpoint
 from enginery.serve.api.errors import HTTPError, error_response, protocol_of, to_http_error
 from enginery.serve.api.openapi import openapi_json
 from enginery.serve.api.requests import quoted
-from enginery.serve.config import ServeConfig, check_options
+from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
 from enginery.serve.keys import Keys
+from enginery.serve.lifecycle import CLOSE_SECONDS, ProcessLifecycle
 from enginery.serve.middleware import BodyBudget, BufferBody, RequireKey
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel
-from enginery.serve.observability.record import Protocol
-
-if TYPE_CHECKING:
-    from enginery.serve.lifecycle import ProcessLifecycle
+from enginery.serve.observability.access_log import AccessLog
+from enginery.serve.observability.metrics import Metrics
+from enginery.serve.observability.middleware import ObservabilityMiddleware
+from enginery.serve.observability.record import Activity, Protocol
+from enginery.serve.observability.tracing import Tracing
 
 _log = logging.getLogger("enginery.serve")
 
@@ -68,8 +70,6 @@ def create_app(environment: Mapping[str, str] = os.environ) -> Starlette:
         OptionError: a variable cannot be used, or there are no models.
         ArtifactError: a directory is not an artifact.
     """
-    from enginery.serve.service import named_paths, require_packages
-
     require_packages()
     variable = environment.get(MODELS_VARIABLE, "")
     artifacts = [word.strip() for word in variable.split(",") if word.strip()]
@@ -122,12 +122,6 @@ def make_app(
     Raises:
         OptionError: the keys cannot be read.
     """
-    from enginery.serve.observability.access_log import AccessLog
-    from enginery.serve.observability.metrics import Metrics
-    from enginery.serve.observability.middleware import ObservabilityMiddleware
-    from enginery.serve.observability.record import Activity
-    from enginery.serve.observability.tracing import Tracing
-
     # Lists of texts are spread over a pool for each model. Those of tokenizers are one pool for
     # all: a text that does not come to an end would hold up everybody.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -154,7 +148,8 @@ def make_app(
         lifespan=partial(_lifespan, paths=paths, lifecycle=lifecycle, activity=activity),
     )  # fmt: skip
     app.router.redirect_slashes = False
-    app.state.config, app.state.keys, app.state.metrics = config, keys, metrics
+    app.state.config, app.state.keys, app.state.lifecycle = config, keys, lifecycle
+    app.state.metrics = metrics
     app.state.access_log, app.state.tracing, app.state.budget = access_log, tracing, budget
     app.state.openapi = openapi_json(ENDPOINTS, with_keys=bool(keys))
     return app
@@ -198,7 +193,8 @@ async def _lifespan(
         if loading is not None:
             loading.cancel()
         registry.begin_drain()
-        await registry.close()
+        with suppress(TimeoutError):  # a model may be stuck
+            await asyncio.wait_for(registry.close(), CLOSE_SECONDS)
         if state.access_log is not None:
             state.access_log.close()
         if state.tracing is not None:
@@ -225,7 +221,7 @@ async def load(registry: ModelRegistry) -> None:
 async def _load_or_fail(registry: ModelRegistry, lifecycle: ProcessLifecycle) -> None:
     try:
         await load(registry)
-    except EngineryError as error:
+    except Exception as error:
         lifecycle.fail_startup(error)
 
 

@@ -1,11 +1,19 @@
-"""The options of serve; importing them is quick, as `enginery --help` is."""
+"""The options of serve, and what is checked before anything starts; importing it is quick."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
-from enginery.core.errors import OptionError
+from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
+from enginery.core.staging import MANIFEST
+
+_PACKAGES = (
+    "httptools", "orjson", "prometheus_client", "python_multipart", "starlette", "uvicorn",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,3 +114,44 @@ def check_options(config: ServeConfig) -> None:
         )
     if config.api_key and config.api_key_file:
         raise OptionError("options 'api_key' and 'api_key_file' both give a key.", do="Keep one.")
+
+
+def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
+    """Return artifacts' directories by the names under which they are served.
+
+    Raises:
+        OptionError: there is none, a name is there twice, or cannot stand in a path.
+        ArtifactError: a directory is not an artifact.
+    """
+    if not artifacts:
+        raise OptionError("no artifact is named.", do="enginery serve build/minilm")
+    paths: dict[str, Path] = {}
+    for given in artifacts:
+        name, equals, rest = str(given).partition("=")
+        path = Path(rest if equals else given)
+        if not (path / MANIFEST).is_file():
+            raise ArtifactError(
+                f"{path} is not an artifact: it has no {MANIFEST}.",
+                do="Make one: enginery export MODEL --out DIR",
+            )
+        if not equals:  # a link is called by its own name
+            name = path.name if path.name not in ("", "..") else path.resolve().name
+        if not name or not all(letter.isalnum() or letter in "._-" for letter in name):
+            raise OptionError(
+                f"model name '{name}' is invalid: use letters, digits, '.', '_' and '-'.",
+                do=f"Name it: enginery serve model={path}",
+            )
+        if name in paths:
+            raise OptionError(
+                f"two artifacts are called '{name}': {paths[name]} and {path}.",
+                do=f"Name one of them: other={path}",
+            )
+        paths[name] = path
+    return paths
+
+
+def require_packages() -> None:
+    """Raise MissingPackageError unless the extra `serve` is installed."""
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            raise MissingPackageError(package, extra="serve", purpose="Serving")

@@ -22,17 +22,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from multiprocessing import connection
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess, Process
 
-from enginery.serve.config import ServeConfig
-from enginery.serve.http_sockets import urls
+from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
+from enginery.serve.http_sockets import bind, urls
+from enginery.serve.keys import Keys
 from enginery.serve.lifecycle import (
     CLOSE_SECONDS,
     INTERRUPTED,
@@ -40,6 +42,9 @@ from enginery.serve.lifecycle import (
     STARTUP_FAILURE,
     ProcessLifecycle,
 )
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
 
 CANNOT_START = 2
 HEALTHY_SECONDS = 60.0
@@ -56,6 +61,61 @@ _OPEN_FILES = 16_384
 _START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 _log = logging.getLogger("enginery.serve")
+
+
+def serve_models(
+    artifacts: Sequence[str | Path],
+    config: ServeConfig,
+    *,
+    as_json: bool = False,
+    quiet: bool = False,
+) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit status, as `run` gives it.
+
+    Args:
+        artifacts: directories, each `path` or `name=path`; the name of a bare path is its last
+            part.
+        config: where to listen, how to batch, what to refuse.
+        as_json: what is said on standard error is a JSON document a line.
+        quiet: errors alone are said.
+
+    Raises:
+        OptionError: an option does not fit, or a name is there twice.
+        ProviderError: no execution provider has a name that is asked for.
+        ArtifactError: a directory is not an artifact.
+        MissingPackageError: a package of the extra `serve` is not installed.
+        EngineryError: the address cannot be listened on.
+    """
+    check_options(config)
+    require_packages()
+    paths = named_paths(artifacts)
+    from enginery.runtime.provider_wish import parse_wishes
+
+    # These are checked before anything starts; whether a provider can be had is for the worker to
+    # see, which imports it.
+    Keys.from_config(config, os.environ)
+    parse_wishes(config.provider, config.provider_option, default="cpu")
+    sockets = bind(config.host, config.port)
+    options = uvicorn_config(
+        functools.partial(worker_application, paths, config),
+        config,
+        log_config=log_config(as_json=as_json, quiet=quiet),
+    )
+    return run(options, sockets, config)
+
+
+def worker_application(
+    paths: Mapping[str, Path], config: ServeConfig, lifecycle: ProcessLifecycle
+) -> Starlette:
+    """Return the application of a worker process; its lifespan loads the models."""
+    # Modules are no garbage, and until the models are loaded there is little else to look through.
+    # `app.load` turns it on.
+    gc.disable()
+    # pydantic reads the metadata of all installed packages for plugins, which we have none of.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    from enginery.serve.app import make_app
+
+    return make_app(paths, config, lifecycle)
 
 
 def run(

@@ -23,8 +23,10 @@ import pytest
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.manifest import Verdict
-from enginery.serve.config import ServeConfig
-from enginery.serve.service import ModelService, named_paths, serve_models
+from enginery.serve.app import load
+from enginery.serve.config import ServeConfig, named_paths
+from enginery.serve.models.registry import ModelRegistry
+from enginery.serve.server import serve_models
 
 WAIT = 60
 
@@ -259,7 +261,7 @@ def test_log_has_what_the_client_was_told_when_the_server_cut_it_off(tiny_paths)
         for line in log
         if line["path"] != "/info" and "health" not in line["path"]
     ]
-    assert lines == [("POST", "/embed", "", "", 413),
+    assert lines == [("POST", "/embed", "/embed", "", 413),
                      ("POST", "/embed", "/embed", path.name, 503)]  # fmt: skip
     last = log[-1]
     assert (last["bytes_out"], last["bytes_in"]) == (len(response.content),
@@ -308,20 +310,20 @@ def test_requests_under_way_are_answered_before_the_end(exported):
 
 
 def test_garbage_is_collected_again_once_the_models_are_loaded(exported):
-    async def load():
+    async def scenario():
         path = exported("bert", "feature-extraction").path
-        service = ModelService({"m": path}, ServeConfig(access_log="off"))
+        registry = ModelRegistry({"m": path}, ServeConfig(), asyncio.get_running_loop())
         gc.disable()
         try:
-            await service.load()
+            await load(registry)
             assert gc.isenabled()
             assert gc.get_freeze_count()
         finally:
             gc.enable()
             gc.unfreeze()
-            await service.close()
+            await registry.close()
 
-    asyncio.run(load())
+    asyncio.run(scenario())
 
 
 def test_a_provider_that_cannot_be_had_ends_the_start(exported, tmp_path):
@@ -350,8 +352,8 @@ def test_a_port_that_is_taken_is_named(exported):
         ([], OptionError, "no artifact is named"),
         (["nowhere"], ArtifactError, "nowhere is not an artifact"),
         (["a={good}", "a={good}"], OptionError, "two artifacts are called 'a'"),
-        (["a/b={good}"], OptionError, "'a/b' is no name"),
-        (["={good}"], OptionError, "'' is no name"),
+        (["a/b={good}"], OptionError, "model name 'a/b' is invalid"),
+        (["={good}"], OptionError, "model name '' is invalid"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_starts(exported, given, error, message):

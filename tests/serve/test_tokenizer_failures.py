@@ -104,7 +104,7 @@ def test_text_that_never_ends_has_the_process_replaced(spoiled, body):
     with serving(f"m={endless}", options=("--stuck-after", "1")) as server:
         sent = Sent(server, "/predict/m", body)
         assert server.says("ended itself, because it was stuck; another one is started")
-        assert server.says("m is stuck: a request's texts were tokenized for")
+        assert server.says("m is stuck: tokenizing a text has been running for")
         assert sent.wait().status_code == 503
         server.wait_ready()
         require_answers(server, "m")
@@ -119,7 +119,7 @@ def test_text_that_never_ends_makes_the_model_unready(spoiled, route):
         assert server.client.get("/health/ready").status_code == 503
         model = server.client.get("/health").json()["models"]["m"]
         assert model["state"] == "stuck"
-        assert "texts were tokenized for" in model["reason"]
+        assert "tokenizing a text has been running" in model["reason"]
         assert server.client.post("/predict/m", json={"inputs": "a"}).status_code == 503
         assert server.client.get("/health/live").status_code == 200
         # Nothing but this process is there to end it: it must not wait for the thread.

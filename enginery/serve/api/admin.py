@@ -11,8 +11,6 @@ without one. A server that drains says 503 at its health routes, and answers wha
 from __future__ import annotations
 
 import logging
-import os
-import signal
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -176,8 +174,8 @@ async def reload(request: Request, body: ReloadRequest) -> Response:
     found: dict[str, Any] = {"models": {name: each.text for name, each in outcomes.items()}}
     failed = [name for name, each in outcomes.items() if not each.swapped]
     if not failed:
-        if config_of(request).processes > 1:
-            os.kill(os.getppid(), signal.SIGHUP)
+        if request.app.state.lifecycle is not None:
+            request.app.state.lifecycle.ask_all_to_reload()
         return json_response(found)
     for name in failed:
         _log.error("%s: %s", name, outcomes[name].text)
