@@ -155,10 +155,10 @@ def test_the_parent_imports_nothing_heavy(exported):
     path = str(exported("bert", "fill-mask").path)
     code = (
         "import sys\n"
-        "from enginery.serve import server, service\n"
+        "from enginery.serve import server\n"
         "from enginery.serve.config import ServeConfig\n"
         "server.Supervisor.serve = lambda self: print(*sys.modules) or 0\n"
-        f"service.serve_models([{path!r}], ServeConfig(port=0))\n"
+        f"server.serve_models([{path!r}], ServeConfig(port=0))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     modules = set(done.stdout.split())
