@@ -27,8 +27,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from enginery.core.errors import EngineryError, OptionError, nearest
 from enginery.core.options import options_from
 from enginery.serve.api import admin, oip, openai, plain, tei
-from enginery.serve.api.endpoints import Endpoint, call_endpoint
-from enginery.serve.api.errors import HTTPError, error_response, protocol_of, to_http_error
+from enginery.serve.api.endpoints import Endpoint
+from enginery.serve.api.errors import HTTPError, error_response, scope_protocol, to_http_error
 from enginery.serve.api.openapi import openapi_json
 from enginery.serve.api.requests import quoted
 from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
@@ -40,7 +40,7 @@ from enginery.serve.models.served_model import ServedModel
 from enginery.serve.observability.access_log import AccessLog
 from enginery.serve.observability.metrics import Metrics
 from enginery.serve.observability.middleware import ObservabilityMiddleware
-from enginery.serve.observability.record import Activity, Protocol
+from enginery.serve.observability.record import Activity
 from enginery.serve.observability.tracing import Tracing
 
 _log = logging.getLogger("enginery.serve")
@@ -259,25 +259,7 @@ def _route(endpoint: Endpoint, keys: Keys, budget: BodyBudget) -> Route:
     if endpoint.method == "POST":
         middleware.append(Middleware(BufferBody, budget=budget))
 
-    async def call(request: Request) -> Response:
-        try:
-            return await call_endpoint(endpoint, request)
-        except (EngineryError, HTTPException):
-            raise
-        except Exception as error:  # a bug: one request must not end more than itself
-            return answer_fault(request, error)
-
-    route = Route(endpoint.path, call, methods=[endpoint.method], middleware=middleware)
-    app = route.app
-
-    async def note(scope: Scope, receive: Receive, send: Send) -> None:
-        # Before the middlewares: what they refuse is of this route, too.
-        record = scope["state"]["record"]
-        record.route, record.protocol = endpoint.path.replace(":path}", "}"), endpoint.protocol
-        await app(scope, receive, send)
-
-    route.app = note
-    return route
+    return Route(endpoint.path, endpoint, methods=[endpoint.method], middleware=middleware)
 
 
 class StripTrailingSlash:
@@ -297,7 +279,7 @@ class StripTrailingSlash:
 
 async def answer_error(request: Request, error: EngineryError) -> Response:
     """Answer an expected error in the shape of the route's protocol."""
-    return error_response(_protocol(request), to_http_error(error))
+    return error_response(scope_protocol(request.scope), to_http_error(error))
 
 
 async def answer_routing_error(request: Request, error: HTTPException) -> Response:
@@ -323,31 +305,8 @@ async def answer_routing_error(request: Request, error: HTTPException) -> Respon
 
 async def answer_shutting_down(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request that the server has cancelled because it ends."""
-    record = scope["state"]["record"]
     found = HTTPError(503, "the server is shutting down.", retry_after_seconds=1.0)
-    protocol = record.protocol or protocol_of(record.path)
-    await error_response(protocol, found)(scope, receive, send)
-
-
-def answer_fault(request: Request, error: Exception) -> Response:
-    """Answer a bug with 500; its traceback goes to the log, with the request's id."""
-    request_id = request.state.record.request_id
-    _log.error(
-        "request %s: %s %s", request_id, request.method, request.url.path, exc_info=error
-    )  # fmt: skip
-    found = HTTPError(500, "internal error.")
-    return error_response(_protocol(request), found, request_id=request_id)
-
-
-def _protocol(request: Request) -> Protocol:
-    record = request.state.record
-    found: Protocol = record.protocol or protocol_of(request.url.path)
-    if not record.protocol:
-        for route in request.app.router.routes:
-            if route.matches(request.scope)[0] is not Match.NONE:
-                path = getattr(route, "path", "")
-                return next(each.protocol for each in ENDPOINTS if each.path == path)
-    return found
+    await error_response(scope_protocol(scope), found)(scope, receive, send)
 
 
 def _allowed(request: Request) -> list[str]:

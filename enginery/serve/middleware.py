@@ -1,4 +1,4 @@
-"""Middlewares around routes: API keys, and limits of bodies."""
+"""Middlewares around routes: API keys, and bodies within limits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from enginery.serve.api.errors import HTTPError
 from enginery.serve.config import ServeConfig
 from enginery.serve.keys import Keys
+
+_WATCH_AFTER_SECONDS = 0.05
+"""A request that takes longer is watched for its client's going; a task for each would cost more
+than it saves."""
 
 
 class RequireKey:
@@ -38,21 +42,23 @@ class BodyBudget:
         self.max_body_bytes, self.max_held_bytes = config.max_body_bytes, config.max_held_bytes
         self.held_bytes = 0
 
-    def check(self, size: int) -> None:
-        """Raise HTTPError where a body of so many bytes is too large."""
-        if size > self.max_body_bytes:
+    def take(self, size: int, body_size: int) -> None:
+        """Count bytes that arrive; one body of the largest size is always taken.
+
+        Args:
+            size: of what has arrived.
+            body_size: of its body, as far as it is known.
+
+        Raises:
+            HTTPError: 413, the body is too large; 503, all bodies together are.
+        """
+        if body_size > self.max_body_bytes:
             raise HTTPError(
                 413,
                 f"the body has more than {self.max_body_bytes} bytes, which is the most that is "
                 "taken.",
                 do="Send it in several requests.",
             )
-
-    def take(self, size: int) -> None:
-        """Count bytes of a body that arrive; raise HTTPError 503 where there are too many.
-
-        One body of the largest size is always taken.
-        """
         held = self.held_bytes + size
         if held > max(self.max_held_bytes, self.max_body_bytes) and self.held_bytes:
             raise HTTPError(
@@ -64,13 +70,12 @@ class BodyBudget:
             )
         self.held_bytes = held
 
-    def give_back(self, size: int) -> None:
-        """Count bytes of a body that is done with."""
-        self.held_bytes -= size
-
 
 class BufferBody:
-    """Reads the whole body within limits, then runs the route until it ends or its client goes."""
+    """Reads the whole body within limits, then runs the route until it ends or its client goes.
+
+    The body is at `scope["state"]["body"]`, and can be received once more.
+    """
 
     def __init__(self, app: ASGIApp, budget: BodyBudget) -> None:
         self._app, self._budget = app, budget
@@ -81,9 +86,10 @@ class BufferBody:
         Raises:
             HTTPError: 413 or 503, the body is too large.
         """
-        self._budget.check(_declared_size(scope))
-        held = 0
+        budget, state, held = self._budget, scope["state"], 0
+        declared = next((v for name, v in scope["headers"] if name == b"content-length"), b"0")
         try:
+            budget.take(0, int(declared) if declared.isdigit() and len(declared) < 20 else 0)
             parts: list[bytes] = []
             more = True
             while more:
@@ -91,21 +97,19 @@ class BufferBody:
                 if message["type"] == "http.disconnect":
                     return
                 part = message.get("body", b"")
-                self._budget.check(held + len(part))
-                self._budget.take(len(part))
+                budget.take(len(part), held + len(part))
                 held += len(part)
                 parts.append(part)
                 more = message.get("more_body", False)
-            body = b"".join(parts)
-            del parts
-            scope["state"]["record"].body_bytes = held
-            await self._run(scope, body, receive, send)
+            state["body"] = parts[0] if len(parts) == 1 else b"".join(parts)
+            await self._run(scope, receive, send)
         finally:
-            self._budget.give_back(held)
+            budget.held_bytes -= held
 
-    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher: asyncio.Task[None] | None = None
         has_gone = False
-        route = asyncio.current_task()
+        loop, route = asyncio.get_running_loop(), asyncio.current_task()
 
         async def watch() -> None:
             nonlocal has_gone
@@ -115,10 +119,14 @@ class BufferBody:
             if route is not None:
                 route.cancel()
 
-        async def replay() -> Message:
-            return {"type": "http.request", "body": body, "more_body": False}
+        def start_watching() -> None:
+            nonlocal watcher
+            watcher = loop.create_task(watch())
 
-        watcher = asyncio.create_task(watch())
+        async def replay() -> Message:
+            return {"type": "http.request", "body": scope["state"]["body"], "more_body": False}
+
+        timer = loop.call_later(_WATCH_AFTER_SECONDS, start_watching)
         try:
             await self._app(scope, replay, send)
         except asyncio.CancelledError:
@@ -126,10 +134,6 @@ class BufferBody:
                 raise
             route.uncancel()  # the client's going is no reason to end the server's task
         finally:
-            watcher.cancel()
-
-
-def _declared_size(scope: Scope) -> int:
-    """Return the Content-Length of a request; 0 where it has none that can be read."""
-    found = Headers(scope=scope).get("content-length", "0")
-    return int(found) if found.isascii() and found.isdigit() and len(found) < 20 else 0
+            timer.cancel()
+            if watcher is not None:
+                watcher.cancel()

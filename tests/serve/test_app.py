@@ -15,6 +15,7 @@ from enginery.core.errors import (
     OptionError,
     ProviderError,
 )
+from enginery.serve import config as config_module
 from enginery.serve.app import ENDPOINTS, config_from, create_app
 from enginery.serve.batching.queue import OverloadedError
 from enginery.serve.config import ServeConfig
@@ -294,14 +295,17 @@ def test_body_over_the_limit_is_413_by_its_length_and_by_its_bytes():
 
 def test_bodies_together_are_bounded_and_the_largest_is_always_taken():
     budget = BodyBudget(ServeConfig(max_body_bytes=100, max_held_bytes=60))
-    budget.take(100)  # alone
+    budget.take(100, 100)  # alone
     with pytest.raises(EngineryError, match="holds 100 bytes of other requests") as refused:
-        budget.take(1)
+        budget.take(1, 1)
     assert refused.value.status == 503
-    budget.give_back(100)
-    budget.take(50)
-    budget.take(50)  # up to the larger of the two
+    budget.held_bytes -= 100
+    budget.take(50, 50)
+    budget.take(50, 50)  # up to the larger of the two
     assert budget.held_bytes == 100
+    with pytest.raises(EngineryError, match="more than 100 bytes") as refused:
+        budget.take(0, 101)
+    assert refused.value.status == 413
 
 
 def test_held_bytes_are_given_back_whatever_happens():
@@ -405,11 +409,9 @@ def test_model_that_cannot_be_loaded_fails_the_lifespan(tiny_paths, tmp_path):
 
 
 def test_a_missing_package_is_named_before_anything_is_loaded(monkeypatch, tmp_path):
-    import importlib.util
-
-    find = importlib.util.find_spec
+    find = config_module.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "orjson" else find(name)
+        config_module, "find_spec", lambda name: None if name == "orjson" else find(name)
     )
     with pytest.raises(MissingPackageError, match=r"enginery\[serve\]"):
         create_app({"ENGINERY_MODELS": str(tmp_path)})

@@ -147,7 +147,7 @@ async def info(request: Request) -> Response:
 async def model_info(request: Request) -> Response:
     """Answer GET /models/{model}/info."""
     model = registry_of(request).get(request.path_params["model"])
-    request.state.record.model = model.name
+    request.scope["state"]["record"].model = model.name
     described = _described(model)
     if model.state in _NOT_LOADED:
         return json_response(described)

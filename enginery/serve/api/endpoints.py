@@ -8,12 +8,15 @@ from typing import Any
 
 import orjson
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from enginery.core.errors import EngineryError
 from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.task import Task
-from enginery.serve.api.errors import invalid_field
+from enginery.serve.api.errors import fault_response, invalid_field
 from enginery.serve.api.requests import parse, read_json
 from enginery.serve.config import ServeConfig
 from enginery.serve.models.registry import ModelRegistry
@@ -49,6 +52,28 @@ class Endpoint:
     """JSON schemas by content type."""
     response_types: tuple[str, ...] = ("application/json",)
 
+    @property
+    def pattern(self) -> str:
+        """Return the path as logs, metrics and the OpenAPI document have it."""
+        return self.path.replace(":path}", "}")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body that is declared, call the handler, and send its response."""
+        request = Request(scope, receive, send)
+        try:
+            if self.body is None or self.other_bodies:
+                response = await self.handler(request)
+            else:
+                given = scope["state"]["body"]
+                is_empty = self.has_optional_body and not given.strip()
+                values = {} if is_empty else read_json(request)
+                response = await self.handler(request, parse(self.body, values))
+        except (EngineryError, HTTPException):
+            raise
+        except Exception as error:  # a bug: one request must not end more than itself
+            response = fault_response(scope, error)
+        await response(scope, receive, send)
+
 
 class Routes:
     """Collects the endpoints of one protocol."""
@@ -76,15 +101,6 @@ class Routes:
         return declare
 
 
-async def call_endpoint(endpoint: Endpoint, request: Request) -> Response:
-    """Read the body that an endpoint declares, and call its handler."""
-    if endpoint.body is None or endpoint.other_bodies:
-        return await endpoint.handler(request)
-    if endpoint.has_optional_body and not (await request.body()).strip():
-        return await endpoint.handler(request, parse(endpoint.body, {}))
-    return await endpoint.handler(request, parse(endpoint.body, await read_json(request)))
-
-
 def json_response(value: Any, status: int = 200) -> Response:
     """Return a JSON answer; arrays of numpy are lists, NaN is null."""
     body = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
@@ -93,13 +109,13 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 def registry_of(request: Request) -> ModelRegistry:
     """Return the models of the server."""
-    found: ModelRegistry = request.app.state.registry
+    found: ModelRegistry = request.scope["app"].state.registry
     return found
 
 
 def config_of(request: Request) -> ServeConfig:
     """Return the options of the server."""
-    found: ServeConfig = request.app.state.config
+    found: ServeConfig = request.scope["app"].state.config
     return found
 
 
@@ -117,7 +133,7 @@ def select_model(
 
 def require_ready(request: Request, model: ServedModel) -> ServedModel:
     """Note that the request is for a model; raise UnavailableError where it cannot answer."""
-    request.state.record.model = model.name
+    request.scope["state"]["record"].model = model.name
     if model.state != "ready":
         reason = f": {model.reason.rstrip('.')}" if model.reason else ""
         raise UnavailableError(f"model '{model.name}' is {model.state}{reason}.")
@@ -146,19 +162,23 @@ def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
 
 
 async def answer(
-    request: Request, model: ServedModel, inputs: Sequence[Any], options: dict[str, Any],
+    request: Request,
+    model: ServedModel,
+    task: Task,
+    inputs: Sequence[Any],
+    options: dict[str, Any],
     where: str = "",
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Answer inputs by a model's task, and note what it took.
 
     Args:
         request: what is answered.
-        model: with the task that the route needs.
+        model: that is ready.
+        task: the model's.
         inputs: as the task takes them.
         options: of the task; None counts as absent.
         where: what the options' names begin with in messages.
     """
-    task = require_task(request, model)
     result = await model.answer(inputs, task.Options.read(options, where=where))
     note_result(request, model, result, inputs=len(inputs), characters=task.characters(inputs))
     results: list[Any] = result.results
@@ -170,6 +190,6 @@ def note_result(
     characters: int = 0,
 ) -> None:  # fmt: skip
     """Note for headers, metrics, log and trace what a request took."""
-    record = request.state.record
+    record = request.scope["state"]["record"]
     record.timings, record.inputs, record.characters = result.timings, inputs, characters
     record.compute_type = "cpu" if model.backend.on_cpu else "gpu"

@@ -21,11 +21,13 @@ platform.openai.com/docs/guides/error-codes.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
 import orjson
 from starlette.responses import Response
+from starlette.types import Scope
 
 from enginery.core.errors import EngineryError, InputError, OptionError, ShapeError
 from enginery.runtime.tasks.task import TaskOptionError
@@ -34,6 +36,8 @@ from enginery.serve.batching.queue import OverloadedError
 from enginery.serve.models.registry import UnknownModelError
 from enginery.serve.models.served_model import TooManyInputsError
 from enginery.serve.observability.record import Protocol
+
+_log = logging.getLogger("enginery.serve")
 
 _STATUSES: tuple[tuple[type[EngineryError], int], ...] = (
     (UnknownModelError, 404),
@@ -129,6 +133,20 @@ def error_response(protocol: Protocol, error: HTTPError, *, request_id: str = ""
     # A path may have lone surrogates, which UTF-8 cannot hold.
     body = _body(protocol, status, message.encode("utf-8", "replace").decode(), error)
     return Response(orjson.dumps(body), status, headers, "application/json")
+
+
+def fault_response(scope: Scope, error: Exception) -> Response:
+    """Answer a bug with 500; its traceback goes to the log, with the request's id."""
+    request_id = scope["state"]["record"].request_id
+    _log.error("request %s: %s %s", request_id, scope["method"], scope["path"], exc_info=error)
+    found = HTTPError(500, "internal error.")
+    return error_response(scope_protocol(scope), found, request_id=request_id)
+
+
+def scope_protocol(scope: Scope) -> Protocol:
+    """Return the protocol of a request: of its route, else of its path."""
+    found: Protocol = getattr(scope.get("endpoint"), "protocol", None) or protocol_of(scope["path"])
+    return found
 
 
 def protocol_of(path: str) -> Protocol:

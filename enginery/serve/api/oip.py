@@ -278,7 +278,7 @@ async def _infer_task(
         options["top_k"] = classes
     inputs = inputs_from_tensors(tensors, task, model.backend.runner.record.inputs)
     _check_outputs(wanted, [output.name for output in task.outputs])
-    results = await answer(request, model, inputs, options, "parameters.")
+    results = await answer(request, model, task, inputs, options, "parameters.")
     return tensors_from_results(task, results)
 
 
@@ -304,7 +304,7 @@ def _model(request: Request) -> ServedModel:
 async def _split(request: Request) -> tuple[dict[str, Any], Tail]:
     """Return the JSON of a request, and the bytes behind it."""
     require_plain(request)
-    body, given = await request.body(), request.headers.get(HEADER_LENGTH)
+    body, given = request.scope["state"]["body"], request.headers.get(HEADER_LENGTH)
     if given is None:
         return json_object(body), Tail(b"")
     if not (given.isascii() and given.isdigit() and len(given) < 16 and int(given) <= len(body)):

@@ -99,7 +99,7 @@ class ModelsResponse(BaseModel):
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """Answer POST /v1/embeddings."""
     model = find_model(registry_of(request), body.model or "")
-    require_task(request, model, "embed")
+    task = require_task(request, model, "embed")
     if len(body.input) > MAX_INPUTS:
         raise HTTPError(
             413,
@@ -107,9 +107,9 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
             do="Send several requests.",
         )
     options = {"normalize": True, "dimensions": body.dimensions}
-    vectors = await answer(request, model, body.input, options)
+    vectors = await answer(request, model, task, body.input, options)
     as_base64 = body.encoding_format == "base64"
-    tokens = request.state.record.timings.tokens
+    tokens = request.scope["state"]["record"].timings.tokens
     return json_response({
         "object": "list",
         "data": [
@@ -137,7 +137,7 @@ async def list_models(request: Request) -> Response:
 async def show_model(request: Request) -> Response:
     """Answer GET /v1/models/{model}."""
     model = find_model(registry_of(request), request.path_params["model"])
-    request.state.record.model = model.name
+    request.scope["state"]["record"].model = model.name
     return json_response(_described(model))
 
 

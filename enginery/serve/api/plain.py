@@ -88,11 +88,11 @@ async def predict_any(request: Request) -> Response:
     model = registry_of(request).get(request.path_params["model"])
     task = require_task(request, model)
     inputs = await _read(request, task)
-    results = await answer(request, model, inputs.items, inputs.parameters, "parameters.")
+    results = await answer(request, model, task, inputs.items, inputs.parameters, "parameters.")
     return json_response({
         "model": model.name,
         "outputs": results[0] if inputs.single else results,
-        "truncated": request.state.record.timings.truncated,
+        "truncated": request.scope["state"]["record"].timings.truncated,
     })  # fmt: skip
 
 
@@ -108,7 +108,7 @@ async def _read(request: Request, task: Task) -> Inputs:
                 do='Send JSON: {"inputs": "a text"}.',
             )
         return await _read_form(request) if is_form else await _read_image(request)
-    body = await request.body()
+    body = request.scope["state"]["body"]
     if task.takes_images and body[:64].lstrip(b" \t\r\n")[:1] not in _JSON_STARTS:
         return await _read_image(request)  # curl --data-binary says that a file is a form
     try:
@@ -132,7 +132,7 @@ async def _read(request: Request, task: Task) -> Inputs:
 
 
 async def _read_image(request: Request) -> Inputs:
-    body = await request.body()
+    body = request.scope["state"]["body"]
     if not body:
         raise empty_input("inputs", "the body is empty, expected an image file.")
     parameters: dict[str, Any] = {}

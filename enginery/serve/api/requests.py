@@ -134,10 +134,10 @@ Dimensions = Annotated[int, Field(ge=1)]
 # -- reading ------------------------------------------------------------------------------------
 
 
-async def read_json(request: Request) -> dict[str, Any]:
+def read_json(request: Request) -> dict[str, Any]:
     """Return the JSON object of a request's body; raise HTTPError where it is none."""
     require_plain(request)
-    return json_object(await request.body())
+    return json_object(request.scope["state"]["body"])
 
 
 def require_plain(request: Request) -> None:

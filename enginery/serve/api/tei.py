@@ -246,14 +246,14 @@ def ranks(model: ServedModel) -> bool:
 async def embed(request: Request, body: EmbedRequest) -> Response:
     """Answer POST /embed: vectors of texts or token ids."""
     model = select_model(request, body.model, embeds)
-    require_task(request, model, "embed")
+    task = require_task(request, model, "embed")
     options = {
         "normalize": True if body.normalize is None else body.normalize,
         "dimensions": body.dimensions,
         "prompt_name": body.prompt_name,
         "truncate": body.to_option(),
     }
-    return json_response(await answer(request, model, body.inputs, options))
+    return json_response(await answer(request, model, task, body.inputs, options))
 
 
 @routes.post(
@@ -263,7 +263,7 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
 async def similarity(request: Request, body: SimilarityRequest) -> Response:
     """Answer POST /similarity: cosines of one text and others."""
     model = select_model(request, body.model, embeds)
-    require_task(request, model, "embed")
+    task = require_task(request, model, "embed")
     parameters = body.parameters or SimilarityParameters()
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
     options = {
@@ -271,7 +271,7 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
         "prompt_name": parameters.prompt_name,
         "truncate": parameters.to_option(),
     }
-    vectors = np.stack(await answer(request, model, texts, options))
+    vectors = np.stack(await answer(request, model, task, texts, options))
     return json_response(vectors[1:] @ vectors[0])
 
 
@@ -282,10 +282,10 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
 async def predict(request: Request, body: PredictRequest) -> Response:
     """Answer POST /predict: labels of texts or pairs of texts, best first."""
     model = select_model(request, body.model, classifies)
-    require_task(request, model, "classify")
+    task = require_task(request, model, "classify")
     inputs, is_single = body.inputs
     options = {"activation": "none" if body.raw_scores else "auto", "truncate": body.to_option()}
-    results = await answer(request, model, inputs, options)
+    results = await answer(request, model, task, inputs, options)
     answers = [
         [{"score": label.score, "label": label.label} for label in result.labels]
         for result in results
@@ -300,7 +300,7 @@ async def predict(request: Request, body: PredictRequest) -> Response:
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Answer POST /rerank: texts by how well they answer a query."""
     model = select_model(request, body.model, ranks)
-    require_task(request, model, "classify")
+    task = require_task(request, model, "classify")
     if not _has_one_label(model):
         raise invalid_field(
             f"model '{model.name}' has several labels, expected a re-ranker, which has one.",
@@ -311,7 +311,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     options = {
         "activation": "none" if body.raw_scores else "sigmoid", "truncate": body.to_option(),
     }  # fmt: skip
-    results = await answer(request, model, pairs, options)
+    results = await answer(request, model, task, pairs, options)
     scores = [result.score for result in results]
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return json_response([
@@ -331,7 +331,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 )  # fmt: skip
 async def root(request: Request) -> Response:
     """Answer POST /: what the only model is for."""
-    values = await read_json(request)
+    values = read_json(request)
     name = parse(AnyBody, values).model
     model = select_model(request, name, lambda model: embeds(model) or classifies(model))
     task = require_task(request, model, "embed", "classify")

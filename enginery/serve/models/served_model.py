@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -150,8 +150,8 @@ class ServedModel:
         task = self.task
         if task is None:
             raise InputError(f"{self.name} answers tensors alone.")
-        if "truncate" in type(options).model_fields and getattr(options, "truncate", 0) is None:
-            options = options.model_copy(update={"truncate": self._config.truncate})
+        if not self._config.truncate and getattr(options, "truncate", True) is None:
+            options = options.model_copy(update={"truncate": False})
         answered = await self._run(task, inputs, options, len(inputs))
         if not all(map(task.is_finite, answered.results)):
             raise UnavailableError(
@@ -172,30 +172,42 @@ class ServedModel:
         return await self._run(self.backend.tensors, feeds, TaskOptions(), count)
 
     async def _run(self, task: RowTask, inputs: Any, options: Any, count: int) -> InferenceResult:
+        if self.state != "ready":
+            raise UnavailableError(f"{self.name}: {self.reason}.")
         self._require_count(count, "inputs")
-        with self._in_flight():
+        self._begin_request()
+        try:
             started = time.perf_counter()
-            work = await self.in_thread(
-                lambda _: task.preprocess(inputs, options), inputs=count,
-                weight=task.preprocess_weight(inputs),
-            )  # fmt: skip
+            weight = task.preprocess_weight(inputs)
+            if weight == "light":
+                work = task.preprocess(inputs, options)
+            else:
+                work = await self.in_thread(
+                    lambda _: task.preprocess(inputs, options), inputs=count, weight=weight
+                )
             timings = Timings(tokenize_seconds=time.perf_counter() - started)
             if len(work.rows) > count:
                 self._require_count(len(work.rows), "windows of contexts")
             entries = self.backend.entries(task, work.rows)
-            timings.tokens = sum(row.tokens for row in work.rows)
-            timings.truncated = sum(row.truncated for row in work.rows)
+            for row in work.rows:
+                timings.tokens += row.tokens
+                timings.truncated += row.truncated
             outputs = await self.scheduler.run(entries, timings) if entries else []
-            results = await self.in_thread(
-                lambda _: task.postprocess(work, outputs, options),
-                weight=task.postprocess_weight(work, options),
-            )
+            weight = task.postprocess_weight(work, options)
+            if weight == "light":
+                results = task.postprocess(work, outputs, options)
+            else:
+                results = await self.in_thread(
+                    lambda _: task.postprocess(work, outputs, options), weight=weight
+                )
+        finally:
+            self._end_request()
         return InferenceResult(results, timings)
 
     async def in_thread(
         self, work: Callable[[Event], Result], *, inputs: int = 0, weight: Weight
     ) -> Result:
-        """Run work in a thread of the model's own, unless it is light.
+        """Run work in a thread of the model's own.
 
         Args:
             work: called with an event that is set when nobody waits any more.
@@ -205,18 +217,18 @@ class ServedModel:
         Raises:
             OverloadedError: too much is being preprocessed already.
         """
+        waiting = self.scheduler.queue.rows
+        self._begin_request()
         try:
-            if weight == "light":
-                return work(Event())
-            waiting = self.scheduler.queue.rows
-            with self._counted():
-                return await self._pool.run(
-                    work, inputs=inputs, waiting=waiting, short=weight == "medium"
-                )
+            return await self._pool.run(
+                work, inputs=inputs, waiting=waiting, short=weight != "heavy"
+            )
         except BaseException as error:
             if is_panic(error):  # of Rust code: no Exception, which would end the server
                 raise RuntimeError(f"panic: {error}") from error
             raise
+        finally:
+            self._end_request()
 
     def _require_count(self, count: int, what: str) -> None:
         if count > self._config.max_inputs:
@@ -299,24 +311,15 @@ class ServedModel:
         await asyncio.sleep(_RETIRE_SECONDS)
         await self.close(timeout_seconds=timeout_seconds)
 
-    @contextmanager
-    def _in_flight(self) -> Iterator[None]:
-        """Count a request from its first input to its results; closing waits for it."""
-        if self.state != "ready":
-            raise UnavailableError(f"{self.name}: {self.reason}.")
-        with self._counted():
-            yield
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _begin_request(self) -> None:
+        """Count a request; closing waits for it."""
         self._requests += 1
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self._requests -= 1
-            if not self._requests:
-                self._idle.set()
+
+    def _end_request(self) -> None:
+        self._requests -= 1
+        if not self._requests:
+            self._idle.set()
 
     def _run_batch(self, batch: Sequence[QueueEntry]) -> list[Any]:
         """Run a batch in a worker's thread; find out whether a failure is of the provider."""

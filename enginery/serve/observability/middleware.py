@@ -109,7 +109,7 @@ class ObservabilityMiddleware:
             raise
         finally:
             activity.in_flight -= 1
-            self._report(record)
+            self._report(record, scope)
 
     def _begin(self, scope: Message) -> RequestRecord:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
@@ -146,7 +146,9 @@ class ObservabilityMiddleware:
             found.append((b"connection", b"close"))
         return found
 
-    def _report(self, record: RequestRecord) -> None:
+    def _report(self, record: RequestRecord, scope: Message) -> None:
+        # Of the route that matched, though it may have been refused before that was called.
+        record.route = record.route or getattr(scope.get("endpoint"), "pattern", "")
         if not record.ended:
             record.ended = perf_counter()
         if not record.status:  # the application has seen that nobody waits for the response

@@ -48,8 +48,6 @@ class RequestRecord:
     started: float
     route: str = ""
     """The pattern that matched, `/predict/{model}`, never the path; empty where none did."""
-    protocol: Protocol | Literal[""] = ""
-    """Of the route; empty where none matched."""
     model: str = ""
     """A served model's name; empty where none was asked for."""
     timings: Timings | None = None
