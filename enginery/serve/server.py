@@ -166,7 +166,6 @@ def uvicorn_config(
         log_config=log_config,
         access_log=False,
         server_header=False,
-        proxy_headers=False,
         timeout_keep_alive=config.idle_timeout,  # type: ignore[arg-type]  # any number will do
         timeout_worker_healthcheck=HANG_SECONDS,  # type: ignore[arg-type]
     )

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 
 import httpx
 import numpy as np
@@ -10,6 +11,11 @@ import pytest
 from PIL import Image
 
 from enginery import load_model
+from enginery.core.artifact import Artifact, commit_artifact
+from enginery.runtime.tasks import TASKS
+from enginery.serve.config import ServeConfig
+from tests.runtime.count_task import Count
+from tests.serve.conftest import Running
 from tests.serve.doubles import StandInModel, application, ask
 from tests.tolerances import OUTPUTS, SCORES
 
@@ -277,3 +283,34 @@ def test_unknown_model_names_the_nearest(running):
 def test_task_without_words_is_sent_to_tensors():
     found = ask(application(StandInModel(verb="")), "POST", "/predict/minilm", {"inputs": "a"})
     assert (found.status, "/v2/models/minilm/infer" in found.json["error"]) == (422, True)
+
+
+# A task that is one module
+
+
+def test_new_task_is_answered_by_every_route_that_knows_no_task(tiny_paths, tmp_path, monkeypatch):
+    source = Artifact.open(tiny_paths("vectors")["vectors"])
+    shutil.copytree(source.path, tmp_path / "counting")
+    counted = source.manifest.model_copy(update={"task": "token-counting"})
+    commit_artifact(tmp_path / "counting", counted)
+    monkeypatch.setitem(TASKS, Count.verb, Count)
+    server = Running({"counting": tmp_path / "counting"}, ServeConfig(access_log="off"))
+    try:
+        body = {"inputs": ["The engine is warm.", "a"], "parameters": {"vowels": "e"}}
+        found = server("POST", "/predict/counting", body)
+        assert found.status == 200, found.json
+        assert [each["vowels"] for each in found.json["outputs"]] == [3, 0]
+        wrong = server("POST", "/predict/counting", {"inputs": "a", "parameters": {"vowel": "e"}})
+        assert "did you mean 'vowels'?" in wrong.json["error"]
+        text = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["The engine is warm."]}
+        infer = server("POST", "/v2/models/counting/infer", {"inputs": [text]}).json
+        assert {each["name"]: each["data"] for each in infer["outputs"]} == {
+            "tokens": [found.json["outputs"][0]["tokens"]], "vowels": [6],
+        }  # fmt: skip
+        outputs = server("GET", "/v2/models/counting").json["outputs"]
+        assert [each["name"] for each in outputs[:2]] == ["tokens", "vowels"]
+        assert server("GET", "/models/counting/info").json["method"] == "count"
+        refused = server("POST", "/embed", {"inputs": "a"}).json["error"]
+        assert "It counts tokens and vowels: POST /predict/counting." in refused
+    finally:
+        server.close()
