@@ -172,12 +172,21 @@ class TextTokenizer:
                 cannot be tokenized; the message has its index.
         """
         check_texts(texts, pairs=True)
+        way = self.texts.encode_batch if offsets else self._quick.encode
+        most = self.limit * _LETTERS_A_TOKEN
 
-        def encode(items: list[Any]) -> list[Any]:
-            cut = [self._cut(text) if isinstance(text, str) else text for text in items]
-            return self._run(self.texts.encode_batch if offsets else self._quick.encode, cut)
+        def encode(items: Sequence[Any]) -> list[Any]:
+            cut = [
+                self._cut(text) if isinstance(text, str) and len(text) > most else text
+                for text in items
+            ]
+            return way(cut) if len(cut) == 1 else self._run(way, cut)
 
-        return _encode_each(encode, texts)
+        try:
+            return encode(texts)
+        except BaseException as error:
+            tokenizer_failure(error)  # raises what is not the tokenizer's
+            return _encode_each(encode, texts)  # finds the text that fails
 
     def encode_whole(self, texts: Sequence[str], *, special: bool) -> list[Any]:
         """One `tokenizers.Encoding` a text, not cut; with special tokens around it or without.

@@ -54,15 +54,20 @@ class BatchRunner:
 
     def feeds(self, rows: Sequence[Row]) -> Arrays:
         """Return the feeds of a batch, filled up to rows that the graph takes."""
-        shape = self.task.row_shape(max(rows, key=lambda row: row.tokens))
-        if not shape:
-            return self.task.collate(rows, 0)
-        count, *sizes = self.runner.padded_shape(self._spec, (len(rows), *shape))
-        return fill_rows(self.task.collate(rows, sizes[0]), self.fixed_rows or count)
+        longest = max(rows, key=lambda row: row.tokens)
+        count, width = len(rows), longest.tokens
+        shape = self.task.row_shape(longest) if self.runner.profiles else ()
+        if shape:
+            count, width, *_ = self.runner.padded_shape(self._spec, (count, *shape))
+        feeds = self.task.collate(rows, max(width, 1))
+        count = self.fixed_rows or count
+        return fill_rows(feeds, count) if count > len(rows) else feeds
 
     def split(self, rows: Sequence[Row], feeds: Arrays, outputs: Arrays) -> list[Any]:
         """Return for each row its part of the outputs of `feeds`."""
-        return self.task.split(rows, feeds, first_rows(outputs, len(rows)))
+        if len(next(iter(feeds.values()))) > len(rows):  # the batch was filled up
+            outputs = first_rows(outputs, len(rows))
+        return self.task.split(rows, feeds, outputs)
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
         """Run one batch of rows of one `batch_key`.

@@ -156,7 +156,8 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
 
     def preprocess(self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions) -> Work:
         """Return a row for each text, or each list of token ids, before which no prompt goes."""
-        self.check_dimensions(options)
+        if options.dimensions:
+            self.check_dimensions(options)
         texts = [item for item in inputs if isinstance(item, str)]
         if len(texts) == len(inputs) or isinstance(inputs, str | bytes):
             check_texts(inputs)

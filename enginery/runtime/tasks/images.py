@@ -154,7 +154,8 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
 
     def preprocess(self, inputs: Sequence[Any], options: VectorOptions) -> Work:
         """Return a row for each image."""
-        self.check_dimensions(options)
+        if options.dimensions:
+            self.check_dimensions(options)
         return super().preprocess(inputs, options)
 
     def split(

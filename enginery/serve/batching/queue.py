@@ -202,11 +202,14 @@ class BatchQueue:
     def _next(self) -> list[QueueEntry]:
         oldest = self._due[0][2]
         lane = self._lanes[oldest.key]
-        place = bisect_left(lane, oldest.order, key=_ORDER)
-        # Workers that are free as well get their share.
-        most = -(-self.rows // max(self._idle, 1))
-        lengths = [entry.length for entry in lane] if len(lane) <= MAX_DIVIDED else _Lengths(lane)
-        low, high = choose_batch(lengths, oldest=place, most=most, rules=self.rules)
+        low, high = 0, 1
+        if len(lane) > 1:
+            place = bisect_left(lane, oldest.order, key=_ORDER)
+            # Workers that are free as well get their share.
+            most = -(-self.rows // max(self._idle, 1))
+            few = len(lane) <= MAX_DIVIDED
+            lengths = [entry.length for entry in lane] if few else _Lengths(lane)
+            low, high = choose_batch(lengths, oldest=place, most=most, rules=self.rules)
         batch = lane[low:high]
         del lane[low:high]
         for entry in batch:

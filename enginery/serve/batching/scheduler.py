@@ -131,7 +131,8 @@ class BatchScheduler:
         sent: list[QueueEntry] = []
         self._pending.add(pending)
         try:
-            for part in _parts(entries, queue.max_rows, queue.max_tokens):
+            parts = _parts(entries, queue.max_rows, queue.max_tokens) if entries[1:] else [entries]
+            for part in parts:
                 if sent:
                     await self._put_later(part, pending, len(sent) - len(part) // 2)
                 else:
@@ -175,24 +176,21 @@ class BatchScheduler:
     def _deliver(self, result: BatchResult) -> None:
         try:
             for entry, output in zip(result.batch, result.outputs, strict=True):
-                self._answer(entry, output, result)
+                pending: _PendingRequest = entry.request
+                if pending.future.done():
+                    continue
+                if isinstance(output, BaseException):
+                    self._fail(pending, output)
+                    continue
+                pending.outputs[entry.place] = output
+                pending.done += 1
+                pending.progress.set()
+                pending.started = max(pending.started, result.started)
+                pending.inference_seconds = max(pending.inference_seconds, result.seconds)
+                if pending.done == len(pending.outputs):
+                    pending.future.set_result(None)
         finally:  # behind the requests that have waited for it
             self._loop.call_soon(self._account, result)
-
-    def _answer(self, entry: QueueEntry, output: Any, result: BatchResult) -> None:
-        pending: _PendingRequest = entry.request
-        if pending.future.done():
-            return
-        if isinstance(output, BaseException):
-            self._fail(pending, output)
-            return
-        pending.outputs[entry.place] = output
-        pending.done += 1
-        pending.progress.set()
-        pending.started = max(pending.started, result.started)
-        pending.inference_seconds = max(pending.inference_seconds, result.seconds)
-        if pending.done == len(pending.outputs):
-            pending.future.set_result(None)
 
     def _account(self, result: BatchResult) -> None:
         lengths = [entry.length for entry in result.batch]

@@ -134,13 +134,19 @@ class ModelBackend:
             ShapeError: no engine takes a row.
         """
         batches = self._batches[type(task)]
+        pads = bool(self.runner.profiles)
         return [
             QueueEntry(
-                None, place, (type(task), task.batch_key(row)), batches.padded_length(row), row,
-                batches, tokens=row.tokens,
+                None,
+                place,
+                (type(task), task.batch_key(row)),
+                batches.padded_length(row) if pads else row.tokens,
+                row,
+                batches,
+                tokens=row.tokens,
             )
             for place, row in enumerate(rows)
-        ]  # fmt: skip
+        ]
 
     def run(self, batch: Sequence[QueueEntry]) -> list[Any]:
         """Run a batch of rows of one key; return the graph's output for each."""
