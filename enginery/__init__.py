@@ -15,11 +15,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from enginery.core.version import __version__
-
 if TYPE_CHECKING:
     from enginery.core.artifact import Artifact
     from enginery.core.errors import EngineryError
+    from enginery.core.version import __version__
     from enginery.pipeline import (
         bench_model,
         build_engine,
@@ -59,6 +58,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "__version__": "enginery.core.version",
     "Artifact": "enginery.core.artifact",
     "EngineryError": "enginery.core.errors",
     "Recipe": "enginery.recipe",
