@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 
+import grimp
 import pytest
 
 HEAVY = ("torch", "transformers", "optimum", "onnxruntime", "onnx", "numpy", "pydantic", "pyarrow",
@@ -72,3 +74,11 @@ def test_second_run_loads_no_framework(exported, tiny_model):
     )
     assert "passed earlier" in found
     assert found.splitlines()[-1].split() == ["heavy:"]
+
+
+def test_no_modules_of_serve_import_each_other_in_a_circle():
+    graph = grimp.build_graph("enginery", exclude_type_checking_imports=False, cache_dir=None)
+    modules = {name for name in graph.modules if name.startswith("enginery.serve")}
+    imports = {name: graph.find_modules_directly_imported_by(name) & modules for name in modules}
+    TopologicalSorter(imports).prepare()  # raises CycleError
+    assert len(modules) > 30
