@@ -11,7 +11,6 @@ Formulas and their order are sentence-transformers' (`models/Pooling.py`, `model
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,15 @@ class Pooling:
         Returns:
             float32 (batch, dim * len(modes)).
         """
-        return self.finish(self.pool(tokens, mask, prompt=prompt))
+        vectors = self.pool(tokens, mask, prompt=prompt)
+        if not self.normalize:
+            return vectors
+        # In float64: squares of 1e20 are beyond float32.
+        wide = vectors.astype(np.float64)
+        norms = np.linalg.norm(wide, axis=1, keepdims=True)
+        with np.errstate(invalid="ignore"):  # infinity is answered with NaN
+            # torch.nn.functional.normalize has this floor.
+            return np.asarray(wide / np.maximum(norms, 1e-12), dtype=np.float32)
 
     def pool(
         self, tokens: NDArray[Any], mask: NDArray[Any], *, prompt: int | Sequence[int] = 0
@@ -76,55 +83,6 @@ class Pooling:
             mask = mask * (np.cumsum(mask, axis=1) > first)
         pooled = [_pool(mode, tokens, mask) for mode in self.modes]
         return pooled[0] if len(pooled) == 1 else np.concatenate(pooled, axis=1)
-
-    def finish(self, vectors: NDArray[Any], *, normalize: bool | None = None) -> Vectors:
-        """What follows the pooling: vectors of length 1, where the model asks for that.
-
-        Args:
-            vectors: (batch, dim).
-            normalize: whether they are made so; None for what the model says.
-        """
-        vectors = vectors.astype(np.float32, copy=False)
-        if not (self.normalize if normalize is None else normalize):
-            return vectors
-        # In float64: squares of 1e20 are beyond float32.
-        wide = vectors.astype(np.float64)
-        norms = np.linalg.norm(wide, axis=1, keepdims=True)
-        with np.errstate(invalid="ignore"):  # infinity is answered with NaN
-            # torch.nn.functional.normalize has this floor.
-            return np.asarray(wide / np.maximum(norms, 1e-12), dtype=np.float32)
-
-    def finish_rows(
-        self, rows: Sequence[NDArray[Any]], *, normalize: bool | None = None
-    ) -> list[Vectors]:
-        """As `finish`, for vectors that are not in one array; quicker for a few.
-
-        Args:
-            rows: (dim,) each.
-            normalize: as `finish` has it.
-        """
-        found = [np.asarray(row, np.float32) for row in rows]
-        if not (self.normalize if normalize is None else normalize):
-            return found
-        return [_unit(row) for row in found]
-
-
-def squared_length(vector: NDArray[Any]) -> float:
-    """The sum of a vector's squares, in float32 where that holds it; NaN or infinity as it has."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        squared = float(vector @ vector)
-    if math.isfinite(squared):
-        return squared
-    wide = vector.astype(np.float64)  # squares of 1e20 are beyond float32
-    with np.errstate(invalid="ignore"):
-        return float(wide @ wide)
-
-
-def _unit(vector: Vectors) -> Vectors:
-    # A scalar of float64 makes the quotient one, which holds what float32 does not.
-    length = np.float64(max(math.sqrt(squared_length(vector)), 1e-12))
-    with np.errstate(invalid="ignore"):  # infinity is answered with NaN
-        return np.asarray(vector / length, np.float32)
 
 
 def read_pooling(directory: Path) -> Pooling:

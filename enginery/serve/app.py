@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import logging
 import os
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -22,7 +23,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from enginery.core.errors import EngineryError, OptionError, nearest
 from enginery.core.options import options_from
@@ -139,7 +140,6 @@ def make_app(
                 ObservabilityMiddleware, metrics=metrics, access_log=access_log, tracing=tracing,
                 activity=activity, shutting_down=answer_shutting_down,
             ),
-            Middleware(StripTrailingSlash),
         ],
         exception_handlers={
             EngineryError: answer_error,  # type: ignore[dict-item]
@@ -258,23 +258,10 @@ def _route(endpoint: Endpoint, keys: Keys, budget: BodyBudget) -> Route:
         middleware.append(Middleware(RequireKey, keys=keys))
     if endpoint.method == "POST":
         middleware.append(Middleware(BufferBody, budget=budget))
-
-    return Route(endpoint.path, endpoint, methods=[endpoint.method], middleware=middleware)
-
-
-class StripTrailingSlash:
-    """Lets `/embed/` be `/embed`, without a redirect."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application with the path as routes have it."""
-        if scope["type"] == "http":
-            path = scope["path"]
-            if len(path) > 2 and path[-1] == "/" and path[-2] != "/":
-                scope["path"] = path[:-1]
-        await self._app(scope, receive, send)
+    route = Route(endpoint.path, endpoint, methods=[endpoint.method], middleware=middleware)
+    if endpoint.path != "/":  # /embed/ is /embed, without a redirect
+        route.path_regex = re.compile(route.path_regex.pattern.removesuffix("$") + "/?$")
+    return route
 
 
 async def answer_error(request: Request, error: EngineryError) -> Response:

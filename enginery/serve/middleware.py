@@ -7,7 +7,7 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from enginery.serve.api.errors import HTTPError
+from enginery.serve.api.errors import HTTPError, invalid_body
 from enginery.serve.config import ServeConfig
 from enginery.serve.keys import Keys
 
@@ -84,10 +84,17 @@ class BufferBody:
         """Run the route, and cancel it when the client disconnects.
 
         Raises:
-            HTTPError: 413 or 503, the body is too large.
+            HTTPError: 400, the body is compressed; 413 or 503, it is too large.
         """
         budget, state, held = self._budget, scope["state"], 0
-        declared = next((v for name, v in scope["headers"] if name == b"content-length"), b"0")
+        headers = dict(scope["headers"])
+        encoding, declared = headers.get(b"content-encoding"), headers.get(b"content-length", b"0")
+        if encoding not in (None, b"", b"identity"):
+            # A few bytes could become gigabytes, which the limit of the body would not see.
+            raise invalid_body(
+                f"the body is encoded with {encoding[:40].decode('latin-1')!r}, expected none.",
+                do="Send it uncompressed.",
+            )
         try:
             budget.take(0, int(declared) if declared.isdigit() and len(declared) < 20 else 0)
             parts: list[bytes] = []
@@ -99,6 +106,7 @@ class BufferBody:
                 part = message.get("body", b"")
                 budget.take(len(part), held + len(part))
                 held += len(part)
+                state["record"].body_bytes = held
                 parts.append(part)
                 more = message.get("more_body", False)
             state["body"] = parts[0] if len(parts) == 1 else b"".join(parts)

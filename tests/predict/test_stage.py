@@ -352,7 +352,7 @@ def test_a_wish_that_does_not_fit_is_an_error_and_nothing_is_opened(
 
 
 def test_where_a_token_is_is_found_only_for_spans(predict, tiny, reviews, monkeypatch):
-    from enginery.runtime.quick_encoding import QuickEncoder
+    from enginery.runtime.tokenizer import QuickEncoder
 
     real, quick = QuickEncoder.encode, []
 

@@ -12,6 +12,7 @@ import pytest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.model import load_model
 from enginery.runtime.pooling import Pooling
+from enginery.runtime.tasks.embed import VectorOptions, finish_vectors
 from tests.tiny import TEXT_KINDS, tiny_artifact
 from tests.tolerances import EPSILON, LARGER, OUTPUTS, SCORES
 
@@ -106,35 +107,44 @@ def test_lasttoken_and_cls_find_their_token_with_padding_on_the_left():
     assert last(tokens, mask).tolist() == [[6, 7]]
 
 
+def pooled(vectors):
+    """Vectors as the normalized mean of texts of one token each, in one batch."""
+    pooling = Pooling(("mean",), normalize=True, include_prompt=True, note="")
+    return pooling(vectors[:, None], np.ones((len(vectors), 1), np.int64))
+
+
+def normalized(vectors):
+    """Vectors as requests get them, one by one."""
+    return finish_vectors(list(vectors), VectorOptions(), model_normalizes=True)
+
+
 @pytest.mark.parametrize("normalize", [None, True, False])
 @pytest.mark.parametrize("model_does", [True, False])
-def test_rows_are_finished_as_a_batch_is(normalize, model_does):
-    pooling = Pooling(("mean",), normalize=model_does, include_prompt=True, note="")
+def test_vectors_are_finished_one_by_one_as_a_batch_is(normalize, model_does):
     batch = np.random.default_rng(0).normal(size=(5, 384)).astype(np.float32) * 7
     batch[1:4] = [[1e-15], [3e25], [0]]
-    rows = pooling.finish_rows(list(batch), normalize=normalize)
+    options = VectorOptions(normalize=normalize)
+    rows = finish_vectors(list(batch), options, model_normalizes=model_does)
     assert {row.dtype for row in rows} == {np.dtype(np.float32)}
+    expected = pooled(batch) if (model_does if normalize is None else normalize) else batch
     # The length is a float32 sum of 384 squares in one, a float64 sum in the other.
-    tolerance = EPSILON * np.sqrt(384)
-    np.testing.assert_allclose(rows, pooling.finish(batch, normalize=normalize), rtol=tolerance)
+    np.testing.assert_allclose(rows, expected, rtol=EPSILON * np.sqrt(384))
 
 
-def test_rows_whose_squares_are_beyond_float32_have_length_one_all_the_same():
-    pooling = Pooling(("mean",), normalize=True, include_prompt=True, note="")
+def test_vectors_whose_squares_are_beyond_float32_have_length_one_all_the_same():
     large = np.float32([[3e25, 4e25], [3e38, 3e38]])
-    for rows in (pooling.finish_rows(list(large)), pooling.finish(large)):
+    for rows in (normalized(large), pooled(large)):
         assert rows[0] == pytest.approx([0.6, 0.8])
         assert rows[1] == pytest.approx([0.5**0.5] * 2)
-    (half,) = pooling.finish_rows([np.float16([3e4, 4e4])])
+    (half,) = normalized([np.float16([3e4, 4e4])])
     assert half == pytest.approx([0.6, 0.8])
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
-def test_what_is_no_number_stays_none(odd):
-    pooling = Pooling(("mean",), normalize=True, include_prompt=True, note="")
+def test_vector_that_is_not_finite_stays_so(odd):
     rows = np.float32([[odd, 1]])
-    assert np.isnan(pooling.finish_rows(list(rows))[0]).any()
-    assert np.isnan(pooling.finish(rows)[0]).any()
+    assert not np.isfinite(normalized(rows)[0]).all()
+    assert np.isnan(pooled(rows)[0]).any()
 
 
 @pytest.mark.parametrize("include", [True, False])

@@ -2,8 +2,7 @@ import random
 
 import pytest
 
-from enginery.runtime.quick_encoding import QuickEncoder
-from enginery.runtime.tokenizer import TextTokenizer
+from enginery.runtime.tokenizer import QuickEncoder, TextTokenizer
 from tests.tiny import TEXT_KINDS, tiny_artifact
 
 PIECES = ["the pump", "IS Warm", "  ", "again,", "[MASK]", "[mask]", "</s>", "<mask>", "#tag", "[",

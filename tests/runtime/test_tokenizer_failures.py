@@ -79,7 +79,7 @@ def test_interrupt_while_encoding_is_no_error_of_the_text(opened, monkeypatch):
     def interrupted(_self, _texts):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("enginery.runtime.quick_encoding.QuickEncoder.encode", interrupted)
+    monkeypatch.setattr("enginery.runtime.tokenizer.QuickEncoder.encode", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tokenizer.encode(["the pump"], offsets=False)
 

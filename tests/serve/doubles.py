@@ -16,6 +16,7 @@ from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.classify import Classification, Label
+from enginery.runtime.tasks.tensors import Tensors
 from enginery.serve.app import make_app
 from enginery.serve.batching.scheduler import Timings
 from enginery.serve.config import ServeConfig
@@ -58,6 +59,7 @@ class StandInModel:
         self.backend = SimpleNamespace(
             config=ModelConfig.model_validate(config or {"vocab_size": 600}), dim=dim, limit=128,
             on_cpu=False, runner=SimpleNamespace(record=record),
+            tensors=object.__new__(Tensors),
             validation_status=lambda: "none",
         )  # fmt: skip
 
@@ -65,7 +67,7 @@ class StandInModel:
         return {"task": self.artifact.manifest.task, "batching": {"max_tokens": 0, "max_rows": 0},
                 "providers": [{"name": "CUDAExecutionProvider"}]}  # fmt: skip
 
-    async def answer(self, inputs, options):
+    async def answer(self, task, inputs, options):
         self.calls.append((inputs, options))
         if isinstance(self.answer_with, Exception):
             raise self.answer_with
@@ -73,11 +75,8 @@ class StandInModel:
             await self.answer_with.wait()
         results = self.answer_with
         if not isinstance(results, list | dict):
-            results = [self._result() for _ in inputs]
+            results = [self._result() for _ in range(task.count(inputs))]
         return InferenceResult(results, TIMINGS)
-
-    async def infer(self, feeds):
-        return await self.answer([feeds], None)
 
     def _result(self):
         if self.task.verb.startswith("classify"):

@@ -327,7 +327,7 @@ def test_client_that_goes_cancels_its_request():
     model = StandInModel(answer_with=waiting)
     cancelled = []
 
-    async def answer(inputs, options):
+    async def answer(_task, inputs, _options):
         model.calls.append(inputs)
         try:
             await waiting.wait()

@@ -10,11 +10,16 @@ from PIL import Image
 from enginery.core.errors import InputError
 from enginery.runtime.model import load_model
 from enginery.runtime.ort import OrtRunner
+from enginery.runtime.tasks.task import TaskOptions
 from enginery.runtime.tasks.text import TooLongError
 from enginery.serve.batching.queue import OverloadedError
 from enginery.serve.config import ServeConfig
-from enginery.serve.models.backend import ModelBackend
-from enginery.serve.models.served_model import ServedModel, TooManyInputsError, UnavailableError
+from enginery.serve.models.served_model import (
+    ModelBackend,
+    ServedModel,
+    TooManyInputsError,
+    UnavailableError,
+)
 from tests.tolerances import OUTPUTS
 
 TEXTS = ["the pump runs", "a", "the engine is warm and the valve is open again", "the pump runs"]
@@ -32,7 +37,12 @@ async def serving(artifact, **options):
 
 
 def ask(model, inputs, **options):
-    return model.answer(inputs, model.task.Options.read(options))
+    read = model.task.Options.read(options)
+    return model.answer(model.task, inputs, read)
+
+
+def infer(model, feeds):
+    return model.answer(model.backend.tensors, feeds, TaskOptions())
 
 
 def waiting(model):
@@ -137,8 +147,8 @@ def test_tensors_are_run_as_they_are_sent(exported):
             names = [spec.name for spec in served.backend.runner.record.inputs]
             row = {name: np.ones((1, 9), np.int64) for name in names}
             rows = {name: np.ones((3, 9), np.int64) for name in names}
-            one, three = await asyncio.gather(served.infer(row), served.infer(rows))
-            singles = await asyncio.gather(*(served.infer(row) for _ in range(6)))
+            one, three = await asyncio.gather(infer(served, row), infer(served, rows))
+            singles = await asyncio.gather(*(infer(served, row) for _ in range(6)))
             return one.results["logits"], three.results["logits"], singles
 
     one, three, singles = asyncio.run(scenario())
@@ -167,7 +177,7 @@ def test_tensors_that_do_not_fit_are_refused(exported, change, message):
                 spec.name: np.ones((1, 4), np.int64) for spec in served.backend.runner.record.inputs
             }
             change(feeds)
-            await served.infer(feeds)
+            await infer(served, feeds)
 
     with pytest.raises(Exception, match=message):
         asyncio.run(scenario())
@@ -181,7 +191,7 @@ def test_tensors_with_nan_are_refused(exported):
                 d if isinstance(d, int) else s
                 for d, s in zip(spec.dims, (1, 3, 32, 32), strict=True)
             ]
-            await served.infer({spec.name: np.full(size, np.nan, np.float32)})
+            await infer(served, {spec.name: np.full(size, np.nan, np.float32)})
 
     with pytest.raises(InputError, match="NaN or infinity"):
         asyncio.run(scenario())
@@ -202,7 +212,7 @@ def test_one_bad_input_does_not_spoil_the_batch_that_it_is_in(exported):
                 spec.name: np.ones((1, 4), np.int64) for spec in served.backend.runner.record.inputs
             }
             bad = {**good, "input_ids": np.full((1, 4), 7)}
-            sent = [served.infer(good if place % 4 else bad) for place in range(12)]
+            sent = [infer(served, good if place % 4 else bad) for place in range(12)]
             return await asyncio.gather(*sent, return_exceptions=True)
 
     found = asyncio.run(scenario())
@@ -224,7 +234,7 @@ def test_rows_of_tensors_run_within_the_bounds_of_a_batch(exported):
                 for spec in served.backend.runner.record.inputs
             }
             feeds["input_ids"] = np.arange(160).reshape(20, 8) % 30
-            reply = await served.infer(feeds)
+            reply = await infer(served, feeds)
             expected = run(0, feeds)["logits"]
             return shapes, reply.results["logits"], expected
 
@@ -244,7 +254,7 @@ def test_pixels_count_as_images_and_not_as_tokens(exported):
                 for d, s in zip(spec.dims, (1, 3, 32, 32), strict=True)
             ]
             feeds = {spec.name: np.zeros(size, np.float32)}
-            return await asyncio.gather(*(served.infer(feeds) for _ in range(60)))
+            return await asyncio.gather(*(infer(served, feeds) for _ in range(60)))
 
     assert len(asyncio.run(scenario())) == 60
 
@@ -378,7 +388,7 @@ def test_threads_wait_in_busy_loops_where_nobody_else_wants_the_cores(
             opened.append((given["threads"], given["spinning"]))
             super().__init__(artifact, **given)
 
-    monkeypatch.setattr("enginery.serve.models.backend.OrtRunner", Seen)
+    monkeypatch.setattr("enginery.serve.models.served_model.OrtRunner", Seen)
     path = exported("bert", "feature-extraction").path
     ModelBackend.open(path, ServeConfig(**options)).close()
     assert opened == [(threads, spinning)]

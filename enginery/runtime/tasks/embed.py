@@ -15,7 +15,7 @@ from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, InputError, nearest
 from enginery.core.manifest import GraphRecord
 from enginery.core.model_files import SentenceTransformersConfig
-from enginery.runtime.pooling import Pooling, Vectors, read_pooling, squared_length
+from enginery.runtime.pooling import Pooling, Vectors, read_pooling
 from enginery.runtime.tasks.task import (
     Arrays,
     Described,
@@ -77,7 +77,7 @@ class VectorResults:
 
     def is_finite(self, result: Any) -> bool:
         """Whether every number of a vector is finite."""
-        return math.isfinite(squared_length(result))
+        return bool(np.isfinite(result).all())
 
     def tensors(self, results: Sequence[Any]) -> Arrays:
         """Return `embedding`: float32 (n, dim)."""
@@ -161,16 +161,17 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
         texts = [item for item in inputs if isinstance(item, str)]
         if len(texts) == len(inputs) or isinstance(inputs, str | bytes):
             check_texts(inputs)
-        prompt, prompt_tokens = self._prompt(options.prompt_name)
+        name = options.prompt_name or self.default_prompt
+        prompt, prompt_tokens = self._prompt(name) if name else ("", 0)
         prepared = [self.tokenizer.prepare(prompt + text) for text in texts]
         encoded = iter(self.tokenizer.encode(prepared, offsets=False))
-        rows = [
-            self.row(next(encoded), prompt_tokens)
-            if isinstance(item, str)
-            else self.row(self.tokenizer.encode_ids(item, index))
+        encodings = [
+            next(encoded) if isinstance(item, str) else self.tokenizer.encode_ids(item, index)
             for index, item in enumerate(inputs)
         ]
-        self.require_whole(rows, options)
+        rows = self.rows(encodings, options)
+        for row, item in zip(rows, inputs, strict=True):
+            row.prompt_tokens = prompt_tokens if isinstance(item, str) else 0
         return Work(rows)
 
     def split(
@@ -198,9 +199,6 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
 
     def _prompt(self, name: str) -> tuple[str, int]:
         """Return a prompt's text, and how many tokens at the start of a text belong to it."""
-        name = name or self.default_prompt
-        if not name:
-            return "", 0
         if name not in self.prompts:
             raise InputError(
                 f"the model has no prompt '{name}'{nearest(name, self.prompts)}",
@@ -253,7 +251,11 @@ def require_dimensions(options: VectorOptions, size: int) -> None:
 
 def unit_vector(vector: Vectors) -> Vectors:
     """Return a vector scaled to length 1; one of zeros, or with NaN or infinity, as it is."""
-    squared = squared_length(vector)
+    with np.errstate(over="ignore", invalid="ignore"):
+        squared = float(vector @ vector)
+        if not math.isfinite(squared):  # squares of 1e20 are beyond float32
+            wide = vector.astype(np.float64)
+            squared = float(wide @ wide)
     if not math.isfinite(squared) or squared == 0.0 or abs(squared - 1.0) < _UNIT:
         return np.ascontiguousarray(vector)
     # torch.nn.functional.normalize has this floor. A scalar of float64 makes the quotient one,

@@ -238,6 +238,10 @@ class RowTask(ABC):
         """Whether rows of different length can share a batch."""
         return True
 
+    def count(self, inputs: Any) -> int:
+        """Return how many inputs these are."""
+        return len(inputs)
+
     def preprocess_weight(self, inputs: Any) -> Weight:
         """Return how long preprocessing these inputs may take."""
         return "heavy"

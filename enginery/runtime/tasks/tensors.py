@@ -96,6 +96,10 @@ class Tensors(RowTask):
             return found
         return {name: np.concatenate([row[name] for row in outputs]) for name in outputs[0]}
 
+    def count(self, inputs: Arrays) -> int:
+        """Return the rows that are the most of any input."""
+        return max((len(array) for array in inputs.values() if array.ndim), default=1)
+
     def preprocess_weight(self, inputs: Any) -> Weight:
         """Return that checking is quick."""
         return "light"

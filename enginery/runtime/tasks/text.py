@@ -90,25 +90,20 @@ class TextTask(Task):
         Raises:
             InputError: a text cannot be tokenized, or is too long and must not be cut.
         """
-        rows = [self.row(e) for e in self.tokenizer.encode(texts, offsets=offsets)]
-        self.require_whole(rows, options)
+        return self.rows(self.tokenizer.encode(texts, offsets=offsets), options)
+
+    def rows(self, encodings: Sequence[Any], options: Any) -> list[Row]:
+        """Return encodings as rows; raise TooLongError for one that must not be cut and was."""
+        rows = [Row(e, len(e), truncated=bool(e.overflowing)) for e in encodings]
+        if options.truncate is False:
+            for index, row in enumerate(rows):
+                if row.truncated:
+                    raise TooLongError(
+                        f"input {index} has more than the {self.tokenizer.limit} tokens that the "
+                        "model takes.",
+                        do="Send a shorter text, or let it be cut with truncate.",
+                    )
         return rows
-
-    def row(self, encoding: Any, prompt_tokens: int = 0) -> Row:
-        """Return an encoding as a row."""
-        return Row(encoding, len(encoding), prompt_tokens, truncated=bool(encoding.overflowing))
-
-    def require_whole(self, rows: Sequence[Row], options: Any) -> None:
-        """Raise TooLongError for a text that was cut though `truncate` is false."""
-        if options.truncate is not False:
-            return
-        for index, row in enumerate(rows):
-            if row.truncated:
-                raise TooLongError(
-                    f"input {index} has more than the {self.tokenizer.limit} tokens that the "
-                    "model takes.",
-                    do="Send a shorter text, or let it be cut with truncate.",
-                )
 
     def collate(self, rows: Sequence[Row], width: int) -> Arrays:
         """Return token ids, mask and so on: (len(rows), tokens)."""
@@ -123,13 +118,11 @@ class TextTask(Task):
     def probe(self, tokens: int) -> Row:
         """Return a row of token ids from the middle of the vocabulary."""
         size = self.tokenizer.texts.get_vocab_size(with_added_tokens=True)
-        return self.row(TokenIds([size // 2] * tokens))
+        return Row(TokenIds([size // 2] * tokens), tokens)
 
     def preprocess_weight(self, inputs: Sequence[Any]) -> Weight:
         """Return how long tokenizing takes: never light, because tokenizer.json may loop."""
-        size = sum(len(item) if isinstance(item, list) else self.characters([item])
-                   for item in inputs)  # fmt: skip
-        return "medium" if size <= _LIGHT_CHARACTERS else "heavy"
+        return "medium" if self.characters(inputs) <= _LIGHT_CHARACTERS else "heavy"
 
     def characters(self, inputs: Sequence[Any]) -> int:
         """Return the characters of texts and of pairs; token ids count as one each."""

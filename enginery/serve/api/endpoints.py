@@ -15,12 +15,12 @@ from starlette.types import Receive, Scope, Send
 
 from enginery.core.errors import EngineryError
 from enginery.runtime.tasks import TASKS
-from enginery.runtime.tasks.task import Task
+from enginery.runtime.tasks.task import RowTask, Task
 from enginery.serve.api.errors import fault_response, invalid_field
-from enginery.serve.api.requests import parse, read_json
+from enginery.serve.api.requests import json_object, parse
 from enginery.serve.config import ServeConfig
 from enginery.serve.models.registry import ModelRegistry
-from enginery.serve.models.served_model import InferenceResult, ServedModel, UnavailableError
+from enginery.serve.models.served_model import ServedModel, UnavailableError
 from enginery.serve.observability.record import Protocol
 
 Handler = Callable[..., Awaitable[Response]]
@@ -66,7 +66,7 @@ class Endpoint:
             else:
                 given = scope["state"]["body"]
                 is_empty = self.has_optional_body and not given.strip()
-                values = {} if is_empty else read_json(request)
+                values = {} if is_empty else json_object(given)
                 response = await self.handler(request, parse(self.body, values))
         except (EngineryError, HTTPException):
             raise
@@ -164,32 +164,27 @@ def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
 async def answer(
     request: Request,
     model: ServedModel,
-    task: Task,
-    inputs: Sequence[Any],
+    task: RowTask,
+    inputs: Any,
     options: dict[str, Any],
     where: str = "",
-) -> list[Any]:
-    """Answer inputs by a model's task, and note what it took.
+) -> Any:
+    """Answer inputs by a task of a model, and note for headers, metrics and log what it took.
 
     Args:
         request: what is answered.
         model: that is ready.
-        task: the model's.
+        task: its own, or `backend.tensors`.
         inputs: as the task takes them.
         options: of the task; None counts as absent.
         where: what the options' names begin with in messages.
+
+    Returns:
+        A result for each input; of tensors, the graph's outputs by name.
     """
-    result = await model.answer(inputs, task.Options.read(options, where=where))
-    note_result(request, model, result, inputs=len(inputs), characters=task.characters(inputs))
-    results: list[Any] = result.results
-    return results
-
-
-def note_result(
-    request: Request, model: ServedModel, result: InferenceResult, *, inputs: int,
-    characters: int = 0,
-) -> None:  # fmt: skip
-    """Note for headers, metrics, log and trace what a request took."""
+    result = await model.answer(task, inputs, task.Options.read(options, where=where))
     record = request.scope["state"]["record"]
-    record.timings, record.inputs, record.characters = result.timings, inputs, characters
+    record.timings, record.inputs = result.timings, task.count(inputs)
+    record.characters = task.characters(inputs)
     record.compute_type = "cpu" if model.backend.on_cpu else "gpu"
+    return result.results

@@ -34,7 +34,6 @@ from enginery.serve.api.endpoints import (
     Routes,
     answer,
     json_response,
-    note_result,
     registry_of,
     require_ready,
 )
@@ -57,7 +56,6 @@ from enginery.serve.api.requests import (
     json_object,
     parse,
     quoted,
-    require_plain,
     unknown_field,
     wrong,
 )
@@ -285,10 +283,8 @@ async def _infer_task(
 async def _infer_graph(request: Request, model: ServedModel, tensors: list[Tensor]) -> list[Tensor]:
     record = model.backend.runner.record
     feeds = feeds_from_tensors(tensors, record.inputs)
-    rows = max((len(array) for array in feeds.values() if array.ndim), default=1)
-    result = await model.infer(feeds)
-    note_result(request, model, result, inputs=rows)
-    return tensors_from_outputs(result.results, record.outputs)
+    outputs = await answer(request, model, model.backend.tensors, feeds, {})
+    return tensors_from_outputs(outputs, record.outputs)
 
 
 def _model(request: Request) -> ServedModel:
@@ -303,7 +299,6 @@ def _model(request: Request) -> ServedModel:
 
 async def _split(request: Request) -> tuple[dict[str, Any], Tail]:
     """Return the JSON of a request, and the bytes behind it."""
-    require_plain(request)
     body, given = request.scope["state"]["body"], request.headers.get(HEADER_LENGTH)
     if given is None:
         return json_object(body), Tail(b"")

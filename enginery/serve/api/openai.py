@@ -136,7 +136,7 @@ async def list_models(request: Request) -> Response:
             statuses=(404, 503))  # fmt: skip
 async def show_model(request: Request) -> Response:
     """Answer GET /v1/models/{model}."""
-    model = find_model(registry_of(request), request.path_params["model"])
+    model = find_model(registry_of(request), request.path_params["model"].removesuffix("/"))
     request.scope["state"]["record"].model = model.name
     return json_response(_described(model))
 

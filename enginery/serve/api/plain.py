@@ -36,7 +36,6 @@ from enginery.serve.api.requests import (
     StrictBody,
     image_from_base64,
     json_object,
-    require_plain,
     token_ids,
     unknown_field,
     wrong,
@@ -97,7 +96,6 @@ async def predict_any(request: Request) -> Response:
 
 
 async def _read(request: Request, task: Task) -> Inputs:
-    require_plain(request)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_form = kind == "multipart/form-data"
     if is_form or kind.startswith("image/"):

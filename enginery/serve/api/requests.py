@@ -21,7 +21,6 @@ from pydantic import (
     WithJsonSchema,
 )
 from pydantic.fields import FieldInfo
-from starlette.requests import Request
 
 from enginery.core.errors import nearest
 from enginery.runtime.tasks.task import expected_values, shown, without_null
@@ -132,23 +131,6 @@ Dimensions = Annotated[int, Field(ge=1)]
 
 
 # -- reading ------------------------------------------------------------------------------------
-
-
-def read_json(request: Request) -> dict[str, Any]:
-    """Return the JSON object of a request's body; raise HTTPError where it is none."""
-    require_plain(request)
-    return json_object(request.scope["state"]["body"])
-
-
-def require_plain(request: Request) -> None:
-    """Raise HTTPError for a compressed body."""
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding not in ("identity", ""):
-        # A few bytes could become gigabytes, which the limit of the body would not see.
-        raise invalid_body(
-            f"the body is encoded with {encoding[:40]!r}, expected none.",
-            do="Send it uncompressed.",
-        )
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -43,8 +43,8 @@ from enginery.serve.api.requests import (
     TextsOrIds,
     array,
     either,
+    json_object,
     parse,
-    read_json,
     token_ids,
 )
 from enginery.serve.models.served_model import ServedModel
@@ -331,7 +331,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 )  # fmt: skip
 async def root(request: Request) -> Response:
     """Answer POST /: what the only model is for."""
-    values = read_json(request)
+    values = json_object(request.scope["state"]["body"])
     name = parse(AnyBody, values).model
     model = select_model(request, name, lambda model: embeds(model) or classifies(model))
     task = require_task(request, model, "embed", "classify")

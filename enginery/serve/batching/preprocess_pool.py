@@ -112,6 +112,11 @@ class PreprocessPool:
         self._pieces = _DaemonThreads(usable_cores(), f"enginery-preprocess-list-{name}")
 
     @property
+    def is_busy(self) -> bool:
+        """Return whether a result is waited for."""
+        return bool(self._awaited)
+
+    @property
     def inputs(self) -> int:
         """Return how many are being preprocessed or wait to be, without those of short work."""
         return self._long.places

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from enginery.serve.batching.planner import BatchRules
@@ -51,19 +51,22 @@ class BatchStatistics:
     """Padding, the graph, and its outputs into rows."""
 
 
+@dataclass(slots=True, eq=False)
 class _PendingRequest:
     """A request whose rows wait or run."""
 
-    __slots__ = ("arrived", "done", "future", "inference_seconds", "outputs", "progress", "started")
-
-    def __init__(self, future: asyncio.Future[None], rows: int, arrived: float) -> None:
-        self.future = future
-        self.outputs: list[Any] = [None] * rows
-        self.done = 0
-        self.arrived = arrived
-        self.started = arrived
-        self.inference_seconds = 0.0
-        self.progress = asyncio.Event()
+    future: asyncio.Future[None]
+    outputs: list[Any]
+    """One for each row; None until it ran."""
+    arrived: float
+    """By `time.perf_counter`."""
+    started: float
+    """When the last of its batches began."""
+    done: int = 0
+    """How many rows ran."""
+    inference_seconds: float = 0.0
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever a row has run."""
 
 
 class BatchScheduler:
@@ -125,7 +128,7 @@ class BatchScheduler:
         """
         queue = self.queue
         now = time.perf_counter()
-        pending = _PendingRequest(self._loop.create_future(), len(entries), now)
+        pending = _PendingRequest(self._loop.create_future(), [None] * len(entries), now, now)
         for entry in entries:
             entry.request = pending
         sent: list[QueueEntry] = []

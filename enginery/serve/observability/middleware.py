@@ -79,11 +79,6 @@ class ObservabilityMiddleware:
         activity.in_flight += 1
         activity.last_request_at = record.started
 
-        async def read() -> Message:
-            message = await receive()
-            record.body_bytes += len(message.get("body", b""))
-            return message
-
         async def respond(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
@@ -96,14 +91,14 @@ class ObservabilityMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, read, respond)
+            await self._app(scope, receive, respond)
         except asyncio.CancelledError:
             if not activity.draining:
                 raise
             # By the server, which waits no longer for requests that run.
             if not record.status:
                 record.timings = None
-                await self._shutting_down(scope, read, respond)
+                await self._shutting_down(scope, receive, respond)
         except Exception:
             record.status = record.status or 500  # which the server answers
             raise
