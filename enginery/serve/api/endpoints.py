@@ -120,15 +120,34 @@ def config_of(request: Request) -> ServeConfig:
 
 
 def select_model(
-    request: Request, name: str | None, fits: Callable[[ServedModel], bool] | None = None
-) -> ServedModel:
-    """Return the model that the path or the body names, or the only one that fits.
+    request: Request,
+    name: str | None,
+    *verbs: str,
+    fits: Callable[[ServedModel], bool] | None = None,
+) -> tuple[ServedModel, Task]:
+    """Return the model that the path or the body names, or the only one for a task; and its task.
+
+    Args:
+        request: to be answered.
+        name: of the body; empty for none.
+        verbs: the tasks that the route is for.
+        fits: chooses among models where none is named; None for all that have such a task.
 
     Raises:
-        UnknownModelError: there is none of that name.
+        UnknownModelError: there is no model of that name.
         ModelChoiceError: none was named, and not exactly one fits.
+        UnavailableError: the model cannot answer now.
+        HTTPError: it was exported for another task.
     """
-    return registry_of(request).select(request.path_params.get("model") or name or "", fits)
+    registry: ModelRegistry = request.scope["app"].state.registry
+    named = request.path_params.get("model") or name or ""
+    model = registry.select(named, fits or (lambda model: has_task(model, verbs)))
+    return model, require_task(request, model, *verbs)
+
+
+def has_task(model: ServedModel, verbs: Sequence[str]) -> bool:
+    """Whether a model was exported for one of some tasks."""
+    return model.task is not None and model.task.verb in verbs
 
 
 def require_ready(request: Request, model: ServedModel) -> ServedModel:

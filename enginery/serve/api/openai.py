@@ -26,13 +26,13 @@ from enginery.core.errors import nearest
 from enginery.serve.api.endpoints import (
     Routes,
     answer,
+    has_task,
     json_response,
     registry_of,
     require_task,
 )
 from enginery.serve.api.errors import HTTPError
 from enginery.serve.api.requests import Body, Dimensions, TextsOrIds, quoted
-from enginery.serve.api.tei import embeds
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel
 
@@ -149,7 +149,7 @@ def find_model(registry: ModelRegistry, name: str) -> ServedModel:
         ModelChoiceError: several models embed, and there is no name.
     """
     if not name:
-        return registry.select(fits=embeds)
+        return registry.select(fits=lambda model: has_task(model, ("embed",)))
     if name in registry.names:
         return registry.get(name)
     for model in registry:

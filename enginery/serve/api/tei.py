@@ -26,9 +26,10 @@ from enginery.serve.api.endpoints import (
     Routes,
     answer,
     config_of,
+    has_task,
     json_response,
+    registry_of,
     require_ready,
-    require_task,
     select_model,
 )
 from enginery.serve.api.errors import HTTPError, invalid_field
@@ -224,29 +225,13 @@ class AnyBody(Body):
     model: str | None = None
 
 
-def embeds(model: ServedModel) -> bool:
-    """Whether a model makes vectors of texts."""
-    return model.task is not None and model.task.verb == "embed"
-
-
-def classifies(model: ServedModel) -> bool:
-    """Whether a model has labels for texts."""
-    return model.task is not None and model.task.verb == "classify"
-
-
-def ranks(model: ServedModel) -> bool:
-    """Whether a model scores pairs with one number."""
-    return classifies(model) and _has_one_label(model)
-
-
 @routes.post(
     "/embed", "/models/{model}/embed", summary="Vectors of texts", body=EmbedRequest,
     response=list[list[float]], statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def embed(request: Request, body: EmbedRequest) -> Response:
     """Answer POST /embed: vectors of texts or token ids."""
-    model = select_model(request, body.model, embeds)
-    task = require_task(request, model, "embed")
+    model, task = select_model(request, body.model, "embed")
     options = {
         "normalize": True if body.normalize is None else body.normalize,
         "dimensions": body.dimensions,
@@ -262,8 +247,7 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
 )  # fmt: skip
 async def similarity(request: Request, body: SimilarityRequest) -> Response:
     """Answer POST /similarity: cosines of one text and others."""
-    model = select_model(request, body.model, embeds)
-    task = require_task(request, model, "embed")
+    model, task = select_model(request, body.model, "embed")
     parameters = body.parameters or SimilarityParameters()
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
     options = {
@@ -281,8 +265,7 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
 )  # fmt: skip
 async def predict(request: Request, body: PredictRequest) -> Response:
     """Answer POST /predict: labels of texts or pairs of texts, best first."""
-    model = select_model(request, body.model, classifies)
-    task = require_task(request, model, "classify")
+    model, task = select_model(request, body.model, "classify")
     inputs, is_single = body.inputs
     options = {"activation": "none" if body.raw_scores else "auto", "truncate": body.to_option()}
     results = await answer(request, model, task, inputs, options)
@@ -299,8 +282,7 @@ async def predict(request: Request, body: PredictRequest) -> Response:
 )  # fmt: skip
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Answer POST /rerank: texts by how well they answer a query."""
-    model = select_model(request, body.model, ranks)
-    task = require_task(request, model, "classify")
+    model, task = select_model(request, body.model, "classify", fits=_ranks)
     if not _has_one_label(model):
         raise invalid_field(
             f"model '{model.name}' has several labels, expected a re-ranker, which has one.",
@@ -333,8 +315,7 @@ async def root(request: Request) -> Response:
     """Answer POST /: what the only model is for."""
     values = json_object(request.scope["state"]["body"])
     name = parse(AnyBody, values).model
-    model = select_model(request, name, lambda model: embeds(model) or classifies(model))
-    task = require_task(request, model, "embed", "classify")
+    model, task = select_model(request, name, "embed", "classify")
     values["model"] = model.name
     if task.verb == "embed":
         return await embed(request, parse(EmbedRequest, values))
@@ -398,7 +379,8 @@ async def decode(request: Request, body: DecodeRequest) -> Response:
 
 
 def _text_model(request: Request, name: str | None) -> tuple[ServedModel, TextTask]:
-    model = select_model(request, name, lambda model: isinstance(model.task, TextTask))
+    named = request.path_params.get("model") or name or ""
+    model = registry_of(request).select(named, lambda model: isinstance(model.task, TextTask))
     task = require_ready(request, model).task
     if not isinstance(task, TextTask):
         raise InputError(f"model '{model.name}' takes no texts, so it has no tokenizer.")
@@ -415,6 +397,11 @@ def _check_count(request: Request, count: int) -> None:
 
 def _are_several(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and not isinstance(value[0], str)
+
+
+def _ranks(model: ServedModel) -> bool:
+    """Whether a model scores pairs with one number."""
+    return has_task(model, ("classify",)) and _has_one_label(model)
 
 
 def _has_one_label(model: ServedModel) -> bool:
