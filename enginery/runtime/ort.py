@@ -69,7 +69,7 @@ class OrtRunner(Closing):
         spinning: bool = True,
         buckets: int = BUCKETS,
     ) -> None:
-        """Opens the sessions.
+        """Open the sessions.
 
         Args:
         artifact: what to run.
@@ -143,7 +143,7 @@ class OrtRunner(Closing):
                     self._bindings[index] = self._bind(session)
 
     def __call__(self, feeds: Feeds) -> Outputs:
-        """Runs the graph.
+        """Run the graph.
 
         Args:
             feeds: an array for each input, of its dtype and rank.
@@ -164,7 +164,7 @@ class OrtRunner(Closing):
         return self._run(self._index(arrays), arrays)
 
     def _run(self, index: int, arrays: Feeds) -> Outputs:
-        """Runs one of the sessions on arrays that fit its graph."""
+        """Run one of the sessions on arrays that fit its graph."""
         names = [spec.name for spec in self.record.outputs]
         if index in self._bindings:
             return self._bindings[index](arrays)
@@ -179,7 +179,7 @@ class OrtRunner(Closing):
         return dict(zip(names, values, strict=True))
 
     def run_on_device(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs the graph and leaves the outputs on the device of the session.
+        """Run the graph and leave the outputs on the device of the session.
 
         Args:
             feeds: for each input a numpy array, or a tensor that speaks DLPack, as torch's: one
@@ -279,7 +279,7 @@ class OrtRunner(Closing):
         return most_rows(self.profiles, rows, sizes)
 
     def warm_up(self) -> None:
-        """Runs each engine once at its profile's optimum, so that the first request finds it ready.
+        """Run each engine once at its profile's optimum, so that the first request finds it ready.
 
         Without engines there is nothing to do.
 
@@ -300,7 +300,7 @@ class OrtRunner(Closing):
                 ) from error
 
     def close(self) -> None:
-        """Frees the sessions and their memory."""
+        """Free the sessions and their memory."""
         for binding in self._bindings.values():
             binding.close()
         self._bindings = {}

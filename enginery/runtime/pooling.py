@@ -51,7 +51,7 @@ class Pooling:
     def __call__(
         self, tokens: NDArray[Any], mask: NDArray[Any], *, prompt: int | Sequence[int] = 0
     ) -> Vectors:
-        """Pools one batch.
+        """Pool one batch.
 
         Args:
             tokens: (batch, sequence, dim).

@@ -171,7 +171,7 @@ class TextTokenizer:
 
     @classmethod
     def open(cls, directory: Path) -> TextTokenizer:
-        """Reads tokenizer.json and the configs beside it.
+        """Read tokenizer.json and the configs beside it.
 
         Raises:
             ArtifactError: there is no tokenizer.json, it or a config file cannot be read, or it
@@ -291,7 +291,7 @@ class TextTokenizer:
         return TokenIds([*before, *inner, *after], ("cut",) if cut else ())
 
     def _run(self, encode: Encode, texts: list[Any]) -> list[Any]:
-        """Encodes a list of texts; other Python threads run meanwhile.
+        """Encode a list of texts; other Python threads run meanwhile.
 
         `encode_batch` lets go of the interpreter and `Tokenizer.encode` does not. It takes a
         single text in this thread, and a list through threads that the whole process shares.
@@ -366,7 +366,7 @@ class TextTokenizer:
             raise InputError(f"the questions cannot be tokenized together: {reason}.") from error
 
     def _require_pair(self, tokenizer: Any, pair: tuple[str, str], index: int) -> None:
-        """Raises InputError where a (question, context) cannot be tokenized."""
+        """Raise InputError where a (question, context) cannot be tokenized."""
         for what, text in zip(("question", "context"), pair, strict=True):
             try:
                 self.encode([text])
@@ -463,7 +463,7 @@ class TextTokenizer:
 
 
 def _encode_each(encode: Encode, texts: Sequence[Any], *, first: int = 0) -> list[Any]:
-    """Encodes all texts at once; where that fails, finds the text that cannot be tokenized.
+    """Encode all texts at once; where that fails, find the text that cannot be tokenized.
 
     Args:
         encode: encodes a list of texts; raises what `tokenizers` raises.
@@ -485,7 +485,7 @@ def _encode_each(encode: Encode, texts: Sequence[Any], *, first: int = 0) -> lis
 
 
 def check_texts(texts: Sequence[Any], *, what: str = "text", pairs: bool = False) -> None:
-    """Raises InputError unless `texts` is a list of strings; the message has the index.
+    """Raise InputError unless `texts` is a list of strings; the message has the index.
 
     With `pairs`, a tuple of two strings is as good as a string.
     """

@@ -90,7 +90,7 @@ class ServeConfig:
 
 
 def check_options(config: ServeConfig) -> None:
-    """Raises OptionError for a value that nothing can be served with."""
+    """Raise OptionError for a value that nothing can be served with."""
     least: tuple[tuple[str, float], ...] = (
         ("workers", 0), ("threads", 0), ("batch_tokens", 0), ("batch_rows", 1), ("max_padding", 0),
         ("queue_inputs", 1), ("queue_tokens", 1), ("max_inputs", 1), ("max_body_bytes", 1),

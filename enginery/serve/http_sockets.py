@@ -22,7 +22,7 @@ BACKLOG = 2048
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Listens on every address of `host`; empty for all addresses of the machine.
+    """Listen on every address of `host`; empty for all addresses of the machine.
 
     Args:
         host: a name or an address, IPv4 or IPv6.
@@ -51,7 +51,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def close(sockets: Sequence[socket.socket]) -> None:
-    """Closes this process's side of them."""
+    """Close this process's side of them."""
     for each in sockets:
         each.close()
 

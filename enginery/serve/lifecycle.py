@@ -80,7 +80,7 @@ class ProcessLifecycle:
         supervised: bool,
         startup_status: int = STARTUP_FAILURE,
     ) -> None:
-        """Blocks SIGTERM, SIGINT and SIGHUP until `start`, so that none is lost on the way there.
+        """Block SIGTERM, SIGINT and SIGHUP until `start`, so that none is lost on the way there.
 
         Args:
             server: runs the application; its loop does not run yet.
@@ -108,7 +108,7 @@ class ProcessLifecycle:
         reload: Callable[[], Awaitable[object]],
         activity: Activity,
     ) -> None:
-        """Handles SIGTERM, SIGINT and SIGHUP from here on; the loop is running.
+        """Handle SIGTERM, SIGINT and SIGHUP from here on; the loop is running.
 
         Args:
             begin_drain: turns readiness off; called once, when the process begins to end.
@@ -126,7 +126,7 @@ class ProcessLifecycle:
         self._mask(block=False)
 
     def fail_startup(self, error: Exception) -> NoReturn:
-        """Says why the models cannot be served and ends the process, from any task or thread.
+        """Say why the models cannot be served and end the process, from any task or thread.
 
         A worker that cannot start stops the parent with status 2. The worker that replaces one
         which served before is tried again: the cause may pass.
@@ -138,7 +138,7 @@ class ProcessLifecycle:
         _exit(self._startup_status)
 
     def replace(self, reason: str, refuse_all: Callable[[], object] | None = None) -> None:
-        """Ends this process for the parent to start another; from any thread.
+        """End this process for the parent to start another; from any thread.
 
         For a batch that does not end, or a device that is lost: what runs is answered with 503,
         because it waits for something that will not come. New connections wait for the next
@@ -152,7 +152,7 @@ class ProcessLifecycle:
             self._loop.call_soon_threadsafe(self._replace, reason, refuse_all)
 
     def ask_all_to_reload(self) -> None:
-        """Has all worker processes of the server reload, this one included, by way of the parent.
+        """Have all worker processes of the server reload, this one included, by way of the parent.
 
         Does nothing where there is no parent, or no other worker.
         """
@@ -163,7 +163,7 @@ class ProcessLifecycle:
             os.kill(parent.pid, signal.SIGHUP)
 
     def run(self) -> NoReturn:
-        """Runs the server until it ends, and ends the process with its status.
+        """Run the server until it ends, and end the process with its status.
 
         The process does not wait for threads: one may be stuck in a provider's code.
         """
@@ -267,7 +267,7 @@ class ProcessLifecycle:
         await self._finish(until - loop.time())
 
     async def _take_waiting(self) -> None:
-        """Stops listening, and takes the connections that the kernel has accepted by then.
+        """Stop listening, and take the connections that the kernel has accepted by then.
 
         To close a listening socket would reset them, though their requests may be here already.
         """
@@ -299,7 +299,7 @@ class ProcessLifecycle:
         )
 
     async def _finish(self, left: float, refuse_all: Callable[[], object] | None = None) -> None:
-        """Ends the server, with so many seconds for answers to be sent.
+        """End the server, with so many seconds for answers to be sent.
 
         Args:
             left: 0 or less where it has to end now.
@@ -324,7 +324,7 @@ class ProcessLifecycle:
         self._server.should_exit = True
 
     def _limit(self, seconds: float) -> None:
-        """Ends the process some seconds later, though a thread holds its loop up.
+        """End the process some seconds later, though a thread holds its loop up.
 
         Where a provider's code holds the interpreter too, the parent has to do it.
         """

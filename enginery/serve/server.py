@@ -121,7 +121,7 @@ def worker_application(
 def run(
     server_config: uvicorn.Config, sockets: Sequence[socket.socket], config: ServeConfig
 ) -> int:
-    """Runs an application in `config.processes` worker processes.
+    """Run an application in `config.processes` worker processes.
 
     Without `config.restart` it runs in this process, and ends it.
 
@@ -155,7 +155,7 @@ def uvicorn_config(
     *,
     log_config: dict[str, Any] | None = None,
 ) -> uvicorn.Config:
-    """Returns uvicorn's options for ours; logging is configured with it."""
+    """Return uvicorn's options for ours; logging is configured with it."""
     return uvicorn.Config(
         application,
         factory=True,
@@ -188,7 +188,7 @@ class Worker(Process):
         *,
         failures: int = -1,
     ) -> None:
-        """Starts nothing yet.
+        """Start nothing yet.
 
         Args:
             server_config: of uvicorn.
@@ -207,7 +207,7 @@ class Worker(Process):
         self.process = context.Process(target=self.target, args=(sockets,))
 
     def start(self) -> None:
-        """Starts the process, with the signals that it is to handle blocked until it does."""
+        """Start the process, with the signals that it is to handle blocked until it does."""
         handled = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
         gc.freeze()  # else the worker's collector would touch, and so copy, every page of ours
         signal.pthread_sigmask(signal.SIG_BLOCK, handled)
@@ -218,7 +218,7 @@ class Worker(Process):
         self._started_at = time.monotonic()
 
     def target(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves until the process ends."""
+        """Serve until the process ends."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         # In a group of its own, or Ctrl-C would count twice: from the terminal, and handed on.
@@ -252,7 +252,7 @@ class Worker(Process):
         return self._asked_at is None or time.monotonic() - self._asked_at < timeout
 
     def send(self, number: int) -> None:
-        """Sends the process a signal, if it runs."""
+        """Send the process a signal, if it runs."""
         if self.process.is_alive() and self.pid:
             os.kill(self.pid, number)
 
@@ -279,7 +279,7 @@ class Supervisor(Multiprocess):
             signal.signal(number, signal.SIG_DFL)
 
     def serve(self) -> int:
-        """Runs until the end; the exit status."""
+        """Run until the end; return the exit status."""
         self.run()
         statuses = [process.exitcode or 0 for process in self.processes]
         if STARTUP_FAILURE in statuses:
@@ -290,13 +290,13 @@ class Supervisor(Multiprocess):
         return status if status >= 0 else 128 - status
 
     def init_processes(self) -> None:
-        """Starts the workers."""
+        """Start the workers."""
         for _ in range(self.processes_num):
             self.processes.append(Worker(self.config, self.sockets, self._config))
             self.processes[-1].start()
 
     def keep_subprocess_alive(self) -> None:
-        """Replaces workers that have died or hang; stops where the first ones cannot start."""
+        """Replace workers that have died or hang; stop where the first ones cannot start."""
         for index, process in enumerate(self.processes):
             if index in self._due:
                 due, new = self._due[index]
@@ -326,13 +326,13 @@ class Supervisor(Multiprocess):
             self._due[index] = (time.monotonic() + pause, new)
 
     def terminate_all(self) -> None:
-        """Begins the end: from here on the workers alone decide for how long they listen."""
+        """Begin the end: from here on the workers alone decide for how long they listen."""
         for each in self.sockets:
             each.close()
         super().terminate_all()
 
     def join_all(self) -> None:
-        """Waits for the workers; those that do not end in time are killed."""
+        """Wait for the workers; those that do not end in time are killed."""
         until = time.monotonic() + self._config.drain_delay + self._config.grace + _PATIENCE_SECONDS
         while alive := [process for process in self.processes if process.process.is_alive()]:
             self.handle_signals()
@@ -349,12 +349,12 @@ class Supervisor(Multiprocess):
         super().join_all()
 
     def handle_int(self) -> None:
-        """Ends the server; the second time without waiting for what runs."""
+        """End the server; the second time without waiting for what runs."""
         self._interrupted = self.should_exit.is_set()
         self.should_exit.set()
 
     def handle_hup(self) -> None:
-        """Has each worker reload its models in place."""
+        """Have each worker reload its models in place."""
         self._forward(signal.SIGHUP)
 
     def _forward(self, number: int) -> None:
@@ -408,7 +408,7 @@ class LineFormatter(logging.Formatter):
         self._as_json = as_json
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line, a traceback included."""
+        """Return the line, a traceback included."""
         prefix = next((text for level, text in self._prefixes if record.levelno >= level), "")
         line = prefix + super().format(record)
         if not self._as_json:
@@ -419,7 +419,7 @@ class LineFormatter(logging.Formatter):
 
 @contextmanager
 def _shared_metrics(processes: int) -> Iterator[None]:
-    """Gives several workers a directory in which prometheus_client adds their counts up."""
+    """Give several workers a directory in which prometheus_client adds their counts up."""
     if processes == 1:
         yield
         return

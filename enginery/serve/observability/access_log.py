@@ -41,7 +41,7 @@ class AccessLog:
     """Writes lines to a file descriptor from a thread of its own."""
 
     def __init__(self, descriptor: int = 1, *, lines: int = LINES) -> None:
-        """Starts the thread.
+        """Start the thread.
 
         Args:
             descriptor: where to; standard output.
@@ -60,7 +60,7 @@ class AccessLog:
 
     @classmethod
     def from_option(cls, option: Literal["json", "off"]) -> AccessLog | None:
-        """Returns the log that `--access-log` asks for; None for `off`."""
+        """Return the log that `--access-log` asks for; None for `off`."""
         return cls() if option == "json" else None
 
     @property
@@ -69,7 +69,7 @@ class AccessLog:
         return self._queue.dropped
 
     def write(self, record: RequestRecord) -> None:
-        """Logs a request whose response is sent; waits for nothing."""
+        """Log a request whose response is sent; wait for nothing."""
         if self._closed:
             self._queue.dropped += 1
             return
@@ -79,7 +79,7 @@ class AccessLog:
         )
 
     def close(self, *, timeout_seconds: float = 2.0) -> None:
-        """Writes what waits and ends the thread; what a stuck reader leaves is dropped."""
+        """Write what waits and end the thread; what a stuck reader leaves is dropped."""
         if self._closed:
             return
         self._closed = True
@@ -104,11 +104,11 @@ class _Queue(logging.handlers.QueueHandler):
         self.dropped = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Returns the record as it is: the listener formats it, in its own time."""
+        """Return the record as it is: the listener formats it, in its own time."""
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Puts the record into the queue, where there is room."""
+        """Put the record into the queue, where there is room."""
         if self.queue.qsize() >= self._most:
             self.dropped += 1
         else:
@@ -117,7 +117,7 @@ class _Queue(logging.handlers.QueueHandler):
 
 class _Listener(logging.handlers.QueueListener):
     def dequeue(self, block: bool) -> logging.LogRecord:
-        """Returns the next record; lines are written many at once."""
+        """Return the next record; lines are written many at once."""
         waiting: Any = self.queue
         if waiting.empty():
             time.sleep(_TOGETHER_SECONDS)
@@ -134,7 +134,7 @@ class _DescriptorHandler(logging.Handler):
         self.given_up = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a line, and before it one of those that were dropped."""
+        """Write a line, and before it one of those that were dropped."""
         if self.given_up:
             return
         dropped = self._waiting.dropped
@@ -159,7 +159,7 @@ class _DescriptorHandler(logging.Handler):
 
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line of a RequestRecord, its end included, in ASCII."""
+        """Return the line of a RequestRecord, its end included, in ASCII."""
         request: Any = record.msg
         found: RequestRecord = request
         facts: dict[str, Any] = {

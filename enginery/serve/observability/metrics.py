@@ -83,7 +83,7 @@ class Metrics:
         )
 
     def observe(self, record: RequestRecord) -> None:
-        """Counts a request whose response is sent."""
+        """Count a request whose response is sent."""
         key = (record.route, record.model, record.status)
         child = self._requests.get(key)
         if child is None:
@@ -112,18 +112,18 @@ class Metrics:
             children.padding.observe(max(0.0, 1 - batch.tokens / batch.padded_tokens))
 
     def watch_models(self, models: Callable[[], Iterable[ServedModel]]) -> None:
-        """Says which models are hosted: their names are labels, and their states are gauges.
+        """Say which models are hosted: their names are labels, and their states are gauges.
 
         Until then every request counts as one without a model.
         """
         self._looked_at.models = models
 
     def watch_dropped_lines(self, dropped: Callable[[], int]) -> None:
-        """Says how many lines the access log has dropped so far."""
+        """Say how many lines the access log has dropped so far."""
         self._looked_at.dropped = dropped
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """Returns the body of `/metrics` and its content type.
+        """Return the body of `/metrics` and its content type.
 
         Args:
             accept: the request's header: Prometheus' text 0.0.4, or OpenMetrics where it asks.
@@ -195,7 +195,7 @@ class _ModelCollector(Collector):
         self.dropped: Callable[[], int] = int
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the gauges as they are now."""
+        """Yield the gauges as they are now."""
         ready = GaugeMetricFamily(
             "enginery_model_ready", "1 where the model answers, else 0.", labels=_BY_MODEL
         )
@@ -240,7 +240,7 @@ class _Undated(Collector):
         self._collectors = collectors
 
     def collect(self) -> Iterator[Metric]:
-        """Yields their metrics."""
+        """Yield their metrics."""
         for collector in self._collectors:
             for metric in collector.collect():
                 metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]

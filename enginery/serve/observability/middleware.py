@@ -47,7 +47,7 @@ class ObservabilityMiddleware:
         tracing: Tracing | None = None,
         shutting_down: App | None = None,
     ) -> None:
-        """Wraps an application.
+        """Wrap an application.
 
         Args:
             app: finds its record at `scope["state"]["record"]` and adds route, model and timings.
@@ -70,7 +70,7 @@ class ObservabilityMiddleware:
         self._count = itertools.count(1)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Passes a request on, and reports it when its response is sent."""
+        """Pass a request on, and report it when its response is sent."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -74,7 +74,7 @@ class RequestRecord:
 
 
 def reason_of(record: RequestRecord) -> str:
-    """Returns why the request was refused, as metrics count it; empty for one that was not.
+    """Return why the request was refused, as metrics count it; empty for one that was not.
 
     500 is a fault of the server, not a refusal.
     """

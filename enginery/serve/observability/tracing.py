@@ -45,7 +45,7 @@ class Tracing:
     """Makes spans and hands them to an exporter that sends them from a thread of its own."""
 
     def __init__(self, exporter: Any, *, batch: bool = True) -> None:
-        """Begins no span.
+        """Begin no span.
 
         Args:
             exporter: an `opentelemetry.sdk.trace.export.SpanExporter`.
@@ -98,7 +98,7 @@ class Tracing:
         return cls(OTLPSpanExporter())
 
     def wrap(self, app: App) -> App:
-        """Returns the application with a span around each of its requests."""
+        """Return the application with a span around each of its requests."""
         from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
         from opentelemetry.metrics import NoOpMeterProvider
 
@@ -124,7 +124,7 @@ class Tracing:
         return outside
 
     def _describing(self, record: RequestRecord, send: Send) -> Send:
-        """Describes the current span once the route has answered, and makes its parts."""
+        """Describe the current span once the route has answered, and make its parts."""
         span = self._trace.get_current_span()
         if not span.is_recording():
             return send
@@ -140,7 +140,7 @@ class Tracing:
         return describe
 
     def _make_parts(self, record: RequestRecord, span: Any) -> None:
-        """Lays the parts end to end, up to now.
+        """Lay the parts end to end, up to now.
 
         What comes before them is reading and parsing, and what a client sends slowly. Making bytes
         of the answer is so little that it is counted there too.
@@ -164,7 +164,7 @@ class Tracing:
             at = until
 
     def close(self) -> None:
-        """Sends what waits, and ends."""
+        """Send what waits, and end."""
         self._provider.shutdown()
 
 
