@@ -19,8 +19,6 @@ from typing import Any
 
 from enginery.core.errors import ArtifactError, InputError
 
-_Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-
 STUCK_SECONDS = 60.0
 """A window of texts is tokenized within seconds, by a slow machine too."""
 _MOST_STUCK = 3
@@ -33,9 +31,8 @@ class EncodingWatch:
     def __init__(self) -> None:
         self._stuck: list[Any] = []
         """Texts that the tokenizer did not come back from."""
-        self._idle: list[_Jobs] = []
-        """What leads to a thread that waits, one each. New threads for every window would each take
-        memory of their own."""
+        self._idle: list[_EncodingThread] = []
+        """New threads for every window would each take memory of their own."""
 
     def __call__(
         self, encode: Callable[[Sequence[Any]], list[Any]], texts: Sequence[Any]
@@ -73,21 +70,21 @@ class EncodingWatch:
         return encodings
 
     def close(self) -> None:
-        """Ends the threads that are not stuck."""
+        """End the threads that are not stuck."""
         while self._idle:
-            self._idle.pop().put(None)
+            thread = self._idle.pop()
+            thread.jobs.put(None)
+            thread.join()
 
     def _submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Runs `work` in a thread that the process does not wait for when it ends."""
+        """Run `work` in a thread that the process does not wait for when it ends."""
         job: Future[Any] = Future()
         try:
-            jobs = self._idle.pop()
+            thread = self._idle.pop()
         except IndexError:
-            jobs = SimpleQueue()
-            threading.Thread(
-                target=_work, args=(jobs, self._idle), daemon=True, name="enginery-encode"
-            ).start()
-        jobs.put((job, work))
+            thread = _EncodingThread(self._idle)
+            thread.start()
+        thread.jobs.put((job, work))
         return job
 
     def _give_up(self, text: Any) -> None:
@@ -102,6 +99,29 @@ class EncodingWatch:
             )
 
 
+class _EncodingThread(threading.Thread):
+    """Runs what is put into `jobs` until that is None, and is in `idle` between."""
+
+    def __init__(self, idle: list[_EncodingThread]) -> None:
+        super().__init__(daemon=True, name="enginery-encode")
+        self.jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._idle = idle
+
+    def run(self) -> None:
+        while (taken := self.jobs.get()) is not None:
+            job, work = taken
+            try:
+                made = work()
+            except BaseException as error:
+                self._idle.append(self)
+                job.set_exception(error)
+            else:
+                self._idle.append(self)
+                job.set_result(made)
+                del made
+            del taken, job, work  # texts of megabytes
+
+
 def _never(index: int) -> InputError:
     return InputError(
         f"text {index} cannot be tokenized: the tokenizer has not come back from it within "
@@ -112,19 +132,3 @@ def _never(index: int) -> InputError:
 def _ended(job: Future[Any]) -> bool:
     """Whether it ends in time."""
     return bool(wait([job], STUCK_SECONDS).done)
-
-
-def _work(jobs: _Jobs, idle: list[_Jobs]) -> None:
-    """Does what comes through `jobs`, which is in `idle` while nothing does; None ends it."""
-    while (taken := jobs.get()) is not None:
-        job, work = taken
-        try:
-            made = work()
-        except BaseException as error:
-            idle.append(jobs)
-            job.set_exception(error)
-        else:
-            idle.append(jobs)
-            job.set_result(made)
-            del made
-        del taken, job, work  # texts of megabytes
