@@ -11,14 +11,19 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from enginery.core.errors import EngineryError, OptionError
 
 BACKLOG = 2048
 """Connections that wait to be accepted; the kernel may allow fewer, net.core.somaxconn."""
+
+_SO_ATTACH_FILTER = 26
+"""Of Linux; Python's socket module does not have it."""
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -54,6 +59,24 @@ def close(sockets: Sequence[socket.socket]) -> None:
     """Close this process's side of them."""
     for each in sockets:
         each.close()
+
+
+def refuse_new(listening: socket.socket) -> None:
+    """Let nobody connect from now on, where the system is Linux; who has can be accepted still.
+
+    The kernel drops what arrives, and the client tries to connect again. Without this a connection
+    that comes between the last `accept` and `close` is reset, with its request.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    # A program of one instruction for the socket's packet filter: BPF_RET | BPF_K, take 0 bytes.
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    with suppress(OSError):  # a sandboxed kernel may have no filters
+        listening.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program))
+        )
 
 
 def urls(sockets: Sequence[socket.socket]) -> list[str]:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from enginery.core.errors import EngineryError
 from enginery.serve.config import ServeConfig
+from enginery.serve.http_sockets import refuse_new
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -277,6 +278,7 @@ class ProcessLifecycle:
         for each in listening:
             with each:
                 each.setblocking(False)
+                refuse_new(each)
                 while True:
                     try:
                         accepted, _ = each.accept()

@@ -3,11 +3,12 @@
 import errno
 import os
 import socket
+import sys
 
 import pytest
 
 from enginery.core.errors import EngineryError, OptionError
-from enginery.serve.http_sockets import bind, close, urls
+from enginery.serve.http_sockets import bind, close, refuse_new, urls
 
 
 def test_port_0_is_a_free_port_and_the_same_for_all_addresses():
@@ -56,3 +57,17 @@ def test_privileged_port_is_an_option_error(monkeypatch):
     monkeypatch.setattr(socket.socket, "bind", refused)
     with pytest.raises(OptionError, match="port 80 may not be listened on"):
         bind("127.0.0.1", 80)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="packet filters of Linux")
+def test_who_has_connected_is_accepted_and_nobody_else_connects():
+    (listening,) = bind("127.0.0.1", 0)
+    address = listening.getsockname()
+    with listening, socket.create_connection(address) as early:
+        refuse_new(listening)
+        with pytest.raises(TimeoutError):
+            socket.create_connection(address, timeout=0.2)
+        accepted, _ = listening.accept()
+        with accepted:
+            accepted.sendall(b"here")
+        assert early.recv(4) == b"here"
