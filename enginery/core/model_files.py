@@ -109,7 +109,7 @@ ChannelDeviations = Annotated[
 class _Values(BaseModel):
     """The keys that are read of a JSON object."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from enginery.core.options import options_from
 from enginery.serve.api import admin, oip, openai, plain, tei
 from enginery.serve.api.endpoints import Endpoint
 from enginery.serve.api.errors import HTTPError, error_response, scope_protocol, to_http_error
-from enginery.serve.api.openapi import openapi_json
 from enginery.serve.api.requests import quoted
 from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
 from enginery.serve.keys import Keys
@@ -151,7 +150,7 @@ def make_app(
     app.state.config, app.state.keys, app.state.lifecycle = config, keys, lifecycle
     app.state.metrics = metrics
     app.state.access_log, app.state.tracing, app.state.budget = access_log, tracing, budget
-    app.state.openapi = openapi_json(ENDPOINTS, with_keys=bool(keys))
+    app.state.openapi = cache(partial(_openapi_json, with_keys=bool(keys)))
     return app
 
 
@@ -247,6 +246,12 @@ def _warn_if_failed(model: ServedModel) -> None:
             "%s failed its validation and is served because of --allow-failed: %s",
             model.name, failed.summary,
         )  # fmt: skip
+
+
+def _openapi_json(*, with_keys: bool) -> bytes:
+    from enginery.serve.api.openapi import openapi_json  # takes a while, and few read it
+
+    return openapi_json(ENDPOINTS, with_keys=with_keys)
 
 
 # -- routes and errors --------------------------------------------------------------------------

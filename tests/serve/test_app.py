@@ -458,4 +458,4 @@ def test_nothing_that_is_sent_is_a_fault(running, body):
 def test_every_endpoint_has_a_handler_of_its_own_path_and_method():
     pairs = [(endpoint.method, endpoint.path) for endpoint in ENDPOINTS]
     assert len(pairs) == len(set(pairs))
-    assert json.loads(application().state.openapi)["paths"]
+    assert json.loads(application().state.openapi())["paths"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,7 +23,7 @@ from enginery.runtime.pooling import read_pooling
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT
 from enginery.serve.api.endpoints import Routes, config_of, json_response, registry_of
 from enginery.serve.api.errors import HTTPError
-from enginery.serve.api.requests import StrictBody
+from enginery.serve.api.requests import Schema, StrictBody
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel
 
@@ -36,7 +36,7 @@ _NOT_LOADED = ("loading", "failed")
 _SHOWN_BY_HEALTH = ("providers", "provider", "precision", "verdict")
 
 
-class Status(BaseModel):
+class Status(Schema):
     """The state of the server."""
 
     status: str
@@ -48,14 +48,14 @@ class Health(Status):
     models: dict[str, Any]
 
 
-class ServerInfo(BaseModel):
+class ServerInfo(Schema):
     """Every model in full; where there is one, also what text-embeddings-inference says."""
 
     model_config = ConfigDict(extra="allow")
     models: list[dict[str, Any]]
 
 
-class ModelInfo(BaseModel):
+class ModelInfo(Schema):
     """One model in full."""
 
     model_config = ConfigDict(extra="allow")
@@ -68,7 +68,7 @@ class ReloadRequest(StrictBody):
     model: str | None = None
 
 
-class ReloadResponse(BaseModel):
+class ReloadResponse(Schema):
     """What happened to each model."""
 
     models: dict[str, str]
@@ -128,7 +128,7 @@ async def metrics(request: Request) -> Response:
 @routes.get("/openapi.json", summary="This description", response=dict[str, Any], public=True)
 async def openapi(request: Request) -> Response:
     """Answer GET /openapi.json: what this server answers."""
-    return Response(request.app.state.openapi, media_type="application/json")
+    return Response(request.app.state.openapi(), media_type="application/json")
 
 
 @routes.get("/info", summary="Every model in full", response=ServerInfo)

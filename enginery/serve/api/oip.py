@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -52,6 +52,7 @@ from enginery.serve.api.oip_tensors import (
 )
 from enginery.serve.api.requests import (
     Body,
+    Schema,
     StrictBody,
     json_object,
     parse,
@@ -87,7 +88,7 @@ class RequestedOutput(Body):
     parameters: OutputParameters | None = None
 
 
-class InputTensor(BaseModel):
+class InputTensor(Schema):
     """One tensor."""
 
     name: str
@@ -116,7 +117,7 @@ class OutputTensor(InputTensor):
     """One tensor of an answer."""
 
 
-class InferResponse(BaseModel):
+class InferResponse(Schema):
     """Answer of /infer."""
 
     model_name: str
@@ -125,7 +126,7 @@ class InferResponse(BaseModel):
     id: str | None = None
 
 
-class ServerMetadata(BaseModel):
+class ServerMetadata(Schema):
     """The server."""
 
     name: str
@@ -133,7 +134,7 @@ class ServerMetadata(BaseModel):
     extensions: list[str]
 
 
-class TensorMetadata(BaseModel):
+class TensorMetadata(Schema):
     """An input or output; -1 in its shape for a dim that varies."""
 
     name: str
@@ -141,7 +142,7 @@ class TensorMetadata(BaseModel):
     shape: list[int]
 
 
-class ModelMetadata(BaseModel):
+class ModelMetadata(Schema):
     """The inputs and outputs of a model."""
 
     name: str
@@ -151,7 +152,7 @@ class ModelMetadata(BaseModel):
     outputs: list[TensorMetadata]
 
 
-class Live(BaseModel):
+class Live(Schema):
     """Whether the server answers."""
 
     live: bool
@@ -163,7 +164,7 @@ class Ready(Live):
     ready: bool
 
 
-class ModelReady(BaseModel):
+class ModelReady(Schema):
     """Whether a model is ready."""
 
     name: str

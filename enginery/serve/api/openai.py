@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,7 +31,7 @@ from enginery.serve.api.endpoints import (
     require_task,
 )
 from enginery.serve.api.errors import HTTPError
-from enginery.serve.api.requests import Body, Dimensions, TextsOrIds, quoted
+from enginery.serve.api.requests import Body, Dimensions, Schema, TextsOrIds, quoted
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel
 
@@ -52,7 +51,7 @@ class EmbeddingsRequest(Body):
     user: str | None = None
 
 
-class Embedding(BaseModel):
+class Embedding(Schema):
     """One vector; a string in base64."""
 
     object: Literal["embedding"]
@@ -60,14 +59,14 @@ class Embedding(BaseModel):
     embedding: list[float] | str
 
 
-class Usage(BaseModel):
+class Usage(Schema):
     """Tokens of all inputs."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingsResponse(BaseModel):
+class EmbeddingsResponse(Schema):
     """Answer of /v1/embeddings."""
 
     object: Literal["list"]
@@ -76,7 +75,7 @@ class EmbeddingsResponse(BaseModel):
     usage: Usage
 
 
-class ModelResponse(BaseModel):
+class ModelResponse(Schema):
     """One model."""
 
     id: str
@@ -85,7 +84,7 @@ class ModelResponse(BaseModel):
     owned_by: str
 
 
-class ModelsResponse(BaseModel):
+class ModelsResponse(Schema):
     """All models."""
 
     object: Literal["list"]

@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from enginery.core.version import __version__
 from enginery.serve.api.endpoints import Endpoint
+from enginery.serve.api.requests import Schema
 from enginery.serve.observability.record import Protocol
 
 _REASONS = {
@@ -31,7 +32,7 @@ _TAGS: dict[Protocol, str] = {
 _REF = "#/components/schemas/{model}"
 
 
-class Error(BaseModel):
+class Error(Schema):
     """An error."""
 
     error: str
@@ -43,7 +44,7 @@ class TeiError(Error):
     error_type: str
 
 
-class OpenAiErrorBody(BaseModel):
+class OpenAiErrorBody(Schema):
     """What went wrong."""
 
     message: str
@@ -52,7 +53,7 @@ class OpenAiErrorBody(BaseModel):
     code: str | None
 
 
-class OpenAiError(BaseModel):
+class OpenAiError(Schema):
     """An error of OpenAI's."""
 
     error: OpenAiErrorBody

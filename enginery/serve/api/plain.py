@@ -15,7 +15,6 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import orjson
-from pydantic import BaseModel
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,6 +32,7 @@ from enginery.serve.api.endpoints import (
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
 from enginery.serve.api.requests import (
     FieldValueError,
+    Schema,
     StrictBody,
     image_from_base64,
     json_object,
@@ -55,7 +55,7 @@ class PredictAnyRequest(StrictBody):
     parameters: dict[str, Any] | None = None
 
 
-class PredictAnyResponse(BaseModel):
+class PredictAnyResponse(Schema):
     """Answer of /predict/{model}: one result, or one for each input of a list."""
 
     model: str

@@ -32,7 +32,13 @@ _NAME_LENGTH = 60
 """Characters of a client's words in a message."""
 
 
-class Body(BaseModel):
+class Schema(BaseModel):
+    """Base of the shapes of bodies and answers; one is built when it is first used."""
+
+    model_config = ConfigDict(defer_build=True)
+
+
+class Body(Schema):
     """Base of the bodies; unknown fields are ignored, as other servers ignore them."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)

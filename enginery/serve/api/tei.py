@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -40,6 +40,7 @@ from enginery.serve.api.requests import (
     Dimensions,
     FieldValueError,
     ListOfTexts,
+    Schema,
     Texts,
     TextsOrIds,
     array,
@@ -194,14 +195,14 @@ class DecodeRequest(Body):
     model: str | None = None
 
 
-class Label(BaseModel):
+class Label(Schema):
     """One label of an input."""
 
     label: str
     score: float
 
 
-class Rank(BaseModel):
+class Rank(Schema):
     """One text of a reranking."""
 
     index: int
@@ -209,7 +210,7 @@ class Rank(BaseModel):
     text: str | None = None
 
 
-class Token(BaseModel):
+class Token(Schema):
     """One token; `start` and `stop` count bytes of UTF-8."""
 
     id: int
