@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import csv
+import json
 import os
 import random
 import re
@@ -25,53 +26,88 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import httpx
 from predict_vs_seed import write_phrases
 
 TEXTS = 8
 
 
-async def closed_loop(url: str, bodies: list[dict], seconds: float, connections: int) -> float:
+class Connections:
+    """HTTP/1.1 connections that are kept; a client library would take a core from the server."""
+
+    def __init__(self, url: str, bodies: list[bytes]) -> None:
+        self._host, self._port = url.removeprefix("http://").split(":")
+        self._requests = [
+            b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body) for body in bodies
+        ]  # fmt: skip
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def post(self) -> tuple[int, dict[bytes, bytes]]:
+        """Send one of the bodies; return the status and the headers of the answer."""
+        if self._idle:
+            reader, writer = self._idle.pop()
+        else:
+            reader, writer = await asyncio.open_connection(self._host, self._port)
+        writer.write(random.choice(self._requests))
+        first, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
+        headers = dict(line.split(b": ", 1) for line in lines)
+        await reader.readexactly(int(headers[b"content-length"]))
+        self._idle.append((reader, writer))
+        return int(first.split()[1]), headers
+
+
+async def closed_loop(to: Connections, seconds: float, connections: int) -> float:
     """Return the requests a second that so many connections get answered."""
     ends, answered = time.perf_counter() + seconds, 0
 
-    async def client(http: httpx.AsyncClient) -> None:
+    async def client() -> None:
         nonlocal answered
         while time.perf_counter() < ends:
-            response = await http.post(url, json=random.choice(bodies))
-            answered += response.status_code == 200
+            status, _ = await to.post()
+            answered += status == 200
 
-    async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as http:
-        await asyncio.gather(*(client(http) for _ in range(connections)))
+    await asyncio.gather(*(client() for _ in range(connections)))
     return answered / seconds
 
 
-async def open_loop(url: str, bodies: list[dict], seconds: float, rate: float) -> list[tuple]:
-    """Send at a rate; return status, seconds, seconds in the queue and Retry-After of each."""
+async def open_loop(to: Connections, seconds: float, rate: float) -> tuple[list[tuple], float]:
+    """Send at a rate.
+
+    Returns:
+        Status, seconds, seconds in the queue and Retry-After of each; the rate that was reached.
+    """
     found: list[tuple] = []
 
-    async def one(http: httpx.AsyncClient) -> None:
+    async def one() -> None:
         started = time.perf_counter()
         try:
-            response = await http.post(url, json=random.choice(bodies))
-        except httpx.HTTPError as error:
-            found.append((type(error).__name__, time.perf_counter() - started, 0.0, ""))
+            status, headers = await to.post()
+        except (OSError, EOFError) as error:
+            found.append((type(error).__name__, time.perf_counter() - started, 0.0, b""))
             return
-        headers = response.headers
         found.append((
-            response.status_code, time.perf_counter() - started,
-            float(headers.get("x-queue-time", 0)) / 1e3, headers.get("retry-after", ""),
+            status, time.perf_counter() - started, float(headers.get(b"x-queue-time", 0)) / 1e3,
+            headers.get(b"retry-after", b""),
         ))  # fmt: skip
 
-    async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as http:
-        tasks, due = [], time.perf_counter()
-        ends = due + seconds
-        while due < ends:
-            await asyncio.sleep(max(due - time.perf_counter(), 0))
-            tasks.append(asyncio.create_task(one(http)))
-            due += random.expovariate(rate)
-        await asyncio.gather(*tasks)
-    return found
+    tasks, began = [], time.perf_counter()
+    due = began
+    while due < began + seconds:
+        await asyncio.sleep(max(due - time.perf_counter(), 0))
+        tasks.append(asyncio.create_task(one()))
+        due += random.expovariate(rate)
+    reached = len(tasks) / (time.perf_counter() - began)
+    await asyncio.gather(*tasks)
+    return found, reached
+
+
+async def measure(
+    to: Connections, seconds: float, times: float
+) -> tuple[float, list[tuple], float]:
+    """Return the capacity, and what `open_loop` does at so many times of it."""
+    await closed_loop(to, 2.0, 16)
+    capacity = await closed_loop(to, 8.0, 16)
+    return capacity, *await open_loop(to, seconds, capacity * times)
 
 
 def main() -> None:
@@ -90,19 +126,20 @@ def main() -> None:
         write_phrases(data, 4000)
         with data.open(newline="", encoding="utf-8") as stream:
             texts = [row["text"] for row in csv.DictReader(stream)]
-    bodies = [{"inputs": random.sample(texts, TEXTS)} for _ in range(500)]
+    bodies = [json.dumps({"inputs": random.sample(texts, TEXTS)}).encode() for _ in range(500)]
     command = [sys.executable, "-m", "enginery", "serve", f"m={artifact}", "--port", "0",
                "--access-log", "off", "--max-wait", f"{words.max_wait:g}"]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         url = ""
         for line in process.stderr or ():
             if found := re.search(r"listening on (http://\S+)", line):
-                url = f"{found[1]}/embed"
+                url = found[1]
             if line.startswith("ready"):
                 break
         try:
-            capacity = asyncio.run(closed_loop(url, bodies, 8.0, 16))
-            answers = asyncio.run(open_loop(url, bodies, words.seconds, capacity * words.times))
+            capacity, answers, reached = asyncio.run(
+                measure(Connections(url, bodies), words.seconds, words.times)
+            )
         finally:
             os.kill(process.pid, signal.SIGTERM)
     good = [each for each in answers if each[0] == 200]
@@ -110,7 +147,7 @@ def main() -> None:
     waits = sorted(each[2] for each in good)
     latencies = sorted(each[1] for each in good)
     print(f"capacity {capacity:.0f} requests of {TEXTS} texts a second; sent "
-          f"{len(answers) / words.seconds:.0f} a second for {words.seconds:g} s")  # fmt: skip
+          f"{reached:.0f} a second, {len(answers)} in all")  # fmt: skip
     print("answers:", dict(Counter(each[0] for each in answers)))
     for name, values in (("wait in the queue", waits), ("latency", latencies)):
         p99 = values[int(len(values) * 0.99)]

@@ -1,3 +1,4 @@
+import asyncio
 import random
 import threading
 import time
@@ -6,6 +7,7 @@ import pytest
 
 from enginery.serve.batching.planner import BatchRules
 from enginery.serve.batching.queue import BatchQueue, ClosedError, OverloadedError, QueueEntry
+from enginery.serve.batching.scheduler import BatchScheduler, Timings
 
 RULES = BatchRules(max_tokens=64, max_rows=8, max_padding=0.1)
 
@@ -82,6 +84,59 @@ def test_a_request_that_would_wait_too_long_is_refused_and_told_how_long():
     while queue.rows:
         queue.take()
     queue.put(rows("large", *[64] * 100), now=0)  # nothing waits: whatever it takes itself
+
+
+def test_estimate_follows_how_long_requests_have_waited():
+    queue = new_queue(max_wait=10)
+    queue.seconds_per_token = 0.5
+    queue.put(rows("a", 16), now=0)
+    assert queue.wait_seconds == queue.work_seconds == 8
+    for _ in range(200):
+        queue.learn_wait(0.5, 60.0)  # too short to say anything
+    assert queue.wait_seconds == 8
+    for _ in range(200):
+        queue.learn_wait(8.0, 12.0)
+    assert queue.wait_seconds == pytest.approx(12, rel=0.02)
+    with pytest.raises(OverloadedError, match=r"would wait 1[12]\.\d s"):
+        queue.put(rows("b", 1), now=0)
+    for _ in range(400):
+        queue.learn_wait(8.0, 4.0)  # never less than the work before it
+    assert queue.wait_seconds == 8
+    for _ in range(400):
+        queue.learn_wait(2.0, 60.0)  # something held the workers up: not believed beyond a limit
+    assert queue.wait_seconds == 32
+
+
+def test_scheduler_tells_the_queue_what_was_before_a_request_and_how_long_it_waited():
+    learned, began, free = [], threading.Event(), threading.Event()
+
+    def work(batch):
+        began.set()
+        free.wait(30)
+        return [0] * len(batch)
+
+    async def run():
+        scheduler = BatchScheduler(
+            work, RULES, asyncio.get_running_loop(), workers=1, max_rows=8, max_tokens=1000,
+            max_wait_seconds=10, on_batch=lambda _: None,
+        )  # fmt: skip
+        queue = scheduler.queue
+        queue.seconds_per_token = 0.5
+        queue.learn_wait = lambda work, waited: learned.append((work, waited))
+        requests = [asyncio.ensure_future(scheduler.run(rows("a", 8), Timings()))]
+        while not began.is_set():
+            await asyncio.sleep(0.01)
+        requests.append(asyncio.ensure_future(scheduler.run(rows("b", 8, 8), Timings())))
+        requests.append(asyncio.ensure_future(scheduler.run(rows("c", 64), Timings())))
+        await asyncio.sleep(0.3)
+        free.set()
+        await asyncio.gather(*requests)
+        scheduler.close(drain=True)
+
+    asyncio.run(run())
+    assert sorted(work for work, _ in learned) == [0.0, 0.0, 8.0]
+    waited = max(learned)[1]
+    assert 0.3 <= waited < 30
 
 
 def test_too_many_tokens_are_refused():

@@ -4,6 +4,9 @@ No row waits for a timer: a worker that is free takes the row that is due first,
 length, see `planner`. A row of a list is due when those before it in the list would be done, so
 that a long list does not hold up short requests that come after it. A request is refused when too
 many rows or tokens wait, or when it would wait for too long.
+
+Batches of neighbours in length let later rows pass earlier ones, and a request waits for the last
+of its rows. It waits for longer than the tokens before it take; how much longer is learned.
 """
 
 from __future__ import annotations
@@ -18,6 +21,12 @@ from typing import Any
 
 from enginery.core.errors import EngineryError
 from enginery.serve.batching.planner import MAX_DIVIDED, BatchRules, choose_batch
+
+_KEPT = 0.98
+"""What a wait weighs when the next one is learned."""
+_LEARNED_SHARE = 0.1
+"""Of the longest wait that is taken. Shorter waits say little: what runs is not in an estimate."""
+_MOST_STRETCH = 4.0
 
 
 class OverloadedError(EngineryError):
@@ -81,6 +90,9 @@ class BatchQueue:
         """How many tokens they have."""
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self._max_wait_seconds = max_wait_seconds
+        # Sums over past requests: what the tokens before them took, and how long they waited. They
+        # begin as if one short wait had been just as long as that.
+        self._estimated = self._waited = max_wait_seconds * _LEARNED_SHARE
         self._lanes: dict[Hashable, list[QueueEntry]] = {}
         self._due: list[tuple[float, int, QueueEntry]] = []
         self._count = 0
@@ -94,7 +106,25 @@ class BatchQueue:
     @property
     def wait_seconds(self) -> float:
         """Return how long a request that comes now would wait."""
+        stretch = self._waited / self._estimated if self._estimated else 1.0
+        return self.work_seconds * min(max(stretch, 1.0), _MOST_STRETCH)
+
+    @property
+    def work_seconds(self) -> float:
+        """Return how long the workers would take for what waits."""
         return self.tokens * self.seconds_per_token
+
+    def learn_wait(self, work_seconds: float, waited: float) -> None:
+        """Learn from a request that has run.
+
+        Args:
+            work_seconds: when it came.
+            waited: until the last of its batches began, in seconds.
+        """
+        if work_seconds < self._max_wait_seconds * _LEARNED_SHARE:
+            return
+        self._estimated = self._estimated * _KEPT + work_seconds
+        self._waited = self._waited * _KEPT + waited
 
     def put(self, entries: Sequence[QueueEntry], *, now: float, admitted: bool = False) -> None:
         """Take all of some rows, or none.

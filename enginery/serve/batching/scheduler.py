@@ -127,7 +127,7 @@ class BatchScheduler:
             EngineryError: the first that a row raised.
         """
         queue = self.queue
-        now = time.perf_counter()
+        now, work_seconds = time.perf_counter(), queue.work_seconds
         pending = _PendingRequest(self._loop.create_future(), [None] * len(entries), now, now)
         for entry in entries:
             entry.request = pending
@@ -137,6 +137,7 @@ class BatchScheduler:
             parts = _parts(entries, queue.max_rows, queue.max_tokens) if entries[1:] else [entries]
             for part in parts:
                 if sent:
+                    work_seconds = 0.0  # it waits for its own parts, which says nothing
                     await self._put_later(part, pending, len(sent) - len(part) // 2)
                 else:
                     queue.put(part, now=now)
@@ -153,6 +154,7 @@ class BatchScheduler:
             self._pending.discard(pending)
         timings.queue_seconds = pending.started - pending.arrived
         timings.inference_seconds = pending.inference_seconds
+        queue.learn_wait(work_seconds, timings.queue_seconds)
         return pending.outputs
 
     async def _put_later(
