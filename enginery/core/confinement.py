@@ -112,9 +112,11 @@ class Confinement:
         """
         temporary = Path(tempfile.gettempdir())
         outputs = [temporary, *writable]
-        # The Hub library copies a model's code there before it is imported.
-        modules = os.environ.get("HF_MODULES_CACHE")
-        self._data = _real([model, *outputs, *([modules] if modules else [])])
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        hub = Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser()
+        # transformers copies a model's code there before it is imported.
+        modules = os.environ.get("HF_MODULES_CACHE") or hub / "modules"
+        self._data = _real([model, *outputs, modules])
         self._code = _real(
             [
                 sys.prefix,
@@ -126,7 +128,6 @@ class Confinement:
             ]
         )
         self._writable = _real([*outputs, *_DEVICES])
-        hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
         # A snapshot's files are links into the folder `blobs` of its repository.
         blobs = [model.parent.parent / "blobs"] if model.parent.name == "snapshots" else []
         # People keep weights on other disks, and leave links to them.

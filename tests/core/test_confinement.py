@@ -123,6 +123,21 @@ def test_what_was_stopped_is_an_error_even_if_the_model_hides_it(place, case):
     assert run(place, STOPPED[case][0], "hide").startswith("the model tried")
 
 
+@pytest.mark.parametrize(
+    ("variable", "folder"),
+    [("HF_MODULES_CACHE", ""), ("HF_HOME", "modules"), ("XDG_CACHE_HOME", "huggingface/modules")],
+)
+def test_code_that_was_copied_for_the_hub_library_does_not_run(place, monkeypatch, variable, folder):
+    for each in ("HF_MODULES_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(variable, str(place / "home"))
+    modules = place / "home" / folder
+    modules.mkdir(parents=True, exist_ok=True)
+    (place / "model/evil.py").rename(modules / "evil.py")
+    code = f"sys.path.insert(0, {str(modules)!r}); sys.dont_write_bytecode = True; import evil"
+    assert "to run" in run(place, code)
+
+
 def test_files_that_are_not_the_models_are_not_read(place):
     found = run(place, "(model.parent / 'home/secret.txt').read_text()")
     assert found.startswith("PermissionError: ")
