@@ -26,7 +26,7 @@ class ExportConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for authors you trust."""
     allow_pickle: bool = False
-    """Load pickled weights; unpickling runs code from the file. Only for authors you trust."""
+    """Load pickled weights, with PyTorch's restricted unpickler."""
     cache_dir: str = ""
     """Where Hub downloads are kept; empty for the Hub library's own cache."""
     post_process: bool = True

@@ -38,7 +38,7 @@ INSTALL = {
 """The command that brings a provider's libraries."""
 
 MIN_DRIVER = "580"  # for CUDA 13, docs.nvidia.com/deploy/cuda-compatibility
-_RTX_GPUS = "TensorRT for RTX runs on RTX GPUs from Ampere (compute capability 8.0) on."
+_RTX_GPUS = "TensorRT for RTX runs on compute capability 7.5, 8.0, 8.6, 8.9, 12.0 and 12.1."
 _RTX_MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
 
 

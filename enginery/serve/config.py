@@ -94,7 +94,7 @@ def check_options(config: ServeConfig) -> None:
     least: tuple[tuple[str, float], ...] = (
         ("workers", 0), ("threads", 0), ("batch_tokens", 0), ("batch_rows", 1), ("max_padding", 0),
         ("queue_inputs", 1), ("queue_tokens", 1), ("max_inputs", 1), ("max_body_bytes", 1),
-        ("max_held_bytes", 1),
+        ("max_held_bytes", 1), ("max_wait", 0),
         ("max_pixels", 1), ("grace", 0), ("drain_delay", 0), ("stuck_after", 0.1),
         ("idle_timeout", 0.1), ("processes", 1),
     )  # fmt: skip
