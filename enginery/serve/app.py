@@ -33,14 +33,13 @@ from enginery.serve.api.errors import HTTPError, error_response, scope_protocol,
 from enginery.serve.api.requests import quoted
 from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
 from enginery.serve.keys import Keys
-from enginery.serve.lifecycle import CLOSE_SECONDS, ProcessLifecycle
+from enginery.serve.lifecycle import CLOSE_SECONDS, Activity, ProcessLifecycle
 from enginery.serve.middleware import BodyBudget, BufferBody, RequireKey
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel
 from enginery.serve.observability.access_log import AccessLog
 from enginery.serve.observability.metrics import Metrics
 from enginery.serve.observability.middleware import ObservabilityMiddleware
-from enginery.serve.observability.record import Activity
 from enginery.serve.observability.tracing import Tracing
 
 _log = logging.getLogger("enginery.serve")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -99,9 +100,10 @@ def check_options(config: ServeConfig) -> None:
         ("idle_timeout", 0.1), ("processes", 1),
     )  # fmt: skip
     for name, low in least:
-        if not getattr(config, name) >= low:  # NaN is not
+        if not low <= getattr(config, name) < math.inf:  # NaN is not
             raise OptionError(
-                f"option '{name}' is {getattr(config, name):g}, expected {low:g} or more."
+                f"option '{name}' is {getattr(config, name):g}, expected a finite number from "
+                f"{low:g} on."
             )
     if not 0 <= config.port < 65536:
         raise OptionError(f"option 'port' is {config.port}, expected 0 to 65535.")
@@ -120,7 +122,7 @@ def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
     """Return artifacts' directories by the names under which they are served.
 
     Raises:
-        OptionError: there is none, a name is there twice, or cannot stand in a path.
+        OptionError: there is none, two have one name, or a name cannot stand in a path.
         ArtifactError: a directory is not an artifact.
     """
     if not artifacts:

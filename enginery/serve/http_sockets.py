@@ -62,10 +62,11 @@ def close(sockets: Sequence[socket.socket]) -> None:
 
 
 def refuse_new(listening: socket.socket) -> None:
-    """Let nobody connect from now on, where the system is Linux; who has can be accepted still.
+    """Let nobody connect any more, on Linux; connections that wait can still be accepted.
 
     The kernel drops what arrives, and the client tries to connect again. Without this a connection
-    that comes between the last `accept` and `close` is reset, with its request.
+    that comes between the last `accept` and `close` is reset, with its request. It holds for all
+    processes that share the socket, and for good.
     """
     if sys.platform != "linux":
         return
@@ -80,7 +81,7 @@ def refuse_new(listening: socket.socket) -> None:
 
 
 def urls(sockets: Sequence[socket.socket]) -> list[str]:
-    """What to type: `http://127.0.0.1:8000`."""
+    """Return their addresses: `http://127.0.0.1:8000`."""
     found = []
     for each in sockets:
         host, port = each.getsockname()[:2]

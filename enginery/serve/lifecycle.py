@@ -80,6 +80,7 @@ class ProcessLifecycle:
         *,
         supervised: bool,
         startup_status: int = STARTUP_FAILURE,
+        server_ends: Callable[[], bool] = lambda: True,
     ) -> None:
         """Block SIGTERM, SIGINT and SIGHUP until `start`, so that none is lost on the way there.
 
@@ -89,9 +90,11 @@ class ProcessLifecycle:
             config: `grace` and `drain_delay`.
             supervised: a parent starts another process when this one ends.
             startup_status: of the process when `fail_startup` ends it.
+            server_ends: tells whether the server ends, and not this one of its processes alone.
         """
         self._server, self._sockets, self._config = server, sockets, config
         self._supervised, self._startup_status = supervised, startup_status
+        self._server_ends = server_ends
         self._status = 0
         self._hurried = False
         self._activity = Activity()
@@ -278,7 +281,8 @@ class ProcessLifecycle:
         for each in listening:
             with each:
                 each.setblocking(False)
-                refuse_new(each)
+                if self._server_ends():  # else the next process is to accept them
+                    refuse_new(each)
                 while True:
                     try:
                         accepted, _ = each.accept()

@@ -113,6 +113,7 @@ class BufferBody:
             await self._run(scope, receive, send)
         finally:
             budget.held_bytes -= held
+            state["body"] = b""  # uvicorn keeps the scope until the connection's next request
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher: asyncio.Task[None] | None = None

@@ -14,6 +14,7 @@ import functools
 import gc
 import json
 import logging
+import mmap
 import multiprocessing
 import os
 import signal
@@ -80,7 +81,7 @@ def serve_models(
         quiet: errors alone are said.
 
     Raises:
-        OptionError: an option does not fit, or a name is there twice.
+        OptionError: an option does not fit, or two artifacts have one name.
         ProviderError: no execution provider has a name that is asked for.
         ArtifactError: a directory is not an artifact.
         MissingPackageError: a package of the extra `serve` is not installed.
@@ -90,11 +91,13 @@ def serve_models(
     require_packages()
     paths = named_paths(artifacts)
     from enginery.runtime.provider_wish import parse_wishes
+    from enginery.serve.observability.tracing import trace_endpoint
 
     # These are checked before anything starts; whether a provider can be had is for the worker to
     # see, which imports it.
     Keys.from_config(config, os.environ)
     parse_wishes(config.provider, config.provider_option, default="cpu")
+    trace_endpoint(os.environ)
     sockets = bind(config.host, config.port)
     options = uvicorn_config(
         functools.partial(worker_application, paths, config),
@@ -185,6 +188,7 @@ class Worker(Process):
         server_config: uvicorn.Config,
         sockets: list[socket.socket],
         config: ServeConfig,
+        ending: mmap.mmap | None,
         *,
         failures: int = -1,
     ) -> None:
@@ -194,11 +198,12 @@ class Worker(Process):
             server_config: of uvicorn.
             sockets: listening ones.
             config: the options of the server.
+            ending: a byte that the parent shares, 1 once the server ends; None with `spawn`.
             failures: how many of its predecessors in a row died young; -1 for one without any.
         """
         super().__init__(server_config, sockets)
         self.failures = failures
-        self._config, self._sockets = config, sockets
+        self._config, self._sockets, self._ending = config, sockets, ending
         self._started_at = 0.0
         self._asked_at: float | None = None
         # uvicorn's own is spawned: the parent's and each worker's modules would be there twice, and
@@ -232,8 +237,9 @@ class Worker(Process):
         # A worker that replaces one which served is tried again where it cannot start.
         status = STARTUP_FAILURE if self.failures < 0 else CANNOT_START
         lifecycle = ProcessLifecycle(
-            self.server, sockets or [], self._config, supervised=True, startup_status=status
-        )
+            self.server, sockets or [], self._config, supervised=True, startup_status=status,
+            server_ends=lambda: self._ending is not None and self._ending[0] == 1,
+        )  # fmt: skip
         _run_worker(self.server, lifecycle)
 
     def is_alive(self, timeout: float = HANG_SECONDS) -> bool:
@@ -257,11 +263,11 @@ class Worker(Process):
             os.kill(self.pid, number)
 
     def successor(self) -> Worker:
-        """The worker that takes the place of this one, which has died."""
+        """Return the worker that takes the place of this one, which has died."""
         lived = time.monotonic() - self._started_at
         again = self.failures >= 0 and lived < HEALTHY_SECONDS
         failures = self.failures + 1 if again else 0
-        return Worker(self.config, self._sockets, self._config, failures=failures)
+        return Worker(self.config, self._sockets, self._config, self._ending, failures=failures)
 
 
 class Supervisor(Multiprocess):
@@ -273,6 +279,7 @@ class Supervisor(Multiprocess):
         super().__init__(server_config, sockets)
         self._config = config
         self._interrupted = False
+        self._ending = mmap.mmap(-1, 1) if _START_METHOD == "fork" else None
         self._due: dict[int, tuple[float, Worker]] = {}
         self.processes: list[Worker] = []  # type: ignore[assignment]
         for number in set(SIGNALS) - {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
@@ -281,7 +288,12 @@ class Supervisor(Multiprocess):
     def serve(self) -> int:
         """Run until the end; return the exit status."""
         self.run()
-        statuses = [process.exitcode or 0 for process in self.processes]
+        # One that waits to be replaced has ended before; why does not matter any more.
+        statuses = [
+            process.exitcode or 0
+            for index, process in enumerate(self.processes)
+            if index not in self._due
+        ]
         if STARTUP_FAILURE in statuses:
             return CANNOT_START
         if self._interrupted and INTERRUPTED in statuses:
@@ -292,7 +304,7 @@ class Supervisor(Multiprocess):
     def init_processes(self) -> None:
         """Start the workers."""
         for _ in range(self.processes_num):
-            self.processes.append(Worker(self.config, self.sockets, self._config))
+            self.processes.append(Worker(self.config, self.sockets, self._config, self._ending))
             self.processes[-1].start()
 
     def keep_subprocess_alive(self) -> None:
@@ -329,6 +341,8 @@ class Supervisor(Multiprocess):
         """Begin the end: from here on the workers alone decide for how long they listen."""
         for each in self.sockets:
             each.close()
+        if self._ending is not None:
+            self._ending[0] = 1
         super().terminate_all()
 
     def join_all(self) -> None:
@@ -363,12 +377,12 @@ class Supervisor(Multiprocess):
 
 
 def pause_seconds(failures: int) -> float:
-    """How long to wait after so many failures in a row: 0, 0.5, 1, 2 … 30 seconds."""
+    """Return how long to wait after so many failures in a row: 0, 0.5, 1, 2 … 30 seconds."""
     return min(LONGEST_PAUSE_SECONDS, 2.0 ** (failures - 2)) if failures > 0 else 0.0
 
 
 def how_it_ended(status: int) -> str:
-    """The end of a worker in words, from its exit code."""
+    """Return in words how a worker ended, from its exit code."""
     if status == REPLACE:
         return "ended itself, because it was stuck"
     from enginery.core import child  # brings modules that a parent seldom needs
@@ -377,7 +391,7 @@ def how_it_ended(status: int) -> str:
 
 
 def log_config(*, as_json: bool = False, quiet: bool = False) -> dict[str, Any]:
-    """What the server says on standard error, for `logging.config.dictConfig`."""
+    """Return what the server writes to standard error, for `logging.config.dictConfig`."""
     return {
         "version": 1,
         "disable_existing_loggers": False,

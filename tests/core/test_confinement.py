@@ -127,7 +127,9 @@ def test_what_was_stopped_is_an_error_even_if_the_model_hides_it(place, case):
     ("variable", "folder"),
     [("HF_MODULES_CACHE", ""), ("HF_HOME", "modules"), ("XDG_CACHE_HOME", "huggingface/modules")],
 )
-def test_code_that_was_copied_for_the_hub_library_does_not_run(place, monkeypatch, variable, folder):
+def test_code_that_was_copied_for_the_hub_library_does_not_run(
+    place, monkeypatch, variable, folder
+):
     for each in ("HF_MODULES_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(variable, str(place / "home"))

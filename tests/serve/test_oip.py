@@ -109,7 +109,7 @@ def test_top_k_comes_as_parameter_or_as_tritons_classification(client):
 
 def test_output_that_is_asked_for_twice_is_refused(client):
     twice = [triton.InferRequestedOutput("label"), triton.InferRequestedOutput("label")]
-    with pytest.raises(InferenceServerException, match="'label' is asked for twice"):
+    with pytest.raises(InferenceServerException, match="'label' occurs twice"):
         client.infer("mood", [bytes_input("text", TEXTS)], outputs=twice)
 
 
@@ -207,7 +207,7 @@ IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]
         ({}, "inputs is missing"),
         ({"inputs": []}, "inputs is empty"),
         ({"inputs": [3]}, "inputs[0]: found the number 3"),
-        ({"inputs": [TEXT, TEXT]}, "'text' is there twice"),
+        ({"inputs": [TEXT, TEXT]}, "'text' occurs twice"),
         ({"inputs": [{**TEXT, "name": "txet"}]}, "no input 'txet'; did you mean 'text'?"),
         ({"inputs": [{**TEXT, "shape": [2]}]}, "found 1 elements, expected 2"),
         ({"inputs": [{**TEXT, "shape": [0], "data": []}]}, "has no elements"),

@@ -60,12 +60,14 @@ class BatchRunner:
         if shape:
             count, width, *_ = self.runner.padded_shape(self._spec, (count, *shape))
         feeds = self.task.collate(rows, max(width, 1))
+        if not self.task.has_rows:
+            return feeds
         count = self.fixed_rows or count
         return fill_rows(feeds, count) if count > len(rows) else feeds
 
     def split(self, rows: Sequence[Row], feeds: Arrays, outputs: Arrays) -> list[Any]:
         """Return for each row its part of the outputs of `feeds`."""
-        if len(next(iter(feeds.values()))) > len(rows):  # the batch was filled up
+        if self.task.has_rows and len(next(iter(feeds.values()))) > len(rows):  # was filled up
             outputs = first_rows(outputs, len(rows))
         return self.task.split(rows, feeds, outputs)
 

@@ -98,6 +98,12 @@ class Fill(TextTask):
             for row, logits in zip(work.rows, outputs, strict=True)
         ]
 
+    def count_decoded(self, work: Work, options: FillOptions) -> int:
+        """Return how many fillings all masks have."""
+        mask_id = self._mask_id()
+        masks: int = sum(row.content.ids.count(mask_id) for row in work.rows)
+        return options.top_k * masks
+
     def postprocess_weight(self, work: Work, options: FillOptions) -> Weight:
         """Return how long decoding takes: never light, because tokenizer.json may loop."""
         tokens = options.top_k * sum(row.tokens for row in work.rows)

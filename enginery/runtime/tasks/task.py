@@ -234,6 +234,11 @@ class RowTask(ABC):
         return (max(row.tokens, 1),)
 
     @property
+    def has_rows(self) -> bool:
+        """Return whether a row is one row of the graph's tensors, so that several share a batch."""
+        return True
+
+    @property
     def can_pad(self) -> bool:
         """Whether rows of different length can share a batch."""
         return True
@@ -241,6 +246,10 @@ class RowTask(ABC):
     def count(self, inputs: Any) -> int:
         """Return how many inputs these are."""
         return len(inputs)
+
+    def count_decoded(self, work: Work, options: Any) -> int:
+        """Return how many texts postprocessing decodes."""
+        return 0
 
     def preprocess_weight(self, inputs: Any) -> Weight:
         """Return how long preprocessing these inputs may take."""

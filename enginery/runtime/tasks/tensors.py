@@ -38,7 +38,7 @@ class Tensors(RowTask):
 
     @property
     def has_rows(self) -> bool:
-        """Whether rows share batches: one free dim comes first in every input and output."""
+        """Return whether one free dim comes first in every input and output."""
         specs = (*self.record.inputs, *self.record.outputs)
         firsts = {spec.dims[0] if spec.dims else 1 for spec in specs}
         return len(firsts) == 1 and isinstance(next(iter(firsts)), str)

@@ -162,7 +162,7 @@ async def reload(request: Request, body: ReloadRequest) -> Response:
     """Answer POST /admin/reload: 409 where an artifact could not be opened.
 
     The model then goes on as it was. Requests that wait are answered all the same. Where the server
-    has several processes, this one reloads first, and then has the others do it too.
+    has several processes, this one reloads first, and then all reload all of their models.
     """
     if not request.app.state.keys:
         raise HTTPError(
@@ -187,7 +187,7 @@ async def reload(request: Request, body: ReloadRequest) -> Response:
 def _described(model: ServedModel) -> dict[str, Any]:
     """Return all there is to know of a model, without where on this machine it came from."""
     found = {"name": model.name, "state": model.state, **model.info()}
-    if model.state in _NOT_LOADED:
+    if not model.is_loaded:
         return found
     source = _source_name(model.artifact.manifest.source, model.name)
     return {**found, "source": source, "verdict": model.backend.validation_status()}

@@ -81,7 +81,7 @@ class HTTPError(EngineryError):
             field: of the body that is wrong; OpenAI's shape names it.
             code: OpenAI's.
             is_empty: there is no input, for which text-embeddings-inference has a type.
-            retry_after_seconds: when to come again.
+            retry_after_seconds: when to come again; 0 where that would not help.
             headers: of the answer.
         """
         super().__init__(message, do=do)
@@ -114,7 +114,7 @@ def to_http_error(error: EngineryError) -> HTTPError:
     return HTTPError(
         status, error.message, do=error.do,
         field=error.field if isinstance(error, TaskOptionError) else "",
-        retry_after_seconds=getattr(error, "retry_after_seconds", 0.0),
+        retry_after_seconds=getattr(error, "retry_after_seconds", 1.0),
     )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def error_response(protocol: Protocol, error: HTTPError, *, request_id: str = ""
     status = 400 if protocol == "openai" and error.status == 422 else error.status
     message = f"{error.message} {error.do}" if error.do else error.message
     headers = dict(error.headers)
-    if status in (429, 503):
+    if status == 429 or (status == 503 and error.retry_after_seconds):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds)))
     elif status == 401:
         headers["www-authenticate"] = 'Bearer realm="enginery"'

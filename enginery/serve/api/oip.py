@@ -178,7 +178,7 @@ class Wanted:
     name: str
     binary: bool
     classes: int
-    """Triton's classification: so many best, as `score:index:label`; 0 for the tensor itself."""
+    """Triton's classification: how many of the best, as `score:index:label`; 0 for the tensor itself."""
 
 
 @routes.post(
@@ -319,7 +319,7 @@ def _tensors(body: InferRequest, tail: Tail) -> list[Tensor]:
             raise wrong(path, "an object with name, datatype, shape, data", item)
         tensor = read_tensor(item, tail, path)
         if tensor.name in tensors:
-            raise invalid_field(f"input {quoted(tensor.name)} is there twice.", field="inputs")
+            raise invalid_field(f"input {quoted(tensor.name)} occurs twice.", field="inputs")
         tensors[tensor.name] = tensor
     tail.end()
     return list(tensors.values())
@@ -331,9 +331,7 @@ def _wanted(body: InferRequest, *, binary: bool) -> list[Wanted]:
     names: set[str] = set()
     for output in body.outputs or ():
         if output.name in names:
-            raise invalid_field(
-                f"outputs: {quoted(output.name)} is asked for twice.", field="outputs"
-            )
+            raise invalid_field(f"outputs: {quoted(output.name)} occurs twice.", field="outputs")
         names.add(output.name)
         parameters = output.parameters or OutputParameters()
         as_binary = binary if parameters.binary_data is None else parameters.binary_data

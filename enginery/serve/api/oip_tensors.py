@@ -50,7 +50,7 @@ class Tensor:
     datatype: str
     shape: tuple[int, ...]
     values: NDArray[Any] | list[bytes]
-    """A list of the elements for BYTES; float32 for BF16, which numpy has not."""
+    """A list of the elements for BYTES; float32 for BF16, which numpy does not have."""
 
     def raw(self) -> bytes:
         """Return the elements as bytes."""

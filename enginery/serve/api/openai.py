@@ -141,7 +141,7 @@ async def show_model(request: Request) -> Response:
 
 
 def find_model(registry: ModelRegistry, name: str) -> ServedModel:
-    """Return the model of a name, source id or last part of it; without one the only that embeds.
+    """Return the model of a name, source id or its last part; without one, the only that embeds.
 
     Raises:
         HTTPError: 404, none goes by it.

@@ -146,11 +146,14 @@ async def _read_form(request: Request) -> Inputs:
     """Return the images of a form, whatever their fields are called."""
     images: list[Any] = []
     parameters: dict[str, Any] = {}
-    form = request.form(
-        max_files=_MAX_FORM_PARTS, max_fields=_MAX_FORM_PARTS,
-        max_part_size=config_of(request).max_body_bytes,
-    )  # fmt: skip
-    async with form as parts:
+    try:
+        parts = await request.form(
+            max_files=_MAX_FORM_PARTS, max_fields=_MAX_FORM_PARTS,
+            max_part_size=config_of(request).max_body_bytes,
+        )  # fmt: skip
+    except (ValueError, LookupError) as error:  # a charset that is none
+        raise invalid_body(f"the form cannot be read: {error}.") from error
+    try:
         for name, part in parts.multi_items():
             if isinstance(part, UploadFile):
                 images.append(await part.read())
@@ -160,6 +163,8 @@ async def _read_form(request: Request) -> Inputs:
                 raise unknown_field(name, ("parameters",))
             elif part.strip():
                 parameters = json_object(part.encode())
+    finally:
+        await parts.close()
     if not images:
         raise empty_input("inputs", "the form has no file, expected images.")
     return Inputs(images, parameters, single=len(images) == 1)

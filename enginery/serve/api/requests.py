@@ -152,13 +152,12 @@ def json_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def parse(kind: type[BodyType], values: dict[str, Any], where: str = "") -> BodyType:
+def parse(kind: type[BodyType], values: dict[str, Any]) -> BodyType:
     """Return a JSON object as a model.
 
     Args:
         kind: of the body.
         values: the object.
-        where: what the names of fields begin with in messages.
 
     Raises:
         HTTPError: a field is missing, unknown, or has a value that cannot be used.
@@ -171,8 +170,8 @@ def parse(kind: type[BodyType], values: dict[str, Any], where: str = "") -> Body
     first = max(
         errors, key=lambda each: (each["loc"][:1] == errors[0]["loc"][:1], len(each["loc"]))
     )
-    field, names = _field_at(kind, first["loc"])
-    path = where + _path(names)
+    owner, field, names = _field_at(kind, first["loc"])
+    path = _path(names)
     found = first.get("ctx", {}).get("error")
     if isinstance(found, FieldValueError):
         path += found.path
@@ -180,9 +179,9 @@ def parse(kind: type[BodyType], values: dict[str, Any], where: str = "") -> Body
             raise empty_input(path, f"{path} is empty, expected {found.expected}.")
         raise wrong(path, found.expected, found.value)
     if first["type"] == "extra_forbidden":
-        known = tuple(kind.model_fields)
-        raise unknown_field(str(first["loc"][0]), known, where)
-    expected = _expected(kind, field, names, first)
+        where = f"{path}." if path else ""
+        raise unknown_field(str(first["loc"][-1]), tuple(owner.model_fields), where)
+    expected = _expected(owner, field, names, first)
     if first["type"] == "missing":
         raise invalid_field(f"{path} is missing, expected {expected}.", field=path)
     if first["type"] == "too_short":
@@ -242,26 +241,25 @@ def image_from_base64(text: str, name: str) -> bytes:
 
 def _field_at(
     kind: type[BaseModel], loc: Sequence[int | str]
-) -> tuple[FieldInfo | None, list[Any]]:
-    """Return the field at a place of a validation error, and the names and indices up to it.
+) -> tuple[type[BaseModel], FieldInfo | None, list[Any]]:
+    """Return the field at a place of a validation error, its model, and the names up to it.
 
-    Places within a union also hold names of its members, which are no part of the body.
+    Places within a union also hold names of its members, which are no part of the body. An unknown
+    field is None, of the model that does not have it.
     """
+    owner, current = kind, kind
     field: FieldInfo | None = None
     names: list[Any] = []
-    current: Any = kind
     for part in loc:
         if isinstance(part, int):
             names.append(part)
-        elif isinstance(current, type) and issubclass(current, BaseModel):
-            if part not in current.model_fields:
-                if not names:
-                    names.append(part)
+        elif current is not None:
+            owner, field = current, current.model_fields.get(part)
+            if field is None:
                 break
             names.append(part)
-            field = current.model_fields[part]
             current = _model_of(field.annotation)
-    return field, names
+    return owner, field, names
 
 
 def _model_of(annotation: Any) -> Any:
@@ -280,16 +278,17 @@ def _path(names: Sequence[Any]) -> str:
 
 
 def _expected(
-    kind: type[BaseModel], field: FieldInfo | None, names: Sequence[Any], error: Any
+    owner: type[BaseModel], field: FieldInfo | None, names: Sequence[Any], error: Any
 ) -> str:
     """Return in words what a field takes."""
-    if error["type"] == "string_type" and names and isinstance(names[-1], int):
+    is_item = bool(names) and isinstance(names[-1], int)
+    if error["type"] == "string_type" and is_item:
         return "a string"
     if field is not None and field.description:
         return field.description
-    if field is None or len(names) != 1:
+    if field is None or is_item or _model_of(field.annotation) is not None:
         words = {"string_type": "a string", "bool_type": "true or false", "dict_type": "an object",
                  "list_type": "a list", "int_type": "a whole number",
                  "model_type": "an object"}  # fmt: skip
         return words.get(error["type"], "another value")
-    return expected_values(without_null(kind.model_json_schema()["properties"][names[0]]))
+    return expected_values(without_null(owner.model_json_schema()["properties"][names[-1]]))

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from enginery.core.errors import InputError
+from enginery.runtime.tasks.task import Weight
 from enginery.runtime.tasks.text import TextTask
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
@@ -344,14 +345,12 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         texts = [text.lower() for text in texts]
     special = body.add_special_tokens is not False
 
-    def tokens(_: Any) -> list[list[dict[str, Any]]]:
+    def tokens() -> list[list[dict[str, Any]]]:
         encodings = task.tokenizer.encode_whole(texts, special=special)
         return [_tokens(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
-    weight = "medium" if sum(map(len, texts)) <= _SHORT_CHARACTERS else "heavy"
-    return json_response(
-        await model.in_thread(tokens, inputs=len(texts), weight=weight)  # type: ignore[arg-type]
-    )
+    weight: Weight = "medium" if sum(map(len, texts)) <= _SHORT_CHARACTERS else "heavy"
+    return json_response(await model.in_thread(tokens, inputs=len(texts), weight=weight))
 
 
 @routes.post(
@@ -370,13 +369,11 @@ async def decode(request: Request, body: DecodeRequest) -> Response:
     _check_count(request, len(body.ids))
     skip = body.skip_special_tokens is not False
 
-    def texts(_: Any) -> list[str]:
+    def texts() -> list[str]:
         return [task.tokenizer.decode(row, skip_special=skip) for row in body.ids]
 
-    weight = "medium" if sum(map(len, body.ids)) <= _SHORT_CHARACTERS else "heavy"
-    return json_response(
-        await model.in_thread(texts, inputs=len(body.ids), weight=weight)  # type: ignore[arg-type]
-    )
+    weight: Weight = "medium" if sum(map(len, body.ids)) <= _SHORT_CHARACTERS else "heavy"
+    return json_response(await model.in_thread(texts, inputs=len(body.ids), weight=weight))
 
 
 def _text_model(request: Request, name: str | None) -> tuple[ServedModel, TextTask]:

@@ -3,8 +3,8 @@
 Every text is tokenized in a thread, a short one too: how long that takes is up to the rules of the
 model's tokenizer.json, and some of those never come to an end. The event loop and the other models
 go on meanwhile, and `busy_seconds` says how long it has been. Inputs that are being preprocessed
-have their places in the queue, so that no more is taken in than may wait. Work whose client has
-gone is dropped.
+have their places in the queue, so that no more is taken in than may wait. Work that has
+not begun when its client goes is dropped.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class PreprocessPool:
     """Preprocesses the inputs of one model in threads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, most: int, name: str) -> None:
-        """Args: `most` inputs may be preprocessed or wait at the same time."""
+        """Start no thread yet; `most` inputs may be preprocessed or wait at the same time."""
         self._loop, self._most, self._name = loop, most, name
         self._closed = False
         self._awaited: set[asyncio.Future[Any]] = set()
@@ -123,7 +123,7 @@ class PreprocessPool:
 
     async def run(
         self,
-        work: Callable[[threading.Event], Result],
+        work: Callable[[], Result],
         *,
         inputs: int,
         waiting: int = 0,
@@ -132,7 +132,7 @@ class PreprocessPool:
         """Run work in a thread.
 
         Args:
-            work: called with an event that is set when nobody waits for the result any more.
+            work: called in the thread, unless nobody waits for the result any more by then.
             inputs: how many it is for.
             waiting: inputs in the queue, for the same bound.
             short: it should take about a millisecond, and does not wait for longer work. It takes
@@ -152,7 +152,6 @@ class PreprocessPool:
                 f"{self._most} at most.",
                 retry_after_seconds=1.0,
             )
-        gone = threading.Event()
         made: asyncio.Future[Result] = self._loop.create_future()
 
         def deliver(job: Future[Result]) -> None:
@@ -172,12 +171,11 @@ class PreprocessPool:
         threads.places += places
         self._awaited.add(made)
         made.add_done_callback(self._awaited.discard)
-        job = threads.submit(lambda: work(gone))
+        job = threads.submit(work)
         job.add_done_callback(done)
         try:
             return await made
         except asyncio.CancelledError:
-            gone.set()
             job.cancel()
             raise
 

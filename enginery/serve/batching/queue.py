@@ -132,8 +132,8 @@ class BatchQueue:
         Args:
             entries: rows of one request.
             now: by `time.perf_counter`.
-            admitted: whether earlier rows of the request were taken: it is not refused for the
-                time that it would wait any more.
+            admitted: whether earlier rows of the request were taken, and these are no longer
+                refused: a request has one part in the queue at a time.
 
         Raises:
             OverloadedError: too much waits already.
@@ -143,8 +143,8 @@ class BatchQueue:
         with self._lock:
             if self._state != "open":
                 raise ClosedError("the model is being closed.")
-            if self.rows:
-                self._admit(len(entries), tokens, admitted=admitted)
+            if self.rows and not admitted:
+                self._admit(len(entries), tokens)
             due = now
             for entry in entries:
                 self._count += 1
@@ -157,7 +157,7 @@ class BatchQueue:
             for _ in range(min(len(entries), len(self._sleeping))):
                 self._sleeping.pop().release()
 
-    def _admit(self, rows: int, tokens: int, *, admitted: bool) -> None:
+    def _admit(self, rows: int, tokens: int) -> None:
         """Raise OverloadedError where a request of so many rows and tokens is too much."""
         wait = self.wait_seconds
         if self.rows + rows > self.max_rows or self.tokens + tokens > self.max_tokens:
@@ -166,7 +166,7 @@ class BatchQueue:
                 f"{self.max_rows} and {self.max_tokens} at most.",
                 retry_after_seconds=wait,
             )
-        if wait > self._max_wait_seconds and not admitted:
+        if wait > self._max_wait_seconds:
             raise OverloadedError(
                 f"a request would wait {wait:.1f} s, expected {self._max_wait_seconds:g} s at "
                 f"most: {self.rows} inputs with {self.tokens} tokens wait.",

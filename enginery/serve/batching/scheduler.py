@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from enginery.serve.batching.planner import BatchRules
-from enginery.serve.batching.queue import BatchQueue, ClosedError, OverloadedError, QueueEntry
+from enginery.serve.batching.queue import BatchQueue, ClosedError, QueueEntry
 from enginery.serve.batching.workers import BatchResult, Workers
 
 _QUEUE_SHARE = 4
 """A request has at most one part in so many of the queue at once; the rest of it comes after."""
-_RETRY_SECONDS = 0.02
-"""Until a further part of a request asks for a place in a full queue again."""
 
 
 @dataclass(slots=True)
@@ -164,12 +162,8 @@ class BatchScheduler:
         while pending.done < done and not pending.future.done():
             pending.progress.clear()
             await pending.progress.wait()
-        while not pending.future.done():
-            try:
-                self.queue.put(part, now=time.perf_counter(), admitted=True)
-                return
-            except OverloadedError:
-                await asyncio.sleep(_RETRY_SECONDS)
+        if not pending.future.done():
+            self.queue.put(part, now=time.perf_counter(), admitted=True)
 
     def _finished(self, result: BatchResult) -> None:
         """Hand a batch over to the event loop; called in a worker's thread."""

@@ -17,6 +17,8 @@ from enginery.serve.models.served_model import OnBatch, ServedModel, Unavailable
 _log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
+_RETIRE_SECONDS = 30.0
+"""A model that was replaced has so long at least: a reload loses no request."""
 
 Result = TypeVar("Result")
 
@@ -36,9 +38,6 @@ class Reloaded:
     swapped: bool
     """Whether the new one has taken its place; else it goes on as it was."""
     text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class ModelRegistry:
@@ -128,7 +127,7 @@ class ModelRegistry:
         """Load all models, side by side.
 
         Raises:
-            EngineryError: one cannot be loaded; the others are closed.
+            EngineryError: one cannot be loaded.
         """
         threads = ThreadPoolExecutor(len(self._models) or 1, thread_name_prefix="enginery-load")
         try:
@@ -188,7 +187,7 @@ class ModelRegistry:
             await new.close(drain=False)
             return Reloaded(swapped=False, text="not reloaded: the server is about to end")
         self._models[name] = new
-        self._begin(old.retire(timeout_seconds=self._config.grace))
+        self._begin(old.retire(timeout_seconds=max(self._config.grace, _RETIRE_SECONDS)))
         now = _content(new)
         same = before == now
         return Reloaded(

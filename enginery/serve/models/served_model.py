@@ -12,8 +12,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from typing import Any, Literal, TypeVar
 
 from enginery.core.artifact import Artifact
@@ -49,6 +50,8 @@ OnBatch = Callable[[str, BatchStatistics], None]
 
 _MAX_IMAGES_CPU = 8
 """Images of a batch on a CPU: they gain little from sharing, and wait for each other."""
+_MAX_DECODED = 20_000
+"""Texts that a request may have decoded: each takes up to a millisecond, and nothing stops it."""
 _RULES_EVERY = 64
 """Batches, after which the rules follow what those cost."""
 _MEASURING = Lock()
@@ -371,7 +374,7 @@ class ServedModel:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the artifact was opened."""
+        """Return whether the artifact was opened."""
         return self._backend is not None
 
     @property
@@ -441,11 +444,16 @@ class ServedModel:
                 work = task.preprocess(inputs, options)
             else:
                 work = await self.in_thread(
-                    lambda _: task.preprocess(inputs, options), inputs=count, weight=weight
+                    partial(task.preprocess, inputs, options), inputs=count, weight=weight
                 )
             timings = Timings(tokenize_seconds=time.perf_counter() - started)
             if len(work.rows) > count:
                 self._require_count(len(work.rows), "windows of contexts")
+            if (decoded := task.count_decoded(work, options)) > _MAX_DECODED:
+                raise TooManyInputsError(
+                    f"the request asks for {decoded} fillings, expected {_MAX_DECODED} at most.",
+                    do="Give a smaller top_k, or send the inputs in several requests.",
+                )
             entries = self.backend.entries(task, work.rows)
             for row in work.rows:
                 timings.tokens += row.tokens
@@ -456,7 +464,7 @@ class ServedModel:
                 results = task.postprocess(work, outputs, options)
             else:
                 results = await self.in_thread(
-                    lambda _: task.postprocess(work, outputs, options), weight=weight
+                    partial(task.postprocess, work, outputs, options), weight=weight
                 )
         finally:
             self._requests -= 1
@@ -464,16 +472,17 @@ class ServedModel:
             raise UnavailableError(
                 "the model's numbers are NaN or infinite.",
                 do="Its precision cannot hold this input; `enginery validate` says more.",
+                retry_after_seconds=0.0,  # the same input would give the same numbers
             )
         return InferenceResult(results, timings)
 
     async def in_thread(
-        self, work: Callable[[Event], Result], *, inputs: int = 0, weight: Weight
+        self, work: Callable[[], Result], *, inputs: int = 0, weight: Weight
     ) -> Result:
         """Run work in a thread of the model's own.
 
         Args:
-            work: called with an event that is set when nobody waits any more.
+            work: called in the thread.
             inputs: that it is for; they have their places in the queue meanwhile.
             weight: how long it may take.
 
@@ -564,7 +573,9 @@ class ServedModel:
             self._scheduler.close(drain=drain)
             join = self._scheduler.workers.join
             if await self._loop.run_in_executor(None, join, timeout_seconds):
-                self.backend.close()  # a session under a running batch must not be freed
+                self.backend.close()
+            else:  # a session under a running batch must not be freed
+                self._scheduler.fail_all(UnavailableError(f"{self.name}: {self.reason}."))
         self._pool.close()
 
     async def retire(self, *, timeout_seconds: float) -> None:

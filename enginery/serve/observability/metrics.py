@@ -128,7 +128,10 @@ class Metrics:
         Args:
             accept: the request's header: Prometheus' text 0.0.4, or OpenMetrics where it asks.
         """
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except ValueError:  # a version that is none
+            encode, content_type = choose_encoder("")
         registries: list[Collector] = [self._registry]
         if self._counts is not self._registry:
             from prometheus_client.multiprocess import MultiProcessCollector

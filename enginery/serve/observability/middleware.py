@@ -1,9 +1,9 @@
 """The outermost layer of the application: begins a record of each request, and reports it.
 
-    app = ObservabilityMiddleware(app, activity=activity, metrics=metrics, access_log=access_log)
+    app = ObservabilityMiddleware(app, activity=activity, shutting_down=answer, metrics=metrics)
 
 Responses that a model gave carry where the time went, in milliseconds, by the names of
-text-embeddings-inference (with decimals, which that has not): x-total-time, x-tokenization-time,
+text-embeddings-inference (there without decimals): x-total-time, x-tokenization-time,
 x-queue-time, x-inference-time, x-compute-time, x-compute-tokens, x-compute-characters,
 x-compute-type. Every response carries x-request-id, the client's own or a new one.
 """
@@ -13,25 +13,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Iterable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from enginery.serve.lifecycle import Activity
 from enginery.serve.observability.record import CLIENT_GONE, RequestRecord
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
     from enginery.serve.observability.access_log import AccessLog
     from enginery.serve.observability.metrics import Metrics
     from enginery.serve.observability.tracing import Tracing
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
-
 _LONGEST_ID = 128
-_ENDING = b'{"error":"the server is shutting down."}'
 
 
 class ObservabilityMiddleware:
@@ -39,28 +35,27 @@ class ObservabilityMiddleware:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         *,
         activity: Activity,
+        shutting_down: ASGIApp,
         metrics: Metrics | None = None,
         access_log: AccessLog | None = None,
         tracing: Tracing | None = None,
-        shutting_down: App | None = None,
     ) -> None:
         """Wrap an application.
 
         Args:
             app: finds its record at `scope["state"]["record"]` and adds route, model and timings.
             activity: kept up to date for the process; its `draining` closes connections.
+            shutting_down: answers a request that the server has cancelled because it ends.
             metrics: counts requests; None for none.
             access_log: writes a line a request; None for none.
             tracing: makes spans; None for none.
-            shutting_down: answers a request that the server has cancelled because it ends, in the
-                shape of its protocol; None for a 503 with a JSON object.
         """
         self._app = tracing.wrap(app) if tracing is not None else app
         self._activity = activity
-        self._shutting_down = shutting_down or _answer_shutting_down
+        self._shutting_down = shutting_down
         observers = (
             metrics.observe if metrics is not None else None,
             access_log.write if access_log is not None else None,
@@ -69,7 +64,7 @@ class ObservabilityMiddleware:
         self._prefix = secrets.token_hex(4)
         self._count = itertools.count(1)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and report it when its response is sent."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -106,7 +101,7 @@ class ObservabilityMiddleware:
             activity.in_flight -= 1
             self._report(record, scope)
 
-    def _begin(self, scope: Message) -> RequestRecord:
+    def _begin(self, scope: Scope) -> RequestRecord:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given.decode("latin-1")
         # It goes into a header and a log: nothing that could end a line.
@@ -114,7 +109,8 @@ class ObservabilityMiddleware:
             request_id = f"{self._prefix}-{next(self._count):x}"
         host, port = (scope.get("client") or ("", 0))[:2]
         if host:
-            host = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            host = f"[{host}]" if ":" in host else host
+            host = f"{host}:{port}" if port else host  # a proxy's header names no port
         record = RequestRecord(request_id, scope["method"], scope["path"], host, perf_counter())
         scope.setdefault("state", {})["record"] = record
         return record
@@ -141,7 +137,7 @@ class ObservabilityMiddleware:
             found.append((b"connection", b"close"))
         return found
 
-    def _report(self, record: RequestRecord, scope: Message) -> None:
+    def _report(self, record: RequestRecord, scope: Scope) -> None:
         # Of the route that matched, though it may have been refused before that was called.
         record.route = record.route or getattr(scope.get("endpoint"), "pattern", "")
         if not record.ended:
@@ -151,12 +147,3 @@ class ObservabilityMiddleware:
             record.timings = None
         for observe in self._observers:
             observe(record)
-
-
-async def _answer_shutting_down(_scope: Message, _receive: Receive, send: Send) -> None:
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(_ENDING)),
-    ]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": _ENDING})

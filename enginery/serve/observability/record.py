@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from enginery.serve.batching.scheduler import Timings
-from enginery.serve.lifecycle import Activity
-
-__all__ = ["Activity", "Protocol", "RequestRecord", "reason_of"]
 
 Protocol = Literal["oip", "tei", "openai", "plain", "admin"]
 """Whose shapes requests and errors have."""
@@ -57,8 +54,6 @@ class RequestRecord:
     """Of all texts."""
     compute_type: str = "cpu"
     """`cpu` or `gpu`."""
-    refused: str = ""
-    """Why the request was not answered, in one of a few words; empty for the status's own."""
     status: int = 0
     body_bytes: int = 0
     """Of the request's body, as far as it was read."""
@@ -69,7 +64,7 @@ class RequestRecord:
 
     @property
     def seconds(self) -> float:
-        """How long the request took."""
+        """Return how long the request took."""
         return self.ended - self.started
 
 
@@ -78,6 +73,6 @@ def reason_of(record: RequestRecord) -> str:
 
     500 is a fault of the server, not a refusal.
     """
-    if record.refused or record.status < 400 or record.status == 500:
-        return record.refused
+    if record.status < 400 or record.status == 500:
+        return ""
     return _REASONS.get(record.status, "http")

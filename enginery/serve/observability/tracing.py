@@ -17,16 +17,15 @@ import importlib.util
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from enginery.core.errors import OptionError
-from enginery.serve.observability.record import RequestRecord
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from enginery.serve.observability.record import RequestRecord
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -58,9 +57,11 @@ class Tracing:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 
-        named = os.environ.get("OTEL_SERVICE_NAME") or _SERVICE
+        resource = Resource.create()  # of OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
+        if str(resource.attributes["service.name"]).startswith("unknown_service"):
+            resource = resource.merge(Resource({"service.name": _SERVICE}))
         # A provider of its own: whoever runs the application in theirs keeps the global one.
-        self._provider = TracerProvider(resource=Resource.create({"service.name": named}))
+        self._provider = TracerProvider(resource=resource)
         kind = BatchSpanProcessor if batch else SimpleSpanProcessor
         self._provider.add_span_processor(kind(exporter))
         self._tracer = self._provider.get_tracer("enginery.serve")
@@ -68,7 +69,7 @@ class Tracing:
 
     @classmethod
     def from_environment(cls) -> Tracing | None:
-        """What `OTEL_EXPORTER_OTLP_ENDPOINT` asks for; None, and no import, where it is not set.
+        """Return what `OTEL_EXPORTER_OTLP_ENDPOINT` asks for; None where it is not set.
 
         The variable may be there for all programs of a machine: without the packages the server
         runs, and says once that there are no traces.
@@ -76,20 +77,9 @@ class Tracing:
         Raises:
             OptionError: the variables ask for a protocol other than OTLP over HTTP.
         """
-        environment = os.environ
-        if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or (
-            environment.get("OTEL_TRACES_EXPORTER", "otlp") == "none"
-        ):
-            return None
-        endpoint = next((name for name in _ENDPOINTS if environment.get(name)), "")
+        endpoint = trace_endpoint(os.environ)
         if not endpoint:
             return None
-        protocol = next((name for name in _PROTOCOLS if environment.get(name)), "")
-        if protocol and environment[protocol] != _HTTP:
-            raise OptionError(
-                f"{protocol} is '{environment[protocol]}', expected '{_HTTP}'.",
-                do=f"Unset it, and let {endpoint} name the collector's HTTP port, 4318 as a rule.",
-            )
         if not _installed():
             _log.warning("%s is set, but there are no traces: install 'enginery[otel]'.", endpoint)
             return None
@@ -97,16 +87,16 @@ class Tracing:
 
         return cls(OTLPSpanExporter())
 
-    def wrap(self, app: App) -> App:
+    def wrap(self, app: ASGIApp) -> ASGIApp:
         """Return the application with a span around each of its requests."""
         from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
         from opentelemetry.metrics import NoOpMeterProvider
 
-        async def inside(scope: Message, receive: Receive, send: Send) -> None:
+        async def inside(scope: Scope, receive: Receive, send: Send) -> None:
             original = scope["enginery.scope"]
             await app(original, receive, self._describing(original["state"]["record"], send))
 
-        traced: App = OpenTelemetryMiddleware(
+        traced: ASGIApp = OpenTelemetryMiddleware(
             inside,
             default_span_details=lambda scope: (scope["method"], {}),
             tracer_provider=self._provider,
@@ -114,7 +104,7 @@ class Tracing:
             exclude_spans=["receive", "send"],
         )
 
-        async def outside(scope: Message, receive: Receive, send: Send) -> None:
+        async def outside(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
                 # A query may hold a key, and would become an attribute.
                 await traced({**scope, "query_string": b"", "enginery.scope": scope}, receive, send)
@@ -166,6 +156,26 @@ class Tracing:
     def close(self) -> None:
         """Send what waits, and end."""
         self._provider.shutdown()
+
+
+def trace_endpoint(environment: Mapping[str, str]) -> str:
+    """Return the variable that names where traces go; empty where none are wanted.
+
+    Raises:
+        OptionError: the variables ask for a protocol other than OTLP over HTTP.
+    """
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or (
+        environment.get("OTEL_TRACES_EXPORTER", "otlp") == "none"
+    ):
+        return ""
+    endpoint = next((name for name in _ENDPOINTS if environment.get(name)), "")
+    protocol = next((name for name in _PROTOCOLS if environment.get(name)), "")
+    if endpoint and protocol and environment[protocol] != _HTTP:
+        raise OptionError(
+            f"{protocol} is '{environment[protocol]}', expected '{_HTTP}'.",
+            do=f"Unset it, and let {endpoint} name the collector's HTTP port, 4318 as a rule.",
+        )
+    return endpoint
 
 
 def _installed() -> bool:
