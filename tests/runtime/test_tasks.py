@@ -6,6 +6,7 @@ import csv
 import inspect
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,6 +16,7 @@ from enginery import load_model
 from enginery.ask import ask, builtin_inputs
 from enginery.core.artifact import Artifact, commit_artifact
 from enginery.core.errors import ArtifactError, InputError, OptionError
+from enginery.core.shapes import TensorSpec
 from enginery.pipeline import export_triton
 from enginery.predict.config import PredictConfig
 from enginery.predict.stage import run as predict
@@ -22,8 +24,10 @@ from enginery.publish.card_loading import loading_snippets
 from enginery.publish.pyfunc import _load_pyfunc
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.tasks import TASKS, answered_tasks, task_of
+from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
-from enginery.runtime.tasks.task import Task, TaskOptionError
+from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
+from enginery.runtime.tasks.tensors import Tensors
 from tests.publish.triton_server import TritonDouble, texts
 from tests.runtime.count_task import Count, Counted
 
@@ -291,3 +295,40 @@ def test_options_of_predict_are_those_of_the_task(tiny, tmp_path):
                 tiny.artifact("bert", task), str(tmp_path / "in.txt"), tmp_path / "out.jsonl",
                 PredictConfig(**options),
             )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        ({"text": ("texts", 2), "pixels": ("images", 3)}, {"logits": ("images", "texts")}),
+        ({"text": (4, 2)}, {"logits": (4, 3)}),
+        ({"scale": (), "text": ("batch", 2)}, {"logits": ("batch", 3)}),
+    ],
+)
+def test_tensors_whose_rows_are_no_rows_of_the_graph_are_run_and_returned_whole(inputs, outputs):
+    """Of CLIP, say, whose texts and images are counted apart."""
+    record = SimpleNamespace(
+        inputs=tuple(TensorSpec(name, "float32", dims) for name, dims in inputs.items()),
+        outputs=tuple(TensorSpec(name, "float32", dims) for name, dims in outputs.items()),
+    )
+    sizes = {"texts": 3, "images": 2, "batch": 5}
+    shapes = {name: tuple(sizes.get(dim, dim) for dim in dims)
+              for name, dims in (inputs | outputs).items()}  # fmt: skip
+    sent = {name: np.ones(shapes[name], np.float32) for name in inputs}
+
+    class Runner:
+        profiles = ()
+
+        def __call__(self, feeds):
+            assert {name: feed.shape for name, feed in feeds.items()} == {
+                name: shapes[name] for name in inputs
+            }
+            return {name: np.zeros(shapes[name], np.float32) for name in outputs}
+
+    Runner.record = record
+    task = Tensors(record, {}, 512)
+    work = task.preprocess(sent, TaskOptions())
+    found = task.postprocess(work, BatchRunner(task, Runner()).run_all(work.rows), TaskOptions())
+    assert {name: array.shape for name, array in found.items()} == {
+        name: shapes[name] for name in outputs
+    }

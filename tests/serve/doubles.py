@@ -33,7 +33,7 @@ class StandInModel:
 
     def __init__(self, name="minilm", verb="embed", *, answer_with=None, config=None, dim=4):
         self.name, self.dim = name, dim
-        self.state, self.reason = "ready", ""
+        self.state, self.reason, self.is_loaded = "ready", "", True
         self.calls = []
         self.answer_with = answer_with
         definition = TASKS.get(verb)

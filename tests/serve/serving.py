@@ -25,6 +25,13 @@ from enginery.serve.observability.middleware import ObservabilityMiddleware
 log = logging.getLogger("enginery.serve")
 
 
+async def answer_shutting_down(scope, receive, send):
+    from starlette.responses import JSONResponse
+
+    response = JSONResponse({"error": "the server is shutting down."}, 503)
+    await response(scope, receive, send)
+
+
 def application(options, lifecycle):
     """What a worker process runs."""
     activity = Activity()
@@ -34,7 +41,9 @@ def application(options, lifecycle):
 
         metrics = Metrics()
     app = Application(options, lifecycle, activity, metrics)
-    return ObservabilityMiddleware(app, activity=activity, metrics=metrics)
+    return ObservabilityMiddleware(
+        app, activity=activity, shutting_down=answer_shutting_down, metrics=metrics
+    )
 
 
 class Application:

@@ -125,6 +125,8 @@ def test_metrics_are_prometheus_text(running):
     found = running("GET", "/metrics")
     families = {f.name for f in text_string_to_metric_families(found.body.decode())}
     assert "enginery_request_duration_seconds" in families
+    odd = {"accept": "application/openmetrics-text; version=abc"}
+    assert running("GET", "/metrics", headers=odd).status == 200
     openmetrics = running("GET", "/metrics", headers={"accept": "application/openmetrics-text"})
     assert openmetrics.content_type.startswith("application/openmetrics-text")
 

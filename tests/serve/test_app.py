@@ -18,7 +18,7 @@ from enginery.core.errors import (
 from enginery.serve import config as config_module
 from enginery.serve.app import ENDPOINTS, config_from, create_app
 from enginery.serve.batching.queue import OverloadedError
-from enginery.serve.config import ServeConfig
+from enginery.serve.config import ServeConfig, check_options
 from enginery.serve.keys import Keys
 from enginery.serve.middleware import BodyBudget, BufferBody
 from enginery.serve.models.served_model import TooManyInputsError, UnavailableError
@@ -315,6 +315,25 @@ def test_held_bytes_are_given_back_whatever_happens():
     ask(app, "POST", "/embed", b"{")
     call(app, scope_of(), [chunk(b"x" * 50, more=True), {"type": "http.disconnect"}])
     assert app.state.budget.held_bytes == 0
+
+
+def test_body_is_let_go_when_its_request_has_ended():
+    app, scope = application(), scope_of()
+    call(app, scope, [chunk(b'{"inputs": "a"}')])
+    assert scope["state"]["body"] == b""
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize("option", ["max_wait", "grace", "drain_delay", "stuck_after"])
+def test_times_are_finite_and_not_negative(option, value):
+    with pytest.raises(OptionError, match=f"option '{option}' is .*, expected a finite number"):
+        check_options(ServeConfig(**{option: value}))
+
+
+def test_numbers_that_are_nan_are_not_worth_a_second_try():
+    app = application(StandInModel(answer_with=UnavailableError("NaN.", retry_after_seconds=0.0)))
+    found = ask(app, *EMBED)
+    assert (found.status, "retry-after" in found.headers) == (503, False)
 
 
 def test_client_that_goes_before_its_body_is_not_answered():

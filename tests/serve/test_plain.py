@@ -207,6 +207,8 @@ PART = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r
          "name"),
         (b'--x\r\nContent-Disposition: form-data; name="parameters"\r\n\r\n{}\r\n--x--\r\n',
          BOUNDARY, 400, "has no file"),
+        (PART + b"\r\nabc\r\n--x--\r\n",
+         {"content-type": "multipart/form-data; boundary=x; charset=undefined"}, 400, "be read"),
         (b"", {"content-type": "image/png"}, 400, "the body is empty"),
         (b"abc", {"content-type": "image/png"}, 422, "image 0"),
         (b"abc", {}, 422, "image 0 is not an image"),

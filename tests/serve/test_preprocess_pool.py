@@ -35,7 +35,7 @@ def test_list_is_encoded_in_pieces_and_comes_back_in_order(monkeypatch):
 
     async def ask(made):
         texts = list(range(1000))
-        return await made.run(lambda _: made.spread(encode, texts), inputs=1000)
+        return await made.run(lambda: made.spread(encode, texts), inputs=1000)
 
     assert with_pool(ask) == [number * 2 for number in range(1000)]
     assert sorted(pieces) == [40] + [64] * 15
@@ -50,7 +50,7 @@ def test_error_of_a_piece_is_that_of_the_list(monkeypatch):
         return texts
 
     async def ask(made):
-        await made.run(lambda _: made.spread(encode, list(range(200))), inputs=200)
+        await made.run(lambda: made.spread(encode, list(range(200))), inputs=200)
 
     with pytest.raises(ValueError, match="no 150"):
         with_pool(ask)
@@ -60,10 +60,10 @@ def test_quick_inputs_do_not_wait_for_slow_ones_that_do_not_end():
     go = threading.Event()
 
     async def ask(made):
-        stuck = [asyncio.create_task(made.run(lambda _: go.wait(WAIT), inputs=1)) for _ in range(5)]
+        stuck = [asyncio.create_task(made.run(lambda: go.wait(WAIT), inputs=1)) for _ in range(5)]
         while not made.busy_seconds():
             await asyncio.sleep(0.001)
-        assert await made.run(lambda _: "read", inputs=1, short=True) == "read"
+        assert await made.run(lambda: "read", inputs=1, short=True) == "read"
         go.set()
         await asyncio.gather(*stuck)
 
@@ -74,14 +74,14 @@ def test_closing_answers_who_waits_for_what_does_not_end():
     go = threading.Event()
 
     async def ask(made):
-        stuck = asyncio.create_task(made.run(lambda _: go.wait(WAIT), inputs=1))
+        stuck = asyncio.create_task(made.run(lambda: go.wait(WAIT), inputs=1))
         while not made.busy_seconds():
             await asyncio.sleep(0.001)
         made.close()
         with pytest.raises(ClosedError, match="m is being closed"):
             await stuck
         with pytest.raises(ClosedError, match="m is being closed"):
-            await made.run(lambda _: None, inputs=1)
+            await made.run(lambda: None, inputs=1)
         assert made.busy_seconds()
 
     try:
@@ -94,17 +94,17 @@ def test_no_more_is_taken_in_than_may_wait_and_who_goes_gives_the_place_back():
     go = threading.Event()
 
     async def ask(made):
-        stuck = [asyncio.create_task(made.run(lambda _: go.wait(WAIT), inputs=1)) for _ in range(2)]
+        stuck = [asyncio.create_task(made.run(lambda: go.wait(WAIT), inputs=1)) for _ in range(2)]
         await asyncio.sleep(0)
         waits = asyncio.create_task(
-            made.run(lambda _: pytest.fail("nobody waits for it"), inputs=2)
+            made.run(lambda: pytest.fail("nobody waits for it"), inputs=2)
         )
         await asyncio.sleep(0)
         assert made.inputs == 4
         with pytest.raises(
             OverloadedError, match="4 inputs are being preprocessed and 0 wait, expected 4"
         ):
-            await made.run(lambda _: None, inputs=1)
+            await made.run(lambda: None, inputs=1)
         waits.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waits

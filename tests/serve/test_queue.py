@@ -2,6 +2,7 @@ import asyncio
 import random
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -137,6 +138,44 @@ def test_scheduler_tells_the_queue_what_was_before_a_request_and_how_long_it_wai
     assert sorted(work for work, _ in learned) == [0.0, 0.0, 8.0]
     waited = max(learned)[1]
     assert 0.3 <= waited < 30
+
+
+def test_rest_of_a_list_comes_in_however_much_others_send():
+    asked = 0
+
+    async def run():
+        nonlocal asked
+        scheduler = BatchScheduler(
+            lambda batch: time.sleep(0.002) or [0] * len(batch), RULES,
+            asyncio.get_running_loop(), workers=1, max_rows=40, max_tokens=10_000,
+            max_wait_seconds=1e9, on_batch=lambda _: None,
+        )  # fmt: skip
+        done = asyncio.Event()
+
+        async def others(number):
+            nonlocal asked
+            while not done.is_set():
+                with suppress(OverloadedError):
+                    await scheduler.run(rows(f"other {number}", 8, 8), Timings())
+                    asked += 1
+                await asyncio.sleep(0)
+
+        crowd = [asyncio.ensure_future(others(number)) for number in range(30)]
+        await asyncio.sleep(0.05)
+        many = rows("list", *[8] * 60)
+        while True:
+            try:
+                found = await asyncio.wait_for(scheduler.run(many, Timings()), 30)
+                break
+            except OverloadedError:
+                await asyncio.sleep(0.001)
+        done.set()
+        await asyncio.gather(*crowd)
+        scheduler.close(drain=True)
+        return found
+
+    assert asyncio.run(run()) == [0] * 60
+    assert asked
 
 
 def test_too_many_tokens_are_refused():

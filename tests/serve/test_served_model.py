@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from enginery.core.errors import InputError
+from enginery.core.errors import EngineryError, InputError
 from enginery.runtime.model import load_model
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.tasks.task import TaskOptions
@@ -542,6 +542,38 @@ def test_a_provider_that_is_gone_is_no_fault_of_the_client(exported):
                 await ask(served, ["a"])
 
     asyncio.run(scenario())
+
+
+def test_closing_answers_what_a_batch_that_does_not_end_holds_up(exported):
+    async def run():
+        free = threading.Event()
+        async with serving(exported("bert", "feature-extraction"), workers=1) as model:
+            run_batch = model.backend.runner
+            model._scheduler.workers._run = lambda batch: free.wait(60) and [None] * len(batch)
+            running = asyncio.ensure_future(ask(model, ["a"]))
+            while waiting(model)[0] or not model._scheduler.workers.busy_seconds():
+                await asyncio.sleep(0.01)
+            waits = asyncio.ensure_future(ask(model, ["b"]))
+            await asyncio.sleep(0.05)
+            await model.close(timeout_seconds=0.1)
+            for each in (running, waits):
+                with pytest.raises(EngineryError, match="closed"):
+                    await asyncio.wait_for(each, 10)
+            free.set()
+            assert run_batch is not None
+
+    asyncio.run(run())
+
+
+def test_fillings_are_bounded_by_request(exported):
+    async def run():
+        async with serving(exported("bert", "fill-mask")) as model:
+            with pytest.raises(TooManyInputsError, match="asks for 30000 fillings, expected 20000"):
+                await ask(model, ["[MASK]"] * 30, top_k=1000)
+            found = await ask(model, ["[MASK] runs"] * 3, top_k=1000)
+            assert len(found.results) == 3
+
+    asyncio.run(run())
 
 
 def test_closing_answers_what_waits(exported):

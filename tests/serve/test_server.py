@@ -18,6 +18,7 @@ from enginery.serve.server import LineFormatter, log_config, pause_seconds
 from tests.serve.processes import (
     GET,
     gone,
+    one_answer,
     received,
     wait_until,
 )
@@ -67,12 +68,26 @@ def test_worker_that_cannot_start_again_is_tried_with_pauses(start, tmp_path):
     assert server.end()[0] == 0
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_worker_that_is_ended_alone_leaves_the_address_to_the_next(start, processes):
+    server = start(config={"processes": processes}).ready()
+    pid = server.pid()
+    psutil.Process(pid).terminate()
+    server.hear_until("another one is started")
+    for _ in range(20):
+        with server.raw(GET % b"echo") as client:
+            client.settimeout(20)
+            assert b"200 OK" in one_answer(client)
+    wait_until(lambda: server.get("ready").status_code == 200)
+    assert server.end()[0] == 0
+
+
 def test_sigterm_between_two_workers_ends_with_0(start, tmp_path):
     server = start(fails_again=str(tmp_path / "loaded")).ready()
     os.kill(server.pid(), signal.SIGKILL)
     server.hear_until("another one is started in 2 seconds.")
     server.send(signal.SIGTERM)
-    assert server.rest()[0] == 2  # of the last worker
+    assert server.rest()[0] == 0  # whatever the last worker ended with
     assert not psutil.pid_exists(server.process.pid)
 
 

@@ -374,7 +374,7 @@ def test_a_model_is_called_by_its_directory_or_as_one_says(exported, tmp_path, m
     [
         ({"port": 70000}, "'port' is 70000"),
         ({"max_padding": 1.0}, "'max_padding' is 1, expected less than 1"),
-        ({"workers": -1}, "'workers' is -1, expected 0 or more"),
+        ({"workers": -1}, "'workers' is -1, expected a finite number from 0 on"),
         ({"grace": float("nan")}, "'grace' is nan"),
         ({"api_key": "a", "api_key_file": "b"}, "both give a key"),
     ],

@@ -187,7 +187,7 @@ async def reload(request: Request, body: ReloadRequest) -> Response:
 def _described(model: ServedModel) -> dict[str, Any]:
     """Return all there is to know of a model, without where on this machine it came from."""
     found = {"name": model.name, "state": model.state, **model.info()}
-    if not model.is_loaded:
+    if model.state == "loading" or not model.is_loaded:
         return found
     source = _source_name(model.artifact.manifest.source, model.name)
     return {**found, "source": source, "verdict": model.backend.validation_status()}

@@ -178,7 +178,7 @@ class Wanted:
     name: str
     binary: bool
     classes: int
-    """Triton's classification: how many of the best, as `score:index:label`; 0 for the tensor itself."""
+    """Triton's classification: how many best, as `score:index:label`; 0 for the tensor itself."""
 
 
 @routes.post(

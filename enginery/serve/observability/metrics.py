@@ -130,7 +130,7 @@ class Metrics:
         """
         try:
             encode, content_type = choose_encoder(accept)
-        except ValueError:  # a version that is none
+        except (ValueError, TypeError):  # a version that is none
             encode, content_type = choose_encoder("")
         registries: list[Collector] = [self._registry]
         if self._counts is not self._registry:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from enginery.serve.app import answer_shutting_down
 from enginery.serve.batching.scheduler import Timings
 from enginery.serve.lifecycle import Activity
 from enginery.serve.observability.middleware import ObservabilityMiddleware
@@ -76,7 +77,9 @@ def ask(app, *, observed=None, activity=None, chunks=(b'{"inputs":', b'"secret t
 
     async def whole():
         middleware = ObservabilityMiddleware(
-            app, activity=activity or Activity(), **(observed or {})
+            app,
+            activity=activity or Activity(),
+            **({"shutting_down": answer_shutting_down} | (observed or {})),
         )
         await middleware(scope(**request), receive, send)
         assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from enginery.serve.app import answer_shutting_down
 from enginery.serve.lifecycle import Activity
 from enginery.serve.observability.middleware import ObservabilityMiddleware
 from tests.serve.observability.application import TIMINGS, App, ask, scope
@@ -15,6 +16,10 @@ class Log:
 
     def write(self, record):
         self.records.append(record)
+
+
+def wrapped(app):
+    return ObservabilityMiddleware(app, activity=Activity(), shutting_down=answer_shutting_down)
 
 
 @pytest.fixture
@@ -67,7 +72,7 @@ def test_request_id_that_could_end_a_line_is_replaced(given):
 
 def test_request_ids_are_unique():
     app, seen = App(), []
-    middleware = ObservabilityMiddleware(app, activity=Activity())
+    middleware = wrapped(app)
 
     async def receive():
         return {"type": "http.request", "body": b""}
@@ -159,7 +164,7 @@ def test_body_of_an_answer_to_head_is_not_counted_as_sent(log):
 
 
 @pytest.mark.parametrize(
-    ("client", "seen"), [(("::1", 5), "[::1]:5"), (None, ""), (("10.0.0.7", 0), "10.0.0.7:0")]
+    ("client", "seen"), [(("::1", 5), "[::1]:5"), (None, ""), (("10.0.0.7", 0), "10.0.0.7")]
 )
 def test_client_is_host_and_port(client, seen):
     app = App()
@@ -176,5 +181,5 @@ def test_state_of_the_server_is_kept():
 def test_lifespan_is_passed_on():
     app = App()
     asked = {"type": "lifespan"}
-    asyncio.run(ObservabilityMiddleware(app, activity=Activity())(asked, None, None))
+    asyncio.run(wrapped(app)(asked, None, None))
     assert app.scope is asked

@@ -12,6 +12,8 @@ import pytest
 
 from enginery.core.errors import OptionError
 from enginery.serve.batching.scheduler import Timings
+from enginery.serve.config import ServeConfig
+from enginery.serve.server import serve_models
 from tests.serve.observability.application import App, ask
 
 pytest.importorskip("opentelemetry.instrumentation.asgi", reason="pip install 'enginery[otel]'")
@@ -219,6 +221,32 @@ def test_missing_package_is_said_and_the_server_runs(monkeypatch, caplog):
     monkeypatch.setattr(tracing_module, "_installed", lambda: False)
     assert Tracing.from_environment() is None
     assert "install 'enginery[otel]'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({}, "enginery"),
+        ({"OTEL_SERVICE_NAME": "mine"}, "mine"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=embeddings,team=a"}, "embeddings"),
+    ],
+)
+def test_service_is_named_as_the_variables_say(monkeypatch, exporter, variables, named):
+    for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    tracing = Tracing(exporter, batch=False)
+    assert tracing._provider.resource.attributes["service.name"] == named
+
+
+def test_grpc_is_refused_before_a_worker_starts(monkeypatch, tiny_paths):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    monkeypatch.setattr("enginery.serve.server.run", lambda *_: pytest.fail("started"))
+    (path,) = tiny_paths("vectors").values()
+    with pytest.raises(OptionError, match="is 'grpc', expected 'http/protobuf'"):
+        serve_models([path], ServeConfig(port=0))
 
 
 def test_grpc_is_refused_in_words(monkeypatch):
