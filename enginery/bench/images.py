@@ -25,7 +25,7 @@ from enginery.core.errors import OptionError, ShapeError
 from enginery.core.feeds import Feeds
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.image_files import load_image
-from enginery.runtime.images import ImageProcessor
+from enginery.runtime.images import ImageProcessor, resized
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -79,21 +79,25 @@ class ImageInputs:
             InputError: it cannot be read.
         """
         image = load_image(file)
-        pixels = self.processor(image)[None] if self.processor else self._pixels(image)
+        name = f"image ({file})"
+        pixels = (
+            self.processor(image, name=name)[None] if self.processor else self._pixels(image, name)
+        )
         return {self.spec.name: np.ascontiguousarray(pixels.astype(self.spec.dtype, copy=False))}
 
-    def _pixels(self, image: Image) -> NDArray[Any]:
+    def _pixels(self, image: Image, name: str) -> NDArray[Any]:
         dims: dict[str, int | str] = dict(
             zip(("batch", "channels", "height", "width") if self.layout == "first"
                 else ("batch", "height", "width", "channels"), self.spec.dims, strict=True)
         )  # fmt: skip
         channels = dims["channels"] if isinstance(dims["channels"], int) else 3
         sizes = {"width": image.width, "height": image.height}
-        for name, size in sizes.items():
-            fixed = dims[name]
+        for side, size in sizes.items():
+            fixed = dims[side]
             rounded = max(1, round(size / self.multiple)) * self.multiple
-            sizes[name] = fixed if isinstance(fixed, int) else rounded
-        scaled = image.convert(_MODES[channels]).resize((sizes["width"], sizes["height"]))
+            sizes[side] = fixed if isinstance(fixed, int) else rounded
+        converted = image.convert(_MODES[channels])
+        scaled = resized(converted, (sizes["width"], sizes["height"]), None, name)
         pixels = np.asarray(scaled).reshape(sizes["height"], sizes["width"], channels)[None]
         if self.spec.dtype != "uint8":
             pixels = pixels.astype("float32") / 255

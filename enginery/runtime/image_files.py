@@ -5,7 +5,8 @@
 
 As transformers' pipelines load images: turned as the camera's EXIF says, then converted to RGB,
 which drops transparency. What RGB cannot hold (16 bits, floats) is an error instead of a black or
-white picture.
+white picture. Only the formats in `FORMATS` are read: for others Pillow starts programs, as
+Ghostscript for EPS, or has parsers that models have no use for.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 # Grey, palette, print and camera modes that Pillow converts to RGB without loss of meaning.
 _CONVERTED = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "La",
               "RGBa")  # fmt: skip
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+"""Pillow's names; PPM stands for PBM and PGM too."""
 
 _NO_IMAGE = (OSError, SyntaxError, ValueError)
 """What Pillow raises for a damaged file."""
@@ -73,6 +77,8 @@ def load_image(source: Any, *, name: str = "image", max_pixels: int = 0) -> Imag
 
 
 def _from_file(path: Path, name: str, max_pixels: int) -> Image:
+    if path.exists() and not path.is_file():  # opening a named pipe waits for a writer
+        raise InputError(f"{name}: {path} is not a regular file.")
     try:
         return _opened(path, name, max_pixels)
     except FileNotFoundError:
@@ -87,7 +93,9 @@ def _from_bytes(content: bytes, name: str, max_pixels: int) -> Image:
     try:
         return _opened(BytesIO(content), name, max_pixels)
     except UnidentifiedImageError:  # its message has an address of memory
-        raise InputError(f"{name} is not an image of a format that Pillow reads.") from None
+        raise InputError(
+            f"{name} is not an image of a format that is read.", do=f"Known: {', '.join(FORMATS)}."
+        ) from None
     except _NO_IMAGE as error:
         raise InputError(f"{name} is not a whole image: {error}.") from error
 
@@ -97,7 +105,7 @@ def _opened(source: Path | BytesIO, name: str, max_pixels: int) -> Image:
     from PIL import ImageOps
 
     try:
-        with Pillow.open(source) as opened:
+        with Pillow.open(source, formats=FORMATS) as opened:
             if max_pixels and opened.width * opened.height > max_pixels:
                 raise InputError(
                     f"{name} has {opened.width} × {opened.height} pixels, at most {max_pixels:,} "

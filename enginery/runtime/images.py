@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.errors import ArtifactError, nearest
+from enginery.core.errors import ArtifactError, InputError, nearest
 from enginery.core.model_files import MAX_IMAGE_EDGE, ImageSize, PreprocessorConfig
 from enginery.runtime.image_files import load_image
 
@@ -84,6 +84,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _CHANNELS = 3
 # ConvNeXt's rule: from this size on the whole image is squeezed into the square.
 _CROP_BELOW = 384
+_MAX_PREPARED_PIXELS = MAX_IMAGE_EDGE**2
+"""Of an image between two steps, unless it comes with more: the largest size in a config."""
 
 
 @dataclass(frozen=True)
@@ -140,25 +142,28 @@ class ImageProcessor:
             raise ArtifactError(f"{file}: size {settings['size']}, expected a shortest_edge.")
         return cls(kind, settings)
 
-    def __call__(self, image: Image) -> NDArray[np.float32]:
-        """The pixels of one RGB image.
+    def __call__(self, image: Image, *, name: str = "image") -> NDArray[np.float32]:
+        """Return the pixels of one RGB image; messages call it `name`.
 
         Returns:
             float32 (3, height, width).
+
+        Raises:
+            InputError: the image is so narrow that a step would make far more pixels of it.
         """
         settings = self.settings
         if settings["do_resize"]:
-            image = self._resized(image)
+            image = self._resized(image, name)
         pixels = np.asarray(image)
         if self.kind == "ConvNext" and settings["do_resize"]:
             edge = settings["size"]["shortest_edge"]
-            pixels = center_crop(pixels, edge, edge)
+            pixels = center_crop(pixels, edge, edge, name)
         elif settings.get("do_center_crop"):
             crop = settings["crop_size"]
-            pixels = center_crop(pixels, crop["height"], crop["width"])
+            pixels = center_crop(pixels, crop["height"], crop["width"], name)
         return self._scaled(pixels).transpose(2, 0, 1)
 
-    def _resized(self, image: Image) -> Image:
+    def _resized(self, image: Image, name: str) -> Image:
         size = self.settings["size"]
         if "height" in size:
             width, height = size["width"], size["height"]
@@ -172,7 +177,7 @@ class ImageProcessor:
                 short, long = sorted(image.size)
                 other = int(edge * long / short)
                 width, height = (edge, other) if image.width <= image.height else (other, edge)
-        return image.resize((width, height), resample=self.settings["resample"])
+        return resized(image, (width, height), self.settings["resample"], name)
 
     def _scaled(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
         settings = self.settings
@@ -191,10 +196,27 @@ class ImageProcessor:
         return np.asarray(scaled, dtype=np.float32)
 
 
-def center_crop(pixels: NDArray[Any], height: int, width: int) -> NDArray[Any]:
-    """The middle of (rows, columns, channels), with black around it where it is too small."""
+def resized(image: Image, size: tuple[int, int], resample: int | None, name: str) -> Image:
+    """Return an image of this (width, height); `resample` is Pillow's number of the filter.
+
+    Raises:
+        InputError: one of the sizes on the way is too large.
+    """
+    width, height = size
+    # Pillow resizes rows first: between the two passes an image has its old height.
+    _require_fit(name, image.size, width, max(height, image.height))
+    return image.resize(size, resample=resample)
+
+
+def center_crop(pixels: NDArray[Any], height: int, width: int, name: str = "image") -> NDArray[Any]:
+    """Return the middle of (rows, columns, channels), black around it where it is too small.
+
+    Raises:
+        InputError: the image with what is put around it is too large.
+    """
     rows, columns = pixels.shape[:2]
     padded_rows, padded_columns = max(rows, height), max(columns, width)
+    _require_fit(name, (columns, rows), padded_columns, padded_rows)
     # The rounding here and below is that of transformers' center_crop.
     row_before = math.ceil((padded_rows - rows) / 2)
     column_before = math.ceil((padded_columns - columns) / 2)
@@ -203,6 +225,17 @@ def center_crop(pixels: NDArray[Any], height: int, width: int) -> NDArray[Any]:
     top = (rows - height) // 2 + row_before
     left = (columns - width) // 2 + column_before
     return padded[max(0, top) : top + height, max(0, left) : left + width]
+
+
+def _require_fit(name: str, size: tuple[int, int], width: int, height: int) -> None:
+    """Raise InputError where a step would make too many pixels of an image of this size."""
+    most = max(_MAX_PREPARED_PIXELS, size[0] * size[1])
+    if width * height > most:
+        raise InputError(
+            f"{name} has {size[0]} × {size[1]} pixels and would become {width} × {height} on its "
+            f"way to the model's size; at most {most:,} pixels are made.",
+            do="Cut it to about the proportions of the model's images.",
+        )
 
 
 def _size(file: Path, name: str, size: ImageSize, *, by_edge: bool) -> dict[str, int]:

@@ -164,7 +164,8 @@ class ImageFeeder:
         """
         found: dict[tuple[int, ...], list[int]] = {}
         for index, image in enumerate(images):
-            pixels = self.processor(load_image(image, name=f"image {index}"))
+            name = f"image {index}"
+            pixels = self.processor(load_image(image, name=name), name=name)
             found.setdefault(pixels.shape, []).append(index)
         return found
 

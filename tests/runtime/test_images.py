@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
+import os
 import re
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from PIL import Image
 
 from enginery.core.errors import ArtifactError, InputError
+from enginery.runtime.image_files import FORMATS
 from enginery.runtime.images import ImageProcessor, load_image
 from enginery.runtime.model import load_model
 from tests.tiny import IMAGE_KINDS
@@ -209,7 +212,7 @@ def test_a_photo_is_turned_as_its_exif_says(tmp_path):
         (np.zeros((2, 4, 4, 3), np.uint8), r"shape \(2, 4, 4, 3\)"),
         (Image.new("I;16", (4, 4)), "mode I;16"),
         (Image.new("F", (4, 4)), "mode F"),
-        (b"bytes", "not an image of a format that Pillow reads"),
+        (b"bytes", "not an image of a format that is read. Known: PNG"),
         (5, "is a int, expected a path"),
         ("nowhere.png", "there is no file nowhere.png"),
     ],
@@ -247,3 +250,55 @@ def test_a_processor_that_does_not_fit_the_graph_is_an_error(tiny, altered):
     manifest = other.manifest.model_copy(update={"graphs": (record,)})
     with pytest.raises(InputError, match=r"image 0 becomes 3 × 40 × 32 .* takes pixel_values"):
         load_model(type(other)(other.path, manifest)).classify_images([photo(20, 20)])
+
+
+def test_a_program_is_never_started_for_an_image(tmp_path, monkeypatch):
+    from PIL import EpsImagePlugin
+
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **kw: started.append(args))
+    content = (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n"
+        b"%%BeginProlog\n%%EndProlog\nshowpage\n%%EOF\n"
+    )
+    (path := tmp_path / "cat.png").write_bytes(content)
+    for source in (content, path):
+        with pytest.raises(InputError, match=r"Known: PNG, JPEG|cannot identify"):
+            load_image(source)
+    assert started == []
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_known_format_is_read(kind):
+    stream = io.BytesIO()
+    Image.fromarray(photo(20, 30)).save(stream, kind)
+    assert load_image(stream.getvalue()).size == (30, 20)
+
+
+def test_a_phones_photo_of_several_pictures_is_read():
+    stream = io.BytesIO()
+    one = Image.fromarray(photo(20, 30))
+    one.save(stream, "MPO", save_all=True, append_images=[one])
+    assert load_image(stream.getvalue()).size == (30, 20)
+
+
+def test_a_named_pipe_is_no_image(tmp_path):
+    os.mkfifo(path := tmp_path / "cat.png")
+    with pytest.raises(InputError, match=r"cat\.png is not a regular file"):
+        load_image(path)
+
+
+NARROW = [("CLIP", {}), ("ConvNext", {"size": {"shortest_edge": 224}}), ("Bit", {}),
+          ("MobileNetV1", {}), ("ViT", {}), ("DeiT", {"do_resize": False})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "settings"), NARROW)
+def test_a_narrow_image_that_would_become_a_huge_one_is_refused(
+    tmp_path, monkeypatch, name, settings
+):
+    config = {"image_processor_type": f"{name}ImageProcessor", **settings}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    processor = ImageProcessor.open(tmp_path)
+    monkeypatch.setattr(Image.Image, "resize", lambda *args, **kw: pytest.fail("it was resized"))
+    with pytest.raises(InputError, match=r"image 3 has 1 × 600000 pixels and would become"):
+        processor(Image.new("RGB", (1, 600_000)), name="image 3")

@@ -74,11 +74,13 @@ class ImageTask(Task):
     def image_row(self, image: Any, index: int = 0) -> Row:
         """Return one image as the graph takes it; messages call it by its index."""
         spec = self.record.inputs[0]
-        array = self.processor(load_image(image, name=f"image {index}", max_pixels=self.max_pixels))
+        name = f"image {index}"
+        opened = load_image(image, name=name, max_pixels=self.max_pixels)
+        array = self.processor(opened, name=name)
         for size, dim in zip(array.shape, spec.dims[1:], strict=True):
             if isinstance(dim, int) and size != dim:
                 raise InputError(
-                    f"image {index} becomes {' × '.join(map(str, array.shape))} by "
+                    f"{name} becomes {' × '.join(map(str, array.shape))} by "
                     f"preprocessor_config.json, but the graph takes {spec}.",
                     do="Export the model with a processor that makes the graph's size.",
                 )
