@@ -31,6 +31,7 @@ from enginery.bench.sections import (
 from enginery.core.artifact import MANIFEST, REPORTS, Artifact
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import NOT_DRAWN, can_draw, figure_svg
+from enginery.core.json_file import document_bytes
 from enginery.core.staging import write_beside
 
 PAGE = f"{REPORTS}/report.html"
@@ -104,8 +105,8 @@ def read_benchmark(path: Path) -> BenchResult | None:
     if not file.is_file():
         return None
     try:
-        return BenchResult.from_json(file.read_bytes())
-    except (OSError, ValueError, ValidationError) as error:
+        return BenchResult.from_json(document_bytes(file))
+    except (OSError, ValueError, RecursionError, ValidationError) as error:
         first = str(error).partition("\n")[0]
         raise ArtifactError(
             f"{file} cannot be read: {first}.", do="Measure again: enginery bench"

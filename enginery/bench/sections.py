@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact import REPORTS
+from enginery.core.json_file import document_bytes
 from enginery.core.manifest import GraphRecord, Manifest
 from enginery.core.paths import resolve_inside
 
@@ -198,8 +199,8 @@ def read_report(path: Path, name: str) -> tuple[dict[str, Any] | None, str]:
     if not file.is_file():
         return None, ""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(document_bytes(file).decode())
+    except (OSError, ValueError, RecursionError) as error:
         return None, f"{REPORTS}/{name} cannot be read: {error}"
     if not isinstance(found, dict):
         return None, f"{REPORTS}/{name} is no JSON object"

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from enginery.core.errors import ArtifactError, RejectedArtifactError
 from enginery.core.fingerprint import combined_sha256, sha256_of
-from enginery.core.json_file import unsealed_bytes
+from enginery.core.json_file import document_bytes, unsealed_bytes
 from enginery.core.locks import named_lock
 from enginery.core.manifest import (
     REPORTS,
@@ -258,7 +258,7 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
 def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     try:
-        content = file.read_bytes()
+        content = document_bytes(file)
     except (FileNotFoundError, NotADirectoryError):
         found = "does not exist" if not path.exists() else f"has no {MANIFEST}"
         raise ArtifactError(
@@ -266,7 +266,7 @@ def _read_manifest(path: Path) -> Manifest:
             do="Make one with: enginery export MODEL --out DIR",
         ) from None
     except OSError as error:
-        raise ArtifactError(f"{file} cannot be read: {error}.") from error
+        raise ArtifactError(f"{file} cannot be read: {error.strerror}.", do=_REMEDY) from error
     try:
         return Manifest.from_bytes(content)
     except ValueError as error:
@@ -320,7 +320,7 @@ def _check_published(root: Path) -> None:
     if not listing.is_file():
         return
     try:
-        files = json.loads(unsealed_bytes(listing.read_bytes()))["files"]
+        files = json.loads(unsealed_bytes(document_bytes(listing)))["files"]
         card = FileRecord.model_validate(files[CARD])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{listing} is damaged: {error}.", do=_REMEDY) from error

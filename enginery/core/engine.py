@@ -17,6 +17,7 @@ from typing import Any
 from enginery.core.engine_record import ENGINE_FILE, EngineRecord
 from enginery.core.errors import ArtifactError
 from enginery.core.fingerprint import Fingerprint, sha256_of
+from enginery.core.json_file import document_bytes
 from enginery.core.paths import resolve_inside
 
 _REMEDY = "It cannot be trusted: make its artifact again; whole engines come from the store."
@@ -43,7 +44,9 @@ class Engine:
         engine = cls(path, EngineRecord.read(path))
         record = engine.record
         for name in (record.plan, record.wrapper, record.layer_list):
-            resolve_inside(path, name, what=f"the engine {path}")
+            file = resolve_inside(path, name, what=f"the engine {path}")
+            if file.exists() and not file.is_file():
+                raise ArtifactError(f"{file} is not a regular file.", do=_REMEDY)
         _check_record(path, record)
         try:
             size_bytes = engine.plan.stat().st_size
@@ -95,8 +98,8 @@ class Engine:
         """
         file = self.path / self.record.layer_list
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            found = json.loads(document_bytes(file).decode())
+        except (OSError, ValueError, RecursionError) as error:
             raise ArtifactError(f"{file} cannot be read: {error}.", do=_REMEDY) from error
         if not isinstance(found, list) or not all(isinstance(layer, dict) for layer in found):
             raise ArtifactError(f"{file} is no list of layers.", do=_REMEDY)

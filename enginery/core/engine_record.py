@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginery.core.errors import ArtifactError
 from enginery.core.fingerprint import combined_sha256
+from enginery.core.json_file import document_bytes
 from enginery.core.manifest import FileRecord, GraphRecord
 from enginery.core.paths import InsideName, resolve_inside
 from enginery.core.shapes import TensorSpec
@@ -98,7 +99,7 @@ class EngineRecord(_Record):
         """
         file = directory / ENGINE_FILE
         try:
-            text = file.read_text(encoding="utf-8")
+            text = document_bytes(file).decode()
         except (FileNotFoundError, NotADirectoryError):
             raise ArtifactError(f"{directory} is not an engine: it has no {ENGINE_FILE}.") from None
         except (OSError, UnicodeDecodeError) as error:

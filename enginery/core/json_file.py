@@ -11,24 +11,62 @@ has changed. That is for accidents; whoever changes a file on purpose can seal i
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import EngineryError, SourceError
+
+MAX_DOCUMENT_BYTES = 2**26
+"""Of a configuration, a manifest or a report; the largest have a few MB."""
+
+
+def require_regular(path: Path) -> None:
+    """Raise OSError unless there is a regular file, or a link to one.
+
+    Opening a named pipe waits for somebody who writes, and a device may have no end.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a directory, expected a file", str(path))
+    if not stat.S_ISREG(mode):
+        found = "it is a named pipe, a socket or a device, expected a regular file"
+        raise OSError(errno.EINVAL, found, str(path))
+
+
+def document_bytes(path: Path) -> bytes:
+    """Read a document that came with a model or an artifact.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or has more than 64 MiB.
+    """
+    require_regular(path)
+    with open(path, "rb", opener=_open_at_once) as stream:  # noqa: PTH123 - no opener there
+        if os.fstat(stream.fileno()).st_size > MAX_DOCUMENT_BYTES:
+            found = f"it has more than {MAX_DOCUMENT_BYTES >> 20} MiB"
+            raise OSError(errno.EFBIG, found, str(path))
+        return stream.read()
+
+
+def _open_at_once(name: str, flags: int) -> int:
+    """Open a file without waiting, should a named pipe have taken its place meanwhile."""
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_json(path: Path, *, error: type[EngineryError] = SourceError) -> dict[str, Any]:
     """Read a JSON object from a file; empty where there is no file.
 
     Raises:
-        EngineryError: the file cannot be read or is not a JSON object; an error of the class
-            `error`.
+        EngineryError: the file cannot be read, is not a regular one, has more than 64 MiB, or is
+            not a JSON object; an error of the class `error`.
     """
-    if not path.is_file():
+    if not path.exists():
         return {}
     found = load_json(path, error=error)
     if not isinstance(found, dict):
@@ -39,7 +77,7 @@ def read_json(path: Path, *, error: type[EngineryError] = SourceError) -> dict[s
 def load_json(path: Path, *, error: type[EngineryError] = SourceError) -> Any:
     """Read any JSON value from a file; raises what `read_json` raises."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = document_bytes(path).decode()
         found = json.loads(text)
         if "\\u" in text:  # half of an escaped pair is JSON, but no text that can be written
             json.dumps(found, ensure_ascii=False).encode()

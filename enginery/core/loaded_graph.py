@@ -16,6 +16,7 @@ from pathlib import Path
 
 from enginery.core.errors import ArtifactError
 from enginery.core.fingerprint import Fingerprint, sha256_of
+from enginery.core.json_file import document_bytes
 from enginery.core.paths import resolve_inside
 
 GRAPH_FILE = "graph.json"
@@ -42,10 +43,10 @@ class LoadedGraph:
         """
         path = Path(path)
         try:
-            found = json.loads((path / GRAPH_FILE).read_text(encoding="utf-8"))
+            found = json.loads(document_bytes(path / GRAPH_FILE).decode())
             fingerprint = Fingerprint(STAGE, dict(found["fields"]))
             digests, source = dict(found["files"]), str(found["source"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise ArtifactError(f"{path} is no optimized graph: {error}.", do=_REMEDY) from error
         for name, digest in digests.items():
             file = resolve_inside(path, name, what=f"the optimized graph {path}")

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from enginery.core.errors import SourceError, UntrustedModelError
+from enginery.core.json_file import document_bytes
 
 # What loaders read settings from, in any folder of a model. Other JSON files hold vocabularies,
 # names of tensors, or the notes of whoever trained the model.
@@ -39,6 +41,11 @@ _FILE_KEYS = re.compile(r"(^|_)file$")
 
 _CODE_SUFFIXES = (".py", ".pyc", ".so", ".pyd", ".dll", ".dylib")
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", *_CODE_SUFFIXES)
+
+_LONGEST = 300
+"""Characters of a place or a value in a message."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _LONGEST
 
 _TRUST = "Read that code; if you trust its author, pass --trust-remote-code."
 _DISTRUST = "A model has no use for it; this one cannot be trusted."
@@ -61,6 +68,12 @@ def screen_model(
     """
     if trust_remote_code:
         return
+    for path in directory.rglob("*"):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UntrustedModelError(
+                f"{path} is a named pipe, a socket or a device: reading it may never end.",
+                do=_DISTRUST,
+            )
     for path in _linked_out(directory):
         raise UntrustedModelError(
             f"{path} is a link to {path.resolve()}, outside the model's directory.",
@@ -75,10 +88,14 @@ def screen_model(
 
 def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> None:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(document_bytes(path).decode())
     except RecursionError:
         raise SourceError(f"{path} is nested too deeply to be a configuration.") from None
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:  # a link to nowhere
+        return
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
         if path.name == "config.json" and path.parent == directory:
             raise SourceError(f"{path} is not valid JSON: {error}.") from error
         return  # a loader that needs it says so itself
@@ -88,65 +105,95 @@ def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> No
     if path.name == "adapter_config.json":
         raise UntrustedModelError(
             f"{path} makes the model an adapter of another one, "
-            f"{top.get('base_model_name_or_path')!r}, which loaders fetch by themselves.",
+            f"{_SHORT.repr(top.get('base_model_name_or_path'))}, which loaders fetch by "
+            "themselves.",
             do="Merge the two: peft's model.merge_and_unload().save_pretrained(DIR).",
         )
     kind = top.get("model_type")
     has_class = path.name != "config.json" or (isinstance(kind, str) and kind in known_types)
-    for where, key, value in _members(document):
-        nested = "." in where or "[" in where
+    for place, key, value in _members(document):
+        nested = place.parent is not None
         if key == "auto_map" and isinstance(value, dict | list | str) and value:
             if nested or not has_class:
                 raise UntrustedModelError(
-                    f"{path}: {where} names Python code that comes with the model: "
+                    f"{path}: {place} names Python code that comes with the model: "
                     f"{_code_files(directory, value)}.",
                     do=_TRUST,
                 )
         elif key == "custom_pipelines" and value:
             raise UntrustedModelError(
-                f"{path}: {where} names Python code that comes with the model: "
+                f"{path}: {place} names Python code that comes with the model: "
                 f"{_code_files(directory, value)}.",
                 do=_TRUST,
             )
         elif key == "trust_remote_code" and value:
             raise UntrustedModelError(
-                f"{path}: {where} is {value!r}: a file of the model would grant itself trust.",
+                f"{path}: {place} is {_SHORT.repr(value)}: a file of the model would grant "
+                "itself trust.",
                 do="Remove the key, or pass --trust-remote-code if you trust the model's author.",
             )
         elif key in _ATTENTION_KEYS:
-            _screen_attention(f"{path}: {where}", value)
+            _screen_attention(path, place, value)
         elif isinstance(value, str) and (
             (key in _PATH_KEYS and nested) or _FILE_KEYS.search(key) or key == "gguf_file"
         ):
-            _screen_path(directory, f"{path}: {where}", key, value)
+            _screen_path(directory, path, place, value)
 
 
-def _members(value: Any, where: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield every member of every object in a document as its path, its key and its value."""
-    pending: list[tuple[str, Any]] = [(where, value)]
-    while pending:
-        place, found = pending.pop()
-        if isinstance(found, Mapping):
-            for key, member in found.items():
-                inner = f"{place}.{key}" if place else str(key)
-                yield inner, str(key), member
-                pending.append((inner, member))
-        elif isinstance(found, list):
-            pending.extend((f"{place}[{index}]", item) for index, item in enumerate(found))
+class _Place(NamedTuple):
+    """A place in a document, linked to the one around it; written out only for a message."""
+
+    parent: _Place | None
+    key: str | int
+
+    def __str__(self) -> str:
+        """Return `parts[0].auto_map`, of a long one the end."""
+        keys = []
+        place: _Place | None = self
+        while place is not None:
+            keys.append(f"[{place.key}]" if isinstance(place.key, int) else f".{place.key}")
+            place = place.parent
+        text = "".join(reversed(keys)).removeprefix(".")
+        return text if len(text) <= _LONGEST else f"…{text[-_LONGEST:]}"
 
 
-def _screen_attention(where: str, value: Any) -> None:
+def _members(value: Any) -> Iterator[tuple[_Place, str, Any]]:
+    """Yield every member of every object in a document as its place, its key and its value."""
+    entered = [_inside(None, value)]
+    while entered:
+        if (found := next(entered[-1], None)) is None:
+            entered.pop()
+            continue
+        place, member = found
+        if isinstance(place.key, str):
+            yield place, place.key, member
+        if isinstance(member, dict | list):
+            entered.append(_inside(place, member))
+
+
+def _inside(place: _Place | None, value: Any) -> Iterator[tuple[_Place, Any]]:
+    """Yield the members of an object, or what a list holds of objects and lists."""
+    if isinstance(value, dict):
+        for key, member in value.items():
+            yield _Place(place, key), member
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if isinstance(item, dict | list):
+                yield _Place(place, index), item
+
+
+def _screen_attention(path: Path, place: _Place, value: Any) -> None:
     """Refuse attention code that transformers would fetch; parts of a model may have their own."""
     for name in value.values() if isinstance(value, Mapping) else [value]:
         if name is not None and str(name).removeprefix("paged|") not in _ATTENTION:
             raise UntrustedModelError(
-                f"{where} is {name!r}: transformers would load that code from the Hub. "
-                f"Expected one of {', '.join(_ATTENTION)}.",
+                f"{path}: {place} is {_SHORT.repr(name)}: transformers would load that code from "
+                f"the Hub. Expected one of {', '.join(_ATTENTION)}.",
                 do="Remove the key, or pass --trust-remote-code if you trust the model's author.",
             )
 
 
-def _screen_path(directory: Path, where: str, key: str, value: str) -> None:
+def _screen_path(directory: Path, path: Path, place: _Place, value: str) -> None:
     """Refuse a path out of the model's directory; one that earlier tools left is harmless."""
     is_absolute = PurePosixPath(value).is_absolute() or PureWindowsPath(value).is_absolute()
     leads_up = ".." in PurePosixPath(value).parts or ".." in PureWindowsPath(value).parts
@@ -154,10 +201,11 @@ def _screen_path(directory: Path, where: str, key: str, value: str) -> None:
         return
     # A tokenizer's settings often keep the path on the machine that saved them.
     target = directory / value
-    if _FILE_KEYS.search(key) and (not target.exists() or _is_below(target, directory)):
+    if _FILE_KEYS.search(str(place.key)) and (not target.exists() or _is_below(target, directory)):
         return
     raise UntrustedModelError(
-        f"{where} is {value!r}, which leads out of the model's directory.", do=_DISTRUST
+        f"{path}: {place} is {_SHORT.repr(value)}, which leads out of the model's directory.",
+        do=_DISTRUST,
     )
 
 
@@ -167,12 +215,13 @@ def _screen_modules(path: Path, document: Any) -> None:
         kind = module.get("type") if isinstance(module, dict) else module
         if not isinstance(kind, str) or not kind.startswith("sentence_transformers."):
             raise UntrustedModelError(
-                f"{path}: [{index}].type is {kind!r}, expected a class of sentence_transformers.",
+                f"{path}: [{index}].type is {_SHORT.repr(kind)}, expected a class of "
+                "sentence_transformers.",
                 do=_TRUST,
             )
         place = module.get("path")
         if isinstance(place, str) and place:
-            _screen_path(path.parent, f"{path}: [{index}].path", "path", place)
+            _screen_path(path.parent, path, _Place(_Place(None, index), "path"), place)
 
 
 def _code_files(directory: Path, value: Any) -> str:
@@ -185,7 +234,9 @@ def _code_files(directory: Path, value: Any) -> str:
         elsewhere, _, name = reference.rpartition("--")
         file = f"{name.partition('.')[0]}.py"
         files.append(f"{file} of {elsewhere}" if elsewhere else str(directory / file))
-    return ", ".join(dict.fromkeys(files)) or "it does not say which"
+    shown = list(dict.fromkeys(files))
+    more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
+    return ", ".join(shown[:5])[:_LONGEST] + more or "it does not say which"
 
 
 def _linked_out(directory: Path) -> Iterator[Path]:

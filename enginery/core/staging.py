@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from enginery.core.errors import ArtifactError
+from enginery.core.json_file import document_bytes
 
 MANIFEST = "manifest.json"
 CARD = "README.md"
@@ -174,8 +175,8 @@ def _lock(handle: int, *, wait: bool) -> None:
 def _is_ours(manifest: Path) -> bool:
     """Whether a manifest.json is an artifact's, of whatever version; browsers have them, too."""
     try:
-        found = json.loads(manifest.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(document_bytes(manifest).decode())
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(found, dict) and {"source", "graphs", "stages", "files"} <= found.keys()
 
@@ -183,8 +184,8 @@ def _is_ours(manifest: Path) -> bool:
 def _strangers(artifact: Path) -> list[str]:
     """Files below an artifact that neither its manifest nor a report accounts for."""
     try:
-        known = json.loads((artifact / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError):
+        known = json.loads(document_bytes(artifact / MANIFEST).decode())["files"]
+    except (OSError, ValueError, RecursionError, KeyError):
         return []
     names = (path.relative_to(artifact) for path in artifact.rglob("*") if path.is_file())
     return sorted(
@@ -200,10 +201,10 @@ def _strangers(artifact: Path) -> list[str]:
 def _card(artifact: Path) -> tuple[str, ...]:
     """The card, where it is the one that publishing wrote; a text of one's own is none."""
     try:
-        listed = json.loads((artifact / LISTING).read_text(encoding="utf-8"))["files"]
-        found = hashlib.sha256((artifact / CARD).read_bytes()).hexdigest()
+        listed = json.loads(document_bytes(artifact / LISTING).decode())["files"]
+        found = hashlib.sha256(document_bytes(artifact / CARD)).hexdigest()
         return (CARD,) if listed[CARD]["sha256"] == found else ()
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return ()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from enginery.core.engine_record import EngineRecord
 from enginery.core.errors import ArtifactError
+from enginery.core.json_file import require_regular
 from enginery.core.shapes import TensorSpec
 from enginery.core.staging import write_beside
 from enginery.runtime.tensorrt_options import RTX, flavor_named
@@ -126,6 +127,7 @@ def _require_plain_name(plan: str) -> None:
 
 def _plan_header(plan: Path) -> bytes:
     try:
+        require_regular(plan)
         with plan.open("rb") as stream:
             header = stream.read(ENGINE_HEADER_BYTES)
     except OSError as error:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginery.core.errors import SourceError
+from enginery.core.json_file import require_regular
 
 STANDARD_DOMAINS = ("", "ai.onnx")
 MICROSOFT = "com.microsoft"
@@ -44,6 +45,7 @@ class LintGraph:
             SourceError: the file is missing, or is no ONNX model.
         """
         try:
+            require_regular(path)
             model = ir.load(path)
         except Exception as error:  # protobuf's and onnx_ir's own types, by version
             found = "does not exist" if not path.exists() else f"is not an ONNX model: {error}"

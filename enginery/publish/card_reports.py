@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.errors import ArtifactError
+from enginery.core.json_file import document_bytes
 
 
 class _Part(BaseModel):
@@ -206,7 +207,7 @@ def _read(kind: type[Report], file: Path | None) -> Report | None:
     if file is None:
         return None
     try:
-        return kind.model_validate_json(file.read_bytes())
+        return kind.model_validate_json(document_bytes(file))
     except (OSError, ValidationError) as error:
         first = str(error).partition("\n")[0]
         if isinstance(error, ValidationError):

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginery.core.errors import ArtifactError, RegistryError
 from enginery.core.fingerprint import combined_sha256, sha256_of
-from enginery.core.json_file import UnsealedError, sealed_bytes, unsealed_bytes
+from enginery.core.json_file import UnsealedError, document_bytes, sealed_bytes, unsealed_bytes
 from enginery.core.manifest import FileRecord
 from enginery.core.paths import InsideName, resolve_inside
 from enginery.core.staging import CARD, LISTING
@@ -101,14 +101,16 @@ class Publication(_Record):
                 out of the package.
         """
         try:
-            content = resolve_inside(directory, LISTING, what=what).read_bytes()
+            content = document_bytes(resolve_inside(directory, LISTING, what=what))
         except (FileNotFoundError, NotADirectoryError):
             raise RegistryError(
                 f"{what} has no {LISTING}: it was not published by enginery publish.",
                 do="Fetch it by other means, and check it: enginery inspect DIR --verify",
             ) from None
         except OSError as error:
-            raise ArtifactError(f"{what}: {LISTING} cannot be read: {error}.") from error
+            raise ArtifactError(
+                f"{what}: {LISTING} cannot be read: {error.strerror}.", do=REMEDY
+            ) from error
         altered = "It was altered, or comes from another version of enginery."
         try:
             found = cls.model_validate_json(unsealed_bytes(content))

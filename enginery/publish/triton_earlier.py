@@ -19,6 +19,7 @@ from pathlib import Path
 
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.fingerprint import sha256_of
+from enginery.core.json_file import document_bytes
 
 LISTING = "enginery.json"
 """In each folder: the export that it is of, its backend, and the digests of its files."""
@@ -49,10 +50,10 @@ def read_earlier(directory: Path, export: str) -> Earlier:
         return Earlier()
     remedy = "Move it elsewhere, or name another with --name."
     try:
-        listing = json.loads((directory / LISTING).read_text(encoding="utf-8"))
+        listing = json.loads(document_bytes(directory / LISTING).decode())
         files, made_for = dict(listing["files"]), listing["export"]
         backend = str(listing.get("backend", ""))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         raise ArtifactError(
             f"{directory} exists and was not made by export-triton, so it is not overwritten.",
             do=remedy,

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact import MANIFEST, Artifact
 from enginery.core.errors import ArtifactError, CheckFailedError, InputError
+from enginery.core.json_file import document_bytes
 from enginery.core.manifest import GraphRecord, Manifest
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile
@@ -156,7 +157,7 @@ def open_step(directory: Path, options: Mapping[str, str]) -> Step:
     Raises:
         ArtifactError: a file of the tokenizer is missing, or the task is not one of texts.
     """
-    manifest = Manifest.from_bytes((directory / MANIFEST).read_bytes())
+    manifest = Manifest.from_bytes(document_bytes(directory / MANIFEST))
     # Its graphs are not here, so that it is no artifact to open; its files are checked on export.
     artifact = Artifact(directory, manifest)
     graph = artifact.graph(options["graph"])

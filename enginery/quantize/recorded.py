@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from enginery.core.errors import InputError
+from enginery.core.json_file import document_bytes
 from enginery.passes.layers import Layer
 from enginery.passes.qdq import ActivationRange
 from enginery.passes.scheme import Vector
@@ -86,7 +87,7 @@ class Recorded:
         """
         file = find_ranges(path)
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            found = json.loads(document_bytes(file).decode())
             recorded = cls(
                 graph_sha256=found["graph_sha256"],
                 scheme=found["scheme"],
@@ -96,7 +97,7 @@ class Recorded:
                 smoothed={n: Smoothed(**s) for n, s in found["smoothed"].items()},
                 fp32_nodes=dict(found["fp32_nodes"]),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"ranges '{file}' cannot be read: {error}.") from error
         if recorded.graph_sha256 != graph_sha256:
             raise InputError(

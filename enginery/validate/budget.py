@@ -42,6 +42,7 @@ from dataclasses import dataclass
 
 from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.errors import ArtifactError, OptionError
+from enginery.core.json_file import document_bytes
 from enginery.core.manifest import StageRecord
 from enginery.core.precision import Tolerance
 
@@ -131,8 +132,8 @@ def _measured(artifact: Artifact) -> float | None:
     """The mean cosine in the stage's report; None where that is gone, or ranges were reused."""
     file = artifact.report("quantization.json")
     try:
-        report = json.loads(file.read_bytes()) if file else {}
+        report = json.loads(document_bytes(file)) if file else {}
         cosine = report["accuracy"]["cosine"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
     return float(cosine) if isinstance(cosine, int | float) and -1 <= cosine <= 1.000001 else None

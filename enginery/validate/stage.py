@@ -33,6 +33,7 @@ from enginery.core.fingerprint import (
     runtime_version,
     tool_versions,
 )
+from enginery.core.json_file import document_bytes
 from enginery.core.manifest import Verdict
 from enginery.core.model_files import ModelConfig
 from enginery.core.precision import QuantizedTolerance
@@ -115,8 +116,8 @@ def finished(artifact: Artifact, config: ValidateConfig) -> ValidationReport | N
     if verdict is None or verdict.key != fingerprint(artifact, config).key:
         return None
     try:
-        report = ValidationReport.from_json((artifact.path / REPORT).read_bytes())
-    except (OSError, ValueError):  # removed, damaged, or of another version
+        report = ValidationReport.from_json(document_bytes(artifact.path / REPORT))
+    except (OSError, ValueError, RecursionError):  # removed, damaged, or of another version
         return None
     return report if report.passed == verdict.passed else None
 

@@ -595,3 +595,13 @@ def test_external_data_are_copied_and_can_be_read_by_everybody(tmp_path):
         assert stat.st_nlink == 1
         assert stat.st_mode == (path / "manifest.json").stat().st_mode
     assert (copy / "model.onnx").stat().st_nlink == 2, "what may be a link is one"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.onnx"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_is_named_and_nobody_waits_for_it(tmp_path, name, kind):
+    path = make(tmp_path / "a").path / name
+    path.unlink()
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises(ArtifactError, match=name):
+        Artifact.open(tmp_path / "a")

@@ -195,3 +195,9 @@ def test_no_file_name_passes_for_two_files():
     two = {"a": "1" * 64, "b": "2" * 64}
     one = {f"a\n{'2' * 64}  b": "1" * 64}
     assert combined_sha256(one) != combined_sha256(two)
+
+
+def test_a_named_pipe_has_no_hash_and_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "file")
+    with pytest.raises(OSError, match="it is a named pipe"):
+        sha256_of(tmp_path / "file")

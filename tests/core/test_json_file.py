@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 
 import pytest
 
+from enginery.core import json_file
 from enginery.core.errors import SourceError
 from enginery.core.json_file import json_bytes, read_json
 
@@ -30,3 +32,25 @@ def test_numbers_that_json_lacks_are_null_at_any_depth():
     assert b"Infinity" not in written
     assert written.endswith(b"}\n")
     assert "Ä".encode() in written
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_is_an_error_and_nobody_waits_for_it(tmp_path, kind):
+    path = tmp_path / "config.json"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises(SourceError, match=r"config\.json cannot be read: it is a named pipe, a so"):
+        read_json(path)
+
+
+def test_a_pipe_that_takes_a_files_place_is_not_waited_for(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "config.json")
+    monkeypatch.setattr(json_file, "require_regular", lambda path: None)
+    with pytest.raises(SourceError, match="is not valid JSON"):
+        read_json(tmp_path / "config.json")
+
+
+def test_a_document_of_gigabytes_is_not_read_whole(tmp_path):
+    with (tmp_path / "config.json").open("wb") as stream:
+        stream.truncate(2**36)
+    with pytest.raises(SourceError, match=r"config\.json cannot be read: it has more than 64 MiB"):
+        read_json(tmp_path / "config.json")

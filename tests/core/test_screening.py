@@ -1,7 +1,10 @@
 import json
+import os
+import tracemalloc
 
 import pytest
 
+from enginery.core import json_file
 from enginery.core.errors import SourceError, UntrustedModelError
 from enginery.core.screening import screen_model
 
@@ -182,3 +185,38 @@ def test_a_configuration_that_is_no_json_is_named(model, content):
     (directory / "config.json").write_bytes(content)
     with pytest.raises(SourceError, match=r"config\.json is not valid JSON"):
         screen(directory)
+
+
+def test_what_is_no_file_is_refused_before_a_loader_waits_for_it(model):
+    directory = model({})
+    os.mkfifo(directory / "vocab.txt")
+    with pytest.raises(UntrustedModelError, match=r"vocab\.txt is a named pipe"):
+        screen(directory)
+    (directory / "vocab.txt").unlink()
+    (directory / "model.bin").symlink_to("/dev/zero")
+    with pytest.raises(UntrustedModelError, match=r"model\.bin is a named pipe, a socket or a dev"):
+        screen(directory)
+
+
+def test_a_configuration_that_is_too_large_to_be_screened_is_refused(model, monkeypatch):
+    monkeypatch.setattr(json_file, "MAX_DOCUMENT_BYTES", 2**20)
+    directory = model({"part/config.json": {"notes": "x" * 2**20, **NESTED}})
+    with pytest.raises(SourceError, match=r"part/config\.json cannot be read: it has more than 1"):
+        screen(directory)
+
+
+def test_long_keys_above_many_elements_are_not_repeated_for_each(model):
+    document = {"model_type": "bert", "k" * 200_000: [{"a": [0] * 100}] * 3_000}
+    document["last"] = {"x" * 1_000: NESTED}
+    directory = model({"config.json": document})
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            UntrustedModelError, match=r": …x+\.auto_map names Python code"
+        ) as found:
+            screen(directory)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(str(found.value)) < 2_000
+    assert most < 50e6

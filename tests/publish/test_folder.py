@@ -15,7 +15,7 @@ from enginery.core.json_file import SEAL, sealed_bytes
 from enginery.publish import folder_index
 from enginery.publish.config import PublishConfig
 from enginery.publish.folder_address import path_of
-from enginery.publish.publication import LISTING
+from enginery.publish.publication import LISTING, Publication
 from enginery.publish.stage import pull, run
 from tests.core.artifacts import make, start, verdict
 
@@ -470,3 +470,12 @@ def test_waiting_writer_says_so(artifact, registry, tmp_path):
             pytest.fail("it never waited")
     out, _ = child.communicate()
     assert (child.returncode, out) == (0, f"{(registry / 'm/1').as_uri()}\n")
+
+
+def test_a_listing_that_is_a_named_pipe_is_not_waited_for(tmp_path):
+    (tmp_path / LISTING).parent.mkdir()
+    os.mkfifo(tmp_path / LISTING)
+    with pytest.raises(
+        ArtifactError, match=r"publication\.json cannot be read: it is a named pipe"
+    ):
+        Publication.read(tmp_path, "it")

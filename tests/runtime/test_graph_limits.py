@@ -1,5 +1,6 @@
 """Graphs that would allocate absurd sizes, and damaged files, are refused before a session."""
 
+import os
 import random
 import re
 import time
@@ -267,3 +268,9 @@ def test_any_damage_is_read_or_refused_and_never_hangs(tmp_path):
             refused += 1
     assert refused > 1000
     assert time.monotonic() - started < 300  # a guard against a hang, no measurement
+
+
+def test_a_graph_that_is_a_named_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "model.onnx")
+    with pytest.raises(ArtifactError, match=r"model\.onnx cannot be read: it is a named pipe"):
+        check_allocations(tmp_path / "model.onnx")
