@@ -40,6 +40,8 @@ MAX_IMAGE_EDGE = 2**13
 _MAX_AUDIO_FRAME = 2**20
 """Samples of audio that make eight frames; 2**12 in wav2vec2."""
 _AUDIO_FRAMES = 8
+_MAX_CONVOLUTIONS = 64
+"""Of an audio encoder, one after another; 7 in wav2vec2."""
 _MAX_FRAMES = 2**14
 """Frames of a spectrogram; 3000 in Whisper."""
 
@@ -88,8 +90,11 @@ Frames = Annotated[
     int, Field(ge=1, le=_MAX_FRAMES), _expected(f"an integer from 1 to {_MAX_FRAMES}")
 ]
 Steps = Annotated[
-    tuple[Annotated[int, Field(ge=1, le=_MAX_AUDIO_FRAME)], ...],
-    _expected(f"a list of integers from 1 to {_MAX_AUDIO_FRAME}"),
+    Annotated[
+        tuple[Annotated[int, Field(ge=1, le=_MAX_AUDIO_FRAME)], ...],
+        Field(max_length=_MAX_CONVOLUTIONS),
+    ],
+    _expected(f"a list of {_MAX_CONVOLUTIONS} integers at most, from 1 to {_MAX_AUDIO_FRAME}"),
 ]
 Label = Annotated[str, BeforeValidator(_number_as_text), _expected("a string")]
 SpecialToken = Annotated[
@@ -237,15 +242,19 @@ class ModelPart(_Values):
     def _check_audio(self) -> Self:
         if (self.spectrogram_frames or 0) > _MAX_FRAMES:
             raise _conflict("max_length", self.max_length, f"an integer up to {_MAX_FRAMES}")
+        self.require_audio_frame()
+        return self
+
+    def require_audio_frame(self) -> None:
+        """Raise PydanticCustomError where convolutions do not fit together or make huge frames."""
         kernels, strides = self.conv_kernel, self.conv_stride
         if kernels is None or strides is None:
-            return self
+            return
         if len(kernels) != len(strides):
             raise _conflict("conv_stride", list(strides), f"{len(kernels)} numbers as conv_kernel")
         if self.audio_samples > _MAX_AUDIO_FRAME:
             words = f"strides that make a frame of {_MAX_AUDIO_FRAME} samples at most"
             raise _conflict("conv_stride", list(strides), words)
-        return self
 
 
 # Position ids of these start behind the padding index, so that many embeddings are never used.
@@ -294,6 +303,7 @@ class ModelConfig(ModelPart, _File):
         if whole.position_limit() < 1:
             words = f"more than pad_token_id + 1, as {self.model_type} counts its positions"
             raise _conflict("max_position_embeddings", whole.positions, words)
+        whole.require_audio_frame()  # the two lists may come from different parts
         return self
 
 
