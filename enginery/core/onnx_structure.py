@@ -26,6 +26,10 @@ from enginery.core.json_file import require_regular
 
 MAX_FIELDS = 5_000_000
 """Fields of protobuf that are read of one file; a decoder of 10,000 nodes has 200,000."""
+MAX_NODES = 1_000_000
+"""Nodes and graphs together; a field that is read costs two bytes, and a node hundreds here."""
+MAX_PARTS = 2_000_000
+"""Attributes and tensors together."""
 MAX_DEPTH = 33
 """Graphs inside graphs; protobuf itself reads messages 100 deep, three for each graph."""
 _MAX_VALUES = 256
@@ -52,7 +56,7 @@ _INTS_RUN = re.compile(rb"(?:\x40[\x80-\xff]{0,9}+[\x00-\x7f])++")
 _FLOATS_RUN = re.compile(rb"(?:\x3d.{4})++", re.DOTALL)
 
 
-@dataclass
+@dataclass(slots=True)
 class Tensor:
     """A stored tensor: what it says of itself, and how many bytes there are of it."""
 
@@ -69,7 +73,7 @@ class Tensor:
     """`location`, `offset` and `length` of external data."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Sparse:
     """A tensor that is stored by its values other than 0, and loaded whole."""
 
@@ -78,7 +82,7 @@ class Sparse:
     dims: list[int]
 
 
-@dataclass
+@dataclass(slots=True)
 class Attribute:
     """One attribute of a node."""
 
@@ -90,7 +94,7 @@ class Attribute:
     graphs: list[Graph] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(slots=True)
 class Node:
     """One node, with its subgraphs in its attributes."""
 
@@ -102,7 +106,7 @@ class Node:
     attributes: dict[str, Attribute] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(slots=True)
 class Graph:
     """A graph, or the body of a function."""
 
@@ -151,7 +155,7 @@ def read_structure(path: Path, *, error: type[EngineryError] = ArtifactError) ->
 class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
-        self.fields_left = MAX_FIELDS
+        self.fields_left, self.nodes_left, self.parts_left = MAX_FIELDS, MAX_NODES, MAX_PARTS
 
     def model(self) -> Model:
         found = Model()
@@ -194,6 +198,16 @@ class _Reader:
             yield number, wire, at, at + length
             at += length
 
+    def _count_node(self) -> None:
+        self.nodes_left -= 1
+        if self.nodes_left < 0:
+            raise _DamagedError(f"it has more than {MAX_NODES} nodes and graphs")
+
+    def _count_part(self) -> None:
+        self.parts_left -= 1
+        if self.parts_left < 0:
+            raise _DamagedError(f"it has more than {MAX_PARTS} attributes and tensors")
+
     def _varint(self, at: int, high: int) -> tuple[int, int]:
         """Return an unsigned number and where it ends."""
         value = shift = 0
@@ -215,6 +229,7 @@ class _Reader:
     def _read_graph(self, graph: Graph, low: int, high: int, depth: int) -> None:
         if depth > MAX_DEPTH:
             raise _DamagedError(f"graphs are nested more than {MAX_DEPTH} deep")
+        self._count_node()
         for number, wire, start, end in self._fields(low, high):
             if wire != 2:
                 continue
@@ -229,6 +244,7 @@ class _Reader:
                 graph.sparse.append(self._sparse(start, end))
 
     def _function(self, low: int, high: int) -> Graph:
+        self._count_node()
         body = Graph()
         for number, wire, start, end in self._fields(low, high):
             if number == 7 and wire == 2:
@@ -236,6 +252,7 @@ class _Reader:
         return body
 
     def _node(self, low: int, high: int, depth: int) -> Node:
+        self._count_node()
         node = Node()
         for number, wire, start, end in self._fields(low, high):
             if wire != 2:
@@ -256,6 +273,7 @@ class _Reader:
         return node
 
     def _attribute(self, low: int, high: int, depth: int) -> tuple[str, Attribute]:
+        self._count_part()
         name, found = "", Attribute()
         tensor: Tensor | None = None
         graph: Graph | None = None
@@ -328,6 +346,7 @@ class _Reader:
         return struct.unpack(f"<{count}{kind}", self.data[low:high])
 
     def _read_tensor(self, tensor: Tensor, low: int, high: int) -> Tensor:
+        self._count_part()
         listed: list[Number] = []
         raw: Span | None = None
         is_external = False

@@ -79,9 +79,9 @@ def check_allocations(path: Path, *, error: type[EngineryError] = ArtifactError)
 
     model = read_structure(path, error=error)
     check = _Check(path, error, psutil.virtual_memory().total)
-    check.graph(model.graph, ChainMap())
-    for function in model.functions:
-        check.graph(function, ChainMap())
+    for graph in (model.graph, *model.functions):
+        check.sources = _sources(graph)
+        check.graph(graph, ChainMap())
 
 
 class _Check:
@@ -89,6 +89,8 @@ class _Check:
         self.path, self.error = path, error
         self.memory_bytes = memory_bytes
         self.constants_bytes = 0
+        self.sources: dict[int, list[list[int]]] = {}
+        """What `_sources` returns."""
 
     def graph(self, graph: Graph, outer: ChainMap[str, _Known]) -> None:
         """Check a graph inside the graphs whose tensors it sees."""
@@ -235,11 +237,7 @@ class _Check:
 
     def _sorted(self, graph: Graph) -> list[Node]:
         """Return the nodes so that each comes after those whose outputs it takes."""
-        made_by = {name: i for i, node in enumerate(graph.nodes) for name in node.outputs if name}
-        order = {
-            index: {made_by[name] for name in _taken(node) if name in made_by}
-            for index, node in enumerate(graph.nodes)
-        }
+        order = dict(enumerate(self.sources[id(graph)]))
         if all(source < index for index, sources in order.items() for source in sources):
             return graph.nodes
         try:
@@ -251,16 +249,42 @@ class _Check:
             ) from None
 
 
-def _taken(node: Node) -> set[str]:
-    """Return the names that a node takes, those that the graphs inside it take from outside too."""
-    taken = {name for name in node.inputs if name}
-    for attribute in node.attributes.values():
-        for subgraph in attribute.graphs:
-            # Optimum's merged decoders use one name inside a branch and for the If around it.
-            own = {name for inner in subgraph.nodes for name in inner.outputs}
-            own |= {tensor.name for tensor in (*subgraph.initializers, *subgraph.inputs)}
-            taken |= {name for inner in subgraph.nodes for name in _taken(inner)} - own
-    return taken
+def _sources(top: Graph) -> dict[int, list[list[int]]]:
+    """Return from which nodes of its graph each node takes something, by the id of the graph.
+
+    What the graphs inside a node take from outside, the node takes. A name means the tensor of the
+    innermost graph that has it, wherever it is made there: Optimum's merged decoders use one name
+    inside a branch and for the If around it. Every name is looked up once, however deep it is.
+    """
+    found: dict[int, list[list[int]]] = {}
+    makers: dict[str, list[tuple[int, int]]] = {}  # depth and node, the innermost last
+    above: list[tuple[list[list[int]], int]] = []  # the node that is looked at in each graph
+
+    def enter(graph: Graph) -> None:
+        sources: list[list[int]] = [[] for _ in graph.nodes]
+        found[id(graph)] = sources
+        own = {tensor.name: -1 for tensor in (*graph.initializers, *graph.inputs)}
+        own |= {name: i for i, node in enumerate(graph.nodes) for name in node.outputs}
+        own.pop("", None)
+        for name, index in own.items():
+            makers.setdefault(name, []).append((len(above), index))
+        for index, node in enumerate(graph.nodes):
+            above.append((sources, index))
+            for name in node.inputs:
+                if made := makers.get(name):
+                    depth, maker = made[-1]
+                    if maker >= 0:
+                        there, taker = above[depth]
+                        there[taker].append(maker)
+            for attribute in node.attributes.values():
+                for subgraph in attribute.graphs:
+                    enter(subgraph)
+            above.pop()
+        for name in own:
+            makers[name].pop()
+
+    enter(top)
+    return found
 
 
 def _where(node: Node) -> str:

@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from enginery.core import onnx_structure
 from enginery.core.errors import ArtifactError
 from enginery.core.onnx_structure import read_structure
+from enginery.runtime import graph_limits
 from enginery.runtime.graph_limits import check_allocations
 from enginery.runtime.providers import Provider
 from enginery.runtime.sessions import new_session
@@ -273,4 +274,51 @@ def test_any_damage_is_read_or_refused_and_never_hangs(tmp_path):
 def test_a_graph_that_is_a_named_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "model.onnx")
     with pytest.raises(ArtifactError, match=r"model\.onnx cannot be read: it is a named pipe"):
+        check_allocations(tmp_path / "model.onnx")
+
+
+class Counted(list):
+    """A list that counts how often its items are asked for."""
+
+    reads = 0
+
+    def __iter__(self):
+        Counted.reads += 1
+        return super().__iter__()
+
+
+def test_each_node_is_looked_at_once_however_deep_it_is(tmp_path, monkeypatch):
+    def node(**values):
+        return onnx_structure.Node(op_type="Identity", inputs=Counted(["x"]), **values)
+
+    graph = onnx_structure.Graph(nodes=[node(outputs=[f"y{i}"]) for i in range(100)])
+    for _ in range(30):
+        around = node(attributes={"body": onnx_structure.Attribute(graphs=[graph])})
+        graph = onnx_structure.Graph(nodes=[around])
+    model = onnx_structure.Model(graph)
+    monkeypatch.setattr(graph_limits, "read_structure", lambda path, **options: model)
+    monkeypatch.setattr(Counted, "reads", 0)
+    check_allocations(tmp_path / "model.onnx")
+    assert Counted.reads <= 3 * 130
+
+
+def test_what_a_deep_graph_takes_from_far_outside_orders_the_nodes_there(tmp_path):
+    """The outermost graph is not sorted: only a name three graphs deep shows what comes first."""
+    inner = [NODE("ConstantOfShape", ["size"], ["y"], name="bomb")]
+    for _ in range(3):
+        made = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+        branch = helper.make_graph(inner, "branch", [], [made])
+        inner = [NODE("If", ["x"], ["y"], then_branch=branch, else_branch=branch)]
+    path = saved(tmp_path / "model.onnx", [*inner, constant("size", BIG)])
+    with pytest.raises(ArtifactError, match=r"node 'bomb' \(ConstantOfShape\) makes a tensor"):
+        check_allocations(path)
+
+
+@pytest.mark.parametrize("content", [b"\x0a\x00", b"\x2a\x00"], ids=["nodes", "tensors"])
+def test_empty_parts_are_counted_before_they_take_gigabytes(tmp_path, content):
+    body = content * 2_100_000
+    length = b"\x3a" + bytes([len(body) & 0x7F | 0x80, len(body) >> 7 & 0x7F | 0x80,
+                              len(body) >> 14 & 0x7F | 0x80, len(body) >> 21])  # fmt: skip
+    (tmp_path / "model.onnx").write_bytes(length + body)
+    with pytest.raises(ArtifactError, match=r"has more than \d+ (nodes and graphs|attributes and)"):
         check_allocations(tmp_path / "model.onnx")
