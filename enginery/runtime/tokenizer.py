@@ -13,7 +13,6 @@ padding to 128. Texts are cut at the smallest of the limits that the model's own
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -49,6 +48,8 @@ _MOST_LETTERS_A_TOKEN = 1024
 """What comes later of a text is not looked at."""
 _MARGIN = 64
 """Tokens beyond the limit which show that the place of the cut, within a word, is of no effect."""
+_MOST_ADDED, _MOST_ADDED_LETTERS = 1000, 2**14
+"""Tokens beside the vocabulary that Python looks for in a text, and their letters together."""
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
@@ -86,25 +87,29 @@ class QuickEncoder:
     """`tokenizers.Tokenizer`, with its truncation set."""
     plain: Any
     """The same without normalizer and added tokens; None where plain texts need no less."""
-    added: re.Pattern[str]
-    """Finds an added token in a text, whatever its case."""
+    added: tuple[str, ...]
+    """The added tokens in lower case; empty without `plain`."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> QuickEncoder:
         """Build it, sharing the tokenizer's vocabulary, of which there may be megabytes."""
         from tokenizers import Tokenizer, normalizers
 
-        contents = [added.content for added in tokenizer.get_added_tokens_decoder().values()]
-        found = re.compile("|".join(map(re.escape, contents)) or r"(?!)", re.IGNORECASE)
         normalizer = tokenizer.normalizer
         if not (isinstance(normalizer, normalizers.BertNormalizer) and normalizer.lowercase):
-            return cls(tokenizer, None, found)
+            return cls(tokenizer, None, ())
+        added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        # Python looks for them one by one and holds the interpreter's lock; `tokenizers` looks for
+        # all at once, without the lock, and knows what its normalizer makes of other letters.
+        is_short = len(added) <= _MOST_ADDED and sum(map(len, added)) <= _MOST_ADDED_LETTERS
+        if not (is_short and all(text.isascii() and text.isprintable() for text in added)):
+            return cls(tokenizer, None, ())
         plain = Tokenizer(tokenizer.model)
         plain.pre_tokenizer = tokenizer.pre_tokenizer
         plain.post_processor = tokenizer.post_processor
         if tokenizer.truncation:
             plain.enable_truncation(**tokenizer.truncation)
-        return cls(tokenizer, plain, found)
+        return cls(tokenizer, plain, tuple(text.lower() for text in added))
 
     def encode(self, texts: Sequence[str | tuple[str, str]]) -> list[Any]:
         """Return a `tokenizers.Encoding` for each text or pair; its offsets have no meaning."""
@@ -126,12 +131,10 @@ class QuickEncoder:
 
     def _is_plain(self, text: str | tuple[str, str]) -> bool:
         """Whether BERT's normalizer would only lowercase a text, and no token was added."""
-        return (
-            isinstance(text, str)
-            and text.isascii()
-            and text.isprintable()
-            and not self.added.search(text)
-        )
+        if not (isinstance(text, str) and text.isascii() and text.isprintable()):
+            return False
+        lowercased = text.lower()
+        return not any(token in lowercased for token in self.added)
 
 
 Encode = Callable[[list[Any]], list[Any]]

@@ -54,6 +54,35 @@ def test_plain_ascii_goes_past_berts_normalizer(tmp_path):
     assert seen == ["the pump", "", "one pump"]
 
 
+@pytest.mark.parametrize(
+    ("count", "letters", "is_quick"), [(5, 0, True), (100, 0, True), (256, 0, True),
+                                       (1_600, 0, False), (20_000, 0, False), (100, 400, False)],
+)  # fmt: skip
+def test_ids_are_right_with_any_number_of_added_tokens(tmp_path, count, letters, is_quick):
+    artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "bert")
+    texts = TextTokenizer.open(artifact.path).texts
+    texts.add_tokens([f"<{'x' * letters}Extra_{n}>" for n in range(count)])
+    quick = QuickEncoder.of(texts)
+    assert (quick.plain is not None) == is_quick
+    assert len(quick.added) <= 1_000
+    sentences = [f"the <{'X' * letters}extra_{n}> Pump" for n in range(0, count, 1 + count // 50)]
+    sentences += ["The Pump", f"is<{'x' * letters}Extra_1>warm", "<extra_", "x" * 3_000]
+    assert [e.ids for e in quick.encode(sentences)] == [
+        e.ids for e in texts.encode_batch(sentences)
+    ]
+
+
+@pytest.mark.parametrize("token", ["\u00c9", "\u212a", "\x00the"])
+def test_an_added_token_that_the_normalizer_changes_is_found(tmp_path, token):
+    artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "bert")
+    texts = TextTokenizer.open(artifact.path).texts
+    texts.add_tokens([token])
+    sentences = ["the Pump", "e k E K", "pumpe"]
+    assert [e.ids for e in QuickEncoder.of(texts).encode(sentences)] == [
+        e.ids for e in texts.encode_batch(sentences)
+    ]
+
+
 def test_a_tokenizer_that_keeps_case_has_no_short_way(tmp_path):
     from tokenizers import normalizers
 
