@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from enginery.core.errors import ArtifactError, RegistryError
-from enginery.publish.oci_answers import Body, tail, words
+from enginery.publish.oci_answers import Body, bound_answer, tail, words
 
 _TIMEOUT_SECONDS = (10, 300)
 """To connect, and between two answers: a registry hashes what it got before it answers."""
@@ -55,6 +55,9 @@ class OciClient:
         self._registry.session.request = functools.partial(
             self._registry.session.request, timeout=_TIMEOUT_SECONDS
         )
+        # A compressed answer would be larger than what came over the network.
+        self._registry.session.headers["Accept-Encoding"] = "identity"
+        self._registry.session.hooks["response"].append(bound_answer)
         # oras's own decorator waits 3, 5, 11, 29 and 83 seconds, whatever the error.
         self._unretried: Any = functools.partial(Registry.do_request.__wrapped__, self._registry)
         login: Any = Container(f"{self._api}/{repository}")
@@ -197,7 +200,12 @@ class OciClient:
         import requests
 
         try:
-            answer = requests.get(self._base, timeout=_TIMEOUT_SECONDS[0])
+            answer = requests.get(
+                self._base,
+                headers={"Accept-Encoding": "identity"},
+                hooks={"response": bound_answer},
+                timeout=_TIMEOUT_SECONDS[0],
+            )
         except requests.RequestException as error:
             raise self._unreachable(error) from error
         if answer.status_code in (200, 401, 403, *_BUSY):

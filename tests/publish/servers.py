@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import http.server
 import importlib.util
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -53,6 +56,47 @@ def mlflow_server(directory: Path):
     with _running(command, directory / "server.log", environment) as server:
         wait_for(f"http://127.0.0.1:{port}/health", server, directory / "server.log")
         yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def wordy_registry(place: str):
+    """A registry that sends 64 MiB of blanks, as 64 kB of gzip, where its path has `place`.
+
+    Yields `127.0.0.1:port`. Its tokens come from itself.
+    """
+    body = gzip.compress(b" " * 2**26)
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            if place in self.path:
+                self.send_response(404 if "refused" in self.path else 200)
+                self.send_header("Content-Encoding", "gzip")
+                content = body
+            elif self.headers["Authorization"] or self.path == "/v2/":
+                self.send_response(200)
+                content = b"{}"
+            else:
+                self.send_response(401)
+                host = self.headers["Host"]
+                self.send_header("Www-Authenticate", f'Bearer realm="http://{host}/token"')
+                content = b""
+            if self.path == "/token" != place:
+                content = b'{"token": "x"}'
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 import urllib.request
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from enginery.core.errors import ArtifactError, OptionError, RegistryError
 from enginery.publish import stage
 from enginery.publish.config import PublishConfig
 from tests.publish.products import UNVALIDATED, Heard, altered, large, with_an_engine
-from tests.publish.servers import docker_registry, free_port
+from tests.publish.servers import docker_registry, free_port, wordy_registry
 
 pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
 
@@ -379,6 +380,25 @@ def test_somebody_elses_image_is_not_pulled(registry, artifact, tmp_path):
     client.put_manifest("1", kind, json.dumps(document).encode())
     with pytest.raises(RegistryError, match="was not published by enginery"):
         stage.pull(f"oci://{host}/foreign:1", tmp_path / "out", UNVALIDATED)
+
+
+@pytest.mark.parametrize("place", ["/v2/", "/token", "/manifests/1", "/manifests/refused", "/tags"])
+def test_an_answer_of_many_megabytes_is_not_read_whole(place):
+    from enginery.publish.oci_client import OciClient
+
+    def ask(host):
+        client = OciClient(host, "model", insecure=True)
+        return client.tags() if "tags" in place else client.manifest(place.rpartition("/")[2])
+
+    with wordy_registry(place) as host:
+        tracemalloc.start()
+        try:
+            with pytest.raises(RegistryError, match=rf"{host} answers with more than 4194304 byt"):
+                ask(host)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert most < 40e6
 
 
 def test_the_login_is_dockers_and_is_in_no_message(artifact, tmp_path, monkeypatch, caplog):
