@@ -9,6 +9,7 @@ at any time. A report that is missing or damaged is said to be, and is no reason
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from enginery.core.paths import resolve_inside
 Row = Mapping[str, str]
 
 _SHORT = 38
+_MAX_FIGURE_BYTES = 4 * 2**20
+"""Of a figure that lies in the artifact; those that are drawn here have 0.1 MB."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class Figure:
 
     svg: str
     caption: str
+
+    @property
+    def address(self) -> str:
+        """The figure as a `data:` address."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg.encode()).decode()}"
 
 
 @dataclass(frozen=True)
@@ -210,13 +218,19 @@ def read_report(path: Path, name: str) -> tuple[dict[str, Any] | None, str]:
 def stored_figure(path: Path, name: str, caption: str) -> list[Figure]:
     """A figure that another stage left, if it is there."""
     file = resolve_inside(path, f"{REPORTS}/{name}", what=str(path))
-    return [Figure(file.read_text(encoding="utf-8"), caption)] if file.is_file() else []
+    if not file.exists():
+        return []
+    svg = document_bytes(file, most_bytes=_MAX_FIGURE_BYTES)
+    return [Figure(svg.decode(errors="replace"), caption)]
 
 
 def guarded(make: Callable[[Path], Section | None], path: Path, title: str) -> Iterable[Section]:
-    """A section, or one that says that its report is of another version."""
+    """A section, or one that says that its report is of another version or cannot be read."""
     try:
         section = make(path)
+    except OSError as error:
+        yield Section(title, lead=f"{error.filename} cannot be read: {error.strerror}")
+        return
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         yield Section(title, lead=f"the report is of another version: {error!r}")
         return

@@ -40,16 +40,16 @@ def require_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, found, str(path))
 
 
-def document_bytes(path: Path) -> bytes:
+def document_bytes(path: Path, *, most_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """Read a document that came with a model or an artifact.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or has more than 64 MiB.
+        OSError: it cannot be read, is not a regular file, or is larger; 64 MiB unless said.
     """
     require_regular(path)
     with open(path, "rb", opener=_open_at_once) as stream:  # noqa: PTH123 - no opener there
-        if os.fstat(stream.fileno()).st_size > MAX_DOCUMENT_BYTES:
-            found = f"it has more than {MAX_DOCUMENT_BYTES >> 20} MiB"
+        if os.fstat(stream.fileno()).st_size > most_bytes:
+            found = f"it has more than {most_bytes >> 20} MiB"
             raise OSError(errno.EFBIG, found, str(path))
         return stream.read()
 

@@ -25,10 +25,10 @@ JSON.stringify({
   page: document.documentElement.scrollWidth - document.documentElement.clientWidth,
   wide: [...document.querySelectorAll('body *')]
     .filter(e => e.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5
-                 && !e.closest('svg') && !e.closest('.numbers table'))
+                 && !e.closest('.numbers table'))
     .map(e => e.tagName + ' ' + e.textContent.trim().slice(0, 40)),
-  tiny: [...document.querySelectorAll('svg text')]
-    .map(e => e.getBoundingClientRect().height).filter(h => h > 0).sort((a, b) => a - b)[0] || 99,
+  tiny: Math.min(99, ...[...document.querySelectorAll('figure img')]
+    .map(e => e.naturalWidth ? 17 * e.getBoundingClientRect().width / e.naturalWidth : 0)),
   ids: [...document.querySelectorAll('[id]')].map(e => e.id)
     .filter((id, i, all) => all.indexOf(id) !== i),
   height: document.documentElement.scrollHeight,
@@ -64,7 +64,7 @@ class Look:
     wide: list[str]
     """Elements that reach beyond it."""
     smallest_text: float
-    """Of the figures, in pixels."""
+    """A line of 10 points in a figure, in pixels; 0 for a figure that is not shown."""
     repeated_ids: list[str]
     medians: float
     """The right edge of the medians, in pixels; 0 where there are none."""

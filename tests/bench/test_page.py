@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -9,10 +10,10 @@ import pytest
 
 from enginery.bench import page as page_module
 from enginery.bench.curves import draw_figures
-from enginery.bench.page import inline_svg, render_page
+from enginery.bench.page import render_page
 from enginery.bench.report import write_report
 from enginery.bench.result import ImagesResult, ImageTimes
-from enginery.bench.sections import Figure, Section, Table
+from enginery.bench.sections import Figure, Section, Table, stored_figure
 from enginery.bench.statistics import compare, latency
 from enginery.core.errors import ArtifactError, MissingPackageError
 from enginery.core.figures import figure_svg
@@ -111,9 +112,9 @@ def test_page_has_all_that_the_artifact_has_and_asks_for_nothing(exported, copie
     assert {"last_hidden_state", "passed", "export"} <= words
     assert "opset=20" in text
     assert "2.00 times as fast (2.00 to 2.00)" in words
-    assert outline.tags.count("svg") == 4 + 2
+    assert outline.tags.count("img") == 4 + 2
     assert all(link.startswith(("#", "data:")) for link in outline.links)
-    assert not {"script", "img", "iframe"} & set(outline.tags)
+    assert not {"script", "svg", "iframe"} & set(outline.tags)
     assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", text)
     figures = {path.name for path in (artifact.path / "reports").glob("*.svg")}
     assert {"latency-by-batch.svg", "latency-by-sequence.svg", "throughput.svg",
@@ -160,32 +161,38 @@ def test_everything_is_escaped():
     assert evil in Outline(text).words
 
 
-def test_svg_loses_what_could_run_or_load_and_keeps_its_own_ids():
-    svg = (
-        '<?xml version="1.0"?><!DOCTYPE svg><svg width="36pt" height="20pt" viewBox="0 0 36 20">'
-        '<script>alert(1)</script><g id="a" onclick="alert(1)"><use href="#a"/>'
-        '<image href="https://example.org/x.png"/></g>'
-        '<path clip-path="url(#a)" style="fill: #ffffff; stroke: #000000"/></svg>'
-    )
-    found = inline_svg(svg, "figure1-", 'a "label" <')
-    assert "alert" not in found
-    assert "example.org" not in found
-    assert found.startswith('<svg role="img" aria-label="a &quot;label&quot; &lt;"')
-    assert 'id="figure1-a"' in found
-    assert 'href="#figure1-a"' in found
-    assert "url(#figure1-a)" in found
-    assert "fill: none; stroke: currentColor" in found
-    assert "max-width:36pt" in found
-    ET.fromstring(found)
+HOSTILE = [
+    "<svg/onload=alert(1)><a xlink:href=javascript:alert(1)></a></svg>",
+    "<svg><script>alert(1)</script><image href='https://example.org/x.png'/></svg>",
+    '"><script>alert(1)</script>',
+    "<svg>" + "<!--" * 100_000,
+    "\ud800</svg>",
+]
 
 
-def test_nothing_in_a_page_may_run_or_load_whatever_a_figure_holds():
-    figure = Figure("<svg/onload=alert(1)><a xlink:href=javascript:alert(1)></a></svg>", "figure")
-    text = render_page("title", "", [Section("one", figures=[figure])])
-    assert "onload" not in text
+@pytest.mark.parametrize("svg", HOSTILE, ids=lambda svg: svg[:12].encode(errors="replace").decode())
+def test_nothing_in_a_page_may_run_or_load_whatever_a_figure_holds(tmp_path, svg):
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports" / "lengths.svg").write_bytes(svg.encode(errors="surrogatepass"))
+    figures = stored_figure(tmp_path, "lengths.svg", "figure")
+    text = render_page("title", "", [Section("one", figures=figures)])
+    outline = Outline(text)
+    assert not {"svg", "script", "a", "image"} & set(outline.tags)
+    (address,) = [link for link in outline.links if link.startswith("data:image")]
+    held = base64.b64decode(address.removeprefix("data:image/svg+xml;base64,"), validate=True)
+    assert held == svg.encode(errors="surrogatepass").decode(errors="replace").encode()
     head = text.partition("</head>")[0]
     assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in head
     assert "script-src" not in head
+
+
+def test_a_huge_figure_is_said_and_the_rest_is_shown(exported, copied):
+    artifact = full_artifact(exported, copied)
+    with (artifact.path / "reports" / "lengths.svg").open("wb") as stream:
+        stream.truncate(2**22 + 1)
+    outline = Outline(write_report(artifact.path).read_text())
+    assert "reports/lengths.svg cannot be read: it has more than 4 MiB" in " ".join(outline.words)
+    assert outline.tags.count("img") == 4 + 1
 
 
 def test_without_jinja_the_error_says_what_to_install(monkeypatch):
@@ -202,7 +209,7 @@ def test_without_matplotlib_the_page_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "can_draw", lambda: False)
     text = write_report(save_result(tmp_path, measured())).read_text()
     assert "no figures were drawn" in text
-    assert "<svg" not in text
+    assert "<img" not in text
 
 
 def test_figures_are_those_that_have_something_to_show():

@@ -4,7 +4,6 @@ import tracemalloc
 
 import pytest
 
-from enginery.core import json_file
 from enginery.core.errors import SourceError, UntrustedModelError
 from enginery.core.screening import screen_model
 
@@ -198,10 +197,11 @@ def test_what_is_no_file_is_refused_before_a_loader_waits_for_it(model):
         screen(directory)
 
 
-def test_a_configuration_that_is_too_large_to_be_screened_is_refused(model, monkeypatch):
-    monkeypatch.setattr(json_file, "MAX_DOCUMENT_BYTES", 2**20)
-    directory = model({"part/config.json": {"notes": "x" * 2**20, **NESTED}})
-    with pytest.raises(SourceError, match=r"part/config\.json cannot be read: it has more than 1"):
+def test_a_configuration_that_is_too_large_to_be_screened_is_refused(model):
+    directory = model({"part/config.json": NESTED})
+    with (directory / "part" / "config.json").open("r+b") as stream:
+        stream.truncate(2**26 + 1)
+    with pytest.raises(SourceError, match=r"part/config\.json cannot be read: it has more than 64"):
         screen(directory)
 
 
