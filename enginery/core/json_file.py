@@ -47,7 +47,7 @@ def document_bytes(path: Path, *, most_bytes: int = MAX_DOCUMENT_BYTES) -> bytes
         OSError: it cannot be read, is not a regular file, or is larger; 64 MiB unless said.
     """
     require_regular(path)
-    with open(path, "rb", opener=_open_at_once) as stream:  # noqa: PTH123 - no opener there
+    with open(path, "rb", opener=_open_at_once) as stream:
         if os.fstat(stream.fileno()).st_size > most_bytes:
             found = f"it has more than {most_bytes >> 20} MiB"
             raise OSError(errno.EFBIG, found, str(path))
@@ -85,7 +85,9 @@ def load_json(path: Path, *, error: type[EngineryError] = SourceError) -> Any:
     except UnicodeEncodeError:
         raise error(f"{path} is not valid JSON: it escapes half of a surrogate pair.") from None
     except OSError as problem:
-        raise error(f"{path} cannot be read: {problem.strerror}.") from problem
+        raise error(
+            f"{path} cannot be read: {problem.strerror}.", do="Put the file itself in its place."
+        ) from problem
     except RecursionError:
         raise error(f"{path} is not valid JSON: lists or objects are nested too deeply.") from None
     except ValueError as problem:  # what decodes bytes, JSON and numbers of thousands of digits

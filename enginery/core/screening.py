@@ -94,7 +94,9 @@ def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> No
     except FileNotFoundError:  # a link to nowhere
         return
     except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error.strerror}.") from error
+        raise SourceError(
+            f"{path} cannot be read: {error.strerror}.", do="Put the file itself in its place."
+        ) from error
     except ValueError as error:
         if path.name == "config.json" and path.parent == directory:
             raise SourceError(f"{path} is not valid JSON: {error}.") from error
