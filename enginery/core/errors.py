@@ -23,7 +23,11 @@ The command line prints the two and exits; any other exception is a bug.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""What steers a terminal instead of being shown: C0, DEL and C1."""
 
 
 class EngineryError(Exception):
@@ -107,3 +111,16 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Ends a sentence: `; did you mean 'opset'?` for the known word nearest to `word`, or `.`."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else "."
+
+
+def printable(text: str) -> str:
+    r"""Escape what would steer a terminal: every control character but newlines and tabs.
+
+    >>> printable("bert" + chr(27) + "]52;c;eA==")
+    'bert\\x1b]52;c;eA=='
+    """
+    return CONTROL.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0] if found[0] in "\n\t" else f"\\x{ord(found[0]):02x}"

@@ -13,6 +13,7 @@ model: nothing is measured or calibrated on them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,10 @@ from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import TensorSpec, dim_terms
 
 Feeds = dict[str, NDArray[Any]]
+
+MAX_ELEMENTS = 2**30
+"""Of all inputs of one run that are made up. They are drawn as 8 bytes an element, so that these
+are 8 GiB; 64 images of 1024 x 1024 pixels have a fifth of it, texts a thousandth."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +124,29 @@ def make_feeds(
     """One array for every input, of its dtype and of the shape that `sizes` gives it.
 
     Raises:
-        ShapeError: a dim has no size, or an input's dtype is not one that can be made up.
+        ShapeError: a dim has no size, an input's dtype or rank is not one that can be made up, or
+            all of them have more than `MAX_ELEMENTS`.
     """
     specs = tuple(inputs)
     generator = np.random.default_rng(seed)
+    shapes = [spec.shape(sizes) for spec in specs]
+    elements = sum(math.prod(shape) for shape in shapes)
+    if elements > MAX_ELEMENTS:
+        largest = max(specs, key=lambda spec: math.prod(spec.shape(sizes)))
+        raise ShapeError(
+            f"{largest}: the inputs have {elements:,} elements at {dict(sizes)}, expected up to "
+            f"{MAX_ELEMENTS:,}.",
+            do="Take smaller sizes; where the graph fixes them, export it again.",
+        )
     feeds: Feeds = {}
-    for spec in specs:
-        shape = spec.shape(sizes)
-        feeds[spec.name] = _values(spec, shape, sizes, limits, generator)
-    if ragged:
-        _pad_rows(feeds, specs, limits)
+    try:
+        for spec, shape in zip(specs, shapes, strict=True):
+            feeds[spec.name] = _values(spec, shape, sizes, limits, generator)
+        if ragged:
+            _pad_rows(feeds, specs, limits)
+    except (TypeError, ValueError, IndexError) as error:  # `bbox` of 5 numbers, `float7`
+        listed = ", ".join(str(spec) for spec in specs)
+        raise ShapeError(f"inputs cannot be made up for {listed}: {error}.") from error
     return feeds
 
 

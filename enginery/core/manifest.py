@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from enginery.core.fingerprint import Fingerprint
 from enginery.core.json_file import SEAL, sealed_bytes, unsealed_bytes
@@ -34,6 +34,9 @@ def _require_below_reports(name: str) -> str:
     return name
 
 
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""A number of bytes or of things, in 64 bits as other programs hold it."""
+
 ReportName = Annotated[InsideName, AfterValidator(_require_below_reports)]
 
 
@@ -45,7 +48,7 @@ class FileRecord(_Record):
     """One file of the artifact, by content."""
 
     sha256: str
-    size_bytes: int
+    size_bytes: Count
 
 
 class SourceRecord(_Record):
@@ -71,7 +74,7 @@ class GraphRecord(_Record):
     """One ONNX file with its interface. A sequence-to-sequence model has several."""
 
     file: InsideName
-    opset: int
+    opset: Count
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     data_files: tuple[InsideName, ...]
@@ -91,7 +94,7 @@ class StageRecord(_Record):
     finished: str
     """UTC, ISO 8601."""
     seconds: float
-    peak_rss_bytes: int
+    peak_rss_bytes: Count
     notes: tuple[str, ...] = ()
     """Choices that the stage made, with their reasons."""
 

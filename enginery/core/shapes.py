@@ -13,17 +13,44 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
-from enginery.core.errors import ShapeError, nearest
+from pydantic import AfterValidator, Field
 
-Dim = int | str
-"""A fixed size, a name, or a sum of names and sizes ("past_sequence + sequence")."""
+from enginery.core.errors import CONTROL, ShapeError, nearest
 
-_SUM = re.compile(r"\s*\+\s*")
 _SIZE = re.compile(r"0*[0-9]{1,10}")
 _EXAMPLE = "Write it as batch=1:8:32,sequence=8:128:512."
 _MAX_SIZE = 2**31 - 1  # TensorRT 10 and older hold a dim in 32 bits
 _EXPECTED = f"expected a whole number from 1 to {_MAX_SIZE}."
+_MAX_RANK = 32  # numpy 1 has no more, TensorRT 8
+_MAX_NAME = 1024  # the sums and quotients that torch.export calls an output's dim have hundreds
+_SUM = re.compile(r"\s*\+\s*")
+_TERM_SIZE = re.compile(r"[0-9]{1,10}")  # of ASCII: str.isdigit takes "²", which is no number
+
+
+def _require_name(name: str) -> str:
+    if len(name) > _MAX_NAME or CONTROL.search(name):
+        raise ValueError(
+            f"{name[:40]!r} is no name: expected up to {_MAX_NAME} characters, no control character"
+        )
+    return name
+
+
+def _require_sizes(name: str) -> str:
+    if any(_is_size(term) and int(term) > _MAX_SIZE for term in _SUM.split(name)):
+        raise ValueError(f"{name[:40]!r} has a size above {_MAX_SIZE}")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_require_name)]
+"""A tensor's name, dtype or dim."""
+
+Dim = Annotated[int, Field(ge=0, le=_MAX_SIZE)] | Annotated[Name, AfterValidator(_require_sizes)]
+"""A fixed size, a name, or a sum of names and sizes ("past_sequence + sequence").
+
+Where a file is read, sizes and names have these bounds; elsewhere the type is `int | str`.
+"""
 
 # The names that Optimum gives to these axes, by which a profile may mention one that is fixed.
 # Source: optimum.exporters.onnx.model_configs.
@@ -54,7 +81,11 @@ def dim_terms(dim: Dim) -> list[str]:
     """The names that a dim depends on: none for a fixed size, two for `a + b`."""
     if isinstance(dim, int):
         return []
-    return [term for term in _SUM.split(dim) if not term.isdigit()]
+    return [term for term in _SUM.split(dim) if not _is_size(term)]
+
+
+def _is_size(term: str) -> bool:
+    return bool(_TERM_SIZE.fullmatch(term))
 
 
 def resolve_dim(dim: Dim, sizes: Mapping[str, int]) -> int:
@@ -67,7 +98,7 @@ def resolve_dim(dim: Dim, sizes: Mapping[str, int]) -> int:
         return dim
     total = 0
     for term in _SUM.split(dim):
-        if term.isdigit():
+        if _is_size(term):
             total += int(term)
         elif term in sizes:
             total += sizes[term]
@@ -80,10 +111,10 @@ def resolve_dim(dim: Dim, sizes: Mapping[str, int]) -> int:
 class TensorSpec:
     """One input or output of a graph."""
 
-    name: str
-    dtype: str
+    name: Name
+    dtype: Name
     """As numpy names it (`int64`, `float32`), and `bfloat16`."""
-    dims: tuple[Dim, ...]
+    dims: Annotated[tuple[Dim, ...], Field(max_length=_MAX_RANK)]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The concrete shape for the sizes given; raises ShapeError where one is missing."""

@@ -18,11 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+from pydantic import TypeAdapter, ValidationError
 
 from enginery.core.errors import ExportError
 from enginery.core.external_data import external_data_files, load_graph
 from enginery.core.manifest import GraphRecord
-from enginery.core.shapes import Dim, TensorSpec, canonical_dim, dim_terms, dynamic_dims
+from enginery.core.shapes import (
+    Dim,
+    TensorSpec,
+    canonical_dim,
+    dim_terms,
+    dynamic_dims,
+    resolve_dim,
+)
 
 _READABLE = re.compile(r"^[a-z][a-z0-9_]*$")
 
@@ -55,6 +63,8 @@ _TASK_OUTPUTS = {
     "text-generation-with-past": ("logits",),
 }  # fmt: skip
 
+_SPECS = TypeAdapter(tuple[TensorSpec, ...])
+
 
 def name_dims(path: Path, fixed: Mapping[str, int]) -> Any:
     """Names every dim of the interface canonically, and fixes those that the weights fix.
@@ -68,8 +78,8 @@ def name_dims(path: Path, fixed: Mapping[str, int]) -> Any:
             name = canonical_dim(dim.dim_param) if dim.dim_param else ""
             if name in fixed:
                 dim.dim_value = fixed[name]
-            elif name.isdigit():
-                dim.dim_value = int(name)
+            elif name and not dim_terms(name):
+                dim.dim_value = resolve_dim(name, {})
             elif name:
                 dim.dim_param = name
     onnx.save(model, str(path))
@@ -107,8 +117,8 @@ def record_graph(path: Path, root: Path, model: Any = None) -> GraphRecord:
     return GraphRecord(
         file=path.relative_to(root).as_posix(),
         opset=next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0),
-        inputs=_specs(value for value in model.graph.input if value.name not in initializers),
-        outputs=_specs(model.graph.output),
+        inputs=_specs(path, (v for v in model.graph.input if v.name not in initializers)),
+        outputs=_specs(path, model.graph.output),
         data_files=tuple((folder / name).as_posix() for name in data),
     )
 
@@ -161,16 +171,29 @@ def write_interface(path: Path, changes: Mapping[str, Sequence[Dim]]) -> None:
     onnx.save(model, str(path))
 
 
-def _specs(values: Iterable[Any]) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(value.name, _dtype(value.type.tensor_type.elem_type), tuple(_dims(value)))
-        for value in values
-    )
+def _specs(path: Path, values: Iterable[Any]) -> tuple[TensorSpec, ...]:
+    """Return inputs or outputs; raises ExportError for one that no manifest may hold."""
+    found = [
+        {"name": v.name, "dtype": _dtype(v.type.tensor_type.elem_type), "dims": _dims(v)}
+        for v in values
+    ]
+    try:
+        return _SPECS.validate_python(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = found[int(first["loc"][0])]["name"]
+        raise ExportError(
+            f"{path.name}: '{name[:40]}': {'.'.join(map(str, first['loc'][1:]))}: {first['msg']}.",
+            do="Give the model's inputs and outputs shorter names and sizes that fit 32 bits.",
+        ) from error
 
 
 def _dims(value: Any) -> list[Dim]:
     shape = value.type.tensor_type.shape
-    return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in shape.dim]
+    return [
+        dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param
+        for dim in shape.dim
+    ]
 
 
 def _dtype(element: int) -> str:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from enginery.core.errors import ShapeError
-from enginery.core.feeds import FeedLimits, make_feeds
+from enginery.core.feeds import MAX_ELEMENTS, FeedLimits, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import TensorSpec
 
@@ -145,3 +145,30 @@ def test_audio_is_long_enough_for_eight_frames():
 def test_image_sizes_are_read_from_the_vision_part_too():
     sizes = limits_of({"vision_config": {"image_size": [32, 48]}}).sizes
     assert (sizes["height"], sizes["width"]) == (32, 48)
+
+
+@pytest.mark.parametrize("dim", [10**12, 2**31 - 1])
+def test_more_elements_than_a_run_may_have_are_refused_before_they_are_made(dim):
+    with pytest.raises(
+        ShapeError, match=r"mask: int64 \(batch, \d+\): the inputs have .* expected"
+    ):
+        made(TensorSpec("mask", "int64", ("batch", dim)))
+    many = [TensorSpec(f"x{n}", "bool", (MAX_ELEMENTS // 2,)) for n in range(3)]
+    with pytest.raises(ShapeError, match="elements"):
+        made(*many)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TensorSpec("bbox", "int64", ("batch", 5)),
+        TensorSpec("position_ids", "int64", ()),
+        TensorSpec("x", "float7", ("batch",)),
+        TensorSpec("x", "float32", ("batch", -5)),
+        TensorSpec("x", "float32", (1,) * 70),
+    ],
+    ids=str,
+)
+def test_an_input_that_its_name_or_dtype_does_not_fit_is_an_error_in_words(spec):
+    with pytest.raises(ShapeError, match="inputs cannot be made up for"):
+        made(spec)

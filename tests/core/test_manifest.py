@@ -37,3 +37,31 @@ def test_verdict_is_the_newest_of_its_stage():
     one = manifest().model_copy(update={"verdicts": both})
     assert one.verdict("validate").summary == "newest"
     assert one.verdict("serve") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dims": ["batch", -5]}, "greater than or equal to 0"),
+        ({"dims": ["batch", 10**12]}, "less than or equal to 2147483647"),
+        ({"dims": ["batch", "past + 9999999999"]}, "has a size above 2147483647"),
+        ({"dims": ["batch", "\x1b]52;c;eA==\x07"]}, "no control character"),
+        ({"dims": ["x" * 2000]}, "up to 1024 characters"),
+        ({"dims": [1] * 40}, "at most 32 items"),
+        ({"name": "x\x9b31m"}, "no control character"),
+        ({"dtype": "float32\n"}, "no control character"),
+    ],
+)
+def test_dims_and_names_that_no_graph_has_are_refused(change, said):
+    raw = json.loads(manifest().model_dump_json())
+    raw["graphs"][0]["inputs"][0].update(change)
+    with pytest.raises(ValidationError, match=said):
+        Manifest.model_validate_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize("number", [-1, 2**63, 10**400])
+def test_numbers_of_bytes_have_64_bits(number):
+    raw = json.loads(manifest().model_dump_json())
+    raw["stages"][0]["peak_rss_bytes"] = number
+    with pytest.raises(ValidationError, match="peak_rss_bytes"):
+        Manifest.model_validate_json(json.dumps(raw))

@@ -201,3 +201,9 @@ def test_tensor_spec_resolves_and_prints_its_shape():
     spec = DECODER[2]
     assert spec.shape({"batch": 2, "past_sequence": 8}) == (2, 4, 8, 16)
     assert str(spec) == "past.0.key: float32 (batch, 4, past_sequence, 16)"
+
+
+def test_a_digit_that_is_no_number_is_a_name():
+    assert dim_terms("² + 1") == ["²"]
+    with pytest.raises(ShapeError, match="dim '²' has no size"):
+        resolve_dim("²", {})
