@@ -6,16 +6,22 @@
 Results go to standard output; news and progress go to standard error, so that a pipe gets results
 alone. Where the reader of a pipe has gone, as `head` does, the rest is dropped without a word and
 the command goes on: its exit status says what it found, not who listened.
+
+What is shown may come from a stranger's file. Control characters are shown by their numbers, so
+that a name cannot move the cursor, write to the clipboard or pass for another line of a table.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
+
+from enginery.core.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console as Rich
@@ -33,6 +39,7 @@ _FOLDED = 12
 """The least that is left to each of the others."""
 _STYLES = {"ok": "green", "passed": "green", "runs": "green", "failed": "bold red",
            "error": "bold red"}  # fmt: skip
+_DEL_AND_C1 = re.compile(r"[\x7f-\x9f]")
 
 
 class Console:
@@ -61,20 +68,20 @@ class Console:
             return
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self._err, transient=True) as progress:
-            task = progress.add_task(name, total=total or None)
+            task = progress.add_task(printable(name), total=total or None)
             yield lambda: progress.advance(task)
 
     def say(self, message: str) -> None:
         """One line of news."""
         if not self.quiet:
-            self._err.print(message, style="dim", markup=False)
+            self._err.print(printable(message), style="dim", markup=False)
 
     def line(self, message: str = "") -> None:
         """One line of the result."""
         if not self.as_json:
-            self._out.print(message, markup=False)
+            self._out.print(printable(message), markup=False)
 
     def table(self, title: str, rows: Sequence[Row]) -> None:
         """Rows with the same keys: a table on a terminal, aligned lines in a pipe."""
@@ -83,7 +90,8 @@ class Console:
         if self._tables:
             self.line()
         self._tables += 1
-        self._out.print(title, style="bold", markup=False)
+        self._out.print(_cell(title), style="bold", markup=False)
+        rows = [{_cell(name): _cell(value) for name, value in row.items()} for row in rows]
         columns = list(rows[0])
         widths = [_width([column, *(row[column] for row in rows)]) for column in columns]
         needed = sum(width if width <= _SHORT else _FOLDED for width in widths) + 2 * len(widths)
@@ -101,6 +109,8 @@ class Console:
         # JSON's own escapes where the stream cannot hold the character itself.
         escaped = not (sys.stdout.encoding or "").lower().startswith("utf")
         text = json.dumps(value, indent=2, ensure_ascii=escaped) + "\n"
+        # JSON escapes C0 alone; DEL and C1 are in strings, where an escape is the same character.
+        text = _DEL_AND_C1.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -113,7 +123,7 @@ class Console:
     def error(self, error: EngineryError) -> None:
         """An expected failure. A check that said no has printed its JSON already."""
         self._err.print("error:", style="bold red", end=" ")
-        self._err.print(str(error), markup=False)
+        self._err.print(printable(str(error)), markup=False)
         if error.exit_code not in (1, 3):  # those come after a result
             kind = type(error).__name__
             self.json({"error": error.message, "do": error.do, "kind": kind})
@@ -177,6 +187,11 @@ def _rich_table(rows: Sequence[Row], widths: Sequence[int]) -> Any:
         cells = [str(row[name]) for name in columns]
         table.add_row(*(Text(cell, style=_STYLES.get(cell.split(" ")[0], "")) for cell in cells))
     return table
+
+
+def _cell(value: Any) -> str:
+    """The text of a cell, in one line: a value cannot begin a row."""
+    return printable(str(value)).replace("\n", "\\n").replace("\t", " ")
 
 
 def _width(cells: Sequence[Any]) -> int:

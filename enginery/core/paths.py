@@ -12,26 +12,27 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from enginery.core.errors import ArtifactError
+from enginery.core.errors import CONTROL, ArtifactError
 
 # A backslash separates directories on Windows, and a letter with a colon is a drive there.
-_NOT_PORTABLE = re.compile(r"[\\\0]|^[A-Za-z]:")
+_NOT_PORTABLE = re.compile(r"\\|^[A-Za-z]:")
+
+_EXPECTED = "expected a relative path without '..' and control characters"
 
 
 def is_inside(name: str) -> bool:
     """Return whether a name is a plain relative path, on POSIX and on Windows.
 
-    Plain means normalized: no empty part, no `.`, no `..`, no backslash, no drive.
+    Plain means normalized: no empty part, no `.`, no `..`, no backslash, no drive, and no control
+    character, which would steer the terminal that shows it.
     """
     parts_are_plain = all(part not in ("", ".", "..") for part in name.split("/"))
-    return parts_are_plain and not _NOT_PORTABLE.search(name)
+    return parts_are_plain and not _NOT_PORTABLE.search(name) and not CONTROL.search(name)
 
 
 def _require_inside(name: str) -> str:
     if not is_inside(name):
-        raise ValueError(
-            f"{name!r} lies outside the directory: expected a relative path without '..'"
-        )
+        raise ValueError(f"{name!r} lies outside the directory: {_EXPECTED}")
     return name
 
 
@@ -53,7 +54,7 @@ def resolve_inside(root: Path, name: str, *, what: str) -> Path:
         ArtifactError: the name is absolute, not normalized, or goes through a symbolic link.
     """
     if not is_inside(name):
-        raise ArtifactError(f"{name!r} lies outside {what}: expected a relative path without '..'.")
+        raise ArtifactError(f"{name!r} lies outside {what}: {_EXPECTED}.")
     path = root
     for part in name.split("/"):
         path = path / part

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import uvicorn
 from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess, Process
 
+from enginery.core.errors import printable
 from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
 from enginery.serve.http_sockets import bind, urls
 from enginery.serve.keys import Keys
@@ -422,13 +423,13 @@ class LineFormatter(logging.Formatter):
         self._as_json = as_json
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, a traceback included."""
+        """Return the line, a traceback included, without control characters."""
         prefix = next((text for level, text in self._prefixes if record.levelno >= level), "")
         line = prefix + super().format(record)
         if not self._as_json:
-            return line
+            return printable(line)
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        return json.dumps({"time": at, "message": line}, ensure_ascii=False)
+        return json.dumps({"time": at, "message": line}).replace("\x7f", "\\u007f")
 
 
 @contextmanager

@@ -40,3 +40,12 @@ def test_the_root_may_be_a_link(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "latest").symlink_to("real")
     assert resolve_inside(tmp_path / "latest", "a", what="it") == tmp_path / "latest" / "a"
+
+
+@pytest.mark.parametrize("character", "\0\n\r\t\x1b\x7f\x85\x9b")
+def test_names_that_would_steer_a_terminal_are_refused(tmp_path, character):
+    name = f"a{character}b"
+    assert not is_inside(name)
+    with pytest.raises(ArtifactError, match="control characters") as raised:
+        resolve_inside(tmp_path, name, what="the artifact")
+    assert character not in raised.value.message

@@ -230,6 +230,11 @@ def test_lines_are_text_or_json(record):
     found = json.loads(line)
     assert found.pop("time").endswith("+00:00")
     assert found == {"message": "error: m: not reloaded: é\nno"}
+    hostile = record(logging.ERROR, "m: \x1b]52;c;eA==\x07 \x9b2J\x7f")
+    assert text.format(hostile) == "error: m: \\x1b]52;c;eA==\\x07 \\x9b2J\\x7f"
+    line = as_json.format(hostile)
+    assert line.isprintable()
+    assert json.loads(line)["message"] == "error: m: \x1b]52;c;eA==\x07 \x9b2J\x7f"
     try:
         raise ValueError("a bug")
     except ValueError as error:
