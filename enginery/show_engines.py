@@ -36,7 +36,10 @@ def artifact_json(artifact: Artifact, engines: Sequence[Engine]) -> dict[str, An
 
 def engine_json(engine: Engine) -> dict[str, Any]:
     """The record of an engine with its path and all of its layers."""
-    return {**_record_json(engine), "all_layers": engine.layers()}
+    return {
+        **_record_json(engine),
+        "all_layers": [layer.model_dump(mode="json") for layer in engine.layers()],
+    }
 
 
 def _record_json(engine: Engine) -> dict[str, Any]:
@@ -108,15 +111,15 @@ def layer_rows(engine: Engine, *, every: bool) -> list[Row]:
     """
     return [
         {
-            "layer": layer["name"],
-            "kind": layer["kind"],
-            "precision": layer["precision"],
-            "takes": ", ".join([*layer["inputs"], *layer["constants"]]) or "–",
-            "gives": ", ".join(layer["outputs"]) or "–",
-            "ONNX nodes": ", ".join(layer["nodes"]) or "–",
+            "layer": layer.name,
+            "kind": layer.kind,
+            "precision": layer.precision,
+            "takes": ", ".join([*layer.inputs, *layer.constants]) or "–",
+            "gives": ", ".join(layer.outputs) or "–",
+            "ONNX nodes": ", ".join(layer.nodes) or "–",
         }
         for layer in engine.layers()
-        if every or layer["kind"] != "other"
+        if every or layer.kind != "other"
     ]
 
 

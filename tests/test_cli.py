@@ -17,6 +17,7 @@ from enginery.bench.config import BenchConfig
 from enginery.cli import COMMANDS as MODULES
 from enginery.cli import commands, main
 from enginery.console import Console
+from enginery.core.errors import EngineryError
 from enginery.core.store import Store
 from enginery.doctor.config import DoctorConfig
 from enginery.engine.config import BuildConfig
@@ -29,6 +30,8 @@ from enginery.publish.triton_options import TritonConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.serve.config import ServeConfig
 from enginery.validate.config import ValidateConfig
+from tests.core.artifacts import edit_manifest, make
+from tests.engine.made import engine_record, write_engine
 from tests.terminal import in_pipe, on_terminal, start
 
 COMMANDS = {
@@ -736,3 +739,102 @@ def test_module_and_script_are_the_same_command():
     script = Path(sys.executable).parent / "enginery"
     said = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
     assert in_pipe("--version").out == said.stdout
+
+
+HOSTILE = "a\x1b]52;c;eA==\x07b\rc\x9b31md\x85e\x7f"
+SHOWN = "a\\x1b]52;c;eA==\\x07b\\x0dc\\x9b31md\\x85e\\x7f"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_control_characters_of_a_file_reach_nobodys_terminal(monkeypatch, capsys, is_terminal):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(Console, "is_terminal", is_terminal)
+    console = Console()
+    console.line(HOSTILE)
+    console.table(HOSTILE, [{HOSTILE: HOSTILE, "n": 1}])
+    console.table("Facts", [{"what": HOSTILE, "value": f"one{HOSTILE}\ntwo"}])
+    console.say(HOSTILE)
+    console.error(EngineryError(HOSTILE, do=HOSTILE))
+    shown = capsys.readouterr()
+    for text, times in ((shown.out, 6), (shown.err, 3)):
+        assert text.count(SHOWN) == times
+        assert all(c.isprintable() or c == "\n" for c in text)
+    assert "\\ntwo" in shown.out
+
+
+def test_control_characters_are_their_own_in_json(capsys):
+    Console(as_json=True).json({HOSTILE: [HOSTILE]})
+    out = capsys.readouterr().out
+    assert all(c.isprintable() or c == "\n" for c in out)
+    assert json.loads(out) == {HOSTILE: [HOSTILE]}
+
+
+def test_progress_is_no_markup(monkeypatch, capsys):
+    """A model's name may look like rich's, which would end the command."""
+    monkeypatch.setenv("COLUMNS", "200")
+    console = Console()
+    monkeypatch.setattr(console._err, "_force_terminal", True)
+    monkeypatch.setattr(console._err, "is_interactive", True)
+    with console.task(f"exporting [/b]{HOSTILE}") as advance:
+        advance()
+    shown = capsys.readouterr().err
+    assert SHOWN in shown
+    assert "\x1b]52" not in shown
+
+
+def test_inspect_shows_a_hostile_manifest_without_its_control_characters(cli, tmp_path):
+    made = make(tmp_path / "made").path
+    edit_manifest(made, task=HOSTILE, precision=f"{HOSTILE}\nvalidate passed")
+    status, out, _ = cli("inspect", made, "-v")
+    assert status == 0
+    assert SHOWN in out
+    assert "\\nvalidate passed" in out
+    assert all(c.isprintable() or c == "\n" for c in out)
+    status, out, _ = cli("inspect", made, "--json")
+    assert json.loads(out)["task"] == HOSTILE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dims": ["batch", 10**12]}, {"dims": ["batch", -5]}, {"name": HOSTILE}, {"dims": [HOSTILE]}],
+)
+def test_inspect_says_which_of_a_manifests_dims_no_graph_has(cli, tmp_path, change):
+    made = make(tmp_path / "made").path
+    graphs = json.loads((made / "manifest.json").read_text())["graphs"]
+    graphs[0]["inputs"][0].update(change)
+    edit_manifest(made, graphs=graphs)
+    status, _, err = cli("inspect", made, "--placement")
+    assert status == 2
+    assert "manifest.json is damaged: graphs.0.inputs.0." in err
+    assert "Make it again" in err
+
+
+@pytest.mark.parametrize(
+    ("dims", "said"), [(["batch", 2**31 - 1], "elements"), (["²", "sequence"], "")]
+)
+def test_placement_with_dims_of_another_graph_is_no_traceback(cli, artifact, dims, said):
+    graphs = json.loads((artifact / "manifest.json").read_text())["graphs"]
+    graphs[0]["inputs"][0]["dims"] = dims
+    edit_manifest(artifact, graphs=graphs)
+    status, _, err = cli("inspect", artifact, "--placement")
+    assert (status, said in err) == (2 if said else 0, True)
+
+
+@pytest.mark.parametrize("layers", ["[{}]", "[" * 200_000, '[{"name": 3}]', "{", "3"])
+def test_inspect_says_that_a_list_of_layers_is_damaged(cli, tmp_path, layers):
+    artifact = make(tmp_path / "made")
+    record = engine_record(artifact)
+    engine = write_engine(artifact.path / "engines" / record.directory_name, record)
+    assert cli("inspect", engine, "-v")[0] == 0
+    (engine / "layers.json").write_text(layers)
+    for words in ((engine,), (engine, "-v"), (engine, "--json"), (artifact.path,)):
+        status, _, err = cli("inspect", *words)
+        assert (status, "layers.json is no list of layers" in err) == (2, True)
+
+
+def test_inspect_says_that_a_number_of_bytes_is_none(cli, tmp_path):
+    made = make(tmp_path / "made").path
+    stages = json.loads((made / "manifest.json").read_text())["stages"]
+    edit_manifest(made, stages=[{**stages[0], "peak_rss_bytes": 10**400}])
+    status, _, err = cli("inspect", made, "-v")
+    assert (status, "stages.0.peak_rss_bytes" in err) == (2, True)

@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from enginery.bench.statistics import Comparison, Latency
-from enginery.core.json_file import json_bytes
+from enginery.core.json_file import json_bytes, parse_json
 from enginery.runtime.advice import Advice
 
 
@@ -156,4 +155,4 @@ class BenchResult:
         """Reads what `to_json` wrote; raises ValueError for anything else."""
         from pydantic import TypeAdapter
 
-        return TypeAdapter(cls).validate_python(json.loads(text))
+        return TypeAdapter(cls).validate_python(parse_json(text))

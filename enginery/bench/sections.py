@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact import REPORTS
-from enginery.core.json_file import document_bytes
+from enginery.core.json_file import document_bytes, parse_json
 from enginery.core.manifest import GraphRecord, Manifest
 from enginery.core.paths import resolve_inside
 
@@ -207,8 +207,8 @@ def read_report(path: Path, name: str) -> tuple[dict[str, Any] | None, str]:
     if not file.is_file():
         return None, ""
     try:
-        found = json.loads(document_bytes(file).decode())
-    except (OSError, ValueError, RecursionError) as error:
+        found = parse_json(document_bytes(file))
+    except (OSError, ValueError) as error:
         return None, f"{REPORTS}/{name} cannot be read: {error}"
     if not isinstance(found, dict):
         return None, f"{REPORTS}/{name} is no JSON object"
@@ -231,7 +231,7 @@ def guarded(make: Callable[[Path], Section | None], path: Path, title: str) -> I
     except OSError as error:
         yield Section(title, lead=f"{error.filename} cannot be read: {error.strerror}")
         return
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (ArithmeticError, LookupError, TypeError, AttributeError, ValueError) as error:
         yield Section(title, lead=f"the report is of another version: {error!r}")
         return
     if section is not None:

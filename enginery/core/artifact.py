@@ -10,7 +10,6 @@ It is data from a stranger: every path that it names is resolved inside it and t
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Collection, Mapping
@@ -23,7 +22,7 @@ from pydantic import ValidationError
 
 from enginery.core.errors import ArtifactError, RejectedArtifactError
 from enginery.core.fingerprint import combined_sha256, sha256_of
-from enginery.core.json_file import document_bytes, unsealed_bytes
+from enginery.core.json_file import document_bytes, parse_json, unsealed_bytes
 from enginery.core.locks import named_lock
 from enginery.core.manifest import (
     REPORTS,
@@ -287,8 +286,8 @@ def _read_manifest(path: Path) -> Manifest:
 def _other_version(content: bytes) -> int:
     """Return the schema version of a manifest that another version of enginery wrote, or 0."""
     try:
-        found = json.loads(content)["schema_version"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        found = parse_json(content)["schema_version"]
+    except (ValueError, KeyError, TypeError):
         return 0
     return found if isinstance(found, int) and found != SCHEMA_VERSION else 0
 
@@ -320,9 +319,9 @@ def _check_published(root: Path) -> None:
     if not listing.is_file():
         return
     try:
-        files = json.loads(unsealed_bytes(document_bytes(listing)))["files"]
+        files = parse_json(unsealed_bytes(document_bytes(listing)))["files"]
         card = FileRecord.model_validate(files[CARD])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{listing} is damaged: {error}.", do=_REMEDY) from error
     _check_file(root, CARD, card, verify=True, recorded_in=LISTING)
 

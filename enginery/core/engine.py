@@ -9,18 +9,19 @@ Takes the directory of an engine, in an artifact or in the store:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from enginery.core.engine_record import ENGINE_FILE, EngineRecord
+from pydantic import TypeAdapter, ValidationError
+
+from enginery.core.engine_record import ENGINE_FILE, EngineRecord, LayerRecord
 from enginery.core.errors import ArtifactError
 from enginery.core.fingerprint import Fingerprint, sha256_of
 from enginery.core.json_file import document_bytes
 from enginery.core.paths import resolve_inside
 
 _REMEDY = "It cannot be trusted: make its artifact again; whole engines come from the store."
+_LAYERS = TypeAdapter(list[LayerRecord])
 
 
 @dataclass(frozen=True)
@@ -90,20 +91,23 @@ class Engine:
         """What the engine was made from."""
         return Fingerprint(self.record.flavor, self.record.fields)
 
-    def layers(self) -> list[dict[str, Any]]:
-        """Every layer in the order that they run: name, kind, precision, types, ONNX nodes, tactic.
+    def layers(self) -> list[LayerRecord]:
+        """Read every layer in the order that they run.
 
         Raises:
             ArtifactError: the list is missing, or is no list of layers.
         """
         file = self.path / self.record.layer_list
         try:
-            found = json.loads(document_bytes(file).decode())
-        except (OSError, ValueError, RecursionError) as error:
+            return _LAYERS.validate_json(document_bytes(file))
+        except OSError as error:
             raise ArtifactError(f"{file} cannot be read: {error}.", do=_REMEDY) from error
-        if not isinstance(found, list) or not all(isinstance(layer, dict) for layer in found):
-            raise ArtifactError(f"{file} is no list of layers.", do=_REMEDY)
-        return found
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the document"
+            raise ArtifactError(
+                f"{file} is no list of layers: {where}: {first['msg']}.", do=_REMEDY
+            ) from error
 
 
 def _check_record(path: Path, record: EngineRecord) -> None:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from enginery.core.errors import ArtifactError
 from enginery.core.fingerprint import combined_sha256
 from enginery.core.json_file import document_bytes
-from enginery.core.manifest import FileRecord, GraphRecord
+from enginery.core.manifest import Count, FileRecord, GraphRecord
 from enginery.core.paths import InsideName, resolve_inside
 from enginery.core.shapes import TensorSpec
 
@@ -37,6 +37,20 @@ class GpuRecord(_Record):
 
     name: str = ""
     driver: str = ""
+
+
+class LayerRecord(_Record):
+    """One layer of an engine, as `layers.json` lists it; see `LayerInfo` of the runtime."""
+
+    name: str
+    kind: str
+    precision: str
+    type: str
+    inputs: tuple[str, ...]
+    constants: tuple[str, ...]
+    outputs: tuple[str, ...]
+    nodes: tuple[str, ...]
+    tactic: str
 
 
 class EngineRecord(_Record):
@@ -67,23 +81,23 @@ class EngineRecord(_Record):
     plan: InsideName
     """File name, beside this record."""
     plan_sha256: str
-    plan_size_bytes: int
+    plan_size_bytes: Count
     wrapper: InsideName
     """File name of the ONNX model that ONNX Runtime opens in the graph's place."""
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     """As the artifact's graph names them and their dims."""
-    layers: dict[str, int]
+    layers: dict[str, Count]
     """Layers by kind and precision: `{"gemm int8": 50, "attention fp16": 12}`."""
     layer_list: InsideName
     """File name of the list of all layers, `layers.json`."""
-    fused_attentions: int
-    activation_bytes: int
+    fused_attentions: Count
+    activation_bytes: Count
     """Device memory for activations at the profiles' largest shapes, as TensorRT counts it."""
-    weights_bytes: int
+    weights_bytes: Count
     seconds: float
     """What TensorRT took to parse and to build."""
-    peak_rss_bytes: int
+    peak_rss_bytes: Count
     """Of the process that built."""
     warnings: tuple[str, ...]
     """TensorRT's warnings, each once."""

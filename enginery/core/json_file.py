@@ -18,11 +18,14 @@ import math
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import EngineryError, SourceError
 
+MAX_DEPTH = 100
+"""Lists and objects inside each other in what is read; a configuration has five, a report ten."""
 MAX_DOCUMENT_BYTES = 2**26
 """Of a configuration, a manifest or a report; the largest have a few MB."""
 
@@ -78,7 +81,7 @@ def load_json(path: Path, *, error: type[EngineryError] = SourceError) -> Any:
     """Read any JSON value from a file; raises what `read_json` raises."""
     try:
         text = document_bytes(path).decode()
-        found = json.loads(text)
+        found = parse_json(text)
         if "\\u" in text:  # half of an escaped pair is JSON, but no text that can be written
             json.dumps(found, ensure_ascii=False).encode()
         return found
@@ -88,10 +91,28 @@ def load_json(path: Path, *, error: type[EngineryError] = SourceError) -> Any:
         raise error(
             f"{path} cannot be read: {problem.strerror}.", do="Put the file itself in its place."
         ) from problem
-    except RecursionError:
-        raise error(f"{path} is not valid JSON: lists or objects are nested too deeply.") from None
     except ValueError as problem:  # what decodes bytes, JSON and numbers of thousands of digits
         raise error(f"{path} is not valid JSON: {problem}.") from problem
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Return any JSON value.
+
+    Raises:
+        ValueError: it is no JSON, or lists and objects are nested deeper than `MAX_DEPTH`. Python
+            alone would raise a RecursionError, and at that only from 1,000 on: whoever walks
+            through the value afterwards would run into it earlier.
+    """
+    try:
+        found = json.loads(content)
+    except RecursionError:
+        raise ValueError("lists or objects are nested too deeply") from None
+    level = [found]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for outer in level for inner in _inner(outer)]
+        if not level:
+            return found
+    raise ValueError("lists or objects are nested too deeply")
 
 
 def json_bytes(document: Any) -> bytes:
@@ -136,6 +157,11 @@ def unsealed_bytes(content: bytes) -> bytes:
             f"{SEAL} says {seal[1].decode()[:12]}…"
         )
     return body
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    """The members of a list or an object; none of anything else."""
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _finite(value: Any) -> Any:

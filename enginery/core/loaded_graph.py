@@ -16,7 +16,7 @@ from pathlib import Path
 
 from enginery.core.errors import ArtifactError
 from enginery.core.fingerprint import Fingerprint, sha256_of
-from enginery.core.json_file import document_bytes
+from enginery.core.json_file import load_json
 from enginery.core.paths import resolve_inside
 
 GRAPH_FILE = "graph.json"
@@ -43,10 +43,10 @@ class LoadedGraph:
         """
         path = Path(path)
         try:
-            found = json.loads(document_bytes(path / GRAPH_FILE).decode())
+            found = load_json(path / GRAPH_FILE, error=ArtifactError)
             fingerprint = Fingerprint(STAGE, dict(found["fields"]))
             digests, source = dict(found["files"]), str(found["source"])
-        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        except (ArtifactError, ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"{path} is no optimized graph: {error}.", do=_REMEDY) from error
         for name, digest in digests.items():
             file = resolve_inside(path, name, what=f"the optimized graph {path}")

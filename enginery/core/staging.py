@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import document_bytes
+from enginery.core.json_file import document_bytes, load_json
 
 MANIFEST = "manifest.json"
 CARD = "README.md"
@@ -175,17 +174,19 @@ def _lock(handle: int, *, wait: bool) -> None:
 def _is_ours(manifest: Path) -> bool:
     """Whether a manifest.json is an artifact's, of whatever version; browsers have them, too."""
     try:
-        found = json.loads(document_bytes(manifest).decode())
-    except (OSError, ValueError, RecursionError):
+        found = load_json(manifest, error=ArtifactError)
+    except ArtifactError:
         return False
-    return isinstance(found, dict) and {"source", "graphs", "stages", "files"} <= found.keys()
+    if not isinstance(found, dict) or not {"source", "graphs", "stages", "files"} <= found.keys():
+        return False
+    return isinstance(found["files"], dict)
 
 
 def _strangers(artifact: Path) -> list[str]:
     """Files below an artifact that neither its manifest nor a report accounts for."""
     try:
-        known = json.loads(document_bytes(artifact / MANIFEST).decode())["files"]
-    except (OSError, ValueError, RecursionError, KeyError):
+        known = load_json(artifact / MANIFEST, error=ArtifactError)["files"]
+    except (ArtifactError, KeyError):
         return []
     names = (path.relative_to(artifact) for path in artifact.rglob("*") if path.is_file())
     return sorted(
@@ -201,10 +202,10 @@ def _strangers(artifact: Path) -> list[str]:
 def _card(artifact: Path) -> tuple[str, ...]:
     """The card, where it is the one that publishing wrote; a text of one's own is none."""
     try:
-        listed = json.loads(document_bytes(artifact / LISTING).decode())["files"]
+        listed = load_json(artifact / LISTING, error=ArtifactError)["files"]
         found = hashlib.sha256(document_bytes(artifact / CARD)).hexdigest()
         return (CARD,) if listed[CARD]["sha256"] == found else ()
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+    except (ArtifactError, OSError, KeyError, TypeError):
         return ()
 
 

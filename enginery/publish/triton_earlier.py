@@ -12,14 +12,13 @@ serves that one: the others are there to go back to, by removing the newer folde
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.fingerprint import sha256_of
-from enginery.core.json_file import document_bytes
+from enginery.core.json_file import document_bytes, parse_json
 
 LISTING = "enginery.json"
 """In each folder: the export that it is of, its backend, and the digests of its files."""
@@ -50,7 +49,7 @@ def read_earlier(directory: Path, export: str) -> Earlier:
         return Earlier()
     remedy = "Move it elsewhere, or name another with --name."
     try:
-        listing = json.loads(document_bytes(directory / LISTING).decode())
+        listing = parse_json(document_bytes(directory / LISTING))
         files, made_for = dict(listing["files"]), listing["export"]
         backend = str(listing.get("backend", ""))
     except (OSError, ValueError, RecursionError, KeyError, TypeError):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from enginery.core.errors import InputError
-from enginery.core.json_file import document_bytes
+from enginery.core.json_file import document_bytes, parse_json
 from enginery.passes.layers import Layer
 from enginery.passes.qdq import ActivationRange
 from enginery.passes.scheme import Vector
@@ -87,7 +87,7 @@ class Recorded:
         """
         file = find_ranges(path)
         try:
-            found = json.loads(document_bytes(file).decode())
+            found = parse_json(document_bytes(file))
             recorded = cls(
                 graph_sha256=found["graph_sha256"],
                 scheme=found["scheme"],

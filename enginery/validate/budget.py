@@ -37,12 +37,11 @@ calibration.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.errors import ArtifactError, OptionError
-from enginery.core.json_file import document_bytes
+from enginery.core.json_file import load_json
 from enginery.core.manifest import StageRecord
 from enginery.core.precision import Tolerance
 
@@ -132,8 +131,7 @@ def _measured(artifact: Artifact) -> float | None:
     """The mean cosine in the stage's report; None where that is gone, or ranges were reused."""
     file = artifact.report("quantization.json")
     try:
-        report = json.loads(document_bytes(file)) if file else {}
-        cosine = report["accuracy"]["cosine"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        cosine = load_json(file, error=ArtifactError)["accuracy"]["cosine"] if file else None
+    except (ArtifactError, KeyError, TypeError):
         return None
     return float(cosine) if isinstance(cosine, int | float) and -1 <= cosine <= 1.000001 else None

@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from enginery.core.json_file import json_bytes
+from enginery.core.json_file import json_bytes, parse_json
 from enginery.validate.metrics import OutputMetrics
 
 UNTAKEN = "no engine takes it: "
@@ -99,7 +98,7 @@ class ValidationReport:
         """Reads what `to_json` wrote; raises ValueError for anything else."""
         from pydantic import TypeAdapter
 
-        return TypeAdapter(cls).validate_python(_numbers(json.loads(text)))
+        return TypeAdapter(cls).validate_python(_numbers(parse_json(text)))
 
 
 _FLOATS = frozenset(

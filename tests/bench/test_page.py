@@ -136,9 +136,31 @@ def test_damaged_report_is_said_and_the_rest_is_shown(exported, copied):
     assert "36 of 36 layers" in words
 
 
-def test_benchmark_of_another_version_is_an_error(tmp_path):
+@pytest.mark.parametrize("name", ["validation.json", "quantization.json", "engines.json"])
+@pytest.mark.parametrize("depth", [700, 200_000])
+def test_nested_report_is_said(exported, copied, name, depth):
+    artifact = full_artifact(exported, copied)
+    nested = b'{"a": ' + b"[" * depth + b"]" * depth + b"}"
+    artifact.annotate(reports={f"reports/{name}": nested})
+    words = " ".join(Outline(write_report(artifact.path).read_text()).words)
+    assert f"reports/{name} cannot be read: lists or objects are nested too deeply" in words
+
+
+def test_number_that_no_float_holds_is_a_report_of_another_version(exported, copied):
+    artifact = full_artifact(exported, copied)
+    report = json.loads((artifact.path / "reports/validation.json").read_bytes())
+    for case in report["cases"]:
+        for output in case["outputs"]:
+            output["max_abs"] = output["limit"] = 10**400
+    artifact.annotate(reports={"reports/validation.json": json.dumps(report).encode()})
+    words = " ".join(Outline(write_report(artifact.path).read_text()).words)
+    assert "the report is of another version: OverflowError" in words
+
+
+@pytest.mark.parametrize("content", ['{"schema_version": 9}', "[" * 200_000, "[" * 700 + "]" * 700])
+def test_benchmark_of_another_version_is_an_error(tmp_path, content):
     (tmp_path / "reports").mkdir()
-    (tmp_path / "reports" / "benchmark.json").write_text('{"schema_version": 9}')
+    (tmp_path / "reports" / "benchmark.json").write_text(content)
     with pytest.raises(ArtifactError, match="cannot be read"):
         write_report(tmp_path)
 

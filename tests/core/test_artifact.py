@@ -605,3 +605,27 @@ def test_what_is_no_file_is_named_and_nobody_waits_for_it(tmp_path, name, kind):
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
     with pytest.raises(ArtifactError, match=name):
         Artifact.open(tmp_path / "a")
+
+
+def test_a_nested_manifest_is_nobodys_to_overwrite(tmp_path):
+    out = tmp_path / "artifact"
+    out.mkdir()
+    (out / "manifest.json").write_text("[" * 200_000)
+    with pytest.raises(ArtifactError, match="not an enginery artifact"):
+        refuse_foreign(out)
+
+
+def test_a_nested_listing_vouches_for_no_card(tmp_path):
+    out = make(tmp_path / "artifact").path
+    (out / "reports").mkdir(exist_ok=True)
+    (out / "reports" / "publication.json").write_text("[" * 200_000)
+    (out / "README.md").write_text("mine")
+    with pytest.raises(ArtifactError, match=r"files that are not its own .*README\.md"):
+        refuse_foreign(out)
+
+
+def test_a_manifest_that_lists_no_files_is_no_artifacts(tmp_path):
+    out = make(tmp_path / "artifact").path
+    edit_manifest(out, files=None)
+    with pytest.raises(ArtifactError, match="not an enginery artifact"):
+        refuse_foreign(out)

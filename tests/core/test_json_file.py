@@ -8,7 +8,7 @@ import pytest
 
 from enginery.core import json_file
 from enginery.core.errors import SourceError
-from enginery.core.json_file import json_bytes, read_json
+from enginery.core.json_file import MAX_DEPTH, json_bytes, parse_json, read_json
 
 
 def test_object_is_read_and_an_absent_file_is_empty(tmp_path):
@@ -54,3 +54,15 @@ def test_a_document_of_gigabytes_is_not_read_whole(tmp_path):
         stream.truncate(2**36)
     with pytest.raises(SourceError, match=r"config\.json cannot be read: it has more than 64 MiB"):
         read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 500, 200_000])
+def test_what_is_nested_too_deeply_is_an_error_that_names_the_file(tmp_path, depth):
+    """Python itself reads 900 levels, and whoever walks through them runs out of its stack."""
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * depth + "]" * depth + "}")
+    with pytest.raises(SourceError, match=r"config\.json is not valid JSON: .* nested too deeply"):
+        read_json(tmp_path / "config.json")
+
+
+def test_what_is_nested_as_deeply_as_allowed_is_read(tmp_path):
+    assert parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)

@@ -20,6 +20,10 @@ from enginery.core.engine_record import (
 from enginery.core.fingerprint import Fingerprint
 from enginery.engine.ep_context import write_wrapper
 
+LAYER = {
+    "name": "one", "kind": "gemm", "precision": "fp32", "type": "gemm", "inputs": ["fp32"],
+    "constants": [], "outputs": ["fp32"], "nodes": [], "tactic": "",
+}  # fmt: skip
 PLAN = b"vtrt" + bytes(range(200))
 
 
@@ -64,7 +68,7 @@ def write_engine(directory: Path, record: EngineRecord, *, plan: bytes = PLAN) -
     """The directory of one engine, whole."""
     directory.mkdir(parents=True)
     (directory / record.plan).write_bytes(plan)
-    (directory / record.layer_list).write_text(json.dumps([{"name": "one"}]), encoding="utf-8")
+    (directory / record.layer_list).write_text(json.dumps([LAYER]), encoding="utf-8")
     write_wrapper(directory, record)
     (directory / ENGINE_FILE).write_text(record.to_json(), encoding="utf-8")
     return directory

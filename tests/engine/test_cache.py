@@ -232,7 +232,9 @@ def test_a_record_that_says_other_than_it_was_built_from_is_noticed(tmp_path, ch
 def test_a_list_that_lacks_a_layer_is_noticed(tmp_path):
     artifact = product(tmp_path / "a")
     engine, _ = obtain(artifact)
-    (engine.path / "layers.json").write_text(json.dumps(engine.layers()[1:]))
+    (engine.path / "layers.json").write_text(
+        json.dumps([layer.model_dump() for layer in engine.layers()[1:]])
+    )
     assert find_engine(request_of(artifact)) is None
 
 

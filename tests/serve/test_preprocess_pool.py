@@ -96,9 +96,7 @@ def test_no_more_is_taken_in_than_may_wait_and_who_goes_gives_the_place_back():
     async def ask(made):
         stuck = [asyncio.create_task(made.run(lambda: go.wait(WAIT), inputs=1)) for _ in range(2)]
         await asyncio.sleep(0)
-        waits = asyncio.create_task(
-            made.run(lambda: pytest.fail("nobody waits for it"), inputs=2)
-        )
+        waits = asyncio.create_task(made.run(lambda: pytest.fail("nobody waits for it"), inputs=2))
         await asyncio.sleep(0)
         assert made.inputs == 4
         with pytest.raises(

@@ -11,8 +11,10 @@ from enginery.core.artifact import commit_artifact
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.show import report_lines
 from enginery.validate.budget import quantization_budget
+from enginery.validate.config import ValidateConfig
 from enginery.validate.overall import OverallComparison
 from enginery.validate.report import ValidationReport
+from enginery.validate.stage import finished
 from tests.tiny import TEXT, save_tiny
 from tests.validate import faults
 
@@ -246,3 +248,17 @@ def test_scores_of_a_quantized_graph_are_counted_and_fail_nothing(made, copied):
     assert min(agreements) < 1.0
     assert report.passed
     assert all(math.isinf(o.limit) for case in report.cases for o in case.outputs)
+
+
+@pytest.mark.parametrize("report", ["[" * 200_000, "[1]", '{"accuracy": 1}', '"\\ud800"'])
+def test_a_damaged_report_of_the_stage_says_nothing(with_options, report):
+    artifact = with_options(report=report)
+    assert quantization_budget(artifact).cosine == pytest.approx(0.998)
+
+
+@pytest.mark.parametrize("report", [b"[" * 200_000, b"[" * 700 + b"]" * 700])
+def test_a_nested_validation_is_made_again(with_options, report):
+    artifact = with_options()
+    assert validate_model(artifact).passed
+    artifact = Artifact.open(artifact.path).annotate(reports={"reports/validation.json": report})
+    assert finished(artifact, ValidateConfig()) is None
