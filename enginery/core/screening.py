@@ -24,9 +24,10 @@ from enginery.core.errors import SourceError, UntrustedModelError
 from enginery.core.json_file import document_bytes
 
 # What loaders read settings from, in any folder of a model. Other JSON files hold vocabularies,
-# names of tensors, or the notes of whoever trained the model.
+# names of tensors, or the notes of whoever trained the model. `config.4.0.0.json` is a config.json
+# for one version of transformers.
 _SETTINGS = re.compile(
-    r"^(config|tokenizer_config|special_tokens_map|generation_config|preprocessor_config"
+    r"^(config(\..*)?|tokenizer_config|audio_tokenizer_config|special_tokens_map|generation_config|preprocessor_config"
     r"|processor_config|video_preprocessor_config|chat_template|adapter_config|model_index"
     r"|modules|config_sentence_transformers|sentence_\w+_config)\.json$"
 )
@@ -38,6 +39,12 @@ _ATTENTION_KEYS = ("_attn_implementation", "_attn_implementation_internal", "att
 # Loaders open what these name. At the top of a file they are overwritten or ignored by loaders.
 _PATH_KEYS = ("_name_or_path", "name_or_path", "backbone", "base_model_name_or_path")
 _FILE_KEYS = re.compile(r"(^|_)file$")
+_TOP_PATH_KEYS = ("gguf_file", "audio_tokenizer_name_or_path")
+
+# transformers reads the file that these name for its version in the place of the one beside them:
+# get_configuration_file in configuration_utils.py, get_fast_tokenizer_file in
+# tokenization_utils_base.py. What is checked would not be what is loaded.
+_SWITCHES = {"configuration_files": "config.json", "fast_tokenizer_files": "tokenizer.json"}
 
 _CODE_SUFFIXES = (".py", ".pyc", ".so", ".pyd", ".dll", ".dylib")
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", *_CODE_SUFFIXES)
@@ -69,21 +76,38 @@ def screen_model(
     if trust_remote_code:
         return
     for path in directory.rglob("*"):
+        # Weights may be links, as people keep them on other disks: they are parsed, never copied.
+        if path.is_symlink() and (path.suffix in _COPIED_SUFFIXES or path.is_dir()):
+            refuse_linked_out(path, directory)
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UntrustedModelError(
                 f"{path} is a named pipe, a socket or a device: reading it may never end.",
                 do=_DISTRUST,
             )
-    for path in _linked_out(directory):
-        raise UntrustedModelError(
-            f"{path} is a link to {path.resolve()}, outside the model's directory.",
-            do="Put the file itself in its place, if it belongs to the model.",
-        )
     for path in sorted(directory.rglob("*.json")):
         inside = path.relative_to(directory)
         hidden = any(part.startswith(".") for part in inside.parts)
         if _SETTINGS.match(path.name) and not hidden:
             _screen_file(directory, path, known_types)
+
+
+def refuse_linked_out(path: Path, directory: Path) -> None:
+    """Refuse a file or folder that a link leads to from inside a model's directory.
+
+    Links of the Hub library's cache, which lead to its own folder of contents, are followed.
+
+    Raises:
+        UntrustedModelError: the file lies elsewhere.
+    """
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError):  # Python 3.13 says the one of a loop, earlier ones the other
+        raise UntrustedModelError(f"{path} is a link that leads nowhere.", do=_DISTRUST) from None
+    if not _is_below(target, directory) and not _is_hub_blob(target, directory):
+        raise UntrustedModelError(
+            f"{path} is a link to {target}, outside the model's directory.",
+            do="Put the file itself in its place, if it belongs to the model.",
+        )
 
 
 def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> None:
@@ -111,12 +135,10 @@ def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> No
             "themselves.",
             do="Merge the two: peft's model.merge_and_unload().save_pretrained(DIR).",
         )
-    kind = top.get("model_type")
-    has_class = path.name != "config.json" or (isinstance(kind, str) and kind in known_types)
     for place, key, value in _members(document):
         nested = place.parent is not None
         if key == "auto_map" and isinstance(value, dict | list | str) and value:
-            if nested or not has_class:
+            if nested or not _has_class(path, top, known_types):
                 raise UntrustedModelError(
                     f"{path}: {place} names Python code that comes with the model: "
                     f"{_code_files(directory, value)}.",
@@ -134,12 +156,25 @@ def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> No
                 "itself trust.",
                 do="Remove the key, or pass --trust-remote-code if you trust the model's author.",
             )
+        elif key in _SWITCHES and not nested and value:
+            raise UntrustedModelError(
+                f"{path}: {place} names other files, which transformers reads in the place of "
+                f"{_SWITCHES[key]} by its own version.",
+                do=f"Put what this version needs into {_SWITCHES[key]} and remove the key.",
+            )
         elif key in _ATTENTION_KEYS:
             _screen_attention(path, place, value)
         elif isinstance(value, str) and (
-            (key in _PATH_KEYS and nested) or _FILE_KEYS.search(key) or key == "gguf_file"
+            (key in _PATH_KEYS and nested) or _FILE_KEYS.search(key) or key in _TOP_PATH_KEYS
         ):
             _screen_path(directory, path, place, value)
+
+
+def _has_class(path: Path, top: Mapping[str, Any], known_types: Container[str]) -> bool:
+    """Return whether transformers takes a class of its own, whatever code a configuration names."""
+    kind = top.get("model_type")
+    is_config = path.name.startswith("config.")
+    return not is_config or (isinstance(kind, str) and kind in known_types)
 
 
 class _Place(NamedTuple):
@@ -203,7 +238,11 @@ def _screen_path(directory: Path, path: Path, place: _Place, value: str) -> None
         return
     # A tokenizer's settings often keep the path on the machine that saved them.
     target = directory / value
-    if _FILE_KEYS.search(str(place.key)) and (not target.exists() or _is_below(target, directory)):
+    try:
+        is_harmless = not target.exists() or _is_below(target, directory)
+    except OSError:  # a name that is too long for any file
+        is_harmless = True
+    if _FILE_KEYS.search(str(place.key)) and is_harmless:
         return
     raise UntrustedModelError(
         f"{path}: {place} is {_SHORT.repr(value)}, which leads out of the model's directory.",
@@ -239,18 +278,6 @@ def _code_files(directory: Path, value: Any) -> str:
     shown = list(dict.fromkeys(files))
     more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
     return ", ".join(shown[:5])[:_LONGEST] + more or "it does not say which"
-
-
-def _linked_out(directory: Path) -> Iterator[Path]:
-    """Yield side files, code and folders that are links to somewhere else.
-
-    Weights may be links, as people keep them on other disks: they are parsed, never copied.
-    """
-    for path in directory.rglob("*"):
-        if path.is_symlink() and (path.suffix in _COPIED_SUFFIXES or path.is_dir()):
-            target = path.resolve()
-            if not _is_below(target, directory) and not _is_hub_blob(target, directory):
-                yield path
 
 
 def _is_below(target: Path, directory: Path) -> bool:

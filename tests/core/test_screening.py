@@ -94,6 +94,25 @@ REFUSED = {
         r"\[0\].path is '../../x'",
     ),
     "modules of another shape": ({"modules.json": ["evil"]}, "type is 'evil'"),
+    "for one version": (
+        {"config.4.0.0.json": {"model_type": "mine", **NESTED}}, "config.4.0.0.json: auto_map",
+    ),
+    "trust for one version": (
+        {"vision/config.4.0.json": {"trust_remote_code": True}},
+        "config.4.0.json: trust_remote_code is True",
+    ),
+    "switch": (
+        {"config.json": {"model_type": "bert", "configuration_files": ["config.4.0.0.json"]}},
+        "config.json: configuration_files names other files",
+    ),
+    "switch of a tokenizer": (
+        {"tokenizer_config.json": {"fast_tokenizer_files": ["../../tokenizer.4.0.0.json"]}},
+        "tokenizer_config.json: fast_tokenizer_files names other files",
+    ),
+    "audio tokenizer": (
+        {"audio_tokenizer_config.json": {"audio_tokenizer_name_or_path": "/srv/evil"}},
+        "audio_tokenizer_name_or_path is '/srv/evil'",
+    ),
     "in a folder": (
         {"vision/config.json": {"model_type": "mine", **NESTED}}, "vision/config.json: auto_map",
     ),
@@ -121,6 +140,12 @@ HARMLESS = {
     "where it was saved": {"config.json": {"model_type": "bert", "_name_or_path": "/home/x/ckpt"}},
     "a part's id": {"config.json": {"model_type": "clip", "text": {"_name_or_path": "org/bert"}}},
     "old path": {"tokenizer_config.json": {"tokenizer_file": "/home/x/.cache/none/t.json"}},
+    "labels of files": {
+        "config.json": {"model_type": "bert", "label2id": {"configuration_files": 1}}
+    },
+    "no switch": {"config.json": {"model_type": "bert", "configuration_files": []}},
+    "old settings": {"config.4.0.0.json": {"model_type": "bert", **NESTED}},
+    "no file's name": {"tokenizer_config.json": {"vocab_file": "/" + 5000 * "a"}},
     "vocabulary": {"vocab.json": {"auto_map": 1, "trust_remote_code": 2}},
     "notes": {"training_config.json": {"trust_remote_code": True}},
     "modules": {
@@ -220,3 +245,28 @@ def test_long_keys_above_many_elements_are_not_repeated_for_each(model):
         tracemalloc.stop()
     assert len(str(found.value)) < 2_000
     assert most < 50e6
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "chat_template.jinja", "config.4.0.0.json"])
+def test_a_link_to_itself_is_refused(model, name):
+    directory = model({})
+    (directory / name).symlink_to(name)
+    with pytest.raises(UntrustedModelError, match="is a link"):
+        screen(directory)
+
+
+def test_the_folder_of_chat_templates_may_not_be_elsewhere(model, tmp_path):
+    directory = model({})
+    (tmp_path / "secret.jinja").write_text("secret")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "x.jinja").symlink_to(tmp_path / "secret.jinja")
+    with pytest.raises(UntrustedModelError, match=r"x\.jinja is a link"):
+        screen(directory)
+
+
+def test_settings_for_one_version_are_found_as_transformers_finds_them():
+    """Where this fails, transformers looks for other names, and the screening has to, too."""
+    configuration = pytest.importorskip("transformers.configuration_utils")
+    tokenization = pytest.importorskip("transformers.tokenization_utils_base")
+    assert configuration.get_configuration_file(["config.4.0.0.json"]) == "config.4.0.0.json"
+    assert tokenization.get_fast_tokenizer_file(["tokenizer.4.0.0.json"]) == "tokenizer.4.0.0.json"

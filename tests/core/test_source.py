@@ -47,6 +47,18 @@ def test_a_directory_is_found_with_the_hash_of_every_file_that_matters(tmp_path)
     assert source.record.files["model.safetensors"] == digest
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["config.4.0.0.json", "tokenizer.4.0.0.json", "adapter_config.json", "chat_template.jinja",
+     "additional_chat_templates/tool_use.jinja", "audio_tokenizer_config.json"],
+)  # fmt: skip
+def test_every_file_that_a_loader_may_take_in_anothers_place_has_a_hash(tmp_path, name):
+    root = model_directory(tmp_path / "model")
+    (root / name).parent.mkdir(exist_ok=True)
+    (root / name).write_text("{}")
+    assert name in resolve_source(str(root)).record.files
+
+
 def test_the_same_files_elsewhere_are_the_same_source(tmp_path):
     one, two = model_directory(tmp_path / "a"), model_directory(tmp_path / "b")
     assert resolve_source(str(one)).record.sha256 == resolve_source(str(two)).record.sha256
