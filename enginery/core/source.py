@@ -24,6 +24,7 @@ from enginery.core.external_data import external_data_files
 from enginery.core.fingerprint import combined_sha256, sha256_of
 from enginery.core.json_file import read_json
 from enginery.core.manifest import SourceRecord
+from enginery.core.onnx_structure import read_structure
 from enginery.core.paths import is_inside
 
 # In the order in which transformers 4.57 looks for them; source: modeling_utils.py,
@@ -245,6 +246,7 @@ def _from_onnx(path: Path) -> ModelSource:
     if not path.is_file():
         raise SourceError(f"model '{path}': there is no such file.")
     path = path.resolve()
+    read_structure(path, error=SourceError)  # before the package onnx reads all of it
     names = [path.name, *external_data_files(path)]
     files = {name: sha256_of(path.parent / name) for name in names}
     record = SourceRecord(

@@ -8,9 +8,10 @@ from pathlib import Path
 from enginery.core.errors import ExportError, SourceError
 from enginery.core.external_data import external_data_files
 from enginery.core.model_files import ModelConfig
+from enginery.core.screening import screen_model
 from enginery.export.config import ExportConfig
 from enginery.export.exported import Exported
-from enginery.export.side_files import copy_side_files
+from enginery.export.side_files import copy_side_file, copy_side_files
 from enginery.runtime.graph_limits import check_allocations
 
 
@@ -21,9 +22,15 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> Exported:
         ExportError: the external data would overwrite the graph.
         SourceError: external data is missing or lies outside the model's directory, or the
             config.json beside the graph is malformed.
+        UntrustedModelError: the files beside the graph ask for what only the user may grant, or
+            lie elsewhere, behind links.
     """
+    check_allocations(source, error=SourceError)  # before the package onnx reads all of it
     data = external_data_files(source)
-    check_allocations(source, error=SourceError)
+    has_side_files = (source.parent / ModelConfig.FILE).is_file()
+    if has_side_files:
+        trust = config.trust_remote_code
+        screen_model(source.parent, known_types=_KnownTypes(), trust_remote_code=trust)
     if "model.onnx" in data:
         raise ExportError(f"{source}: its external data is named model.onnx, as the graph will be.")
     shutil.copyfile(source, out / "model.onnx")
@@ -31,9 +38,9 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> Exported:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.parent / name, out / name)
     settings = ModelConfig.read(source.parent, error=SourceError)
-    if (source.parent / ModelConfig.FILE).is_file():
+    if has_side_files:
         copy_side_files(source.parent, out, code=False)
-        shutil.copyfile(source.parent / "config.json", out / "config.json")
+        copy_side_file(source.parent, ModelConfig.FILE, out)
     return Exported(
         files=["model.onnx"],
         task=config.task if config.task != "auto" else "unknown",
@@ -42,3 +49,14 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> Exported:
         config=settings,
         notes=[f"imported from {source.name}"],
     )
+
+
+class _KnownTypes:
+    """The types that transformers has classes for, imported where a file names code of its own."""
+
+    def __contains__(self, kind: object) -> bool:
+        try:
+            from transformers import CONFIG_MAPPING
+        except ImportError:  # an import of a graph needs neither it nor PyTorch
+            return False
+        return kind in CONFIG_MAPPING

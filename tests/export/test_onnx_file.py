@@ -1,12 +1,19 @@
 """Existing .onnx files as artifacts, and what is wrong with some of them."""
 
+import json
+
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginery import export_model, validate_model
-from enginery.core.errors import ExportError, SourceError
+from enginery.core.errors import ExportError, SourceError, UntrustedModelError
+from enginery.core.source import resolve_source
+from enginery.export import graphs
+from enginery.export.config import ExportConfig
+from enginery.export.onnx_file import import_onnx
+from enginery.export.side_files import copy_side_files
 
 
 def linear(path, *, dims=("batch", 4), external="", output="logits"):
@@ -115,3 +122,125 @@ def test_validating_an_imported_graph_asks_for_its_pytorch_model(exported, tiny_
     with pytest.raises(SourceError, match=r"no PyTorch model.*--reference"):
         validate_model(artifact)
     assert validate_model(artifact, reference=str(source)).passed
+
+
+@pytest.fixture
+def beside(tmp_path):
+    """`beside(config)`: a folder with mine.onnx and config.json, and a secret beside it."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "config.json").write_text('{"password": "1234"}')
+
+    def make(config):
+        (tmp_path / "model").mkdir()
+        path = linear(tmp_path / "model" / "mine.onnx")
+        (path.parent / "config.json").write_text(json.dumps(config))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("notes.txt", "/proc/self/environ"),
+        ("license.txt", "../secret/config.json"),
+        ("1_Pooling", "../secret"),
+        ("1_Pooling/config.json", "../../secret/config.json"),
+        ("config.json", "../secret/config.json"),
+    ],
+)
+def test_what_lies_elsewhere_is_never_copied(beside, tmp_path, name, target, trust):
+    path, out = beside({"model_type": "bert"}), tmp_path / "out"
+    link = path.parent / name
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+    out.mkdir()
+    with pytest.raises(UntrustedModelError, match=f"{name} is a link to .*Put the file itself"):
+        import_onnx(path, ExportConfig(trust_remote_code=trust), out)
+    assert not any("1234" in file.read_text() for file in out.rglob("*.json"))
+
+
+def test_an_import_behind_links_leaves_no_artifact(beside, tmp_path):
+    path = beside({"model_type": "bert"})
+    (path.parent / "notes.txt").symlink_to("/proc/self/environ")
+    with pytest.raises(UntrustedModelError, match=r"notes\.txt is a link"):
+        export_model(str(path), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_beside_an_import_are_screened(beside, tmp_path):
+    path = beside({"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config"}})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UntrustedModelError, match=r"config\.json: auto_map names Python code"):
+        import_onnx(path, ExportConfig(), tmp_path / "out")
+
+
+def test_code_for_a_type_that_transformers_has_is_no_alarm(beside, tmp_path):
+    path = beside({"model_type": "bert", "auto_map": {"AutoConfig": "org/name--x.Config"}})
+    (tmp_path / "out").mkdir()
+    assert import_onnx(path, ExportConfig(), tmp_path / "out").model_type == "bert"
+
+
+def test_side_files_of_the_hubs_cache_are_copied(tmp_path):
+    blobs = tmp_path / "models--org--name" / "blobs"
+    snapshot = blobs.parent / "snapshots" / "f00"
+    for folder in (blobs, snapshot / "1_Pooling", tmp_path / "out"):
+        folder.mkdir(parents=True)
+    (blobs / "abc").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/abc")
+    (snapshot / "1_Pooling" / "config.json").symlink_to("../../../blobs/abc")
+    copy_side_files(snapshot, tmp_path / "out", code=False)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").read_text() == "{}"
+
+
+def test_a_side_file_whose_name_no_manifest_takes_is_refused(beside, tmp_path):
+    path = beside({"model_type": "bert"})
+    (path.parent / "a\x1b[2J.txt").write_text("")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UntrustedModelError, match="control characters"):
+        import_onnx(path, ExportConfig(), tmp_path / "out")
+
+
+def test_the_structure_is_checked_before_onnx_reads_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "mine.onnx"
+    path.write_bytes(b"\x00 this is no model")
+    monkeypatch.setattr(onnx, "load", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(SourceError, match="is not an ONNX model, or a damaged one"):
+        resolve_source(str(path))
+    with pytest.raises(SourceError, match="is not an ONNX model, or a damaged one"):
+        import_onnx(path, ExportConfig(), tmp_path)
+
+
+def with_dims(path, dims):
+    """The file with other dims of its input, canonically named."""
+    model = onnx.load(str(path))
+    for dim, new in zip(model.graph.input[0].type.tensor_type.shape.dim, dims, strict=True):
+        if isinstance(new, int):
+            dim.dim_value = new
+        else:
+            dim.dim_param = new
+    onnx.save(model, path)
+    graphs.name_dims(path, {})
+    return path
+
+
+def test_a_size_that_no_manifest_takes_is_refused(tmp_path):
+    path = with_dims(linear(tmp_path / "mine.onnx"), ("batch", 2**40))
+    with pytest.raises(ExportError, match=r"'x': dims\.1.*less than or equal to 2147483647"):
+        graphs.record_graph(path, tmp_path)
+
+
+def test_a_name_that_no_manifest_takes_is_refused(tmp_path):
+    path = linear(tmp_path / "mine.onnx", output="scores\x1b[2J")
+    with pytest.raises(ExportError, match="no control character"):
+        graphs.record_graph(path, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["²", "1" * 5000])
+def test_a_dim_of_digits_that_are_no_size_is_no_name(tmp_path, name):
+    path = with_dims(linear(tmp_path / "mine.onnx"), ("batch", name))
+    with pytest.raises(ExportError, match="dim 1 of input 'x' is dynamic and named"):
+        graphs.check(path)
