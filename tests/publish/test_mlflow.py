@@ -65,10 +65,10 @@ def client(server):
     return MlflowClient(server)
 
 
-def opened(server, url):
+def opened(url):
+    """The model, from the server that MLFLOW_TRACKING_URI names; `set_tracking_uri` would last."""
     import mlflow
 
-    mlflow.set_tracking_uri(server)
     return mlflow.pyfunc.load_model(url.replace("mlflow:", "models:"))
 
 
@@ -228,7 +228,7 @@ def test_a_loaded_model_answers_as_the_artifact_does(server, exported, task):
 
     artifact = exported("bert", task)
     published = stage.run(artifact, f"mlflow:/{task}", UNVALIDATED)
-    model = opened(server, published.url)
+    model = opened(published.url)
     assert model.metadata.signature is not None
     inputs, table = {
         "question-answering": (
@@ -267,7 +267,7 @@ def test_images_go_in_as_their_files(server, exported):
     table = pd.DataFrame({"image": [stream.getvalue()]})
     with load_model(artifact) as direct:
         expected = [a.to_dict() for a in direct.classify_images([stream.getvalue()])]
-    assert opened(server, published.url).predict(table) == expected
+    assert opened(published.url).predict(table) == expected
 
 
 def test_the_same_content_is_one_version(server, artifact):
