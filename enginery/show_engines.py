@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from enginery.console import human_bytes
@@ -38,7 +39,7 @@ def engine_json(engine: Engine) -> dict[str, Any]:
     """The record of an engine with its path and all of its layers."""
     return {
         **_record_json(engine),
-        "all_layers": [layer.model_dump(mode="json") for layer in engine.layers()],
+        "all_layers": [asdict(layer) for layer in engine.layers()],
     }
 
 

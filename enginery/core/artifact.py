@@ -13,6 +13,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -361,11 +362,9 @@ def link_or_copy(source: Path, target: Path, *, linked: bool = True) -> None:
     """
     if linked and source.stat().st_size >= 1 << 20:
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with suppress(OSError):  # another file system, or one without links: copy
             os.link(source, target)
             return
-        except OSError:
-            pass  # another file system, or one without links: copy
     copy_file(source, target)
 
 

@@ -10,6 +10,7 @@ Takes and leaves JSON, in `engines/<flavor>-<sm>-<key16>/` of the artifact that 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,9 @@ ENGINE_FILE = "engine.json"
 SCHEMA_VERSION: Literal[1] = 1
 _KEY_DIGITS = 16
 
+Kind = Literal["gemm", "convolution", "attention", "other"]
+"""Of a layer, whatever TensorRT calls it."""
+
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,17 +43,24 @@ class GpuRecord(_Record):
     driver: str = ""
 
 
-class LayerRecord(_Record):
-    """One layer of an engine, as `layers.json` lists it; see `LayerInfo` of the runtime."""
+@dataclass(frozen=True)
+class LayerRecord:
+    """One layer of an engine, as `layers.json` lists it."""
 
     name: str
-    kind: str
+    kind: Kind
     precision: str
+    """What a GEMM, a convolution or an attention multiplies, and any other layer gives its result
+    in: fp32, fp16, bf16, fp8, int8, or TensorRT's name of another type."""
     type: str
+    """TensorRT's own word: gemm, kgen (a generated kernel), runtime_fusion, CaskConvolution, …"""
     inputs: tuple[str, ...]
+    """The types of the activations that it takes."""
     constants: tuple[str, ...]
+    """The types of its weights and scales."""
     outputs: tuple[str, ...]
     nodes: tuple[str, ...]
+    """The ONNX nodes that are in it."""
     tactic: str
 
 

@@ -9,7 +9,7 @@ Takes a function that draws; leaves SVG text, the same bytes for the same number
     True
 
 Matplotlib is not part of the bare install: without it nothing is drawn, and the numbers are in the
-JSON beside. Text stays text, which takes less room; curves have markers of their own, so that color
+JSON beside. Text stays text, which is smaller; curves have markers of their own, so that color
 is not all that tells them apart.
 """
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.child import ask_child
+from enginery.core.engine_record import LayerRecord
 from enginery.core.errors import OptionError, ProviderError, ShapeError, SourceError
 from enginery.core.home import enginery_home
 from enginery.core.shapes import Profile, TensorSpec
@@ -29,7 +30,6 @@ from enginery.runtime.tensorrt_build import build_here
 from enginery.runtime.tensorrt_capability import resolve_capabilities
 from enginery.runtime.tensorrt_key import key_fields
 from enginery.runtime.tensorrt_library import has_tensorrt, require_tensorrt
-from enginery.runtime.tensorrt_log import LayerInfo
 from enginery.runtime.tensorrt_options import (
     CLASSIC,
     FLAVORS,
@@ -50,7 +50,7 @@ __all__ = [
     "BuiltPlan",
     "Coverage",
     "Flavor",
-    "LayerInfo",
+    "LayerRecord",
     "ParseReport",
     "Refusal",
     "build_plan",
@@ -199,7 +199,7 @@ def _ask_worker(action: str, path: Path, flavor: Flavor, request: Mapping[str, A
 def _records(found: Mapping[str, Any]) -> dict[str, Any]:
     """The dataclasses in a result, from the JSON that the child made of them."""
     kinds = {
-        "inputs": TensorSpec, "outputs": TensorSpec, "layers": LayerInfo,
+        "inputs": TensorSpec, "outputs": TensorSpec, "layers": LayerRecord,
         "refusals": Refusal, "refused": Refusal,
     }  # fmt: skip
     return {

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from enginery.core.engine_record import LayerRecord
 from enginery.core.errors import OptionError, ProviderError, ShapeError
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.shapes import Profile, TensorSpec, dynamic_dims
@@ -29,7 +30,7 @@ from enginery.runtime.tensorrt_library import (
     load_tensorrt,
     trt_messages,
 )
-from enginery.runtime.tensorrt_log import LayerInfo, memory_bytes, read_layers
+from enginery.runtime.tensorrt_log import memory_bytes, read_layers
 from enginery.runtime.tensorrt_options import CLASSIC, RTX, BuildOptions, Flavor
 from enginery.runtime.tensorrt_parse import (
     MERGED_CONDITION,
@@ -149,7 +150,7 @@ def _configure_classic(
 
 def _layers_and_memory(
     trt: Any, flavor: Flavor, plan: Any, options: BuildOptions, messages: Messages
-) -> tuple[tuple[LayerInfo, ...], dict[str, int]]:
+) -> tuple[tuple[LayerRecord, ...], dict[str, int]]:
     """The engine's layers, and the device memory that it takes in bytes."""
     memory = memory_bytes(messages.texts("info"))
     if flavor is RTX:

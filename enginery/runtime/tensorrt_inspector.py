@@ -1,7 +1,7 @@
 """An engine's layers from TensorRT's own inspector, for classic TensorRT.
 
 Takes the JSON that the inspector gives of an engine built with detailed verbosity; leaves one
-`LayerInfo` a layer.
+`LayerRecord` a layer.
 
     >>> layers = read_inspector(engine.create_engine_inspector().get_engine_information(JSON))
     >>> [layer.name for layer in layers if layer.precision == "int8"]
@@ -19,11 +19,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from enginery.core.engine_record import Kind, LayerRecord
 from enginery.core.errors import ProviderError
 from enginery.runtime.tensorrt_library import Messages
 from enginery.runtime.tensorrt_log import (
-    Kind,
-    LayerInfo,
     layer_kind,
     onnx_nodes,
     precision_named,
@@ -49,7 +48,7 @@ _PARAMETERS: dict[str, Kind] = {
 
 def inspect_plan(
     trt: Any, plan: Any, messages: Messages, *, host_code_allowed: bool
-) -> tuple[tuple[LayerInfo, ...], int]:
+) -> tuple[tuple[LayerRecord, ...], int]:
     """Loads an engine on this GPU: its layers, and the bytes of device memory for activations.
 
     Args:
@@ -75,7 +74,7 @@ def inspect_plan(
     return layers, int(engine.device_memory_size_v2)
 
 
-def read_inspector(text: str) -> tuple[LayerInfo, ...]:
+def read_inspector(text: str) -> tuple[LayerRecord, ...]:
     """The layers of an engine, from the inspector's JSON; never seen from a real GPU.
 
     Raises:
@@ -95,7 +94,7 @@ def read_inspector(text: str) -> tuple[LayerInfo, ...]:
     return tuple(_layer(layer) for layer in layers)
 
 
-def _layer(layer: Mapping[str, Any]) -> LayerInfo:
+def _layer(layer: Mapping[str, Any]) -> LayerRecord:
     name, kind_name = str(layer.get("Name", "")), str(layer.get("LayerType", ""))
     kind = _PARAMETERS.get(str(layer.get("ParameterType", "")), layer_kind(name, kind_name))
     inputs, outputs = _types(layer.get("Inputs", [])), _types(layer.get("Outputs", []))
@@ -103,7 +102,7 @@ def _layer(layer: Mapping[str, Any]) -> LayerInfo:
     constants = _types([*stored, *layer.get("Constants", [])])
     # Of dynamic shapes the inspector may not say the type; a product's weights have it then.
     known = inputs or (constants[:1] if kind != "other" else ())
-    return LayerInfo(
+    return LayerRecord(
         name=name,
         kind=kind,
         precision=product_precision(name, kind, known, constants, outputs),
@@ -117,7 +116,7 @@ def _layer(layer: Mapping[str, Any]) -> LayerInfo:
 
 
 def _types(tensors: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The types of tensors, in the words of `LayerInfo`; those that are not known left out."""
+    """The types of tensors, in the words of `LayerRecord`; those that are not known left out."""
     words = (
         str(next((tensor[key] for key in (*_TYPE_KEYS, "Type") if key in tensor), ""))
         for tensor in tensors

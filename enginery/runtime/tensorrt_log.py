@@ -1,6 +1,6 @@
 """An engine's layers, read from TensorRT's build log.
 
-Takes the log of a build with detailed verbosity, by TensorRT for RTX; leaves one `LayerInfo` a
+Takes the log of a build with detailed verbosity, by TensorRT for RTX; leaves one `LayerRecord` a
 layer. TensorRT's own inspector (`tensorrt_inspector`) wants the GPU that the engine is for; the log
 does not.
 
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-Kind = Literal["gemm", "convolution", "attention", "other"]
+from enginery.core.engine_record import Kind, LayerRecord
 
 _LAYER = re.compile(
     r"^Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), Inputs: (?P<inputs>\[.*?\])"
@@ -45,30 +43,9 @@ _QUANTIZED = ("int8", "fp8", "int4", "fp4")
 _FLOATS = ("fp32", "fp16", "bf16")
 
 
-@dataclass(frozen=True)
-class LayerInfo:
-    """One layer of an engine."""
-
-    name: str
-    kind: Kind
-    precision: str
-    """What a GEMM, a convolution or an attention multiplies, and any other layer gives its result
-    in: fp32, fp16, bf16, fp8, int8, or TensorRT's name of another type."""
-    type: str
-    """TensorRT's own word: gemm, kgen (a generated kernel), runtime_fusion, CaskConvolution, …"""
-    inputs: tuple[str, ...]
-    """The types of the activations that it takes."""
-    constants: tuple[str, ...]
-    """The types of its weights and scales."""
-    outputs: tuple[str, ...]
-    nodes: tuple[str, ...]
-    """The ONNX nodes that are in it."""
-    tactic: str
-
-
-def read_layers(messages: Iterable[str]) -> tuple[LayerInfo, ...]:
+def read_layers(messages: Iterable[str]) -> tuple[LayerRecord, ...]:
     """The engine's layers in order; none where the log does not have them."""
-    found: list[LayerInfo] = []
+    found: list[LayerRecord] = []
     for message in messages:
         if message.startswith("Layers:"):
             found = [
@@ -77,7 +54,7 @@ def read_layers(messages: Iterable[str]) -> tuple[LayerInfo, ...]:
     return tuple(found)
 
 
-def read_layer(line: str) -> LayerInfo | None:
+def read_layer(line: str) -> LayerRecord | None:
     """One line of the list of layers; None for a line that is no layer."""
     match = _LAYER.match(line)
     if not match:
@@ -90,7 +67,7 @@ def read_layer(line: str) -> LayerInfo | None:
     kind = layer_kind(name, kind_name)
     rest = match["rest"]
     tactic = _TACTIC.search(rest)
-    return LayerInfo(
+    return LayerRecord(
         name=name,
         kind=kind,
         precision=product_precision(name, kind, inputs, constants, outputs),
@@ -125,7 +102,7 @@ def product_precision(
     constants: Sequence[str],
     outputs: Sequence[str],
 ) -> str:
-    """What a product multiplies, and any other layer gives its result in; see `LayerInfo`."""
+    """What a product multiplies, and any other layer gives its result in; see `LayerRecord`."""
     if kind == "other":
         return next(iter([*outputs, *inputs]), "")
     taken = next(iter([*inputs, *outputs]), "")

@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from enginery.core.engine_record import Kind, LayerRecord
 from enginery.core.errors import ProviderError
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.tensorrt_log import Kind, LayerInfo
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class BuiltPlan:
     plan_bytes: int
     """The size of the plan."""
     flavor: str
-    layers: tuple[LayerInfo, ...]
+    layers: tuple[LayerRecord, ...]
     """In the order that they run."""
     tensorrt: str
     """TensorRT's version; the plan runs with no other."""

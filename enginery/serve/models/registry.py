@@ -17,8 +17,8 @@ from enginery.serve.models.served_model import OnBatch, ServedModel, Unavailable
 _log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
-_RETIRE_SECONDS = 30.0
-"""A model that was replaced has so long at least: a reload loses no request."""
+_DRAIN_SECONDS = 30.0
+"""For a model that was replaced to answer what it has, whatever --grace says."""
 
 Result = TypeVar("Result")
 
@@ -187,7 +187,7 @@ class ModelRegistry:
             await new.close(drain=False)
             return Reloaded(swapped=False, text="not reloaded: the server is about to end")
         self._models[name] = new
-        self._begin(old.retire(timeout_seconds=max(self._config.grace, _RETIRE_SECONDS)))
+        self._begin(old.retire(timeout_seconds=max(self._config.grace, _DRAIN_SECONDS)))
         now = _content(new)
         same = before == now
         return Reloaded(

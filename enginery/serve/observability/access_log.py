@@ -65,7 +65,7 @@ class AccessLog:
 
     @property
     def dropped(self) -> int:
-        """Lines that there was no room for, or no reader."""
+        """Return how many lines a full queue, or a reader that has gone, has cost."""
         return self._queue.dropped
 
     def write(self, record: RequestRecord) -> None:
@@ -94,7 +94,7 @@ class AccessLog:
 
 
 class _Queue(logging.handlers.QueueHandler):
-    """A queue that never keeps a request waiting: what there is no room for is counted."""
+    """A queue that never keeps a request waiting: what a full one drops is counted."""
 
     queue: SimpleQueue[Any]
 
@@ -108,7 +108,7 @@ class _Queue(logging.handlers.QueueHandler):
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Put the record into the queue, where there is room."""
+        """Put the record into the queue, or count it as dropped where the queue is full."""
         if self.queue.qsize() >= self._most:
             self.dropped += 1
         else:

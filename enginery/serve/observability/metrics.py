@@ -231,7 +231,7 @@ class _ModelCollector(Collector):
         yield from (ready, inputs, tokens, about)
         yield CounterMetricFamily(
             "enginery_access_log_dropped",
-            "Lines that the access log had no room for.",
+            "Lines that the access log dropped because it was full.",
             value=self.dropped(),
         )
 
