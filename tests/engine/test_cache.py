@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -233,7 +234,7 @@ def test_a_list_that_lacks_a_layer_is_noticed(tmp_path):
     artifact = product(tmp_path / "a")
     engine, _ = obtain(artifact)
     (engine.path / "layers.json").write_text(
-        json.dumps([layer.model_dump() for layer in engine.layers()[1:]])
+        json.dumps([asdict(layer) for layer in engine.layers()[1:]])
     )
     assert find_engine(request_of(artifact)) is None
 
