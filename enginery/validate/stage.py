@@ -47,6 +47,7 @@ from enginery.runtime.provider_wish import ProviderWish, parse_wishes, wish_text
 from enginery.runtime.providers import choose_providers
 from enginery.validate.budget import is_quantized
 from enginery.validate.cases import LONGEST, profile_cases, profiles_by_graph, sweep_cases
+from enginery.validate.claims import require_true_claims
 from enginery.validate.compare import Limits, compare_graph
 from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.embeddings import EmbeddingComparison
@@ -142,8 +143,10 @@ def run(
         ProviderError: the provider cannot be had, or does not load the graph.
         ShapeError: a profile does not fit.
         InputError: the data cannot be read, or nothing in the artifact takes them.
+        ArtifactError: its graphs are not of the precision, or not quantized, as the manifest says.
     """
     started = time.monotonic()
+    require_true_claims(artifact)
     key = fingerprint(artifact, config)
     reached = reached_profiles(artifact, wish_of(config), allow_fallback=config.allow_fallback)
     limits = Limits.of(artifact, config)
