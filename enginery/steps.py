@@ -146,7 +146,7 @@ def build_step(
     An artifact that has all the engines that are asked for is itself the result.
     """
     from enginery.engine import stage as build
-    from enginery.engine.request import read_requests
+    from enginery.engine.key import read_requests
 
     started = time.monotonic()
     artifact.require_passed(allow_failed=config.allow_failed)

@@ -14,8 +14,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
-from enginery.doctor.asking import ask
 from enginery.doctor.report import Finding, Gpu, NvidiaStatus
+from enginery.doctor.subprocess_probe import ask
 from enginery.runtime.gpus import driver_version
 from enginery.runtime.obstacles import MIN_DRIVER
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from enginery.core.progress import SILENT, Progress
 from enginery.doctor.advice import advise
-from enginery.doctor.asking import Answer, ask
 from enginery.doctor.config import DoctorConfig
 from enginery.doctor.machine import examine_machine
 from enginery.doctor.nvidia import examine_nvidia, nvidia_findings
 from enginery.doctor.packages import examine_packages, installed_version
 from enginery.doctor.report import Finding, MachineStatus, NvidiaStatus, ProviderStatus, Report
+from enginery.doctor.subprocess_probe import Answer, ask
 from enginery.doctor.tensorrt import tensorrt_findings
 from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, full_name, short_name
 from enginery.runtime.provider_table import TABLE

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enginery.core.errors import ShapeError
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims, resolve_dim
-from enginery.engine.coverage import (
+from enginery.engine.profile_coverage import (
     check_all_used,
     overlaps,
     uncovered_combinations,

@@ -14,7 +14,7 @@ from typing import Any
 
 from enginery.core.engine import Engine
 from enginery.engine.build import GraphCoverage
-from enginery.engine.request import Requested
+from enginery.engine.key import Requested
 
 NOT_RUN = "no engine of this package has been run on a GPU yet"
 _FIRST_PROFILE = (

@@ -43,9 +43,9 @@ from enginery.engine.build import (
     place_engine,
 )
 from enginery.engine.config import BuildConfig
+from enginery.engine.key import Requested, read_requests
 from enginery.engine.length_figure import save_length_figure
 from enginery.engine.report import BuildReport
-from enginery.engine.request import Requested, read_requests
 from enginery.runtime.tensorrt_options import flavor_named
 
 STAGE = "build"

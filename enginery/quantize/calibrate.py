@@ -26,15 +26,15 @@ from enginery.passes.qdq import ActivationRange, fp16_scale
 from enginery.passes.ranges import float_tensors, measure_ranges
 from enginery.passes.scheme import FP8, INT8, Scheme, Vector
 from enginery.quantize.accuracy import Accuracy, Judge
+from enginery.quantize.activation_statistics import Channels, observe_channels, observe_magnitudes
 from enginery.quantize.batches import MOST_HELD_OUT
-from enginery.quantize.calibration import Channels, observe_channels, observe_magnitudes
+from enginery.quantize.calibration_cache import Recorded, Smoothed
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import Batch, CalibrationData, make_batches
-from enginery.quantize.gating import GatedModel
+from enginery.quantize.layer_toggles import GatedModel
+from enginery.quantize.multiply_adds import Arithmetic, count_multiply_adds, mean_length_feeds
 from enginery.quantize.ranges import choose_range
-from enginery.quantize.recorded import Recorded, Smoothed
 from enginery.quantize.search import Budget, SearchResult, search_mix
-from enginery.quantize.share import Arithmetic, count_multiply_adds, mean_length_feeds
 from enginery.quantize.smoothing import choose_smoothing, mean_error
 
 _MOST_ANSWERS = 1024

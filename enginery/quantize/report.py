@@ -17,9 +17,9 @@ from enginery.core.json_file import json_bytes
 from enginery.passes.layers import Layer
 from enginery.quantize.accuracy import Accuracy
 from enginery.quantize.calibrate import Measured
+from enginery.quantize.calibration_cache import Recorded
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import CalibrationData
-from enginery.quantize.recorded import Recorded
 from enginery.quantize.search import HEADROOM, Budget
 from enginery.quantize.trial import EngineTrial
 

@@ -24,7 +24,7 @@ import numpy as np
 from enginery.passes.layers import Layer
 from enginery.passes.qdq import ActivationRange, bias_shift, quantized_weight, scale_weight
 from enginery.passes.scheme import Scheme, Vector
-from enginery.quantize.calibration import Channels, largest_magnitude, transformed
+from enginery.quantize.activation_statistics import Channels, largest_magnitude, transformed
 
 STRENGTHS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 _FACTOR_LIMIT = 2.0**10

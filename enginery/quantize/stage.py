@@ -45,10 +45,10 @@ from enginery.passes.nodes import infer_types
 from enginery.passes.qdq import insert_qdq
 from enginery.quantize.accuracy import Accuracy, Judge
 from enginery.quantize.calibrate import Measured, calibrate, excluded_layers, scheme_of
+from enginery.quantize.calibration_cache import RANGES, Recorded, find_ranges
 from enginery.quantize.config import QuantizeConfig, check_options
 from enginery.quantize.data import CalibrationData, read_data
 from enginery.quantize.dynamic import make_dynamic
-from enginery.quantize.recorded import RANGES, Recorded, find_ranges
 from enginery.quantize.report import QuantizationReport, budget_notes, save_curve
 from enginery.quantize.trial import build_trials, check_trial
 from enginery.runtime.tracing import GraphTracer

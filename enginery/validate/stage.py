@@ -47,9 +47,9 @@ from enginery.runtime.provider_wish import ProviderWish, parse_wishes, wish_text
 from enginery.runtime.providers import choose_providers
 from enginery.validate.budget import is_quantized
 from enginery.validate.cases import LONGEST, profile_cases, profiles_by_graph, sweep_cases
-from enginery.validate.claims import require_true_claims
 from enginery.validate.compare import Limits, compare_graph
 from enginery.validate.config import ValidateConfig, check_options
+from enginery.validate.declared_precision import require_true_claims
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.engine_cases import reached_profiles, within_profiles
 from enginery.validate.overall import OverallComparison

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from enginery.doctor import nvidia
-from enginery.doctor.asking import Answer
-from enginery.doctor.child import dotted, gpu_fields
 from enginery.doctor.nvidia import examine_nvidia, gpus_from_smi, nvidia_findings
+from enginery.doctor.probe_worker import dotted, gpu_fields
 from enginery.doctor.report import Gpu, NvidiaStatus
+from enginery.doctor.subprocess_probe import Answer
 
 MIB = 1 << 20
 TWO_GPUS = """\

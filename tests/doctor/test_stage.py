@@ -7,7 +7,6 @@ import pytest
 
 from enginery.core.errors import CheckFailedError, ProviderError
 from enginery.doctor import stage
-from enginery.doctor.asking import Answer
 from enginery.doctor.config import DoctorConfig
 from enginery.doctor.report import Gpu, NvidiaStatus, ProviderStatus
 from enginery.doctor.stage import (
@@ -16,6 +15,7 @@ from enginery.doctor.stage import (
     provider_findings,
     provider_status,
 )
+from enginery.doctor.subprocess_probe import Answer
 from enginery.runtime.libraries import cuda_driver
 from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
 

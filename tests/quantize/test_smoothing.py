@@ -4,7 +4,7 @@ import pytest
 from enginery.passes.layers import Layer
 from enginery.passes.qdq import ActivationRange
 from enginery.passes.scheme import FP8, INT8
-from enginery.quantize.calibration import Channels
+from enginery.quantize.activation_statistics import Channels
 from enginery.quantize.smoothing import (
     choose_smoothing,
     mean_error,

@@ -400,7 +400,7 @@ def test_what_is_not_here_says_what_brings_it(machine, provider, words):
 
 @pytest.mark.parametrize("provider", ["xnnpack", "dnnl"])
 def test_a_provider_of_processors_runs_where_it_is_compiled_in(provider):
-    from enginery.doctor.child import examine_provider
+    from enginery.doctor.probe_worker import examine_provider
     from enginery.runtime.onnxruntime_build import compiled_providers
 
     name = SHORT_NAMES[provider]
@@ -427,8 +427,8 @@ def test_the_doctor_has_a_row_for_every_provider_with_what_brings_it():
 
 
 def test_those_that_are_not_here_have_no_answer_where_the_child_died():
-    from enginery.doctor.asking import Answer
     from enginery.doctor.stage import absent_statuses
+    from enginery.doctor.subprocess_probe import Answer
 
     (status,) = absent_statuses(["CoreMLExecutionProvider"], Answer(reason="the process died"))
     assert (status.runs, status.reason) == (False, "the process died")

@@ -8,7 +8,7 @@ from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.passes.layers import find_layers
-from enginery.quantize.share import Arithmetic, count_multiply_adds
+from enginery.quantize.multiply_adds import Arithmetic, count_multiply_adds
 from enginery.runtime.multiply_adds import count_node_work
 
 

@@ -33,7 +33,7 @@ class Answer:
 
 
 def ask(
-    question: Sequence[str], *, timeout_seconds: float, module: str = "enginery.doctor.child"
+    question: Sequence[str], *, timeout_seconds: float, module: str = "enginery.doctor.probe_worker"
 ) -> Answer:
     """Runs `python -m module question…` with this process's packages; reads its last line."""
     # The child sees what this process sees, and -P keeps files of the working directory out of it.

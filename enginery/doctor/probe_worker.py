@@ -1,9 +1,9 @@
 """What is asked in a child process: a provider that crashes must not take the doctor along.
 
-    python -m enginery.doctor.child compiled
-    python -m enginery.doctor.child provider CUDAExecutionProvider
-    python -m enginery.doctor.child absent OpenVINOExecutionProvider CoreMLExecutionProvider
-    python -m enginery.doctor.child nvidia
+    python -m enginery.doctor.probe_worker compiled
+    python -m enginery.doctor.probe_worker provider CUDAExecutionProvider
+    python -m enginery.doctor.probe_worker absent OpenVINOExecutionProvider CoreMLExecutionProvider
+    python -m enginery.doctor.probe_worker nvidia
 
 The answer is one line of JSON on standard output, the last one: libraries print before it.
 """

@@ -6,7 +6,7 @@ from enginery.passes.graph_file import read_graph
 from enginery.passes.layers import find_layers
 from enginery.passes.qdq import ActivationRange
 from enginery.passes.scheme import INT8
-from enginery.quantize.calibration import (
+from enginery.quantize.activation_statistics import (
     Channels,
     observe_channels,
     observe_magnitudes,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from enginery.doctor import child
-from enginery.doctor.asking import Answer, ask, last_error
 from enginery.doctor.one_op import EXPECTED, FEED, one_op_model
+from enginery.doctor.subprocess_probe import Answer, ask, last_error
 from enginery.runtime.obstacles import Obstacle
 from enginery.runtime.provider_names import CPU, CUDA, TENSORRT
 
