@@ -38,7 +38,7 @@ def main() -> None:
         ends = ", ".join(str(bucket.longest) for bucket in found.buckets)
         print(f"| {count} | {ends} | {found.padding:.1%} | {found.ratio:.1%} |")
     if arguments.figure:
-        from enginery.engine.length_figure import save_length_figure
+        from enginery.engine.report import save_length_figure
 
         save_length_figure(arguments.figure, found)
 

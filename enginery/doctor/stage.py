@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from enginery.core.progress import SILENT, Progress
 from enginery.doctor.advice import advise
 from enginery.doctor.config import DoctorConfig
-from enginery.doctor.machine import examine_machine
+from enginery.doctor.machine import examine_machine, machine_findings
 from enginery.doctor.nvidia import examine_nvidia, nvidia_findings
 from enginery.doctor.packages import examine_packages, installed_version
-from enginery.doctor.report import Finding, MachineStatus, NvidiaStatus, ProviderStatus, Report
+from enginery.doctor.report import Finding, NvidiaStatus, ProviderStatus, Report
 from enginery.doctor.subprocess_probe import Answer, ask
 from enginery.doctor.tensorrt import tensorrt_findings
 from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, full_name, short_name
 from enginery.runtime.provider_table import TABLE
 
 _ALWAYS = (CPU, CUDA, TENSORRT, TENSORRT_RTX)
-_LITTLE_DISK_BYTES = 5 << 30
-_LITTLE_MEMORY_BYTES = 2 << 30
 
 
 def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> Report:
@@ -124,35 +121,3 @@ def provider_findings(
                 status.reason,
                 status.remedy,
             )
-
-
-def machine_findings(machine: MachineStatus) -> Iterator[Finding]:
-    """Too little disk or memory, and a store that cannot be written."""
-    store = Path(machine.store)
-    existing = next((p for p in (store, *store.parents) if p.exists()), store)
-    if not os.access(existing, os.W_OK):
-        yield Finding(
-            "error", "the store cannot be written", f"no write permission on {existing}",
-            "Set ENGINERY_HOME to a directory of your own.",
-        )  # fmt: skip
-    for place, free_bytes, remedy in (
-        (
-            machine.store,
-            machine.store_free_bytes,
-            "Run: enginery store prune --max-size 20GB, or set ENGINERY_HOME.",
-        ),
-        (machine.temporary, machine.temporary_free_bytes, "Set TMPDIR to a larger disk."),
-    ):
-        if free_bytes < _LITTLE_DISK_BYTES:
-            yield Finding(
-                "warning", f"little disk space at {place}",
-                f"{free_bytes / (1 << 30):.1f} GiB free; a model takes several times its size",
-                remedy,
-            )  # fmt: skip
-    if 0 < machine.memory_available_bytes < _LITTLE_MEMORY_BYTES:
-        yield Finding(
-            "warning", "little memory",
-            f"{machine.memory_available_bytes / (1 << 30):.1f} GiB available; "
-            "an export holds the model about three times",
-            "Give the machine or the container more memory.",
-        )  # fmt: skip

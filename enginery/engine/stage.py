@@ -44,8 +44,7 @@ from enginery.engine.build import (
 )
 from enginery.engine.config import BuildConfig
 from enginery.engine.key import Requested, read_requests
-from enginery.engine.length_figure import save_length_figure
-from enginery.engine.report import BuildReport
+from enginery.engine.report import BuildReport, save_length_figure
 from enginery.runtime.tensorrt_options import flavor_named
 
 STAGE = "build"

@@ -30,7 +30,6 @@ from enginery.runtime.real_inputs import (
     takes_images,
     takes_real_inputs,
 )
-from enginery.validate.builtin import QUESTIONS
 from enginery.validate.cases import Case
 from enginery.validate.config import ValidateConfig
 
@@ -39,6 +38,14 @@ __all__ = ["real_cases", "require_use_for_data", "takes_real_inputs"]
 _ROWS = 16
 """Texts of one case: enough to be ragged, few enough for any machine."""
 _IMAGES = 4
+
+QUESTION = "When is the museum closed?"
+CONTEXT = (
+    "The museum stands on the north bank of the river. It is closed on Mondays, but its garden "
+    "stays open every day until nine in the evening, and entry to both is free for children."
+)
+QUESTIONS = tuple((QUESTION, context) for context in (CONTEXT, *SENTENCES))
+"""(question, context); one context has the answer, the others have none."""
 
 
 def real_cases(

@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from enginery.doctor import child
-from enginery.doctor.one_op import EXPECTED, FEED, one_op_model
+from enginery.doctor import probe_worker
+from enginery.doctor.probe_worker import EXPECTED, FEED, one_op_model
 from enginery.doctor.subprocess_probe import Answer, ask, last_error
 from enginery.runtime.obstacles import Obstacle
 from enginery.runtime.provider_names import CPU, CUDA, TENSORRT
@@ -123,11 +123,11 @@ def examined(monkeypatch):
     """Examines CUDA on a machine without obstacles, with the session given."""
 
     def examine(session):
-        monkeypatch.setattr(child.obstacles, "find_obstacle", lambda name: None)
-        monkeypatch.setattr(child.obstacles, "find_caveat", lambda name: "")
-        monkeypatch.setattr(child, "_session", lambda name: session)
-        monkeypatch.setattr(child, "_placement", lambda session: set(session.placed))
-        return child.examine_provider(CUDA)
+        monkeypatch.setattr(probe_worker.obstacles, "find_obstacle", lambda name: None)
+        monkeypatch.setattr(probe_worker.obstacles, "find_caveat", lambda name: "")
+        monkeypatch.setattr(probe_worker, "_session", lambda name: session)
+        monkeypatch.setattr(probe_worker, "_placement", lambda session: set(session.placed))
+        return probe_worker.examine_provider(CUDA)
 
     return examine
 
@@ -155,7 +155,7 @@ def test_a_wrong_answer_is_not_running(examined):
 
 
 def test_placement_is_read_from_onnxruntime():
-    assert child._placement(child._session(CPU)) == {CPU}
+    assert probe_worker._placement(probe_worker._session(CPU)) == {CPU}
 
 
 def test_missing_libraries_are_named_beside_a_missing_driver(monkeypatch):
@@ -164,9 +164,9 @@ def test_missing_libraries_are_named_beside_a_missing_driver(monkeypatch):
         for name in ("libcuda.so.1", "libnvinfer.so.10")
     }
     driver = Obstacle("there is no NVIDIA driver: libcuda.so.1 was not found", "Install it.")
-    monkeypatch.setattr(child.obstacles, "find_obstacle", lambda name: driver)
-    monkeypatch.setattr(child.obstacles, "missing_for", lambda name: lost)
-    status = child.examine_provider(TENSORRT)
+    monkeypatch.setattr(probe_worker.obstacles, "find_obstacle", lambda name: driver)
+    monkeypatch.setattr(probe_worker.obstacles, "missing_for", lambda name: lost)
+    status = probe_worker.examine_provider(TENSORRT)
     assert status["missing"] == list(lost)
     assert status["reason"] == (
         "there is no NVIDIA driver: libcuda.so.1 was not found; libnvinfer.so.10 was not found"
@@ -177,7 +177,7 @@ def test_missing_libraries_are_named_beside_a_missing_driver(monkeypatch):
 
 def test_a_broken_onnxruntime_is_the_cpus_reason_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    status = child.examine_provider(CPU)
+    status = probe_worker.examine_provider(CPU)
     assert not status["runs"]
     assert "onnxruntime" in status["reason"]
     assert "pip uninstall -y" in status["remedy"]

@@ -8,10 +8,10 @@ import pytest
 from enginery.core.errors import CheckFailedError, ProviderError
 from enginery.doctor import stage
 from enginery.doctor.config import DoctorConfig
+from enginery.doctor.machine import machine_findings
 from enginery.doctor.report import Gpu, NvidiaStatus, ProviderStatus
 from enginery.doctor.stage import (
     examine,
-    machine_findings,
     provider_findings,
     provider_status,
 )

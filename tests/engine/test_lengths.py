@@ -7,11 +7,11 @@ from enginery.core.errors import InputError, OptionError, ShapeError
 from enginery.core.json_file import read_json
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import TensorSpec
-from enginery.engine import length_figure, lengths
+from enginery.engine import lengths, report
 from enginery.engine.buckets import bucket_lengths
-from enginery.engine.length_figure import save_length_figure
 from enginery.engine.lengths import profiles_from_data, token_lengths
 from enginery.engine.profiles import ProfileReport, check_profiles
+from enginery.engine.report import save_length_figure
 from enginery.runtime.tokenizer import TextTokenizer
 from tests.tiny import tiny_artifact
 
@@ -197,7 +197,7 @@ def test_every_row_is_in_one_bar_and_no_boundary_parts_a_bar():
     for longest in (1, 60, 61, 256, 480):
         axes = Axes()
         rows = np.arange(longest + 1)
-        length_figure._draw(axes, bucket_lengths(rows, 2, most=longest))
+        report._draw(axes, bucket_lengths(rows, 2, most=longest))
         edges, heights, width = axes.bars
         assert heights.sum() == longest + 1
         assert len(edges) <= 60

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from enginery.core.errors import OptionError, ProviderError, RecipeError
-from enginery.doctor.one_op import one_op_model
+from enginery.doctor.probe_worker import one_op_model
 from enginery.runtime.cuda_provider_options import CudaOptions
 from enginery.runtime.onnxruntime_build import provider_library
 from enginery.runtime.option_fields import parse_size, parse_whole
@@ -320,7 +320,7 @@ def test_onnxruntimes_tensorrt_parser_takes_every_option_that_is_known(tensorrts
 _STUBS = """
 import json, sys
 import onnxruntime as ort
-from enginery.doctor.one_op import one_op_model
+from enginery.doctor.probe_worker import one_op_model
 said = []
 for options in json.loads(sys.argv[1]):
     settings = ort.SessionOptions()

@@ -83,7 +83,7 @@ def test_minilm_is_as_close_as_promised(minilm, tmp_path):
     from transformers import AutoModel, AutoTokenizer
 
     from enginery.core.source import resolve_source
-    from enginery.validate.builtin import SENTENCES
+    from enginery.runtime.builtin_inputs import SENTENCES
 
     artifact = export_model(minilm, out=tmp_path / "minilm")
     report = validate_model(artifact)
