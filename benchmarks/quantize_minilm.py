@@ -26,7 +26,7 @@ from enginery import export_model
 from enginery.core.artifact import Artifact
 from enginery.core.options import options_from
 from enginery.quantize import stage
-from enginery.quantize.accuracy import Judge
+from enginery.quantize.accuracy import AccuracyEvaluator
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import CalibrationData, make_batches
 from enginery.runtime.ort import OrtRunner
@@ -63,7 +63,9 @@ def measure(source: Artifact, quantized: Artifact, texts: list[str]) -> dict[str
             part = tuple(texts[start : start + UNSEEN])
             data = CalibrationData("texts", part, (), "", "")
             calibrating, held_out = make_batches(source, record, data, seed=0)
-            draws.append(Judge.of(source, [*calibrating, *held_out], reference).measure(runner))
+            draws.append(
+                AccuracyEvaluator.of(source, [*calibrating, *held_out], reference).measure(runner)
+            )
     neighbours = [draw.neighbour_agreement for draw in draws]
     return {
         "rows": sum(draw.rows for draw in draws),

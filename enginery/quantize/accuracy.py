@@ -1,11 +1,7 @@
-"""How near the answers of one graph are to those of another, on real inputs.
+"""Accuracy of a quantized graph: its outputs against the FP32 graph's on the same inputs.
 
-    >>> judge = Judge.of(artifact, batches, reference, labels=())
-    >>> judge.measure(lambda feeds: quantized(feeds)).cosine
-    0.9987
-
-A sentence-transformers model is judged by its pooled vectors, any other by its graph's float
-outputs, without the positions of padding. The reference is the FP32 graph in ONNX Runtime.
+A sentence-transformers model is compared by its pooled embeddings, any other model by the float
+outputs of its graph, without padded positions. The reference is the FP32 graph in ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -23,34 +19,36 @@ from enginery.quantize.data import Batch
 from enginery.runtime.pooling import Pooling, read_pooling
 
 _MOST_ELEMENTS = 1 << 16
-"""Of one row of one output. Beyond, positions are thinned: a vocabulary has many logits."""
+"""Limit for one row of one output. Longer rows are subsampled: a language model has a logit for
+every token of its vocabulary at every position."""
 _TIE = 1e-6
+"""Similarities closer than this count as equal."""
 
 Outputs = Mapping[str, NDArray[Any]]
 Graph = Callable[[Feeds], Outputs]
 Rows = list[NDArray[np.float32]]
-"""One array a row: (positions, dim), or (1, dim)."""
+"""One array per input row: (positions, dim), or (1, dim)."""
 
 
 @dataclass(frozen=True)
-class Accuracy:
-    """One graph against the reference."""
+class AccuracyMetrics:
+    """Accuracy of one graph relative to the reference."""
 
     rows: int
     cosine: float
-    """Mean over rows; of the worst output, where there are several."""
+    """Mean over rows; with several outputs, the lowest of their means."""
     worst_cosine: float
-    """Of the worst row."""
+    """Lowest cosine of any row."""
     neighbour_agreement: float | None
-    """Share of vectors whose nearest other vector is the same one; None but for embeddings."""
+    """Share of embeddings whose nearest neighbour is the same; None for other models."""
     argmax_agreement: float | None
-    """Share of positions with the same largest score; None for embeddings."""
+    """Share of positions with the same argmax; None for embeddings."""
     label_accuracy: float | None
-    """Share of rows whose largest score is the right label; None without labels."""
+    """Share of rows whose argmax is the correct label; None without labels."""
 
 
-class Judge:
-    """Holds the reference's answers."""
+class AccuracyEvaluator:
+    """Compare graphs with the stored outputs of a reference graph."""
 
     def __init__(
         self, batches: Sequence[Batch], labels: Sequence[int], pooling: Pooling | None
@@ -65,38 +63,38 @@ class Judge:
     def of(
         cls, artifact: Artifact, batches: Sequence[Batch], reference: Graph, *,
         labels: Sequence[int] = (),
-    ) -> Judge:  # fmt: skip
-        """Runs the reference over the batches.
+    ) -> AccuracyEvaluator:  # fmt: skip
+        """Run the reference over the batches and store its outputs.
 
         Raises:
-            ArtifactError: the model's pooling is one that is not known.
+            ArtifactError: the model uses a pooling that is not supported.
         """
         embeds = (artifact.path / "modules.json").is_file()
-        judge = cls(batches, labels, read_pooling(artifact.path) if embeds else None)
-        judge._outputs = tuple(spec.name for spec in artifact.manifest.graphs[0].outputs)
-        judge._expected = judge._answers(reference, judge.batches)
-        return judge
+        evaluator = cls(batches, labels, read_pooling(artifact.path) if embeds else None)
+        evaluator._outputs = tuple(spec.name for spec in artifact.manifest.graphs[0].outputs)
+        evaluator._expected = evaluator._collect_rows(reference, evaluator.batches)
+        return evaluator
 
     @property
     def rows(self) -> int:
-        """How many inputs it measures on."""
+        """Number of input rows in the batches."""
         return sum(len(batch.rows) for batch in self.batches)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The outputs that are compared, by their names in the graph."""
+        """Names of the graph outputs that are compared."""
         return self._outputs
 
-    def measure_reference(self) -> Accuracy:
-        """The reference against itself, and against the labels."""
+    def measure_reference(self) -> AccuracyMetrics:
+        """Compare the reference with itself and with the labels."""
         return self._compare(self._expected, self.batches)
 
-    def measure(self, graph: Graph, *, batches: int = 0) -> Accuracy:
-        """Compares a graph on all batches, or on the first so many."""
+    def measure(self, graph: Graph, *, batches: int = 0) -> AccuracyMetrics:
+        """Compare a graph on all batches, or on the first `batches` of them."""
         part = self.batches[:batches] if batches else self.batches
-        return self._compare(self._answers(graph, part), part)
+        return self._compare(self._collect_rows(graph, part), part)
 
-    def _compare(self, found: Mapping[str, Rows], part: Sequence[Batch]) -> Accuracy:
+    def _compare(self, found: Mapping[str, Rows], part: Sequence[Batch]) -> AccuracyMetrics:
         cosines = {
             name: [_cosine(a, b) for a, b in zip(rows, self._expected[name], strict=False)]
             for name, rows in found.items()
@@ -104,16 +102,16 @@ class Judge:
         means = [float(np.mean(values)) for values in cosines.values()]
         worst = [float(np.min(values)) for values in cosines.values()]
         pooled = self._pooling is not None
-        return Accuracy(
+        return AccuracyMetrics(
             rows=sum(len(batch.rows) for batch in part),
             cosine=min(means, default=1.0),
             worst_cosine=min(worst, default=1.0),
-            neighbour_agreement=self._neighbours(found) if pooled else None,
+            neighbour_agreement=self._neighbour_agreement(found) if pooled else None,
             argmax_agreement=None if pooled else self._argmax_agreement(found),
             label_accuracy=self._label_accuracy(found, part),
         )
 
-    def _answers(self, graph: Graph, batches: Sequence[Batch]) -> dict[str, Rows]:
+    def _collect_rows(self, graph: Graph, batches: Sequence[Batch]) -> dict[str, Rows]:
         answers: dict[str, Rows] = {}
         for batch in batches:
             feeds = batch.load()
@@ -127,27 +125,27 @@ class Judge:
         if self._pooling is not None and tokens is not None and mask is not None:
             return {"embedding": [v[None] for v in self._pooling(tokens, mask)]}
         return {
-            name: _thin([_unpadded(row, index, mask) for index, row in enumerate(value)])
+            name: _subsample([_unpadded(row, index, mask) for index, row in enumerate(value)])
             for name, value in outputs.items()
             if value.dtype.kind == "f" and value.ndim >= 1 and value.size
         }
 
-    def _neighbours(self, found: Mapping[str, Rows]) -> float | None:
+    def _neighbour_agreement(self, found: Mapping[str, Rows]) -> float | None:
         rows = found.get("embedding")
         if rows is None or len(rows) < 2:
             return None
-        mine = _unit(np.concatenate(rows))
-        theirs = _unit(np.concatenate(self._expected["embedding"][: len(rows)]))
+        mine = _normalize(np.concatenate(rows))
+        theirs = _normalize(np.concatenate(self._expected["embedding"][: len(rows)]))
         similar, expected = mine @ mine.T, theirs @ theirs.T
         np.fill_diagonal(similar, -np.inf)
         np.fill_diagonal(expected, -np.inf)
         chosen = expected[np.arange(len(mine)), similar.argmax(axis=1)]
-        # The same text twice is a tie, and either is right.
+        # Duplicate texts tie, and either neighbour is correct.
         return float(np.mean(chosen >= expected.max(axis=1) - _TIE))
 
     def _argmax_agreement(self, found: Mapping[str, Rows]) -> float | None:
         agreed = [
-            np.mean(_largest(mine) == theirs.argmax(axis=-1))
+            np.mean(_argmax_of_finite(mine) == theirs.argmax(axis=-1))
             for name, rows in found.items()
             for mine, theirs in zip(rows, self._expected[name], strict=False)
             if "logits" in name and mine.shape[-1] > 1
@@ -161,26 +159,26 @@ class Judge:
             return None
         order = [row for batch in batches for row in batch.rows]
         right = [
-            int(_largest(logits.ravel())) == self._labels[row]
+            int(_argmax_of_finite(logits.ravel())) == self._labels[row]
             for row, logits in zip(order, answers["logits"], strict=False)
         ]
         return float(np.mean(right))
 
 
-def _largest(scores: NDArray[np.float32]) -> NDArray[np.intp]:
-    """The place of the largest score along the last axis; -1 where one is NaN or infinite."""
+def _argmax_of_finite(scores: NDArray[np.float32]) -> NDArray[np.intp]:
+    """Return the argmax along the last axis, or -1 where a score is NaN or infinite."""
     return np.where(np.isfinite(scores).all(axis=-1), scores.argmax(axis=-1), -1)
 
 
 def _unpadded(row: NDArray[Any], index: int, mask: NDArray[Any] | None) -> NDArray[np.float32]:
-    """One row of an output as (positions, dim), without the positions that are padding."""
+    """Return one row of an output as (positions, dim), without padded positions."""
     values = np.asarray(row, dtype=np.float32)
     if mask is not None and values.ndim >= 1 and len(values) == mask.shape[1]:
         values = values[mask[index].astype(bool)]
     return values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)
 
 
-def _thin(rows: Rows) -> Rows:
+def _subsample(rows: Rows) -> Rows:
     thinned = []
     for row in rows:
         most = max(1, _MOST_ELEMENTS // row.shape[-1])
@@ -190,7 +188,7 @@ def _thin(rows: Rows) -> Rows:
 
 
 def _cosine(mine: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:
-    """Of two arrays as one vector each; NaN and infinities count as no agreement at all."""
+    """Return the cosine of two flattened arrays; -1 if it is not finite."""
     a, b = mine.ravel().astype(np.float64), theirs.ravel().astype(np.float64)
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
     if norms == 0.0:
@@ -199,6 +197,6 @@ def _cosine(mine: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:
     return cosine if np.isfinite(cosine) else -1.0
 
 
-def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float64]:
+def _normalize(vectors: NDArray[np.float32]) -> NDArray[np.float64]:
     wide = vectors.astype(np.float64)
     return np.asarray(wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12))

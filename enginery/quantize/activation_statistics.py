@@ -1,13 +1,8 @@
-"""Activations of the FP32 graph on real inputs, reduced to sizes that rows do not change.
+"""Statistics of the FP32 graph's activations on calibration inputs.
 
-Takes a graph and batches; leaves per activation the extremes of its channels and a fixed sample of
-its rows (first pass), and a histogram of its scaled magnitudes (second pass).
-
-    >>> seen = observe_channels(artifact.model, layers, batches, seed=0)
-    >>> seen["/encoder/layer.0/Add_output_0"].largest.shape
-    (384,)
-
-Padding does not count: where a batch has an attention mask, the rows that it masks are left out.
+The first pass collects the minimum and maximum of each channel and a fixed-size sample of rows.
+The second pass collects a histogram of magnitudes after smoothing. Memory does not grow with the
+number of calibration rows. Positions that the attention mask marks as padding are ignored.
 """
 
 from __future__ import annotations
@@ -36,11 +31,11 @@ Advance = Callable[[], None]
 
 
 @dataclass
-class Channels:
-    """One activation: its channels' extremes, and some of its rows."""
+class ChannelStatistics:
+    """Minimum and maximum of each channel of an activation, and a random sample of its rows."""
 
     width: int
-    """Channels; 1 for what enters a convolution, which has one scale for all."""
+    """Number of channels; 1 for the input of a convolution, which has a single scale."""
     seed: int
     smallest: Vector = field(init=False)
     largest: Vector = field(init=False)
@@ -56,24 +51,25 @@ class Channels:
         self._generator = np.random.default_rng(self.seed)
 
     @property
-    def reach(self) -> float:
-        """The largest magnitude of all channels."""
+    def largest_magnitude(self) -> float:
+        """Largest magnitude over all channels."""
         return float(max(np.abs(self.smallest).max(), np.abs(self.largest).max()))
 
     @property
     def capacity(self) -> int:
-        """The most rows that are kept."""
+        """Maximum number of rows in the sample."""
         return max(16, min(_SAMPLE_ROWS, _SAMPLE_BYTES // (4 * self.width)))
 
     @property
     def sample(self) -> Vector:
-        """(at most `capacity`, width): rows drawn evenly from all that were added."""
+        """Uniform random sample of the added rows: float32 (at most `capacity`, width)."""
         return self._sample
 
     def add(self, rows: Vector) -> None:
-        """Takes rows (n, width).
+        """Add rows (n, width) to the statistics.
 
-        Every row draws a number, and those with the smallest are kept: an even sample of a stream.
+        Reservoir sampling: each row gets a random key, and the rows with the smallest keys are
+        kept. This is a uniform sample, although the number of rows is not known in advance.
         """
         if len(rows) == 0:
             return
@@ -90,76 +86,80 @@ class Channels:
         self._keys = keys[kept]
 
 
-def observe_channels(
+def collect_channel_statistics(
     model: Path,
     layers: Sequence[Layer],
     batches: Sequence[Batch],
     *,
     seed: int,
     advance: Advance = lambda: None,
-) -> dict[str, Channels]:
-    """The first pass: extremes and samples of every activation that enters one of the layers.
+) -> dict[str, ChannelStatistics]:
+    """Run the first pass: collect statistics of every activation that feeds one of the layers.
 
     Raises:
-        InputError: an activation is not finite, or a layer never ran.
+        InputError: an activation is not finite, or was never computed.
     """
-    linear = _by_channel(layers)
-    seen: dict[str, Channels] = {}
-    for name, rows in _traced(model, linear, batches, advance):
+    linear = _per_channel_activations(layers)
+    seen: dict[str, ChannelStatistics] = {}
+    for name, rows in _trace_activations(model, linear, batches, advance):
         if name not in seen:
-            seen[name] = Channels(rows.shape[1], seed)
+            seen[name] = ChannelStatistics(rows.shape[1], seed)
         seen[name].add(rows)
     for name in linear:
         if name not in seen or seen[name].rows == 0:
-            raise InputError(f"the calibration inputs never reach '{name}', so it has no range.")
+            raise InputError(
+                f"no calibration input computes activation '{name}', so it has no range."
+            )
         if not (np.isfinite(seen[name].smallest).all() and np.isfinite(seen[name].largest).all()):
             raise InputError(
-                f"'{name}' is not finite on the calibration inputs, so it has no range.",
+                f"activation '{name}' has NaN or infinite values on the calibration inputs, so it "
+                "has no range.",
                 do="Validate the model first: enginery validate ARTIFACT",
             )
     return seen
 
 
-def observe_magnitudes(
+def collect_histograms(
     model: Path,
     layers: Sequence[Layer],
     batches: Sequence[Batch],
-    seen: Mapping[str, Channels],
+    seen: Mapping[str, ChannelStatistics],
     transforms: Mapping[str, ActivationRange],
     *,
     advance: Advance = lambda: None,
 ) -> dict[str, Histogram]:
-    """The second pass: histograms of every activation as its layers will get it, scaled."""
+    """Run the second pass: collect a histogram of every activation after its smoothing."""
     histograms = {
-        name: Histogram.empty(largest_magnitude(seen[name], transforms[name])) for name in seen
+        name: Histogram.empty(largest_scaled_magnitude(seen[name], transforms[name]))
+        for name in seen
     }
-    for name, rows in _traced(model, _by_channel(layers), batches, advance):
-        histograms[name].add(transformed(rows, transforms[name]))
+    for name, rows in _trace_activations(model, _per_channel_activations(layers), batches, advance):
+        histograms[name].add(scale_and_shift(rows, transforms[name]))
     return histograms
 
 
-def transformed(rows: Vector, ready: ActivationRange) -> Vector:
-    """Rows (n, K) after the multiplier and the offset."""
-    if ready.multiplier is not None:
-        rows = rows * ready.multiplier
-    return rows if ready.offset is None else rows + ready.offset
+def scale_and_shift(rows: Vector, params: ActivationRange) -> Vector:
+    """Apply the multiplier and the offset to rows (n, K)."""
+    if params.multiplier is not None:
+        rows = rows * params.multiplier
+    return rows if params.offset is None else rows + params.offset
 
 
-def largest_magnitude(channels: Channels, ready: ActivationRange) -> float:
-    """The largest magnitude of the scaled activation: exact, as channels are scaled one by one."""
+def largest_scaled_magnitude(channels: ChannelStatistics, params: ActivationRange) -> float:
+    """Return the exact largest magnitude of the activation after scaling and shifting."""
     ends = np.stack([channels.smallest, channels.largest])
-    return float(np.abs(transformed(ends, ready)).max())
+    return float(np.abs(scale_and_shift(ends, params)).max())
 
 
-def _by_channel(layers: Sequence[Layer]) -> dict[str, bool]:
-    """Activations, and whether all that takes them multiplies over the last axis."""
+def _per_channel_activations(layers: Sequence[Layer]) -> dict[str, bool]:
+    """Map each activation to whether all its layers multiply over the last axis."""
     linear: dict[str, bool] = {}
     for layer in layers:
         linear[layer.activation] = linear.get(layer.activation, True) and layer.linear
     return linear
 
 
-def _traced(
+def _trace_activations(
     model: Path, linear: Mapping[str, bool], batches: Sequence[Batch], advance: Advance
 ) -> Iterator[tuple[str, Vector]]:
     with GraphTracer(model, list(linear), optimized=True) as tracer:
@@ -172,9 +172,10 @@ def _traced(
 
 
 def unpadded_rows(value: NDArray[Any], feeds: Feeds, *, by_channel: bool) -> Vector:
-    """An activation as rows of channels, (n, K), without those of padding; (n, 1) for all at once.
+    """Reshape an activation to rows (n, K) without padding; (n, 1) unless `by_channel`.
 
-    The mask speaks for (batch, sequence, K) and for the same flattened, (batch * sequence, K).
+    The attention mask applies to activations of shape (batch, sequence, K), and to the same
+    flattened to (batch * sequence, K).
     """
     value = np.asarray(value, dtype=np.float32)
     mask = feeds.get("attention_mask")

@@ -1,12 +1,8 @@
-"""Calibration inputs as batches for the graph.
+"""Group calibration inputs into batches, and hold some of them out to measure accuracy.
 
-    >>> calibrating, held_out = make_batches(artifact, graph, data, seed=0)
-    >>> held_out[0].load()["input_ids"].shape
-    (7, 24)
-
-Texts of equal length share a batch, so that nothing is padded unless the graph's own sequence is
-fixed. Texts are tokenized and images opened when their batch is run, so that memory holds one
-batch and does not grow with the rows.
+Only texts of equal length share a batch, so that nothing is padded unless the graph has a fixed
+sequence length. Texts are tokenized and images decoded when their batch runs: memory holds one
+batch, however many rows there are.
 """
 
 from __future__ import annotations
@@ -36,42 +32,43 @@ from enginery.runtime.real_inputs import (
 
 _MAX_ROWS = 32
 _MAX_TOKENS = 512
-"""Of one batch: every activation of it is in memory at once. A CPU gains little beyond some
-hundred; with a larger limit more rows would take more memory, as more of them are of one length."""
-_IMAGES = 4
-_HELD_OUT = 4
-"""One row of so many measures."""
-MOST_HELD_OUT = 128
-_LEAST_ROWS = 8
+"""Tokens of one batch: all its activations are in memory at once. A CPU gains little from batches
+of more than a few hundred tokens. Without this limit, memory would grow with the number of rows,
+because more of them would have the same length."""
+_MAX_IMAGES = 4
+_HELD_OUT_STRIDE = 4
+"""Every fourth row is held out; fewer where that would exceed the limit."""
+MAX_HELD_OUT = 128
+_MIN_ROWS_TO_HOLD_OUT = 8
 
 Kind = Literal["texts", "images", "feeds", "random"]
 
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """Inputs as they were read, not yet tokenized."""
+    """Calibration inputs as read, not yet tokenized."""
 
     kind: Kind
     items: Sequence[Any]
-    """Texts, images or paths of images, or dicts of arrays."""
+    """Texts, images or image paths, or dicts of arrays."""
     labels: tuple[Any, ...]
-    """One an item, or none at all."""
+    """One label for each item, or empty."""
     sha256: str
-    """Over the items' contents."""
+    """Digest of the items' content."""
     description: str
 
     @property
-    def holds_out(self) -> bool:
-        """Whether there are enough that some only measure; else the same ones calibrate, too."""
-        return len(self.items) >= _LEAST_ROWS
+    def has_held_out_rows(self) -> bool:
+        """True if there are enough rows to hold some out; otherwise all rows do both jobs."""
+        return len(self.items) >= _MIN_ROWS_TO_HOLD_OUT
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs that go through the graph together."""
+    """Inputs that run through the graph together."""
 
     rows: tuple[int, ...]
-    """Their places among the items."""
+    """Indices into the items."""
     load: Callable[[], Feeds]
 
 
@@ -81,19 +78,21 @@ def make_batches(
     data: CalibrationData,
     *,
     seed: int,
-    most_held_out: int = MOST_HELD_OUT,
+    max_held_out: int = MAX_HELD_OUT,
 ) -> tuple[list[Batch], list[Batch]]:
-    """Batches that calibrate, and batches that measure; the same ones where there are few inputs.
+    """Return the batches to calibrate on and the held-out batches to measure on.
+
+    With fewer than eight inputs both lists hold all of them.
 
     Raises:
-        InputError: an input cannot be used, or does not fit the graph.
-        ArtifactError: the tokenizer or the image processor cannot be used.
+        InputError: an input cannot be read or does not fit the graph.
+        ArtifactError: the tokenizer or the image processor cannot be loaded.
     """
     count = len(data.items)
     rows = list(range(count))
-    every = max(_HELD_OUT, -(-count // most_held_out))
-    held_out = rows[every - 1 :: every] if data.holds_out else rows
-    calibrating = sorted(set(rows) - set(held_out)) if data.holds_out else rows
+    every = max(_HELD_OUT_STRIDE, -(-count // max_held_out))
+    held_out = rows[every - 1 :: every] if data.has_held_out_rows else rows
+    calibrating = sorted(set(rows) - set(held_out)) if data.has_held_out_rows else rows
     make = {"texts": _text_batches, "images": _image_batches, "feeds": _feed_batches}
     if data.kind == "random":
         limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
@@ -123,7 +122,7 @@ def _image_batches(
     return [
         _batch(feeder, items, part, record)
         for places in by_shape.values()
-        for part in in_batches([rows[place] for place in places], _IMAGES, record)
+        for part in in_batches([rows[place] for place in places], _MAX_IMAGES, record)
     ]
 
 
@@ -137,16 +136,16 @@ def _batch(
 def _feed_batches(
     _artifact: Artifact, record: GraphRecord, items: Sequence[Any], rows: Sequence[int]
 ) -> list[Batch]:
-    """Each dict is one batch, as it was given."""
-    return [Batch((row,), partial(_typed, record, items[row])) for row in rows]
+    """Make one batch of each dict, as given."""
+    return [Batch((row,), partial(_cast_feeds, record, items[row])) for row in rows]
 
 
-def _typed(record: GraphRecord, feeds: Mapping[str, NDArray[Any]]) -> Feeds:
+def _cast_feeds(record: GraphRecord, feeds: Mapping[str, NDArray[Any]]) -> Feeds:
     names = [spec.name for spec in record.inputs]
     if set(feeds) != set(names):
         raise InputError(
-            f"a calibration input has {', '.join(sorted(feeds))}; the graph takes "
-            f"{', '.join(names)}."
+            f"a calibration input has the arrays {', '.join(sorted(feeds))}, expected the graph's "
+            f"inputs {', '.join(names)}."
         )
     arrays = {spec.name: np.asarray(feeds[spec.name]).astype(spec.dtype) for spec in record.inputs}
     for spec in record.inputs:
@@ -154,7 +153,7 @@ def _typed(record: GraphRecord, feeds: Mapping[str, NDArray[Any]]) -> Feeds:
             raise InputError(
                 f"a calibration input has {spec.name} of shape {arrays[spec.name].shape}, expected "
                 f"({', '.join(map(str, spec.dims))}).",
-                do="Give each array its batch dim.",
+                do="Add the batch dim to each array.",
             )
     return arrays
 

@@ -1,10 +1,7 @@
-"""From data to everything that Q/DQ need: ranges, smoothing, bias corrections, and what stays out.
+"""Calibration: ranges, smoothing and bias corrections, and the layers that stay in floating point.
 
-    >>> recorded, measured = calibrate(artifact, model, layers, data, config)
-    >>> len(recorded.ranges), measured.accuracy.cosine
-    (24, 0.9985)
-
-Two passes over the data with the FP32 graph; then mixes are measured on rows held out from both.
+Two passes over the calibration batches collect statistics of the FP32 graph's activations. Then
+the search measures mixed-precision graphs on the held-out rows.
 """
 
 from __future__ import annotations
@@ -25,44 +22,49 @@ from enginery.passes.overflow import find_islands, mask_floor
 from enginery.passes.qdq import ActivationRange, fp16_scale
 from enginery.passes.ranges import float_tensors, measure_ranges
 from enginery.passes.scheme import FP8, INT8, Scheme, Vector
-from enginery.quantize.accuracy import Accuracy, Judge
-from enginery.quantize.activation_statistics import Channels, observe_channels, observe_magnitudes
-from enginery.quantize.batches import MOST_HELD_OUT
-from enginery.quantize.calibration_cache import Recorded, Smoothed
+from enginery.quantize.accuracy import AccuracyEvaluator, AccuracyMetrics
+from enginery.quantize.activation_statistics import (
+    ChannelStatistics,
+    collect_channel_statistics,
+    collect_histograms,
+)
+from enginery.quantize.batches import MAX_HELD_OUT
+from enginery.quantize.calibration_cache import CalibrationCache, SmoothQuantParams
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import Batch, CalibrationData, make_batches
-from enginery.quantize.layer_toggles import GatedModel
-from enginery.quantize.multiply_adds import Arithmetic, count_multiply_adds, mean_length_feeds
+from enginery.quantize.layer_toggles import LayerToggleModel
+from enginery.quantize.multiply_adds import MultiplyAdds, count_multiply_adds, mean_length_feeds
 from enginery.quantize.ranges import choose_range
-from enginery.quantize.search import Budget, SearchResult, search_mix
-from enginery.quantize.smoothing import choose_smoothing, mean_error
+from enginery.quantize.search import AccuracyBudget, SearchResult, search_mixed_precision
+from enginery.quantize.smoothing import choose_smoothing, mean_output_error
 
-_MOST_ANSWERS = 1024
-"""Rows that measure a budget in answers, which are counted one by one; a cosine needs fewer."""
+_MAX_COUNTED_ROWS = 1024
+"""Held-out rows for a budget in accuracy, which counts right answers; a cosine needs fewer rows."""
 _FP8_CHANNELS = 16
-"""TensorRT for RTX 1.7 built an FP8 convolution of 3 input channels in FP16, of 16 in FP8."""
+"""Minimum. TensorRT for RTX 1.7 ran an FP8 convolution with 3 input channels in FP16, and one
+with 16 in FP8."""
 _EFFECT_ROWS = 32
-"""Rows that tell harmful layers from harmless ones; the mixes are measured on all."""
+"""Rows that measure the effect of a single layer; mixed-precision graphs are measured on all."""
 _RANGE_BATCHES = 4
-"""Batches that FP16's range is checked on, from the longest to the shortest."""
+"""Batches on which the graph is checked for FP16 overflow, from the longest to the shortest."""
 _RANGE_ROWS = 4
-"""Of each, as every tensor of the graph is looked at."""
+"""Rows of each of these batches: every tensor of the graph is read back."""
 _RANGE_BYTES = 32 << 20
-"""Of inner tensors at once, so that memory does not follow the longest row."""
+"""Tensors that are read back at a time, so that memory does not grow with the longest row."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What the held-out rows said of the mixes."""
+class AccuracySearch:
+    """Result of the search for layers to leave in floating point."""
 
-    search: SearchResult
-    arithmetic: Arithmetic
-    budget: Budget
-    judge: Judge
+    result: SearchResult
+    multiply_adds: MultiplyAdds
+    budget: AccuracyBudget
+    evaluator: AccuracyEvaluator
 
 
-def scheme_of(config: QuantizeConfig) -> Scheme:
-    """The quantized type that the options name."""
+def scheme_from_config(config: QuantizeConfig) -> Scheme:
+    """Return the quantization scheme that the options select."""
     return replace(FP8 if config.scheme == "fp8" else INT8, per_channel=config.per_channel)
 
 
@@ -74,29 +76,31 @@ def calibrate(
     config: QuantizeConfig,
     *,
     progress: Progress = SILENT,
-) -> tuple[Recorded, Measured]:
-    """Calibrates the layers and searches for those to leave out.
+) -> tuple[CalibrationCache, AccuracySearch]:
+    """Calibrate the layers and search for those to leave in floating point.
 
     Args:
-        artifact: with the FP32 graph.
-        model: the same graph.
-        layers: all that were found.
-        data: the inputs.
+        artifact: has the FP32 graph.
+        model: the same graph, in memory.
+        layers: all layers that could be quantized.
+        data: the calibration inputs.
         config: the options.
-        progress: who is told what happens.
+        progress: receives progress messages.
 
     Raises:
         InputError: an input cannot be used, or an activation is not finite.
         OptionError: a pattern of `exclude` matches no layer.
-        CheckFailedError: no mix holds the budget.
+        CheckFailedError: no set of quantized layers meets the accuracy budget.
     """
-    record, scheme = artifact.manifest.graphs[0], scheme_of(config)
-    most = _MOST_ANSWERS if config.accuracy_budget else MOST_HELD_OUT
-    batches, held_out = make_batches(artifact, record, data, seed=config.seed, most_held_out=most)
-    arithmetic = count_multiply_adds(
+    record, scheme = artifact.manifest.graphs[0], scheme_from_config(config)
+    max_held_out = _MAX_COUNTED_ROWS if config.accuracy_budget else MAX_HELD_OUT
+    batches, held_out = make_batches(
+        artifact, record, data, seed=config.seed, max_held_out=max_held_out
+    )
+    multiply_adds = count_multiply_adds(
         artifact.model, model, layers, mean_length_feeds(batches, record)
     )
-    left_out = excluded_layers(layers, config.exclude, arithmetic, scheme)
+    left_out = excluded_layers(layers, config.exclude, multiply_adds, scheme)
     candidates = [layer for layer in layers if layer.name not in left_out]
     if not candidates:
         raise InputError(
@@ -105,54 +109,60 @@ def calibrate(
             + "."
         )
     with progress.task("calibrating: channels", total=len(batches)) as advance:
-        seen = observe_channels(
+        seen = collect_channel_statistics(
             artifact.model, candidates, batches, seed=config.seed, advance=advance
         )
-    silent = {name for name, found in seen.items() if not found.reach}
-    for layer in [x for x in candidates if x.activation in silent]:
+    constant_zero = {name for name, found in seen.items() if not found.largest_magnitude}
+    for layer in [x for x in candidates if x.activation in constant_zero]:
         left_out[layer.name] = "its input is zero on all calibration inputs, so it has no range"
         candidates.remove(layer)
-    seen = {name: found for name, found in seen.items() if name not in silent}
+    seen = {name: found for name, found in seen.items() if name not in constant_zero}
     if not candidates:
         raise InputError("every layer's input is zero on all calibration inputs.")
     weights = _weights(model, candidates)
-    ranges, smoothed = _smooth(candidates, weights, seen, config, scheme, progress)
+    ranges, smoothed = _choose_smoothing(candidates, weights, seen, config, scheme, progress)
     if config.method != "minmax":
-        ranges = _with_method(artifact, candidates, batches, seen, ranges, config, scheme, progress)
-    # The graph stores scales in FP16, so everything from here on is measured with those.
+        ranges = _ranges_by_method(
+            artifact, candidates, batches, seen, ranges, config, scheme, progress
+        )
+    # The graph stores scales in FP16: round them before anything is measured.
     ranges = {
         name: ActivationRange(float(fp16_scale(r.scale)), r.multiplier, r.offset)
         for name, r in ranges.items()
     }
     deltas = {
-        x.name: mean_error(
+        x.name: mean_output_error(
             seen[x.activation].sample, x, weights[x.name], ranges[x.activation], scheme
         )
         for x in candidates
         if config.bias_correction and x.linear and seen[x.activation].width > 1
     }
-    measured = _search(artifact, candidates, ranges, deltas, held_out, data, config, arithmetic,
+    measured = _search(artifact, candidates, ranges, deltas, held_out, data, config, multiply_adds,
                        scheme, progress)  # fmt: skip
-    recorded = Recorded(
+    cache = CalibrationCache(
         graph_sha256=sha256_of(artifact.model),
         scheme=scheme.name,
         ranges=ranges,
         bias_deltas=deltas,
-        left_out={**left_out, **measured.search.left_out},
+        left_out={**left_out, **measured.result.left_out},
         smoothed=smoothed,
-        # Also where the rest stays FP32: the ranges may be used again for FP16.
+        # Needed for an FP32 residual as well: the cache may be reused for FP16.
         fp32_nodes=_fp32_nodes(artifact, model, batches),
     )
-    return recorded, measured
+    return cache, measured
 
 
 def excluded_layers(
     layers: Sequence[Layer],
     patterns: Sequence[str],
-    arithmetic: Arithmetic | None,
+    multiply_adds: MultiplyAdds | None,
     scheme: Scheme,
 ) -> dict[str, str]:
-    """Layers that are never quantized, with reasons: by shape, or by the option `exclude`."""
+    """Return the layers that are never quantized, with reasons: by shape or by `exclude`.
+
+    Raises:
+        OptionError: a pattern matches no layer.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(layer.name, pattern) for layer in layers):
             names = [layer.name for layer in layers]
@@ -162,17 +172,16 @@ def excluded_layers(
     reasons = {}
     for layer in layers:
         named = next((p for p in patterns if fnmatchcase(layer.name, p)), "")
-        vector = arithmetic is not None and arithmetic.rows_by_layer[layer.name] <= 1
+        vector = multiply_adds is not None and multiply_adds.rows_by_layer[layer.name] <= 1
         if layer.obstacle:
             reasons[layer.name] = layer.obstacle
         elif named:
             reasons[layer.name] = f"excluded by '{named}'"
         elif vector and layer.linear:
-            reasons[layer.name] = "one row an input: a matrix-vector product gains nothing"
+            reasons[layer.name] = "one row per input: a matrix-vector product does not get faster"
         elif scheme.name == "fp8" and layer.channels < _FP8_CHANNELS:
             reasons[layer.name] = (
-                f"{layer.channels} input channels: TensorRT multiplies FP8 of {_FP8_CHANNELS} or "
-                "more"
+                f"{layer.channels} input channels; TensorRT's FP8 needs {_FP8_CHANNELS} or more"
             )
     return reasons
 
@@ -182,40 +191,40 @@ def _weights(model: ir.Model, layers: Sequence[Layer]) -> dict[str, Vector]:
     return {layer.name: operands(nodes[layer.name])[1] for layer in layers}
 
 
-def _smooth(
+def _choose_smoothing(
     layers: Sequence[Layer],
     weights: Mapping[str, Vector],
-    seen: Mapping[str, Channels],
+    seen: Mapping[str, ChannelStatistics],
     config: QuantizeConfig,
     scheme: Scheme,
     progress: Progress,
-) -> tuple[dict[str, ActivationRange], dict[str, Smoothed]]:
+) -> tuple[dict[str, ActivationRange], dict[str, SmoothQuantParams]]:
     ranges: dict[str, ActivationRange] = {}
-    smoothed: dict[str, Smoothed] = {}
+    smoothed: dict[str, SmoothQuantParams] = {}
     with progress.task("calibrating: smoothing", total=len(seen)) as advance:
         for name, channels in seen.items():
             group = [(x, weights[x.name]) for x in layers if x.activation == name]
             found = choose_smoothing(
                 channels, group, scheme, strength=config.smoothing, shift=config.shift
             )
-            ranges[name] = found.ready
-            smoothed[name] = Smoothed(found.strength, found.shifted, found.error)
+            ranges[name] = found.params
+            smoothed[name] = SmoothQuantParams(found.strength, found.shifted, found.error)
             advance()
     return ranges, smoothed
 
 
-def _with_method(
+def _ranges_by_method(
     artifact: Artifact,
     layers: Sequence[Layer],
     batches: Sequence[Batch],
-    seen: Mapping[str, Channels],
+    seen: Mapping[str, ChannelStatistics],
     ranges: Mapping[str, ActivationRange],
     config: QuantizeConfig,
     scheme: Scheme,
     progress: Progress,
 ) -> dict[str, ActivationRange]:
     with progress.task("calibrating: ranges", total=len(batches)) as advance:
-        histograms = observe_magnitudes(
+        histograms = collect_histograms(
             artifact.model, layers, batches, seen, ranges, advance=advance
         )
     tops = {
@@ -223,8 +232,8 @@ def _with_method(
         for name, histogram in histograms.items()
     }
     return {
-        name: ActivationRange(tops[name] / scheme.largest, ready.multiplier, ready.offset)
-        for name, ready in ranges.items()
+        name: ActivationRange(tops[name] / scheme.largest, params.multiplier, params.offset)
+        for name, params in ranges.items()
     }
 
 
@@ -236,32 +245,38 @@ def _search(
     held_out: Sequence[Batch],
     data: CalibrationData,
     config: QuantizeConfig,
-    arithmetic: Arithmetic,
+    multiply_adds: MultiplyAdds,
     scheme: Scheme,
     progress: Progress,
-) -> Measured:
-    total = sum(arithmetic.by_layer.values())
-    weights = {layer.name: arithmetic.by_layer[layer.name] / total for layer in layers}
-    few = _few(held_out)
+) -> AccuracySearch:
+    total = sum(multiply_adds.by_layer.values())
+    weights = {layer.name: multiply_adds.by_layer[layer.name] / total for layer in layers}
+    few = _batches_for_effects(held_out)
     with (
-        GatedModel(artifact.model, layers, ranges, deltas, scheme) as gated,
-        progress.task("measuring mixes") as advance,
+        LayerToggleModel(artifact.model, layers, ranges, deltas, scheme) as toggled,
+        progress.task("measuring mixed precision") as advance,
     ):
-        judge = Judge.of(artifact, held_out, lambda feeds: gated(feeds, ()), labels=data.labels)
-        budget = Budget.of(config, judge.measure_reference())
+        evaluator = AccuracyEvaluator.of(
+            artifact, held_out, lambda feeds: toggled(feeds, ()), labels=data.labels
+        )
+        budget = AccuracyBudget.of(config, evaluator.measure_reference())
 
-        def measure(quantized: Collection[str], part: bool) -> Accuracy:
-            return judge.measure(lambda feeds: gated(feeds, quantized), batches=few if part else 0)
+        def measure(quantized: Collection[str], part: bool) -> AccuracyMetrics:
+            return evaluator.measure(
+                lambda feeds: toggled(feeds, quantized), batches=few if part else 0
+            )
 
         names = [layer.name for layer in layers]
-        found = search_mix(names, weights, measure, budget, curve=config.curve, advance=advance)
+        found = search_mixed_precision(
+            names, weights, measure, budget, curve=config.curve, advance=advance
+        )
     for name, reason in found.left_out.items():
-        progress.say(f"quantize: {name} stays as it is: {reason}")
-    return Measured(found, arithmetic, budget, judge)
+        progress.say(f"quantize: {name} is not quantized: {reason}")
+    return AccuracySearch(found, multiply_adds, budget, evaluator)
 
 
 def _fp32_nodes(artifact: Artifact, model: ir.Model, batches: Sequence[Batch]) -> dict[str, str]:
-    """Nodes that FP16 would break, by what the graph's tensors reach; with reasons."""
+    """Return the nodes whose tensors would overflow in FP16, with reasons."""
     fixed = isinstance(artifact.manifest.graphs[0].inputs[0].dims[0], int)
     feeds = [batch.load() for batch in batches[:: -(-len(batches) // _RANGE_BATCHES)]]
     if not fixed:
@@ -273,7 +288,7 @@ def _fp32_nodes(artifact: Artifact, model: ir.Model, batches: Sequence[Batch]) -
     return {name: island.reason for name, island in find_islands(model.graph, found).items()}
 
 
-def _few(batches: Sequence[Batch]) -> int:
-    """How many of the first batches hold `_EFFECT_ROWS` rows."""
+def _batches_for_effects(batches: Sequence[Batch]) -> int:
+    """Return how many of the first batches hold `_EFFECT_ROWS` rows."""
     rows = np.cumsum([len(batch.rows) for batch in batches])
     return int(np.searchsorted(rows, _EFFECT_ROWS)) + 1

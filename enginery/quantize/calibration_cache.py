@@ -1,8 +1,4 @@
-"""What calibration found, on disk: enough to make the same graph again without the data.
-
-    >>> recorded = Recorded.read("build/minilm-int8", graph_sha256="9c1f…", scheme="int8")
-    >>> recorded.ranges["/encoder/layer.0/Add_output_0"].scale
-    0.0312
+"""Calibration cache: the file from which the same quantized graph is made again without data.
 
 It is `reports/ranges.json` of a quantized artifact.
 """
@@ -28,8 +24,8 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Smoothed:
-    """How one activation was smoothed, for the report."""
+class SmoothQuantParams:
+    """Smoothing of one activation, as the report shows it."""
 
     strength: float
     shifted: bool
@@ -37,30 +33,30 @@ class Smoothed:
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """Everything that the data decided."""
+class CalibrationCache:
+    """All results of a calibration."""
 
     graph_sha256: str
-    """Of the FP32 graph: ranges fit no other."""
+    """Digest of the FP32 graph; the ranges fit no other."""
     scheme: str
-    """`int8` or `fp8`: a range is a scale, and a scale is of one of them."""
+    """`int8` or `fp8`, which the scales are for."""
     ranges: dict[str, ActivationRange]
-    """By activation."""
+    """Activation name -> range."""
     bias_deltas: dict[str, Vector]
-    """By layer."""
+    """Layer name -> correction of its bias, float32 (output channels,)."""
     left_out: dict[str, str]
-    """Layers that stay as they are, with reasons."""
-    smoothed: dict[str, Smoothed]
-    """By activation."""
+    """Layers that are not quantized -> reason."""
+    smoothed: dict[str, SmoothQuantParams]
+    """Activation name -> smoothing."""
     fp32_nodes: dict[str, str]
-    """Nodes whose numbers leave FP16's range, with reasons."""
+    """Nodes that would overflow in FP16 -> reason."""
 
-    def quantized(self, layers: Sequence[Layer]) -> list[Layer]:
-        """The layers that are quantized."""
+    def quantized_layers(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Return the layers that are quantized."""
         return [layer for layer in layers if layer.name not in self.left_out]
 
     def to_json(self) -> bytes:
-        """The file's content."""
+        """Return the content of the file."""
         document = {
             "version": VERSION,
             "graph_sha256": self.graph_sha256,
@@ -78,48 +74,54 @@ class Recorded:
         return json.dumps(document).encode() + b"\n"
 
     @classmethod
-    def read(cls, path: str | Path, *, graph_sha256: str, scheme: str) -> Recorded:
-        """Reads the file, or that of an artifact's directory.
+    def read(cls, path: str | Path, *, graph_sha256: str, scheme: str) -> CalibrationCache:
+        """Read the file, or the one in an artifact's directory.
 
         Raises:
-            InputError: there is none, it is not such a file, or it belongs to another graph or
+            InputError: the file is missing or malformed, or was written for another graph or
                 scheme.
         """
-        file = find_ranges(path)
+        file = find_ranges_file(path)
         try:
             found = parse_json(document_bytes(file))
-            recorded = cls(
+            cache = cls(
                 graph_sha256=found["graph_sha256"],
                 scheme=found["scheme"],
                 ranges={n: _range(r) for n, r in found["ranges"].items()},
                 bias_deltas={n: _required(v) for n, v in found["bias_deltas"].items()},
                 left_out=dict(found["left_out"]),
-                smoothed={n: Smoothed(**s) for n, s in found["smoothed"].items()},
+                smoothed={n: SmoothQuantParams(**s) for n, s in found["smoothed"].items()},
                 fp32_nodes=dict(found["fp32_nodes"]),
             )
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"ranges '{file}' cannot be read: {error}.") from error
-        if recorded.graph_sha256 != graph_sha256:
+        if cache.graph_sha256 != graph_sha256:
             raise InputError(
                 f"ranges '{file}' were calibrated for another graph "
-                f"({recorded.graph_sha256[:12]}…, this is {graph_sha256[:12]}…).",
-                do="Calibrate this one: --calibration FILE",
+                f"(found {cache.graph_sha256[:12]}…, expected {graph_sha256[:12]}…).",
+                do="Calibrate this graph: --calibration FILE",
             )
-        if recorded.scheme != scheme:
+        if cache.scheme != scheme:
             raise InputError(
-                f"ranges '{file}' were calibrated for {recorded.scheme}, found --scheme {scheme}.",
-                do="Calibrate anew: --calibration FILE",
+                f"ranges '{file}' were calibrated for {cache.scheme}, but --scheme is {scheme}.",
+                do=f"Calibrate for {scheme}: --calibration FILE",
             )
-        return recorded
+        return cache
 
 
-def find_ranges(path: str | Path) -> Path:
-    """The file itself, or that of an artifact; raises InputError where there is none."""
+def find_ranges_file(path: str | Path) -> Path:
+    """Return the path of the cache: the file itself, or the one in an artifact.
+
+    Raises:
+        InputError: neither exists.
+    """
     given = Path(path).expanduser()
     for file in (given, given / "reports" / RANGES):
         if file.is_file():
             return file
-    raise InputError(f"ranges '{given}': expected a {RANGES}, or an artifact with one.")
+    raise InputError(
+        f"ranges '{given}' not found: expected a {RANGES} file or an artifact that has one."
+    )
 
 
 def _range(record: dict[str, Any]) -> ActivationRange:
@@ -129,7 +131,7 @@ def _range(record: dict[str, Any]) -> ActivationRange:
 
 
 def _list(vector: Vector | None) -> list[float] | None:
-    # float32 through float64 and back is exact.
+    # Converting float32 to float64 and back is exact.
     return None if vector is None else [float(value) for value in vector]
 
 

@@ -1,4 +1,4 @@
-"""The options of the quantize stage; importing them is quick, as `enginery --help` is."""
+"""Options of the quantize stage. Imports are light, so that `enginery --help` is fast."""
 
 from __future__ import annotations
 
@@ -13,126 +13,132 @@ Method = Literal["percentile", "minmax", "moving-average", "entropy", "mse"]
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """How a model's matrix products are quantized, and how far its answers may move."""
+    """Options of quantization: calibration data, scheme, target and accuracy budget."""
 
     calibration: str = ""
-    """Real inputs: a CSV, TSV, JSONL, Parquet or text file, or a folder of images."""
+    """Calibration data: a CSV, TSV, JSONL, Parquet or text file, or a folder of images."""
     column: str = "text"
-    """The column of `calibration` that holds the text."""
+    """Column of `calibration` with the texts."""
     label_column: str = ""
-    """The column that holds the right label, for `accuracy_budget`."""
+    """Column with the correct labels, for `accuracy_budget`."""
     rows: int = 512
-    """How many rows are read, evenly spread over the file. A quarter of them, at most 128 and 1024
-    for `accuracy_budget`, measure the accuracy and calibrate nothing."""
+    """Number of rows to read, evenly spread over the file. A quarter of them is held out to measure
+    the accuracy: at most 128 rows, or 1024 with `accuracy_budget`."""
     method: Method = "percentile"
-    """What the range of an activation is taken from."""
+    """Method that derives the range of an activation from its histogram."""
     percentile: float = 99.999
-    """The share of values, in percent, inside the range; for `method` percentile."""
+    """Percentage of values inside the range, for the method `percentile`."""
     smoothing: float | Literal["search", "none"] = "search"
-    """How much of the activations' outlier channels moves into the weights, 0 to 1.
-    `search` takes for each activation what errs least in its own layers' outputs."""
+    """SmoothQuant's migration strength, 0 to 1: how much of the activations' outliers moves into
+    the weights. `search` chooses for each activation the strength with the smallest error in the
+    outputs of its layers."""
     shift: bool = True
-    """Centre the channels of an activation where that errs less; the bias takes it up."""
+    """Center the channels of an activation where that reduces the error. The bias compensates."""
     bias_correction: bool = True
-    """Subtract the mean error of each output channel from its bias."""
+    """Correct each bias by the mean error of its output channel."""
     residual: Literal["fp16", "fp32"] = "fp16"
-    """The precision of everything that is not quantized."""
+    """Precision of everything that is not quantized."""
     min_cosine: float = 0.9985
-    """The least mean cosine between the answers and the FP32 model's. Layers are left out, the most
-    harmful first, until it holds."""
+    """Minimum mean cosine between the outputs and the FP32 model's. If it is not met, the most
+    harmful layers stay in floating point."""
     accuracy_budget: str = ""
-    """In place of `min_cosine`, for a model that classifies: how much of its accuracy may be lost,
-    `0.5%`. With `label_column`, right labels; without, answers that FP32 gives too."""
+    """Accuracy that a classifier may lose, such as `0.5%`; replaces `min_cosine`. With
+    `label_column`, the share of correct labels; without, the share of answers equal to FP32's."""
     curve: bool = True
-    """Measure how accuracy falls with the quantized share, for the report, even where every layer
-    can be quantized."""
+    """Measure accuracy against the quantized share for the report, even if every layer can be
+    quantized."""
     exclude: tuple[str, ...] = ()
-    """Layers that stay as they are: node names, or patterns such as `*/layer.0/*`."""
+    """Layers not to quantize: node names, or patterns such as `*/layer.0/*`."""
     ranges: str = ""
-    """The `reports/ranges.json` of an earlier run, or its artifact: nothing is calibrated anew, and
-    nothing is measured."""
+    """Ranges to reuse: `reports/ranges.json` of an earlier run, or its artifact. Nothing is
+    calibrated or measured then."""
     scheme: Literal["int8", "fp8", "dynamic"] = "int8"
-    """`int8` and `fp8` (E4M3, for 8.9, 12.0 and later): static ranges. `dynamic`: INT8 weights and
-    activations quantized as they come, for the target cpu, without calibration."""
+    """`int8` and `fp8` (E4M3, for compute capabilities 8.9, 12.0 and later) use static ranges.
+    `dynamic` is INT8 with activation scales computed at run time, for the target cpu; it needs no
+    calibration."""
     target: Literal["tensorrt", "cuda", "cpu"] = "tensorrt"
-    """Who will run it. `cuda` is refused: ONNX Runtime multiplies no INT8 there."""
+    """Runtime that the graph is made for. `cuda` is refused: ONNX Runtime has no INT8 matrix
+    products there."""
     per_channel: bool = True
-    """A scale for each output channel of a weight; else one for the whole weight."""
+    """One scale for each output channel of a weight instead of one for the whole weight."""
     symmetric: bool = True
-    """Zero points are 0. Without, it is refused: TensorRT takes nothing else."""
+    """Zero points are 0. TensorRT supports nothing else, so turning this off is an error."""
     capabilities: tuple[str, ...] = ("8.9",)
-    """GPU generations that an engine is built for before anything is saved, as CUDA numbers them.
-    Without any, no engine is built, and the report says so."""
+    """Compute capabilities that a trial engine is built for before anything is saved. If empty, no
+    engine is built, and the report says so."""
     profile: tuple[str, ...] = ()
-    """The shapes of that build, `batch=1:8:32,sequence=8:128:512`.
-    Empty: made from the calibration inputs."""
+    """Shape profiles of the trial engine, such as `batch=1:8:32,sequence=8:128:512`. If empty,
+    batches of 1 to 32 and sequences up to the model's limit."""
     allow_random: bool = False
-    """Calibrate on made-up inputs where none are given. Fit for trying things out, not for use."""
+    """Calibrate on random inputs if no data are given. For trying things out, not for use."""
     allow_failed: bool = False
-    """Take an artifact whose validation failed."""
+    """Accept an artifact whose validation failed."""
     seed: int = 0
-    """For the sample of rows that errors are measured on."""
+    """Random seed for the sample of rows that errors are measured on."""
 
 
 def check_options(config: QuantizeConfig) -> None:
-    """Raises OptionError for a value that cannot be used, or that its target cannot run."""
+    """Check the options.
+
+    Raises:
+        OptionError: a value is invalid, options contradict each other, or the target cannot run
+            the scheme.
+    """
     if config.target == "cuda":
         raise OptionError(
-            "option 'target' is cuda, where ONNX Runtime multiplies no INT8: it has no kernels for "
-            "dynamic INT8's integer products, which then run on the CPU, and multiplies what lies "
-            "between Q and DQ in floating point.",
-            do="Quantize for TensorRT, or make FP16: enginery optimize --target cuda",
+            "option 'target' is cuda, but ONNX Runtime has no INT8 matrix products there: those of "
+            "dynamic INT8 would run on the CPU, and those between Q and DQ in floating point.",
+            do="Quantize for TensorRT, or use FP16: enginery optimize --target cuda",
         )
     if config.scheme == "dynamic" and config.target == "tensorrt":
         raise OptionError(
-            "option 'scheme' is dynamic, but TensorRT runs no dynamic INT8: its scales are "
-            "constants of the graph.",
-            do="Take int8, with --calibration FILE; or --scheme dynamic --target cpu.",
+            "option 'scheme' is dynamic, but TensorRT does not support dynamic INT8: it expects "
+            "scales that are constants of the graph.",
+            do="Use --scheme int8 with --calibration FILE, or --scheme dynamic --target cpu.",
         )
     if config.scheme != "dynamic" and config.target == "cpu":
         raise OptionError(
-            f"option 'scheme' is {config.scheme} for the target cpu; static Q/DQ are placed here "
-            "as TensorRT fuses them, and ONNX Runtime's CPU fuses others.",
-            do="Take --scheme dynamic --target cpu, which needs no calibration.",
+            f"option 'scheme' is {config.scheme}, but the target cpu supports only dynamic: static "
+            "Q/DQ nodes are placed where TensorRT fuses them, and ONNX Runtime's CPU provider "
+            "expects them elsewhere.",
+            do="Use --scheme dynamic --target cpu, which needs no calibration.",
         )
     if not config.symmetric:
         raise OptionError(
-            "option 'symmetric' is false, but TensorRT takes zero points of 0 alone: its parser "
-            "refuses any other (`shiftIsAllZeros(zeroPoint)`).",
-            do="Leave it on. One-sided activations are centred by 'shift', at no loss of range.",
+            "option 'symmetric' is false, but TensorRT requires zero points of 0: its parser "
+            "rejects any other (`shiftIsAllZeros(zeroPoint)`).",
+            do="Leave it on. 'shift' centers one-sided activations, so no range is lost.",
         )
     if config.scheme == "fp8" and config.method == "entropy":
         raise OptionError(
-            "option 'method' is entropy, which compares distributions over INT8's equal steps; "
-            "FP8 has none.",
-            do="Take percentile, minmax, moving-average or mse.",
+            "option 'method' is entropy, but FP8 has unequal steps; expected a method for them.",
+            do="Use percentile, minmax, moving-average or mse; entropy is for INT8.",
         )
     if config.ranges and (config.calibration or config.accuracy_budget):
         given = "calibration" if config.calibration else "accuracy_budget"
         raise OptionError(
-            f"options 'ranges' and '{given}' are both given, but with ranges nothing is measured.",
-            do="Leave one out: ranges make the same graph again, a calibration makes a new one.",
+            f"options 'ranges' and '{given}' are both set, but with ranges nothing is measured.",
+            do="Remove one: 'ranges' makes the same graph again, a calibration makes a new one.",
         )
     if config.scheme == "fp8":
-        for capability in capabilities_of(config):
+        for capability in list_capabilities(config):
             if not _has_fp8(capability):
                 raise OptionError(
-                    f"option 'scheme' is fp8 and 'capabilities' has {capability}, a GPU that "
-                    "multiplies no FP8.",
-                    do="FP8 is for 8.9, 12.0 and later; take int8 for older GPUs.",
+                    f"option 'scheme' is fp8, but GPUs of compute capability {capability} have no "
+                    "FP8 matrix products.",
+                    do="FP8 needs 8.9, 12.0 or later; use int8 for older GPUs.",
                 )
     if config.label_column and not config.accuracy_budget:
         raise OptionError(
-            "option 'label_column' is given without 'accuracy_budget', so labels decide nothing.",
-            do="Say how much accuracy may be lost: --accuracy-budget 0.5%",
+            "option 'label_column' is set without 'accuracy_budget', so the labels have no effect.",
+            do="Set the accuracy that may be lost: --accuracy-budget 0.5%",
         )
     if config.accuracy_budget:
-        lost_accuracy(config.accuracy_budget)
+        parse_accuracy_budget(config.accuracy_budget)
         if config.min_cosine != QuantizeConfig.min_cosine:
             raise OptionError(
-                "options 'accuracy_budget' and 'min_cosine' are both given; one is in place of the "
-                "other.",
-                do="Leave one out.",
+                "options 'accuracy_budget' and 'min_cosine' are both set; expected one of them.",
+                do="Remove one.",
             )
     _require("rows", config.rows, 1, float("inf"))
     _require("percentile", config.percentile, 50, 100)
@@ -142,8 +148,8 @@ def check_options(config: QuantizeConfig) -> None:
         _require("smoothing", config.smoothing, 0, 1)
 
 
-def capabilities_of(config: QuantizeConfig) -> list[str]:
-    """Each of `capabilities`, which may be written with commas."""
+def list_capabilities(config: QuantizeConfig) -> list[str]:
+    """Return the compute capabilities; each option may list several, separated by commas."""
     words = (word.strip() for text in config.capabilities for word in text.split(","))
     return [word for word in words if word]
 
@@ -151,15 +157,18 @@ def capabilities_of(config: QuantizeConfig) -> list[str]:
 def _has_fp8(capability: str) -> bool:
     major, _, minor = capability.partition(".")
     if not (major.isdigit() and minor.isdigit()):
-        return True  # no capability at all; TensorRT says which there are
+        return True  # not a number: TensorRT's own check lists those that exist
     return (int(major), int(minor)) >= (8, 9)
 
 
-def lost_accuracy(budget: str) -> float:
-    """The part of all answers in an `accuracy_budget`: `0.5%` is 0.005.
+def parse_accuracy_budget(budget: str) -> float:
+    """Return the fraction that an `accuracy_budget` allows to lose.
+
+    >>> parse_accuracy_budget("0.5%")
+    0.005
 
     Raises:
-        OptionError: it is no percentage; a number alone could mean either.
+        OptionError: the text is not a percentage. A bare number could mean either.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", budget)
     part = float(found[1]) / 100 if found else -1.0
@@ -171,7 +180,7 @@ def lost_accuracy(budget: str) -> float:
 
 
 def _require(name: str, value: float, low: float, high: float) -> None:
-    # NaN lies between nothing.
+    # NaN fails this comparison.
     if not low <= value <= high:
         expected = f"{low} or more" if high == float("inf") else f"{low} to {high}"
         raise OptionError(f"option '{name}' is {value}, expected {expected}.")

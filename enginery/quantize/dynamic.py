@@ -1,13 +1,6 @@
-"""Dynamic INT8 for the CPU: every graph of an artifact, without calibration.
+"""Dynamic INT8 for the CPU: quantize every graph of an artifact without calibration.
 
-Takes an FP32 artifact, exported or fused for the CPU; leaves its graphs in a staging directory.
-
-    >>> graphs, report, notes = make_dynamic(source, config, directory, data, fields, progress)
-    >>> report.summary
-    'dynamic INT8 for the CPU: 36 integer products in model.onnx; mean cosine 0.99812 to FP32 …'
-
-Inputs are not needed. Where there are some, the answers are measured on them, and must hold the
-budget.
+Inputs are optional. If there are any, the accuracy is measured on them and must meet the budget.
 """
 
 from __future__ import annotations
@@ -22,15 +15,15 @@ from enginery.core.errors import ArtifactError, CheckFailedError
 from enginery.core.manifest import GraphRecord
 from enginery.core.progress import Progress
 from enginery.passes.dynamic import integer_nodes, quantize_dynamically
-from enginery.quantize.accuracy import Accuracy, Judge
+from enginery.quantize.accuracy import AccuracyEvaluator, AccuracyMetrics
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import CalibrationData, make_batches
-from enginery.quantize.report import QuantizationReport, accuracy_words, budget_notes
-from enginery.quantize.search import Budget
+from enginery.quantize.report import QuantizationReport, budget_notes, describe_accuracy
+from enginery.quantize.search import AccuracyBudget
 from enginery.runtime.tracing import GraphTracer
 
 
-def make_dynamic(
+def quantize_dynamic(
     source: Artifact,
     config: QuantizeConfig,
     directory: Path,
@@ -38,11 +31,11 @@ def make_dynamic(
     fields: Mapping[str, str],
     progress: Progress,
 ) -> tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]:
-    """Quantizes each graph; returns the records, the report, and notes.
+    """Quantize each graph; return the records of the graphs, the report and its notes.
 
     Raises:
-        ArtifactError: no graph has a product to quantize.
-        CheckFailedError: the answers are too far from FP32's on the inputs.
+        ArtifactError: no graph has a matrix product to quantize.
+        CheckFailedError: the outputs on the inputs do not meet the accuracy budget.
     """
     records, products = [], {}
     for record in source.manifest.graphs:
@@ -54,8 +47,12 @@ def make_dynamic(
         data_files = tuple((folder / name).as_posix() for name in names)
         records.append(record.model_copy(update={"data_files": data_files}))
     if not any(products.values()):
-        raise ArtifactError(f"{source.path} has no MatMul with a stored weight to quantize.")
-    notes = ["scales are computed as inputs come; ONNX Runtime's CPU alone runs this"]
+        raise ArtifactError(
+            f"{source.path} has no MatMul with a constant weight, so nothing can be quantized."
+        )
+    notes = [
+        "activation scales are computed at run time; only ONNX Runtime's CPU provider runs this"
+    ]
     said = ", ".join(
         f"{sum(n.values())} integer products in {file}" for file, n in products.items()
     )
@@ -64,12 +61,12 @@ def make_dynamic(
         "scheme": "dynamic", "products": products, "notes": notes, "fields": dict(fields),
     }  # fmt: skip
     if data is None:
-        notes.append("its accuracy was not measured: no inputs were given")
+        notes.append("accuracy was not measured: no inputs were given")
     else:
         found, budget = _measure(source, directory / records[0].file, config, data)
         notes += [data.description, *budget_notes(budget, found.rows)]
         document["accuracy"] = asdict(found)
-        words.append(accuracy_words(found))
+        words.append(describe_accuracy(found))
     summary = "; ".join(words)
     report = QuantizationReport(summary, {"summary": summary, **document})
     return tuple(records), report, notes
@@ -77,9 +74,9 @@ def make_dynamic(
 
 def _measure(
     source: Artifact, graph: Path, config: QuantizeConfig, data: CalibrationData
-) -> tuple[Accuracy, Budget]:
+) -> tuple[AccuracyMetrics, AccuracyBudget]:
     calibrating, held_out = make_batches(source, source.manifest.graphs[0], data, seed=config.seed)
-    # Nothing was calibrated, so that every row is one that the graph has not seen.
+    # Nothing was calibrated, so all rows can measure.
     seen = {row for batch in held_out for row in batch.rows}
     others = [batch for batch in calibrating if not seen & set(batch.rows)]
     outputs = [spec.name for spec in source.manifest.graphs[0].outputs]
@@ -87,12 +84,14 @@ def _measure(
         GraphTracer(source.model, outputs, optimized=True) as reference,
         GraphTracer(graph, outputs, optimized=True) as quantized,
     ):
-        judge = Judge.of(source, [*others, *held_out], reference, labels=data.labels)
-        budget = Budget.of(config, judge.measure_reference())
-        found = judge.measure(quantized)
+        evaluator = AccuracyEvaluator.of(
+            source, [*others, *held_out], reference, labels=data.labels
+        )
+        budget = AccuracyBudget.of(config, evaluator.measure_reference())
+        found = evaluator.measure(quantized)
     if not budget.holds(found):
         raise CheckFailedError(
-            f"dynamic INT8 does not keep a {budget}: its {accuracy_words(found)}.",
-            do="Lower the budget, or stay with FP32.",
+            f"dynamic INT8 does not meet the budget, a {budget}: found {describe_accuracy(found)}.",
+            do="Lower the budget, or keep FP32.",
         )
     return found, budget

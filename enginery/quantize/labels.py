@@ -1,4 +1,4 @@
-"""The labels that people gave to inputs, as the model's own indices, for a budget in accuracy.
+"""Map the labels of a data set to the model's class indices, to measure its accuracy.
 
 >>> index_labels(["glad", "0", 1], {"calm": 0, "glad": 1}, where="data 'reviews.csv'")
 [1, 0, 1]
@@ -15,17 +15,17 @@ from enginery.core.errors import InputError, nearest
 def index_labels(
     labels: Sequence[Any], label2id: Mapping[str, Any], *, where: str, names: Sequence[str] = ()
 ) -> list[int]:
-    """The model's index of each label.
+    """Return the model's class index of each label.
 
     Args:
-        labels: names as config.json has them, or indices.
-        label2id: config.json's.
-        where: what the message calls their source.
-        names: what the source's own indices stand for (a Dataset's ClassLabel). Where the model
-            knows one of these names, names decide and not indices: the orders may differ.
+        labels: class names or indices.
+        label2id: the mapping in the model's config.json.
+        where: the source of the labels, for error messages.
+        names: class names of the data set (a Dataset's ClassLabel). If the model knows one of
+            them, labels are matched by name, because the two may order their classes differently.
 
     Raises:
-        InputError: a label is not one of the model's.
+        InputError: the model has no such label.
     """
     known = {str(name): int(index) for name, index in label2id.items()}
     by_name = any(name in known for name in names)
@@ -50,6 +50,9 @@ def _index(label: Any, known: Mapping[str, int], where: str) -> int:
 
 
 def _whole(label: Any) -> int | None:
-    """A number from 0 on, however it is written: pandas makes floats of a column with a gap."""
+    """Return a label as an index, or None.
+
+    `1.0` is an index, too: pandas turns an integer column with gaps into floats.
+    """
     text = str(int(label)) if isinstance(label, bool) else str(label).removesuffix(".0")
     return int(text) if text.isascii() and text.isdigit() else None

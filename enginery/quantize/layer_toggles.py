@@ -1,14 +1,9 @@
-"""One graph in which each layer runs in FP32 or quantized, as a switch of its own says.
+"""A model in which each layer can be switched between FP32 and quantized at run time.
 
-Takes an FP32 model with the layers' ranges; leaves an ONNX Runtime session on a graph with one
-boolean input more for each layer.
-
-    >>> with GatedModel(artifact.model, layers, ranges, deltas) as gated:
-    ...     gated(feeds, ["/encoder/layer.0/output/dense/MatMul"])["last_hidden_state"].shape
-    (8, 17, 384)
-
-So that the effect of any mix on the final answers is one run, without another session. The
-quantized layers are simulated: weights and activations are rounded and multiplied in FP32.
+The search measures many combinations of quantized layers. One graph with a boolean input for each
+layer measures any combination without building another session: each layer becomes an ONNX `If`
+between its FP32 and its quantized form. Quantization is simulated: weights and activations are
+rounded, and multiplied in FP32.
 """
 
 from __future__ import annotations
@@ -34,8 +29,8 @@ from enginery.runtime.providers import choose_providers
 from enginery.runtime.tracing import open_in_memory
 
 
-class GatedModel(Closing):
-    """The session. A context manager; closing frees it and its temporary files."""
+class LayerToggleModel(Closing):
+    """An ONNX Runtime session over the graph with toggles. A context manager."""
 
     def __init__(
         self,
@@ -45,30 +40,34 @@ class GatedModel(Closing):
         bias_deltas: Mapping[str, Vector],
         scheme: Scheme = INT8,
     ) -> None:
-        """Opens the session.
+        """Open the session.
 
         Args:
-        model: the FP32 graph's file.
-        layers: those with a switch.
-        ranges: by activation.
-        bias_deltas: by layer, what its bias gets beside its offset when the layer is quantized.
-        scheme: the type of quantized numbers.
+            model: file of the FP32 graph.
+            layers: layers that get a toggle.
+            ranges: activation name -> range.
+            bias_deltas: layer name -> correction added to its bias when it is quantized.
+            scheme: the quantized type.
         """
-        self._scratch = tempfile.TemporaryDirectory(prefix="enginery-gated-")
-        self._gates = {layer.name: f"gate_{index}" for index, layer in enumerate(layers)}
+        self._scratch = tempfile.TemporaryDirectory(prefix="enginery-toggles-")
+        self._toggles = {layer.name: f"toggle_{index}" for index, layer in enumerate(layers)}
         graph = read_graph(model)
         infer_types(graph)
         self.outputs = [value.name or "" for value in graph.graph.outputs]
-        _gate(graph, layers, ranges, bias_deltas, self._gates, scheme)
-        path = Path(self._scratch.name, "gated.onnx")
+        _insert_toggles(graph, layers, ranges, bias_deltas, self._toggles, scheme)
+        path = Path(self._scratch.name, "toggles.onnx")
         write_graph(graph, path, inside_bytes=0)
         self._session: Any = open_in_memory(
             path.read_bytes(), path.parent, choose_providers(["cpu"]), optimized=scheme.runs_fused
         )
 
     def __call__(self, feeds: Feeds, quantized: Collection[str]) -> dict[str, NDArray[Any]]:
-        """The graph's outputs with the layers named quantized and all others in FP32."""
-        switches = {gate: np.asarray(name in quantized) for name, gate in self._gates.items()}
+        """Run the graph with the named layers quantized and all others in FP32.
+
+        Raises:
+            InputError: ONNX Runtime fails on the inputs.
+        """
+        switches = {toggle: np.asarray(name in quantized) for name, toggle in self._toggles.items()}
         try:
             values = self._session.run(self.outputs, {**feeds, **switches})
         except Exception as error:  # ONNX Runtime raises many unrelated types
@@ -76,59 +75,61 @@ class GatedModel(Closing):
         return dict(zip(self.outputs, values, strict=True))
 
     def close(self) -> None:
-        """Frees the session and its files."""
+        """Free the session and its temporary files."""
         self._session = None
         self._scratch.cleanup()
 
 
-def _gate(
+def _insert_toggles(
     model: ir.Model,
     layers: Sequence[Layer],
     ranges: Mapping[str, ActivationRange],
     bias_deltas: Mapping[str, Vector],
-    gates: Mapping[str, str],
+    toggles: Mapping[str, str],
     scheme: Scheme,
 ) -> None:
-    """Replaces each layer by an If with the layer as it is and the layer quantized."""
+    """Replace each layer by an If whose branches are the quantized and the FP32 layer."""
     nodes = {node.name: node for node in model.graph}
     for layer in layers:
-        node, ready = nodes[layer.name], ranges[layer.activation]
-        gate = ir.Value(name=gates[layer.name], shape=ir.Shape([]), type=_type(ir.DataType.BOOL))
-        model.graph.inputs.append(gate)
-        weight = scale_weight(layer, operands(node)[1], ready)
+        node, params = nodes[layer.name], ranges[layer.activation]
+        toggle = ir.Value(
+            name=toggles[layer.name], shape=ir.Shape([]), type=_type(ir.DataType.BOOL)
+        )
+        model.graph.inputs.append(toggle)
+        weight = scale_weight(layer, operands(node)[1], params)
         rounded = quantized_weight(layer, weight, scheme)
-        delta = bias_shift(layer, weight, ready)
+        delta = bias_shift(layer, weight, params)
         if layer.name in bias_deltas:
             delta = delta + bias_deltas[layer.name]
         delta = delta.reshape((-1, 1, 1) if layer.op_type == "Conv" else (-1,))
-        stem = gates[layer.name]
+        stem = toggles[layer.name]
         branches = {
-            "then_branch": _quantized_branch(stem, node, ready, rounded, delta, scheme),
+            "then_branch": _quantized_branch(stem, node, params, rounded, delta, scheme),
             "else_branch": _branch(f"{stem}_fp32", [_copy(node, node.inputs)]),
         }
-        made = ir.node("If", [gate], attributes=branches, name=f"{stem}_if")
+        switch = ir.node("If", [toggle], attributes=branches, name=f"{stem}_if")
         output = node.outputs[0]
-        made.outputs[0].name = f"{stem}_output"
-        made.outputs[0].type, made.outputs[0].shape = output.type, output.shape
-        model.graph.insert_before(node, made)
+        switch.outputs[0].name = f"{stem}_output"
+        switch.outputs[0].type, switch.outputs[0].shape = output.type, output.shape
+        model.graph.insert_before(node, switch)
         for use in list(output.uses()):
-            use.node.replace_input_with(use.idx, made.outputs[0])
+            use.node.replace_input_with(use.idx, switch.outputs[0])
         for index, value in enumerate(model.graph.outputs):
             if value is output:
-                made.outputs[0].name, output.name = output.name, f"{stem}_replaced"
-                model.graph.outputs[index] = made.outputs[0]
+                switch.outputs[0].name, output.name = output.name, f"{stem}_replaced"
+                model.graph.outputs[index] = switch.outputs[0]
         model.graph.remove(node, safe=True)
 
 
 def _quantized_branch(
     stem: str,
     node: ir.Node,
-    ready: ActivationRange,
+    params: ActivationRange,
     weight: Vector,
     delta: Vector,
     scheme: Scheme,
 ) -> ir.Graph:
-    made: list[ir.Node] = []
+    nodes: list[ir.Node] = []
 
     def constant(name: str, array: NDArray[Any]) -> ir.Value:
         tensor = ir.tensor(np.asarray(array, order="C"), name=f"{stem}_{name}")
@@ -139,30 +140,28 @@ def _quantized_branch(
         return constants[-1]
 
     def add(op_type: str, inputs: Sequence[ir.Value]) -> ir.Value:
-        made.append(ir.node(op_type, inputs, name=f"{stem}_{len(made)}_{op_type}"))
-        made[-1].outputs[0].name = f"{stem}_{len(made)}"
-        return made[-1].outputs[0]
+        nodes.append(ir.node(op_type, inputs, name=f"{stem}_{len(nodes)}_{op_type}"))
+        nodes[-1].outputs[0].name = f"{stem}_{len(nodes)}"
+        return nodes[-1].outputs[0]
 
     constants: list[ir.Value] = []
     value, _ = operands(node)
-    if ready.multiplier is not None:
-        value = add("Mul", [value, constant("multiplier", ready.multiplier)])
-    if ready.offset is not None:
-        value = add("Add", [value, constant("offset", ready.offset)])
-    scale = constant("scale", np.asarray(ready.scale, dtype=np.float32))
+    if params.multiplier is not None:
+        value = add("Mul", [value, constant("multiplier", params.multiplier)])
+    if params.offset is not None:
+        value = add("Add", [value, constant("offset", params.offset)])
+    scale = constant("scale", np.asarray(params.scale, dtype=np.float32))
     zero = constant("zero", scheme.zeros(()))
     value = add("DequantizeLinear", [add("QuantizeLinear", [value, scale, zero]), scale, zero])
-    made.append(_copy(node, [value, constant("weight", weight), *node.inputs[2:]]))
-    made[-1].outputs[0].name = f"{stem}_product"
+    nodes.append(_copy(node, [value, constant("weight", weight), *node.inputs[2:]]))
+    nodes[-1].outputs[0].name = f"{stem}_product"
     if np.any(delta):
-        add("Add", [made[-1].outputs[0], constant("delta", delta)])
-    return _branch(stem, made, constants)
+        add("Add", [nodes[-1].outputs[0], constant("delta", delta)])
+    return _branch(stem, nodes, constants)
 
 
 def _copy(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
-    copy = ir.node(
-        node.op_type, inputs, attributes=dict(node.attributes), name=f"{node.name}/gated"
-    )
+    copy = ir.node(node.op_type, inputs, attributes=dict(node.attributes), name=f"{node.name}/copy")
     copy.outputs[0].type = node.outputs[0].type
     return copy
 

@@ -1,12 +1,8 @@
-"""How much of a graph's arithmetic is in INT8, counted on one real input.
+"""Count multiply-adds, and the share of them that is quantized.
 
-    >>> work = count_multiply_adds(artifact.model, layers, feeds)
-    >>> work.share(int8_names), work.share(int8_names, with_attention=True)
-    (0.97, 0.94)
-
-The input is the calibration row whose length is nearest to the mean. Counted are the multiply-adds
-of the layers, MatMul, Gemm and Conv with stored weights: output elements times K. Products of two
-activations (attention's) are counted apart.
+They are counted for one calibration row of mean length: for MatMul, Gemm and Conv with constant
+weights, the number of output elements times K. Products of two activations, as in attention, are
+counted separately, because they are not quantized.
 """
 
 from __future__ import annotations
@@ -27,28 +23,34 @@ from enginery.runtime.tracing import GraphTracer
 
 
 @dataclass(frozen=True)
-class Arithmetic:
-    """Multiply-adds of one input."""
+class MultiplyAdds:
+    """Multiply-adds for one input row."""
 
     by_layer: dict[str, int]
+    """Layer name -> multiply-adds."""
     attention: int
-    """Of all products of two activations."""
+    """Multiply-adds of all products of two activations."""
     rows_by_layer: dict[str, int]
-    """Rows of each layer's product for one input of the batch; 1 is a matrix-vector product."""
+    """Layer name -> rows of its matrix product; 1 means a matrix-vector product."""
     positions: int
-    """The sequence length, or 1."""
+    """Sequence length, or 1 without a sequence."""
 
-    def share(self, int8: Collection[str], *, with_attention: bool = False) -> float:
-        """The part of the multiply-adds that the layers named make up, 0 to 1."""
+    def share(self, names: Collection[str], *, with_attention: bool = False) -> float:
+        """Return the share of the multiply-adds in the named layers, 0 to 1.
+
+        >>> counts = MultiplyAdds({"query": 60, "key": 40}, 100, {"query": 8, "key": 8}, 8)
+        >>> counts.share(["query"]), counts.share(["query"], with_attention=True)
+        (0.6, 0.3)
+        """
         total = sum(self.by_layer.values()) + (self.attention if with_attention else 0)
-        done = sum(count for name, count in self.by_layer.items() if name in int8)
+        done = sum(count for name, count in self.by_layer.items() if name in names)
         return done / total if total else 0.0
 
 
 def mean_length_feeds(batches: Sequence[Batch], record: GraphRecord) -> Feeds:
-    """One row of the batch whose sequence is nearest to the rows' mean length.
+    """Return one row whose sequence length is close to the mean.
 
-    Of a graph with a fixed batch, as many rows as it takes.
+    For a graph with a fixed batch size, return a whole batch.
     """
     loaded = []
     for batch in batches:
@@ -57,7 +59,7 @@ def mean_length_feeds(batches: Sequence[Batch], record: GraphRecord) -> Feeds:
         lengths = mask.sum(axis=1) if mask is not None else [1] * len(batch.rows)
         loaded.append((float(np.mean(lengths)), len(batch.rows), batch))
         if mask is None:
-            break  # without a mask all inputs are of one size
+            break  # without a mask all inputs have the same size
     mean = np.average([length for length, _, _ in loaded], weights=[n for _, n, _ in loaded])
     nearest = min(loaded, key=lambda entry: abs(entry[0] - mean))[2]
     found = nearest.load()
@@ -68,12 +70,18 @@ def mean_length_feeds(batches: Sequence[Batch], record: GraphRecord) -> Feeds:
 
 def count_multiply_adds(
     model_path: Path, model: ir.Model, layers: Sequence[Layer], feeds: Feeds
-) -> Arithmetic:
-    """Counts on the shapes that the feeds give the graph; raises InputError where it fails."""
-    products = [node for node in model.graph if node.op_type == "MatMul" and _between(node)]
+) -> MultiplyAdds:
+    """Count from the shapes that the feeds give the graph.
+
+    Raises:
+        InputError: the graph fails on the feeds.
+    """
+    products = [
+        node for node in model.graph if node.op_type == "MatMul" and _has_stored_operand(node)
+    ]
     operands = {node.name: (node.inputs[0], node.outputs[0]) for node in products}
-    # By tensors and not through `runtime.multiply_adds`, which goes by the names of the file's
-    # nodes: they may have none there, and those in memory have been given some.
+    # Not with `runtime.multiply_adds`, which goes by the node names in the file. Nodes there may
+    # have no names; the graph in memory has been given some.
     wanted = [layer.output for layer in layers]
     wanted += [value.name or "" for pair in operands.values() for value in pair if value]
     with GraphTracer(model_path, wanted, optimized=True) as tracer:
@@ -86,7 +94,7 @@ def count_multiply_adds(
             attention += int(np.prod(shapes[output.name or ""])) * inner // batch
     mask = feeds.get("attention_mask")
     rows = {x.name: int(np.prod(shapes[x.output])) // x.outer // batch for x in layers}
-    return Arithmetic(
+    return MultiplyAdds(
         by_layer={x.name: rows[x.name] * x.outer * x.inner for x in layers},
         attention=attention,
         rows_by_layer=rows,
@@ -94,5 +102,5 @@ def count_multiply_adds(
     )
 
 
-def _between(node: ir.Node) -> bool:
+def _has_stored_operand(node: ir.Node) -> bool:
     return all(stored(value) is None for value in node.inputs)

@@ -1,11 +1,10 @@
-"""From what an activation was seen to be, to the range of it that quantized numbers cover.
+"""Choose the quantized range of an activation from a histogram of its magnitudes.
 
-Takes histograms of magnitudes of fixed size; leaves the largest magnitude worth representing.
-
-    >>> histogram = Histogram.empty(largest=4.0)
-    >>> histogram.add(np.array([0.1, 0.2, 3.9]))
-    >>> choose_range(histogram, "minmax", INT8)
-    4.0
+>>> from enginery.passes.scheme import INT8
+>>> histogram = Histogram.empty(largest=4.0)
+>>> histogram.add(np.float32([0.1, 0.2, 3.9]))
+>>> choose_range(histogram, "minmax", INT8)
+4.0
 """
 
 from __future__ import annotations
@@ -21,32 +20,37 @@ from enginery.quantize.config import Method
 
 BINS = 2048
 _MOMENTUM = 0.9
-"""Of the moving average: about the last ten batches count."""
+"""Of the moving average: roughly the last ten batches count."""
 
 
 @dataclass
 class Histogram:
-    """Magnitudes of one activation in `BINS` equal bins, whatever number of values went in."""
+    """Histogram of one activation's magnitudes, in `BINS` equal bins from 0 to `largest`."""
 
     largest: float
-    """The upper edge. Known from an earlier pass, so that bins never move."""
+    """Upper edge. It is known from the first pass, so that the bins never change."""
     counts: NDArray[np.int64]
     moving_average: float = 0.0
-    """Of the batches' largest magnitudes."""
+    """Moving average of the largest magnitude of each batch."""
     batches: int = 0
 
     @classmethod
     def empty(cls, largest: float) -> Histogram:
-        """A histogram of magnitudes up to `largest`; raises InputError where that is not finite."""
+        """Make an empty histogram.
+
+        Raises:
+            InputError: `largest` is not finite.
+        """
         if not np.isfinite(largest):
             raise InputError(
-                "an activation is not finite on the calibration inputs, so it has no range.",
+                "an activation has NaN or infinite values on the calibration inputs, so it has no "
+                "range.",
                 do="Validate the model first: enginery validate ARTIFACT",
             )
         return cls(max(float(largest), 1e-12), np.zeros(BINS, dtype=np.int64))
 
     def add(self, values: NDArray[np.float32]) -> None:
-        """Counts the magnitudes of one batch; what lies beyond `largest` goes to the last bin."""
+        """Count the magnitudes of one batch; values beyond `largest` go into the last bin."""
         if values.size == 0:
             return
         magnitudes = np.abs(values).ravel()
@@ -66,11 +70,17 @@ class Histogram:
 def choose_range(
     histogram: Histogram, method: Method, scheme: Scheme, *, percentile: float = 99.999
 ) -> float:
-    """The magnitude that the largest quantized number stands for.
+    """Return the magnitude that maps to the largest quantized number (TensorRT's dynamic range).
 
-    minmax: the largest seen. moving-average: of the batches' largest. percentile: what that share
-    of values does not exceed. mse: the least squared rounding and clipping error. entropy: the
-    least Kullback-Leibler divergence (Migacz, "8-bit inference with TensorRT", 2017).
+    Args:
+        histogram: magnitudes of the activation.
+        method: `minmax` is the largest magnitude; `moving-average`, the moving average of the
+            batches' largest; `percentile`, the magnitude that `percentile` percent of the values
+            do not exceed; `mse`, the one with the smallest squared rounding and clipping error;
+            `entropy`, the one with the smallest Kullback-Leibler divergence between the original
+            and the quantized distribution (Migacz, "8-bit inference with TensorRT", 2017).
+        scheme: the quantized type.
+        percentile: for the method `percentile`, in percent.
     """
     if method == "minmax" or not histogram.counts.any():
         return histogram.largest
@@ -81,11 +91,11 @@ def choose_range(
         last = int(np.searchsorted(shares, percentile / 100))
         return float((min(last, BINS - 1) + 1) * histogram.largest / BINS)
     if method == "mse":
-        return _least_squares(histogram, scheme)
-    return _least_divergence(histogram, levels=int(scheme.largest) + 1)
+        return _minimize_squared_error(histogram, scheme)
+    return _minimize_divergence(histogram, levels=int(scheme.largest) + 1)
 
 
-def _least_squares(histogram: Histogram, scheme: Scheme) -> float:
+def _minimize_squared_error(histogram: Histogram, scheme: Scheme) -> float:
     centres, counts = histogram.centres, histogram.counts.astype(np.float64)
     candidates = histogram.largest * np.linspace(0.02, 1.0, 99)
 
@@ -97,8 +107,14 @@ def _least_squares(histogram: Histogram, scheme: Scheme) -> float:
     return float(min(candidates, key=error))
 
 
-def _least_divergence(histogram: Histogram, *, levels: int) -> float:
-    """Clip at i bins, merge those into the levels of INT8, and compare both distributions."""
+def _minimize_divergence(histogram: Histogram, *, levels: int) -> float:
+    """Return the clipping threshold of the entropy method.
+
+    For each candidate threshold, the bins below it are merged into as many groups as INT8 has
+    levels. Each group's count is then spread evenly over its non-empty bins: that is the
+    distribution after quantization. The threshold whose distribution diverges least from the
+    original, with clipped values counted in the last bin, wins.
+    """
     counts = histogram.counts.astype(np.float64)
     best, best_divergence = BINS, np.inf
     for bins in range(levels, BINS + 1, 16):
@@ -119,5 +135,5 @@ def _least_divergence(histogram: Histogram, *, levels: int) -> float:
 def _divergence(target: NDArray[np.float64], model: NDArray[np.float64]) -> float:
     p, q = target / target.sum(), model / max(model.sum(), 1e-300)
     seen = p > 0
-    # Where clipped values fall into an empty bin the model has nothing to offer.
+    # Clipped values may fall into a bin that is empty in the model: avoid dividing by zero.
     return float(np.sum(p[seen] * np.log(p[seen] / np.maximum(q[seen], 1e-12))))

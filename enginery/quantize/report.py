@@ -1,9 +1,4 @@
-"""What was quantized, how near the answers are, and what TensorRT made of it, as numbers.
-
->>> report = QuantizationReport.of(layers, recorded, measured, accuracy, trials, …)
->>> report.summary
-'36 of 36 layers in INT8, 100.0 % of their multiply-adds; mean cosine 0.9985 …'
-"""
+"""Report of the quantize stage: layers, accuracy and trial engines, and the accuracy curve."""
 
 from __future__ import annotations
 
@@ -15,17 +10,17 @@ from typing import Any
 from enginery.core.figures import save_figure
 from enginery.core.json_file import json_bytes
 from enginery.passes.layers import Layer
-from enginery.quantize.accuracy import Accuracy
-from enginery.quantize.calibrate import Measured
-from enginery.quantize.calibration_cache import Recorded
+from enginery.quantize.accuracy import AccuracyMetrics
+from enginery.quantize.calibrate import AccuracySearch
+from enginery.quantize.calibration_cache import CalibrationCache
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import CalibrationData
-from enginery.quantize.search import HEADROOM, Budget
+from enginery.quantize.search import HEADROOM, AccuracyBudget
 from enginery.quantize.trial import EngineTrial
 
 COUNTED = (
-    "multiply-adds of MatMul, Gemm and Conv with stored weights, for one calibration input of mean "
-    "length; with attention: products of two activations are counted in the whole, too"
+    "multiply-adds of MatMul, Gemm and Conv with constant weights, for one calibration input of "
+    "mean length; with attention: the total includes products of two activations"
 )
 
 
@@ -40,20 +35,17 @@ class QuantizationReport:
     def of(
         cls,
         layers: Sequence[Layer],
-        recorded: Recorded,
-        measured: Measured | None,
-        accuracy: Accuracy | None,
+        cache: CalibrationCache,
+        measured: AccuracySearch | None,
+        accuracy: AccuracyMetrics | None,
         trials: Sequence[EngineTrial],
         config: QuantizeConfig,
         data: CalibrationData | None,
         notes: Sequence[str],
         fields: Mapping[str, str],
     ) -> QuantizationReport:
-        """Puts together what the stage found.
-
-        `measured` and `accuracy` are None where ranges were reused.
-        """
-        quantized = [layer.name for layer in recorded.quantized(layers)]
+        """Build the report. `measured` and `accuracy` are None if ranges were reused."""
+        quantized = [layer.name for layer in cache.quantized_layers(layers)]
         kind = config.scheme.upper()
         document: dict[str, Any] = {
             "scheme": config.scheme,
@@ -61,14 +53,14 @@ class QuantizationReport:
             "per_channel": config.per_channel,
             "layers": {"quantized": len(quantized), "all": len(layers)},
             "quantized_layers": quantized,
-            "left_out": recorded.left_out,
-            "fp32_nodes": recorded.fp32_nodes,
+            "left_out": cache.left_out,
+            "fp32_nodes": cache.fp32_nodes,
             "calibration": {
                 "inputs": data.description if data else "none, ranges were reused",
                 "kind": data.kind if data else "none",
                 "method": config.method,
             },
-            "activations": _activations(recorded),
+            "activations": _activations(cache),
             "engines": [asdict(trial) for trial in trials],
             "notes": list(notes),
             "fields": dict(fields),
@@ -76,11 +68,13 @@ class QuantizationReport:
         said = [f"{len(quantized)} of {len(layers)} layers in {kind}"]
         if measured is not None:
             document["multiply_adds"] = _multiply_adds(measured, quantized)
-            said[0] += f", {measured.arithmetic.share(quantized):.1%} of their multiply-adds"
+            said[0] += f", {measured.multiply_adds.share(quantized):.1%} of their multiply-adds"
             document["search"] = _search(measured)
         if accuracy is not None:
             document["accuracy"] = asdict(accuracy)
-            said.append(accuracy_words(accuracy, held_out=data is None or data.holds_out))
+            said.append(
+                describe_accuracy(accuracy, held_out=data is None or data.has_held_out_rows)
+            )
             if measured is not None and measured.budget.kind == "accuracy":
                 said[-1] += f" (FP32 {measured.budget.reference:.1%})"
         said += [
@@ -92,16 +86,16 @@ class QuantizationReport:
         return cls(summary, {"summary": summary, **document})
 
     def to_json(self) -> bytes:
-        """For programs."""
+        """Return the report as JSON."""
         return json_bytes(self.document)
 
 
-def accuracy_words(accuracy: Accuracy, *, held_out: bool = True) -> str:
-    """An accuracy in one line.
+def describe_accuracy(accuracy: AccuracyMetrics, *, held_out: bool = True) -> str:
+    """Describe an accuracy in one line.
 
-    `held_out` is false where so few inputs were given that the same ones calibrated.
+    `held_out` is False if there were so few inputs that all of them calibrated, too.
     """
-    which = "held-out rows" if held_out else "rows, those of the calibration themselves"
+    which = "held-out rows" if held_out else "rows, which were also used for calibration"
     words = f"mean cosine {accuracy.cosine:.5f} to FP32 on {accuracy.rows} {which}"
     for name, value in (
         ("nearest neighbours", accuracy.neighbour_agreement),
@@ -114,15 +108,19 @@ def accuracy_words(accuracy: Accuracy, *, held_out: bool = True) -> str:
     return words
 
 
-def save_curve(path: Path, measured: Measured, scheme: str) -> bool:
-    """Draws accuracy against the quantized share; False, and no file, without matplotlib."""
-    budget, points = measured.budget, measured.search.curve
-    chosen = next(p for p in points if p.accuracy == measured.search.accuracy)
+def save_curve(path: Path, measured: AccuracySearch, scheme: str) -> bool:
+    """Plot accuracy against the quantized share as SVG.
+
+    Returns:
+        False if matplotlib is not installed; no file is written then.
+    """
+    budget, points = measured.budget, measured.result.curve
+    chosen = next(p for p in points if p.accuracy == measured.result.accuracy)
     shares = [100 * point.share for point in points]
     values = [budget.value(point.accuracy) for point in points]
 
     def draw(axes: Any) -> None:
-        axes.plot(shares, values, label="measured mixes")
+        axes.plot(shares, values, label="measured")
         axes.plot([100 * chosen.share], [budget.value(chosen.accuracy)], linestyle="none",
                   markersize=11, markerfacecolor="none", label="chosen")  # fmt: skip
         least = budget.reference - budget.allowed
@@ -136,34 +134,34 @@ def save_curve(path: Path, measured: Measured, scheme: str) -> bool:
 
 _AXES = {
     "cosine": "mean cosine to FP32",
-    "agreement": "answers as FP32's",
+    "agreement": "answers equal to FP32's",
     "accuracy": "accuracy",
 }
 
 
-def budget_notes(budget: Budget, rows: int) -> list[str]:
-    """What a budget cannot say on so few rows."""
+def budget_notes(budget: AccuracyBudget, rows: int) -> list[str]:
+    """Return a note if there are too few rows for the accuracy budget."""
     if budget.kind == "cosine" or HEADROOM * budget.allowed * rows >= 1:
         return []
     return [
         f"of {rows} held-out rows, one is {1 / rows:.2%}: with a budget of {budget.allowed:.2%} "
-        "not one answer may change; --rows takes more"
+        "no answer may change; use more rows with --rows"
     ]
 
 
-def _activations(recorded: Recorded) -> dict[str, Any]:
-    """Scale and smoothing by activation; the vectors themselves are in ranges.json."""
+def _activations(cache: CalibrationCache) -> dict[str, Any]:
+    """Return scale and smoothing of each activation; the vectors are only in ranges.json."""
     return {
         name: {
-            "scale": ready.scale,
-            **(asdict(recorded.smoothed[name]) if name in recorded.smoothed else {}),
+            "scale": params.scale,
+            **(asdict(cache.smoothed[name]) if name in cache.smoothed else {}),
         }
-        for name, ready in recorded.ranges.items()
+        for name, params in cache.ranges.items()
     }
 
 
-def _multiply_adds(measured: Measured, quantized: Sequence[str]) -> dict[str, Any]:
-    work = measured.arithmetic
+def _multiply_adds(measured: AccuracySearch, quantized: Sequence[str]) -> dict[str, Any]:
+    work = measured.multiply_adds
     return {
         "counted": COUNTED,
         "positions": work.positions,
@@ -174,8 +172,8 @@ def _multiply_adds(measured: Measured, quantized: Sequence[str]) -> dict[str, An
     }
 
 
-def _search(measured: Measured) -> dict[str, Any]:
-    found = measured.search
+def _search(measured: AccuracySearch) -> dict[str, Any]:
+    found = measured.result
     return {
         "budget": str(measured.budget),
         "about": measured.budget.kind,

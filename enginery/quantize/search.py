@@ -1,14 +1,13 @@
-"""Which layers stay as they are, so that the answers stay near enough.
+"""Sensitivity search: choose the layers that stay in floating point to meet an accuracy budget.
 
-Takes a function that measures a mix; leaves the layers that were left out, each with its reason,
-and the curve of accuracy against the quantized share.
+Measuring every combination of layers is impossible, so the search is greedy:
 
-    >>> result = search_mix(names, weights, measure, budget)
-    >>> list(result.left_out), result.accuracy.cosine
-    (['/encoder/layer.0/output/dense/MatMul'], 0.9984)
-
-All layers start quantized. Where that is too far from FP32, each is switched off alone; then the
-most harmful for each multiply-add are left out together, just as many as it takes.
+1. Measure the graph with all layers quantized. If it meets the budget, the search is done.
+2. Measure the effect of each layer: the accuracy gained when it alone is not quantized.
+3. Sort the layers by effect per multiply-add. Leaving out the first layers in this order gains
+   the most accuracy for the least quantized arithmetic.
+4. Find the smallest number of layers to leave out: double it until the budget is met, then
+   bisect. Accuracy is assumed to grow with that number. The result is measured in any case.
 """
 
 from __future__ import annotations
@@ -18,57 +17,60 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from enginery.core.errors import CheckFailedError, OptionError
-from enginery.quantize.accuracy import Accuracy
-from enginery.quantize.config import QuantizeConfig, lost_accuracy
+from enginery.quantize.accuracy import AccuracyMetrics
+from enginery.quantize.config import QuantizeConfig, parse_accuracy_budget
 
 HEADROOM = 0.95
-"""FP16 takes a little of the budget as well, so the search does not spend all of it."""
+"""Share of the budget that the search may spend; FP16 rounding needs some of it as well."""
 _ROUNDING = 1e-12
-"""1 - 0.99 is a little more than 0.01."""
+"""In floating point, 1 - 0.99 is slightly more than 0.01."""
 
-Measure = Callable[[Collection[str], bool], Accuracy]
-"""Quantized layers, and whether a part of the rows will do -> accuracy."""
+Measure = Callable[[Collection[str], bool], AccuracyMetrics]
+"""(names of the quantized layers, whether to measure on fewer rows) -> accuracy."""
 
 
 @dataclass(frozen=True)
-class Budget:
-    """How far the answers may move."""
+class AccuracyBudget:
+    """Accuracy that a quantized model may lose against FP32."""
 
     kind: Literal["cosine", "agreement", "accuracy"]
-    """To FP32's answers: their mean cosine, or how many have the same largest score. To labels: how
-    many are right."""
+    """`cosine`: mean cosine to FP32's outputs. `agreement`: share of answers with the same argmax
+    as FP32. `accuracy`: share of correct labels."""
     allowed: float
-    """How much of it may be lost, 0 to 1; to 2 for the cosine."""
+    """Largest loss: 0 to 1, or 0 to 2 for the cosine."""
     reference: float = 1.0
-    """What FP32 has of it."""
+    """Value of the FP32 model."""
 
     @classmethod
-    def of(cls, config: QuantizeConfig, reference: Accuracy) -> Budget:
-        """The options' budget, with what the FP32 model has against itself and the labels.
+    def of(cls, config: QuantizeConfig, reference: AccuracyMetrics) -> AccuracyBudget:
+        """Return the budget that the options set.
+
+        Args:
+            config: the options.
+            reference: accuracy of the FP32 model against itself and against the labels.
 
         Raises:
-            OptionError: a budget in accuracy is asked for, and the model's answers are neither
-                right nor wrong.
+            OptionError: `accuracy_budget` is set, but the model has no logits.
         """
         if not config.accuracy_budget:
             return cls("cosine", 1 - config.min_cosine)
-        allowed = lost_accuracy(config.accuracy_budget)
+        allowed = parse_accuracy_budget(config.accuracy_budget)
         if reference.label_accuracy is not None:
             return cls("accuracy", allowed, reference.label_accuracy)
         if reference.argmax_agreement is None:
             raise OptionError(
-                "option 'accuracy_budget' is given, but the model gives no logits: its answers are "
-                "neither right nor wrong.",
-                do="Say how near they stay instead: --min-cosine 0.998",
+                "option 'accuracy_budget' is set, but the model has no output 'logits', so its "
+                "answers cannot be counted as right or wrong.",
+                do="Set a minimum cosine instead: --min-cosine 0.998",
             )
         return cls("agreement", allowed)
 
-    def holds(self, found: Accuracy, *, headroom: float = 1.0) -> bool:
-        """Whether the answers are near enough, with a part of the budget to spare."""
+    def holds(self, found: AccuracyMetrics, *, headroom: float = 1.0) -> bool:
+        """Return True if the loss is at most `headroom` times the budget."""
         return self.reference - self.value(found) <= headroom * self.allowed + _ROUNDING
 
-    def value(self, found: Accuracy) -> float:
-        """What the budget is about."""
+    def value(self, found: AccuracyMetrics) -> float:
+        """Return the metric that the budget limits."""
         values = {
             "cosine": found.cosine,
             "agreement": found.argmax_agreement,
@@ -76,7 +78,7 @@ class Budget:
         }
         value = values[self.kind]
         if value is None:
-            raise AssertionError(f"every mix has the {self.kind} that FP32 has")
+            raise AssertionError(f"the quantized graph has no {self.kind}, though FP32 has one")
         return value
 
     def __str__(self) -> str:
@@ -91,48 +93,49 @@ class Budget:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One mix that was measured."""
+    """One measured combination of quantized layers."""
 
     left_out: int
+    """Number of layers that are not quantized."""
     share: float
-    """The quantized part of the multiply-adds, 0 to 1."""
-    accuracy: Accuracy
+    """Quantized share of the multiply-adds, 0 to 1."""
+    accuracy: AccuracyMetrics
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The mix that was chosen."""
+    """The chosen combination of quantized layers."""
 
     left_out: dict[str, str]
-    """Layer -> reason."""
-    accuracy: Accuracy
+    """Layers that are not quantized -> reason."""
+    accuracy: AccuracyMetrics
     effects: dict[str, float]
-    """Layer -> what the cosine gains when it alone is left out; empty where it was not measured."""
+    """Layer -> gain in mean cosine when it alone is not quantized; empty if not measured."""
     curve: list[CurvePoint] = field(default_factory=list)
-    """From all quantized to the fewest that were measured."""
+    """All measurements, from all layers quantized to the fewest."""
 
 
-def search_mix(
+def search_mixed_precision(
     names: Sequence[str],
     weights: Mapping[str, float],
     measure: Measure,
-    budget: Budget,
+    budget: AccuracyBudget,
     *,
     curve: bool = False,
     advance: Callable[[], None] = lambda: None,
 ) -> SearchResult:
-    """The largest quantized mix in order of harm that holds the budget.
+    """Choose the layers to leave out; see the module for the algorithm.
 
     Args:
-        names: the layers that can be quantized.
-        weights: their shares of the multiply-adds.
-        measure: the accuracy of a mix.
-        budget: what must hold.
-        curve: measure mixes of fewer layers too, though the answer does not need them.
+        names: layers that can be quantized.
+        weights: layer -> its share of the multiply-adds, 0 to 1.
+        measure: measures the accuracy of a combination.
+        budget: the accuracy budget.
+        curve: also measure combinations with fewer quantized layers, for the report.
         advance: called after each measurement.
 
     Raises:
-        CheckFailedError: the budget holds for no mix with any layer quantized.
+        CheckFailedError: no combination with a quantized layer meets the budget.
     """
     points: dict[int, CurvePoint] = {}
 
@@ -148,7 +151,7 @@ def search_mix(
     enough = holds([])
     if enough and not curve:
         return SearchResult({}, points[0].accuracy, {}, [points[0]])
-    effects = _effects(names, measure, advance)
+    effects = _measure_effects(names, measure, advance)
     order = sorted(names, key=lambda name: effects[name] / max(weights[name], 1e-9), reverse=True)
     low, high = 0, 1
     if enough:
@@ -165,31 +168,36 @@ def search_mix(
     if high == len(order):
         best = max(points.values(), key=lambda point: budget.value(point.accuracy))
         raise CheckFailedError(
-            f"no mix with a quantized layer keeps a {budget}: the best has a mean cosine of "
-            f"{best.accuracy.cosine:.8g} with {best.share:.0%} of the multiply-adds quantized.",
-            do="Lower the budget, or calibrate on inputs nearer to those that the model is for.",
+            f"no combination with a quantized layer meets the budget, a {budget}: the best has a "
+            f"mean cosine of {best.accuracy.cosine:.8g} with {best.share:.0%} of the multiply-adds "
+            "quantized.",
+            do="Lower the budget, or calibrate on inputs closer to those the model is used for.",
         )
-    for count in _powers(len(order)) if curve else ():
+    for count in _powers_of_two(len(order)) if curve else ():
         holds(order[:count])
     reasons = {
-        name: f"left out alone, it raises the mean cosine by {effects[name]:.2e}"
+        name: f"without it, the mean cosine is higher by {effects[name]:.2e}"
         for name in order[:high]
     }
     ordered = sorted(points.values(), key=lambda point: point.left_out)
     return SearchResult(reasons, points[high].accuracy, effects, ordered)
 
 
-def _powers(below: int) -> list[int]:
-    """1, 2, 4, … below a number."""
+def _powers_of_two(below: int) -> list[int]:
+    """Return the powers of two below a number.
+
+    >>> _powers_of_two(5)
+    [1, 2, 4]
+    """
     return [1 << exponent for exponent in range(below.bit_length()) if 1 << exponent < below]
 
 
-def _effects(
+def _measure_effects(
     names: Sequence[str], measure: Measure, advance: Callable[[], None]
 ) -> dict[str, float]:
-    """What each layer alone costs, measured on a part of the rows.
+    """Measure what each layer costs by itself, on a part of the rows.
 
-    By cosine even where labels are given: a few rows' labels do not tell layers apart.
+    The cosine is used even if there are labels: the labels of a few rows do not tell layers apart.
     """
     everything = set(names)
     base = measure(everything, True).cosine

@@ -1,16 +1,20 @@
-"""Outlier channels: scaled into the weights and shifted into the bias, before they are quantized.
+"""Smoothing: move outlier channels of an activation into the weights and biases of its layers.
 
-Takes what was seen of one activation and the weights that it meets; leaves the multiplier and the
-offset of its channels.
+An activation has one scale for all its channels. In transformers a few channels are many times
+larger than the others; they set the scale, and little precision is left for the rest.
 
-    >>> choice = choose_smoothing(channels, [(layer, weight)], INT8, strength="search", shift=True)
-    >>> choice.strength, choice.shifted, choice.error
-    (0.9, True, 0.0004)
+Scaling divides channel k of the activation by s_k and multiplies row k of the weights by it, which
+leaves the product unchanged: s_k = max|x_k|^a / max|W_k|^(1-a), normalized to a geometric mean of
+1 (Xiao et al., "SmoothQuant", 2023, eq. 4). The strength a says how much of the outliers the
+weights take over.
 
-Scaling: s_k = max|x_k|^a / max|W_k|^(1-a), of geometric mean 1 (Xiao et al., "SmoothQuant", 2023,
-eq. 4). Shift: the middle of each channel (Wei et al., "Outlier Suppression+", 2023, eq. 3). What
-follows a GELU or a ReLU is nearly one-sided; centred, it uses both halves of a symmetric INT8.
-Both are pointwise, and TensorRT fuses them into the kernel that quantizes.
+Shifting subtracts the midpoint of each channel and corrects the bias (Wei et al., "Outlier
+Suppression+", 2023, eq. 3). The output of a GELU or ReLU is almost one-sided; centered, it uses
+both halves of the symmetric INT8 range.
+
+Every strength is tried with and without the shift on a sample of rows, and the candidate with the
+smallest squared error in the layers' outputs wins. Scaling and shifting are pointwise, and TensorRT
+fuses them into the kernel that quantizes.
 """
 
 from __future__ import annotations
@@ -24,129 +28,138 @@ import numpy as np
 from enginery.passes.layers import Layer
 from enginery.passes.qdq import ActivationRange, bias_shift, quantized_weight, scale_weight
 from enginery.passes.scheme import Scheme, Vector
-from enginery.quantize.activation_statistics import Channels, largest_magnitude, transformed
+from enginery.quantize.activation_statistics import (
+    ChannelStatistics,
+    largest_scaled_magnitude,
+    scale_and_shift,
+)
 
 STRENGTHS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 _FACTOR_LIMIT = 2.0**10
-"""Multipliers beyond would lose FP16 its digits."""
+"""Limit of the multipliers; larger ones would lose precision in FP16."""
 
 Weighted = tuple[Layer, Vector]
-"""A layer and its weight, (K, N) or as stored."""
+"""A layer and its weight as stored: (K, N), or (N, K) if `weight_axis` is 0."""
 
 
 @dataclass(frozen=True)
-class Smoothing:
-    """What was chosen for one activation."""
+class SmoothingChoice:
+    """Smoothing chosen for one activation."""
 
-    ready: ActivationRange
-    """With its multiplier and offset; its scale is that of the largest magnitude."""
+    params: ActivationRange
+    """Multiplier, offset, and the scale at which nothing is clipped."""
     strength: float
-    """How much of the outliers the weights take, 0 to 1; 0 with no multiplier at all."""
+    """Migration strength, 0 to 1; 0 without a multiplier."""
     shifted: bool
     error: float
-    """Squared error of its layers' outputs on the sample, relative to the outputs themselves."""
+    """Squared error of the layers' outputs on the sample, relative to their squared norm."""
 
 
 def choose_smoothing(
-    channels: Channels,
-    weighted: Sequence[Weighted],
+    channels: ChannelStatistics,
+    layer_weights: Sequence[Weighted],
     scheme: Scheme,
     *,
     strength: float | Literal["search", "none"],
     shift: bool,
-) -> Smoothing:
-    """The multiplier and offset with which the layers' outputs err least on the sample.
+) -> SmoothingChoice:
+    """Choose the multiplier and offset with the smallest output error on the sample.
 
     Args:
-        channels: of the activation that all the layers take.
-        weighted: those layers.
-        scheme: the type that they are quantized to.
-        strength: `search` tries none and `STRENGTHS`; a number is taken as it is.
-        shift: whether centring the channels is tried.
+        channels: statistics of the activation that all the layers read.
+        layer_weights: those layers with their weights.
+        scheme: the quantized type.
+        strength: `search` tries no scaling and all `STRENGTHS`; `none`, no scaling; a number, only
+            that strength.
+        shift: also try shifting.
     """
-    unscaled = with_scale(channels, ActivationRange(1.0), scheme)
-    plain = Smoothing(unscaled, 0.0, shifted=False, error=0.0)
-    if channels.width == 1 or not all(layer.linear for layer, _ in weighted):
+    unscaled = with_minmax_scale(channels, ActivationRange(1.0), scheme)
+    plain = SmoothingChoice(unscaled, 0.0, shifted=False, error=0.0)
+    if channels.width == 1 or not all(layer.linear for layer, _ in layer_weights):
         return plain
     strengths: Sequence[float] = STRENGTHS
     if not isinstance(strength, str):
         strengths = (strength,)
     elif strength == "none":
         strengths = ()
-    candidates = [] if strengths and strength != "search" else [(0.0, plain.ready)]
-    candidates += [(a, _scaled(channels, weighted, a, shift=False)) for a in strengths]
+    candidates = [] if strengths and strength != "search" else [(0.0, plain.params)]
+    candidates += [(a, _smoothed(channels, layer_weights, a, shift=False)) for a in strengths]
     if shift:
-        candidates.append((0.0, _centred(channels)))
-        candidates += [(a, _scaled(channels, weighted, a, shift=True)) for a in strengths]
-    exact = [channels.sample @ _matrix(layer, weight) for layer, weight in weighted]
+        candidates.append((0.0, _shifted(channels)))
+        candidates += [(a, _smoothed(channels, layer_weights, a, shift=True)) for a in strengths]
+    exact = [channels.sample @ _as_matrix(layer, weight) for layer, weight in layer_weights]
     total = sum(float(np.square(output).sum()) for output in exact) or 1.0
     found = []
     for tried, unscaled in candidates:
-        ready = with_scale(channels, unscaled, scheme)
+        params = with_minmax_scale(channels, unscaled, scheme)
         error = 0.0
-        for (layer, weight), output in zip(weighted, exact, strict=True):
-            found_output = quantized_output(channels.sample, layer, weight, ready, scheme)
+        for (layer, weight), output in zip(layer_weights, exact, strict=True):
+            found_output = simulate_layer(channels.sample, layer, weight, params, scheme)
             error += float(np.square(found_output - output).sum())
-        found.append(Smoothing(ready, tried, ready.offset is not None, error / total))
+        found.append(SmoothingChoice(params, tried, params.offset is not None, error / total))
     return min(found, key=lambda choice: choice.error)
 
 
-def with_scale(channels: Channels, ready: ActivationRange, scheme: Scheme) -> ActivationRange:
-    """The same with the scale at which nothing that was seen is clipped."""
-    scale = largest_magnitude(channels, ready) / scheme.largest
-    return ActivationRange(scale, ready.multiplier, ready.offset)
+def with_minmax_scale(
+    channels: ChannelStatistics, params: ActivationRange, scheme: Scheme
+) -> ActivationRange:
+    """Return the range with the scale at which no observed value is clipped."""
+    scale = largest_scaled_magnitude(channels, params) / scheme.largest
+    return ActivationRange(scale, params.multiplier, params.offset)
 
 
-def quantized_output(
-    sample: Vector, layer: Layer, weight: Vector, ready: ActivationRange, scheme: Scheme
+def simulate_layer(
+    sample: Vector, layer: Layer, weight: Vector, params: ActivationRange, scheme: Scheme
 ) -> Vector:
-    """(rows, N): what the quantized layer gives for the sample, its bias left out."""
-    scaled = scale_weight(layer, weight, ready)
+    """Return the quantized layer's output for the sample, without its bias: float32 (rows, N)."""
+    scaled = scale_weight(layer, weight, params)
     rounded = quantized_weight(layer, scaled, scheme)
-    product = rounded_rows(sample, ready, scheme) @ _matrix(layer, rounded)
-    return np.asarray(product + bias_shift(layer, scaled, ready), dtype=np.float32)
+    product = fake_quantize(sample, params, scheme) @ _as_matrix(layer, rounded)
+    return np.asarray(product + bias_shift(layer, scaled, params), dtype=np.float32)
 
 
-def rounded_rows(sample: Vector, ready: ActivationRange, scheme: Scheme) -> Vector:
-    """Rows (n, K) scaled, shifted, and rounded to the scheme's numbers."""
-    scale = max(ready.scale, 1e-12)
-    return np.asarray(scheme.nearest(transformed(sample, ready) / scale) * scale, dtype=np.float32)
+def fake_quantize(sample: Vector, params: ActivationRange, scheme: Scheme) -> Vector:
+    """Scale, shift, quantize and dequantize rows (n, K)."""
+    scale = max(params.scale, 1e-12)
+    return np.asarray(
+        scheme.nearest(scale_and_shift(sample, params) / scale) * scale, dtype=np.float32
+    )
 
 
-def mean_error(
-    sample: Vector, layer: Layer, weight: Vector, ready: ActivationRange, scheme: Scheme
+def mean_output_error(
+    sample: Vector, layer: Layer, weight: Vector, params: ActivationRange, scheme: Scheme
 ) -> Vector:
-    """(N,): what the quantized layer's outputs lack on average; added to the bias, it is gone.
+    """Return the mean error of each output channel: float32 (N,). Adding it to the bias removes it.
 
     Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction",
     2019, section 4.2, on real inputs.
     """
-    exact = sample @ _matrix(layer, weight)
-    lacking = exact - quantized_output(sample, layer, weight, ready, scheme)
+    exact = sample @ _as_matrix(layer, weight)
+    lacking = exact - simulate_layer(sample, layer, weight, params, scheme)
     return np.asarray(lacking.mean(axis=0, dtype=np.float64), dtype=np.float32)
 
 
-def _scaled(
-    channels: Channels, weighted: Sequence[Weighted], strength: float, *, shift: bool
+def _smoothed(
+    channels: ChannelStatistics, layer_weights: Sequence[Weighted], strength: float, *, shift: bool
 ) -> ActivationRange:
-    middle = _middle(channels) if shift else np.zeros(channels.width, dtype=np.float32)
+    middle = _midpoints(channels) if shift else np.zeros(channels.width, dtype=np.float32)
     reach = np.maximum(channels.largest - middle, middle - channels.smallest)
     reach = np.maximum(reach, 1e-5 * max(float(reach.max()), 1e-12))
-    met = np.max([np.abs(_matrix(layer, w)).max(axis=1) for layer, w in weighted], axis=0)
+    met = np.max([np.abs(_as_matrix(layer, w)).max(axis=1) for layer, w in layer_weights], axis=0)
     met = np.maximum(met, 1e-5 * max(float(met.max()), 1e-12))
     logarithm = strength * np.log(reach) - (1 - strength) * np.log(met)
     factor = np.exp(logarithm - logarithm.mean())
-    # Exact in FP16, so that casting the graph changes neither the activation nor its weight.
+    # Rounded to FP16, so that casting the graph changes neither the activation nor the weight.
     multiplier = _fp16(1 / np.clip(factor, 1 / _FACTOR_LIMIT, _FACTOR_LIMIT))
     offset = _fp16(-middle * multiplier) if shift else None
     return ActivationRange(1.0, multiplier, offset)
 
 
-def _centred(channels: Channels) -> ActivationRange:
-    return ActivationRange(1.0, None, _fp16(-_middle(channels)))
+def _shifted(channels: ChannelStatistics) -> ActivationRange:
+    return ActivationRange(1.0, None, _fp16(-_midpoints(channels)))
 
 
-def _middle(channels: Channels) -> Vector:
+def _midpoints(channels: ChannelStatistics) -> Vector:
     return np.asarray((channels.smallest + channels.largest) / 2, dtype=np.float32)
 
 
@@ -154,6 +167,6 @@ def _fp16(values: Vector) -> Vector:
     return np.asarray(values).astype(np.float16).astype(np.float32)
 
 
-def _matrix(layer: Layer, weight: Vector) -> Vector:
-    """The weight as (K, N)."""
+def _as_matrix(layer: Layer, weight: Vector) -> Vector:
+    """Return the weight as (K, N)."""
     return weight.T if layer.weight_axis == 0 else weight

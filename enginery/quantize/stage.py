@@ -1,15 +1,8 @@
-"""The quantize stage: an FP32 artifact -> one with INT8 or FP8 weights that its target multiplies.
+"""The quantize stage: quantize an FP32 artifact to INT8 or FP8.
 
-Takes an artifact and real inputs; leaves an artifact with its graph in INT8 and FP16,
-`reports/quantization.json`, `reports/quantization.svg` and `reports/ranges.json`.
-
-    >>> config = QuantizeConfig(calibration="reviews.csv")
-    >>> artifact = run(Artifact.open("minilm"), config, Path("minilm-int8"))
-    >>> artifact.manifest.target
-    'tensorrt'
-
-Nothing is saved unless the answers hold the budget, TensorRT's parser takes the graph, and an
-engine of it has been built. Dynamic INT8, for the CPU, is in `quantize/dynamic.py`.
+The new artifact has the quantized graph, `reports/quantization.json`, `reports/quantization.svg`
+and `reports/ranges.json`. It is saved only if the accuracy budget is met, TensorRT parses the graph
+and a trial engine was built. Dynamic INT8, for the CPU, is in `quantize/dynamic.py`.
 """
 
 from __future__ import annotations
@@ -43,37 +36,42 @@ from enginery.passes.graph_file import check_graph, read_graph, write_graph
 from enginery.passes.layers import Layer, find_layers
 from enginery.passes.nodes import infer_types
 from enginery.passes.qdq import insert_qdq
-from enginery.quantize.accuracy import Accuracy, Judge
-from enginery.quantize.calibrate import Measured, calibrate, excluded_layers, scheme_of
-from enginery.quantize.calibration_cache import RANGES, Recorded, find_ranges
+from enginery.quantize.accuracy import AccuracyEvaluator, AccuracyMetrics
+from enginery.quantize.calibrate import (
+    AccuracySearch,
+    calibrate,
+    excluded_layers,
+    scheme_from_config,
+)
+from enginery.quantize.calibration_cache import RANGES, CalibrationCache, find_ranges_file
 from enginery.quantize.config import QuantizeConfig, check_options
 from enginery.quantize.data import CalibrationData, read_data
-from enginery.quantize.dynamic import make_dynamic
+from enginery.quantize.dynamic import quantize_dynamic
 from enginery.quantize.report import QuantizationReport, budget_notes, save_curve
-from enginery.quantize.trial import build_trials, check_trial
+from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.tracing import GraphTracer
 
 STAGE = "quantize"
 STAGE_VERSION = "3"
-"""Raised when the same inputs would give another artifact; part of the fingerprint."""
+"""Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/quantization.json"
 CURVE = f"{REPORTS}/quantization.svg"
 TOOLS = ("onnx", "onnx-ir", "numpy", "ml_dtypes", "tensorrt-rtx-cu13-bindings")
-_LEAST_OPSET = 19
-"""From here on Q and DQ take FP16 scales, and FP8."""
+_MIN_OPSET = 19
+"""First opset whose Q and DQ support FP16 scales and FP8."""
 
-# What the graph and its numbers do not depend on.
+# Options that do not change the graph, or that the fingerprint covers by content.
 _NOT_IN_KEY = ("allow_failed", "calibration", "ranges")
 
 
 def fingerprint(
     source: Artifact, config: QuantizeConfig, data: CalibrationData | None
 ) -> Fingerprint:
-    """What the artifact depends on: the graph, the inputs' content, the options, the tools.
+    """Return the cache key: the graph, the content of the inputs, the options and the tools.
 
     Raises:
-        OptionError: an option cannot be used.
+        OptionError: an option is invalid.
         InputError: the ranges cannot be read.
     """
     check_options(config)
@@ -83,7 +81,7 @@ def fingerprint(
         {
             "artifact": source.content_sha256(),
             "calibration": data.sha256 if data else "none",
-            "ranges": sha256_of(find_ranges(config.ranges)) if config.ranges else "none",
+            "ranges": sha256_of(find_ranges_file(config.ranges)) if config.ranges else "none",
             **option_fields(options),
             **runtime_version(),
             **tool_versions(TOOLS),
@@ -95,18 +93,27 @@ def fingerprint(
 def read_calibration(
     source: Artifact, config: QuantizeConfig, given: Iterable[Any] | None = None
 ) -> CalibrationData | None:
-    """The calibration inputs that `fingerprint` and `run` take; see `read_data`."""
+    """Read the calibration inputs for `fingerprint` and `run`; see `read_data`.
+
+    Returns:
+        None for reused ranges, and for dynamic quantization without inputs.
+
+    Raises:
+        OptionError: an option is invalid, or there are no inputs.
+        ArtifactError: the artifact cannot be quantized.
+        InputError: an input cannot be read.
+    """
     check_options(config)
     require_quantizable(source, config)
     if config.ranges and given is not None:
         raise OptionError(
-            "there are both calibration inputs and ranges, but with ranges nothing is measured.",
-            do="Leave one out.",
+            "both calibration inputs and ranges were given, but with ranges nothing is measured.",
+            do="Remove one.",
         )
     if config.scheme != "dynamic":
-        check_trial(source, config)
+        check_trial_options(source, config)
     if config.scheme == "dynamic" and given is None and not config.calibration:
-        return None  # nothing is calibrated; inputs would only measure
+        return None  # dynamic INT8 is not calibrated; inputs would only measure its accuracy
     return read_data(source, config, given)
 
 
@@ -118,22 +125,23 @@ def run(
     data: CalibrationData | None,
     progress: Progress = SILENT,
 ) -> Artifact:
-    """Quantizes the artifact and leaves the new one at `out`, or nothing.
+    """Quantize an artifact and write the new one to `out`. If anything fails, nothing is written.
 
     Args:
-        source: with an FP32 graph that no other stage has fused.
+        source: artifact with an FP32 graph that has not been fused.
         config: the options.
-        out: where the artifact goes.
-        data: what `read_calibration` gave.
-        progress: who is told what happens.
+        out: directory of the new artifact.
+        data: result of `read_calibration`.
+        progress: receives progress messages.
 
     Raises:
-        OptionError: an option cannot be used, or names no layer.
+        OptionError: an option is invalid, or a pattern of `exclude` matches no layer.
         InputError: the inputs or the ranges cannot be used.
-        ArtifactError: the artifact is not one to quantize.
-        RejectedArtifactError: its validation failed.
-        CheckFailedError: no mix holds the budget, or what was made of it does not.
-        ProviderError: TensorRT refuses the graph, or builds no engine of it.
+        ArtifactError: the artifact cannot be quantized.
+        RejectedArtifactError: the artifact's validation failed.
+        CheckFailedError: no combination of quantized layers meets the accuracy budget, or the
+            saved graph does not.
+        ProviderError: TensorRT does not support the graph, or cannot build an engine.
     """
     started = time.monotonic()
     source.require_passed(allow_failed=config.allow_failed)
@@ -142,7 +150,7 @@ def run(
     with staging(out) as directory:
         source.copy_side_files(directory)
         (directory / REPORTS).mkdir()
-        make = make_dynamic if config.scheme == "dynamic" else _make_static
+        make = quantize_dynamic if config.scheme == "dynamic" else _quantize_static
         graphs, report, notes = make(source, config, directory, data, key.fields, progress)
         (directory / REPORT).write_bytes(report.to_json())
         stage = StageRecord(
@@ -168,7 +176,7 @@ def run(
     return Artifact.open(out)
 
 
-def _make_static(
+def _quantize_static(
     source: Artifact,
     config: QuantizeConfig,
     directory: Path,
@@ -176,104 +184,115 @@ def _make_static(
     fields: Mapping[str, str],
     progress: Progress,
 ) -> tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]:
-    """The graph with Q/DQ in `directory`; its record, the report, and notes."""
+    """Write the graph with Q/DQ nodes to `directory`; return its record, the report and notes."""
     model = read_graph(source.model)
     infer_types(model)
     layers = find_layers(model)
-    recorded, measured = _recorded(source, model, layers, data, config, progress)
-    quantized = recorded.quantized(layers)
-    notes = [data.description if data else f"ranges from {find_ranges(config.ranges)}"]
+    cache, measured = _obtain_calibration(source, model, layers, data, config, progress)
+    quantized = cache.quantized_layers(layers)
+    notes = [data.description if data else f"ranges from {find_ranges_file(config.ranges)}"]
     if data and data.kind == "random":
-        notes.append("calibrated on made-up inputs: of no use but for trying things out")
-        progress.say("quantize: calibrated on made-up inputs; do not use this artifact")
-    record = _write(model, quantized, recorded, source, directory, config)
+        notes.append("calibrated on random inputs: only for trying things out")
+        progress.say(
+            "quantize: calibrated on random inputs; do not use this artifact in production"
+        )
+    record = _write_graph(model, quantized, cache, source, directory, config)
     graph = directory / record.file
     accuracy = _check_accuracy(graph, measured, config)
     with progress.task("building a trial engine"):
         trials = build_trials(graph, source, config, quantized)
     if not trials:
-        notes.append("no engine was built, as asked: TensorRT has not seen this graph")
+        notes.append(
+            "no trial engine was built, because 'capabilities' is empty: TensorRT has not checked "
+            "this graph"
+        )
     if measured:
-        notes += budget_notes(measured.budget, measured.judge.rows)
+        notes += budget_notes(measured.budget, measured.evaluator.rows)
         if not save_curve(directory / CURVE, measured, config.scheme):
             notes.append(NOT_DRAWN)
     report = QuantizationReport.of(
-        layers, recorded, measured, accuracy, trials, config, data, notes, fields
+        layers, cache, measured, accuracy, trials, config, data, notes, fields
     )
-    (directory / REPORTS / RANGES).write_bytes(recorded.to_json())
+    (directory / REPORTS / RANGES).write_bytes(cache.to_json())
     return (record,), report, notes
 
 
 def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
-    """Raises ArtifactError unless these are FP32 graphs that the scheme can quantize.
+    """Check that the scheme can quantize the artifact.
 
-    For Q/DQ one graph of standard ops, of opset 19 or later.
+    Raises:
+        ArtifactError: it is quantized already, not FP32 or fused for another target. For static
+            schemes also: it has several graphs, or an opset below 19.
     """
     manifest = source.manifest
     if any(stage.stage == STAGE for stage in manifest.stages):
         raise ArtifactError(
-            f"{source.path} is quantized already.", do="Start from the artifact that was exported."
+            f"{source.path} is already quantized.", do="Start from the exported artifact."
         )
     targets = ("onnx", "cpu") if config.scheme == "dynamic" else ("onnx", "tensorrt")
     if manifest.precision != "fp32" or manifest.target not in targets:
         raise ArtifactError(
             f"{source.path} is {manifest.precision} for {manifest.target}; quantizing for "
-            f"{config.target} starts from an FP32 graph for {' or '.join(targets)}.",
-            do="Start from the artifact that was exported: enginery export MODEL --dtype fp32",
+            f"{config.target} expects FP32 for {' or '.join(targets)}.",
+            do="Start from the exported artifact: enginery export MODEL --dtype fp32",
         )
     if config.scheme == "dynamic":
         return
     if len(manifest.graphs) != 1:
         graphs = ", ".join(graph.file for graph in manifest.graphs)
         raise ArtifactError(
-            f"{source.path} has the graphs {graphs}; one is expected: a decoder is calibrated on "
-            "what an encoder and its own past feed it, which no file of inputs holds."
+            f"{source.path} has the graphs {graphs}; expected one. A decoder also needs the "
+            "encoder's output and its own past as inputs, which calibration data do not contain.",
+            do="Use --scheme dynamic --target cpu, which needs no calibration.",
         )
-    if manifest.graphs[0].opset < _LEAST_OPSET:
+    if manifest.graphs[0].opset < _MIN_OPSET:
         raise ArtifactError(
-            f"{source.model} has opset {manifest.graphs[0].opset}, expected {_LEAST_OPSET} or "
-            "later: before, Q and DQ have neither FP16 scales nor FP8.",
+            f"{source.model} has opset {manifest.graphs[0].opset}, expected {_MIN_OPSET} or "
+            "later: earlier Q and DQ support neither FP16 scales nor FP8.",
             do="Export again: enginery export MODEL --opset 20",
         )
 
 
-def _recorded(
+def _obtain_calibration(
     source: Artifact,
     model: ir.Model,
     layers: Sequence[Layer],
     data: CalibrationData | None,
     config: QuantizeConfig,
     progress: Progress,
-) -> tuple[Recorded, Measured | None]:
+) -> tuple[CalibrationCache, AccuracySearch | None]:
     if not config.ranges:
         if data is None:
-            raise OptionError("there are neither calibration inputs nor ranges.")
+            raise OptionError(
+                "neither calibration inputs nor ranges were given.",
+                do="Name one: --calibration FILE or --ranges ARTIFACT",
+            )
         return calibrate(source, model, layers, data, config, progress=progress)
-    scheme = scheme_of(config)
-    recorded = Recorded.read(
+    scheme = scheme_from_config(config)
+    cache = CalibrationCache.read(
         config.ranges, graph_sha256=sha256_of(source.model), scheme=scheme.name
     )
     excluded = excluded_layers(layers, config.exclude, None, scheme)
-    left_out = {**recorded.left_out, **excluded}
-    progress.say(f"quantize: ranges from {find_ranges(config.ranges)}, nothing is measured")
-    return replace(recorded, left_out=left_out), None
+    left_out = {**cache.left_out, **excluded}
+    progress.say(f"quantize: ranges from {find_ranges_file(config.ranges)}, nothing is measured")
+    return replace(cache, left_out=left_out), None
 
 
-def _write(
+def _write_graph(
     model: ir.Model,
     quantized: Sequence[Layer],
-    recorded: Recorded,
+    cache: CalibrationCache,
     source: Artifact,
     directory: Path,
     config: QuantizeConfig,
 ) -> GraphRecord:
-    """Writes the quantized graph; returns its record."""
+    """Write the quantized graph and return its record."""
     old = source.manifest.graphs[0]
-    insert_qdq(model, quantized, recorded.ranges, scheme=scheme_of(config),
-               bias_deltas=recorded.bias_deltas)  # fmt: skip
+    insert_qdq(model, quantized, cache.ranges, scheme=scheme_from_config(config),
+               bias_deltas=cache.bias_deltas)  # fmt: skip
     RemoveUnusedNodesPass()(model)
     if config.residual == "fp16":
-        cast_graph(model, "fp16", keep_fp32=set(recorded.fp32_nodes))
+        cast_graph(model, "fp16", keep_fp32=set(cache.fp32_nodes))
     path = directory / old.file
     path.parent.mkdir(parents=True, exist_ok=True)
     data_files = write_graph(model, path)
@@ -288,29 +307,35 @@ def _write(
 
 
 def _check_accuracy(
-    graph: Path, measured: Measured | None, config: QuantizeConfig
-) -> Accuracy | None:
-    """Measures the graph as it is saved; raises CheckFailedError where it breaks the budget."""
+    graph: Path, measured: AccuracySearch | None, config: QuantizeConfig
+) -> AccuracyMetrics | None:
+    """Measure the saved graph.
+
+    Raises:
+        CheckFailedError: it does not meet the accuracy budget.
+    """
     if measured is None:
         return None
-    found = measure_file(graph, measured.judge, fused=scheme_of(config).runs_fused)
+    found = measure_file(graph, measured.evaluator, fused=scheme_from_config(config).runs_fused)
     if not measured.budget.holds(found):
         raise CheckFailedError(
-            f"the quantized graph does not keep a {measured.budget}: its mean cosine is "
-            f"{found.cosine:.5f}, though quantization alone has "
-            f"{measured.search.accuracy.cosine:.5f}.",
+            f"the saved graph does not meet the budget, a {measured.budget}: its mean cosine is "
+            f"{found.cosine:.5f}. Before casting the rest to {config.residual} it was "
+            f"{measured.result.accuracy.cosine:.5f}.",
             do="Keep the rest in FP32 with --residual fp32, or lower the budget.",
         )
     return found
 
 
-def measure_file(graph: Path, judge: Judge, *, fused: bool = True) -> Accuracy:
-    """An ONNX file against the judge's reference, in ONNX Runtime on the CPU.
+def measure_file(
+    graph: Path, evaluator: AccuracyEvaluator, *, fused: bool = True
+) -> AccuracyMetrics:
+    """Measure the accuracy of an ONNX file in ONNX Runtime on the CPU.
 
     Args:
-        graph: the file.
-        judge: holds the reference's answers.
-        fused: whether ONNX Runtime's fusions are on.
+        graph: the ONNX file.
+        evaluator: has the reference outputs.
+        fused: enable ONNX Runtime's fusions.
     """
-    with GraphTracer(graph, judge.outputs, optimized=fused) as session:
-        return judge.measure(session)
+    with GraphTracer(graph, evaluator.outputs, optimized=fused) as session:
+        return evaluator.measure(session)

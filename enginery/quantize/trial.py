@@ -1,11 +1,7 @@
-"""What TensorRT and ONNX Runtime make of the quantized graph, before anything is saved.
+"""Trial engines: build the quantized graph with TensorRT before it is saved.
 
-    >>> (trial,) = build_trials(path, artifact, config, layers)
-    >>> trial.quantized_layers, trial.layers
-    (36, {'gemm int8': 24, 'attention fp16': 6, 'other fp16': 44})
-
-What the builder did not do is not claimed: a layer counts when the engine multiplies it in INT8 or
-FP8.
+A layer counts as quantized only if the engine really multiplies it in INT8 or FP8: TensorRT may
+choose another precision despite Q/DQ nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Profile, dynamic_dims
 from enginery.passes.layers import Layer
 from enginery.passes.lint import lint_onnx
-from enginery.quantize.config import QuantizeConfig, capabilities_of
+from enginery.quantize.config import QuantizeConfig, list_capabilities
 from enginery.runtime.tensorrt import RTX, build_plan, parse_onnx, resolve_capabilities
 from enginery.runtime.tensorrt_library import require_tensorrt
 
@@ -31,34 +27,34 @@ _BATCH = (1, 8, 32)
 
 @dataclass(frozen=True)
 class EngineTrial:
-    """One engine that was built, and thrown away."""
+    """Results of one trial engine; the engine itself is discarded."""
 
     capability: str
     tensorrt: str
     profiles: tuple[str, ...]
     layers: dict[str, int]
-    """Engine layers by kind and precision."""
+    """Kind and precision, such as `gemm int8` -> number of engine layers."""
     quantized_layers: int
-    """Quantized layers of the graph that the engine multiplies in their type."""
+    """Number of quantized layers that the engine multiplies in INT8 or FP8."""
     not_quantized: tuple[str, ...]
-    """Those that it multiplies in another precision, or whose kernel it does not name."""
+    """Quantized layers that run in another precision, or whose kernel the engine does not name."""
     fused_attentions: int
     plan_bytes: int
     seconds: float
 
 
-def check_trial(artifact: Artifact, config: QuantizeConfig) -> None:
-    """Looks at what engines are to be built for, before the calibration takes its time.
+def check_trial_options(artifact: Artifact, config: QuantizeConfig) -> None:
+    """Check capabilities and profiles before the calibration starts, which takes long.
 
     Raises:
-        OptionError: TensorRT builds for no such GPU.
-        ShapeError: a profile does not fit.
+        OptionError: TensorRT does not support a compute capability.
+        ShapeError: a profile does not fit the graph.
         MissingPackageError: TensorRT is not installed.
     """
-    if not capabilities_of(config):
+    if not list_capabilities(config):
         return
     require_tensorrt("Building a trial engine (--empty-capabilities builds none)")
-    resolve_capabilities(RTX, capabilities_of(config))
+    resolve_capabilities(RTX, list_capabilities(config))
     limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     for profile in config.profile:
         Profile.parse(profile).check(artifact.manifest.graphs[0].inputs, limits.ends)
@@ -67,37 +63,38 @@ def check_trial(artifact: Artifact, config: QuantizeConfig) -> None:
 def build_trials(
     graph: Path, artifact: Artifact, config: QuantizeConfig, quantized: Sequence[Layer]
 ) -> list[EngineTrial]:
-    """Looks the graph over, parses it and builds an engine of it for every capability asked for.
+    """Lint and parse the graph, then build an engine for each compute capability.
 
     Raises:
-        ProviderError: TensorRT refuses the graph, or cannot build it.
+        ProviderError: TensorRT does not support the graph, or cannot build it.
         MissingPackageError: TensorRT is not installed.
-        ShapeError: a profile does not fit.
+        ShapeError: a profile does not fit the graph.
     """
     faults = lint_onnx(graph, parser=False).errors
     if faults:
         raise ProviderError(
-            f"TensorRT takes no such graph, so it is not saved: {faults[0].node}: "
-            f"{faults[0].problem}",
+            f"TensorRT does not support the quantized graph, so it was not saved: "
+            f"{faults[0].node}: {faults[0].problem}",
             do=faults[0].remedy,
         )
-    if not capabilities_of(config):
+    if not list_capabilities(config):
         return []
     record = artifact.manifest.graphs[0]
     report = parse_onnx(graph)
     if not report.accepted:
         more = "".join(f"; {refusal}" for refusal in report.refusals[1:3])
         raise ProviderError(
-            f"TensorRT {report.tensorrt} refuses the quantized graph, so it is not saved: "
+            f"TensorRT {report.tensorrt} rejected the quantized graph, so it was not saved: "
             f"{report.refusals[0]}{more}",
-            do="Leave the layer out with --exclude NODE.",
+            do="Exclude the layer with --exclude NODE.",
         )
     limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     profiles = [Profile.parse(text) for text in config.profile] or trial_profiles(record, limits)
     trials = []
-    for capability in capabilities_of(config):
+    for capability in list_capabilities(config):
         built = build_plan(graph, profiles=profiles, capabilities=[capability], limits=limits.ends)
-        # A fused layer names the nodes in it; the kernel that quantizes may name the product, too.
+        # A fused layer lists its nodes. The kernel that quantizes may list the matrix product as
+        # well, so only products are counted.
         multiplied = {
             node for layer in built.layers
             if layer.kind in ("gemm", "convolution") and layer.precision == config.scheme
@@ -121,7 +118,7 @@ def build_trials(
 
 
 def trial_profiles(record: GraphRecord, limits: FeedLimits) -> list[Profile]:
-    """One profile over every dynamic dim: batches of 1 to 32, sequences up to the model's own."""
+    """Return one profile over all dynamic dims: batches of 1 to 32, sequences up to the limit."""
     parts = []
     for name in dynamic_dims(record.inputs):
         if name == "batch":

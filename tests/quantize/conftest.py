@@ -1,4 +1,4 @@
-"""Tiny FP32 artifacts, each exported once a session, and a short way to quantize one."""
+"""Fixtures: tiny FP32 artifacts, exported once per session, and a function that quantizes one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tiny import TEXT, tiny_artifact
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """`tiny("bert", "text-classification", hidden_size=64)`; do not change what it gives."""
+    """Export a tiny model once per session: `tiny("bert", "text-classification")`. Read-only."""
     root = tmp_path_factory.mktemp("tiny")
     made: dict[str, Artifact] = {}
 
@@ -31,10 +31,10 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def quantized(tmp_path):
-    """`quantized(artifact, min_cosine=0.9)`: the quantized artifact; no budget unless one is named.
+    """Quantize an artifact: `quantized(artifact, min_cosine=0.9)`.
 
-    Without `capabilities` no engine is built, which takes a second each; without `curve` no mix is
-    measured that the budget does not ask for.
+    To be fast, there is no budget, no trial engine and no accuracy curve unless an option asks
+    for one.
     """
 
     def make(artifact: Artifact, inputs=TEXT, *, out: Path | None = None, **options) -> Artifact:

@@ -7,19 +7,19 @@ from enginery.passes.layers import find_layers
 from enginery.passes.qdq import ActivationRange
 from enginery.passes.scheme import INT8
 from enginery.quantize.activation_statistics import (
-    Channels,
-    observe_channels,
-    observe_magnitudes,
+    ChannelStatistics,
+    collect_channel_statistics,
+    collect_histograms,
     unpadded_rows,
 )
 from enginery.quantize.data import Batch
-from enginery.quantize.smoothing import with_scale
+from enginery.quantize.smoothing import with_minmax_scale
 
 GENERATOR = np.random.default_rng(0)
 
 
-def test_channels_keep_their_size_whatever_goes_in():
-    made = Channels(width=64, seed=0)
+def test_statistics_have_a_fixed_size():
+    made = ChannelStatistics(width=64, seed=0)
     for _ in range(30):
         made.add(GENERATOR.normal(size=(100, 64)).astype(np.float32))
     assert made.rows == 3000
@@ -27,16 +27,16 @@ def test_channels_keep_their_size_whatever_goes_in():
     assert made.smallest.shape == made.largest.shape == (64,)
 
 
-def test_the_sample_is_even_over_the_stream():
-    made = Channels(width=2, seed=0)
+def test_sample_is_uniform_over_the_stream():
+    made = ChannelStatistics(width=2, seed=0)
     for number in range(100):
         made.add(np.full((100, 2), number, np.float32))
     # Half of 512 rows from each half of the stream, within four standard deviations.
     assert abs((made.sample[:, 0] < 50).sum() - 256) < 4 * np.sqrt(128)
 
 
-def test_extremes_are_those_of_each_channel():
-    made = Channels(width=2, seed=0)
+def test_minimum_and_maximum_are_kept_per_channel():
+    made = ChannelStatistics(width=2, seed=0)
     made.add(np.float32([[1, -5], [3, 0]]))
     made.add(np.float32([[-2, 4]]))
     assert made.smallest.tolist() == [-2, -5]
@@ -44,7 +44,7 @@ def test_extremes_are_those_of_each_channel():
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_padding_positions_do_not_count(flat):
+def test_padded_positions_are_ignored(flat):
     value = np.ones((2, 4, 3), np.float32)
     mask = np.array([[1, 1, 1, 1], [0, 0, 1, 1]])
     value[mask == 0] = 99
@@ -54,14 +54,14 @@ def test_padding_positions_do_not_count(flat):
     assert rows.max() == 1
 
 
-def test_one_vector_a_row_is_no_sequence_and_counts_whole():
+def test_mask_does_not_apply_to_one_vector_per_row():
     value = np.ones((2, 3), np.float32)
     mask = np.array([[1, 1], [1, 0]])
     assert unpadded_rows(value, {"attention_mask": mask}, by_channel=True).shape == (2, 3)
 
 
 def batches(artifact, *, padding):
-    """The same three texts, bare or padded with ids of another token."""
+    """Make batches of the same three texts, unpadded or padded with ids of another token."""
     specs = artifact.manifest.graphs[0].inputs
     made = []
     for length in (3, 5, 8):
@@ -74,37 +74,40 @@ def batches(artifact, *, padding):
     return [Batch((i,), lambda feeds=feeds: feeds) for i, feeds in enumerate(made)]
 
 
-def test_padded_rows_calibrate_as_bare_ones_do(tiny):
+def test_padding_does_not_change_the_statistics(tiny):
     artifact = tiny("bert", "token-classification")
     layers = [x for x in find_layers(read_graph(artifact.model)) if not x.obstacle]
-    bare = observe_channels(artifact.model, layers, batches(artifact, padding=0), seed=0)
-    padded = observe_channels(artifact.model, layers, batches(artifact, padding=6), seed=0)
+    bare = collect_channel_statistics(artifact.model, layers, batches(artifact, padding=0), seed=0)
+    padded = collect_channel_statistics(
+        artifact.model, layers, batches(artifact, padding=6), seed=0
+    )
     for name, channels in bare.items():
         assert padded[name].rows == channels.rows == 16
         np.testing.assert_allclose(padded[name].largest, channels.largest, atol=1e-4)
         np.testing.assert_allclose(padded[name].smallest, channels.smallest, atol=1e-4)
 
 
-def test_histograms_cover_exactly_what_was_seen(tiny):
+def test_histograms_count_every_value_in_range(tiny):
     artifact = tiny("bert", "token-classification")
     layers = [x for x in find_layers(read_graph(artifact.model)) if not x.obstacle]
     inputs = batches(artifact, padding=0)
-    seen = observe_channels(artifact.model, layers, inputs, seed=0)
+    seen = collect_channel_statistics(artifact.model, layers, inputs, seed=0)
     plain = {
-        name: with_scale(channels, ActivationRange(1.0), INT8) for name, channels in seen.items()
+        name: with_minmax_scale(channels, ActivationRange(1.0), INT8)
+        for name, channels in seen.items()
     }
-    histograms = observe_magnitudes(artifact.model, layers, inputs, seen, plain)
+    histograms = collect_histograms(artifact.model, layers, inputs, seen, plain)
     for name, histogram in histograms.items():
         assert histogram.counts.sum() == 16 * seen[name].width
         assert histogram.counts[-1] > 0
         assert histogram.largest == pytest.approx(127 * plain[name].scale)
 
 
-def test_an_activation_that_is_not_finite_is_an_error_that_names_it(tiny):
+def test_error_names_an_activation_that_is_not_finite(tiny):
     artifact = tiny("vit", "image-classification")
     layers = [x for x in find_layers(read_graph(artifact.model)) if not x.obstacle]
     pixels = np.full((1, 3, 32, 32), np.nan, np.float32)
-    with pytest.raises(InputError, match="is not finite on the calibration inputs"):
-        observe_channels(
+    with pytest.raises(InputError, match="NaN or infinite values on the calibration inputs"):
+        collect_channel_statistics(
             artifact.model, layers, [Batch((0,), lambda: {"pixel_values": pixels})], seed=0
         )

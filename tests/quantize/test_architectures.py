@@ -1,4 +1,4 @@
-"""Each architecture in INT8 and FP16, built for a real GPU generation."""
+"""Quantize tiny models of each architecture and build trial engines of them."""
 
 import json
 
@@ -65,7 +65,7 @@ def test_every_quantized_layer_is_multiplied_in_int8(
     [c for c in CASES if c[0] in ("bert", "distilbert", "roberta", "vit", "gpt2")],
     ids=["bert", "distilbert", "roberta", "vit", "gpt2"],
 )
-def test_one_scale_a_weight_is_multiplied_in_int8_too(
+def test_per_tensor_weights_are_multiplied_in_int8(
     tiny, quantized, images, kind, task, config, layers, kernels, attentions
 ):
     inputs = {"inputs": images} if "image" in task else {}
@@ -100,8 +100,8 @@ def test_fp8_layers_of_bert_are_multiplied_in_fp8(tiny, quantized, capability, p
     assert report["accuracy"]["cosine"] > 0.9
 
 
-def test_fp8_beside_fp32_runs_on_the_cpu(tiny, quantized):
-    """ONNX Runtime's own fusions would make a graph of it that it refuses."""
+def test_fp8_with_fp32_residual_runs_on_the_cpu(tiny, quantized):
+    """Without disabling them, ONNX Runtime's fusions make a graph that it rejects itself."""
     made = quantized(tiny("bert", "token-classification", **WIDE), scheme="fp8", residual="fp32")
     ids = np.array([[5, 6, 7, 8]], np.int64)
     feeds = {
@@ -119,7 +119,7 @@ def test_fp8_beside_fp32_runs_on_the_cpu(tiny, quantized):
          {"convolution fp8": 16, "convolution fp16": 1}),
     ],
 )  # fmt: skip
-def test_fp8_is_claimed_for_no_convolution_that_the_engine_multiplies_otherwise(
+def test_report_counts_only_convolutions_that_run_in_fp8(
     tiny, quantized, images, kind, config, kernels
 ):
     source = tiny(kind, "image-classification", **config)

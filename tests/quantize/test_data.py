@@ -112,7 +112,7 @@ def test_mappings_of_the_graphs_own_inputs_are_fed_as_they_are(bert):
 
 def test_feeds_with_other_names_are_an_error(bert):
     calibrating, _ = split(bert, read(bert, [feeds(bert), {"pixels": np.zeros((1, 4))}]))
-    with pytest.raises(InputError, match="has pixels; the graph takes input_ids"):
+    with pytest.raises(InputError, match="pixels, expected the graph's inputs input_ids"):
         calibrating[1].load()
 
 

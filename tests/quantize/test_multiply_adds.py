@@ -1,4 +1,4 @@
-"""Multiply-adds by layer: the same that the placement counts by node."""
+"""Multiply-adds per layer match those that placement counts per node."""
 
 import numpy as np
 import onnx_ir as ir
@@ -8,7 +8,7 @@ from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.passes.layers import find_layers
-from enginery.quantize.multiply_adds import Arithmetic, count_multiply_adds
+from enginery.quantize.multiply_adds import MultiplyAdds, count_multiply_adds
 from enginery.runtime.multiply_adds import count_node_work
 
 
@@ -25,7 +25,7 @@ def fed(artifact):
     [("bert", "text-classification"), ("resnet", "image-classification"),
      ("vit", "image-classification")],
 )  # fmt: skip
-def test_layers_and_attention_count_as_nodes_do(tiny, kind, task):
+def test_multiply_adds_per_layer_match_those_per_node(tiny, kind, task):
     artifact = tiny(kind, task)
     model = ir.load(artifact.model)
     layers, feeds = find_layers(model), fed(artifact)
@@ -36,8 +36,8 @@ def test_layers_and_attention_count_as_nodes_do(tiny, kind, task):
     assert found.attention == sum(n.multiply_adds for n in others if n.op_type == "MatMul")
 
 
-def test_nodes_without_names_count_as_well(tiny, tmp_path):
-    """As a file has them that another exporter wrote; names are given in memory alone."""
+def test_unnamed_nodes_are_counted(tiny, tmp_path):
+    """Other exporters write nodes without names; they are named in memory only."""
     artifact = tiny("bert", "text-classification")
     model = ir.load(artifact.model)
     named, feeds = find_layers(model), fed(artifact)
@@ -50,8 +50,8 @@ def test_nodes_without_names_count_as_well(tiny, tmp_path):
     assert np.isclose(expected.share([layer.name for layer in named]), 1.0)
 
 
-def test_share_is_of_the_layers_or_of_all_products():
-    work = Arithmetic({"a": 30, "b": 10}, attention=20, rows_by_layer={}, positions=1)
+def test_share_with_and_without_attention():
+    work = MultiplyAdds({"a": 30, "b": 10}, attention=20, rows_by_layer={}, positions=1)
     assert work.share({"a"}) == 0.75
     assert work.share({"a"}, with_attention=True) == 0.5
-    assert Arithmetic({}, 0, {}, 1).share({"a"}) == 0.0
+    assert MultiplyAdds({}, 0, {}, 1).share({"a"}) == 0.0

@@ -16,22 +16,22 @@ def histogram(*batches):
     return made
 
 
-def test_minmax_is_the_largest_magnitude_of_either_sign():
+def test_minmax_is_the_largest_magnitude():
     assert choose_range(histogram(np.float32([1, -3, 2])), "minmax", INT8) == 3
 
 
-def test_percentile_leaves_out_that_share_of_the_magnitudes():
+def test_percentile_clips_the_remaining_share():
     found = choose_range(histogram(BELL), "percentile", INT8, percentile=99)
     # 99 % of a standard normal distribution lie within 2.576 of its middle.
     assert found == pytest.approx(2.576, abs=0.03)
 
 
-def test_percentile_of_everything_is_the_largest():
+def test_percentile_100_is_minmax():
     made = histogram(BELL)
     assert choose_range(made, "percentile", INT8, percentile=100) == pytest.approx(made.largest)
 
 
-def test_moving_average_follows_the_batches_and_not_one_outlier():
+def test_moving_average_is_not_set_by_one_outlier():
     calm = np.full(100, 1, np.float32)
     spike = np.full(100, 100, np.float32)
     found = choose_range(histogram(calm, calm, spike, *[calm] * 20), "moving-average", INT8)
@@ -46,12 +46,12 @@ def test_a_lone_outlier_is_clipped(method):
 
 
 @pytest.mark.parametrize("method", ["mse", "entropy"])
-def test_an_even_distribution_is_not_clipped(method):
+def test_uniform_distribution_is_not_clipped(method):
     even = GENERATOR.uniform(-1, 1, 200_000).astype(np.float32)
     assert choose_range(histogram(even), method, INT8) == pytest.approx(1, abs=0.03)
 
 
-def test_mse_is_the_least_squared_error_of_rounding():
+def test_mse_minimizes_the_squared_rounding_error():
     values = np.append(BELL, GENERATOR.normal(scale=12, size=500).astype(np.float32))
     made = histogram(values)
 
@@ -63,7 +63,7 @@ def test_mse_is_the_least_squared_error_of_rounding():
     assert error(choose_range(made, "mse", INT8)) < 1.05 * best
 
 
-def test_a_histogram_has_its_size_whatever_goes_in():
+def test_histogram_has_a_fixed_size():
     made = Histogram.empty(largest=5)
     for _ in range(20):
         made.add(BELL)
@@ -77,6 +77,6 @@ def test_values_beyond_the_edge_are_counted_in_the_last_bin():
     assert made.counts[-1] == 1
 
 
-def test_what_is_not_finite_has_no_range():
-    with pytest.raises(InputError, match="not finite"):
+def test_activation_that_is_not_finite_is_an_error():
+    with pytest.raises(InputError, match="NaN or infinite"):
         Histogram.empty(largest=float("nan"))

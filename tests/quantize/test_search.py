@@ -1,37 +1,37 @@
 import pytest
 
 from enginery.core.errors import CheckFailedError, OptionError
-from enginery.quantize.accuracy import Accuracy
+from enginery.quantize.accuracy import AccuracyMetrics
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.report import budget_notes
-from enginery.quantize.search import Budget, search_mix
+from enginery.quantize.search import AccuracyBudget, search_mixed_precision
 
 HARM = {"calm": 1e-5, "wild": 4e-3, "large": 3e-3, "rough": 1e-3, "mild": 1e-4}
 WEIGHTS = {"calm": 0.1, "wild": 0.1, "large": 0.6, "rough": 0.1, "mild": 0.1}
 
 
 def accuracy(cosine, *, agreement=None, labels=None):
-    return Accuracy(10, cosine, cosine, None, agreement, labels)
+    return AccuracyMetrics(10, cosine, cosine, None, agreement, labels)
 
 
 def search(least, *, harm=HARM, **options):
-    """Each quantized layer takes its harm from the cosine."""
+    """Measure a made-up model: each quantized layer lowers the cosine by its harm."""
 
     def measure(quantized, part):
         return accuracy(1 - sum(harm[name] for name in quantized))
 
-    budget = Budget("cosine", 1 - least)
-    return search_mix(list(WEIGHTS), WEIGHTS, measure, budget, **options)
+    budget = AccuracyBudget("cosine", 1 - least)
+    return search_mixed_precision(list(WEIGHTS), WEIGHTS, measure, budget, **options)
 
 
-def test_nothing_is_left_out_where_all_layers_hold_the_budget():
+def test_no_layer_is_left_out_if_the_budget_is_met():
     found = search(0.99)
     assert found.left_out == {}
     assert [point.share for point in found.curve] == [pytest.approx(1)]
 
 
 @pytest.mark.parametrize("budget", [0.992, 0.995, 0.998, 0.9995])
-def test_the_mix_holds_the_budget_and_no_smaller_one_would(budget):
+def test_result_meets_the_budget_with_the_fewest_layers_left_out(budget):
     found = search(budget)
     assert found.accuracy.cosine >= budget
     one_less = list(found.left_out)[:-1]
@@ -39,28 +39,28 @@ def test_the_mix_holds_the_budget_and_no_smaller_one_would(budget):
     assert left < 1 - 0.95 * (1 - budget)
 
 
-def test_the_most_harmful_for_each_multiply_add_goes_first():
+def test_layers_are_left_out_by_harm_per_multiply_add():
     # `large` harms more than `rough`, but it is six times the work.
     assert list(search(0.995).left_out) == ["wild"]
     assert list(search(0.996).left_out) == ["wild", "rough"]
 
 
-def test_reasons_have_the_measured_effect():
+def test_reason_names_the_measured_effect():
     assert "4.00e-03" in search(0.995).left_out["wild"]
 
 
-def test_the_curve_has_every_mix_that_was_measured():
+def test_curve_has_every_measured_combination():
     shares = [point.share for point in search(0.9995).curve]
     assert shares == sorted(shares, reverse=True)
     assert shares[0] == pytest.approx(1)
 
 
-def test_a_budget_that_no_mix_holds_is_a_failed_check():
-    with pytest.raises(CheckFailedError, match=r"no mix .* mean cosine of at least 1"):
+def test_budget_that_cannot_be_met_is_a_failed_check():
+    with pytest.raises(CheckFailedError, match=r"no combination .* mean cosine of at least 1"):
         search(1.0)
 
 
-def test_a_curve_is_measured_where_nothing_has_to_be_left_out():
+def test_curve_is_measured_even_if_no_layer_is_left_out():
     found = search(0.99, curve=True)
     assert found.left_out == {}
     assert [point.left_out for point in found.curve] == [0, 1, 2, 4]
@@ -70,42 +70,46 @@ def test_a_curve_is_measured_where_nothing_has_to_be_left_out():
     assert found.accuracy == found.curve[0].accuracy
 
 
-def test_a_curve_does_not_change_the_mix():
+def test_curve_does_not_change_the_result():
     assert search(0.996, curve=True).left_out == search(0.996).left_out
 
 
 @pytest.mark.parametrize("kind", ["accuracy", "agreement"])
-def test_a_budget_in_answers_decides_and_not_the_cosine(kind):
+def test_accuracy_budget_ignores_the_cosine(kind):
     def measure(quantized, part):
         right = 0.80 if "wild" in quantized else 0.90
         return accuracy(1 - sum(HARM[n] for n in quantized), agreement=right, labels=right)
 
-    found = search_mix(list(WEIGHTS), WEIGHTS, measure, Budget(kind, 0.05, 0.91))
+    found = search_mixed_precision(
+        list(WEIGHTS), WEIGHTS, measure, AccuracyBudget(kind, 0.05, 0.91)
+    )
     assert list(found.left_out) == ["wild"]
 
 
-def test_the_budget_is_about_labels_where_there_are_some():
+def test_labels_make_the_budget_one_of_accuracy():
     config = QuantizeConfig(accuracy_budget="2%")
-    assert Budget.of(config, accuracy(1.0, agreement=1.0, labels=0.9)) == Budget(
+    assert AccuracyBudget.of(config, accuracy(1.0, agreement=1.0, labels=0.9)) == AccuracyBudget(
         "accuracy", 0.02, 0.9
     )
-    assert Budget.of(config, accuracy(1.0, agreement=1.0)) == Budget("agreement", 0.02, 1.0)
+    assert AccuracyBudget.of(config, accuracy(1.0, agreement=1.0)) == AccuracyBudget(
+        "agreement", 0.02, 1.0
+    )
 
 
-def test_a_budget_of_just_so_many_answers_holds():
-    assert Budget("agreement", 0.01).holds(accuracy(1.0, agreement=0.99))
-    assert not Budget("agreement", 0.01).holds(accuracy(1.0, agreement=0.98))
+def test_budget_of_exactly_the_lost_answers_is_met():
+    assert AccuracyBudget("agreement", 0.01).holds(accuracy(1.0, agreement=0.99))
+    assert not AccuracyBudget("agreement", 0.01).holds(accuracy(1.0, agreement=0.98))
 
 
-def test_vectors_are_neither_right_nor_wrong():
-    with pytest.raises(OptionError, match=r"neither right nor wrong(.|\n)*--min-cosine"):
-        Budget.of(QuantizeConfig(accuracy_budget="2%"), accuracy(1.0))
+def test_accuracy_budget_needs_logits():
+    with pytest.raises(OptionError, match=r"no output 'logits'(.|\n)*--min-cosine"):
+        AccuracyBudget.of(QuantizeConfig(accuracy_budget="2%"), accuracy(1.0))
 
 
-def test_a_budget_finer_than_one_row_is_noted():
-    (note,) = budget_notes(Budget("agreement", 0.005), rows=128)
+def test_budget_smaller_than_one_row_is_noted():
+    (note,) = budget_notes(AccuracyBudget("agreement", 0.005), rows=128)
     assert "of 128 held-out rows, one is 0.78%" in note
     assert "not one answer may change" in note
-    assert budget_notes(Budget("agreement", 0.01), rows=128) == []
-    assert budget_notes(Budget("agreement", 0.01), rows=100), "the search spends 95 % of it"
-    assert budget_notes(Budget("cosine", 0.002), rows=8) == []
+    assert budget_notes(AccuracyBudget("agreement", 0.01), rows=128) == []
+    assert budget_notes(AccuracyBudget("agreement", 0.01), rows=100), "the search spends 95 % of it"
+    assert budget_notes(AccuracyBudget("cosine", 0.002), rows=8) == []

@@ -4,13 +4,13 @@ import pytest
 from enginery.passes.layers import Layer
 from enginery.passes.qdq import ActivationRange
 from enginery.passes.scheme import FP8, INT8
-from enginery.quantize.activation_statistics import Channels
+from enginery.quantize.activation_statistics import ChannelStatistics
 from enginery.quantize.smoothing import (
     choose_smoothing,
-    mean_error,
-    quantized_output,
-    rounded_rows,
-    with_scale,
+    fake_quantize,
+    mean_output_error,
+    simulate_layer,
+    with_minmax_scale,
 )
 
 GENERATOR = np.random.default_rng(0)
@@ -20,13 +20,13 @@ LAYER = Layer("layer", "MatMul", "x", "w", "y", K, K, N, 1, "b", False, "")
 
 
 def channels(rows):
-    made = Channels(K, seed=0)
+    made = ChannelStatistics(K, seed=0)
     made.add(rows.astype(np.float32))
     return made
 
 
 def outliers():
-    """Two channels fifty times as large as the others."""
+    """Return activations with two channels fifty times as large as the others."""
     return GENERATOR.normal(size=(400, K)) * np.where(np.arange(K) < 2, 50, 1)
 
 
@@ -41,63 +41,63 @@ def test_outlier_channels_move_into_the_weights():
     smoothed = choose(rows)
     assert smoothed.strength > 0
     assert smoothed.error < plain.error / 5 or plain.error == 0
-    assert smoothed.ready.multiplier[:2].max() < smoothed.ready.multiplier[2:].min()
+    assert smoothed.params.multiplier[:2].max() < smoothed.params.multiplier[2:].min()
 
 
-def test_one_sided_activations_are_centred():
+def test_one_sided_activations_are_shifted():
     rows = np.abs(GENERATOR.normal(size=(400, K))) + 3
     centred = choose(rows, strength=0.5)
     assert centred.shifted
     assert centred.error < choose(rows, strength=0.5, shift=False).error / 2
 
 
-def test_shift_is_not_tried_where_it_is_off():
-    assert choose(np.abs(outliers()), shift=False).ready.offset is None
+def test_no_shift_when_turned_off():
+    assert choose(np.abs(outliers()), shift=False).params.offset is None
 
 
-def test_a_given_strength_is_taken():
+def test_given_strength_is_used():
     assert choose(outliers(), strength=0.5, shift=False).strength == 0.5
 
 
 def test_multiplier_and_offset_are_exact_in_fp16():
-    ready = choose(np.abs(outliers()) + 1).ready
-    for vector in (ready.multiplier, ready.offset):
+    params = choose(np.abs(outliers()) + 1).params
+    for vector in (params.multiplier, params.offset):
         np.testing.assert_array_equal(vector, vector.astype(np.float16).astype(np.float32))
 
 
-def test_a_channel_that_is_always_zero_stays_finite():
+def test_channel_of_zeros_stays_finite():
     rows = outliers()
     rows[:, 5] = 0
-    ready = choose(rows).ready
-    assert np.isfinite(ready.multiplier).all()
-    assert ready.multiplier.max() <= 2**10
+    params = choose(rows).params
+    assert np.isfinite(params.multiplier).all()
+    assert params.multiplier.max() <= 2**10
 
 
-def test_the_mean_error_is_what_the_bias_lacks():
+def test_mean_output_error_corrects_the_bias():
     rows = (np.abs(outliers()) + 1).astype(np.float32)
     found = choose(rows, strength="none", shift=False)
-    correction = mean_error(rows, LAYER, WEIGHT, found.ready, INT8)
-    left = rows @ WEIGHT - (quantized_output(rows, LAYER, WEIGHT, found.ready, INT8) + correction)
+    correction = mean_output_error(rows, LAYER, WEIGHT, found.params, INT8)
+    left = rows @ WEIGHT - (simulate_layer(rows, LAYER, WEIGHT, found.params, INT8) + correction)
     np.testing.assert_allclose(left.mean(axis=0), 0, atol=1e-3)
     assert np.abs(correction).max() > 1e-3
 
 
-def test_rounded_rows_lie_on_the_steps():
+def test_fake_quantized_rows_are_multiples_of_the_scale():
     rows = outliers().astype(np.float32)
-    ready = choose(rows, strength="none", shift=False).ready
-    steps = rounded_rows(rows, ready, INT8) / ready.scale
+    params = choose(rows, strength="none", shift=False).params
+    steps = fake_quantize(rows, params, INT8) / params.scale
     np.testing.assert_allclose(steps, np.rint(steps), atol=1e-3)
     assert np.abs(steps).max() == pytest.approx(127)
 
 
 @pytest.mark.parametrize(("loud", "better"), [(1, INT8), (500, FP8)], ids=["even", "outliers"])
-def test_fp8_is_for_activations_of_many_sizes(loud, better):
+def test_fp8_suits_activations_of_many_magnitudes(loud, better):
     rows = GENERATOR.uniform(-1, 1, size=(400, K)) * np.where(np.arange(K) < 2, loud, 1)
     rows = rows.astype(np.float32)
     quiet = np.where(np.arange(K)[:, None] < 2, 0, WEIGHT).astype(np.float32)
     errors = {}
     for scheme in (INT8, FP8):
-        ready = with_scale(channels(rows), ActivationRange(1.0), scheme)
-        found = quantized_output(rows, LAYER, quiet, ready, scheme)
+        params = with_minmax_scale(channels(rows), ActivationRange(1.0), scheme)
+        found = simulate_layer(rows, LAYER, quiet, params, scheme)
         errors[scheme] = np.linalg.norm(found - rows @ quiet)
     assert min(errors, key=errors.get) == better

@@ -36,7 +36,7 @@ def report_of(artifact):
     return json.loads((artifact.path / stage.REPORT).read_bytes())
 
 
-def test_the_artifact_is_whole_and_says_what_it_is(tiny, quantized):
+def test_quantized_artifact_is_complete(tiny, quantized):
     source = tiny(*BERT)
     made = quantized(source)
     manifest = Artifact.open(made.path, verify=True).manifest
@@ -54,7 +54,7 @@ def test_weights_are_int8_and_the_rest_is_fp16(tiny, quantized):
     assert onnx.TensorProto.FLOAT not in types
 
 
-def test_with_fp32_residual_nothing_is_fp16(tiny, quantized):
+def test_fp32_residual_has_no_fp16(tiny, quantized):
     made = quantized(tiny(*BERT), residual="fp32")
     types = {tensor.data_type for tensor in onnx.load(made.model).graph.initializer}
     assert onnx.TensorProto.FLOAT16 not in types
@@ -82,7 +82,7 @@ def test_smoothing_costs_neither_int8_gemms_nor_fused_attention(tiny, quantized)
     assert engines[0.5]["fused_attentions"] == 2
 
 
-def test_the_report_counts_what_it_claims(tiny, quantized):
+def test_report_counts_match_the_graph(tiny, quantized):
     report = report_of(quantized(tiny(*BERT)))
     assert report["layers"] == {"quantized": 12, "all": 14}
     reasons = " ".join(report["left_out"].values())
@@ -151,14 +151,14 @@ def test_the_search_leaves_layers_out_until_the_budget_holds(tiny, quantized):
 
 
 def test_a_budget_that_cannot_be_kept_leaves_nothing(tiny, quantized, tmp_path):
-    with pytest.raises(CheckFailedError, match="no mix with a quantized layer"):
+    with pytest.raises(CheckFailedError, match="no combination with a quantized layer"):
         quantized(tiny(*BERT), min_cosine=1.0)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
 def asymmetric(monkeypatch):
-    """Zero points that TensorRT does not take."""
+    """Make zero points that TensorRT does not support."""
     real = stage.insert_qdq
 
     def insert(model, layers, ranges, **options):
@@ -183,12 +183,12 @@ def test_nothing_is_saved_where_the_parser_refuses(
 ):
     clean = LintReport("", "tensorrt", (), "")
     monkeypatch.setattr(trial, "lint_onnx", lambda *_, **__: clean)
-    with pytest.raises(ProviderError, match="refuses the quantized graph, so it is not saved"):
+    with pytest.raises(ProviderError, match="rejected the quantized graph, so it was not saved"):
         quantized(tiny(*BERT), capabilities=("8.9",))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_leaves_the_range_of_fp16_stays_fp32(tiny, quantized, monkeypatch):
+def test_nodes_that_overflow_in_fp16_stay_fp32(tiny, quantized, monkeypatch):
     name = "/bert/encoder/layer.1/output/LayerNorm/LayerNormalization"
     found = Island(name, "LayerNormalization", "t", 7e4, 1.0, "its output reaches 7e+04")
     monkeypatch.setattr(calibrate, "find_islands", lambda *_: {name: found})
@@ -200,7 +200,7 @@ def test_what_leaves_the_range_of_fp16_stays_fp32(tiny, quantized, monkeypatch):
     assert (cast.op_type, cast.attribute[0].i) == ("Cast", onnx.TensorProto.FLOAT)
 
 
-def test_excluded_layers_stay_as_they_are(tiny, quantized):
+def test_excluded_layers_are_not_quantized(tiny, quantized):
     made = quantized(tiny(*BERT), exclude=("*/layer.0/*",))
     report = report_of(made)
     assert not any("layer.0" in name for name in report["quantized_layers"])
@@ -212,12 +212,12 @@ def test_a_pattern_that_names_no_layer_is_an_error(tiny, quantized):
         quantized(tiny(*BERT), exclude=("*/layer.7/*",))
 
 
-def test_made_up_inputs_mark_the_artifact(tiny, quantized):
+def test_random_calibration_is_noted_in_the_manifest(tiny, quantized):
     made = quantized(tiny(*BERT), None, allow_random=True)
-    assert any("made-up inputs" in note for note in made.manifest.stages[-1].notes)
+    assert any("random inputs" in note for note in made.manifest.stages[-1].notes)
 
 
-def test_an_artifact_without_an_engine_says_so(tiny, quantized):
+def test_missing_trial_engine_is_noted(tiny, quantized):
     notes = quantized(tiny(*BERT)).manifest.stages[-1].notes
     assert any("no engine was built" in note for note in notes)
 
@@ -234,7 +234,7 @@ def test_labels_make_the_budget_one_of_accuracy(tiny, quantized, tmp_path):
     assert report["accuracy"]["label_accuracy"] is not None
 
 
-def test_a_failed_validation_closes_the_artifact(tiny, quantized, tmp_path):
+def test_artifact_with_failed_validation_is_rejected(tiny, quantized, tmp_path):
     source = tiny(*BERT).copy_to(tmp_path / "source")
     verdict = Verdict(stage="validate", key="k", fields={}, passed=False, summary="far off",
                       report="reports/validation.json", finished="2026-01-01")  # fmt: skip
@@ -246,7 +246,7 @@ def test_a_failed_validation_closes_the_artifact(tiny, quantized, tmp_path):
 
 def test_a_quantized_artifact_is_not_quantized_again(tiny, quantized, tmp_path):
     made = quantized(tiny(*BERT))
-    with pytest.raises(ArtifactError, match="quantized already"):
+    with pytest.raises(ArtifactError, match="already quantized"):
         quantized(made, out=tmp_path / "twice")
 
 
@@ -256,10 +256,10 @@ def test_a_quantized_artifact_is_not_quantized_again(tiny, quantized, tmp_path):
         ({"precision": "fp16"}, "is fp16"),
         ({"target": "cuda"}, "for cuda"),
         ({"opset": 17}, "opset 17, expected 19"),
-        ({"graphs": 2}, "one is expected"),
+        ({"graphs": 2}, "expected one"),
     ],
 )
-def test_what_cannot_be_quantized_is_refused_with_the_reason(tiny, change, reason):
+def test_unsuitable_artifacts_are_rejected_with_a_reason(tiny, change, reason):
     source = tiny(*BERT)
     (graph,) = source.manifest.graphs
     if "opset" in change:
@@ -286,7 +286,7 @@ def test_the_fingerprint_follows_inputs_and_options(tiny):
     assert key() == key(allow_failed=True)
 
 
-def test_ranges_beside_fp32_keep_what_fp16_needs(tiny, quantized, tmp_path, monkeypatch):
+def test_ranges_from_an_fp32_residual_keep_the_fp32_nodes(tiny, quantized, tmp_path, monkeypatch):
     name = "/bert/encoder/layer.1/output/LayerNorm/LayerNormalization"
     found = Island(name, "LayerNormalization", "t", 7e4, 1.0, "its output reaches 7e+04")
     monkeypatch.setattr(calibrate, "find_islands", lambda *_: {name: found})
@@ -296,7 +296,7 @@ def test_ranges_beside_fp32_keep_what_fp16_needs(tiny, quantized, tmp_path, monk
     assert report_of(again)["fp32_nodes"] == {name: "its output reaches 7e+04"}
 
 
-def test_inputs_beside_ranges_are_refused(tiny, quantized):
+def test_inputs_and_ranges_together_are_rejected(tiny, quantized):
     made = quantized(tiny(*BERT))
     with pytest.raises(OptionError, match="with ranges nothing is measured"):
         quantized(tiny(*BERT), TEXT, ranges=str(made.path))
@@ -309,7 +309,7 @@ def test_inputs_beside_ranges_are_refused(tiny, quantized):
         ({"capabilities": ("8.9",), "profile": ("rows=1",)}, ShapeError, "no dynamic dim 'rows'"),
     ],
 )
-def test_what_no_engine_can_be_built_for_is_known_before_the_calibration(
+def test_trial_engine_options_are_checked_before_the_calibration(
     tiny, quantized, monkeypatch, options, error, message
 ):
     monkeypatch.setattr(stage, "calibrate", None)
@@ -319,12 +319,12 @@ def test_what_no_engine_can_be_built_for_is_known_before_the_calibration(
 
 def test_few_inputs_are_not_called_held_out(tiny, quantized):
     few = report_of(quantized(tiny(*BERT), TEXT[:3]))
-    assert "those of the calibration themselves" in few["summary"]
+    assert "also used for calibration" in few["summary"]
     assert "held-out rows" in report_of(quantized(tiny(*BERT), TEXT * 2))["summary"]
 
 
 def in_rows(*nodes):
-    """Nodes from h to p, both (batch, 4, 16), between x and y."""
+    """Write a graph around nodes from h to p, both (batch, 4, 16), with input x and output y."""
     return {"model.onnx": [node("Reshape", "x rows", "h"), *nodes, node("Reshape", "p flat", "y")]}
 
 
@@ -335,7 +335,7 @@ def rows_of(batch):
     return [{"x": GENERATOR.normal(size=(batch, WIDTH)).astype(np.float32)} for _ in range(9)]
 
 
-def test_a_layer_whose_input_is_always_zero_stays_as_it_is(tmp_path, quantized):
+def test_layer_whose_input_is_always_zero_is_not_quantized(tmp_path, quantized):
     graph = in_rows(
         node("Mul", "h none", "gone"), node("MatMul", "gone w", "a", name="silent"),
         node("MatMul", "h v", "b", name="loud"), node("Add", "a b", "p"),
@@ -378,7 +378,7 @@ def test_without_labels_an_accuracy_budget_counts_answers_that_change(tiny, quan
 
 def test_ranges_of_another_scheme_are_refused(tiny, quantized):
     made = quantized(tiny(*BERT))
-    with pytest.raises(InputError, match="calibrated for int8, found --scheme fp8"):
+    with pytest.raises(InputError, match="calibrated for int8, but --scheme is fp8"):
         quantized(tiny(*BERT), None, ranges=str(made.path), scheme="fp8")
 
 
@@ -401,7 +401,7 @@ class TestDynamic:
         source = tiny(*BERT)
         report = report_of(quantized(source, scheme="dynamic", target="cpu"))
         assert report["accuracy"]["rows"] == len(TEXT)
-        with pytest.raises(CheckFailedError, match="dynamic INT8 does not keep a mean cosine"):
+        with pytest.raises(CheckFailedError, match="does not meet the budget, a mean cosine"):
             quantized(source, out=tmp_path / "no", scheme="dynamic", target="cpu", min_cosine=1.0)
         assert not (tmp_path / "no").exists()
 
