@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from enginery.pipeline import RunResult
     from enginery.steps import StageResult
     from enginery.validate.metrics import OutputMetrics
-    from enginery.validate.report import CaseResult, ValidationReport
+    from enginery.validate.report import ValidationCaseResult, ValidationReport
 
 Row = dict[str, str]
 
@@ -113,10 +113,10 @@ def validation_tables(report: ValidationReport, *, every: bool) -> dict[str, lis
         cases = [case for case in report.cases if case.graph == graph]
         pairs = [(case, output) for case in cases for output in case.outputs]
         if not every:
-            kinds: dict[str, list[tuple[CaseResult, OutputMetrics]]] = {}
+            kinds: dict[str, list[tuple[ValidationCaseResult, OutputMetrics]]] = {}
             for pair in pairs:
                 kinds.setdefault(_kind(pair[1].output), []).append(pair)
-            pairs = [max(found, key=lambda pair: pair[1].badness) for found in kinds.values()]
+            pairs = [max(found, key=lambda pair: pair[1].limit_ratio) for found in kinds.values()]
         rows = [
             {
                 "output": output.output if every else _kind(output.output),

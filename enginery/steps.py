@@ -202,7 +202,7 @@ def validate_step(
     from enginery.validate import stage as validate
 
     started = time.monotonic()
-    report = None if force else validate.finished(artifact, config)
+    report = None if force else validate.read_current_report(artifact, config)
     worked = report is None
     if report is None:
         progress.say(f"validate: {_why_validate(artifact, config, force=force)}")

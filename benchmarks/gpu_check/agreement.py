@@ -28,8 +28,8 @@ from enginery.core.model_files import ModelConfig
 from enginery.core.precision import Tolerance
 from enginery.runtime.ort import OrtRunner
 from enginery.runtime.providers import ProviderWish, parse_wishes
-from enginery.validate.metrics import NoiseFloor, measure, noise_floor
-from enginery.validate.padding import kept_positions
+from enginery.validate.metrics import NoiseFloor, compare_output, noise_floor
+from enginery.validate.padding import find_padding_mask
 
 _NOISE = {"fp32": "fp64", "fp16": "fp16", "bf16": "bf16"}
 
@@ -86,21 +86,21 @@ def _judge(
     with OrtRunner(artifact, providers=wish) as runner:
         for spec in record.outputs:
             floors = [noise_floor(other[spec.name], wide[spec.name],
-                                  kept_positions(spec, record.inputs, feeds))
+                                  find_padding_mask(spec, record.inputs, feeds))
                       for feeds, wide, other in zip(cases, expected, noise, strict=True)
                       ]  # fmt: skip
             floor = NoiseFloor(max(f.max_abs for f in floors), min(f.cosine for f in floors))
             for point, feeds, wide in zip(work.settings.agreement, cases, expected, strict=True):
-                found = measure(
+                found = compare_output(
                     spec.name, runner(feeds)[spec.name], wide[spec.name], dtype=spec.dtype,
                     noise=floor, tolerance=Tolerance.for_precision(precision),
-                    kept=kept_positions(spec, record.inputs, feeds),
+                    padding=find_padding_mask(spec, record.inputs, feeds),
                 )  # fmt: skip
                 worst.append({"model": model, "precision": label, "batch": point[0],
-                              "sequence": point[1], "badness": found.badness,
+                              "sequence": point[1], "limit_ratio": found.limit_ratio,
                               **asdict(found)})  # fmt: skip
     work.found["agreements"] += worst
-    one = max(worst, key=lambda row: row["badness"])
+    one = max(worst, key=lambda row: row["limit_ratio"])
     work.check(
         f"{model} in {label} agrees with PyTorch FP32",
         passed=not any(row["problem"] for row in worst),

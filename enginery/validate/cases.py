@@ -1,10 +1,11 @@
-"""The inputs that an artifact is compared on.
+"""Test cases of the validation: a sweep over shapes, and the corners of shape profiles.
 
-    >>> [case.name for case in sweep_cases(graph, limits, seed=0)]
-    ['one', 'small', 'odd', 'ragged', 'longest']
+A case generates its feeds on demand and always the same ones, so that PyTorch can be freed before
+ONNX Runtime starts.
 
-The shape sweep goes from the smallest input to the longest; profiles add their corners. A case
-makes its feeds when asked, always the same, so that each runner can be gone before the next starts.
+A shape profile is a box: one min:opt:max range per dim. An engine is checked at every corner of the
+box (each combination of minima and maxima) and at the optimum, because kernels are chosen for the
+optimum and errors show where sizes are extreme.
 """
 
 from __future__ import annotations
@@ -22,27 +23,29 @@ from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Profile, canonical_dim, dynamic_dims
 
 LONGEST = 1024
-"""Eager attention is quadratic: longer inputs are compared only where a profile asks for them."""
+"""Longest sequence of the sweep: eager attention needs quadratic memory. Longer inputs are compared
+only if a profile includes them."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """One set of feeds."""
+class ValidationCase:
+    """One set of inputs to compare on."""
 
     name: str
     kind: Literal["sweep", "profile", "real"]
     make: Callable[[], Feeds]
+    """Generates the feeds."""
 
 
-def sweep_cases(record: GraphRecord, limits: FeedLimits, *, seed: int) -> list[Case]:
-    """One, small, odd, ragged (padded) and longest; a size that is the same twice runs once."""
+def sweep_cases(record: GraphRecord, limits: FeedLimits, *, seed: int) -> list[ValidationCase]:
+    """Return the cases one, small, odd, ragged (padded) and longest; equal sizes run once."""
     names = dynamic_dims(record.inputs)
     longest = min(limits.max_positions, LONGEST)
     rows = 2 if longest <= 512 else 1
     steps = [("one", 1, 1, 0), ("small", 2, 8, 0), ("odd", 3, 17, 1), ("ragged", 4, 24, 0),
              ("longest", rows, longest, 0)]  # fmt: skip
     if not any("sequence" in name for name in names):
-        # Without a sequence there is nothing to be long; a full batch is the largest.
+        # Without a sequence dim, the largest input is a full batch.
         steps = [("one", 1, 0, 0), ("small", 2, 0, 0), ("odd", 3, 0, 1), ("largest", 8, 0, 0)]
         if any(is_padding_mask(spec) for spec in record.inputs):
             steps.append(("ragged", 4, 0, 0))
@@ -55,44 +58,48 @@ def sweep_cases(record: GraphRecord, limits: FeedLimits, *, seed: int) -> list[C
             continue
         seen.append((sizes, ragged))
         make = partial(make_feeds, record.inputs, sizes, limits, seed=seed, ragged=ragged)
-        cases.append(Case(name, "sweep", make))
+        cases.append(ValidationCase(name, "sweep", make))
     if any(spec.name == "use_cache_branch" for spec in record.inputs):
         sizes = _sizes(names, limits, 2, 8, 0)
-        cases.append(Case("without past", "sweep", partial(_no_past, record, sizes, limits, seed)))
+        cases.append(
+            ValidationCase(
+                "without past", "sweep", partial(_feeds_without_past, record, sizes, limits, seed)
+            )
+        )
     return cases
 
 
 def profile_cases(
     record: GraphRecord, profiles: Sequence[Profile], limits: FeedLimits, *, seed: int
-) -> list[Case]:
-    """Every corner of every profile, and its optimum; a corner shared by two runs once.
+) -> list[ValidationCase]:
+    """Return a case for every corner and optimum of the profiles; shared corners run once.
 
     Raises:
         ShapeError: a profile does not fit the graph.
     """
     names = dynamic_dims(record.inputs)
-    cases: dict[str, Case] = {}
+    cases: dict[str, ValidationCase] = {}
     for profile in profiles:
         profile.check(record.inputs, _largest_sizes(names, limits))
         for corner in profile.corners():
             sizes = {name: corner[name] for name in names}
             label = ", ".join(f"{dim} {size}" for dim, size in sizes.items()) or "fixed"
             make = partial(make_feeds, record.inputs, sizes, limits, seed=seed)
-            cases.setdefault(label, Case(label, "profile", make))
+            cases.setdefault(label, ValidationCase(label, "profile", make))
     return list(cases.values())
 
 
 def profiles_by_graph(
     graphs: Sequence[GraphRecord], texts: Sequence[str], limits: FeedLimits
 ) -> dict[str, list[Profile]]:
-    """Which profiles each graph runs, by its file.
+    """Return the profiles that each graph runs, by the graph's file.
 
-    The graphs of one model (an encoder, decoders) have different dims: a profile is for those
+    The graphs of one model (an encoder, decoders) have different dims. A profile applies to those
     that it fits.
 
     Raises:
-        ShapeError: a profile is not one, or fits no graph; the message is of the graph whose
-            dims it names most of.
+        ShapeError: a profile is malformed or fits no graph. The message is about the graph that
+            shares most dims with it.
     """
     found: dict[str, list[Profile]] = {graph.file: [] for graph in graphs}
     for text in texts:
@@ -104,8 +111,8 @@ def profiles_by_graph(
                 profile.check(graph.inputs, _largest_sizes(names, limits))
                 found[graph.file].append(profile)
             except ShapeError as error:
-                strangers = len(set(names) ^ set(profile.dims))
-                problems.append((strangers, error))
+                mismatches = len(set(names) ^ set(profile.dims))
+                problems.append((mismatches, error))
         if len(problems) == len(graphs):
             raise min(problems, key=lambda pair: pair[0])[1]
     return found
@@ -136,13 +143,15 @@ def _sizes(
 
 
 def _length(sequence: int, limits: FeedLimits, *, shared: bool) -> int:
-    """A sequence in the model's own unit: tokens, or samples where one frame takes many."""
+    """Return a length in the model's unit: tokens, or audio samples, many of which make a frame."""
     length = min(sequence * limits.min_sequence, limits.max_positions)
     # Past and present share the positions.
     return max(1, length // 2) if shared and length > 1 else length
 
 
-def _no_past(record: GraphRecord, sizes: dict[str, int], limits: FeedLimits, seed: int) -> Feeds:
+def _feeds_without_past(
+    record: GraphRecord, sizes: dict[str, int], limits: FeedLimits, seed: int
+) -> Feeds:
     feeds = make_feeds(record.inputs, sizes, limits, seed=seed)
     feeds["use_cache_branch"] = np.zeros(1, dtype=bool)
     return feeds

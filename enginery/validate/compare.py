@@ -1,11 +1,6 @@
-"""One graph in ONNX Runtime against PyTorch's answers, case by case.
+"""Compare one graph in ONNX Runtime with PyTorch's outputs, case by case.
 
-    >>> with OrtRunner(artifact) as runner:
-    ...     results = compare_graph(runner, record, cases, answers, limits)
-    >>> all(result.passed for result in results)
-    True
-
-Each case is measured as soon as it has run, so that the outputs of one case are in memory at most.
+Each case is measured as soon as it has run, so that memory holds the outputs of one case only.
 """
 
 from __future__ import annotations
@@ -26,37 +21,37 @@ from enginery.runtime.ort import OrtRunner
 from enginery.runtime.provider_names import CUDA
 from enginery.runtime.providers import Provider
 from enginery.validate.budget import is_quantized, quantization_budget
-from enginery.validate.cases import Case
+from enginery.validate.cases import ValidationCase
 from enginery.validate.config import ValidateConfig
 from enginery.validate.embeddings import EmbeddingComparison
-from enginery.validate.metrics import OutputMetrics, measure, unmatched
+from enginery.validate.metrics import OutputMetrics, compare_output, unmatched_output
 from enginery.validate.overall import OverallComparison
-from enginery.validate.padding import kept_positions
-from enginery.validate.reference import Answers, Expected
-from enginery.validate.report import CaseResult
+from enginery.validate.padding import find_padding_mask
+from enginery.validate.reference import ReferenceOutputs, ReferenceRun
+from enginery.validate.report import ValidationCaseResult
 
 Outputs = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How far outputs may be apart: by the tolerance, or as the user set it."""
+class ComparisonLimits:
+    """Tolerances of the comparison, from the artifact or from the user."""
 
     tolerance: Tolerance | QuantizedTolerance
     max_abs_error: float | None = None
     min_cosine: float | None = None
     overall_cosine: float | None = None
-    """Over all real inputs together, for a quantized artifact; None where nothing is asked."""
+    """Minimum cosine over all real inputs together, for a quantized artifact; None for no limit."""
     rule: str = ""
-    """Where that comes from, in words."""
+    """Origin of the limit, in words."""
 
     @classmethod
-    def of(cls, artifact: Artifact, config: ValidateConfig) -> Limits:
-        """The limits for an artifact; those that the user set go before its own.
+    def of(cls, artifact: Artifact, config: ValidateConfig) -> ComparisonLimits:
+        """Return the limits for an artifact. Those that the user sets take precedence.
 
         Raises:
-            OptionError: the artifact is quantized, nothing says how near it was when it was made,
-                and the user has not set a cosine either.
+            OptionError: the artifact is quantized, its accuracy is not recorded, and `min_cosine`
+                is not set.
         """
         precision = artifact.manifest.precision
         error = None if isinstance(config.max_abs_error, str) else config.max_abs_error
@@ -75,21 +70,21 @@ class Limits:
             rule=budget.describe(own_data=own_data),
         )
 
-    def where(self, providers: Sequence[Provider]) -> Limits:
-        """The limits where providers multiply float32 less exactly than it is."""
+    def where(self, providers: Sequence[Provider]) -> ComparisonLimits:
+        """Return the limits for these providers: CUDA may multiply FP32 in TensorFloat-32."""
         options = providers[0].options if providers else {}
         in_tf32 = providers[0].name == CUDA and options.get("use_tf32", "1") not in ("0", "False")
         if not in_tf32 or self.tolerance != Tolerance.for_precision("fp32"):
             return self
         rule = (
-            "FP32 is multiplied in TensorFloat-32 on NVIDIA GPUs from Ampere on, and held to its "
-            "tolerance; --provider-option cuda.use_tf32=0 multiplies in FP32"
+            "NVIDIA GPUs from Ampere on multiply FP32 in TensorFloat-32, so its tolerance applies; "
+            "--provider-option cuda.use_tf32=0 multiplies in FP32"
         )
         return replace(self, tolerance=Tolerance.for_precision("tf32"), rule=rule)
 
     @property
     def embedding_cosine(self) -> float:
-        """What pooled embeddings are held to."""
+        """Minimum cosine of pooled embeddings."""
         if self.overall_cosine is not None:
             return self.overall_cosine
         return self.tolerance.min_cosine if self.min_cosine is None else self.min_cosine
@@ -98,33 +93,35 @@ class Limits:
 def compare_graph(
     runner: OrtRunner,
     record: GraphRecord,
-    cases: Sequence[Case],
-    answers: Answers,
-    limits: Limits,
+    cases: Sequence[ValidationCase],
+    pytorch: ReferenceRun,
+    limits: ComparisonLimits,
     *,
     embeddings: EmbeddingComparison | None = None,
     overall: OverallComparison | None = None,
     progress: Progress = SILENT,
-) -> list[CaseResult]:
-    """Runs every case and compares; what fails is in the results.
+) -> list[ValidationCaseResult]:
+    """Run every case and compare its outputs. Failures are part of the results.
 
-    An output that PyTorch lacks in one case only is left out there (a merged decoder hands on what
-    its other branch computes); one that it lacks in all fails.
+    An output that PyTorch lacks in some cases is skipped in those (a merged decoder passes on what
+    its other branch computes). An output that it lacks in all cases fails.
     """
-    known = {name for expected in answers.expected for name in expected.files}
+    known = {name for expected in pytorch.outputs for name in expected.files}
     results = []
     with progress.task(f"ONNX Runtime, {record.file}", total=len(cases)) as advance:
-        for case, expected in zip(cases, answers.expected, strict=True):
+        for case, expected in zip(cases, pytorch.outputs, strict=True):
             feeds = case.make()
-            result = _without_outputs(record, case, feeds, expected)
+            result = _without_metrics(record, case, feeds, expected)
             if not expected.problem:
                 try:
                     found = runner(feeds)
                 except EngineryError as error:
-                    said = f"ONNX Runtime fails where PyTorch answers: {error.message}"
+                    said = f"ONNX Runtime fails but PyTorch does not: {error.message}"
                     result = replace(result, problem=said)
                 else:
-                    outputs = _measured(record, feeds, found, expected, answers, limits, known)
+                    outputs = _compare_outputs(
+                        record, feeds, found, expected, pytorch, limits, known
+                    )
                     result = replace(result, outputs=outputs)
                     if case.kind == "real" and embeddings is not None:
                         embeddings.add(feeds, found, expected)
@@ -135,12 +132,12 @@ def compare_graph(
     return results
 
 
-def _without_outputs(
-    record: GraphRecord, case: Case, feeds: Feeds, expected: Expected
-) -> CaseResult:
-    # A size that the model itself rejects is nobody's fault, unless a profile promises it.
+def _without_metrics(
+    record: GraphRecord, case: ValidationCase, feeds: Feeds, expected: ReferenceOutputs
+) -> ValidationCaseResult:
+    # A size of the sweep that PyTorch rejects is skipped; one of a profile must work.
     promised = case.kind != "sweep"
-    return CaseResult(
+    return ValidationCaseResult(
         graph=record.file,
         name=case.name,
         kind=case.kind,
@@ -151,31 +148,31 @@ def _without_outputs(
     )
 
 
-def _measured(
+def _compare_outputs(
     record: GraphRecord,
     feeds: Feeds,
     found: Outputs,
-    expected: Expected,
-    answers: Answers,
-    limits: Limits,
+    expected: ReferenceOutputs,
+    pytorch: ReferenceRun,
+    limits: ComparisonLimits,
     known: set[str],
 ) -> list[OutputMetrics]:
     outputs = []
     for spec in record.outputs:
         if spec.name not in known:
-            outputs.append(unmatched(spec.name, found[spec.name]))
+            outputs.append(unmatched_output(spec.name, found[spec.name]))
         elif spec.name in expected.files:
             outputs.append(
-                measure(
+                compare_output(
                     spec.name,
                     found[spec.name],
                     expected.load(spec.name),
                     dtype=spec.dtype,
-                    noise=answers.floors[spec.name],
+                    noise=pytorch.noise_floors[spec.name],
                     tolerance=limits.tolerance,
                     max_abs_error=limits.max_abs_error,
                     min_cosine=limits.min_cosine,
-                    kept=kept_positions(spec, record.inputs, feeds),
+                    padding=find_padding_mask(spec, record.inputs, feeds),
                 )
             )
     return outputs

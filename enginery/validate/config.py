@@ -1,4 +1,4 @@
-"""The options of the validate stage; importing them is quick, as `enginery --help` is."""
+"""Options of the validate stage. Imports are light, so that `enginery --help` is fast."""
 
 from __future__ import annotations
 
@@ -11,45 +11,48 @@ from enginery.core.errors import OptionError
 
 @dataclass(frozen=True)
 class ValidateConfig:
-    """What an artifact is compared on, where, and how strictly."""
+    """Options of the validation: providers, inputs and tolerances."""
 
     provider: str = ""
-    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty: what the variable
-    `ENGINERY_PROVIDERS` says, and else cpu."""
+    """Execution providers in order of preference, such as tensorrt,cuda,cpu. If empty, the
+    environment variable `ENGINERY_PROVIDERS`, or cpu."""
     provider_option: tuple[str, ...] = ()
-    """An option of a provider, `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
+    """Option of a provider, such as `cuda.gpu_mem_limit=2GiB`. Can be repeated."""
     allow_fallback: bool = False
-    """Take the next provider where the first cannot be had, and say so."""
+    """Use the next provider if the first is not available, and report it."""
     profile: tuple[str, ...] = ()
-    """Shape profiles, `batch=1:8:32,sequence=8:128:512`; every corner of each is run."""
+    """Shape profile, such as `batch=1:8:32,sequence=8:128:512`; all its corners are compared.
+    Can be repeated."""
     data: str = ""
-    """Real inputs: a CSV, TSV, JSONL, Parquet or text file, or a folder of images.
-    Empty: built-in sentences or images."""
+    """Real inputs: a CSV, TSV, JSONL, Parquet or text file, or a folder of images. If empty,
+    built-in sentences or images."""
     column: str = "text"
-    """The column of `data` that holds the text."""
+    """Column of `data` with the texts."""
     rows: int = 64
-    """How many rows of `data` are read, evenly spread over the file."""
+    """Number of rows to read from `data`, evenly spread over the file."""
     reference: str = ""
-    """The PyTorch model to compare with, for an artifact that was imported from .onnx.
-    Empty: the artifact's own source."""
+    """PyTorch model to compare with, for an artifact that was imported from .onnx. If empty, the
+    artifact's own source."""
     max_abs_error: float | Literal["noise-floor"] = "noise-floor"
-    """The largest absolute error of an output. `noise-floor`: scaled from PyTorch's own error
-    at the artifact's precision on the same inputs; any, for a quantized artifact."""
+    """Largest absolute error of an output. `noise-floor` derives it from PyTorch's own error at the
+    artifact's precision on the same inputs; a quantized artifact has no such limit."""
     min_cosine: float | Literal["by-precision"] = "by-precision"
-    """The smallest cosine between an output and the reference. `by-precision`: for a quantized
-    artifact, by the budget that it was made with."""
+    """Smallest cosine between an output and the reference. `by-precision` derives it from the
+    artifact's precision, or from the budget of a quantized artifact."""
     seed: int = 0
-    """For the made-up inputs of the shape sweep."""
+    """Random seed for the inputs of the shape sweep."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model, in PyTorch. Only for authors you trust."""
+    """Run Python code that comes with the model. Only for authors you trust."""
     allow_pickle: bool = False
-    """Load pickled weights into PyTorch. Only for authors you trust."""
+    """Load pickled weights. Only for authors you trust."""
 
 
 def check_options(config: ValidateConfig) -> None:
-    """Raises OptionError for a value that no comparison can be made with.
+    """Check the options.
 
-    A limit of NaN is one: no error is larger than NaN, so everything would pass.
+    Raises:
+        OptionError: a value is out of range. NaN is rejected as a limit: no error is larger than
+            NaN, so everything would pass.
     """
     error, cosine = config.max_abs_error, config.min_cosine
     if not isinstance(error, str) and not (math.isfinite(error) and error >= 0):

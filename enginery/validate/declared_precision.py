@@ -1,7 +1,7 @@
-"""What a manifest says of its graphs, where the limits of a verdict depend on it.
+"""Check the precision that a manifest declares against the graphs themselves.
 
-A manifest is what its author wrote. FP16, BF16 and INT8 allow more error than FP32 does, so that a
-graph is held to FP32's limits unless its own weights and operators are of the other kind.
+FP16, BF16 and INT8 have larger tolerances than FP32. A manifest that declares one of them for an
+FP32 graph would hide errors, so weights and operators are checked first.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _FLOAT_TYPES = {
     TensorProto.BFLOAT16: "bf16",
 }
 
-_LEAST_SHARE = 0.1
-"""Of the float weights. Where layers overflow in FP16 they stay in FP32, and these may be most."""
+_MIN_SHARE = 0.1
+"""Of the float weights. Layers that overflow in FP16 stay in FP32, and may be the majority."""
 
-_AGAIN = "Make the artifact again, from its model."
+_REMEDY = "Create the artifact again from its model."
 
 
-def require_true_claims(artifact: Artifact) -> None:
-    """Check the precision and the quantization that a manifest claims against its graphs.
+def check_declared_precision(artifact: Artifact) -> None:
+    """Check that the graphs have the precision that the manifest declares.
 
     Raises:
-        ArtifactError: the manifest says fp16 or bf16, and less than a tenth of the float weights
-            are; or it says that the artifact was quantized, and no graph has a quantized operator.
+        ArtifactError: the manifest declares fp16 or bf16, but less than a tenth of the float
+            weights have it; or it has a quantize stage, but no graph has a quantized operator.
     """
     manifest = artifact.manifest
     graphs = [
@@ -43,21 +43,22 @@ def require_true_claims(artifact: Artifact) -> None:
         for graph in _with_subgraphs(top)
     ]
     quantized = any(stage.stage == "quantize" for stage in manifest.stages)
-    claimed = manifest.precision
+    declared = manifest.precision
     counts = _count_weights(graphs)
-    share = counts.get(claimed, 0) / max(1, sum(counts.values()))
-    # What is allowed to a quantized artifact is by its budget, and few of its weights are floats.
-    if claimed != "fp32" and not quantized and counts and share < _LEAST_SHARE:
+    share = counts.get(declared, 0) / max(1, sum(counts.values()))
+    # The tolerance of a quantized artifact follows from its budget, and few of its weights are
+    # floats.
+    if declared != "fp32" and not quantized and counts and share < _MIN_SHARE:
         raise ArtifactError(
-            f"{artifact.path / MANIFEST} says that the precision is {claimed}, and {share:.1%} of "
-            "the graph's float weights are: such an artifact would be allowed too much error.",
-            do=_AGAIN,
+            f"{artifact.path / MANIFEST} declares the precision {declared}, but only {share:.1%} "
+            "of the float weights have it, so the tolerance would be too large.",
+            do=_REMEDY,
         )
     if quantized and not any(_is_quantized(graph) for graph in graphs):
         raise ArtifactError(
-            f"{artifact.path / MANIFEST} says that the artifact was quantized, and no graph has a "
-            "quantized operator: it would be allowed too much error.",
-            do=_AGAIN,
+            f"{artifact.path / MANIFEST} declares a quantize stage, but no graph has a quantized "
+            "operator, so the tolerance would be too large.",
+            do=_REMEDY,
         )
 
 
@@ -70,7 +71,7 @@ def _with_subgraphs(graph: Graph) -> Iterator[Graph]:
 
 
 def _count_weights(graphs: list[Graph]) -> dict[str, int]:
-    """Return the number of stored float values of each precision."""
+    """Return the number of float weights of each precision."""
     counts: dict[str, int] = {}
     for graph in graphs:
         for tensor in graph.initializers:
@@ -80,7 +81,7 @@ def _count_weights(graphs: list[Graph]) -> dict[str, int]:
 
 
 def _is_quantized(graph: Graph) -> bool:
-    """Return whether a node works on integers that stand for floats: Q/DQ, QLinear…, …Integer."""
+    """Return True if the graph has a quantized operator: Q/DQ, QLinear…, …Integer."""
     return any(
         "Quantize" in node.op_type
         or node.op_type.startswith(("QLinear", "QAttention", "QGemm"))

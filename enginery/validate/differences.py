@@ -1,6 +1,6 @@
-"""Element by element: two arrays of one shape, as the few numbers that a verdict needs.
+"""Elementwise differences between two arrays of the same shape.
 
->>> differences(np.float32([[1, 2]]), np.float32([[1, 2.5]]), None).max_abs
+>>> compute_differences(np.float32([[1, 2]]), np.float32([[1, 2.5]]), None).max_abs
 0.5
 """
 
@@ -13,72 +13,77 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.validate.padding import Kept, rows_of
+from enginery.validate.padding import PaddingMask, iterate_rows
 
 Array = NDArray[Any]
 
-# Models mark what is masked with -inf or with the lowest number of a type: -3.4e38 in float32 and
-# bfloat16, -65504 in float16. These are no magnitudes, and a limit scaled by one would allow all.
+# Models fill masked positions with -inf or with the lowest number of a dtype: -3.4e38 in float32
+# and bfloat16, -65504 in float16. Such fill values are not compared as numbers: a limit scaled by
+# one of them would let everything pass.
 _FILL = 1e30
 _LEAST_FILL = 1e4
 
 
 @dataclass(frozen=True)
-class Products:
-    """Three sums over the elements of two arrays, which add up over many arrays."""
+class CosineSums:
+    """The three sums that a cosine needs. They can be added up over many arrays."""
 
     dot: float = 0.0
-    mine_squared: float = 0.0
-    theirs_squared: float = 0.0
+    actual_squared: float = 0.0
+    reference_squared: float = 0.0
 
-    def __add__(self, other: Products) -> Products:
-        return Products(
+    def __add__(self, other: CosineSums) -> CosineSums:
+        return CosineSums(
             self.dot + other.dot,
-            self.mine_squared + other.mine_squared,
-            self.theirs_squared + other.theirs_squared,
+            self.actual_squared + other.actual_squared,
+            self.reference_squared + other.reference_squared,
         )
 
     @property
     def cosine(self) -> float:
-        """1.0 for two arrays of zeros, and where there is nothing to compare."""
-        norms = math.sqrt(self.mine_squared) * math.sqrt(self.theirs_squared)
-        both_zero = self.mine_squared == self.theirs_squared == 0.0
+        """Cosine; 1.0 for two arrays of zeros and for empty ones."""
+        norms = math.sqrt(self.actual_squared) * math.sqrt(self.reference_squared)
+        both_zero = self.actual_squared == self.reference_squared == 0.0
         return self.dot / norms if norms else float(both_zero)
 
 
 @dataclass(frozen=True)
 class Differences:
-    """What two arrays differ by, over their ordinary numbers."""
+    """Differences between two arrays, over elements that are finite and no fill values."""
 
     max_abs: float
     p99_abs: float
-    products: Products
+    products: CosineSums
     largest: float
-    """The reference's largest magnitude."""
+    """Largest magnitude of the reference."""
     rms: float
-    """The reference's root mean square."""
+    """Root mean square of the reference."""
     unequal: int
-    """Elements that are NaN, infinite or a mask's filling on one side only."""
+    """Number of elements that are NaN, infinite or a fill value on one side only."""
     undefined: int
-    """Elements that are NaN in the reference."""
+    """Number of elements that are NaN in the reference."""
 
     @property
     def cosine(self) -> float:
         return self.products.cosine
 
 
-def differences(actual: Array, reference: Array, kept: Kept | None) -> Differences:
-    """Compares two arrays of one shape in float64, one row of the batch at a time."""
+def compute_differences(
+    actual: Array, reference: Array, padding: PaddingMask | None
+) -> Differences:
+    """Compare two arrays of the same shape in float64, one row of the batch at a time."""
     errors = np.empty(actual.size, np.float32)
     filled = 0
     largest = 0.0
-    products = Products()
+    products = CosineSums()
     unequal = undefined = 0
-    for mine_row, theirs_row in zip(rows_of(actual, kept), rows_of(reference, kept), strict=True):
+    for mine_row, theirs_row in zip(
+        iterate_rows(actual, padding), iterate_rows(reference, padding), strict=True
+    ):
         mine, theirs = mine_row.astype(np.float64), theirs_row.astype(np.float64)
         ordinary = np.isfinite(theirs) & (np.abs(theirs) < _FILL)
         comparable = ordinary & np.isfinite(mine)
-        # The same filling: the same sign, and far out.
+        # The same fill value: equal sign and a large magnitude.
         alike = (np.sign(mine) == np.sign(theirs)) & (np.abs(mine) >= _LEAST_FILL)
         unequal += int(np.count_nonzero(~comparable & ~(~ordinary & alike)))
         undefined += int(np.count_nonzero(np.isnan(theirs)))
@@ -86,29 +91,31 @@ def differences(actual: Array, reference: Array, kept: Kept | None) -> Differenc
         errors[filled : filled + mine.size] = np.abs(mine - theirs)
         filled += mine.size
         largest = max(largest, float(np.abs(theirs).max(initial=0.0)))
-        products += Products(float(mine @ theirs), float(mine @ mine), float(theirs @ theirs))
+        products += CosineSums(float(mine @ theirs), float(mine @ mine), float(theirs @ theirs))
     every = errors[:filled]
     return Differences(
         max_abs=float(every.max(initial=0.0)),
         p99_abs=float(np.quantile(every, 0.99, overwrite_input=True)) if every.size else 0.0,
         products=products,
         largest=largest,
-        rms=math.sqrt(products.theirs_squared / every.size) if every.size else 0.0,
+        rms=math.sqrt(products.reference_squared / every.size) if every.size else 0.0,
         unequal=unequal,
         undefined=undefined,
     )
 
 
-def disagreeing_scores(
-    actual: Array, reference: Array, kept: Kept | None, *, margin: float
+def argmax_disagreement(
+    actual: Array, reference: Array, padding: PaddingMask | None, *, margin: float
 ) -> float:
-    """The share of rows of scores whose largest is another one, by more than `margin`.
+    """Return the share of rows whose argmax differs by more than `margin`, 0 to 1.
 
-    Scores lie along the last axis; along the first after the batch where each pixel has a class,
-    and over all positions where each token has one score (question answering).
+    Classes are on the last axis; for segmentation, (batch, classes, height, width), on axis 1.
+    With one score per token (question answering), the argmax is over all positions.
     """
     rows = wrong = 0
-    for mine_row, theirs_row in zip(rows_of(actual, kept), rows_of(reference, kept), strict=True):
+    for mine_row, theirs_row in zip(
+        iterate_rows(actual, padding), iterate_rows(reference, padding), strict=True
+    ):
         mine, theirs = mine_row.astype(np.float64), theirs_row.astype(np.float64)
         if mine.ndim == 0 or mine.size == 0:
             continue

@@ -1,13 +1,10 @@
-"""Cases beside the profiles of engines: those that an engine takes, and why others are left out.
+"""Fit the test cases to the profiles of the artifact's engines.
 
->>> cases, left_out = within_profiles(cases, record, [Profile.parse("batch=1:2:4,sequence=1:8:64")])
->>> left_out[0].name, left_out[0].skipped
-('longest', 'no engine takes it: batch 2, sequence 128 is outside the profile …: …')
-
-An engine takes no other shape, and nothing is built for one. Of the sweep, what does not fit is
-left out: it was nobody's promise. Real inputs are cut into as many rows as an engine takes, without
-the padding that the others needed, and padded to its minimum, as answers are. A corner of a profile
-that the user named stays whatever the engines are: there the answer has to be no.
+An engine accepts only shapes inside its profiles, and nothing is built for others. Cases of the
+sweep that do not fit are skipped. Real inputs are split into as many rows as an engine accepts,
+stripped of padding that only the other rows needed, and padded to the profile's minimum, as in
+serving. Corners of profiles that the user names are always run: outside the engines' profiles they
+must fail.
 """
 
 from __future__ import annotations
@@ -30,20 +27,20 @@ from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
 from enginery.runtime.provider_names import CPU
 from enginery.runtime.provider_wish import ProviderWish
 from enginery.runtime.real_inputs import fixed_batch
-from enginery.validate.cases import Case
-from enginery.validate.report import UNTAKEN, CaseResult
+from enginery.validate.cases import ValidationCase
+from enginery.validate.report import OUTSIDE_PROFILES, ValidationCaseResult
 
 _ROWS = "batch"
 
 
-def reached_profiles(
+def reachable_profiles(
     artifact: Artifact, wishes: Sequence[ProviderWish], *, allow_fallback: bool
 ) -> dict[str, list[Profile]]:
-    """By graph, the profiles of the engines that will run; none where no engine is used.
+    """Return the profiles of the engines that will run, by graph file; empty without engines.
 
     Raises:
-        ProviderError: what `OrtRunner` would raise after PyTorch had worked for nothing; or the
-            CPU is to run BF16.
+        ProviderError: the providers or engines cannot be used, or the CPU would have to run BF16.
+            Checking this here saves a useless run of PyTorch.
     """
     found: dict[str, list[Profile]] = {}
     for record in artifact.manifest.graphs:
@@ -52,50 +49,54 @@ def reached_profiles(
         )
         if artifact.manifest.precision == "bf16" and chosen[0].name == CPU:
             raise ProviderError(
-                f"{artifact.path} is bf16, and ONNX Runtime has no BF16 kernels on the CPU.",
+                f"{artifact.path} is bf16, but ONNX Runtime has no BF16 kernels on the CPU.",
                 do="Validate it on a GPU: --provider cuda",
             )
         found[record.file] = [reachable_profile(engine.record) for engine in engines]
     return found
 
 
-def within_profiles(
-    cases: Sequence[Case], record: GraphRecord, profiles: Sequence[Profile]
-) -> tuple[list[Case], list[CaseResult]]:
-    """The cases that an engine takes, and the others with the reasons.
+def split_by_profiles(
+    cases: Sequence[ValidationCase], record: GraphRecord, profiles: Sequence[Profile]
+) -> tuple[list[ValidationCase], list[ValidationCaseResult]]:
+    """Return the cases that fit an engine, and results with reasons for those that do not.
 
     Args:
-        cases: of one graph; each makes its feeds once for it.
+        cases: cases of one graph.
         record: the graph.
-        profiles: what requests must fit, one for each engine; none where no engine is used.
+        profiles: one profile for each engine; empty without engines.
     """
-    taken: list[Case] = []
-    left_out: list[CaseResult] = []
+    taken: list[ValidationCase] = []
+    left_out: list[ValidationCaseResult] = []
     for case in cases:
-        if not profiles or case.kind == "profile" or not _outside(case, record, profiles):
+        if not profiles or case.kind == "profile" or not _find_unfit(case, record, profiles):
             taken.append(case)
             continue
-        for part in _parts(case, record, profiles) if case.kind == "real" else [case]:
-            if found := _outside(part, record, profiles):
+        for part in _split_rows(case, record, profiles) if case.kind == "real" else [case]:
+            if found := _find_unfit(part, record, profiles):
                 left_out.append(found)
             else:
                 taken.append(part)
     return taken, left_out
 
 
-def _outside(case: Case, record: GraphRecord, profiles: Sequence[Profile]) -> CaseResult | None:
+def _find_unfit(
+    case: ValidationCase, record: GraphRecord, profiles: Sequence[Profile]
+) -> ValidationCaseResult | None:
     feeds = case.make()
     try:
         choose_profile(profiles, sizes_of(record.inputs, feeds))
     except ShapeError as error:
         shapes = {name: list(array.shape) for name, array in feeds.items()}
-        said = f"{UNTAKEN}{error.message}"
-        return CaseResult(record.file, case.name, case.kind, shapes, [], "", skipped=said)
+        said = f"{OUTSIDE_PROFILES}{error.message}"
+        return ValidationCaseResult(record.file, case.name, case.kind, shapes, [], "", skipped=said)
     return None
 
 
-def _parts(case: Case, record: GraphRecord, profiles: Sequence[Profile]) -> list[Case]:
-    """A case of real inputs in parts of as many rows as an engine takes, or of one."""
+def _split_rows(
+    case: ValidationCase, record: GraphRecord, profiles: Sequence[Profile]
+) -> list[ValidationCase]:
+    """Split a case of real inputs into cases of as many rows as an engine accepts, at least one."""
     feeds = case.make()
     sizes = sizes_of(record.inputs, feeds)
     count = len(next(iter(feeds.values())))
@@ -106,30 +107,30 @@ def _parts(case: Case, record: GraphRecord, profiles: Sequence[Profile]) -> list
         end = min(start + rows, count)
         said = f"row {end}" if end == start + 1 else f"rows {start + 1}–{end}"
         name = case.name if rows >= count else f"{case.name}, {said}"
-        make = partial(_part, case.make, record, profiles, slice(start, end))
-        parts.append(Case(name, case.kind, make))
+        make = partial(_take_rows, case.make, record, profiles, slice(start, end))
+        parts.append(ValidationCase(name, case.kind, make))
     return parts
 
 
-def _part(
+def _take_rows(
     make: Callable[[], Feeds], record: GraphRecord, profiles: Sequence[Profile], rows: slice
 ) -> Feeds:
-    """Some rows of a case, without columns that none of them uses, at a size that is taken."""
+    """Take some rows of a case, drop columns that none of them uses, and pad to a valid size."""
     feeds = {name: array[rows] for name, array in make().items()}
     mask = next((spec for spec in record.inputs if is_padding_mask(spec)), None)
-    columns = mask.dims[1] if mask else None  # all inputs of texts are (batch, sequence)
+    columns = mask.dims[1] if mask else None  # all inputs of a text graph are (batch, sequence)
     if mask and isinstance(columns, str):
         used = feeds[mask.name].any(axis=0)
         feeds = {spec.name: feeds[spec.name][:, used] if columns in spec.dims else feeds[spec.name]
                  for spec in record.inputs}  # fmt: skip
     sizes = padded_sizes(profiles, sizes_of(record.inputs, feeds))
-    return {spec.name: _padded(feeds[spec.name], spec, sizes, columns) for spec in record.inputs}
+    return {spec.name: _pad(feeds[spec.name], spec, sizes, columns) for spec in record.inputs}
 
 
-def _padded(
+def _pad(
     array: NDArray[Any], spec: TensorSpec, sizes: Mapping[str, int], columns: int | str | None
 ) -> NDArray[Any]:
-    """More rows are the last one again; more columns are masked, so any token will do."""
+    """Pad an array: repeat the last row, and append zero columns, which the mask excludes."""
     wide = [0] * array.ndim
     for axis, dim in enumerate(spec.dims):
         if isinstance(dim, str) and (axis == 0 or dim == columns):

@@ -1,11 +1,16 @@
-"""How far one output lies from its reference, in numbers.
+"""Compare one output with its reference, and decide whether it passes.
 
-    >>> metrics = measure("logits", actual, reference, dtype="float32", noise=NoiseFloor(1e-6, 1.0),
-    ...                   tolerance=Tolerance.for_precision("fp32"))
+    >>> reference = np.float32([[1, -4, 2]])
+    >>> metrics = compare_output(
+    ...     "logits", reference + np.float32(1e-7), reference, dtype="float32",
+    ...     noise=NoiseFloor(1e-6, 1.0), tolerance=Tolerance.for_precision("fp32"),
+    ... )
     >>> metrics.passed
     True
 
-Arrays are read one row of the batch at a time: an output of a large profile is gigabytes.
+The limit of the absolute error is scaled from the noise floor: PyTorch's own error at the same
+precision on the same inputs. Arrays are read one row of the batch at a time, because an output of
+a large profile takes gigabytes.
 """
 
 from __future__ import annotations
@@ -18,59 +23,59 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.precision import PRECISION_OF_DTYPE, QuantizedTolerance, Tolerance
-from enginery.validate.differences import Differences, differences, disagreeing_scores
-from enginery.validate.padding import Kept
+from enginery.validate.differences import Differences, argmax_disagreement, compute_differences
+from enginery.validate.padding import PaddingMask
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """How far PyTorch at one precision is from PyTorch at the next wider one."""
+    """Error of PyTorch at one precision against PyTorch at a higher one."""
 
     max_abs: float
     cosine: float
 
-    def widest(self, other: NoiseFloor) -> NoiseFloor:
-        """The larger of two. On an output of two numbers, PyTorch is now and then right by luck."""
+    def wider(self, other: NoiseFloor) -> NoiseFloor:
+        """Return the larger of two floors. On a small output, PyTorch may be exact by chance."""
         return NoiseFloor(max(self.max_abs, other.max_abs), min(self.cosine, other.cosine))
 
 
 @dataclass(frozen=True)
 class OutputMetrics:
-    """One output of one case against PyTorch; NaN is what could not be measured."""
+    """Comparison of one output of one case with PyTorch. Values that were not measured are NaN."""
 
     output: str
     shape: tuple[int, ...]
     max_abs: float
     p99_abs: float
     max_rel: float
-    """Largest error relative to the reference's largest magnitude."""
+    """Largest absolute error divided by the largest magnitude of the reference."""
     cosine: float
     argmax_agreement: float
-    """Share of rows with the same largest element; near ties, closer than a finite limit, count as
-    agreement. 1.0 for outputs that are not scores."""
+    """Share of rows with the same argmax. Ties within twice the limit count as agreement. 1.0 for
+    outputs that are not logits."""
     nonfinite: int
-    """Elements that are NaN or infinite on one side only."""
+    """Number of elements that are NaN or infinite on one side only."""
     noise_floor: float
     """PyTorch's own largest error at this precision on the same inputs."""
     limit: float
-    """The largest absolute error that passes; infinite where any does."""
+    """Largest absolute error that passes; infinite for no limit."""
     cosine_limit: float
-    """The smallest cosine that passes; -1 where the output is no larger than noise, so that it
-    has no direction."""
+    """Smallest cosine that passes; -1 if the output is no larger than the noise, so that its
+    direction means nothing."""
     problem: str
-    """Why it fails, in words; empty when it passes."""
+    """Reason of the failure; empty if it passes."""
 
     @property
     def passed(self) -> bool:
         return not self.problem
 
     @property
-    def badness(self) -> float:
-        """For ranking: the error in units of its limit; what fails ranks above all that passes.
+    def limit_ratio(self) -> float:
+        """Error as a multiple of its limit, for ranking; failures rank above all that passes.
 
-        Where any error passes, it is what the cosine falls short of 1 by.
+        Without a limit on the absolute error, 1 - cosine is used.
         """
         if not math.isfinite(self.max_abs) or self.nonfinite:
             return math.inf
@@ -83,7 +88,7 @@ class OutputMetrics:
         return 1.0 + ratio if self.problem else ratio
 
 
-def measure(
+def compare_output(
     output: str,
     actual: Array,
     reference: Array,
@@ -93,24 +98,24 @@ def measure(
     tolerance: Tolerance | QuantizedTolerance,
     max_abs_error: float | None = None,
     min_cosine: float | None = None,
-    kept: Kept | None = None,
+    padding: PaddingMask | None = None,
 ) -> OutputMetrics:
-    """Compares one output.
+    """Compare one output with the reference.
 
     Args:
-        output: its name.
+        output: name of the output.
         actual: the graph's output.
-        reference: PyTorch's.
-        dtype: the dtype that the manifest promises.
+        reference: PyTorch's output.
+        dtype: dtype in the manifest.
         noise: PyTorch's own error at this precision.
-        tolerance: how the limits follow from the noise.
-        max_abs_error: a limit that the user set, instead.
-        min_cosine: likewise.
-        kept: what is no padding; None for everything.
+        tolerance: derives the limits from the noise.
+        max_abs_error: limit set by the user; replaces the derived one.
+        min_cosine: limit set by the user; replaces the derived one.
+        padding: positions to compare; None for all.
     """
     if problem := _interface_problem(actual, reference, dtype, tolerance.precision):
         return _unmeasured(output, actual.shape, problem)
-    found = differences(actual, reference, kept)
+    found = compute_differences(actual, reference, padding)
     limit = tolerance.limit(noise_floor=noise.max_abs, largest=found.largest)
     limit = limit if max_abs_error is None else max_abs_error
     cosine_limit = min_cosine
@@ -120,7 +125,7 @@ def measure(
     agreement = 1.0
     if "logits" in output and not found.unequal and not found.undefined:
         margin = 2 * limit if math.isfinite(limit) else 0.0
-        agreement = 1.0 - disagreeing_scores(actual, reference, kept, margin=margin)
+        agreement = 1.0 - argmax_disagreement(actual, reference, padding, margin=margin)
     return OutputMetrics(
         output=output,
         shape=actual.shape,
@@ -137,24 +142,24 @@ def measure(
     )
 
 
-def noise_floor(narrow: Array, wide: Array, kept: Kept | None) -> NoiseFloor:
-    """PyTorch at one precision against PyTorch at another, where both are finite."""
-    found = differences(narrow, wide, kept)
+def noise_floor(narrow: Array, wide: Array, padding: PaddingMask | None) -> NoiseFloor:
+    """Measure the noise floor: PyTorch at one precision against PyTorch at a higher one."""
+    found = compute_differences(narrow, wide, padding)
     return NoiseFloor(found.max_abs, found.cosine)
 
 
-def unmatched(output: str, actual: Array) -> OutputMetrics:
-    """An output of the graph that PyTorch's model does not have in any case."""
-    return _unmeasured(output, actual.shape, "PyTorch has no such output to compare with")
+def unmatched_output(output: str, actual: Array) -> OutputMetrics:
+    """Return the failure for an output that PyTorch's model does not have."""
+    return _unmeasured(output, actual.shape, "PyTorch has no such output")
 
 
 def _interface_problem(actual: Array, reference: Array, dtype: str, precision: str) -> str:
-    """What is wrong before any number is looked at."""
+    """Return the problem with shape or dtype, or an empty text."""
     if actual.shape != reference.shape:
-        return f"shape {actual.shape}, PyTorch has {reference.shape}"
+        return f"shape {actual.shape}, expected {reference.shape} as in PyTorch"
     if actual.dtype.name != dtype:
-        return f"dtype {actual.dtype.name}, the manifest says {dtype}"
-    # The reference is float32 whatever the artifact is; a graph may keep float32 at its edges.
+        return f"dtype {actual.dtype.name}, expected {dtype} as in the manifest"
+    # The reference is always float32. A graph may keep float32 inputs and outputs.
     floats = {"float32", *(n for n, p in PRECISION_OF_DTYPE.items() if p == precision)}
     expected = floats if np.issubdtype(reference.dtype, np.floating) else {reference.dtype.name}
     if actual.dtype.name not in expected:
@@ -172,7 +177,7 @@ def _problem(found: Differences, limit: float, cosine_limit: float, agreement: f
     if found.cosine < cosine_limit:
         return f"cosine {found.cosine:.7f}, expected at least {cosine_limit:.7f}"
     if agreement < 1.0 and math.isfinite(limit):
-        return f"the largest score is another one in {1 - agreement:.2%} of rows"
+        return f"the argmax differs in {1 - agreement:.2%} of rows"
     return ""
 
 

@@ -1,12 +1,7 @@
-"""Each output over all real inputs together: what a quantized artifact's budget is about.
+"""Compare each output over all real inputs together, for the budget of a quantized artifact.
 
->>> overall = OverallComparison()
->>> overall.add(record, feeds, outputs, expected)
->>> overall.metrics(min_cosine=0.98)[0].cosine
-0.9935
-
-One row of three scores near zero has a cosine that says nothing; all rows as one long vector weigh
-by their size. 1 - cosine is about half of the squared relative error.
+All rows count as one long vector, so that each weighs by its size. The cosine of a single row of
+three scores near zero would mean nothing. 1 - cosine is about half the squared relative error.
 """
 
 from __future__ import annotations
@@ -19,17 +14,17 @@ from numpy.typing import NDArray
 
 from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
-from enginery.validate.differences import Products, differences
-from enginery.validate.padding import kept_positions
-from enginery.validate.reference import Expected
+from enginery.validate.differences import CosineSums, compute_differences
+from enginery.validate.padding import find_padding_mask
+from enginery.validate.reference import ReferenceOutputs
 from enginery.validate.report import OverallMetrics
 
 
 class OverallComparison:
-    """Adds up the cases of all graphs; what they hold is not kept."""
+    """Accumulate the cosine of each output over cases, without keeping the arrays."""
 
     def __init__(self) -> None:
-        self._products: dict[tuple[str, str], Products] = {}
+        self._products: dict[tuple[str, str], CosineSums] = {}
         self._inputs: dict[tuple[str, str], int] = {}
 
     def add(
@@ -37,29 +32,29 @@ class OverallComparison:
         record: GraphRecord,
         feeds: Feeds,
         outputs: Mapping[str, NDArray[Any]],
-        expected: Expected,
+        expected: ReferenceOutputs,
     ) -> None:
-        """Takes the float outputs of one case; one whose shape differs fails on its own."""
+        """Add the float outputs of one case. Outputs of another shape fail elsewhere."""
         for spec in record.outputs:
             if spec.name not in expected.files:
                 continue
             mine, theirs = outputs[spec.name], expected.load(spec.name)
             if mine.shape != theirs.shape or not np.issubdtype(theirs.dtype, np.floating):
                 continue
-            found = differences(mine, theirs, kept_positions(spec, record.inputs, feeds))
+            found = compute_differences(mine, theirs, find_padding_mask(spec, record.inputs, feeds))
             key = (record.file, spec.name)
-            self._products[key] = self._products.get(key, Products()) + found.products
+            self._products[key] = self._products.get(key, CosineSums()) + found.products
             self._inputs[key] = self._inputs.get(key, 0) + (len(mine) if mine.ndim else 1)
 
     def metrics(self, *, min_cosine: float) -> list[OverallMetrics]:
-        """One for each output; none where there were no real inputs."""
+        """Return the metrics of each output; empty without real inputs."""
         return [
-            _judged(graph, output, self._inputs[graph, output], products.cosine, min_cosine)
+            _check_cosine(graph, output, self._inputs[graph, output], products.cosine, min_cosine)
             for (graph, output), products in self._products.items()
         ]
 
 
-def _judged(
+def _check_cosine(
     graph: str, output: str, inputs: int, cosine: float, min_cosine: float
 ) -> OverallMetrics:
     problem = ""

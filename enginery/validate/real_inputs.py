@@ -1,11 +1,7 @@
-"""Real inputs as cases: the user's texts or images, or the built-in ones.
+"""Test cases of real inputs: the user's texts or images, or built-in ones.
 
-    >>> cases, notes = real_cases(artifact, graph, ValidateConfig(data="reviews.csv"))
-    >>> [case.name for case in cases]
-    ['rows 1–16', 'rows 17–32', …]
-
-They go through the artifact's own tokenizer or image processor, as answers do. A graph without
-either (audio, a decoder, a bare graph) has none.
+They pass through the artifact's own tokenizer or image processor, as in serving. Graphs that take
+neither texts nor images (audio, decoders) have no such cases.
 """
 
 from __future__ import annotations
@@ -30,13 +26,13 @@ from enginery.runtime.real_inputs import (
     takes_images,
     takes_real_inputs,
 )
-from enginery.validate.cases import Case
+from enginery.validate.cases import ValidationCase
 from enginery.validate.config import ValidateConfig
 
-__all__ = ["real_cases", "require_use_for_data", "takes_real_inputs"]
+__all__ = ["check_data_usable", "real_cases", "takes_real_inputs"]
 
 _ROWS = 16
-"""Texts of one case: enough to be ragged, few enough for any machine."""
+"""Texts per case: enough to differ in length, few enough for any machine."""
 _IMAGES = 4
 
 QUESTION = "When is the museum closed?"
@@ -45,17 +41,17 @@ CONTEXT = (
     "stays open every day until nine in the evening, and entry to both is free for children."
 )
 QUESTIONS = tuple((QUESTION, context) for context in (CONTEXT, *SENTENCES))
-"""(question, context); one context has the answer, the others have none."""
+"""Pairs (question, context); only the first context has the answer."""
 
 
 def real_cases(
     artifact: Artifact, record: GraphRecord, config: ValidateConfig
-) -> tuple[list[Case], list[str]]:
-    """Cases of real inputs for a graph that takes texts or images, with notes on what was left out.
+) -> tuple[list[ValidationCase], list[str]]:
+    """Return the cases of real inputs for a graph, and notes on what was not compared.
 
     Raises:
-        InputError: the data cannot be read, or cannot be made to fit the graph.
-        ArtifactError: there are data, and the tokenizer or processor for them cannot be used.
+        InputError: the user's data cannot be read or do not fit the graph.
+        ArtifactError: the tokenizer or processor for the user's data cannot be loaded.
     """
     if not takes_real_inputs(artifact, record):
         return [], []
@@ -68,8 +64,12 @@ def real_cases(
         return [], [f"no real inputs were compared: {error.message}"]
 
 
-def require_use_for_data(artifact: Artifact, config: ValidateConfig) -> None:
-    """Raises InputError where data are given and no graph of the artifact takes them."""
+def check_data_usable(artifact: Artifact, config: ValidateConfig) -> None:
+    """Check that a graph of the artifact takes the given data.
+
+    Raises:
+        InputError: none does.
+    """
     graphs = artifact.manifest.graphs
     if config.data and not any(takes_real_inputs(artifact, record) for record in graphs):
         names = sorted(spec.name for spec in graphs[0].inputs)
@@ -80,7 +80,9 @@ def require_use_for_data(artifact: Artifact, config: ValidateConfig) -> None:
         )
 
 
-def _text_cases(artifact: Artifact, record: GraphRecord, config: ValidateConfig) -> list[Case]:
+def _text_cases(
+    artifact: Artifact, record: GraphRecord, config: ValidateConfig
+) -> list[ValidationCase]:
     feeder = TextFeeder.open(artifact, record)
     what, texts = "sentences", list[Text](SENTENCES)
     if config.data:
@@ -88,13 +90,15 @@ def _text_cases(artifact: Artifact, record: GraphRecord, config: ValidateConfig)
         what, texts = "rows", list[Text](read_texts(path, config.column, rows=config.rows))
     elif artifact.manifest.task == "question-answering":
         what, texts = "questions", list[Text](QUESTIONS)
-    # Tokenized here once, so that what cannot be is known before PyTorch has started.
+    # Tokenize once here, so that errors show before PyTorch starts.
     feeder.lengths(texts)
-    # Without padding, one by one.
+    # Without a padding token, one text per case.
     return _cases(what, texts, _ROWS if feeder.can_pad else 1, record, feeder)
 
 
-def _image_cases(artifact: Artifact, record: GraphRecord, config: ValidateConfig) -> list[Case]:
+def _image_cases(
+    artifact: Artifact, record: GraphRecord, config: ValidateConfig
+) -> list[ValidationCase]:
     feeder = ImageFeeder.open(artifact, record)
     images: list[Any] = list(made_images())
     if config.data:
@@ -113,12 +117,12 @@ def _cases(
     rows: int,
     record: GraphRecord,
     feed: Callable[[list[Any]], Feeds],
-) -> list[Case]:
-    """Cases of up to `rows` items, named by their numbers."""
+) -> list[ValidationCase]:
+    """Return cases of up to `rows` items each, named by item numbers."""
     rows = fixed_batch(record) or rows
     cases = []
     for start in range(0, len(items), rows):
         part = items[start : start + rows]
         name = f"{what} {start + 1}–{start + len(part)}" if len(part) > 1 else f"{what} {start + 1}"
-        cases.append(Case(name, "real", partial(feed, filled(part, record))))
+        cases.append(ValidationCase(name, "real", partial(feed, filled(part, record))))
     return cases

@@ -1,13 +1,8 @@
-"""PyTorch's answers to every case of one graph, and its own error at the artifact's precision.
+"""Run PyTorch on every case: its outputs are the reference, its own error the noise floor.
 
-Takes the model's source and the cases; leaves the answers as `.npy` files in a scratch directory.
-
-    >>> answers = ask_pytorch(artifact, source, record, cases, scratch)
-    >>> answers.expected[0].load("logits").shape, answers.floors["logits"].max_abs
-    ((2, 8, 600), 3.1e-07)
-
-On disk, because the outputs of a large profile (32 × 512 tokens by a vocabulary) are gigabytes a
-case, and because the models run one after the other: never two of them are in memory.
+Outputs are stored as `.npy` files in a scratch directory: those of a large profile (32 × 512 tokens
+times a vocabulary) take gigabytes per case. The models run one after the other, so that only one is
+in memory.
 """
 
 from __future__ import annotations
@@ -28,29 +23,30 @@ from enginery.core.precision import roundoff
 from enginery.core.progress import Progress
 from enginery.core.source import ModelSource
 from enginery.runtime.torch_reference import TorchReference
-from enginery.validate.cases import Case
+from enginery.validate.cases import ValidationCase
 from enginery.validate.metrics import NoiseFloor, noise_floor
-from enginery.validate.padding import kept_positions
+from enginery.validate.padding import find_padding_mask
 
-# PyTorch at which precision shows the error of an artifact of each precision.
+# Artifact precision -> PyTorch precision whose error against FP32 is the noise floor.
 _NOISE_PRECISION = {"fp32": "fp64", "fp16": "fp16", "bf16": "bf16"}
 
-# Where there is no floor: a deep network's worth of roundings of the largest value.
+# Fallback without a noise floor: this many roundings of the largest value, as in a deep network.
 _ROUNDINGS = 16
 
 _IN_MEMORY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Expected:
-    """PyTorch's FP32 answer to one case."""
+class ReferenceOutputs:
+    """PyTorch's FP32 outputs for one case."""
 
     files: dict[str, Path] = field(default_factory=dict)
+    """Output name -> `.npy` file."""
     problem: str = ""
-    """Why there is none: PyTorch rejects the inputs."""
+    """Reason if there are none: PyTorch rejects the inputs."""
 
     def load(self, output: str) -> NDArray[Any]:
-        """One output; a large one stays on disk and is read as it is used."""
+        """Load one output; a large one is memory-mapped."""
         path = self.files[output]
         large = path.stat().st_size > _IN_MEMORY_BYTES
         array: NDArray[Any] = np.load(path, mmap_mode="r" if large else None)
@@ -58,38 +54,47 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """All of PyTorch's answers for one graph."""
+class ReferenceRun:
+    """PyTorch's outputs for all cases of one graph."""
 
-    expected: list[Expected]
-    """One a case, in order."""
-    floors: dict[str, NoiseFloor]
-    """Of each output, the widest over all cases."""
+    outputs: list[ReferenceOutputs]
+    """One for each case, in order."""
+    noise_floors: dict[str, NoiseFloor]
+    """Output name -> largest noise floor over all cases."""
     notes: list[str]
 
 
-def ask_pytorch(
+def run_pytorch(
     artifact: Artifact,
     source: ModelSource,
     record: GraphRecord,
-    cases: Sequence[Case],
+    cases: Sequence[ValidationCase],
     scratch: Path,
     progress: Progress,
     *,
     noise: bool = True,
     trust_remote_code: bool = False,
-) -> Answers:
+) -> ReferenceRun:
     """Run PyTorch in FP32, then at the precision whose error is the noise floor.
 
-    Without `noise` the floors are 0: no tolerance of a quantized graph is scaled by them.
+    Args:
+        artifact: the artifact that is validated.
+        source: the PyTorch model.
+        record: the graph whose outputs are computed.
+        cases: the inputs.
+        scratch: directory for the outputs.
+        progress: receives progress messages.
+        noise: measure noise floors. Without, they are 0: the tolerance of a quantized graph does
+            not depend on them.
+        trust_remote_code: run Python code that comes with the model.
 
     Raises:
-        InputError: a case's own inputs cannot be made (a damaged image).
+        InputError: the inputs of a case cannot be generated, for example from a damaged image.
         ExportError: PyTorch cannot load the source.
-        UntrustedModelError: the source asks for what was not granted, or tried to do harm.
-        EngineryError: `scratch` cannot hold the answers.
+        UntrustedModelError: the source needs a permission that was not given, or is malicious.
+        EngineryError: the outputs cannot be written to `scratch`.
     """
-    expected: list[Expected] = []
+    expected: list[ReferenceOutputs] = []
     with (
         TorchReference(
             source, artifact.manifest, graph=record.file, trust_remote_code=trust_remote_code
@@ -98,37 +103,37 @@ def ask_pytorch(
     ):
         notes = list(reference.notes)
         for index, case in enumerate(cases):
-            # Outside the `try`: inputs that cannot be made are no fault of the model.
+            # Outside the `try`: a failure to generate inputs is not the model's.
             feeds = case.make()
             try:
                 files = reference(feeds, scratch / f"{record.file}-{index}")
             except InputError as error:
-                expected.append(Expected(problem=error.message))
+                expected.append(ReferenceOutputs(problem=error.message))
             else:
-                expected.append(Expected(files))
+                expected.append(ReferenceOutputs(files))
             advance()
     if not noise:
         names = {name for wide in expected for name in wide.files}
-        return Answers(expected, dict.fromkeys(names, NoiseFloor(0.0, cosine=1.0)), notes)
-    floors, said = _noise_floors(
+        return ReferenceRun(expected, dict.fromkeys(names, NoiseFloor(0.0, cosine=1.0)), notes)
+    noise_floors, said = _noise_floors(
         artifact, source, record, cases, expected, scratch, progress, trust_remote_code
     )
-    return Answers(expected, floors, [*notes, *said])
+    return ReferenceRun(expected, noise_floors, [*notes, *said])
 
 
 def _noise_floors(
     artifact: Artifact,
     source: ModelSource,
     record: GraphRecord,
-    cases: Sequence[Case],
-    expected: Sequence[Expected],
+    cases: Sequence[ValidationCase],
+    expected: Sequence[ReferenceOutputs],
     scratch: Path,
     progress: Progress,
     trust_remote_code: bool,
 ) -> tuple[dict[str, NoiseFloor], list[str]]:
     precision = artifact.manifest.precision
     noisy = _NOISE_PRECISION[precision]
-    floors: dict[str, NoiseFloor] = {}
+    noise_floors: dict[str, NoiseFloor] = {}
     refusal = ""
     specs = {spec.name: spec for spec in record.outputs}
     try:
@@ -146,28 +151,28 @@ def _noise_floors(
                 place = scratch / f"{record.file}-{index}-{noisy}"
                 try:
                     feeds = case.make()
-                    other = Expected(runner(feeds, place) if wide.files else {})
+                    other = ReferenceOutputs(runner(feeds, place) if wide.files else {})
                 except InputError as error:
                     refusal = refusal or error.message
-                    other = Expected()
+                    other = ReferenceOutputs()
                 for name in other.files.keys() & wide.files.keys():
-                    kept = kept_positions(specs[name], record.inputs, feeds)
-                    floor = noise_floor(other.load(name), wide.load(name), kept)
-                    floors[name] = floor.widest(floors.get(name, floor))
+                    padding = find_padding_mask(specs[name], record.inputs, feeds)
+                    floor = noise_floor(other.load(name), wide.load(name), padding)
+                    noise_floors[name] = floor.wider(noise_floors.get(name, floor))
                 shutil.rmtree(place, ignore_errors=True)
                 advance()
     except ExportError as error:
         refusal = error.message
-    # Some operations have no kernel at this precision.
-    missing = {name for wide in expected for name in wide.files} - floors.keys()
+    # Some operators have no kernel at this precision.
+    missing = {name for wide in expected for name in wide.files} - noise_floors.keys()
     for name in missing:
         loaded = (wide.load(name) for wide in expected if name in wide.files)
         largest = max(float(np.abs(array[np.isfinite(array)]).max(initial=0.0)) for array in loaded)
-        floors[name] = NoiseFloor(_ROUNDINGS * roundoff(precision) * largest, cosine=1.0)
+        noise_floors[name] = NoiseFloor(_ROUNDINGS * roundoff(precision) * largest, cosine=1.0)
     notes = []
     if missing:
         notes.append(
             f"no noise floor from PyTorch in {noisy.upper()} ({refusal}); "
-            f"{_ROUNDINGS} roundings of the largest value stand in"
+            f"using {_ROUNDINGS} roundings of the largest value instead"
         )
-    return floors, notes
+    return noise_floors, notes

@@ -1,8 +1,4 @@
-"""What a validation found, as the JSON that `reports/validation.json` holds, and in one sentence.
-
->>> ValidationReport.from_json(Path("minilm/reports/validation.json").read_bytes()).summary
-'23 outputs agree with PyTorch; largest error 1.4e-06 of 1.1e-05 allowed (…)'
-"""
+"""Report of a validation: `reports/validation.json`, and a summary in one sentence."""
 
 from __future__ import annotations
 
@@ -14,24 +10,24 @@ from typing import Any
 from enginery.core.json_file import json_bytes, parse_json
 from enginery.validate.metrics import OutputMetrics
 
-UNTAKEN = "no engine takes it: "
-"""What the reason of a case starts with that is outside the profiles of the engines."""
+OUTSIDE_PROFILES = "outside the profiles of all engines: "
+"""Start of the reason why a case was skipped that fits no engine."""
 
 
 @dataclass(frozen=True)
-class CaseResult:
-    """One case on one graph."""
+class ValidationCaseResult:
+    """Result of one case on one graph."""
 
     graph: str
     name: str
     kind: str
     shapes: dict[str, list[int]]
-    """Of the inputs."""
+    """Input name -> shape."""
     outputs: list[OutputMetrics]
     problem: str
-    """Why nothing could be compared; empty where it could."""
+    """Reason why nothing could be compared; empty otherwise."""
     skipped: str = ""
-    """Why the case does not count: PyTorch itself rejects it, or no engine takes it."""
+    """Reason why the case was skipped: PyTorch rejects it, or it fits no engine."""
 
     @property
     def passed(self) -> bool:
@@ -40,34 +36,34 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class EmbeddingMetrics:
-    """Sentence embeddings, pooled as the model's own configuration says, against PyTorch's."""
+    """Comparison of pooled sentence embeddings with PyTorch's."""
 
     sentences: int
     min_cosine: float
     mean_cosine: float
     neighbour_agreement: float
-    """Share of sentences whose nearest other sentence is the same one, or as near."""
+    """Share of sentences whose nearest neighbour is the same one, or ties with it."""
     problem: str = ""
-    """Why they fail, in words; empty when they pass."""
+    """Reason of the failure; empty if they pass."""
 
 
 @dataclass(frozen=True)
 class OverallMetrics:
-    """One output of a quantized graph over all real inputs together, as if they were one."""
+    """Comparison of one output of a quantized graph over all real inputs together."""
 
     graph: str
     output: str
     inputs: int
-    """Rows: sentences or images."""
+    """Number of rows: sentences or images."""
     cosine: float
     cosine_limit: float
     problem: str = ""
-    """Why it fails, in words; empty when it passes."""
+    """Reason of the failure; empty if it passes."""
 
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """The whole of `reports/validation.json`."""
+    """The content of `reports/validation.json`."""
 
     passed: bool
     summary: str
@@ -75,30 +71,34 @@ class ValidationReport:
     providers: list[dict[str, Any]]
     reference: dict[str, str]
     tolerance: dict[str, Any]
-    cases: list[CaseResult]
+    cases: list[ValidationCaseResult]
     embeddings: EmbeddingMetrics | None
     notes: list[str]
     tools: dict[str, str]
     seconds: float
     overall: list[OverallMetrics] = field(default_factory=list)
-    """For a quantized artifact that is held to its own budget."""
+    """For a quantized artifact that is checked against its own budget."""
     schema_version: int = field(default=1)
 
-    def worst(self) -> tuple[CaseResult, OutputMetrics] | None:
-        """The case and output farthest beyond its limit, or else nearest to it."""
+    def worst(self) -> tuple[ValidationCaseResult, OutputMetrics] | None:
+        """Return the case and output with the largest error in units of its limit."""
         pairs = [(case, output) for case in self.cases for output in case.outputs]
-        return max(pairs, key=lambda pair: pair[1].badness, default=None)
+        return max(pairs, key=lambda pair: pair[1].limit_ratio, default=None)
 
     def to_json(self) -> bytes:
-        """JSON without NaN, which JSON does not have: a number that is none becomes null."""
+        """Return the report as JSON. NaN, which JSON does not have, becomes null."""
         return json_bytes(asdict(self))
 
     @classmethod
     def from_json(cls, text: bytes) -> ValidationReport:
-        """Reads what `to_json` wrote; raises ValueError for anything else."""
+        """Read a report that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is not such a report.
+        """
         from pydantic import TypeAdapter
 
-        return TypeAdapter(cls).validate_python(_numbers(parse_json(text)))
+        return TypeAdapter(cls).validate_python(_nulls_to_nan(parse_json(text)))
 
 
 _FLOATS = frozenset(
@@ -110,16 +110,16 @@ _FLOATS = frozenset(
 
 
 def summarize(
-    cases: list[CaseResult],
+    cases: list[ValidationCaseResult],
     embeddings: EmbeddingMetrics | None = None,
     overall: Sequence[OverallMetrics] = (),
 ) -> str:
-    """One sentence: what is wrong and where it is worst, or the largest error of all."""
+    """Summarize the results in one sentence: the worst failure, or the largest error."""
     compared = [case for case in cases if not case.skipped]
     for graph in dict.fromkeys(case.graph for case in cases):
         if not any(case.graph == graph for case in compared):
             reason = next(case.skipped for case in cases if case.graph == graph)
-            return f"{graph} could not be compared at all: {reason}"
+            return f"{graph} could not be compared on any input: {reason}"
     if broken := [case for case in compared if case.problem]:
         case = broken[0]
         more = f" ({len(broken)} of {len(compared)} inputs fail)" if len(broken) > 1 else ""
@@ -127,7 +127,7 @@ def summarize(
     pairs = [(case, output) for case in compared for output in case.outputs]
     if not pairs:
         return "nothing could be compared"
-    case, output = max(pairs, key=lambda pair: pair[1].badness)
+    case, output = max(pairs, key=lambda pair: pair[1].limit_ratio)
     where = f"{output.output} on {case.kind} '{case.name}'"
     if len({case.graph for case in cases}) > 1:
         where = f"{case.graph}, {where}"
@@ -141,12 +141,12 @@ def summarize(
         return f"{least.output} differs from PyTorch's: {least.problem}"
     if embeddings and embeddings.problem:
         return f"pooled embeddings differ from PyTorch's: {embeddings.problem}"
-    untaken = sum(case.skipped.startswith(UNTAKEN) for case in cases)
-    rejected = len(cases) - len(compared) - untaken
+    outside = sum(case.skipped.startswith(OUTSIDE_PROFILES) for case in cases)
+    rejected = len(cases) - len(compared) - outside
     return (
         f"{len(pairs)} outputs agree with PyTorch; {_nearest_to_fail(output, where, overall)}"
-        + (f"; {rejected} inputs skipped that PyTorch itself rejects" if rejected else "")
-        + (f"; {untaken} inputs skipped that no engine takes" if untaken else "")
+        + (f"; {rejected} inputs skipped that PyTorch rejects" if rejected else "")
+        + (f"; {outside} inputs skipped that fit no engine" if outside else "")
     )
 
 
@@ -162,11 +162,11 @@ def _nearest_to_fail(output: OutputMetrics, where: str, overall: Sequence[Overal
     return f"cosine {output.cosine:.4f}, at least {output.cosine_limit:.4f} expected ({where})"
 
 
-def _numbers(value: Any) -> Any:
-    """The inverse of `json_bytes` for the fields that are numbers."""
+def _nulls_to_nan(value: Any) -> Any:
+    """Turn null back into NaN in fields that are numbers."""
     if isinstance(value, dict):
         return {
-            key: math.nan if item is None and key in _FLOATS else _numbers(item)
+            key: math.nan if item is None and key in _FLOATS else _nulls_to_nan(item)
             for key, item in value.items()
         }
-    return [_numbers(item) for item in value] if isinstance(value, list) else value
+    return [_nulls_to_nan(item) for item in value] if isinstance(value, list) else value

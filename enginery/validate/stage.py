@@ -1,16 +1,10 @@
-"""The validate stage: an artifact's outputs against PyTorch, over its shapes and on real inputs.
+"""The validate stage: compare an artifact's outputs with PyTorch's, over shapes and real inputs.
 
-Takes an artifact; leaves `reports/validation.json` in it and a verdict in its manifest.
-
-    >>> report = run(Artifact.open("minilm"), ValidateConfig())
-    >>> report.passed, report.summary
-    (True, '7 outputs agree with PyTorch; …')
-
-The reference is the artifact's own source in FP32 with eager attention. PyTorch also runs at the
-artifact's precision (FP64 for FP32): its own error on the same inputs is the noise floor that the
-tolerance is scaled by. A quantized artifact is held to the budget that it was made with instead,
-see `budget.py`. One model is in memory at a time. Engines are run at every corner of their own
-profiles, and on what else fits these, see `engine_cases.py`.
+It writes `reports/validation.json` and a verdict in the manifest. The reference is the artifact's
+source in PyTorch, in FP32 with eager attention. PyTorch also runs at the artifact's precision (FP64
+for FP32): its error on the same inputs is the noise floor, from which the tolerance is derived. A
+quantized artifact is checked against its budget instead, see `budget.py`. Engines run at every
+corner of their profiles and on all other inputs that fit, see `engine_cases.py`.
 """
 
 from __future__ import annotations
@@ -47,30 +41,35 @@ from enginery.runtime.provider_wish import ProviderWish, parse_wishes, wish_text
 from enginery.runtime.providers import choose_providers
 from enginery.validate.budget import is_quantized
 from enginery.validate.cases import LONGEST, profile_cases, profiles_by_graph, sweep_cases
-from enginery.validate.compare import Limits, compare_graph
+from enginery.validate.compare import ComparisonLimits, compare_graph
 from enginery.validate.config import ValidateConfig, check_options
-from enginery.validate.declared_precision import require_true_claims
+from enginery.validate.declared_precision import check_declared_precision
 from enginery.validate.embeddings import EmbeddingComparison
-from enginery.validate.engine_cases import reached_profiles, within_profiles
+from enginery.validate.engine_cases import reachable_profiles, split_by_profiles
 from enginery.validate.overall import OverallComparison
-from enginery.validate.real_inputs import real_cases, require_use_for_data
-from enginery.validate.reference import ask_pytorch
-from enginery.validate.report import CaseResult, OverallMetrics, ValidationReport, summarize
+from enginery.validate.real_inputs import check_data_usable, real_cases
+from enginery.validate.reference import run_pytorch
+from enginery.validate.report import (
+    OverallMetrics,
+    ValidationCaseResult,
+    ValidationReport,
+    summarize,
+)
 
 STAGE = "validate"
 STAGE_VERSION = "4"
 REPORT = f"{REPORTS}/validation.json"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
-# What is trusted says nothing about the outputs.
+# Permissions do not change the outputs.
 _NOT_IN_KEY = ("trust_remote_code", "allow_pickle")
 
 
 def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
-    """What the verdict depends on: the artifact's content, the options, the data, the tools.
+    """Return the cache key: the artifact's content, the options, the data and the tools.
 
     Raises:
-        OptionError: an option cannot be used.
+        OptionError: an option is invalid.
         SourceError: the reference cannot be found.
     """
     check_options(config)
@@ -91,40 +90,40 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
     if config.reference:
         reference = resolve_source(config.reference, allow_pickle=config.allow_pickle)
         fields["reference sha256"] = reference.record.sha256
-    if rule := Limits.of(artifact, config).rule:
+    if rule := ComparisonLimits.of(artifact, config).rule:
         fields["quantization"] = rule
     if engines := _engines(artifact, config):
         fields["engines"] = engines
     if config.allow_fallback:
-        # What runs then depends on the machine.
+        # The providers that run then depend on the machine.
         chosen = choose_providers(wish_of(config), allow_fallback=True)
         fields["providers"] = ", ".join(provider.name for provider in chosen)
     return Fingerprint(STAGE, fields)
 
 
 def wish_of(config: ValidateConfig) -> tuple[ProviderWish, ...]:
-    """The providers that the options, or the environment, ask for."""
+    """Return the providers from the options or the environment."""
     return parse_wishes(config.provider, config.provider_option, default="cpu")
 
 
 def _engines(artifact: Artifact, config: ValidateConfig) -> str:
-    """The artifact's engines, where one of them would answer; its content's digest has none."""
+    """Return the names of engines that may run. The digest of the artifact does not cover them."""
     if not any(wish.name.startswith("tensorrt") for wish in wish_of(config)):
         return ""
     return ", ".join(path.name for path in engine_directories(artifact.path)) or "none"
 
 
-def finished(artifact: Artifact, config: ValidateConfig) -> ValidationReport | None:
-    """Return the report of an earlier validation on this machine that still holds, or None.
+def read_current_report(artifact: Artifact, config: ValidateConfig) -> ValidationReport | None:
+    """Return the report of an earlier validation on this machine if it is still valid, or None.
 
-    An artifact from elsewhere can say anything of itself: its verdict is found anew.
+    Verdicts in artifacts from elsewhere are not trusted; those artifacts are validated again.
     """
     verdict = artifact.manifest.verdict(STAGE)
     if verdict is None or verdict.key != fingerprint(artifact, config).key:
         return None
     try:
         written = document_bytes(artifact.path / REPORT)
-        if not _note(verdict.key, written).exists():
+        if not _verdict_marker(verdict.key, written).exists():
             return None
         report = ValidationReport.from_json(written)
     except (OSError, ValueError, RecursionError):  # removed, damaged, or of another version
@@ -135,24 +134,24 @@ def finished(artifact: Artifact, config: ValidateConfig) -> ValidationReport | N
 def run(
     artifact: Artifact, config: ValidateConfig, *, progress: Progress = SILENT
 ) -> ValidationReport:
-    """Validates, writes the report, and marks the artifact. A failure is a report, not an error.
+    """Validate an artifact and write the report and the verdict. A failure is not an exception.
 
     Raises:
-        OptionError: an option cannot be used.
-        SourceError: the source is gone or has changed, or an imported artifact names none.
-        ProviderError: the provider cannot be had, or does not load the graph.
+        OptionError: an option is invalid.
+        SourceError: the source is missing or has changed, or an imported artifact has none.
+        ProviderError: the provider is not available, or cannot load the graph.
         ShapeError: a profile does not fit.
-        InputError: the data cannot be read, or nothing in the artifact takes them.
-        ArtifactError: its graphs are not of the precision, or not quantized, as the manifest says.
+        InputError: the data cannot be read, or no graph takes them.
+        ArtifactError: the graphs do not have the precision that the manifest declares.
     """
     started = time.monotonic()
-    require_true_claims(artifact)
+    check_declared_precision(artifact)
     key = fingerprint(artifact, config)
-    reached = reached_profiles(artifact, wish_of(config), allow_fallback=config.allow_fallback)
-    limits = Limits.of(artifact, config)
+    reached = reachable_profiles(artifact, wish_of(config), allow_fallback=config.allow_fallback)
+    limits = ComparisonLimits.of(artifact, config)
     source = _reference_source(artifact, config)
     feed_limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
-    require_use_for_data(artifact, config)
+    check_data_usable(artifact, config)
     manifest = artifact.manifest
     profiles = profiles_by_graph(manifest.graphs, config.profile, feed_limits)
     notes = []
@@ -161,12 +160,12 @@ def run(
         notes.append(f"longest input compared: {LONGEST} of {feed_limits.max_positions} positions")
     embeddings = _embeddings(artifact, notes)
     overall = OverallComparison() if limits.overall_cosine is not None else None
-    results: list[CaseResult] = []
+    results: list[ValidationCaseResult] = []
     providers: list[dict[str, Any]] = []
     for record in manifest.graphs:
         real, said = real_cases(artifact, record, config)
         promised = [*profiles[record.file], *reached[record.file]]
-        cases, left_out = within_profiles(
+        cases, left_out = split_by_profiles(
             [
                 *sweep_cases(record, feed_limits, seed=config.seed),
                 *profile_cases(record, promised, feed_limits, seed=config.seed),
@@ -176,7 +175,7 @@ def run(
             reached[record.file],
         )
         with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
-            answers = ask_pytorch(
+            pytorch = run_pytorch(
                 artifact, source, record, cases, Path(scratch), progress,
                 noise=not is_quantized(artifact), trust_remote_code=config.trust_remote_code,
             )  # fmt: skip
@@ -189,15 +188,15 @@ def run(
                 providers = [asdict(provider) for provider in runner.providers]
                 limits = limits.where(runner.providers)
                 results += compare_graph(
-                    runner, record, cases, answers, limits,
+                    runner, record, cases, pytorch, limits,
                     embeddings=embeddings, overall=overall, progress=progress,
                 )  # fmt: skip
         results += left_out
-        notes.extend(note for note in (*said, *answers.notes) if note not in notes)
+        notes.extend(note for note in (*said, *pytorch.notes) if note not in notes)
     least = limits.embedding_cosine
     pooled = embeddings.metrics(min_cosine=least, of_mean=bool(overall)) if embeddings else None
     together = overall.metrics(min_cosine=least) if overall else []
-    notes.extend(_rule(limits, together))
+    notes.extend(_describe_rule(limits, together))
     near = not (pooled and pooled.problem) and not any(found.problem for found in together)
     report = ValidationReport(
         passed=_all_passed(results) and near,
@@ -216,7 +215,7 @@ def run(
         tools={**runtime_version(), **tool_versions(TOOLS)},
         seconds=round(time.monotonic() - started, 3),
     )  # fmt: skip
-    _mark(artifact, key, report)
+    _save_verdict(artifact, key, report)
     return report
 
 
@@ -228,47 +227,47 @@ def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | N
         return None
 
 
-def _rule(limits: Limits, together: Sequence[OverallMetrics]) -> list[str]:
-    """What an artifact was held to where that is not its precision's own tolerance, in words."""
+def _describe_rule(limits: ComparisonLimits, together: Sequence[OverallMetrics]) -> list[str]:
+    """Describe the limits, if they are not those of the artifact's precision."""
     if not limits.rule or not isinstance(limits.tolerance, QuantizedTolerance):
         return [limits.rule] if limits.rule else []
     if not together:
         return [
-            f"no real inputs were compared: made-up ones alone say little of {limits.rule}; they "
-            f"are held to a cosine of {limits.tolerance.min_cosine:g}"
+            f"no real inputs were compared, so this was not checked: {limits.rule}; generated "
+            f"inputs need a cosine of {limits.tolerance.min_cosine:g}"
         ]
     return [f"{limits.rule}; {limits.tolerance.min_cosine:g} on any one input"]
 
 
-def _mark(artifact: Artifact, key: Fingerprint, report: ValidationReport) -> None:
+def _save_verdict(artifact: Artifact, key: Fingerprint, report: ValidationReport) -> None:
     verdict = Verdict.of(key, passed=report.passed, summary=report.summary, report=REPORT)
     written = report.to_json()
     artifact.annotate(verdict, written)
-    note = _note(verdict.key, written)
-    with suppress(OSError):  # a store that is read-only: it is validated again the next time
+    note = _verdict_marker(verdict.key, written)
+    with suppress(OSError):  # a read-only store: the artifact is validated again next time
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
 
 
-def _note(key: str, report: bytes) -> Path:
-    """Return the file in the store that says that a report was written here."""
+def _verdict_marker(key: str, report: bytes) -> Path:
+    """Return the path of the file in the store that marks a report as written on this machine."""
     return enginery_home() / "verdicts" / hashlib.sha256(key.encode() + report).hexdigest()
 
 
 def _reference_source(artifact: Artifact, config: ValidateConfig) -> ModelSource:
-    """The PyTorch model to compare with; the artifact's own, unless it has none."""
+    """Return the PyTorch model to compare with: the option, or else the artifact's source."""
     if config.reference:
         return resolve_source(config.reference, allow_pickle=config.allow_pickle)
     if artifact.manifest.source.kind == "onnx":
         raise SourceError(
             f"{artifact.path} was imported from an .onnx file, which has no PyTorch model.",
-            do="Name the model it came from with --reference MODEL.",
+            do="Name the original model with --reference MODEL.",
         )
     return resolve_record(artifact.manifest.source, allow_pickle=config.allow_pickle)
 
 
-def _all_passed(cases: Sequence[CaseResult]) -> bool:
-    """Every case passed, and every graph was compared on at least one."""
+def _all_passed(cases: Sequence[ValidationCaseResult]) -> bool:
+    """Return True if every case passed and every graph was compared on at least one."""
     graphs = {case.graph for case in cases}
     compared = {case.graph for case in cases if case.outputs}
     return bool(graphs) and graphs == compared and all(case.passed for case in cases)

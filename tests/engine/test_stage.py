@@ -227,11 +227,11 @@ def test_a_validation_still_holds_after_a_build(exported, copied, built):
     report = validate_model(source)
     opened = Artifact.open(source.path)
     made = built(opened, profile=["batch=1:2:4,sequence=1:16:32"])
-    assert validate.finished(made, config) == report
+    assert validate.read_current_report(made, config) == report
     assert not steps.validate_step(made, config, force=False, progress=SILENT).worked
     # What the verdict is about is still looked at.
     other = made.manifest.model_copy(update={"precision": "fp16"})
-    assert validate.finished(Artifact(made.path, other), config) is None
+    assert validate.read_current_report(Artifact(made.path, other), config) is None
 
 
 def test_a_verdict_of_other_content_is_not_carried_over(tmp_path, built):

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def exported(tiny_model, home):
-    """`exported("gpt2", "text-generation-with-past")`: as the shared one, tasks with past too."""
+    """Export a model as the shared fixture does, tasks with past included."""
     from enginery import export_model
 
     def make(kind, task, **options):

@@ -2,8 +2,8 @@
 
     >>> break_graph(copied(artifact), lambda model: cast_through_fp16(model, "logits"))
 
-The manifest's hashes are written anew, so that the artifact opens; its source stays, so that
-PyTorch still answers as the sound model does.
+The manifest's hashes are updated, so that the artifact opens. Its source is unchanged, so that
+PyTorch still computes the outputs of the correct model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enginery.core.artifact import Artifact, commit_artifact
 
 
 def break_graph(artifact, edit, *, graph="model.onnx", **manifest):
-    """The artifact with one graph edited in place."""
+    """Edit one graph of the artifact in place."""
     path = artifact.path / graph
     model = onnx.load(str(path))
     edit(model)
@@ -26,7 +26,7 @@ def break_graph(artifact, edit, *, graph="model.onnx", **manifest):
 
 
 def weight(model, *, nth=3):
-    """An inner weight: the initializer of the nth MatMul that has one."""
+    """Return an inner weight: the initializer of the nth MatMul that has one."""
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
     names = [
         name
@@ -39,7 +39,7 @@ def weight(model, *, nth=3):
 
 
 def change_weight(model, change):
-    """`change` edits the weight's array in place."""
+    """Edit a weight: `change` modifies its array in place."""
     tensor = weight(model)
     array = numpy_helper.to_array(tensor).copy()
     change(array)
@@ -51,7 +51,7 @@ def flip_sign(model):
 
 
 def flip_bit(model):
-    """The lowest bit of one exponent: the element doubles or halves."""
+    """Flip the lowest exponent bit of one element, which doubles or halves it."""
 
     def change(array):
         array.view(np.uint32)[2, 1] ^= 1 << 23
@@ -67,7 +67,7 @@ def put_nan(model):
 
 
 def after(graph, output, nodes_for):
-    """Appends `nodes_for(before)` to the producer of an output; the last of them is the output."""
+    """Append `nodes_for(before)` to the producer of an output; the last node is the new output."""
     before = f"{output}_before"
     for node in graph.node:
         for names in (node.input, node.output):
@@ -84,7 +84,7 @@ def constant(name, value):
 
 
 def with_operand(operation, value, *, first=False):
-    """nodes_for `operation(output, value)`."""
+    """Return a `nodes_for` that computes `operation(output, value)`."""
 
     def nodes(before):
         operand = f"{before}_operand"
@@ -125,7 +125,7 @@ def logarithm(output):
 
 
 def replaced_by_constant(output, value):
-    """The output's own shape, one value."""
+    """Replace the output by a constant of its shape."""
 
     def nodes(before):
         return [
@@ -155,7 +155,7 @@ def cast(output, element_type):
 
 
 def through_fp16(model):
-    """The second layer's input in half precision, as a careless conversion leaves it."""
+    """Round the second layer's input to half precision, as a careless conversion does."""
     node = next(n for n in model.graph.node if n.op_type == "MatMul" and "layer.1" in n.name)
     source = node.input[0]
     for other in model.graph.node:
@@ -184,7 +184,7 @@ def swap_outputs(first, second):
 
 
 def ignore_mask(model):
-    """Every use of the mask sees ones."""
+    """Replace the mask by ones in every use."""
     for node in model.graph.node:
         for index, name in enumerate(node.input):
             if name == "attention_mask":
@@ -199,7 +199,7 @@ def ignore_mask(model):
 
 
 def weights_of(model):
-    """The DequantizeLinear nodes of stored weights, in the graph's order."""
+    """Return the DequantizeLinear nodes of constant weights, in graph order."""
     stored = {tensor.name for tensor in model.graph.initializer}
     return [
         node
@@ -209,7 +209,7 @@ def weights_of(model):
 
 
 def change_initializer(model, name, change):
-    """The initializer becomes `change(array)`, in its own type."""
+    """Replace an initializer by `change(array)`, with the same dtype."""
     tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
     array = numpy_helper.to_array(tensor)
     changed = np.asarray(change(array.astype(np.float32))).astype(array.dtype)
@@ -217,12 +217,12 @@ def change_initializer(model, name, change):
 
 
 def change_quantized_weight(change, *, nth=-1, operand=0):
-    """Changes the numbers (operand 0) or the scale (operand 1) of one quantized weight."""
+    """Change the values (operand 0) or the scale (operand 1) of one quantized weight."""
     return lambda model: change_initializer(model, weights_of(model)[nth].input[operand], change)
 
 
 def swap_quantized_weights(model):
-    """The first two weights of one shape are each other's."""
+    """Swap the first two weights of equal shape."""
     shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
     nodes = weights_of(model)
     first, second = next(
@@ -236,7 +236,7 @@ def swap_quantized_weights(model):
 
 
 def clip_activations(factor):
-    """Every activation's range is the part of it that `factor` says."""
+    """Multiply every activation's range by `factor`."""
 
     def edit(model):
         for node in model.graph.node:

@@ -1,4 +1,4 @@
-"""A quantized artifact is held to its own budget: right ones pass, wrong ones say what is off."""
+"""A quantized artifact is checked against its own budget."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from enginery.validate.budget import quantization_budget
 from enginery.validate.config import ValidateConfig
 from enginery.validate.overall import OverallComparison
 from enginery.validate.report import ValidationReport
-from enginery.validate.stage import finished
+from enginery.validate.stage import read_current_report
 from tests.tiny import TEXT, save_tiny
 from tests.validate import faults
 
@@ -24,7 +24,7 @@ DISTILBERT = ("distilbert", "feature-extraction")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, session_home):
-    """`made(kind, task)`: a tiny model, quantized within the stage's default budget."""
+    """Quantize a tiny model with the default budget: `made(kind, task)`."""
     from enginery import export_model
 
     root = tmp_path_factory.mktemp("quantized")
@@ -49,7 +49,7 @@ def made(tmp_path_factory, session_home):
 
 
 def as_sentence_transformer(model):
-    """The modules of a sentence-transformers model that pools by the mean."""
+    """Write the modules of a sentence-transformers model with mean pooling."""
     (model / "1_Pooling").mkdir()
     (model / "1_Pooling" / "config.json").write_text(
         json.dumps({"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True})
@@ -64,7 +64,7 @@ def as_sentence_transformer(model):
 
 @pytest.fixture
 def with_options(made, tmp_path):
-    """A copy of the quantized DistilBERT whose quantize stage had other options."""
+    """Copy the quantized DistilBERT with other options of its quantize stage."""
 
     def make(*, report=None, **options):
         artifact = made(*DISTILBERT)
@@ -84,7 +84,7 @@ def with_options(made, tmp_path):
 
 
 @pytest.mark.parametrize("model", [GPT2, DISTILBERT])
-def test_right_artifact_passes_by_half_of_what_is_allowed(made, copied, model):
+def test_correct_artifact_passes_with_half_the_tolerance(made, copied, model):
     report = validate_model(copied(made(*model)))
     assert report.passed, report.summary
     (overall,) = report.overall
@@ -93,7 +93,7 @@ def test_right_artifact_passes_by_half_of_what_is_allowed(made, copied, model):
     assert f"cosine {overall.cosine:.4f} over 16 real inputs, at least 0.9800" in report.summary
 
 
-def test_report_says_the_rule_in_words_and_survives_json(made, copied):
+def test_report_describes_the_rule_and_survives_json(made, copied):
     artifact = copied(made(*DISTILBERT))
     report = validate_model(artifact)
     lines = report_lines(report)
@@ -116,7 +116,7 @@ WRONG = {
 
 @pytest.mark.parametrize("fault", WRONG)
 @pytest.mark.parametrize("model", [GPT2, DISTILBERT])
-def test_wrong_artifact_fails_and_says_by_how_much(made, copied, model, fault):
+def test_faulty_artifact_fails_with_its_cosine(made, copied, model, fault):
     artifact = faults.break_graph(copied(made(*model)), WRONG[fault])
     report = validate_model(artifact)
     assert not report.passed
@@ -131,7 +131,7 @@ def test_wrong_artifact_fails_and_says_by_how_much(made, copied, model, fault):
         assert f"worst: {output} on " in report.summary
 
 
-def test_value_that_is_not_finite_fails_whatever_the_cosine(made, copied):
+def test_value_that_is_not_finite_fails(made, copied):
     def edit(model):
         scale = faults.weights_of(model)[-1].input[1]
         faults.change_initializer(model, scale, lambda a: np.where(np.arange(a.size), a, np.nan))
@@ -141,29 +141,31 @@ def test_value_that_is_not_finite_fails_whatever_the_cosine(made, copied):
     assert "NaN or infinite on one side only" in report.summary
 
 
-def test_made_up_inputs_alone_must_point_the_same_way(made, copied):
-    """Without a tokenizer only the sweep is left, and the report says how little that is."""
+def test_generated_inputs_alone_need_a_cosine_of_one_half(made, copied):
+    """Without a tokenizer only the sweep runs, and the report says so."""
     artifact = copied(made(*DISTILBERT))
     (artifact.path / "tokenizer.json").unlink()
     report = validate_model(faults.break_graph(artifact, lambda model: None))
     assert report.passed
     assert report.overall == []
-    assert any("made-up ones alone say little" in note for note in report.notes)
+    assert any(
+        "no real inputs were compared, so this was not checked" in note for note in report.notes
+    )
     assert {o.cosine_limit for case in report.cases for o in case.outputs} == {0.5}
     wrong = validate_model(faults.break_graph(artifact, WRONG["sign flipped"]))
     assert not wrong.passed
     assert "expected at least 0.5" in wrong.summary
 
 
-def test_data_of_the_users_are_held_to_less_slack(made, copied, tmp_path):
+def test_user_data_have_a_smaller_tolerance(made, copied, tmp_path):
     (tmp_path / "data.txt").write_text("\n".join(TEXT))
     report = validate_model(copied(made(*GPT2)), data=str(tmp_path / "data.txt"))
     assert report.passed, report.summary
     assert [overall.cosine_limit for overall in report.overall] == [pytest.approx(0.992)]
-    assert any("4 times as much" in note for note in report.notes)
+    assert any("a shortfall of 4 times that of" in note for note in report.notes)
 
 
-def test_pooled_embeddings_are_held_to_the_same_by_their_mean(made, copied, monkeypatch):
+def test_mean_cosine_of_pooled_embeddings_has_the_same_limit(made, copied, monkeypatch):
     artifact = copied(made(*DISTILBERT, pooled=True))
     report = validate_model(artifact)
     assert report.passed, report.summary
@@ -177,7 +179,7 @@ def test_pooled_embeddings_are_held_to_the_same_by_their_mean(made, copied, monk
     assert "expected at least 0.9800" in wrong.summary
 
 
-def test_limits_of_the_users_own_go_before_the_budget(made, copied):
+def test_user_limits_take_precedence_over_the_budget(made, copied):
     artifact = copied(made(*DISTILBERT))
     strict = validate_model(artifact, min_cosine=0.9999)
     assert not strict.passed
@@ -192,7 +194,7 @@ def test_limits_of_the_users_own_go_before_the_budget(made, copied):
     assert validate_model(broken, min_cosine=-1).passed
 
 
-def test_without_a_cosine_for_a_budget_what_was_measured_counts(with_options):
+def test_measured_cosine_replaces_a_budget_that_is_no_cosine(with_options):
     report = json.dumps({"accuracy": {"cosine": 0.995, "rows": 64}})
     for options in ({"min_cosine": -1.0}, {"accuracy_budget": "1%"}, {"label_column": "label"}):
         budget = quantization_budget(with_options(report=report, **options))
@@ -200,8 +202,8 @@ def test_without_a_cosine_for_a_budget_what_was_measured_counts(with_options):
         assert "what was measured, 0.9950" in budget.describe(own_data=False)
 
 
-def test_budget_that_was_not_held_is_none(with_options):
-    """A scheme that is not calibrated may be measured below the cosine that was asked for."""
+def test_budget_that_was_not_met_is_ignored(with_options):
+    """The measured cosine of a dynamic scheme may be below the budget."""
     report = json.dumps({"accuracy": {"cosine": 0.99}})
     budget = quantization_budget(with_options(report=report, scheme="dynamic"))
     assert budget.cosine == 0.99
@@ -209,31 +211,31 @@ def test_budget_that_was_not_held_is_none(with_options):
 
 
 @pytest.mark.parametrize("report", ["", "[]", "{}", '{"accuracy": null}', '{"accuracy": 1}'])
-def test_report_that_is_gone_or_damaged_leaves_the_budget(with_options, report):
+def test_missing_or_damaged_report_leaves_the_budget(with_options, report):
     assert quantization_budget(with_options(report=report)).cosine == 0.998
 
 
-def test_with_neither_budget_nor_measurement_the_user_is_asked(with_options):
+def test_without_budget_or_measurement_the_error_names_the_option(with_options):
     artifact = with_options(min_cosine=-1.0)
-    with pytest.raises(OptionError, match=r"nothing says how near it was.*--min-cosine 0\.95"):
+    with pytest.raises(OptionError, match=r"its accuracy is not recorded.*--min-cosine 0\.95"):
         validate_model(artifact)
     assert Artifact.open(artifact.path).manifest.verdicts == ()
     assert validate_model(artifact, min_cosine=0.9).passed
 
 
-def test_budget_of_one_leaves_room_for_rounding(with_options):
+def test_budget_of_one_permits_rounding(with_options):
     budget = quantization_budget(with_options(min_cosine=1.0))
     assert budget.min_cosine(own_data=False) == pytest.approx(1 - 10 * (16 * 2.0**-11) ** 2)
 
 
 @pytest.mark.parametrize("own_data", [True, False])
-def test_no_artifact_allows_itself_what_only_the_user_may(with_options, own_data):
+def test_no_budget_permits_less_than_the_minimum(with_options, own_data):
     budget = quantization_budget(with_options(min_cosine=0.6))
     assert budget.min_cosine(own_data=own_data) == 0.95
     assert "would allow less, which only --min-cosine does" in budget.describe(own_data=own_data)
 
 
-def test_another_budget_is_another_verdict(with_options):
+def test_changed_budget_invalidates_the_verdict(with_options):
     from enginery.validate import stage
     from enginery.validate.config import ValidateConfig
 
@@ -244,12 +246,12 @@ def test_another_budget_is_another_verdict(with_options):
     assert keys[0] != keys[1]
 
 
-def test_artifact_that_is_not_quantized_has_no_such_budget(exported):
+def test_artifact_that_is_not_quantized_has_no_budget(exported):
     with pytest.raises(ArtifactError, match="not quantized"):
         quantization_budget(exported("bert", "text-classification"))
 
 
-def test_scores_of_a_quantized_graph_are_counted_and_fail_nothing(made, copied):
+def test_changed_argmax_of_a_quantized_graph_does_not_fail(made, copied):
     report = validate_model(copied(made(*GPT2)))
     agreements = [o.argmax_agreement for case in report.cases for o in case.outputs]
     assert min(agreements) < 1.0
@@ -258,14 +260,14 @@ def test_scores_of_a_quantized_graph_are_counted_and_fail_nothing(made, copied):
 
 
 @pytest.mark.parametrize("report", ["[" * 200_000, "[1]", '{"accuracy": 1}', '"\\ud800"'])
-def test_a_damaged_report_of_the_stage_says_nothing(with_options, report):
+def test_damaged_quantization_report_is_ignored(with_options, report):
     artifact = with_options(report=report)
     assert quantization_budget(artifact).cosine == pytest.approx(0.998)
 
 
 @pytest.mark.parametrize("report", [b"[" * 200_000, b"[" * 700 + b"]" * 700])
-def test_a_nested_validation_is_made_again(with_options, report):
+def test_deeply_nested_validation_report_is_replaced(with_options, report):
     artifact = with_options()
     assert validate_model(artifact).passed
     artifact = Artifact.open(artifact.path).annotate(reports={"reports/validation.json": report})
-    assert finished(artifact, ValidateConfig()) is None
+    assert read_current_report(artifact, ValidateConfig()) is None

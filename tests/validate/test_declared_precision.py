@@ -1,4 +1,4 @@
-"""What a manifest claims of its graphs allows no error that they have no reason for."""
+"""The precision that a manifest declares must be that of its graphs."""
 
 import pytest
 
@@ -10,14 +10,16 @@ BERT = ("bert", "text-classification")
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_fp32_graph_is_not_held_to_the_limits_of_half_precision(exported, copied, precision):
+def test_fp32_graph_declared_as_half_precision_is_rejected(exported, copied, precision):
     artifact = copied(exported(*BERT))
     edit_manifest(artifact.path, precision=precision)
-    with pytest.raises(ArtifactError, match=rf"precision is {precision}, and 0\.0% of the graph"):
+    with pytest.raises(
+        ArtifactError, match=rf"declares the precision {precision}, but only 0\.0% of the float"
+    ):
         validate_model(artifact.path)
 
 
-def test_fp32_graph_is_not_held_to_the_budget_of_a_quantized_one(exported, copied):
+def test_fp32_graph_declared_as_quantized_is_rejected(exported, copied):
     artifact = copied(exported(*BERT))
     (export,) = artifact.manifest.stages
     quantize = export.model_copy(update={"stage": "quantize", "options": {"min_cosine": 0.9}})
@@ -28,7 +30,7 @@ def test_fp32_graph_is_not_held_to_the_budget_of_a_quantized_one(exported, copie
         validate_model(artifact.path)
 
 
-def test_right_claims_are_believed(exported, copied):
+def test_correct_declarations_are_accepted(exported, copied):
     from enginery import optimize_model
 
     artifact = copied(exported(*BERT))

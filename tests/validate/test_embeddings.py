@@ -1,4 +1,4 @@
-"""Pooled sentence vectors: cosine, neighbours, and ties between equal texts."""
+"""Pooled sentence embeddings: cosine, nearest neighbours, and ties between equal texts."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 from enginery.runtime.pooling import Pooling
 from enginery.validate.embeddings import EmbeddingComparison
-from enginery.validate.reference import Expected
+from enginery.validate.reference import ReferenceOutputs
 
 MEAN = Pooling(("mean",), normalize=True, include_prompt=True, note="")
 
@@ -20,7 +20,7 @@ def compared(tmp_path):
         mask = np.ones(theirs.shape[:2], np.int64)
         comparison.add(
             {"attention_mask": mask}, {"last_hidden_state": mine},
-            Expected({"last_hidden_state": tmp_path / "0.npy"}),
+            ReferenceOutputs({"last_hidden_state": tmp_path / "0.npy"}),
         )  # fmt: skip
         return comparison.metrics(min_cosine=min_cosine, **options)
 
@@ -37,14 +37,14 @@ def test_equal_tokens_agree(compared):
     assert found.min_cosine == pytest.approx(1.0)
 
 
-def test_another_vector_fails(compared):
+def test_different_embedding_fails(compared):
     other = tokens()
     other[3] = -other[3]
     found = compared(other, tokens())
     assert "cosine -1.0" in found.problem
 
 
-def test_another_neighbour_fails_where_it_is_no_tie(compared):
+def test_changed_neighbour_fails_unless_it_is_a_tie(compared):
     assert compared(tokens(seed=1), tokens(), min_cosine=-1.0).neighbour_agreement == 1.0
     # The third of three vectors turns, by less than the cosine asked for, from the first to the
     # second; in the reference it is clearly nearer to the first.
@@ -67,7 +67,7 @@ def test_equal_texts_are_ties(compared):
     assert compared(same + noise, same).neighbour_agreement == 1.0
 
 
-def test_mean_may_hold_where_one_vector_does_not(compared):
+def test_mean_may_pass_if_one_embedding_does_not(compared):
     other = tokens(rows=10)
     other[3] = tokens(seed=4)[0]
     assert compared(other, tokens(rows=10), min_cosine=0.8).problem
@@ -79,19 +79,19 @@ def test_mean_may_hold_where_one_vector_does_not(compared):
     assert strict.problem == f"mean cosine {found.mean_cosine:.4f}, expected at least 0.9990"
 
 
-def test_nan_is_no_agreement_in_the_mean_either(compared):
+def test_nan_fails_the_mean(compared):
     broken = tokens()
     broken[0] = np.nan
     assert compared(broken, tokens(), min_cosine=-1.0, of_mean=True).problem
 
 
-def test_nan_is_no_agreement(compared):
+def test_nan_fails(compared):
     broken = tokens()
     broken[0] = np.nan
     assert compared(broken, tokens()).problem
 
 
-def test_module_that_is_not_run_here_is_noted_and_the_graph_still_compared(exported, copied):
+def test_unsupported_module_is_noted_and_the_graph_is_compared(exported, copied):
     from enginery import validate_model
     from tests.validate import faults
 

@@ -1,4 +1,4 @@
-"""Engines are compared on what their profiles take. The CPU stands in for their sessions here."""
+"""Engines are compared on inputs that fit their profiles. The CPU replaces their sessions here."""
 
 import numpy as np
 import pytest
@@ -12,16 +12,16 @@ from enginery.runtime.gpus import CudaGpu
 from enginery.runtime.ort import open_session
 from enginery.runtime.provider_names import CPU
 from enginery.runtime.providers import Provider
-from enginery.validate.cases import Case
+from enginery.validate.cases import ValidationCase
 from enginery.validate.config import ValidateConfig
-from enginery.validate.engine_cases import within_profiles
+from enginery.validate.engine_cases import split_by_profiles
 from enginery.validate.stage import run
 from tests.engine.made import with_engines
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU for which every provider can be had."""
+    """Simulate a GPU for which every provider is available."""
 
     def open_engine(engine, given, **_):
         artifact = Artifact.open(engine.path.parent.parent)
@@ -40,7 +40,7 @@ def shapes(report, kind):
             if case.kind == kind and not case.skipped}  # fmt: skip
 
 
-def test_engine_is_compared_at_its_corners_and_on_what_fits_them(gpu, exported, tmp_path):
+def test_engine_is_compared_at_its_corners_and_on_inputs_that_fit(gpu, exported, tmp_path):
     profile = "batch=2:2:3,sequence=8:32:64"
     artifact = with_engines(
         exported("bert", "text-classification"), tmp_path / "made", {"profiles": (profile,)}
@@ -54,15 +54,17 @@ def test_engine_is_compared_at_its_corners_and_on_what_fits_them(gpu, exported, 
     left_out = {case.name: case.skipped for case in report.cases if case.skipped}
     # One sentence has more than 64 tokens; the others of its batch are compared without it.
     assert set(left_out) == {"one", "ragged", "longest", "sentences 1–16, row 15"}
-    assert left_out["longest"].startswith("no engine takes it: batch 2, sequence 128 is outside")
-    assert "4 inputs skipped that no engine takes" in report.summary
+    assert left_out["longest"].startswith(
+        "outside the profiles of all engines: batch 2, sequence 128"
+    )
+    assert "4 inputs skipped that fit no engine" in report.summary
     real = shapes(report, "real")
     assert all(2 <= rows <= 3 and 8 <= tokens <= 64 for rows, tokens in real.values())
     assert len({tokens for _, tokens in real.values()}) > 1  # none is as long as the longest
     assert len([name for name in real if name.startswith("sentences 1–16")]) == 15
 
 
-def test_corner_that_was_asked_for_and_no_engine_takes_fails(gpu, exported, tmp_path):
+def test_requested_corner_outside_all_engines_fails(gpu, exported, tmp_path):
     artifact = with_engines(exported("bert", "text-classification"), tmp_path / "made", {})
     report = run(
         artifact, ValidateConfig(provider="tensorrt-rtx", profile=("batch=1:2:8,sequence=16",))
@@ -73,13 +75,13 @@ def test_corner_that_was_asked_for_and_no_engine_takes_fails(gpu, exported, tmp_
     assert "batch 8 is above its maximum 4 by 4" in failed.problem
 
 
-def test_artifact_without_a_fitting_engine_is_refused_before_pytorch_works(
+def test_artifact_without_a_matching_engine_is_rejected_before_pytorch_runs(
     gpu, exported, tmp_path, monkeypatch
 ):
     artifact = with_engines(
         exported("bert", "text-classification"), tmp_path / "made", {"capabilities": ("8.0",)}
     )
-    monkeypatch.setattr("enginery.validate.stage.ask_pytorch", None)
+    monkeypatch.setattr("enginery.validate.stage.run_pytorch", None)
     with pytest.raises(ProviderError, match=r"it is not for compute capability 8\.9"):
         run(artifact, ValidateConfig(provider="tensorrt-rtx"))
 
@@ -93,23 +95,23 @@ LENGTHS = [3, 5, 2, 9]
 
 
 def texts(*, left=False, mask=True):
-    """Four texts of these lengths in one batch; tokens are their own text's number and place."""
+    """Make a batch of four texts; each token encodes its text and position."""
     ids, kept = np.zeros((4, 9), np.int64), np.zeros((4, 9), np.int64)
     for row, length in enumerate(LENGTHS):
         places = slice(9 - length, 9) if left else slice(0, length)
         ids[row, places] = 10 * row + np.arange(1, length + 1)
         kept[row, places] = 1
     feeds = {"input_ids": ids, "attention_mask": kept}
-    return Case("texts 1–4", "real", lambda: feeds if mask else {"input_ids": ids})
+    return ValidationCase("texts 1–4", "real", lambda: feeds if mask else {"input_ids": ids})
 
 
 def fitted(case, *profiles, record=RECORD):
-    taken, left_out = within_profiles([case], record, [Profile.parse(p) for p in profiles])
+    taken, left_out = split_by_profiles([case], record, [Profile.parse(p) for p in profiles])
     return [(part.name, part.make()) for part in taken], left_out
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
-def test_texts_are_cut_into_rows_without_the_padding_of_others(left):
+def test_texts_are_split_without_the_padding_of_others(left):
     parts, left_out = fitted(texts(left=left), "batch=1:1:2,sequence=1:4:9")
     assert left_out == []
     assert [name for name, _ in parts] == ["texts 1–4, rows 1–2", "texts 1–4, rows 3–4"]
@@ -122,7 +124,7 @@ def test_texts_are_cut_into_rows_without_the_padding_of_others(left):
             assert feeds["input_ids"][index, kept].tolist() == expected.tolist()
 
 
-def test_text_that_no_engine_takes_is_left_out_alone():
+def test_only_the_text_that_fits_no_engine_is_skipped():
     parts, left_out = fitted(texts(), "batch=1:1:4,sequence=1:4:8")
     assert [name for name, _ in parts] == [f"texts 1–4, row {row}" for row in (1, 2, 3)]
     (alone,) = left_out
@@ -132,7 +134,7 @@ def test_text_that_no_engine_takes_is_left_out_alone():
     assert alone.passed  # it does not count
 
 
-def test_what_is_below_an_engines_minimum_is_padded_and_masked():
+def test_inputs_below_the_minimum_are_padded_and_masked():
     ((name, feeds),), left_out = fitted(texts(), "batch=6:6:8,sequence=12:16:16")
     assert (name, left_out) == ("texts 1–4", [])
     assert feeds["input_ids"].shape == (6, 12)
@@ -147,7 +149,7 @@ def test_without_a_mask_nothing_is_padded():
     assert "sequence 9 is below its minimum 12 by 3" in whole.skipped
 
 
-def test_graph_of_a_fixed_batch_is_not_cut():
+def test_graph_with_a_fixed_batch_is_not_split():
     inputs = tuple(TensorSpec(s.name, s.dtype, (4, "sequence")) for s in RECORD.inputs)
     fixed = RECORD.model_copy(update={"inputs": inputs})
     parts, left_out = fitted(texts(), "sequence=12:16:16", record=fixed)
@@ -155,13 +157,13 @@ def test_graph_of_a_fixed_batch_is_not_cut():
     assert [feeds["input_ids"].shape for _, feeds in parts] == [(4, 12)]
 
 
-def test_images_are_cut_into_rows():
+def test_images_are_split_into_rows():
     record = GraphRecord(
         file="model.onnx", opset=18, outputs=(), data_files=(),
         inputs=(TensorSpec("pixel_values", "float32", ("batch", 3, 8, 8)),),
     )  # fmt: skip
     pixels = np.arange(5 * 192, dtype="float32").reshape(5, 3, 8, 8)
-    case = Case("images 1–5", "real", lambda: {"pixel_values": pixels})
+    case = ValidationCase("images 1–5", "real", lambda: {"pixel_values": pixels})
     parts, left_out = fitted(case, "batch=2:2:2", record=record)
     assert left_out == []
     found = [feeds["pixel_values"] for _, feeds in parts]
@@ -169,6 +171,6 @@ def test_images_are_cut_into_rows():
     np.testing.assert_array_equal(np.concatenate(found)[:5], pixels)
 
 
-def test_without_engines_every_case_stays_as_it_is():
+def test_without_engines_cases_are_unchanged():
     case = texts()
-    assert within_profiles([case], RECORD, []) == ([case], [])
+    assert split_by_profiles([case], RECORD, []) == ([case], [])

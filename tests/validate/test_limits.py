@@ -1,7 +1,7 @@
 from dataclasses import dataclass, field
 
 from enginery.core.precision import QuantizedTolerance, Tolerance
-from enginery.validate.compare import Limits
+from enginery.validate.compare import ComparisonLimits
 
 
 @dataclass
@@ -13,17 +13,17 @@ class OnProvider:
 CUDA = "CUDAExecutionProvider"
 
 
-def test_fp32_that_cuda_multiplies_in_tf32_is_held_to_the_tolerance_of_tf32():
-    limits = Limits(Tolerance.for_precision("fp32"))
+def test_fp32_on_cuda_has_the_tolerance_of_tf32():
+    limits = ComparisonLimits(Tolerance.for_precision("fp32"))
     found = limits.where([OnProvider(CUDA)])
     assert found.tolerance == Tolerance.for_precision("tf32")
     assert "cuda.use_tf32=0" in found.rule
 
 
-def test_everything_else_keeps_its_own():
-    fp32, fp16 = (Limits(Tolerance.for_precision(name)) for name in ("fp32", "fp16"))
+def test_other_providers_and_precisions_keep_their_tolerance():
+    fp32, fp16 = (ComparisonLimits(Tolerance.for_precision(name)) for name in ("fp32", "fp16"))
     assert fp32.where([OnProvider(CUDA, {"use_tf32": "0"})]) is fp32
     assert fp32.where([OnProvider("CPUExecutionProvider")]) is fp32
     assert fp16.where([OnProvider(CUDA)]) is fp16
-    quantized = Limits(QuantizedTolerance("fp32"))
+    quantized = ComparisonLimits(QuantizedTolerance("fp32"))
     assert quantized.where([OnProvider(CUDA)]) is quantized

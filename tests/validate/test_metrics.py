@@ -1,4 +1,4 @@
-"""How one output is judged: numbers, masks, ties, and what is no number."""
+"""Comparison of one output: values, masks, ties, NaN and infinity."""
 
 import math
 from dataclasses import replace
@@ -8,11 +8,11 @@ import pytest
 
 from enginery.core.precision import Tolerance
 from enginery.core.shapes import TensorSpec
-from enginery.validate.metrics import NoiseFloor, measure, noise_floor
-from enginery.validate.padding import kept_positions
+from enginery.validate.metrics import NoiseFloor, compare_output, noise_floor
+from enginery.validate.padding import find_padding_mask
 from enginery.validate.report import (
-    CaseResult,
     EmbeddingMetrics,
+    ValidationCaseResult,
     ValidationReport,
     summarize,
 )
@@ -23,7 +23,7 @@ QUIET = NoiseFloor(1e-6, 1.0)
 
 def judged(actual, reference, output="logits", noise=QUIET, tolerance=FP32, **options):
     actual = np.asarray(actual)
-    return measure(
+    return compare_output(
         output, actual, np.asarray(reference, np.float32), dtype=actual.dtype.name,
         noise=noise, tolerance=tolerance, **options,
     )  # fmt: skip
@@ -33,7 +33,7 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def test_numbers_are_what_their_names_say():
+def test_metrics_of_a_small_example():
     reference = np.float32([[1, -4, 2, 0]])
     actual = np.float32([[1, -4, 2, 0.5]])
     found = judged(actual, reference, noise=NoiseFloor(1.0, 1.0))
@@ -53,24 +53,24 @@ def test_error_is_measured_over_every_row():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_on_one_side_fails(value):
+def test_nan_or_infinity_on_one_side_fails(value):
     reference = normal(2, 3)
     actual = reference.copy()
     actual[1, 1] = value
     found = judged(actual, reference)
     assert found.problem == "1 elements are NaN or infinite on one side only"
     assert judged(reference, actual).problem
-    assert found.badness == math.inf
+    assert found.limit_ratio == math.inf
 
 
-def test_nan_of_pytorchs_own_fails():
+def test_nan_in_pytorch_fails():
     reference = np.full((2, 3), np.nan, np.float32)
     assert judged(reference, reference).problem == "6 elements are NaN in PyTorch itself"
 
 
 @pytest.mark.parametrize("mine", [-np.inf, np.finfo(np.float32).min, -65504.0])
 @pytest.mark.parametrize("theirs", [-np.inf, np.finfo(np.float32).min])
-def test_masked_scores_agree_however_their_type_writes_them(mine, theirs):
+def test_fill_values_of_different_dtypes_agree(mine, theirs):
     reference, actual = normal(4, 6), normal(4, 6)
     reference[:, 2], actual[:, 2] = theirs, mine
     found = judged(actual, reference)
@@ -79,7 +79,7 @@ def test_masked_scores_agree_however_their_type_writes_them(mine, theirs):
 
 
 @pytest.mark.parametrize("mine", [0.0, 5.0, np.inf, np.nan])
-def test_masked_score_that_is_not_masked_here_fails(mine):
+def test_missing_fill_value_fails(mine):
     reference, actual = normal(4, 6), normal(4, 6)
     reference[0, 2], actual[0, 2] = np.finfo(np.float32).min, mine
     assert not judged(actual, reference).passed
@@ -93,7 +93,7 @@ def test_error_beside_a_masked_score_fails():
     assert "largest error 0.01" in judged(actual, reference).problem
 
 
-def test_limit_follows_large_outputs_and_not_small_ones():
+def test_limit_scales_with_large_outputs():
     large = 1e4 * normal(4, 6)
     assert judged(large * (1 + 2e-7), large).passed
     assert not judged(large * (1 + 1e-5), large).passed
@@ -101,7 +101,7 @@ def test_limit_follows_large_outputs_and_not_small_ones():
     assert not judged(small + np.float32(1e-4), small).passed
 
 
-def test_argmax_of_a_tie_agrees_and_of_a_clear_winner_does_not():
+def test_argmax_may_differ_only_for_ties():
     loose = {"max_abs_error": 0.1, "min_cosine": -1.0}
     reference = np.float32([[1.0, 0.95], [1.0, 0.0]])
     tie = np.float32([[0.97, 0.98], [1.0, 0.0]])
@@ -113,7 +113,7 @@ def test_argmax_of_a_tie_agrees_and_of_a_clear_winner_does_not():
     assert wide.passed, "within the error that was allowed"
 
 
-def test_argmax_of_pixels_is_over_the_classes():
+def test_argmax_of_segmentation_is_over_the_classes():
     reference = np.zeros((1, 2, 2, 2), np.float32)
     reference[0, 0] = 1.0
     swapped = reference[:, ::-1].copy()
@@ -121,37 +121,37 @@ def test_argmax_of_pixels_is_over_the_classes():
     assert found.argmax_agreement == 0.0
 
 
-def test_output_that_is_no_score_has_no_argmax():
+def test_outputs_other_than_logits_have_no_argmax():
     reference = np.float32([[1.0, 0.0]])
     found = judged(np.float32([[0, 1]]), reference, output="last_hidden_state")
     assert found.argmax_agreement == 1.0
 
 
-def test_sign_of_a_number_that_is_noise_is_no_direction():
+def test_output_below_the_noise_has_no_cosine_limit():
     found = judged(np.float32([[-2e-8]]), [[3e-8]], noise=NoiseFloor(1e-7, 1.0))
     assert found.passed
     assert found.cosine == pytest.approx(-1.0)
 
 
-def test_cosine_is_held_to_pytorchs_own():
+def test_cosine_limit_follows_the_noise():
     bf16 = Tolerance.for_precision("bf16")
     assert bf16.cosine_limit(noise_cosine=1.0) > 0.99
     noisy = bf16.cosine_limit(noise_cosine=0.999)
     assert 0.9 < noisy < bf16.min_cosine
 
 
-def test_wrong_cosine_fails_though_every_error_is_allowed():
+def test_wrong_cosine_fails_within_the_error_limit():
     reference = normal(2, 64)
     actual = reference + 0.2 * normal(2, 64, seed=1)
     found = judged(actual, reference, output="x", max_abs_error=1.0)
     assert "cosine 0.9" in found.problem
-    assert found.badness > 1, "it ranks above outputs that pass"
+    assert found.limit_ratio > 1, "it ranks above outputs that pass"
 
 
-def test_limit_of_zero_passes_equal_outputs_alone():
+def test_limit_of_zero_passes_only_equal_outputs():
     reference = normal(2, 3)
     assert judged(reference, reference, max_abs_error=0.0).passed
-    assert judged(reference, reference, max_abs_error=0.0).badness == 0
+    assert judged(reference, reference, max_abs_error=0.0).limit_ratio == 0
     assert not judged(reference + np.float32(1e-6), reference, max_abs_error=0.0).passed
 
 
@@ -160,7 +160,7 @@ def test_empty_and_scalar_outputs_are_compared(shape):
     assert judged(np.ones(shape, np.float32), np.ones(shape)).passed
 
 
-def test_noise_floor_is_over_what_is_finite_on_both_sides():
+def test_noise_floor_ignores_values_that_are_not_finite():
     wide = normal(2, 3)
     narrow = wide.copy()
     narrow[0, 0], narrow[1, 1] = np.inf, wide[1, 1] + 0.5
@@ -179,45 +179,45 @@ def feeds(mask, new=None):
 
 def test_padding_is_not_compared():
     spec = TensorSpec("logits", "float32", ("batch", "sequence", 4))
-    kept = kept_positions(spec, [IDS, MASK], feeds([[1, 1, 1], [1, 0, 0]]))
+    padding = find_padding_mask(spec, [IDS, MASK], feeds([[1, 1, 1], [1, 0, 0]]))
     reference = normal(2, 3, 4)
     actual = reference.copy()
     actual[1, 1:] = np.nan
-    assert judged(actual, reference, kept=kept).passed
+    assert judged(actual, reference, padding=padding).passed
     actual[0, 2] = np.nan
-    assert judged(actual, reference, kept=kept).nonfinite == 4
+    assert judged(actual, reference, padding=padding).nonfinite == 4
 
 
-def test_labels_as_many_as_tokens_are_no_positions():
+def test_labels_are_not_positions_even_if_equally_many():
     spec = TensorSpec("logits", "float32", ("batch", 3))
-    assert kept_positions(spec, [IDS, MASK], feeds([[1, 1, 1], [1, 0, 0]])) is None
+    assert find_padding_mask(spec, [IDS, MASK], feeds([[1, 1, 1], [1, 0, 0]])) is None
 
 
-def test_padded_scores_of_tokens_cannot_win():
+def test_padded_positions_are_ignored_by_the_argmax():
     spec = TensorSpec("start_logits", "float32", ("batch", "sequence"))
-    kept = kept_positions(spec, [IDS, MASK], feeds([[1, 1, 0]]))
-    found = judged(np.float32([[1, 2, 9]]), [[1, 2, -9]], output="start_logits", kept=kept)
+    padding = find_padding_mask(spec, [IDS, MASK], feeds([[1, 1, 0]]))
+    found = judged(np.float32([[1, 2, 9]]), [[1, 2, -9]], output="start_logits", padding=padding)
     assert found.passed
 
 
-def test_keys_and_new_tokens_of_a_decoder_lose_their_own_padding():
+def test_padding_of_decoder_caches_and_new_tokens_is_ignored():
     keys = TensorSpec("present.0.key", "float32", ("batch", 2, "past_sequence + sequence", 4))
     logits = TensorSpec("logits", "float32", ("batch", "sequence", 5))
     given = feeds([[1, 1, 1, 1], [0, 0, 0, 1]], new=2)
-    kept = kept_positions(keys, [IDS, PAST_MASK], given)
-    assert kept.axis == 2
-    assert kept.mask.tolist() == [[True] * 4, [False, False, False, True]]
-    assert kept_positions(logits, [IDS, PAST_MASK], given).mask.tolist() == [
+    padding = find_padding_mask(keys, [IDS, PAST_MASK], given)
+    assert padding.axis == 2
+    assert padding.mask.tolist() == [[True] * 4, [False, False, False, True]]
+    assert find_padding_mask(logits, [IDS, PAST_MASK], given).mask.tolist() == [
         [True, True], [False, True],
     ]  # fmt: skip
     reference = normal(2, 2, 4, 4)
     actual = reference.copy()
     actual[1, :, :3] = np.inf
-    assert judged(actual, reference, output="present.0.key", kept=kept).passed
+    assert judged(actual, reference, output="present.0.key", padding=padding).passed
 
 
 def case(name, outputs, **options):
-    return CaseResult(
+    return ValidationCaseResult(
         graph="model.onnx", name=name, kind="sweep", shapes={"x": [1]}, outputs=outputs,
         **{"problem": "", **options},
     )  # fmt: skip
@@ -226,7 +226,7 @@ def case(name, outputs, **options):
 def test_summary_names_the_worst_output_that_fails():
     fine = judged(np.float32([[1, 2.00001]]), [[1, 2]], noise=NoiseFloor(2e-6, 1.0))
     assert fine.passed
-    assert fine.badness > 0.5
+    assert fine.limit_ratio > 0.5
     bad = replace(judged([[1.0, 2.0]], [[1, 2]]), output="scores", problem="cosine 0.5")
     said = summarize([case("one", [fine]), case("odd", [bad])])
     assert "1 of 2 outputs differ" in said
@@ -242,7 +242,7 @@ def test_summary_counts_what_was_skipped():
     )
 
 
-def test_report_survives_json_with_what_was_not_measured():
+def test_report_with_nan_survives_json():
     shape = judged(np.ones((2, 3), np.float32), np.ones((2, 4)))
     assert math.isnan(shape.max_abs)
     report = ValidationReport(
@@ -259,11 +259,11 @@ def test_report_survives_json_with_what_was_not_measured():
     assert again.to_json() == text
     assert math.isnan(again.cases[0].outputs[0].max_abs)
     assert math.isnan(again.embeddings.min_cosine)
-    assert again.worst()[1].badness == math.inf
+    assert again.worst()[1].limit_ratio == math.inf
     assert again.tolerance["max_abs_error set"] is None
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b'{"passed": true}', b"\xff"])
-def test_report_that_is_none_is_a_value_error(text):
+def test_malformed_report_is_a_value_error(text):
     with pytest.raises(ValueError, match=r"."):
         ValidationReport.from_json(text)

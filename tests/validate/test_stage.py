@@ -1,4 +1,4 @@
-"""Sound models pass, on the inputs that were asked for, and the verdict is kept and obeyed."""
+"""Correct models pass on all inputs, and the verdict is stored and enforced."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def names(report, kind):
         (("gpt2", "text-generation-with-past"), ["one", "small", "odd", "ragged", "longest"], []),
     ],
 )  # fmt: skip
-def test_sound_model_passes_on_every_size_and_real_input(exported, copied, model, sweep, real):
+def test_correct_model_passes_on_all_sizes_and_real_inputs(exported, copied, model, sweep, real):
     report = validate_model(copied(exported(*model)))
     assert report.passed, report.summary
     assert names(report, "sweep") == sweep
@@ -67,15 +67,15 @@ def test_sequence_to_sequence_model_passes_in_every_graph_and_both_branches(expo
     assert len(logits) == len(merged)
 
 
-def test_fp16_is_held_to_the_noise_of_fp16(exported, tmp_path):
-    floors = {}
+def test_fp16_tolerance_follows_the_noise_of_fp16(exported, tmp_path):
+    noise_floors = {}
     for dtype in ("fp16", "fp32"):
         artifact = exported(*TEXT, dtype=dtype).copy_to(tmp_path / dtype)
         report = validate_model(artifact, force=True)
         assert report.passed, report.summary
-        (floors[dtype],) = {o.noise_floor for case in report.cases for o in case.outputs}
-    assert 1e-4 < floors["fp16"] < 0.1
-    assert floors["fp32"] < floors["fp16"] / 100
+        (noise_floors[dtype],) = {o.noise_floor for case in report.cases for o in case.outputs}
+    assert 1e-4 < noise_floors["fp16"] < 0.1
+    assert noise_floors["fp32"] < noise_floors["fp16"] / 100
 
 
 def test_minilm_is_as_close_as_promised(minilm, tmp_path):
@@ -113,7 +113,7 @@ def test_minilm_is_as_close_as_promised(minilm, tmp_path):
 # Profiles
 
 
-def test_every_corner_of_every_profile_runs_once_and_is_named(exported, copied):
+def test_every_profile_corner_runs_once(exported, copied):
     profiles = ("batch=1:2:4,sequence=2:8:16", "sequence=16:20:24,batch=4")
     report = validate_model(copied(exported(*TEXT)), profile=profiles)
     assert report.passed, report.summary
@@ -150,7 +150,7 @@ def test_models_without_a_hard_limit_take_longer_profiles(exported, copied):
     assert validate_model(audio, profile=("batch=1,sequence=8000",)).passed
 
 
-def test_profile_is_for_the_graphs_that_it_fits(exported, copied):
+def test_profile_applies_to_the_graphs_it_fits(exported, copied):
     artifact = copied(exported("t5", "text2text-generation-with-past"))
     profile = "batch=1:2:2,encoder_sequence=4"
     report = validate_model(artifact, profile=(profile,))
@@ -161,7 +161,7 @@ def test_profile_is_for_the_graphs_that_it_fits(exported, copied):
 
 
 def test_corner_that_pytorch_rejects_fails(exported, copied):
-    """A profile promises its corners; past and present go beyond GPT-2's positions together."""
+    """All corners of a profile must work; past and present together exceed GPT-2's positions."""
     artifact = copied(exported("gpt2", "text-generation-with-past"))
     report = validate_model(artifact, profile=("batch=1,sequence=100,past_sequence=100",))
     assert not report.passed
@@ -169,7 +169,7 @@ def test_corner_that_pytorch_rejects_fails(exported, copied):
 
 
 def test_size_of_the_sweep_that_pytorch_rejects_is_skipped_and_listed(exported, tmp_path):
-    """The config says more positions than the weights have."""
+    """The config declares more positions than the weights have."""
     artifact = exported(*TEXT).copy_to(tmp_path / "copy")
     config = json.loads((artifact.path / "config.json").read_text())
     config["max_position_embeddings"] = 200
@@ -213,7 +213,7 @@ def test_folder_of_images_is_compared(exported, copied, tmp_path):
     assert verdict.passed, "damaged data are no fault of the artifact"
 
 
-def test_images_that_keep_their_own_sizes_are_all_compared(exported, copied):
+def test_images_of_different_sizes_are_all_compared(exported, copied):
     artifact = copied(exported("resnet", "image-classification"))
     path = artifact.path / "preprocessor_config.json"
     settings = {"image_processor_type": "ViTImageProcessor", "do_resize": False}
@@ -261,9 +261,7 @@ def said_by(run):
     return " ".join(listener.said)
 
 
-def test_second_validation_is_taken_from_the_verdict_until_something_changes(
-    exported, copied, tmp_path
-):
+def test_second_validation_uses_the_verdict_until_something_changes(exported, copied, tmp_path):
     artifact = copied(exported(*TEXT))
     data = tmp_path / "a.txt"
     data.write_text("the pump\n")
@@ -284,8 +282,8 @@ def test_second_validation_is_taken_from_the_verdict_until_something_changes(
     assert ValidationReport.from_json(report.read_bytes()).passed is False
 
 
-def test_verdict_that_came_with_an_artifact_is_found_anew(exported, copied, tmp_path, monkeypatch):
-    """Whoever made it knows every field of the fingerprint, and can write any report."""
+def test_verdict_from_elsewhere_is_not_trusted(exported, copied, tmp_path, monkeypatch):
+    """Its author knows every field of the fingerprint and can write any report."""
     artifact = copied(exported(*TEXT))
     path = artifact.path
     validate_model(path)
@@ -310,7 +308,7 @@ def test_report_on_disk_is_the_one_returned(exported, copied):
     assert validate_model(artifact.path) == report
 
 
-def test_failure_closes_the_artifact_and_a_later_pass_opens_it(exported, copied):
+def test_failed_artifact_is_rejected_until_it_passes(exported, copied):
     artifact = copied(exported(*TEXT))
     sound = artifact.model.read_bytes()
     faults.break_graph(artifact, faults.flip_sign)
@@ -341,7 +339,7 @@ def test_source_that_has_changed_is_an_error_that_names_the_file(tiny_model, tmp
         validate_model(artifact)
 
 
-def test_imported_graph_needs_its_reference_and_is_held_to_it(exported, tiny_model, tmp_path):
+def test_imported_graph_needs_a_reference(exported, tiny_model, tmp_path):
     original = exported(*TEXT)
     artifact = export_model(str(original.model), task=TEXT[1], out=tmp_path / "out")
     with pytest.raises(SourceError, match=r"no PyTorch model.*--reference MODEL"):
@@ -366,12 +364,12 @@ def test_imported_graph_needs_its_reference_and_is_held_to_it(exported, tiny_mod
         ({"seed": -1}, "'seed' is -1, expected 0 or more"),
     ],
 )
-def test_options_that_nothing_can_be_compared_with(exported, options, message):
+def test_invalid_options_are_rejected(exported, options, message):
     with pytest.raises(OptionError, match=message):
         validate_model(exported(*TEXT), **options)
 
 
-def test_provider_that_cannot_be_had_is_an_error_and_no_verdict(exported, copied):
+def test_unavailable_provider_is_an_error_without_a_verdict(exported, copied):
     artifact = copied(exported(*TEXT))
     with pytest.raises(ProviderError):
         validate_model(artifact, provider="nonsense")
@@ -385,9 +383,7 @@ def test_provider_that_cannot_be_had_is_an_error_and_no_verdict(exported, copied
     assert Artifact.open(artifact.path).manifest.verdicts == ()
 
 
-def test_pytorchs_answers_that_do_not_fit_on_disk_are_an_error_in_words(
-    exported, copied, monkeypatch
-):
+def test_full_disk_is_an_error_with_a_remedy(exported, copied, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
@@ -396,7 +392,7 @@ def test_pytorchs_answers_that_do_not_fit_on_disk_are_an_error_in_words(
         validate_model(copied(exported(*TEXT)))
 
 
-def test_large_answers_are_read_from_disk_with_the_same_result(exported, copied, monkeypatch):
+def test_memory_mapped_outputs_give_the_same_result(exported, copied, monkeypatch):
     from enginery.validate import reference
 
     artifact = copied(exported(*TEXT))
