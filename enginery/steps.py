@@ -146,11 +146,11 @@ def build_step(
     An artifact that has all the engines that are asked for is itself the result.
     """
     from enginery.engine import stage as build
-    from enginery.engine.key import read_requests
+    from enginery.engine.key import resolve_requests
 
     started = time.monotonic()
     artifact.require_passed(allow_failed=config.allow_failed)
-    requested = read_requests(artifact, config)
+    requested = resolve_requests(artifact, config)
     if not force and build.has_engines(artifact, requested):
         progress.say(f"build: nothing to do, {artifact.name} has the engines")
         if out:

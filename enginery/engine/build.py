@@ -1,13 +1,7 @@
-"""One engine: asked about, built into the store, put into an artifact.
+"""Build one engine: check the graph, build into the store, copy into the artifact.
 
-Takes an artifact and a request; leaves `plan`, `engine.json` and `layers.json` in
-`$ENGINERY_HOME/engines/`, and the same with the ONNX wrapper in the artifact.
-
-    >>> engine, built = obtain_engine(artifact, request, config)
-    >>> place_engine(engine, staged)
-
-TensorRT's parser and this package's rules are asked before anything is built: what they refuse is
-named node by node.
+Before anything is built, TensorRT's parser and this package's lint rules check the graph, so that
+errors name the unsupported nodes.
 """
 
 from __future__ import annotations
@@ -44,13 +38,13 @@ LAYER_LIST = "layers.json"
 
 @dataclass(frozen=True)
 class RefusedNode:
-    """A node that TensorRT does not take, or would compute wrongly."""
+    """A node that TensorRT does not support, or would compute incorrectly."""
 
     node: str
     op_type: str
-    """Empty where the words say it."""
+    """Empty if the reason names it."""
     reason: str
-    """TensorRT's own words, or those of `enginery lint`."""
+    """Message of TensorRT or of `enginery lint`."""
     remedy: str
 
     def __str__(self) -> str:
@@ -61,22 +55,24 @@ class RefusedNode:
 
 @dataclass(frozen=True)
 class GraphCoverage:
-    """Whether TensorRT takes a graph as a whole."""
+    """TensorRT's support of the nodes of one graph."""
 
     graph: str
     total: int
-    """Nodes of the graph; 0 where this package's rules refuse it, and TensorRT was not asked."""
+    """Number of nodes; 0 if a lint rule rejects the graph before TensorRT parses it."""
     taken: int
+    """Number of nodes that TensorRT supports."""
     partitions: int
-    """Connected parts that TensorRT takes."""
+    """Number of subgraphs that TensorRT supports."""
     refused: tuple[RefusedNode, ...]
 
     @property
     def complete(self) -> bool:
+        """True if TensorRT supports every node."""
         return not self.refused
 
     def error(self, *, several: bool) -> ProviderError:
-        """Says every kind of refusal once, with the nodes that share it, and what to do.
+        """Return an error that names the unsupported nodes, grouped by reason.
 
         Args:
             several: the artifact has other graphs, which can be built without this one.
@@ -85,28 +81,32 @@ class GraphCoverage:
         for node in self.refused:
             by_reason.setdefault((node.op_type, node.reason), []).append(node)
         groups = [
-            f"{group[0]}{f' ({len(group) - 1} more alike)' if len(group) > 1 else ''}"
+            f"{group[0]}{f' ({len(group) - 1} more like it)' if len(group) > 1 else ''}"
             for group in by_reason.values()
         ]
-        said = f"TensorRT takes {self.taken} of {self.total} nodes" if self.total else "refused"
+        said = (
+            f"TensorRT supports {self.taken} of {self.total} nodes"
+            if self.total
+            else "not supported"
+        )
         remedies = [node.remedy for node in self.refused if node.remedy][:1]
         if several:
-            remedies.append("--allow-partitions builds the other graphs alone.")
+            remedies.append("To build only the other graphs: --allow-partitions")
         return ProviderError(
-            f"{self.graph}: {said}, and an engine is of a whole graph: {'; '.join(groups)}",
+            f"{self.graph}: {said}, but an engine needs the whole graph: {'; '.join(groups)}",
             do=" ".join(remedies),
         )
 
 
-def cover_graph(path: Path, name: str, flavor: Flavor) -> GraphCoverage:
-    """Which nodes of an ONNX file TensorRT takes; the rules of `enginery lint` are asked first.
+def find_coverage(path: Path, name: str, flavor: Flavor) -> GraphCoverage:
+    """Find out which nodes of an ONNX file TensorRT supports, after the rules of `enginery lint`.
 
     Raises:
-        SourceError: the file is no ONNX model.
+        SourceError: the file is not an ONNX model.
         MissingPackageError: the flavor is not installed.
         ProviderError: TensorRT crashed.
     """
-    # With onnx it is half of what a hit in the store takes, which needs neither.
+    # Importing this and onnx takes half the time of a cache hit, which needs neither.
     from enginery.passes.lint import lint_onnx
 
     faults = lint_onnx(path, parser=False).errors
@@ -119,7 +119,7 @@ def cover_graph(path: Path, name: str, flavor: Flavor) -> GraphCoverage:
 
 
 def find_engine(request: EngineRequest) -> Engine | None:
-    """The engine from the store, if it is there."""
+    """Return the engine from the store, or None."""
     return Store().find(STORED, request.fingerprint, request.targets)
 
 
@@ -131,10 +131,13 @@ def obtain_engine(
     force: bool = False,
     progress: Progress = SILENT,
 ) -> tuple[Engine, bool]:
-    """The engine from the store, and whether it was built now.
+    """Return the engine, from the store or newly built.
+
+    Returns:
+        The engine, and True if it was built by this call.
 
     Raises:
-        ProviderError: TensorRT refuses the graph, builds no engine, or crashed.
+        ProviderError: TensorRT does not support the graph, cannot build it, or crashed.
     """
     return Store().obtain(
         STORED,
@@ -149,9 +152,9 @@ def obtain_engine(
 def _build(
     artifact: Artifact, request: EngineRequest, config: BuildConfig, out: Path, progress: Progress
 ) -> Engine:
-    """Builds into the store; `engine.json` is written last."""
+    """Build an engine into the store. `engine.json` is written last."""
     graph, fields = request.graph, request.fingerprint.fields
-    shutil.rmtree(out, ignore_errors=True)  # built anew; `staging` replaces artifacts alone
+    shutil.rmtree(out, ignore_errors=True)  # a forced rebuild; `staging` only replaces artifacts
     with staging(out) as directory, progress.task(f"building an engine of {graph.file}"):
         plan = directory / plan_name(graph.file)
         built = build_plan(
@@ -198,16 +201,20 @@ def _build(
 
 
 def place_engine(engine: Engine, artifact: Path) -> Path:
-    """Puts an engine with its ONNX wrapper into a staged artifact; returns where."""
+    """Copy an engine and its ONNX wrapper into a staged artifact; return its directory.
+
+    Raises:
+        ArtifactError: another process removed the engine from the store.
+    """
     directory = artifact / ENGINES / engine.name
-    shutil.rmtree(directory, ignore_errors=True)  # of an earlier build, built anew
+    shutil.rmtree(directory, ignore_errors=True)  # of an earlier build
     directory.mkdir(parents=True)
     for file in (engine.record.plan, engine.record.layer_list, ENGINE_FILE):
         try:
             link_or_copy(engine.path / file, directory / file)
         except FileNotFoundError as error:
             raise ArtifactError(
-                f"{engine.path / file} has just gone: another process removed it from the store.",
+                f"{engine.path / file} is missing: another process removed it from the store.",
                 do="Run the same command again.",
             ) from error
     write_wrapper(directory, engine.record)

@@ -1,4 +1,4 @@
-"""The options of the build stage; importing them is quick, as `enginery --help` is."""
+"""Options of the build stage. Imports are light, so that `enginery --help` is fast."""
 
 from __future__ import annotations
 
@@ -15,51 +15,55 @@ from enginery.runtime.tensorrt_options import (
 
 @dataclass(frozen=True)
 class BuildConfig(BuildOptions):
-    """For which GPUs and shapes engines are built, and everything of `BuildOptions`."""
+    """GPUs and shapes that engines are built for, in addition to `BuildOptions`."""
 
     flavor: FlavorName = "tensorrt-rtx"
-    """The library. `tensorrt-rtx` builds ahead of time, without a GPU; `tensorrt`, version 10,
-    builds on the GPU that will run the engine, and for that one."""
+    """TensorRT library. `tensorrt-rtx` builds ahead of time, without a GPU. `tensorrt`, version 10,
+    builds on the GPU that runs the engine, and only for that one."""
     capability: str = "current"
-    """The GPUs: compute capabilities as CUDA numbers them, `8.0,8.9,12.0`, in one engine;
-    `current`, this machine's GPU; `portable`, every GPU from Ampere (8.0) on."""
+    """Target GPUs of the engine: compute capabilities such as `8.0,8.9,12.0`; `current`, this
+    machine's GPU; or `portable`, every GPU from Ampere (8.0) on."""
     profile: tuple[str, ...] = ()
-    """A profile: the sizes of the graph's dynamic dims as min:opt:max, `batch=1:8:32,
-    sequence=8:128:512`; a single number is fixed. Repeat it for several. Of a model with several
-    graphs, a profile is for those whose dims it names."""
+    """Shape profile: min:opt:max of each dynamic dim, such as `batch=1:8:32,sequence=8:128:512`. A
+    single number is a fixed size. Can be repeated. In a model with several graphs, a profile
+    applies to those whose dims it names."""
     min_shapes: str = ""
-    """The smallest shapes in TensorRT's notation, `input_ids:1x8,attention_mask:1x8`; inputs named
-    again begin another profile. In place of `profile`."""
+    """Minimum shapes in TensorRT's notation, such as `input_ids:1x8,attention_mask:1x8`; replaces
+    `profile`. Naming the inputs again starts another profile."""
     opt_shapes: str = ""
-    """The shapes to tune for, in TensorRT's notation."""
+    """Optimum shapes, which the engine is tuned for, in TensorRT's notation."""
     max_shapes: str = ""
-    """The largest shapes, in TensorRT's notation."""
+    """Maximum shapes in TensorRT's notation."""
     profiles_from: str = ""
-    """A CSV, TSV, JSONL, Parquet or text file: profiles are made from its token lengths, so that
-    padding is least. In place of `profile`."""
+    """CSV, TSV, JSONL, Parquet or text file whose token lengths give the profiles with the least
+    padding; replaces `profile`."""
     column: str = "text"
-    """The column of `profiles_from` that holds the text."""
+    """Column of `profiles_from` with the texts."""
     count: int = 3
-    """How many profiles are made from `profiles_from`, at most."""
+    """Maximum number of profiles from `profiles_from`."""
     batch: str = "1:8:32"
-    """The batch sizes of the profiles made from `profiles_from`, min:opt:max."""
+    """Batch sizes min:opt:max of the profiles from `profiles_from`."""
     engine_per_profile: bool = True
-    """An engine for each profile, each with the weights: ONNX Runtime reaches the first profile of
-    an engine alone. Off, one engine holds all of them, for runtimes that choose among them."""
+    """Build one engine for each profile, each with its own weights, because ONNX Runtime uses only
+    the first profile of an engine. Otherwise one engine holds all profiles, for other runtimes."""
     allow_partitions: bool = False
-    """Go on where TensorRT takes some graphs of a model and not all. Those keep their ONNX file
-    and get no engine: ONNX Runtime would partition them as it loads them, and build then."""
+    """Continue if TensorRT does not support some graphs of a model. These get no engine: ONNX
+    Runtime partitions them when it loads their ONNX files, and builds engines then."""
     allow_failed: bool = False
-    """Take an artifact whose validation failed."""
+    """Accept an artifact whose validation failed."""
 
     @property
     def options(self) -> BuildOptions:
-        """What TensorRT's builder is told, alone."""
+        """Return only the options of TensorRT's builder."""
         return BuildOptions(**{f.name: getattr(self, f.name) for f in fields(BuildOptions)})
 
 
 def check_config(config: BuildConfig) -> None:
-    """Raises OptionError where profiles are asked for in two ways, or a number cannot be used."""
+    """Check the options.
+
+    Raises:
+        OptionError: profiles are given in two ways, or a value is invalid.
+    """
     shapes = {name: getattr(config, name) for name in ("min_shapes", "opt_shapes", "max_shapes")}
     ways = {
         "profile": bool(config.profile),
@@ -69,9 +73,8 @@ def check_config(config: BuildConfig) -> None:
     if sum(ways.values()) > 1:
         found = " and ".join(f"'{name}'" for name, given in ways.items() if given)
         raise OptionError(
-            f"options {found} both name profiles.",
-            do="Name them in one way: the engine's profiles and their order are part of what it is "
-            "cached by.",
+            f"options {found} both set profiles.",
+            do="Use one of them: the profiles and their order are part of the engine's cache key.",
         )
     if config.count < 1:
         raise OptionError(f"option 'count' is {config.count}, expected 1 or more.")

@@ -1,15 +1,11 @@
-"""The ONNX model that stands for a plan: one EPContext node that names the plan's file.
+"""Write the ONNX wrapper of an engine: one EPContext node that names the plan's file.
 
-Takes the directory of an engine with its plan, and the record of it; leaves `model_ctx.onnx` beside
-the plan. ONNX Runtime opens that in the place of the model and builds nothing:
+ONNX Runtime opens `model_ctx.onnx` instead of the model, loads the plan beside it and builds
+nothing.
 
-    >>> write_wrapper(Path("minilm/engines/tensorrt-rtx-sm89-3f2a91c04be7d815"), record)
-    PosixPath('minilm/engines/tensorrt-rtx-sm89-3f2a91c04be7d815/model_ctx.onnx')
-
-What the attributes mean is said in onnxruntime.ai/docs/execution-providers/EP-Context-Design.html;
-what each provider reads of them, in its `onnx_ctx_model_helper.cc` (onnxruntime, core/providers/
-tensorrt and nv_tensorrt_rtx). No wrapper of this project has been run on a GPU yet. What is known
-without one: ONNX Runtime takes the graph, finds the node and names the provider that it wants.
+The attributes are documented in onnxruntime.ai/docs/execution-providers/EP-Context-Design.html.
+What each provider reads of them is in its `onnx_ctx_model_helper.cc` (onnxruntime, core/providers/
+tensorrt and nv_tensorrt_rtx).
 """
 
 from __future__ import annotations
@@ -26,11 +22,11 @@ from enginery.core.staging import write_beside
 from enginery.runtime.tensorrt_options import RTX, flavor_named
 
 ENGINE_HEADER_BYTES = 64
-"""What says of a plan where it can run: `Runtime.engine_header_size` of TensorRT for RTX 1.7. Its
-provider puts these bytes into the model, in hexadecimal, and checks them before it loads a plan."""
+"""Size of the plan's header, `Runtime.engine_header_size` of TensorRT for RTX 1.7. The header says
+where a plan can run. The provider expects it in the model, in hexadecimal, and checks it first."""
 
 _COMPATIBILITY_INFO = "ep_compatibility_info."  # onnxruntime_ep_device_ep_metadata_keys.h
-_OPSET, _IR_VERSION = 20, 10  # the wrapper has no operator of ONNX: any that ONNX Runtime reads
+_OPSET, _IR_VERSION = 20, 10  # any that ONNX Runtime reads: the wrapper has no standard operators
 _AMPERE_ON = "80+"  # as both providers write it; see ValidateEPCtxNode in both helpers
 _DTYPES = {
     "float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16", "float64": "DOUBLE",
@@ -39,18 +35,18 @@ _DTYPES = {
 
 
 def write_wrapper(directory: Path, record: EngineRecord) -> Path:
-    """Writes the wrapper of a plan beside it, with the names, types and dims of its graph.
+    """Write the wrapper beside the plan, with the inputs and outputs of the graph.
 
     Args:
-        directory: where the plan is and the wrapper goes.
-        record: what the plan is; its `inputs` and `outputs` as the artifact's graph has them.
+        directory: the engine's directory, with the plan.
+        record: the engine's record; its `inputs` and `outputs` are those of the artifact's graph.
 
     Returns:
         The wrapper's path.
 
     Raises:
-        ArtifactError: the plan is missing or too short, its name is one that ONNX Runtime refuses,
-            or a tensor is of a type that ONNX does not have.
+        ArtifactError: the plan is missing or too short, ONNX Runtime would reject its name, or a
+            tensor has a dtype that ONNX does not have.
     """
     import onnx
 
@@ -87,7 +83,7 @@ def write_wrapper(directory: Path, record: EngineRecord) -> Path:
 
 def _attributes(record: EngineRecord) -> dict[str, Any]:
     attributes: dict[str, Any] = {
-        # The plan stays a file: embedded, it would be held twice, and 2 GB would be the most.
+        # The plan stays a file: embedded, it would be in memory twice and limited to 2 GB.
         "embed_mode": 0,
         "ep_cache_context": record.plan,
         "source": flavor_named(record.flavor).provider,
@@ -98,15 +94,15 @@ def _attributes(record: EngineRecord) -> dict[str, Any]:
     if architecture := _hardware_architecture(record):
         attributes["hardware_architecture"] = architecture
     if record.flavor == RTX.name:
-        # Each node has a payload of its own; its provider knows no other way.
+        # Each node has its own payload; the provider supports nothing else.
         attributes |= {"main_context": 0, "max_size": 0, "ep_context_op_domain": "com.microsoft"}
     return attributes
 
 
 def _hardware_architecture(record: EngineRecord) -> str:
-    """`89`; `80+` for a plan of all GPUs from Ampere on; nothing where neither says it.
+    """Return `89` for one GPU, `80+` for all GPUs from Ampere on, or an empty text for several.
 
-    Both providers only warn by it, and compare it with the one capability of the GPU.
+    Both providers compare it with the capability of the GPU and only warn.
     """
     if record.hardware_compatibility == "ampere-plus" or not record.capabilities:
         return _AMPERE_ON
@@ -116,11 +112,15 @@ def _hardware_architecture(record: EngineRecord) -> str:
 
 
 def _require_plain_name(plan: str) -> None:
-    """ONNX Runtime refuses absolute paths, and any with two dots in it wherever they are."""
+    """Check the plan's name: ONNX Runtime rejects absolute paths, and two dots anywhere in a path.
+
+    Raises:
+        ArtifactError: ONNX Runtime would reject the name.
+    """
     if not plan or Path(plan).name != plan or ".." in plan or "\\" in plan:
         raise ArtifactError(
-            f"plan '{plan}': found a path that ONNX Runtime refuses, expected the name of a file "
-            "beside the wrapper, without two dots in a row.",
+            f"ONNX Runtime rejects the plan's path '{plan}': expected the name of a file beside "
+            "the wrapper, without two dots in a row.",
             do="Rename the graph." if ".." in plan and "/" not in plan else "",
         )
 
@@ -134,8 +134,8 @@ def _plan_header(plan: Path) -> bytes:
         raise ArtifactError(f"{plan} cannot be read: {error.strerror}.") from error
     if len(header) < ENGINE_HEADER_BYTES:
         raise ArtifactError(
-            f"{plan} has {len(header)} bytes, too few for a plan (at least {ENGINE_HEADER_BYTES}).",
-            do="Build it again.",
+            f"{plan} has {len(header)} bytes, expected at least {ENGINE_HEADER_BYTES}.",
+            do="Build the engine again.",
         )
     return header
 
@@ -147,10 +147,9 @@ def _values(specs: Sequence[TensorSpec]) -> list[Any]:
     for spec in specs:
         if spec.dtype not in _DTYPES:
             raise ArtifactError(
-                f"{spec}: a wrapper has no tensors of type {spec.dtype}; "
-                f"known are {', '.join(_DTYPES)}."
+                f"{spec} has an unsupported dtype; expected one of {', '.join(_DTYPES)}."
             )
-        # TensorRT gives a dynamic dim without a name as -1.
+        # TensorRT reports an unnamed dynamic dim as -1.
         dims = [None if dim == -1 else dim for dim in spec.dims]
         dtype = getattr(onnx.TensorProto, _DTYPES[spec.dtype])
         values.append(onnx.helper.make_tensor_value_info(spec.name, dtype, dims))

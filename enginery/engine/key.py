@@ -1,11 +1,4 @@
-"""Which engines are asked for: a graph, its profiles, the GPUs, and what the engine is cached by.
-
-Takes an artifact and the options; leaves a request an engine, before TensorRT sees anything.
-
-    >>> asked = read_requests(artifact, BuildConfig(profile=("batch=1,sequence=64",)))
-    >>> [request.directory for request in asked.requests]
-    ['tensorrt-rtx-sm89-3f2a91c04be7d815']
-"""
+"""Engine requests: the graph, profiles and GPUs of each engine of a build, and its cache key."""
 
 from __future__ import annotations
 
@@ -22,7 +15,7 @@ from enginery.core.manifest import GraphRecord
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Profile, dynamic_dims
 from enginery.core.store import ENGINES, Store
-from enginery.engine.buckets import Buckets
+from enginery.engine.buckets import LengthBuckets
 from enginery.engine.config import BuildConfig, check_config
 from enginery.engine.lengths import profiles_from_data
 from enginery.engine.profiles import ProfileReport, check_profiles, read_profiles
@@ -31,23 +24,23 @@ from enginery.runtime.tensorrt_library import require_tensorrt
 from enginery.runtime.tensorrt_options import check_options, flavor_named
 
 ENGINE_VERSION = "1"
-"""Raised when the same inputs would give another engine; part of what it is cached by."""
+"""Incremented when the same inputs give a different engine; part of the cache key."""
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One engine of one graph."""
+    """Request for one engine of one graph."""
 
     graph: GraphRecord
     profiles: tuple[Profile, ...]
     checked: ProfileReport
-    """What is to be said of the profiles of the graph."""
+    """Warnings and notes about the graph's profiles."""
     capabilities: tuple[str, ...]
-    """None for a portable engine."""
+    """Compute capabilities; empty for a portable engine."""
     graph_sha256: str
-    """Over the file, its name and its external data."""
+    """Digest of the file, its name and its external data."""
     fingerprint: Fingerprint
-    """What the engine is cached by."""
+    """The engine's cache key."""
 
     @property
     def targets(self) -> str:
@@ -57,29 +50,29 @@ class EngineRequest:
 
     @property
     def directory(self) -> str:
-        """The engine's directory, in the store and below `engines/` of an artifact."""
+        """Name of the engine's directory in the store and in `engines/` of an artifact."""
         return Store().path_for(ENGINES, self.fingerprint, self.targets).name
 
 
 @dataclass(frozen=True)
-class Requested:
-    """All engines of one build."""
+class RequestedEngines:
+    """Requests for all engines of one build."""
 
     requests: tuple[EngineRequest, ...]
-    buckets: Buckets | None
-    """How the lengths of `profiles_from` fall into the profiles."""
+    buckets: LengthBuckets | None
+    """Buckets of the lengths in `profiles_from`, or None."""
     data_sha256: str
-    """Of `profiles_from`; empty where there is none."""
+    """Digest of `profiles_from`; empty without it."""
 
 
-def read_requests(artifact: Artifact, config: BuildConfig) -> Requested:
-    """The engines that a build of this artifact makes, in the order of its graphs.
+def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngines:
+    """Resolve the options of a build into engine requests, in the order of the graphs.
 
     Raises:
-        OptionError: an option cannot be used.
+        OptionError: an option is invalid.
         ShapeError: a profile does not fit, or a graph with dynamic dims has none.
         InputError: `profiles_from` cannot be read.
-        ProviderError: `capability` is current, and there is no GPU that the flavor builds for.
+        ProviderError: `capability` is current, but the machine has no supported GPU.
         MissingPackageError: the flavor is not installed.
     """
     check_config(config)
@@ -92,7 +85,7 @@ def read_requests(artifact: Artifact, config: BuildConfig) -> Requested:
     requests = []
     for graph in artifact.manifest.graphs:
         found = profiles[graph.file]
-        checked = _check(graph, found, limits, several=len(profiles) > 1)
+        checked = _check_graph_profiles(graph, found, limits, several=len(profiles) > 1)
         digest = graph_sha256(graph, artifact.manifest.files)
         apart = config.engine_per_profile and len(found) > 1
         for together in [[one] for one in found] if apart else [found]:
@@ -106,26 +99,26 @@ def read_requests(artifact: Artifact, config: BuildConfig) -> Requested:
                 EngineRequest(graph, tuple(together), checked, capabilities, digest, key)
             )
     data = data_sha256(Path(config.profiles_from).expanduser()) if config.profiles_from else ""
-    return Requested(tuple(requests), buckets, data)
+    return RequestedEngines(tuple(requests), buckets, data)
 
 
 def size_limits(artifact: Artifact) -> dict[str, int]:
-    """The largest sequence that the model's position embeddings cover; empty where nothing ends."""
+    """Return the maximum size per dim, from the position embeddings; empty for no limit."""
     return FeedLimits.from_config(ModelConfig.read(artifact.path)).ends
 
 
 def _profiles(
     artifact: Artifact, config: BuildConfig
-) -> tuple[dict[str, list[Profile]], Buckets | None]:
-    """The profiles of each graph, by its file."""
+) -> tuple[dict[str, list[Profile]], LengthBuckets | None]:
+    """Return the profiles by graph file, and the buckets they come from."""
     graphs = artifact.manifest.graphs
     if config.profiles_from:
         if len(graphs) > 1:
             files = ", ".join(graph.file for graph in graphs)
             raise OptionError(
-                f"option 'profiles_from': the artifact has the graphs {files}, and a text's length "
-                "is a dim of one graph alone.",
-                do="Name the profiles: --profile for each graph.",
+                f"option 'profiles_from' expects an artifact with one graph, found {files}: a "
+                "text's length is a dim of only one of them.",
+                do="Set the profiles of each graph with --profile.",
             )
         found, buckets = profiles_from_data(
             artifact, graphs[0], Path(config.profiles_from).expanduser(), column=config.column,
@@ -134,30 +127,30 @@ def _profiles(
         return {graphs[0].file: found}, buckets
     shapes = (config.min_shapes, config.opt_shapes, config.max_shapes)
     if len(graphs) == 1:
-        return {graphs[0].file: _read(config.profile, shapes, graphs[0])}, None
+        return {graphs[0].file: _read_profiles(config.profile, shapes, graphs[0])}, None
     profiles: dict[str, list[Profile]] = {graph.file: [] for graph in graphs}
     for text in config.profile:
-        _share(profiles, graphs, (text,), ("", "", ""))
+        _add_to_matching_graphs(profiles, graphs, (text,), ("", "", ""))
     if any(shapes):
-        _share(profiles, graphs, (), shapes)
+        _add_to_matching_graphs(profiles, graphs, (), shapes)
     return profiles, None
 
 
-def _share(
+def _add_to_matching_graphs(
     profiles: dict[str, list[Profile]],
     graphs: tuple[GraphRecord, ...],
     texts: tuple[str, ...],
     shapes: tuple[str, str, str],
 ) -> None:
-    """Adds a profile to the graphs that it fits.
+    """Add a profile to the graphs that it fits, as encoders and decoders have different dims.
 
-    The graphs of one model (an encoder, decoders) have different dims. Raises the error of the
-    graph whose dims it names most of, where it fits none.
+    Raises:
+        ShapeError: it fits no graph. The error is about the graph that shares most dims with it.
     """
     problems: list[tuple[int, ShapeError]] = []
     for graph in graphs:
         try:
-            profiles[graph.file] += _read(texts, shapes, graph)
+            profiles[graph.file] += _read_profiles(texts, shapes, graph)
         except ShapeError as error:
             named = Profile.parse(texts[0]).dims if texts else {}
             problems.append((len(set(dynamic_dims(graph.inputs)) ^ set(named)), error))
@@ -165,14 +158,14 @@ def _share(
         raise min(problems, key=lambda pair: pair[0])[1]
 
 
-def _read(
+def _read_profiles(
     texts: tuple[str, ...], shapes: tuple[str, str, str], graph: GraphRecord
 ) -> list[Profile]:
     low, opt, high = shapes
     return read_profiles(texts, graph.inputs, min_shapes=low, opt_shapes=opt, max_shapes=high)
 
 
-def _check(
+def _check_graph_profiles(
     graph: GraphRecord, profiles: list[Profile], limits: Mapping[str, int], *, several: bool
 ) -> ProfileReport:
     try:

@@ -1,12 +1,4 @@
-"""Shape profiles from data: a column of texts, through the artifact's own tokenizer.
-
-Takes an artifact and a file of texts; leaves one profile for each bucket of token lengths.
-
-    >>> profiles, buckets = profiles_from_data(artifact, record, Path("reviews.csv"), count=3)
-    >>> [str(profile) for profile in profiles]
-    ['batch=1:8:32,sequence=1:24:24', 'batch=1:8:32,sequence=25:64:64',
-     'batch=1:8:32,sequence=65:136:512']
-"""
+"""Derive shape profiles from data: tokenize texts and split their lengths into buckets."""
 
 from __future__ import annotations
 
@@ -24,21 +16,21 @@ from enginery.core.errors import OptionError, ShapeError
 from enginery.core.manifest import GraphRecord
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import DimRange, Profile, dim_terms, dynamic_dims
-from enginery.engine.buckets import Buckets, bucket_lengths
+from enginery.engine.buckets import LengthBuckets, bucket_lengths
 from enginery.runtime.tokenizer import TextTokenizer
 
 _CHUNK = 1024
-"""Texts that are tokenized at a time: an encoding takes far more memory than its length."""
+"""Texts to tokenize at a time; an encoding takes far more memory than its length."""
 
 
 def token_lengths(artifact: Artifact, texts: Iterable[str]) -> NDArray[np.int32]:
-    """How many tokens each text has, special tokens included, before it is cut at the limit.
+    """Count the tokens of each text with special tokens, before truncation.
 
     Returns:
-        (texts,), in their order.
+        int32 (texts,), in their order.
 
     Raises:
-        ArtifactError: the artifact has no tokenizer, or it cannot be read.
+        ArtifactError: the tokenizer is missing or cannot be loaded.
         InputError: an item is not a text.
     """
     tokenizer = TextTokenizer.open(artifact.path)
@@ -63,31 +55,32 @@ def profiles_from_data(
     multiple_of: int = 8,
     last: Literal["limit", "data"] = "limit",
     cost: Literal["tokens", "arithmetic"] = "tokens",
-) -> tuple[list[Profile], Buckets]:
-    """One profile a bucket: contiguous ranges of the sequence, each tuned for its upper boundary.
+) -> tuple[list[Profile], LengthBuckets]:
+    """Return one profile per bucket of token lengths, each tuned for the bucket's upper end.
 
     Args:
-        artifact: has the tokenizer, whose limit is the longest sequence.
+        artifact: has the tokenizer, whose limit is the maximum sequence length.
         record: the graph that the profiles are for.
         data: CSV, TSV, JSONL, Parquet or text file.
-        column: of `data`, with the texts.
-        rows: how many of them are read, evenly spread over the file.
-        count: the most profiles.
-        batch: min:opt:max of the batch, the same in every profile. Not used where the graph's
-            batch is fixed.
-        multiple_of: boundaries between buckets are multiples of this.
-        last: where the last profile ends. `limit`: at the longest input that the tokenizer lets
-            through, so that inputs longer than all in `data` still fit. `data`: at the longest in
-            `data`, which needs less memory.
-        cost: what the split makes least. `tokens`: padded tokens. `arithmetic`: multiply-adds,
-            with attention's, which grow with the square of the length.
+        column: column of `data` with the texts.
+        rows: number of rows to read, evenly spread over the file.
+        count: maximum number of profiles.
+        batch: min:opt:max of the batch in every profile. Ignored if the graph's batch is fixed.
+        multiple_of: buckets end at multiples of this.
+        last: where the last profile ends. `limit` is the tokenizer's limit, so that inputs longer
+            than all in `data` still fit. `data` is the longest in `data`, which takes less memory.
+        cost: what the split minimizes. `tokens` are padded tokens; `arithmetic` are multiply-adds,
+            including attention, which grows with the square of the length.
+
+    Returns:
+        The profiles, and the buckets they were made from.
 
     Raises:
         InputError: the file cannot be used or holds no text.
-        ArtifactError: the artifact has no tokenizer, or it cannot be read.
-        OptionError: a number cannot be used, or `arithmetic` needs a width that config.json lacks.
+        ArtifactError: the tokenizer is missing or cannot be loaded.
+        OptionError: a number is out of range, or config.json has no hidden size for `arithmetic`.
         ShapeError: the graph takes no texts, its sequence is fixed, or it has dynamic dims that
-            do not follow from texts.
+            text lengths do not determine.
     """
     rows_dim, sequence = _text_dims(record)
     try:
@@ -101,7 +94,7 @@ def profiles_from_data(
         count,
         most=TextTokenizer.open(artifact.path).limit,
         multiple_of=multiple_of,
-        hidden_size=_width(artifact) if cost == "arithmetic" else 0,
+        hidden_size=_hidden_size(artifact) if cost == "arithmetic" else 0,
     )
     profiles = []
     for bucket in buckets.buckets:
@@ -114,38 +107,37 @@ def profiles_from_data(
 
 
 def _text_dims(record: GraphRecord) -> tuple[str, str]:
-    """The graph's names of the batch, empty where it is fixed, and of the sequence."""
-    remedy = "Give its profiles with --profile, as batch=1:8:32,sequence=8:128:512."
+    """Return the graph's names of the batch dim (empty if fixed) and of the sequence dim."""
+    remedy = "Set its profiles with --profile, such as batch=1:8:32,sequence=8:128:512."
     dims = next((spec.dims for spec in record.inputs if spec.name == "input_ids"), ())
     if len(dims) != 2:
         inputs = ", ".join(str(spec) for spec in record.inputs)
         raise ShapeError(
-            f"{record.file} takes no texts, so profiles cannot come from their lengths: it has no "
-            f"input_ids (batch, sequence) among {inputs}.",
+            f"{record.file} takes no texts, so profiles cannot be derived from their lengths: "
+            f"expected input_ids (batch, sequence), found {inputs}.",
             do=remedy,
         )
     rows, sequence = dims
     if isinstance(sequence, int):
         raise ShapeError(
-            f"{record.file}: the sequence is fixed at {sequence}, whatever the texts' lengths.",
-            do="Leave --profiles-from out, or export the model with a dynamic sequence.",
+            f"{record.file}: the sequence is fixed at {sequence}, so text lengths do not matter.",
+            do="Remove --profiles-from, or export the model with a dynamic sequence.",
         )
     derived = [*dim_terms(rows), *dim_terms(sequence)]
     others = [name for name in dynamic_dims(record.inputs) if name not in derived]
     if others or len(dim_terms(sequence)) != 1 or sequence != dim_terms(sequence)[0]:
         raise ShapeError(
-            f"{record.file}: the lengths of texts say nothing of the dims "
+            f"{record.file}: text lengths do not determine the dims "
             f"{', '.join(others) or sequence}.",
             do=remedy,
         )
     return (rows if isinstance(rows, str) else ""), sequence
 
 
-def _width(artifact: Artifact) -> int:
+def _hidden_size(artifact: Artifact) -> int:
     if width := ModelConfig.read(artifact.path).width:
         return width
     raise OptionError(
-        "option 'cost' is arithmetic, but config.json has none of hidden_size, d_model, dim, "
-        "n_embd.",
-        do="Take tokens.",
+        "option 'cost' is arithmetic, but config.json has no hidden_size, d_model, dim or n_embd.",
+        do="Use the cost tokens.",
     )

@@ -1,11 +1,14 @@
-"""Which shapes several profiles cover: those in none, those in two, and profiles never chosen.
+"""Coverage of shape profiles: gaps between them, overlaps, and profiles that are never chosen.
 
     >>> profiles = [Profile.parse("sequence=1:16:32"), Profile.parse("sequence=64:128:256")]
-    >>> uncovered_sizes(profiles)
-    ['sequence 33 to 63 is in no profile: the ranges leave it out between 32 and 64.']
+    >>> describe_size_gaps(profiles)
+    ['sequence 33 to 63 is in no profile: the ranges end at 32 and start again at 64.']
 
-The ends of all ranges cut the space of shapes into boxes; in each box all shapes are covered by the
-same profiles, so that what is said of a box is exact however large the ranges are.
+Checking every shape is impossible, because ranges are large and dims multiply. But the set of
+profiles that contain a shape changes only at the ends of ranges. So the ends of all ranges in a dim
+cut it into intervals, and the intervals of all dims cut the space of shapes into boxes. All shapes
+in a box are in the same profiles: one lookup per box is exact. Two profiles over two dims give at
+most nine boxes.
 """
 
 from __future__ import annotations
@@ -23,51 +26,54 @@ from enginery.core.shapes import DimRange, Profile
 _NONE = -1
 
 
-def check_all_used(profiles: Sequence[Profile]) -> None:
-    """Raises ShapeError where a profile covers no shape that it would be chosen for.
+def check_all_reachable(profiles: Sequence[Profile]) -> None:
+    """Check that every profile is chosen for some shape; others only cost build time and memory.
 
-    Such a profile costs build time and memory, and its optimum is never of use.
+    Raises:
+        ShapeError: a profile is never chosen.
     """
     for first, second in itertools.combinations(profiles, 2):
-        if all(_ends(first.dims[name]) == _ends(second.dims[name]) for name in first.dims):
+        if all(
+            _range_ends(first.dims[name]) == _range_ends(second.dims[name]) for name in first.dims
+        ):
             raise ShapeError(
-                f"profiles '{first}' and '{second}' cover the same shapes, so that the second is "
-                "never chosen.",
-                do="Leave one of them out.",
+                f"profiles '{first}' and '{second}' cover the same shapes, so the second is never "
+                "chosen.",
+                do="Remove one of them.",
             )
-    taken = _taken(profiles)
+    taken = _assign_profiles(profiles)
     for index, profile in enumerate(profiles):
         if index not in taken:
-            others = np.unique(taken[_region(profile, _cuts(profiles))])
+            others = np.unique(taken[_region(profile, _boundaries(profiles))])
             names = " and ".join(f"'{profiles[other]}'" for other in others)
             raise ShapeError(
-                f"profile '{profile}' is never chosen: every shape of it is in a smaller one, "
+                f"profile '{profile}' is never chosen: all its shapes are in a smaller profile, "
                 f"{names}.",
-                do="Leave it out.",
+                do="Remove it.",
             )
 
 
-def uncovered_sizes(profiles: Sequence[Profile]) -> list[str]:
-    """For each dim, the sizes between the profiles' ranges that no profile has."""
+def describe_size_gaps(profiles: Sequence[Profile]) -> list[str]:
+    """Describe the sizes of each dim that lie between ranges and are in no profile."""
     found = []
     for name in profiles[0].dims if profiles else ():
-        ranges = sorted(_ends(profile.dims[name]) for profile in profiles)
+        ranges = sorted(_range_ends(profile.dims[name]) for profile in profiles)
         reached = ranges[0][1]
         for low, high in ranges[1:]:
             if low > reached + 1:
                 missing = DimRange(reached + 1, reached + 1, low - 1)
                 found.append(
-                    f"{_named(name, missing)} is in no profile: the ranges leave it out between "
-                    f"{reached} and {low}."
+                    f"{_describe_range(name, missing)} is in no profile: the ranges end at "
+                    f"{reached} and start again at {low}."
                 )
             reached = max(reached, high)
     return found
 
 
-def uncovered_combinations(profiles: Sequence[Profile]) -> list[str]:
-    """The largest shapes that no profile covers though each of their sizes is in one, if any."""
-    cuts = _cuts(profiles)
-    free = _taken(profiles) == _NONE
+def describe_uncovered_combinations(profiles: Sequence[Profile]) -> list[str]:
+    """Describe the largest shapes in no profile, although each of their sizes is in one."""
+    cuts = _boundaries(profiles)
+    free = _assign_profiles(profiles) == _NONE
     for axis, name in enumerate(cuts):
         covered = [
             any(r.min <= cut <= r.max for r in (profile.dims[name] for profile in profiles))
@@ -82,49 +88,49 @@ def uncovered_combinations(profiles: Sequence[Profile]) -> list[str]:
         while low[axis] and free[_box([*low[:axis], low[axis] - 1, *low[axis + 1 :]], high)].all():
             low[axis] -= 1
     sizes = [
-        _named(name, DimRange(cut[start], cut[start], cut[end] - 1))
+        _describe_range(name, DimRange(cut[start], cut[start], cut[end] - 1))
         for (name, cut), start, end in zip(cuts.items(), low, high, strict=True)
     ]
-    return [f"no profile takes {' with '.join(sizes)}, though each of these sizes is in one."]
+    return [f"no profile covers {' with '.join(sizes)}, although each of these sizes is in one."]
 
 
-def overlaps(profiles: Sequence[Profile]) -> list[str]:
-    """For each two profiles with shapes in common: which shapes, and which profile takes them."""
+def describe_overlaps(profiles: Sequence[Profile]) -> list[str]:
+    """Describe each pair of overlapping profiles: the common shapes, and which profile is used."""
     order = preference(profiles)
     found = []
     for first, second in itertools.combinations(range(len(profiles)), 2):
         chosen, other = sorted((first, second), key=order.index)
-        common = _common(profiles[chosen], profiles[other])
+        common = _intersection(profiles[chosen], profiles[other])
         if common is None:
             continue
-        shapes = ", ".join(_named(name, sizes) for name, sizes in common.items())
+        shapes = ", ".join(_describe_range(name, sizes) for name, sizes in common.items())
         relation = "overlaps"
-        if all(_ends(common[n]) == _ends(r) for n, r in profiles[chosen].dims.items()):
+        if all(_range_ends(common[n]) == _range_ends(r) for n, r in profiles[chosen].dims.items()):
             relation = "lies within"
         found.append(
-            f"profile '{profiles[chosen]}' {relation} '{profiles[other]}' and comes before it "
-            f"for the shapes in both, {shapes}: {_reason(profiles[chosen], profiles[other])}."
+            f"profile '{profiles[chosen]}' {relation} '{profiles[other]}' and is used for the "
+            f"shapes in both, {shapes}: {_describe_preference(profiles[chosen], profiles[other])}."
         )
     return found
 
 
-def _reason(chosen: Profile, other: Profile) -> str:
+def _describe_preference(chosen: Profile, other: Profile) -> str:
     if largest_volume(chosen) < largest_volume(other):
-        return "its largest shape is the smaller"
+        return "its largest shape is smaller"
     if shape_count(chosen) < shape_count(other):
-        return "their largest shapes are of one size, and it has fewer shapes"
-    return "both are of one size, and it was given first"
+        return "their largest shapes are equally large, and it has fewer shapes"
+    return "both are equally large, and it was given first"
 
 
-def _ends(sizes: DimRange) -> tuple[int, int]:
+def _range_ends(sizes: DimRange) -> tuple[int, int]:
     return sizes.min, sizes.max
 
 
-def _named(name: str, sizes: DimRange) -> str:
+def _describe_range(name: str, sizes: DimRange) -> str:
     return f"{name} {sizes.min}" if sizes.min == sizes.max else f"{name} {sizes.min} to {sizes.max}"
 
 
-def _common(first: Profile, second: Profile) -> dict[str, DimRange] | None:
+def _intersection(first: Profile, second: Profile) -> dict[str, DimRange] | None:
     common = {}
     for name, r in first.dims.items():
         low, high = max(r.min, second.dims[name].min), min(r.max, second.dims[name].max)
@@ -134,17 +140,17 @@ def _common(first: Profile, second: Profile) -> dict[str, DimRange] | None:
     return common
 
 
-def _cuts(profiles: Sequence[Profile]) -> dict[str, list[int]]:
-    """For each dim, where the boxes begin, and the end of the last one."""
+def _boundaries(profiles: Sequence[Profile]) -> dict[str, list[int]]:
+    """Return for each dim where the boxes begin, and where the last one ends (exclusive)."""
     return {
         name: sorted({cut for p in profiles for cut in (p.dims[name].min, p.dims[name].max + 1)})
         for name in profiles[0].dims
     }
 
 
-def _taken(profiles: Sequence[Profile]) -> NDArray[np.int64]:
-    """For each box, one axis a dim, the index of the profile that its shapes go to, or -1."""
-    cuts = _cuts(profiles)
+def _assign_profiles(profiles: Sequence[Profile]) -> NDArray[np.int64]:
+    """Return the index of the profile used for each box, or -1; one axis per dim."""
+    cuts = _boundaries(profiles)
     taken = np.full([len(cut) - 1 for cut in cuts.values()], _NONE, dtype=np.int64)
     for index in reversed(preference(profiles)):
         taken[_region(profiles[index], cuts)] = index

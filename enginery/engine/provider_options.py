@@ -1,20 +1,13 @@
 """Options of ONNX Runtime's TensorRT providers for an artifact, for Optimum and plain sessions.
 
-Takes an artifact and the name of a provider; leaves a dict of strings, and an empty directory for
-what the provider caches.
+With these options the provider builds an engine on its first run, for the GPU of the machine, and
+caches it. ONNX Runtime keys its cache by the model's file name, not by its weights, so each
+artifact, provider and set of profiles gets its own cache directory here. An engine that was built
+ahead of time needs none of this: see `runtime.engines`.
 
-    >>> options = provider_options(artifact, "tensorrt", profiles=["batch=1,sequence=1:1:64"])
-    >>> ORTModelForCausalLM.from_pretrained(
-    ...     artifact.path, use_cache=False, provider="TensorrtExecutionProvider",
-    ...     provider_options=options,
-    ... )
-
-With these the provider builds an engine when it first runs, on the GPU that is there, and keeps it.
-ONNX Runtime's own cache is keyed by the name of the model's file, not by its weights: so each
-artifact, provider and set of profiles has a directory of its own here. An engine built ahead
-of time needs none of this: see `runtime.engines`. The names of the options are those in
+The option names are documented in
 onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html and in NVIDIA's
-github.com/NVIDIA/TensorRT-RTX-EP-ABI; no GPU has been given them by this project yet.
+github.com/NVIDIA/TensorRT-RTX-EP-ABI.
 """
 
 from __future__ import annotations
@@ -50,26 +43,26 @@ def provider_options(
     fp16: bool = False,
     save_context: bool = False,
 ) -> dict[str, str]:
-    """What a session over one graph of the artifact is to be given.
+    """Return the provider options for a session with one graph of the artifact.
 
     Args:
-        artifact: whose graph; its engines, where it has some, say the profiles.
+        artifact: has the graph, and possibly engines with profiles.
         provider: `tensorrt` or `tensorrt-rtx`, or ONNX Runtime's name.
-        graph: which of several graphs; empty for the first.
-        profiles: `batch=1:8:32,sequence=8:128:512`; none for those of the artifact's engines.
-        fp16: let TensorRT 10 choose FP16 for an FP32 graph by itself. Without it, the types are
-            those of the graph.
-        save_context: the engine's ONNX wrapper is left in the cache's directory, too
-            (`trt_ep_context_*`); of classic TensorRT alone.
+        graph: file of the graph; empty for the first.
+        profiles: texts such as `batch=1:8:32,sequence=8:128:512`. If empty, the profiles of the
+            artifact's engines.
+        fp16: let TensorRT 10 choose FP16 for an FP32 graph. Otherwise the graph's own dtypes hold.
+        save_context: also write the engine's ONNX wrapper to the cache directory
+            (`trt_ep_context_*`); only for classic TensorRT.
 
     Returns:
-        Option -> value, all strings.
+        Option name -> value, both strings.
 
     Raises:
-        OptionError: the provider is not TensorRT's, or has no such option.
-        ShapeError: a profile does not fit the graph, none is known for its dynamic dims, or there
-            are several for a provider that runs the first alone.
-        ArtifactError: there is no such graph.
+        OptionError: the provider is not TensorRT's, or does not have an option.
+        ShapeError: a profile does not fit the graph, there is none for its dynamic dims, or there
+            are several but the provider runs only the first.
+        ArtifactError: the artifact has no such graph.
     """
     flavor = _flavor(provider)
     record = artifact.graph(graph) if graph else artifact.manifest.graphs[0]
@@ -85,7 +78,7 @@ def provider_options(
     }
     key = Fingerprint(f"provider-{flavor.name}", fields).key[:16]
     cache = enginery_home() / "providers" / f"{flavor.name}-{Path(record.file).stem}-{key}"
-    cache.mkdir(parents=True, exist_ok=True)  # TensorRT's provider makes its last part alone
+    cache.mkdir(parents=True, exist_ok=True)  # TensorRT's provider creates only the last level
     if flavor is RTX:
         options = {"nv_runtime_cache_path": str(cache)}
         if len(chosen) > 1:
@@ -101,8 +94,8 @@ def provider_options(
     if fp16:
         options["trt_fp16_enable"] = "True"
     if save_context:
-        # Beside a context's own path the cache's has to be relative (onnxruntime issue 22131): it
-        # is taken from there when it is left out.
+        # With a context path, the cache path must be relative (onnxruntime issue 22131). Without
+        # one, the provider uses the directory of the context.
         del options["trt_engine_cache_path"]
         options |= {
             "trt_dump_ep_context_model": "True",
@@ -113,16 +106,16 @@ def provider_options(
 
 
 def to_python(provider: str, options: Mapping[str, str]) -> str:
-    """The options as a Python list for `onnxruntime.InferenceSession(…, providers=…)`.
+    """Format the options as Python code for `onnxruntime.InferenceSession(…, providers=…)`.
 
-    Optimum takes the same dict as `provider_options`, with `provider` by its full name.
+    Optimum takes the same dict as `provider_options`, and the full provider name as `provider`.
     """
     lines = "".join(f"    {name!r}: {value!r},\n" for name, value in options.items())
     return f"providers = [({full_name(provider)!r}, {{\n{lines}}})]\n"
 
 
 def to_json(provider: str, options: Mapping[str, str]) -> str:
-    """`{"provider": …, "provider_options": {…}}`, the names of Optimum's own arguments."""
+    """Format the options as JSON with Optimum's arguments `provider` and `provider_options`."""
     found = {"provider": full_name(provider), "provider_options": dict(options)}
     return json.dumps(found, indent=2) + "\n"
 
@@ -132,8 +125,8 @@ def _flavor(provider: str) -> Flavor:
     flavor = flavor_of(name)
     if flavor is None:
         raise OptionError(
-            f"provider '{short_name(name)}' builds no engines, so there are no options to give.",
-            do=f"Name one of: {CLASSIC.name}, {RTX.name}.",
+            f"provider '{short_name(name)}' builds no engines, so it needs no such options.",
+            do=f"Use one of: {CLASSIC.name}, {RTX.name}.",
         )
     return flavor
 
@@ -142,8 +135,8 @@ def _check_typing(manifest: Manifest, flavor: Flavor, *, fp16: bool, save_contex
     for name, given in (("fp16", fp16), ("save_context", save_context)):
         if given and flavor is RTX:
             raise OptionError(
-                f"option '{name}' is set, and the provider of {RTX.title} has no such option.",
-                do="Make the graph FP16: enginery optimize --target tensorrt --precision fp16"
+                f"option '{name}' is set, but the provider of {RTX.title} does not have it.",
+                do="Convert the graph to FP16: enginery optimize --target tensorrt --precision fp16"
                 if name == "fp16"
                 else "Build the engine with its wrapper: enginery build --flavor tensorrt-rtx",
             )
@@ -151,8 +144,8 @@ def _check_typing(manifest: Manifest, flavor: Flavor, *, fp16: bool, save_contex
     if fp16 and (quantized or manifest.precision != "fp32"):
         found = "quantized" if quantized else manifest.precision
         raise OptionError(
-            f"option 'fp16' is set, and the graph is {found} already: its own types hold.",
-            do="Leave it out.",
+            f"option 'fp16' is set, but the graph is already {found}, and its own dtypes hold.",
+            do="Remove the option.",
         )
 
 
@@ -165,15 +158,15 @@ def _profiles(
     check_profiles(profiles, record.inputs, limits.ends)
     if flavor is CLASSIC and len(profiles) > 1:
         raise ShapeError(
-            f"{len(profiles)} profiles were found, and TensorRT's provider in ONNX Runtime 1.31 "
-            "runs the first alone (github.com/microsoft/onnxruntime/pull/31624).",
-            do="Give one that spans them: --profile " + str(_spanning(profiles)),
+            f"found {len(profiles)} profiles, but TensorRT's provider in ONNX Runtime 1.31 uses "
+            "only the first (github.com/microsoft/onnxruntime/pull/31624).",
+            do="Use one that covers them all: --profile " + str(_smallest_enclosing(profiles)),
         )
     return profiles
 
 
 def _built_profiles(artifact: Artifact, record: GraphRecord, flavor: Flavor) -> list[str]:
-    """Those of the graph's engines of the flavor, each once."""
+    """Return the distinct profiles of the graph's engines of this flavor."""
     engines = (Engine.open(path).record for path in engine_directories(artifact.path))
     return list(
         dict.fromkeys(
@@ -185,8 +178,8 @@ def _built_profiles(artifact: Artifact, record: GraphRecord, flavor: Flavor) -> 
     )
 
 
-def _spanning(profiles: Sequence[Profile]) -> Profile:
-    """The smallest profile that takes all that these take, tuned as the first."""
+def _smallest_enclosing(profiles: Sequence[Profile]) -> Profile:
+    """Return the smallest profile that covers all of these, with the first one's optimum."""
     parts = []
     for name, sizes in profiles[0].dims.items():
         low = min(profile.dims[name].min for profile in profiles)
@@ -196,10 +189,10 @@ def _spanning(profiles: Sequence[Profile]) -> Profile:
 
 
 def _shapes(prefix: str, record: GraphRecord, profiles: Sequence[Profile]) -> dict[str, str]:
-    """`trt_profile_min_shapes` and its like: `input_ids:1x1,attention_mask:1x1`.
+    """Return the options `…_profile_{min,opt,max}_shapes`: `input_ids:1x1,attention_mask:1x1`.
 
-    An input is named again for each further profile, as ParseProfileShapes of both providers reads
-    it. Inputs of fixed shape are left out.
+    Each further profile names the inputs again, as ParseProfileShapes of both providers expects.
+    Inputs with a fixed shape are omitted.
     """
     inputs = [spec for spec in record.inputs if any(dim_terms(dim) for dim in spec.dims)]
     if not profiles:

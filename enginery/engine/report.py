@@ -1,9 +1,4 @@
-"""What a build made, what it left out, and what its profiles cover, as numbers.
-
->>> report = BuildReport.of(engines, earlier, left_out, requested, fields)
->>> report.summary
-'2 engines, 1 of them from the store; model.onnx for 8.9: 46 layers, 2 fused attentions, …'
-"""
+"""Report of a build: engines, unsupported graphs and profiles; and the figure of token lengths."""
 
 from __future__ import annotations
 
@@ -17,19 +12,17 @@ import numpy as np
 
 from enginery.core.engine import Engine
 from enginery.core.figures import save_figure
-from enginery.engine.buckets import Buckets
+from enginery.engine.buckets import LengthBuckets
 from enginery.engine.build import GraphCoverage
-from enginery.engine.key import Requested
+from enginery.engine.key import RequestedEngines
 
-NOT_RUN = "no engine of this package has been run on a GPU yet"
 _FIRST_PROFILE = (
-    "ONNX Runtime reaches the first profile of an engine alone; without --no-engine-per-profile "
-    "each has an engine of its own"
+    "ONNX Runtime uses only the first profile of an engine; without --no-engine-per-profile each "
+    "profile gets its own engine"
 )
-_BARS = 60
-"""At most, over all lengths."""
+_MAX_BARS = 60
 _HEADROOM = 1.8
-"""Of the axis above the highest bar, for the labels."""
+"""Height of the axis relative to the highest bar; leaves space for the labels."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +31,7 @@ class BuildReport:
 
     summary: str
     notes: tuple[str, ...]
-    """What a person should know, each once."""
+    """Notes for the user, without duplicates."""
     document: Mapping[str, Any]
 
     @classmethod
@@ -47,19 +40,19 @@ class BuildReport:
         engines: Sequence[tuple[Engine, bool]],
         earlier: Sequence[Engine],
         left_out: Sequence[GraphCoverage],
-        requested: Requested,
+        requested: RequestedEngines,
         fields: Mapping[str, str],
     ) -> BuildReport:
-        """Puts together what the stage found.
+        """Build the report.
 
         Args:
-            engines: those that were asked for, and whether each was built now.
-            earlier: the artifact's other engines, of builds before this one.
-            left_out: graphs that have no engine, with the reasons.
-            requested: what was asked for.
-            fields: of the stage's fingerprint.
+            engines: the requested engines, each with True if it was built now.
+            earlier: the artifact's other engines, from earlier builds.
+            left_out: graphs without an engine, with the reasons.
+            requested: the requests.
+            fields: fields of the stage's fingerprint.
         """
-        said = [_built(engines), *(_words(engine) for engine, _ in engines)]
+        said = [_describe_count(engines), *(_describe_engine(engine) for engine, _ in engines)]
         said += [f"{graph.graph} has no engine: {graph.refused[0]}" for graph in left_out]
         summary = "; ".join(said)
         profiles = {request.graph.file: request.checked for request in requested.requests}
@@ -69,11 +62,11 @@ class BuildReport:
         if requested.buckets:
             notes.append(f"profiles from data: {requested.buckets}")
         notes += [
-            f"{graph.graph} stays ONNX: ONNX Runtime would run TensorRT on the {graph.partitions} "
-            "parts that it takes, building them as it loads"
+            f"{graph.graph} stays ONNX: ONNX Runtime runs TensorRT on the {graph.partitions} "
+            "supported subgraphs, and builds their engines when it loads the graph"
             for graph in left_out
         ]
-        notes = [*dict.fromkeys(notes), NOT_RUN]
+        notes = [*dict.fromkeys(notes)]
         document: dict[str, Any] = {
             "summary": summary,
             "engines": [
@@ -90,17 +83,17 @@ class BuildReport:
         return cls(summary, tuple(notes), document)
 
     def to_json(self) -> bytes:
-        """For programs."""
+        """Return the report as JSON."""
         return json.dumps(self.document, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def _built(engines: Sequence[tuple[Engine, bool]]) -> str:
+def _describe_count(engines: Sequence[tuple[Engine, bool]]) -> str:
     cached = sum(not built for _, built in engines)
     from_store = f", {cached} of them from the store" if cached else ""
     return f"{len(engines)} engine{'' if len(engines) == 1 else 's'}{from_store}"
 
 
-def _words(engine: Engine) -> str:
+def _describe_engine(engine: Engine) -> str:
     record = engine.record
     targets = ", ".join(record.capabilities) or "every GPU from 8.0 on"
     return (
@@ -109,17 +102,23 @@ def _words(engine: Engine) -> str:
     )
 
 
-def save_length_figure(path: Path, buckets: Buckets) -> bool:
-    """Draws the histogram and the buckets as SVG; False, and no file, without matplotlib."""
+def save_length_figure(path: Path, buckets: LengthBuckets) -> bool:
+    """Plot the histogram of lengths and the buckets as SVG.
+
+    Each bucket is a span, gray and white in turn, labeled with its share of padding.
+
+    Returns:
+        False if matplotlib is not installed; no file is written then.
+    """
     return save_figure(path, lambda axes: _draw(axes, buckets))
 
 
-def _draw(axes: Any, buckets: Buckets) -> None:
+def _draw(axes: Any, buckets: LengthBuckets) -> None:
     longest = buckets.buckets[-1].longest
-    # A power of two, so that the boundaries of buckets, multiples of eight, part no bar.
-    width = 1 << max(0, (longest - 1) // _BARS).bit_length()
+    # A power of two, so that bucket ends, which are multiples of eight, do not split a bar.
+    width = 1 << max(0, (longest - 1) // _MAX_BARS).bit_length()
     lengths, rows = np.array(buckets.lengths), np.array(buckets.counts)
-    # A bar holds the lengths up to its right edge, as a bucket does.
+    # Like a bucket, a bar includes its right edge.
     bars = np.bincount(np.maximum(lengths - 1, 0) // width, weights=rows)
     for index, bucket in enumerate(buckets.buckets):
         axes.axvspan(

@@ -1,17 +1,11 @@
-"""The build stage: an artifact -> the same artifact with TensorRT engines of its graphs.
+"""The build stage: add TensorRT engines to an artifact.
 
-Takes an artifact; leaves all that it had, engines of earlier builds included, and
-`engines/<flavor>-<sm>-<key>/` for each engine with the plan, its ONNX wrapper, `engine.json` and
-`layers.json`; and `reports/engines.json`.
+The new artifact has everything of the old one, including engines of earlier builds. Each engine is
+a directory `engines/<flavor>-<sm>-<key>/` with the plan, its ONNX wrapper, `engine.json` and
+`layers.json`. The report is `reports/engines.json`.
 
-    >>> config = BuildConfig(profile=("batch=1:8:32,sequence=8:128:512",), capability="8.9")
-    >>> artifact = run(Artifact.open("minilm"), config, Path("minilm-engines"))
-    >>> [directory.name for directory in engine_directories(artifact.path)]
-    ['tensorrt-rtx-sm89-3f2a91c04be7d815']
-
-The graphs do not change, so that verdicts about them hold. Engines are kept in the store by what
-they are made from: the same graph for the same GPUs and shapes is built once, whatever artifact it
-is in. No engine of this package has been run on a GPU yet.
+The graphs do not change, so their verdicts stay valid. Engines are cached in the store by content:
+the same graph for the same GPUs and shapes is built once, for all artifacts.
 """
 
 from __future__ import annotations
@@ -37,31 +31,31 @@ from enginery.core.progress import SILENT, Progress
 from enginery.core.staging import CARD, LISTING, staging
 from enginery.engine.build import (
     GraphCoverage,
-    cover_graph,
+    find_coverage,
     find_engine,
     obtain_engine,
     place_engine,
 )
 from enginery.engine.config import BuildConfig
-from enginery.engine.key import Requested, read_requests
+from enginery.engine.key import RequestedEngines, resolve_requests
 from enginery.engine.report import BuildReport, save_length_figure
 from enginery.runtime.tensorrt_options import flavor_named
 
 STAGE = "build"
 STAGE_VERSION = "1"
-"""Raised when the same engines would make another artifact; part of the fingerprint."""
+"""Incremented when the same engines give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/engines.json"
 FIGURE = f"{REPORTS}/lengths.svg"
 
 
-def fingerprint(source: Artifact, config: BuildConfig, requested: Requested) -> Fingerprint:
-    """What the artifact depends on: the source with its other engines, and the engines asked for.
+def fingerprint(source: Artifact, config: BuildConfig, requested: RequestedEngines) -> Fingerprint:
+    """Return the cache key: the source with its other engines, and the requested engines.
 
-    What differs between the graphs of one artifact is named with its graph.
+    Fields that differ between the graphs of an artifact are labeled with the graph.
     """
     asked = {request.directory for request in requested.requests}
-    others = {_engine_of(name) for name in source.manifest.files} - asked - {""}
+    others = {_engine_directory(name) for name in source.manifest.files} - asked - {""}
     names = dict.fromkeys(n for r in requested.requests for n in r.fingerprint.fields)
     engines: dict[str, str] = {}
     for name in names:
@@ -76,7 +70,7 @@ def fingerprint(source: Artifact, config: BuildConfig, requested: Requested) -> 
         STAGE,
         {
             "artifact": source.content_sha256(),
-            # They go along with the artifact, so that one with others is another.
+            # Verdicts are part of the new artifact.
             "verdicts": ", ".join(f"{v.stage} {v.key[:16]} {v.passed}" for v in
                                   source.manifest.verdicts) or "none",
             "reports": _reports_sha256(source),
@@ -91,19 +85,19 @@ def fingerprint(source: Artifact, config: BuildConfig, requested: Requested) -> 
 
 
 def _reports_sha256(source: Artifact) -> str:
-    """Return one digest over the reports, but for those that this stage writes itself."""
+    """Return a digest of all reports except those that this stage writes."""
     others = {n: r.sha256 for n, r in source.manifest.reports.items() if n not in (REPORT, FIGURE)}
     return combined_sha256(others) if others else "none"
 
 
-def has_engines(source: Artifact, requested: Requested) -> bool:
-    """Whether every engine that is asked for is in the artifact already."""
+def has_engines(source: Artifact, requested: RequestedEngines) -> bool:
+    """Return True if the artifact already has every requested engine."""
     records = (f"{ENGINES}/{r.directory}/{ENGINE_FILE}" for r in requested.requests)
     return all(record in source.manifest.files for record in records)
 
 
-def engines_lost(source: Artifact, requested: Requested, out: Path) -> list[str]:
-    """Engines at `out` that the artifact which replaces it there will not have."""
+def engines_lost(source: Artifact, requested: RequestedEngines, out: Path) -> list[str]:
+    """Return the engines at `out` that the new artifact will not have."""
     present = {path.name for path in engine_directories(out)}
     kept = {path.name for path in engine_directories(source.path)}
     return sorted(present - kept - {request.directory for request in requested.requests})
@@ -114,33 +108,34 @@ def run(
     config: BuildConfig,
     out: Path,
     *,
-    requested: Requested | None = None,
+    requested: RequestedEngines | None = None,
     force: bool = False,
     progress: Progress = SILENT,
 ) -> Artifact:
-    """Builds the engines, or takes them from the store, and leaves the new artifact at `out`.
+    """Build the engines, or take them from the store, and write the new artifact to `out`.
 
     Args:
-        source: any artifact whose graphs TensorRT takes.
+        source: an artifact whose graphs TensorRT supports.
         config: the options.
-        out: where the artifact goes.
-        requested: what `read_requests` gave for the two.
-        force: build although the store has the engines.
-        progress: who is told what happens.
+        out: directory of the new artifact.
+        requested: result of `resolve_requests` for `source` and `config`; computed if None.
+        force: build even if the store has the engines.
+        progress: receives progress messages.
 
     Raises:
-        OptionError: an option cannot be used.
+        OptionError: an option is invalid.
         ShapeError: a profile does not fit.
         InputError: the data for profiles cannot be read.
         RejectedArtifactError: the artifact's validation failed.
-        ProviderError: TensorRT refuses a graph, builds no engine, or crashed. Nothing is left then.
+        ProviderError: TensorRT does not support a graph, cannot build an engine, or crashed.
+            Nothing is written then.
         MissingPackageError: the flavor is not installed.
     """
     started = time.monotonic()
     source.require_passed(allow_failed=config.allow_failed)
-    requested = requested or read_requests(source, config)
+    requested = requested or resolve_requests(source, config)
     key = fingerprint(source, config, requested)
-    left_out = _left_out(source, config, requested, force=force, progress=progress)
+    left_out = _find_unsupported_graphs(source, config, requested, force=force, progress=progress)
     refused = {graph.graph for graph in left_out}
     engines: dict[str, tuple[Engine, bool]] = {}
     for request in requested.requests:
@@ -179,17 +174,18 @@ def run(
     return Artifact.open(out)
 
 
-def _left_out(
+def _find_unsupported_graphs(
     source: Artifact,
     config: BuildConfig,
-    requested: Requested,
+    requested: RequestedEngines,
     *,
     force: bool,
     progress: Progress,
 ) -> list[GraphCoverage]:
-    """The graphs that TensorRT does not take whole; those of a stored engine are not asked about.
+    """Return the graphs with unsupported nodes; graphs whose engines are stored are not checked.
 
-    Raises ProviderError for them, unless others are taken and `allow_partitions` is on.
+    Raises:
+        ProviderError: there are such graphs and `allow_partitions` is off, or all graphs are.
     """
     graphs = dict.fromkeys(request.graph.file for request in requested.requests)
     missing = [
@@ -199,8 +195,8 @@ def _left_out(
     ]
     refused = []
     for graph in dict.fromkeys(missing):
-        with progress.task(f"asking TensorRT about {graph}"):
-            found = cover_graph(source.path / graph, graph, flavor_named(config.flavor))
+        with progress.task(f"checking TensorRT's support of {graph}"):
+            found = find_coverage(source.path / graph, graph, flavor_named(config.flavor))
         if not found.complete:
             refused.append(found)
     if refused and not config.allow_partitions:
@@ -211,7 +207,7 @@ def _left_out(
 
 
 def _copy(source: Artifact, directory: Path) -> None:
-    """Copy the artifact but its manifest; large files are linked, reports are not."""
+    """Copy the artifact without its manifest. Large files are hard-linked, reports are copied."""
     external = source.external_data()
     for name in source.manifest.files:
         link_or_copy(source.path / name, directory / name, linked=name not in external)
@@ -220,7 +216,7 @@ def _copy(source: Artifact, directory: Path) -> None:
             copy_file(source.path / name, directory / name)
 
 
-def _engine_of(file: str) -> str:
-    """The engine's directory that a file of an artifact is in; empty for other files."""
+def _engine_directory(file: str) -> str:
+    """Return the name of the engine directory that a file is in; empty for other files."""
     first, _, rest = file.partition("/")
     return rest.partition("/")[0] if first == ENGINES else ""

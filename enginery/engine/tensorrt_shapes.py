@@ -1,12 +1,14 @@
-"""Profiles in TensorRT's own notation: every input's shape at the minimum, optimum and maximum.
+"""Profiles in TensorRT's notation: every input's minimum, optimum and maximum shape.
 
+    >>> from enginery.core.shapes import TensorSpec
+    >>> inputs = [TensorSpec(name="input_ids", dtype="int64", dims=("batch", "sequence"))]
     >>> shapes = ("input_ids:1x8", "input_ids:8x128", "input_ids:32x512")
-    >>> [str(profile) for profile in profiles_from_shapes(*shapes, graph.inputs)]
+    >>> [str(profile) for profile in profiles_from_shapes(*shapes, inputs)]
     ['batch=1:8:32,sequence=8:128:512']
 
-Several profiles are written as ONNX Runtime's `trt_profile_min_shapes` and `nv_profile_min_shapes`
-have them: the inputs are named again, `input_ids:1x8,input_ids:1x64`. Names may be in single
-quotes, as trtexec wants those that hold a colon.
+Several profiles are written as in ONNX Runtime's `trt_profile_min_shapes` and
+`nv_profile_min_shapes`: the inputs are named again, `input_ids:1x8,input_ids:1x64`. Names may be in
+single quotes, as in trtexec, which requires them for names with a colon.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ Shapes = dict[str, tuple[int, ...]]
 def profiles_from_shapes(
     minimum: str, optimum: str, maximum: str, inputs: Iterable[TensorSpec]
 ) -> list[Profile]:
-    """The profiles that the three texts describe, in the graph's named dims.
+    """Return the profiles that the three texts describe, in the graph's named dims.
 
-    An input may be left out where others give its dims.
+    An input may be omitted if others determine its dims.
 
     Raises:
-        ShapeError: a text is missing or has other inputs than the others, an input is unknown, a
-            rank or a fixed size differs, inputs disagree about a shared dim, or not
-            1 <= min <= opt <= max.
+        ShapeError: a text is missing or names other inputs than the others, an input is unknown, a
+            rank or a fixed size is wrong, inputs contradict each other, or 1 <= min <= opt <= max
+            does not hold.
     """
     specs = {spec.name: spec for spec in inputs}
     texts = {"min": minimum, "opt": optimum, "max": maximum}
     absent = [end for end, text in texts.items() if not text.strip()]
     if absent:
-        given = next((end for end in texts if end not in absent), "")
+        given = " and ".join(end for end in texts if end not in absent)
         raise ShapeError(
-            f"{given or 'no'} shapes were given, {' and '.join(absent)} shapes were not.",
-            do="Give all three: --min-shapes, --opt-shapes and --max-shapes.",
+            f"{' and '.join(absent)} shapes are missing; found {given or 'no'} shapes.",
+            do="Set all three: --min-shapes, --opt-shapes and --max-shapes.",
         )
     read = {end: _profile_shapes(f"{end} shapes '{text}'", text) for end, text in texts.items()}
     counts = {end: len(groups) for end, groups in read.items()}
@@ -49,10 +51,10 @@ def profiles_from_shapes(
         found = ", ".join(f"{count} in {end} shapes" for end, count in counts.items())
         raise ShapeError(
             f"the numbers of profiles differ: {found}.",
-            do="Name every input once for each profile in all three.",
+            do="Name every input once per profile in all three.",
         )
     corners = {
-        end: [_dim_sizes(f"{end} shapes '{texts[end]}'", group, specs) for group in groups]
+        end: [_solve_dims(f"{end} shapes '{texts[end]}'", group, specs) for group in groups]
         for end, groups in read.items()
     }
     return [
@@ -67,9 +69,9 @@ def _profile(low: dict[str, int], opt: dict[str, int], high: dict[str, int]) -> 
         ends = {"min": low, "opt": opt, "max": high}
         if absent := [end for end, sizes in ends.items() if name not in sizes]:
             raise ShapeError(
-                f"dim '{name}' has no size in {' and '.join(absent)} shapes, and has one in the "
+                f"dim '{name}' has no size in {' and '.join(absent)} shapes, but has one in the "
                 "others.",
-                do="Give the same inputs in all three.",
+                do="Name the same inputs in all three.",
             )
         try:
             dims[name] = DimRange(low[name], opt[name], high[name])
@@ -82,7 +84,7 @@ def _profile(low: dict[str, int], opt: dict[str, int], high: dict[str, int]) -> 
 
 
 def _profile_shapes(where: str, text: str) -> list[Shapes]:
-    """The shapes by input, one mapping a profile: a name's second mention is of the second one."""
+    """Return input name -> shape per profile; a repeated name belongs to the next profile."""
     groups: list[Shapes] = []
     mentions: dict[str, int] = {}
     for part in text.split(","):
@@ -101,14 +103,14 @@ def _profile_shapes(where: str, text: str) -> list[Shapes]:
     for name, count in mentions.items():
         if count != len(groups):
             raise ShapeError(
-                f"{where}: '{name}' is given for {count} of {len(groups)} profiles.",
-                do="An input that is named again begins another profile; name all of them again.",
+                f"{where}: '{name}' is named for {count} of {len(groups)} profiles.",
+                do="Name every input in each profile: a repeated input starts another profile.",
             )
     return groups
 
 
-def _dim_sizes(where: str, shapes: Shapes, specs: Mapping[str, TensorSpec]) -> dict[str, int]:
-    """The sizes of the named dims that give the inputs these shapes."""
+def _solve_dims(where: str, shapes: Shapes, specs: Mapping[str, TensorSpec]) -> dict[str, int]:
+    """Solve for the sizes of the named dims that give the inputs these shapes."""
     sizes: dict[str, int] = {}
     for name, shape in shapes.items():
         if name not in specs:
@@ -124,7 +126,7 @@ def _dim_sizes(where: str, shapes: Shapes, specs: Mapping[str, TensorSpec]) -> d
         for dim, size in zip(dims, shape, strict=True):
             if isinstance(dim, int) and dim != size:
                 raise ShapeError(
-                    f"{where}: {name} has the size {size} where {specs[name]} is fixed at {dim}."
+                    f"{where}: {name} has the size {size}, but {specs[name]} is fixed at {dim}."
                 )
             if (
                 isinstance(dim, str)
@@ -132,21 +134,21 @@ def _dim_sizes(where: str, shapes: Shapes, specs: Mapping[str, TensorSpec]) -> d
                 and sizes.setdefault(dim, size) != size
             ):
                 raise ShapeError(
-                    f"{where}: {dim} is {sizes[dim]} for one input and {size} for {name}.",
-                    do="Inputs that share a dim have one size for it.",
+                    f"{where}: {dim} is {sizes[dim]} for one input, but {size} for {name}.",
+                    do="Use the same size for inputs that share a dim.",
                 )
     _solve_sums(shapes, specs, sizes)
     for name, shape in shapes.items():
         if specs[name].shape(sizes) != shape:
             raise ShapeError(
-                f"{where}: {name} is {_joined(shape)}, but {specs[name]} makes it "
-                f"{_joined(specs[name].shape(sizes))}."
+                f"{where}: {name} is {_format_shape(shape)}, but {specs[name]} makes it "
+                f"{_format_shape(specs[name].shape(sizes))}."
             )
     return sizes
 
 
 def _solve_sums(shapes: Shapes, specs: Mapping[str, TensorSpec], sizes: dict[str, int]) -> None:
-    """Adds what a sum says of a name that no input has by itself: `past + sequence` is 6."""
+    """Add dims that only occur in sums: `past + sequence` is 6, `sequence` is 2, so `past` is 4."""
     for name, shape in shapes.items():
         for dim, size in zip(specs[name].dims, shape, strict=True):
             unknown = [term for term in dim_terms(dim) if term not in sizes]
@@ -156,5 +158,5 @@ def _solve_sums(shapes: Shapes, specs: Mapping[str, TensorSpec], sizes: dict[str
                     sizes[unknown[0]] = rest
 
 
-def _joined(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(str(size) for size in shape)

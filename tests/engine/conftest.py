@@ -1,4 +1,4 @@
-"""A short way to build engines; every test has a store of its own."""
+"""Fixtures that build engines; every test has its own store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.products import PROFILE
 
 
 class Said:
-    """A progress that keeps what it was told."""
+    """A progress that keeps its messages."""
 
     def __init__(self):
         self.messages = []
@@ -29,7 +29,7 @@ class Said:
 
 
 def build_config(**options) -> BuildConfig:
-    """For 8.9 unless something else is named; with the profile of `product` if none is."""
+    """Return a build configuration; by default for 8.9 and with the profile of `product`."""
     ways = {"profile", "min_shapes", "profiles_from"}
     profile = {} if ways & options.keys() else {"profile": [PROFILE]}
     return options_from(BuildConfig, "build", {"capability": "8.9", **profile, **options})
@@ -37,7 +37,7 @@ def build_config(**options) -> BuildConfig:
 
 @pytest.fixture
 def built(tmp_path):
-    """`built(artifact, capability="8.0")`: a new artifact with the engines, outside the store."""
+    """Build engines into a new artifact: `built(artifact, capability="8.0")`."""
     if not has_tensorrt():
         pytest.skip("pip install 'enginery[tensorrt-rtx]'")
     numbers = iter(range(100))

@@ -1,4 +1,4 @@
-"""Engines for tests, laid out as the build stage leaves them; their plans need not be real."""
+"""Fake engines for tests, laid out as the build stage writes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAN = b"vtrt" + bytes(range(200))
 
 
 def engine_record(artifact: Artifact, *, plan: bytes = PLAN, **changes: Any) -> EngineRecord:
-    """The record of an engine of the artifact's first graph; RTX 1.7.1 for 8.9 unless changed."""
+    """Return the record of an engine of the artifact's first graph (RTX 1.7.1, 8.9)."""
     graph = artifact.manifest.graphs[0]
     values: dict[str, Any] = {
         "flavor": "tensorrt-rtx",
@@ -65,7 +65,7 @@ def engine_record(artifact: Artifact, *, plan: bytes = PLAN, **changes: Any) -> 
 
 
 def write_engine(directory: Path, record: EngineRecord, *, plan: bytes = PLAN) -> Path:
-    """The directory of one engine, whole."""
+    """Write the complete directory of one engine."""
     directory.mkdir(parents=True)
     (directory / record.plan).write_bytes(plan)
     (directory / record.layer_list).write_text(json.dumps([LAYER]), encoding="utf-8")
@@ -75,7 +75,7 @@ def write_engine(directory: Path, record: EngineRecord, *, plan: bytes = PLAN) -
 
 
 def with_engines(source: Artifact, out: Path, *engines: dict[str, Any]) -> Artifact:
-    """A copy of the artifact with an engine for each dict of changes to `engine_record`."""
+    """Copy the artifact and add an engine for each dict of changes to `engine_record`."""
     shutil.copytree(source.path, out)
     for changes in engines:
         record = engine_record(source, **changes)

@@ -1,4 +1,4 @@
-"""Artifacts with one small matrix product: TensorRT builds an engine of them in a second."""
+"""Artifacts with one small matrix product, whose engines build in a second."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def product(
     batch: str | int = "batch",
     config: str = "{}",
 ) -> Artifact:
-    """relu(x @ w): x and y are (batch, 64)."""
+    """Make a graph relu(x @ w), where x and y are (batch, 64)."""
     weight = np.random.default_rng(seed).standard_normal((WIDTH, WIDTH)).astype(dtype)
     return artifact_of(
         out,
@@ -48,7 +48,7 @@ def artifact_of(
     batch: str | int = "batch",
     config: str = "{}",
 ) -> Artifact:
-    """An artifact of graphs from x to y, of the floating-point type of the constant `w`."""
+    """Make an artifact of graphs from x to y, with the dtype of the constant `w`."""
     half = getattr(constants.get("w"), "dtype", None) == np.float16
     spec = (TensorProto.FLOAT16 if half else TensorProto.FLOAT, [batch, WIDTH])
     with staging(out) as directory:

@@ -22,7 +22,7 @@ def test_a_split_has_its_numbers():
     assert (buckets.lengths, buckets.counts) == ((5, 6, 7, 30, 31, 120), (1,) * 6)
     assert str(buckets) == (
         "6 rows of 5 to 120 tokens; 3 buckets up to 8, 32, 120: 4% padding, 29% of the tokens of "
-        "a single one"
+        "a single bucket"
     )
 
 
@@ -96,11 +96,11 @@ def test_fewer_distinct_lengths_than_buckets_give_fewer_buckets():
     assert ends == [8, 32]
 
 
-def test_longer_rows_than_the_model_takes_are_cut_and_counted():
+def test_rows_above_the_maximum_are_truncated_and_counted():
     buckets = bucket_lengths(np.array([10, 100, 101, 5000]), 2, most=100)
     assert [bucket.longest for bucket in buckets.buckets] == [16, 100]
     assert (buckets.truncated, buckets.tokens, buckets.lengths[-1]) == (2, 310, 100)
-    assert "4 rows of 10 to 100 tokens, 2 of them cut at 100;" in str(buckets)
+    assert "4 rows of 10 to 100 tokens, 2 of them truncated at 100;" in str(buckets)
 
 
 def test_a_boundary_is_no_multiple_where_the_model_ends_before_it():
@@ -116,15 +116,13 @@ def test_an_empty_text_takes_one_position():
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        (np.array([], dtype=np.int64), "there are no token lengths to make buckets of."),
-        (np.array([[1, 2]]), "there are no token lengths to make buckets of."),
-        (np.array([3, -1]), "token lengths are int64 from -1, expected whole numbers of 0 or "
-         "more."),
-        (np.array([1.5]), "token lengths are float64 from 1.5, expected whole numbers of 0 or "
-         "more."),
+        (np.array([], dtype=np.int64), "there are no token lengths to split into buckets."),
+        (np.array([[1, 2]]), "there are no token lengths to split into buckets."),
+        (np.array([3, -1]), "token lengths are int64 from -1 on, expected integers of 0 or more."),
+        (np.array([1.5]), "token lengths are float64 from 1.5 on, expected integers of 0 or more."),
     ],
 )  # fmt: skip
-def test_lengths_that_cannot_be_used_are_refused(lengths, message):
+def test_invalid_lengths_are_rejected(lengths, message):
     with pytest.raises(InputError) as error:
         bucket_lengths(lengths, 2, most=8)
     assert str(error.value) == message
@@ -139,7 +137,7 @@ def test_lengths_that_cannot_be_used_are_refused(lengths, message):
         ({"hidden_size": -1}, "option 'hidden_size' is -1, expected 0 or more."),
     ],
 )
-def test_options_that_cannot_be_used_are_refused(options, message):
+def test_invalid_options_are_rejected(options, message):
     with pytest.raises(OptionError) as error:
         bucket_lengths(np.array([1]), **{"count": 1, "most": 8, **options})
     assert str(error.value) == message

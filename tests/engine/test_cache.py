@@ -1,4 +1,4 @@
-"""Engines in the store: what is shared, what never is, and what dies half-way."""
+"""Engines in the store: cache hits and misses, damage, and builds that fail or are killed."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from enginery.core.errors import ArtifactError, ProviderError
 from enginery.core.store import Store
 from enginery.engine import build, stage
 from enginery.engine.build import find_engine, obtain_engine
-from enginery.engine.key import read_requests
+from enginery.engine.key import resolve_requests
 from enginery.runtime.tensorrt import has_tensorrt
 from tests.core.artifacts import start
 from tests.engine.conftest import Said, build_config
@@ -52,7 +52,7 @@ def home(tmp_path, monkeypatch):
 
 
 def request_of(artifact, **options):
-    (request,) = read_requests(artifact, build_config(**options)).requests
+    (request,) = resolve_requests(artifact, build_config(**options)).requests
     return request
 
 
@@ -73,7 +73,7 @@ def wait_for(condition, seconds=60):
 # What is shared
 
 
-def test_the_second_time_is_taken_from_the_store(tmp_path, home):
+def test_second_build_comes_from_the_store(tmp_path, home):
     artifact, said = product(tmp_path / "a"), Said()
     engine, built = obtain(artifact)
     again, rebuilt = obtain(artifact, said)
@@ -93,7 +93,7 @@ def test_the_same_graph_in_another_artifact_hits(tmp_path):
     assert obtain(other) == (engine, False)
 
 
-def test_what_does_not_change_a_plan_hits(tmp_path):
+def test_options_that_do_not_change_the_plan_hit(tmp_path):
     artifact = product(tmp_path / "a")
     engine, _ = obtain(artifact)
     for options in ({"allow_partitions": True}, {"engine_per_profile": False}, {"column": "x"}):
@@ -185,7 +185,7 @@ def test_the_order_of_profiles_misses(tmp_path):
 
 
 def test_engines_are_not_compared_by_the_bytes_of_their_plans(tmp_path):
-    """Two builds of one graph differ in names that TensorRT makes up."""
+    """Two builds of a graph differ in names that TensorRT generates."""
     engine, _ = obtain(product(tmp_path / "a"))
     assert engine.record.plan_sha256 not in engine.record.fields.values()
 
@@ -194,7 +194,7 @@ def test_engines_are_not_compared_by_the_bytes_of_their_plans(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["model.plan", "layers.json", "engine.json"])
-def test_damage_is_noticed_and_the_engine_built_again(tmp_path, file):
+def test_damaged_engine_is_rebuilt(tmp_path, file):
     artifact, said = product(tmp_path / "a"), Said()
     engine, _ = obtain(artifact)
     content = (engine.path / file).read_bytes()
@@ -220,7 +220,7 @@ def flipped(content):
      {"key": "0" * 64}],
     ids=["profiles", "capabilities", "graph_sha256", "key"],
 )  # fmt: skip
-def test_a_record_that_says_other_than_it_was_built_from_is_noticed(tmp_path, change):
+def test_altered_record_is_detected(tmp_path, change):
     artifact = product(tmp_path / "a")
     engine, _ = obtain(artifact)
     file = engine.path / "engine.json"
@@ -230,7 +230,7 @@ def test_a_record_that_says_other_than_it_was_built_from_is_noticed(tmp_path, ch
         Engine.open(engine.path)
 
 
-def test_a_list_that_lacks_a_layer_is_noticed(tmp_path):
+def test_missing_layer_in_the_list_is_detected(tmp_path):
     artifact = product(tmp_path / "a")
     engine, _ = obtain(artifact)
     (engine.path / "layers.json").write_text(
@@ -239,7 +239,7 @@ def test_a_list_that_lacks_a_layer_is_noticed(tmp_path):
     assert find_engine(request_of(artifact)) is None
 
 
-def test_a_damaged_plan_is_never_put_into_another_artifact(tmp_path):
+def test_damaged_plan_is_never_copied_into_an_artifact(tmp_path):
     artifact = product(tmp_path / "a")
     engine, _ = obtain(artifact)
     engine.plan.write_bytes(flipped(engine.plan.read_bytes()))
@@ -256,7 +256,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path, monkeypatch, home):
     assert list((home / "engines").iterdir()) == []
 
 
-def test_two_processes_that_ask_at_once_build_one_engine(tmp_path, home):
+def test_two_processes_build_one_engine(tmp_path, home):
     # Two artifacts of one graph, so that both come as far as the engine.
     artifacts = [product(tmp_path / "a"), product(tmp_path / "b", config='{"other": 1}')]
     children = [start(BUILD, artifact.path) for artifact in artifacts]
@@ -277,7 +277,7 @@ def test_two_processes_that_ask_at_once_build_one_engine(tmp_path, home):
     assert plans == {engine.record.plan_sha256}
 
 
-def test_a_killed_build_leaves_nothing_whole_and_the_next_one_succeeds(tmp_path, home):
+def test_killed_build_leaves_nothing_and_the_next_one_succeeds(tmp_path, home):
     artifact = product(tmp_path / "a")
     with start(BUILD, artifact.path) as child:
         child.stdin.write("go\n")

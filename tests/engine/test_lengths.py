@@ -38,7 +38,7 @@ def dims(name, *sizes):
     return TensorSpec(name, "int64", sizes)
 
 
-def test_lengths_are_those_of_the_artifacts_tokenizer_before_it_cuts(bert):
+def test_lengths_are_counted_before_truncation(bert):
     tokenizer = TextTokenizer.open(bert.path)
     expected = [len(encoding.ids) for encoding in tokenizer.encode(TEXTS)]
     found = token_lengths(bert, TEXTS)
@@ -54,14 +54,14 @@ def test_lengths_of_a_stream_do_not_depend_on_its_chunks(bert, monkeypatch):
     assert token_lengths(bert, []).shape == (0,)
 
 
-def test_lengths_are_of_the_texts_as_the_model_gets_them(bert, monkeypatch):
+def test_lengths_are_counted_after_preprocessing(bert, monkeypatch):
     """sentence-transformers strips and lower-cases before it tokenizes."""
     (plain,) = token_lengths(bert, ["a"])
     monkeypatch.setattr(TextTokenizer, "prepare", lambda _, text: f"{text} {text}")
     assert token_lengths(bert, ["a"]).tolist() == [plain + 1]
 
 
-def test_an_item_that_is_no_text_is_refused(bert):
+def test_item_that_is_not_a_text_is_rejected(bert):
     with pytest.raises(InputError, match="text 1 is a float, expected a string"):
         token_lengths(bert, [*TEXTS[:1], 1.5])  # type: ignore[list-item]
 
@@ -79,7 +79,7 @@ def test_profiles_follow_each_other_up_to_the_models_limit(bert, data):
     assert check_profiles(profiles, record.inputs, {"sequence": 128}) == ProfileReport((), ())
 
 
-def test_longer_inputs_than_the_data_has_fit_unless_memory_matters_more(bert, data):
+def test_last_profile_ends_at_the_limit_or_at_the_data(bert, data):
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:-1]))
     record = bert.manifest.graphs[0]
     (*_, last), buckets = profiles_from_data(bert, record, data)
@@ -95,7 +95,7 @@ def test_rows_are_spread_over_the_file(bert, data):
     assert buckets.rows == 4
 
 
-def test_arithmetic_takes_the_models_own_width(bert, data, monkeypatch):
+def test_arithmetic_uses_the_hidden_size(bert, data, monkeypatch):
     given = []
     real = lengths.bucket_lengths
     monkeypatch.setattr(
@@ -106,7 +106,7 @@ def test_arithmetic_takes_the_models_own_width(bert, data, monkeypatch):
     assert given == [0, 32]
 
 
-def test_arithmetic_needs_a_width(copied, bert, data):
+def test_arithmetic_needs_a_hidden_size(copied, bert, data):
     artifact = copied(bert)
     config = read_json(artifact.path / "config.json")
     del config["hidden_size"]
@@ -114,12 +114,12 @@ def test_arithmetic_needs_a_width(copied, bert, data):
     with pytest.raises(OptionError) as error:
         profiles_from_data(artifact, bert.manifest.graphs[0], data, cost="arithmetic")
     assert str(error.value) == (
-        "option 'cost' is arithmetic, but config.json has none of hidden_size, d_model, dim, "
-        "n_embd. Take tokens."
+        "option 'cost' is arithmetic, but config.json has no hidden_size, d_model, dim or n_embd. "
+        "Use the cost tokens."
     )
 
 
-def test_a_fixed_batch_is_left_out_and_dims_keep_the_graphs_names_and_order(bert, data):
+def test_fixed_batch_is_omitted_and_dims_keep_their_order(bert, data):
     fixed = graph(dims("input_ids", 4, "T"), dims("attention_mask", 4, "T"))
     profiles, _ = profiles_from_data(bert, fixed, data, count=1)
     assert [str(profile) for profile in profiles] == ["T=1:128:128"]
@@ -135,21 +135,21 @@ IDS = dims("input_ids", "batch", "sequence")
     ("inputs", "message"),
     [
         ((IDS, dims("attention_mask", "batch", "past_sequence + sequence")),
-         "model.onnx: the lengths of texts say nothing of the dims past_sequence. Give its "
-         "profiles with --profile, as batch=1:8:32,sequence=8:128:512."),
+         "model.onnx: text lengths do not determine the dims past_sequence. Set its "
+         "profiles with --profile, such as batch=1:8:32,sequence=8:128:512."),
         ((dims("input_ids", "batch", "past + new"),),
-         "model.onnx: the lengths of texts say nothing of the dims past + new. Give its profiles "
-         "with --profile, as batch=1:8:32,sequence=8:128:512."),
+         "model.onnx: text lengths do not determine the dims past + new. Set its profiles "
+         "with --profile, such as batch=1:8:32,sequence=8:128:512."),
         ((dims("input_ids", "batch", 128),),
-         "model.onnx: the sequence is fixed at 128, whatever the texts' lengths. Leave "
-         "--profiles-from out, or export the model with a dynamic sequence."),
+         "model.onnx: the sequence is fixed at 128, so text lengths do not matter. Remove "
+         "--profiles-from, or export the model with a dynamic sequence."),
         ((dims("pixel_values", "batch", 3, 32, 32),),
-         "model.onnx takes no texts, so profiles cannot come from their lengths: it has no "
-         "input_ids (batch, sequence) among pixel_values: int64 (batch, 3, 32, 32). Give its "
-         "profiles with --profile, as batch=1:8:32,sequence=8:128:512."),
+         "model.onnx takes no texts, so profiles cannot be derived from their lengths: expected "
+         "input_ids (batch, sequence), found pixel_values: int64 (batch, 3, 32, 32). Set its "
+         "profiles with --profile, such as batch=1:8:32,sequence=8:128:512."),
     ],
 )  # fmt: skip
-def test_a_graph_whose_dims_do_not_follow_from_texts_is_refused(bert, data, inputs, message):
+def test_graph_whose_dims_do_not_follow_from_texts_is_rejected(bert, data, inputs, message):
     with pytest.raises(ShapeError) as error:
         profiles_from_data(bert, graph(*inputs), data)
     assert str(error.value) == message
@@ -164,13 +164,13 @@ def test_a_graph_whose_dims_do_not_follow_from_texts_is_refused(bert, data, inpu
         ({"count": 0}, "option 'count' is 0, expected 1 or more."),
     ],
 )  # fmt: skip
-def test_options_that_cannot_be_used_are_refused(bert, data, options, message):
+def test_invalid_options_are_rejected(bert, data, options, message):
     with pytest.raises(OptionError) as error:
         profiles_from_data(bert, bert.manifest.graphs[0], data, **options)
     assert str(error.value) == message
 
 
-def test_a_file_that_cannot_be_used_is_refused(bert, data):
+def test_file_without_the_column_is_rejected(bert, data):
     with pytest.raises(InputError, match="no column 'review'"):
         profiles_from_data(bert, bert.manifest.graphs[0], data, column="review")
 
@@ -186,7 +186,7 @@ def test_the_figure_names_each_bucket_and_its_padding(tmp_path):
         assert words in text
 
 
-def test_every_row_is_in_one_bar_and_no_boundary_parts_a_bar():
+def test_every_row_is_in_one_bar_and_no_bucket_end_splits_a_bar():
     class Axes:
         def __getattr__(self, name):
             return lambda *args, **options: None

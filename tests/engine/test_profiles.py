@@ -38,16 +38,16 @@ def refusal(texts, inputs=TEXT, limits=LIMITS):
 # Reading
 
 
-def test_profiles_come_in_the_graphs_order_so_that_equal_ones_are_equal_texts():
+def test_profiles_are_in_the_graphs_order():
     assert read("sequence_length=8:128:512, batch_size=1:8:32", FULL) == [FULL, FULL]
 
 
-def test_a_fixed_dim_with_its_own_size_adds_nothing():
+def test_fixed_dim_with_its_own_size_is_accepted():
     image = (TensorSpec("pixel_values", "float32", ("batch", 3, 32, 32)),)
     assert read("batch=1:2:4,channels=3", inputs=image) == ["batch=1:2:4"]
 
 
-def test_a_graph_of_fixed_shapes_needs_no_profile_and_has_none():
+def test_graph_with_fixed_shapes_has_no_profile():
     assert read(inputs=FIXED) == read("batch=1,sequence=16", inputs=FIXED) == []
     assert check_profiles([], FIXED, LIMITS) == ProfileReport((), ())
 
@@ -81,39 +81,40 @@ def test_both_notations_give_the_same_profile():
         ("", "a profile is empty, expected name=min:opt:max. Write it as "
          "batch=1:8:32,sequence=8:128:512."),
         ("input_ids=1x8:4x64:8x128", "profile 'input_ids=1x8:4x64:8x128': found "
-         "'input_ids=1x8:4x64:8x128', the shape of an input; expected name=min:opt:max of a dim. "
+         "the input shape 'input_ids=1x8:4x64:8x128', expected name=min:opt:max of a dim. "
          "Write batch=1:4:8,sequence=8:64:128, or --min-shapes input_ids:1x8 --opt-shapes "
          "input_ids:4x64 --max-shapes input_ids:8x128."),
         ("input_ids:1x8,attention_mask:1x8", "profile 'input_ids:1x8,attention_mask:1x8': found "
-         "'input_ids:1x8', the shape of an input; expected name=min:opt:max of a dim. Write "
+         "the input shape 'input_ids:1x8', expected name=min:opt:max of a dim. Write "
          "batch=1,sequence=8, or --min-shapes input_ids:1x8 --opt-shapes input_ids:1x8 "
          "--max-shapes input_ids:1x8."),
-        ("images=1x8", "profile 'images=1x8': found 'images=1x8', the shape of an input; expected "
-         "name=min:opt:max of a dim. Name the graph's dims, as batch=1:8:32,sequence=8:128:512."),
+        ("images=1x8", "profile 'images=1x8': found the input shape 'images=1x8', expected "
+         "name=min:opt:max of a dim. Name the graph's dims, for example "
+         "batch=1:8:32,sequence=8:128:512."),
     ],
 )  # fmt: skip
-def test_a_bad_profile_says_what_is_wrong_and_what_to_do(text, message):
+def test_invalid_profile_is_an_error_with_a_remedy(text, message):
     assert refusal([text]) == message
 
 
-def test_a_fixed_dim_keeps_its_size():
+def test_fixed_dim_with_another_size_is_an_error():
     assert refusal(["batch=8,sequence=16"], inputs=FIXED) == (
         "profile 'batch=8,sequence=16': batch is fixed at 1 in the graph, found batch=8. "
         "Leave batch out, or export the model with a dynamic batch."
     )
 
 
-def test_a_graph_of_fixed_shapes_takes_no_other_dims():
+def test_graph_with_fixed_shapes_takes_no_other_dims():
     assert refusal(["rows=8"], inputs=FIXED) == (
         "profile 'rows=8': the model has no dynamic dim 'rows'. "
         "All its shapes are fixed; leave the profile out."
     )
 
 
-def test_a_graph_of_dynamic_dims_needs_a_profile():
+def test_graph_with_dynamic_dims_needs_a_profile():
     assert refusal([]) == (
-        "the graph has the dynamic dims batch, sequence and no profile was given. "
-        "Give one, for example batch=1:8:32,sequence=1:8:32."
+        "the graph has the dynamic dims batch, sequence, but no profile was given. "
+        "Add one, for example --profile batch=1:8:32,sequence=1:8:32."
     )
 
 
@@ -128,7 +129,7 @@ def test_past_and_present_share_the_models_positions():
     assert check_profiles(parsed("batch=1,sequence=900,past_sequence=900"), DECODER, {})
 
 
-def test_a_mask_one_longer_than_the_past_shares_them_too():
+def test_mask_one_longer_than_the_past_shares_the_positions():
     step = (
         TensorSpec("input_ids", "int64", ("batch", 1)),
         TensorSpec("attention_mask", "int64", ("batch", "past_sequence + 1")),
@@ -148,7 +149,7 @@ def test_every_profile_is_checked():
 # Profiles together
 
 
-def test_profiles_side_by_side_need_no_word():
+def test_adjacent_profiles_have_no_notes():
     assert check_profiles(
         parsed("batch=1:8:32,sequence=1:16:32", "batch=1:8:32,sequence=33:64:512"), TEXT, LIMITS
     ) == ProfileReport((), ())
@@ -162,8 +163,8 @@ def test_sizes_between_profiles_are_a_warning():
         ), TEXT, LIMITS,
     )  # fmt: skip
     assert report.warnings == (
-        "sequence 33 to 63 is in no profile: the ranges leave it out between 32 and 64.",
-        "sequence 257 is in no profile: the ranges leave it out between 256 and 258.",
+        "sequence 33 to 63 is in no profile: the ranges end at 32 and start again at 64.",
+        "sequence 257 is in no profile: the ranges end at 256 and start again at 258.",
     )
     assert report.notes == ()
 
@@ -176,43 +177,43 @@ def test_ranges_inside_a_wide_one_leave_no_gap():
     assert report.warnings == ()
 
 
-def test_sizes_that_do_not_go_together_are_noted():
+def test_uncovered_combinations_are_noted():
     report = check_profiles(
         parsed("batch=1:4:8,sequence=1:8:16", "batch=1:1:4,sequence=17:32:64"), TEXT, LIMITS
     )
     assert report == ProfileReport(
         (),
-        ("no profile takes batch 5 to 8 with sequence 17 to 64, though each of these sizes is in "
-         "one.",),
+        ("no profile covers batch 5 to 8 with sequence 17 to 64, although each of these sizes is "
+         "in one.",),
     )  # fmt: skip
 
 
-def test_sizes_that_do_not_go_together_are_named_as_far_as_they_reach():
+def test_uncovered_combinations_are_merged():
     report = check_profiles(
         parsed("batch=1:4:8,sequence=1:8:16", "batch=1:1:4,sequence=17:32:32",
                "batch=1:1:4,sequence=33:64:64"), TEXT, LIMITS,
     )  # fmt: skip
-    assert report.notes[0].startswith("no profile takes batch 5 to 8 with sequence 17 to 64, ")
+    assert report.notes[0].startswith("no profile covers batch 5 to 8 with sequence 17 to 64, ")
 
 
-def test_a_profile_within_another_is_noted_and_takes_its_own_shapes():
+def test_profile_within_another_is_noted_and_used_for_its_shapes():
     both = parsed(FULL, "batch=1,sequence=8:16:32")
     assert check_profiles(both, TEXT, LIMITS) == ProfileReport(
         (),
         ("profile 'batch=1,sequence=8:16:32' lies within 'batch=1:8:32,sequence=8:128:512' and "
-         "comes before it for the shapes in both, batch 1, sequence 8 to 32: its largest shape is "
-         "the smaller.",),
+         "is used for the shapes in both, batch 1, sequence 8 to 32: its largest shape is "
+         "smaller.",),
     )  # fmt: skip
     assert choose_profile(both, {"batch": 1, "sequence": 32}) == 1
 
 
-def test_overlapping_profiles_are_noted_with_the_one_that_comes_first():
+def test_overlapping_profiles_are_noted_with_the_one_used():
     report = check_profiles(
         parsed("batch=8:16:32,sequence=8", "batch=1:2:16,sequence=8"), TEXT, LIMITS
     )
     assert report.notes == (
-        "profile 'batch=1:2:16,sequence=8' overlaps 'batch=8:16:32,sequence=8' and comes before it "
-        "for the shapes in both, batch 8 to 16, sequence 8: its largest shape is the smaller.",
+        "profile 'batch=1:2:16,sequence=8' overlaps 'batch=8:16:32,sequence=8' and is used for "
+        "the shapes in both, batch 8 to 16, sequence 8: its largest shape is smaller.",
     )
 
 
@@ -220,9 +221,9 @@ def test_overlapping_profiles_are_noted_with_the_one_that_comes_first():
     ("first", "second", "reason"),
     [
         ("batch=8:8:32,sequence=8", "batch=1:8:32,sequence=8",
-         "their largest shapes are of one size, and it has fewer shapes."),
+         "their largest shapes are equally large, and it has fewer shapes."),
         ("batch=1:2:4,sequence=1:2:8", "batch=1:2:8,sequence=1:2:4",
-         "both are of one size, and it was given first."),
+         "both are equally large, and it was given first."),
     ],
 )  # fmt: skip
 def test_a_tie_between_overlapping_profiles_has_its_reason(first, second, reason):
@@ -231,24 +232,24 @@ def test_a_tie_between_overlapping_profiles_has_its_reason(first, second, reason
     assert notes[0].endswith(reason)
 
 
-def test_two_profiles_of_the_same_shapes_are_an_error():
+def test_profiles_with_the_same_shapes_are_an_error():
     assert refusal([FULL, "batch=1:1:32,sequence=8:16:512"]) == (
         "profiles 'batch=1:8:32,sequence=8:128:512' and 'batch=1:1:32,sequence=8:16:512' cover the "
-        "same shapes, so that the second is never chosen. Leave one of them out."
+        "same shapes, so the second is never chosen. Remove one of them."
     )
 
 
-def test_a_profile_that_others_leave_nothing_to_is_an_error():
+def test_profile_covered_by_smaller_ones_is_an_error():
     assert refusal(
         ["batch=1,sequence=1:16:32", "batch=1,sequence=1:8:16", "batch=1,sequence=17:18:32"]
     ) == (
-        "profile 'batch=1,sequence=1:16:32' is never chosen: every shape of it is in a smaller "
-        "one, 'batch=1,sequence=1:8:16' and 'batch=1,sequence=17:18:32'. Leave it out."
+        "profile 'batch=1,sequence=1:16:32' is never chosen: all its shapes are in a smaller "
+        "profile, 'batch=1,sequence=1:8:16' and 'batch=1,sequence=17:18:32'. Remove it."
     )
 
 
 def test_never_chosen_agrees_with_the_choice_at_run_time():
-    """Over all shapes of small profiles, drawn at random."""
+    """Compare over all shapes of small random profiles."""
     generator = np.random.default_rng(0)
     found = set()
     for _ in range(300):

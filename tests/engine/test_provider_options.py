@@ -38,7 +38,7 @@ def parsed(monkeypatch, artifact):
     return parse
 
 
-def test_tensorrt_gets_a_cache_of_its_own_and_the_profiles_shapes(artifact):
+def test_tensorrt_gets_a_cache_and_the_profile_shapes(artifact):
     options = provider_options(artifact, "tensorrt", profiles=[PROFILE])
     cache = options["trt_engine_cache_path"]
     assert cache.rpartition("/")[2].startswith("tensorrt-model-")
@@ -54,7 +54,7 @@ def test_tensorrt_gets_a_cache_of_its_own_and_the_profiles_shapes(artifact):
     }
 
 
-def test_rtx_gets_all_profiles_an_input_named_again_for_each(artifact):
+def test_rtx_gets_all_profiles_with_repeated_inputs(artifact):
     options = provider_options(
         artifact, "NvTensorRTRTXExecutionProvider", profiles=["batch=1,sequence=8:16:32", PROFILE]
     )
@@ -69,19 +69,19 @@ def test_rtx_gets_all_profiles_an_input_named_again_for_each(artifact):
     assert len(options) == 4
 
 
-def test_onnxruntimes_own_parser_takes_every_option(artifact, parsed):
+def test_onnxruntime_accepts_every_option(artifact, parsed):
     parsed(provider_options(artifact, "tensorrt", profiles=[PROFILE]))
     parsed(provider_options(artifact, "tensorrt", profiles=[PROFILE], fp16=True, save_context=True))
 
 
-def test_onnxruntimes_own_parser_refuses_what_it_does_not_know(parsed):
+def test_onnxruntime_rejects_unknown_options(parsed):
     with pytest.raises(RuntimeError, match="Invalid TensorRT EP option: trt_engine_cash_path"):
         parsed({"trt_engine_cash_path": "/tmp"})
     with pytest.raises(RuntimeError, match="should be 'True' or 'False'"):
         parsed({"trt_engine_cache_enable": "1"})
 
 
-def test_optimum_hands_them_on_and_stops_where_the_libraries_are_missing(artifact, monkeypatch):
+def test_optimum_passes_the_options_on(artifact, monkeypatch):
     from optimum.onnxruntime import ORTModelForSequenceClassification
 
     given = []
@@ -116,7 +116,7 @@ def test_the_cache_is_found_again_and_exists(artifact, copied):
 @pytest.mark.parametrize(
     "given", [{"profiles": ["batch=1,sequence=8"]}, {"fp16": True}, {"save_context": True}]
 )
-def test_what_an_engine_depends_on_has_another_cache(artifact, given):
+def test_different_inputs_use_different_caches(artifact, given):
     assert cache_of(artifact, **given) != cache_of(artifact)
 
 
@@ -134,7 +134,7 @@ def test_two_fine_tunes_of_one_architecture_never_share_a_cache(artifact, tmp_pa
     assert cache_of(Artifact.open(tmp_path / "other")) != cache_of(artifact)
 
 
-def test_without_profiles_those_of_the_artifacts_engines_are_taken(artifact, tmp_path):
+def test_default_profiles_are_those_of_the_engines(artifact, tmp_path):
     built = with_engines(
         artifact,
         tmp_path / "built",
@@ -147,7 +147,7 @@ def test_without_profiles_those_of_the_artifacts_engines_are_taken(artifact, tmp
     assert rtx["nv_profile_opt_shapes"].startswith("input_ids:4x16,")
 
 
-def test_no_profile_at_all_is_an_error_with_an_example(artifact):
+def test_missing_profile_is_an_error_with_an_example(artifact):
     with pytest.raises(ShapeError, match="no profile was given") as error:
         provider_options(artifact, "tensorrt")
     assert "batch=1:8:32,sequence=1:8:32" in error.value.do
@@ -158,15 +158,15 @@ def test_a_profile_beyond_the_models_positions_is_an_error(artifact):
         provider_options(artifact, "tensorrt", profiles=["batch=1,sequence=1:8:512"])
 
 
-def test_several_profiles_for_classic_tensorrt_are_refused_with_one_that_spans_them(artifact):
-    with pytest.raises(ShapeError, match="runs the first alone") as error:
+def test_several_profiles_for_classic_tensorrt_are_an_error_with_one_that_covers_them(artifact):
+    with pytest.raises(ShapeError, match="uses only the first") as error:
         provider_options(artifact, "tensorrt", profiles=["batch=1,sequence=1:8:16", PROFILE])
     assert error.value.do.endswith("--profile batch=1:1:32,sequence=1:8:128")
 
 
-def test_fp16_is_for_graphs_without_types_of_their_own(artifact):
+def test_fp16_is_only_for_fp32_graphs(artifact):
     half = Artifact(artifact.path, artifact.manifest.model_copy(update={"precision": "fp16"}))
-    with pytest.raises(OptionError, match="the graph is fp16 already: its own types hold"):
+    with pytest.raises(OptionError, match="the graph is already fp16, and its own dtypes hold"):
         provider_options(half, "tensorrt", profiles=[PROFILE], fp16=True)
     assert "trt_fp16_enable" not in provider_options(half, "tensorrt", profiles=[PROFILE])
     whole = provider_options(artifact, "tensorrt", profiles=[PROFILE], fp16=True)
@@ -175,11 +175,11 @@ def test_fp16_is_for_graphs_without_types_of_their_own(artifact):
 
 @pytest.mark.parametrize("option", ["fp16", "save_context"])
 def test_rtx_has_neither_of_these_options(artifact, option):
-    with pytest.raises(OptionError, match=f"option '{option}' is set, and the provider of"):
+    with pytest.raises(OptionError, match=f"option '{option}' is set, but the provider of"):
         provider_options(artifact, "tensorrt-rtx", profiles=[PROFILE], **{option: True})
 
 
-def test_a_saved_context_lies_in_the_cache_whose_path_is_then_left_out(artifact):
+def test_saved_context_replaces_the_cache_path(artifact):
     options = provider_options(artifact, "tensorrt", profiles=[PROFILE], save_context=True)
     assert "trt_engine_cache_path" not in options
     assert options["trt_ep_context_file_path"] == options["trt_timing_cache_path"]
@@ -192,7 +192,7 @@ def test_a_provider_that_builds_no_engines_is_an_error(artifact):
         provider_options(artifact, "cuda")
 
 
-def test_both_forms_hold_the_options(artifact):
+def test_python_and_json_have_the_same_options(artifact):
     options = provider_options(artifact, "tensorrt", profiles=[PROFILE])
     names = {}
     exec(to_python("tensorrt", options), names)

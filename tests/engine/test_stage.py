@@ -20,7 +20,7 @@ from enginery.core.errors import (
 from enginery.core.progress import SILENT
 from enginery.core.store import Store
 from enginery.engine import stage
-from enginery.engine.key import read_requests
+from enginery.engine.key import resolve_requests
 from enginery.runtime.tensorrt import has_tensorrt
 from enginery.validate import stage as validate
 from enginery.validate.config import ValidateConfig
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not has_tensorrt(), reason="pip install 'enginer
 
 @pytest.fixture
 def own_home(tmp_path, monkeypatch):
-    """A store of the test's own, where nothing has been built."""
+    """Give the test an empty store."""
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -55,7 +55,7 @@ def files_of(artifact):
 # What is made
 
 
-def test_the_artifact_has_all_that_it_had_and_the_engine(tmp_path, built):
+def test_artifact_keeps_its_files_and_gets_the_engine(tmp_path, built):
     source = product(tmp_path / "a", external=True)
     source = source.annotate(reports={"reports/validation.json": b"{}"})
     made = built(source)
@@ -72,7 +72,7 @@ def test_the_artifact_has_all_that_it_had_and_the_engine(tmp_path, built):
     assert made.manifest.graphs == source.manifest.graphs
 
 
-def test_the_record_says_what_the_engine_is(tmp_path, built):
+def test_record_describes_the_engine(tmp_path, built):
     made = built(product(tmp_path / "a"), capability="8.9,8.0", profile=["batch=2", "batch=1:4:8"],
                  engine_per_profile=False)  # fmt: skip
     (engine,) = engines_of(made)
@@ -103,27 +103,26 @@ def test_the_report_has_engines_notes_and_the_stage(tmp_path, own_home, built):
     assert engine["from_store"] is False
     assert report["left_out"] == []
     assert any("5 to 7" in note for note in report["notes"]), "the gap between the profiles"
-    assert any("first profile of an engine alone" in note for note in report["notes"])
-    assert any("run on a GPU yet" in note for note in report["notes"])
+    assert any("only the first profile of an engine" in note for note in report["notes"])
     record = made.manifest.stages[-1]
     assert list(record.notes) == [report["summary"], *report["notes"]]
     assert record.fields == report["fields"]
     assert record.peak_rss_bytes >= engine["peak_rss_bytes"]
 
 
-def test_an_engine_of_each_profile_has_one_profile(tmp_path, built):
+def test_engine_per_profile_has_one_profile(tmp_path, built):
     made = built(product(tmp_path / "a"), profile=["batch=1:2:4", "batch=5:16:32"])
     found = [engine.record.profiles for engine in engines_of(made)]
     assert sorted(found) == [("batch=1:2:4",), ("batch=5:16:32",)]
     assert not any("first profile" in note for note in report_of(made)["notes"])
 
 
-def test_a_graph_of_fixed_shapes_needs_no_profile(tmp_path, built):
+def test_graph_with_fixed_shapes_needs_no_profile(tmp_path, built):
     made = built(product(tmp_path / "a", batch=4), profile=[])
     assert engines_of(made)[0].record.profiles == ()
 
 
-def test_a_portable_engine_says_so_in_its_name(tmp_path, built):
+def test_portable_engine_has_portable_in_its_name(tmp_path, built):
     (engine,) = engines_of(built(product(tmp_path / "a"), capability="portable"))
     assert engine.name.startswith("tensorrt-rtx-portable-")
     assert engine.record.capabilities == ()
@@ -131,8 +130,8 @@ def test_a_portable_engine_says_so_in_its_name(tmp_path, built):
 
 def test_shapes_in_tensorrts_notation_are_the_same_engine(tmp_path, own_home):
     source = product(tmp_path / "a")
-    ours = read_requests(source, build_config(profile=["batch=1:4:8"]))
-    theirs = read_requests(
+    ours = resolve_requests(source, build_config(profile=["batch=1:4:8"]))
+    theirs = resolve_requests(
         source,
         build_config(min_shapes="x:1x64", opt_shapes="x:4x64", max_shapes="x:8x64"),
     )
@@ -142,7 +141,7 @@ def test_shapes_in_tensorrts_notation_are_the_same_engine(tmp_path, own_home):
 # Engines beside one another
 
 
-def test_out_may_be_the_source_and_gets_one_engine_more(tmp_path, own_home):
+def test_out_may_be_the_source(tmp_path, own_home):
     source = product(tmp_path / "a")
     first = build_engine(source, out=source.path, profile=[PROFILE], capability="8.9")
     second = build_engine(source.path, out=source.path, profile=[PROFILE], capability="8.0")
@@ -174,7 +173,7 @@ def test_an_artifact_that_has_the_engines_needs_no_store(tmp_path, own_home):
     assert files_of(copied) == files_of(made)
 
 
-def test_force_builds_anew_and_replaces_the_engine(tmp_path, own_home):
+def test_force_rebuilds_and_replaces_the_engine(tmp_path, own_home):
     source = product(tmp_path / "a")
     options = {"profile": [PROFILE], "capability": "8.9"}
     made = build_engine(source, out=tmp_path / "b", **options)
@@ -221,7 +220,7 @@ stages:
 # Verdicts
 
 
-def test_a_validation_still_holds_after_a_build(exported, copied, built):
+def test_validation_stays_valid_after_a_build(exported, copied, built):
     source = copied(exported("bert", "text-classification"))
     config = ValidateConfig()
     report = validate_model(source)
@@ -260,7 +259,7 @@ def test_reports_written_since_stay_where_engines_come_from_the_store(tmp_path, 
     assert {"benchmark.json", "engines.json"} <= {path.name for path in reports.iterdir()}
 
 
-def test_engines_that_a_copy_replaces_are_named(tmp_path, own_home):
+def test_replaced_engines_are_named(tmp_path, own_home):
     source, out = product(tmp_path / "a"), tmp_path / "out"
     build_engine(source, out=out, profile=[PROFILE], capability="8.9")
     said = Said()
@@ -273,7 +272,7 @@ def test_engines_that_a_copy_replaces_are_named(tmp_path, own_home):
     assert len([message for message in said.messages if "are replaced" in message]) == 1
 
 
-def test_a_large_report_of_the_source_is_not_written_over(tmp_path, built):
+def test_large_report_of_the_source_is_not_overwritten(tmp_path, built):
     source = product(tmp_path / "a")
     (source.path / "reports").mkdir()
     large = json.dumps({"padding": "x" * (2 << 20)})
@@ -282,20 +281,20 @@ def test_a_large_report_of_the_source_is_not_written_over(tmp_path, built):
     assert (source.path / stage.REPORT).read_text() == large
 
 
-def test_a_failed_artifact_is_refused_unless_forgiven(tmp_path, built):
+def test_failed_artifact_is_rejected_unless_allowed(tmp_path, built):
     source = product(tmp_path / "a").annotate(verdict(passed=False), b"{}")
     with pytest.raises(RejectedArtifactError, match="failed its validation"):
         built(source)
     assert built(source, allow_failed=True).failed()
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"profile": []}, ShapeError, "dynamic dims batch and no profile was given"),
+        ({"profile": []}, ShapeError, "dynamic dims batch, but no profile was given"),
         ({"profile": ["rows=1:2:3"]}, ShapeError, "no dynamic dim 'rows'"),
         ({"capability": "9.0"}, OptionError, "does not build for compute capability '9.0'"),
         ({"capability": " "}, OptionError, "option 'capability' is empty"),
@@ -308,13 +307,13 @@ def test_a_failed_artifact_is_refused_unless_forgiven(tmp_path, built):
         ({"optimization_level": 5}, OptionError, "no effect in TensorRT for RTX"),
         ({"count": 0}, OptionError, "option 'count' is 0, expected 1 or more"),
         ({"profile": [PROFILE], "min_shapes": "x:1x64"}, OptionError,
-         "options 'profile' and 'min_shapes' both name profiles"),
+         "options 'profile' and 'min_shapes' both set profiles"),
         ({"profile": [PROFILE], "profiles_from": "a.csv"}, OptionError,
-         "options 'profile' and 'profiles_from' both name profiles"),
+         "options 'profile' and 'profiles_from' both set profiles"),
         ({"profiles_from": "missing.csv"}, ShapeError, "model.onnx takes no texts"),
     ],
 )  # fmt: skip
-def test_a_bad_option_is_an_error_in_words_and_builds_nothing(
+def test_invalid_option_is_an_error_and_builds_nothing(
     tmp_path, own_home, built, options, error, message
 ):
     if options.get("capability") == "current" and shutil.which("nvidia-smi"):
@@ -324,13 +323,13 @@ def test_a_bad_option_is_an_error_in_words_and_builds_nothing(
     assert Store().entries() == []
 
 
-def test_a_maximum_beyond_the_positions_is_refused(exported, built):
+def test_maximum_beyond_the_positions_is_rejected(exported, built):
     source = exported("bert", "text-classification")
     with pytest.raises(ShapeError, match="positions end at 128"):
         built(source, profile=["batch=1,sequence=8:64:256"])
 
 
-def test_refused_nodes_are_named_with_operator_words_and_remedy(tmp_path, own_home, built):
+def test_unsupported_nodes_are_named_with_operator_reason_and_remedy(tmp_path, own_home, built):
     nodes = [
         node("Foo", "x", "a", name="first", domain="my.ops"),
         node("Foo", "a", "b", name="second", domain="my.ops"),
@@ -341,21 +340,21 @@ def test_refused_nodes_are_named_with_operator_words_and_remedy(tmp_path, own_ho
         built(source)
     assert "model.onnx" in caught.value.message
     assert "first" in caught.value.message
-    assert "1 more alike" in caught.value.message
+    assert "1 more like it" in caught.value.message
     assert caught.value.do
     assert Store().entries() == []
 
 
-def test_what_only_tensorrt_refuses_is_named_in_its_words(tmp_path, own_home, built):
+def test_nodes_that_tensorrt_rejects_have_its_message(tmp_path, own_home, built):
     # A rule of this package's own would stop it earlier: none knows this operator.
     nodes = [node("Det", "m", "d", name="det"), node("Add", "x d", "y", name="sum")]
     constants = {"m": np.eye(4, dtype=np.float32)}
     source = artifact_of(tmp_path / "a", {"model.onnx": nodes}, constants)
-    with pytest.raises(ProviderError, match=r"takes 1 of 2 nodes.*det \(Det\)"):
+    with pytest.raises(ProviderError, match=r"supports 1 of 2 nodes.*det \(Det\)"):
         built(source)
 
 
-def test_the_rules_are_asked_before_tensorrt(tmp_path, built, monkeypatch):
+def test_lint_rules_run_before_tensorrt(tmp_path, built, monkeypatch):
     monkeypatch.setattr("enginery.engine.build.coverage", pytest.fail)
     monkeypatch.setattr("enginery.engine.build.build_plan", pytest.fail)
     constants = quantized_constants(z=np.array(3, np.int8))
@@ -365,7 +364,7 @@ def test_the_rules_are_asked_before_tensorrt(tmp_path, built, monkeypatch):
     assert caught.value.do
 
 
-def test_partitions_are_allowed_where_another_graph_is_taken(tmp_path, built):
+def test_partitions_are_allowed_if_another_graph_is_supported(tmp_path, built):
     good = [node("MatMul", "x w", "y", name="product")]
     bad = [node("Det", "m", "d", name="det"), node("Add", "x d", "y", name="sum")]
     constants = {"w": np.eye(WIDTH, dtype=np.float32), "m": np.eye(4, dtype=np.float32)}
@@ -379,7 +378,7 @@ def test_partitions_are_allowed_where_another_graph_is_taken(tmp_path, built):
     assert any("decoder.onnx stays ONNX" in note for note in report_of(made)["notes"])
 
 
-def test_partitions_do_not_help_where_no_graph_is_taken(tmp_path, own_home, built):
+def test_partitions_do_not_help_if_no_graph_is_supported(tmp_path, own_home, built):
     bad = [node("Det", "m", "d", name="det"), node("Add", "x d", "y", name="sum")]
     source = artifact_of(tmp_path / "a", {"model.onnx": bad}, {"m": np.eye(4, dtype=np.float32)})
     with pytest.raises(ProviderError) as caught:
@@ -415,7 +414,7 @@ def test_another_file_of_texts_is_another_artifact_and_an_old_engine(exported, t
         data = tmp_path / f"{name}.csv"
         data.write_text("text\n" + "short words\n" * count)
         config = build_config(profiles_from=str(data))
-        requested = read_requests(source, config)
+        requested = resolve_requests(source, config)
         keys.add(
             (stage.fingerprint(source, config, requested).key, requested.requests[0].directory)
         )

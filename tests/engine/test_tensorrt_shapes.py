@@ -34,13 +34,13 @@ def test_shapes_give_the_graphs_dims_their_ranges():
     assert found == ["batch=1:4:8,sequence=8:64:128"]
 
 
-def test_inputs_that_add_no_dim_may_be_left_out():
+def test_inputs_without_new_dims_may_be_omitted():
     assert read("input_ids:1x8", "input_ids:1x8", "attention_mask:2x8") == [
         "batch=1:1:2,sequence=8"
     ]
 
 
-def test_inputs_named_again_begin_another_profile_as_in_onnx_runtime():
+def test_repeated_inputs_start_another_profile_as_in_onnx_runtime():
     found = read(
         "input_ids:32x1,attention_mask:32x1,input_ids:32x41,attention_mask:32x41",
         "input_ids:32x8,input_ids:32x64,attention_mask:32x8,attention_mask:32x64",
@@ -78,21 +78,21 @@ def test_sums_are_solved(one):
         ("input_idz:1x2", "the model has no input 'input_idz'; did you mean 'input_ids'? Its "
          "inputs: input_ids, attention_mask, past.0.key."),
         ("input_ids:1", "input_ids has 1 dims, expected 2: input_ids: int64 (batch, sequence)."),
-        ("input_ids:1x2,past.0.key:1x5x4x16", "past.0.key has the size 5 where past.0.key: "
+        ("input_ids:1x2,past.0.key:1x5x4x16", "past.0.key has the size 5, but past.0.key: "
          "float32 (batch, 4, past_sequence, 16) is fixed at 4."),
-        ("input_ids:1x2,past.0.key:2x4x4x16", "batch is 1 for one input and 2 for past.0.key. "
-         "Inputs that share a dim have one size for it."),
+        ("input_ids:1x2,past.0.key:2x4x4x16", "batch is 1 for one input, but 2 for past.0.key. "
+         "Use the same size for inputs that share a dim."),
         ("input_ids=1x2", "found 'input_ids=1x2', expected input:AxBxC. Write it as "
          "input_ids:1x8,attention_mask:1x8."),
         ("input_ids:1x2,", "found '', expected input:AxBxC. Write it as "
          "input_ids:1x8,attention_mask:1x8."),
         ("input_ids:1x²", "found 'input_ids:1x²', expected input:AxBxC. Write it as "
          "input_ids:1x8,attention_mask:1x8."),
-        ("input_ids:1x2,attention_mask:1x2,input_ids:1x4", "'attention_mask' is given for 1 of 2 "
-         "profiles. An input that is named again begins another profile; name all of them again."),
+        ("input_ids:1x2,attention_mask:1x2,input_ids:1x4", "'attention_mask' is named for 1 of 2 "
+         "profiles. Name every input in each profile: a repeated input starts another profile."),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_the_graph_is_said(text, message):
+def test_shapes_that_do_not_fit_the_graph_are_errors(text, message):
     found = refusal(text, text, text, DECODER)
     assert found == (message if message.startswith("dim ") else f"min shapes '{text}': {message}")
 
@@ -100,15 +100,15 @@ def test_what_does_not_fit_the_graph_is_said(text, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("100", "min shapes were given, opt and max shapes were not."),
-        ("110", "min shapes were given, max shapes were not."),
-        ("001", "max shapes were given, min and opt shapes were not."),
+        ("100", "opt and max shapes are missing; found min shapes."),
+        ("110", "max shapes are missing; found min and opt shapes."),
+        ("001", "min and opt shapes are missing; found max shapes."),
     ],
 )
 def test_all_three_are_needed(given, message):
     texts = ["input_ids:1x8" if flag == "1" else "" for flag in given]
     assert refusal(*texts) == (
-        f"{message} Give all three: --min-shapes, --opt-shapes and --max-shapes."
+        f"{message} Set all three: --min-shapes, --opt-shapes and --max-shapes."
     )
 
 
@@ -116,15 +116,15 @@ def test_all_three_have_the_same_number_of_profiles():
     two = "input_ids:1x8,input_ids:1x9"
     assert refusal("input_ids:1x8", two, two) == (
         "the numbers of profiles differ: 1 in min shapes, 2 in opt shapes, 2 in max shapes. "
-        "Name every input once for each profile in all three."
+        "Name every input once per profile in all three."
     )
 
 
 def test_a_dim_has_a_size_in_all_three():
     full, part = "input_ids:1x2", "past.0.key:1x4x2x16"
     assert refusal(full, full, part, DECODER) == (
-        "dim 'sequence' has no size in max shapes, and has one in the others. "
-        "Give the same inputs in all three."
+        "dim 'sequence' has no size in max shapes, but has one in the others. "
+        "Name the same inputs in all three."
     )
 
 
@@ -139,5 +139,5 @@ def test_a_dim_has_a_size_in_all_three():
          "1 <= min <= opt <= max."),
     ],
 )  # fmt: skip
-def test_sizes_are_in_order(low, opt, message):
+def test_sizes_out_of_order_are_errors(low, opt, message):
     assert refusal(f"input_ids:{low}", f"input_ids:{opt}", "input_ids:8x8") == message

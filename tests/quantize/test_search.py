@@ -109,7 +109,7 @@ def test_accuracy_budget_needs_logits():
 def test_budget_smaller_than_one_row_is_noted():
     (note,) = budget_notes(AccuracyBudget("agreement", 0.005), rows=128)
     assert "of 128 held-out rows, one is 0.78%" in note
-    assert "not one answer may change" in note
+    assert "no answer may change" in note
     assert budget_notes(AccuracyBudget("agreement", 0.01), rows=128) == []
     assert budget_notes(AccuracyBudget("agreement", 0.01), rows=100), "the search spends 95 % of it"
     assert budget_notes(AccuracyBudget("cosine", 0.002), rows=8) == []
