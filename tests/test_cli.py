@@ -288,10 +288,10 @@ def test_providers_are_wished_for_alike(cli, artifact, tmp_path, command):
 
 def test_doctor_says_no_with_status_1_and_one_document(cli, monkeypatch):
     from enginery.doctor import stage
-    from enginery.doctor.subprocess_probe import Answer
+    from enginery.doctor.subprocess_probe import ProbeResult
 
-    dead = Answer(reason="the process died of SIGSEGV")
-    monkeypatch.setattr(stage, "ask", lambda words, timeout_seconds: dead)
+    dead = ProbeResult(reason="the process died of SIGSEGV")
+    monkeypatch.setattr(stage, "run_probe", lambda words, timeout_seconds: dead)
     status, out, err = cli("doctor", "--require", "cpu", "--json")
     assert status == 1
     assert json.loads(out)["machine"]

@@ -1,10 +1,6 @@
-"""Settings that make models slow or keep them off the GPU, as far as no measurement is needed.
+"""Check settings that slow models down or keep them off the GPU, without measuring.
 
->>> found = advise({"OMP_NUM_THREADS": "64"}, machine, nvidia, providers)
->>> [finding.problem for finding in found]
-['there are more threads than physical cores']
-
-What only a measurement shows, `enginery bench` says.
+`enginery bench` finds what only a measurement shows.
 """
 
 from __future__ import annotations
@@ -25,19 +21,19 @@ _WISHED_THREADS = {
 _NVIDIA = (CUDA, TENSORRT, TENSORRT_RTX)
 
 
-def advise(
+def check_settings(
     environment: Mapping[str, str],
     machine: MachineStatus,
     nvidia: NvidiaStatus,
     providers: Sequence[ProviderStatus],
 ) -> Iterator[Finding]:
-    """What the environment's settings do to speed on this machine.
+    """Yield a finding for each setting that slows models down on this machine.
 
     Args:
-        environment: variables, as `os.environ`.
-        machine: its cores.
-        nvidia: its GPUs.
-        providers: how far each gets.
+        environment: environment variables, as in `os.environ`.
+        machine: has the number of cores.
+        nvidia: has the GPUs.
+        providers: status of each execution provider.
     """
     wishes: tuple[ProviderWish, ...] = ()
     try:
@@ -45,17 +41,17 @@ def advise(
             wishes = parse_wishes(environment[ENVIRONMENT])
     except EngineryError as error:
         yield Finding("error", f"{ENVIRONMENT} cannot be used", error.message,
-                      error.do or f"Mend it, or unset {ENVIRONMENT}.")  # fmt: skip
+                      error.do or f"Correct it, or unset {ENVIRONMENT}.")  # fmt: skip
     else:
-        yield from _about_gpu(environment, wishes, nvidia, providers)
+        yield from _check_gpu(environment, wishes, nvidia, providers)
     for advice in (
-        *_about_search(wishes), *_about_threads(environment, wishes, machine),
-        *_about_limits(machine),
+        *_check_convolution_search(wishes), *_check_threads(environment, wishes, machine),
+        *_check_cpu_limits(machine),
     ):  # fmt: skip
         yield Finding("note", advice.finding, advice.evidence, advice.remedy)
 
 
-def _about_gpu(
+def _check_gpu(
     environment: Mapping[str, str],
     wishes: Sequence[ProviderWish],
     nvidia: NvidiaStatus,
@@ -74,14 +70,14 @@ def _about_gpu(
     if head == CPU and running and nvidia.gpus:
         said = f"is {environment[ENVIRONMENT]}" if wishes else "is not set"
         yield Finding(
-            "note", "there is a GPU, and models run on the CPU unless a command names it",
+            "note", "there is a GPU, but models run on the CPU unless a command names it",
             f"{nvidia.gpus[0].name}, which {' and '.join(running)} can use; {ENVIRONMENT} {said}",
             f"Set {ENVIRONMENT}={running[0]}, or pass --provider {running[0]}.",
         )  # fmt: skip
 
 
-def _about_search(wishes: Sequence[ProviderWish]) -> Iterator[Advice]:
-    """EXHAUSTIVE is ONNX Runtime's default as well: only models of convolutions are concerned."""
+def _check_convolution_search(wishes: Sequence[ProviderWish]) -> Iterator[Advice]:
+    """Check for an exhaustive search of algorithms, which slows down models with convolutions."""
     for wish in wishes:
         if wish.options.get("cudnn_conv_algo_search") == "EXHAUSTIVE":
             yield exhaustive_search(
@@ -90,12 +86,12 @@ def _about_search(wishes: Sequence[ProviderWish]) -> Iterator[Advice]:
             )
 
 
-def _about_threads(
+def _check_threads(
     environment: Mapping[str, str], wishes: Sequence[ProviderWish], machine: MachineStatus
 ) -> Iterator[Advice]:
-    """OMP's variables are PyTorch's, and the options those of providers with threads of their own.
+    """Check for more threads than cores, in OMP variables and options of providers.
 
-    ONNX Runtime's own threads are an option of each command, and of no variable.
+    The OMP variables apply to PyTorch. ONNX Runtime's own threads are an option of each command.
     """
     cores = machine.physical_cores
     asked = {name: environment.get(name, "") for name in _THREADS}
@@ -103,28 +99,28 @@ def _about_threads(
         if option := _WISHED_THREADS.get(wish.full_name):
             asked[f"{wish.name}.{option}"] = wish.options.get(option, "")
     for name, value in asked.items():
-        # OMP takes a list, one number for each level of nesting; the first is the outermost.
+        # OMP accepts a list with one number per nesting level; the first is the outermost.
         first = value.partition(",")[0].strip()
         threads = int(first) if first.isascii() and first.isdigit() else 0
         found = too_many_threads(
             threads, cores,
             evidence=f"{name} is {threads}, on {cores} cores",
-            remedy=f"Set {name} to {cores} or fewer, or leave it out.",
+            remedy=f"Set {name} to {cores} or fewer, or unset it.",
         )  # fmt: skip
         if found:
             yield found
 
 
-def _about_limits(machine: MachineStatus) -> Iterator[Advice]:
-    """ONNX Runtime starts a thread a core of the machine, whatever this process may use.
+def _check_cpu_limits(machine: MachineStatus) -> Iterator[Advice]:
+    """Check for a CPU limit, which ONNX Runtime ignores: it starts a thread for each core.
 
-    Seen with an affinity of one CPU of two; github.com/microsoft/onnxruntime/issues/8313.
+    Observed with an affinity of one CPU of two; github.com/microsoft/onnxruntime/issues/8313.
     """
     if 0 < machine.usable_cpus < machine.physical_cores:
         yield Advice(
             "thread limits",
-            "ONNX Runtime starts a thread for each core, and this process may not use all",
+            "ONNX Runtime starts a thread for each core, but this process may not use all of them",
             f"{machine.usable_cpus} CPUs usable of {machine.physical_cores} cores",
-            f"Say the number of threads: --threads {machine.usable_cpus} of bench, "
-            f"load_model(…, threads={machine.usable_cpus}). predict counts by itself.",
+            f"Set the number of threads: --threads {machine.usable_cpus} for bench, "
+            f"load_model(…, threads={machine.usable_cpus}). predict uses the limit by itself.",
         )

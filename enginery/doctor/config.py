@@ -1,4 +1,4 @@
-"""The options of the doctor. They import nothing, so that `enginery --help` is quick."""
+"""Options of the doctor. Imports are light, so that `enginery --help` is fast."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """What is examined, and what must work."""
+    """Options of the examination."""
 
     require: str = ""
-    """An execution provider that must run: the exit status is 1 when it does not."""
+    """Execution provider that must run; otherwise the exit status is 1."""
     timeout_seconds: float = 60.0
-    """How long one provider may take to run one operation. TensorRT builds an engine for it."""
+    """Time limit of one probe, in seconds. TensorRT builds an engine in it."""

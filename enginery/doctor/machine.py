@@ -1,8 +1,4 @@
-"""Processor, memory and disk of this machine, as far as this process may use them.
-
->>> examine_machine().cpu_features
-('avx2', 'avx512f', 'avx512_vnni')
-"""
+"""Processor, memory and disk of this machine, as far as this process may use them."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ _LITTLE_MEMORY_BYTES = 2 << 30
 
 
 def examine_machine() -> MachineStatus:
-    """Reads it all; what cannot be read is 0 or empty."""
+    """Read the status of the machine. Values that cannot be read are 0 or empty."""
     model, features = read_cpuinfo()
     total, available = memory_bytes()
     store = enginery_home()
@@ -45,19 +41,19 @@ def examine_machine() -> MachineStatus:
 
 
 def free_bytes(path: Path) -> int:
-    """Free space where `path` is or will be."""
+    """Return the free bytes on the disk where `path` is or will be."""
     existing = next((p for p in (path, *path.absolute().parents) if p.exists()), None)
     return shutil.disk_usage(existing).free if existing else 0
 
 
 def machine_findings(machine: MachineStatus) -> Iterator[Finding]:
-    """Too little disk or memory, and a store that cannot be written."""
+    """Report too little disk space or memory, and a store that is not writable."""
     store = Path(machine.store)
     existing = next((p for p in (store, *store.parents) if p.exists()), store)
     if not os.access(existing, os.W_OK):
         yield Finding(
-            "error", "the store cannot be written", f"no write permission on {existing}",
-            "Set ENGINERY_HOME to a directory of your own.",
+            "error", "the store is not writable", f"no write permission on {existing}",
+            "Set ENGINERY_HOME to a directory that you can write to.",
         )  # fmt: skip
     for place, free_bytes, remedy in (
         (

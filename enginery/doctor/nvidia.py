@@ -1,10 +1,6 @@
-"""The NVIDIA driver, its GPUs and libraries, and whether they fit this ONNX Runtime.
+"""The NVIDIA driver, GPUs and libraries, and problems that keep ONNX Runtime from using them.
 
-    >>> examine_nvidia(timeout_seconds=60).problem
-    'there is no NVIDIA driver: libcuda.so.1 was not found'
-
-The samples of nvidia-smi in the tests follow its documented CSV output; none was recorded on a GPU
-by this project.
+The samples of nvidia-smi in the tests follow its documented CSV output.
 """
 
 from __future__ import annotations
@@ -15,24 +11,24 @@ import subprocess
 from collections.abc import Iterator
 
 from enginery.doctor.report import Finding, Gpu, NvidiaStatus
-from enginery.doctor.subprocess_probe import ask
+from enginery.doctor.subprocess_probe import run_probe
 from enginery.runtime.gpus import driver_version
 from enginery.runtime.obstacles import MIN_DRIVER
 
 _QUERY = ("name", "driver_version", "memory.total", "memory.free", "compute_cap")
 _MIB = 1 << 20
-_OLDEST_GPU = (7, 5)  # CUDA 13 dropped everything before Turing (its release notes)
+_OLDEST_GPU = (7, 5)  # CUDA 13 supports Turing and later (release notes)
 
 
 def examine_nvidia(*, timeout_seconds: float) -> NvidiaStatus:
-    """Asks libcuda in a child process, and nvidia-smi where it is installed.
+    """Query libcuda in a subprocess, and nvidia-smi if it is installed.
 
-    nvidia-smi lists all GPUs of the machine, libcuda those that CUDA_VISIBLE_DEVICES leaves.
+    nvidia-smi lists all GPUs of the machine, libcuda those that CUDA_VISIBLE_DEVICES permits.
     """
-    answer = ask(["nvidia"], timeout_seconds=timeout_seconds)
+    answer = run_probe(["nvidia"], timeout_seconds=timeout_seconds)
     values = answer.values
     problem = str(values.get("problem", "")) if values else f"{answer.reason}; {answer.log}"
-    driver, gpus = _ask_smi(timeout_seconds)
+    driver, gpus = _query_nvidia_smi(timeout_seconds)
     if not gpus:
         gpus = tuple(Gpu(**gpu) for gpu in values.get("gpus", ()))
     return NvidiaStatus(
@@ -46,10 +42,10 @@ def examine_nvidia(*, timeout_seconds: float) -> NvidiaStatus:
 
 
 def gpus_from_smi(text: str) -> tuple[str, tuple[Gpu, ...]]:
-    """The driver's version and the GPUs from nvidia-smi's CSV without header and units.
+    """Parse nvidia-smi's CSV, without header and units, into driver version and GPUs.
 
     Raises:
-        ValueError: a line does not have the columns that were asked for.
+        ValueError: a line does not have the requested columns.
     """
     driver = ""
     gpus = []
@@ -60,12 +56,12 @@ def gpus_from_smi(text: str) -> tuple[str, tuple[Gpu, ...]]:
             raise ValueError(f"nvidia-smi: found {', '.join(row)}, expected {', '.join(_QUERY)}.")
         name, driver, total, free, capability = (cell.strip() for cell in row)
         capability = capability if capability.replace(".", "").isdigit() else ""
-        gpus.append(Gpu(name, capability, _mib(total), _mib(free)))
+        gpus.append(Gpu(name, capability, _parse_mib(total), _parse_mib(free)))
     return driver, tuple(gpus)
 
 
 def nvidia_findings(status: NvidiaStatus) -> Iterator[Finding]:
-    """What of it does not fit onnxruntime, or keeps the GPU out of reach."""
+    """Report problems of the driver, the GPUs and their match with onnxruntime."""
     if status.problem and not status.gpus:
         yield Finding(
             "note",
@@ -77,14 +73,14 @@ def nvidia_findings(status: NvidiaStatus) -> Iterator[Finding]:
     elif status.problem:
         yield Finding(
             "error",
-            "there is a GPU, and CUDA cannot use it",
+            "there is a GPU, but CUDA cannot use it",
             status.problem,
-            "Check CUDA_VISIBLE_DEVICES, and that the container was given the GPU.",
+            "Check CUDA_VISIBLE_DEVICES, and whether the container has access to the GPU.",
         )
     if not status.onnxruntime_cuda and status.gpus:
         yield Finding(
             "error",
-            "there is a GPU, and the installed onnxruntime is a build for the CPU",
+            "there is a GPU, but the installed onnxruntime is a CPU build",
             status.gpus[0].name,
             "Run: pip uninstall -y onnxruntime && pip install 'onnxruntime-gpu>=1.31,<1.32'",
         )
@@ -97,16 +93,20 @@ def nvidia_findings(status: NvidiaStatus) -> Iterator[Finding]:
             f"Install driver {MIN_DRIVER} or newer.",
         )
     for gpu in status.gpus:
-        if wanted >= 13 and gpu.compute_capability and _pair(gpu.compute_capability) < _OLDEST_GPU:
+        if (
+            wanted >= 13
+            and gpu.compute_capability
+            and _parse_version(gpu.compute_capability) < _OLDEST_GPU
+        ):
             yield Finding(
                 "error",
-                f"{gpu.name} is older than what CUDA {wanted} runs on",
+                f"{gpu.name} is not supported by CUDA {wanted}",
                 f"compute capability {gpu.compute_capability}, expected 7.5 (Turing) or newer",
                 "Use a newer GPU, or an onnxruntime-gpu for CUDA 12.",
             )
 
 
-def _ask_smi(timeout_seconds: float) -> tuple[str, tuple[Gpu, ...]]:
+def _query_nvidia_smi(timeout_seconds: float) -> tuple[str, tuple[Gpu, ...]]:
     program = shutil.which("nvidia-smi")
     if not program:
         return "", ()
@@ -117,15 +117,15 @@ def _ask_smi(timeout_seconds: float) -> tuple[str, tuple[Gpu, ...]]:
         )
         return gpus_from_smi(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
-        # It also fails where there is no driver, and libcuda then says so in better words.
+        # It also fails without a driver; libcuda's message is better in that case.
         return "", ()
 
 
-def _mib(cell: str) -> int:
-    """Bytes from MiB; `[N/A]`, as integrated GPUs have it, is 0."""
+def _parse_mib(cell: str) -> int:
+    """Convert MiB to bytes; `[N/A]`, as for integrated GPUs, is 0."""
     return int(float(cell) * _MIB) if cell.replace(".", "", 1).isdigit() else 0
 
 
-def _pair(version: str) -> tuple[int, int]:
+def _parse_version(version: str) -> tuple[int, int]:
     major, _, minor = version.partition(".")
     return int(major), int(minor or 0)

@@ -1,8 +1,6 @@
-"""Installed packages: what enginery asks for, what fits together, and the classic faults.
+"""Check installed packages: versions that enginery requires, conflicts, and common mistakes.
 
-Reads metadata only: nothing is imported, so a broken package cannot break the doctor.
-
-    >>> statuses, findings = examine_packages()
+Only metadata is read. Nothing is imported, so a broken package cannot break the doctor.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 _NOT_FOR_USERS = ("dev", "all")
-"""Extras that are not asked about: tools for developing enginery, and the sum of the others."""
+"""Extras that are not checked: development tools, and the combination of all others."""
 
 _GPU_PACKAGE = re.compile(r"^(onnxruntime|tensorrt|nvidia-(cuda-runtime|cudnn|cublas))(-|$)")
 
 
 def examine_packages() -> tuple[tuple[PackageStatus, ...], tuple[Finding, ...]]:
-    """Every package that enginery asks for, and those that decide what a GPU can do."""
+    """Check every package that enginery requires, and the packages for GPUs."""
     try:
         import packaging.requirements
     except ImportError:
@@ -49,15 +47,15 @@ def examine_packages() -> tuple[tuple[PackageStatus, ...], tuple[Finding, ...]]:
     findings = [
         *_missing_or_unfit(statuses),
         *_broken_pins(statuses),
-        *_several_onnxruntimes(),
-        *_wrong_tensorrt(),
-        *_mixed_cuda(),
+        *_conflicting_onnxruntimes(),
+        *_wrong_tensorrt_version(),
+        *_wrong_cuda_packages(),
     ]
     return tuple(statuses), tuple(findings)
 
 
 def installed_version(name: str) -> str:
-    """The version of an installed package, or nothing."""
+    """Return the version of an installed package, or an empty text."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -65,9 +63,9 @@ def installed_version(name: str) -> str:
 
 
 def torch_cuda() -> str:
-    """The CUDA version that the installed torch is built for; empty for a CPU build or no torch.
+    """Return the CUDA version of the installed torch; empty for a CPU build or without torch.
 
-    Read from torch/version.py, as importing torch takes seconds.
+    It is read from torch/version.py, because importing torch takes seconds.
     """
     try:
         path = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
@@ -79,7 +77,7 @@ def torch_cuda() -> str:
 
 
 def _requirements(package: str) -> Iterator[tuple[str, Requirement]]:
-    """The requirements of an installed package that apply here, each with its extra or nothing."""
+    """Yield the requirements of an installed package that apply here, each with its extra."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
@@ -91,7 +89,7 @@ def _requirements(package: str) -> Iterator[tuple[str, Requirement]]:
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
-            continue  # written before PEP 508; pip would refuse it too
+            continue  # older than PEP 508; pip would reject it, too
         for extra in extras:
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
                 yield extra, requirement
@@ -111,7 +109,7 @@ def _own_packages() -> list[PackageStatus]:
 
 
 def _gpu_packages() -> list[PackageStatus]:
-    """GPU packages that are installed and that enginery's own metadata does not name."""
+    """Return the installed GPU packages that are not in enginery's own metadata."""
     own = {requirement.name for _, requirement in _requirements("enginery")}
     found = {}
     for dist in metadata.distributions():
@@ -146,18 +144,18 @@ def _missing_or_unfit(statuses: list[PackageStatus]) -> Iterator[Finding]:
         if not missing and not unfit:
             continue
         seen = [f"{', '.join(missing)} not installed"] if missing else []
-        seen += [f"{s.name} {s.version} is not {s.requirement}" for s in unfit]
+        seen += [f"{s.name} {s.version} does not satisfy {s.requirement}" for s in unfit]
         yield Finding(
-            # Packages that nobody installed for this extra may well have other versions.
+            # With missing packages, the extra was not installed, so other versions are no error.
             "note" if missing else "error",
-            f"the extra [{extra}] is {'not complete' if missing else 'broken'}",
+            f"the extra [{extra}] is {'incomplete' if missing else 'broken'}",
             "; ".join(seen),
             f"To use it: pip install 'enginery[{extra}]'",
         )
 
 
 def _broken_pins(statuses: list[PackageStatus]) -> Iterator[Finding]:
-    """Installed packages that refuse the version of another: transformers and the Hub library."""
+    """Report packages whose own requirements are not met, as transformers' of huggingface-hub."""
     for status in statuses:
         if not status.version:
             continue
@@ -175,22 +173,22 @@ def _broken_pins(statuses: list[PackageStatus]) -> Iterator[Finding]:
                 )
 
 
-def _several_onnxruntimes() -> Iterator[Finding]:
+def _conflicting_onnxruntimes() -> Iterator[Finding]:
     builds = installed_onnxruntimes()
     if len(builds) > 1:
         keep = "onnxruntime-gpu" if "onnxruntime-gpu" in builds else next(iter(builds))
         yield Finding(
             "error",
             f"{' and '.join(builds)} are installed together",
-            "all of them are the module 'onnxruntime': the files of the last one win, and "
-            "removing any of them leaves the others broken "
+            "all of them install the module 'onnxruntime': the last one overwrites the others, and "
+            "removing any of them breaks the rest "
             f"({', '.join(f'{name} {version}' for name, version in builds.items())})",
             reinstall(keep),
         )
 
 
-def _wrong_tensorrt() -> Iterator[Finding]:
-    """TensorRT in another major version than ONNX Runtime's provider links."""
+def _wrong_tensorrt_version() -> Iterator[Finding]:
+    """Report a TensorRT of another major version than ONNX Runtime's provider links."""
     needed = needed_libraries(provider_library(TENSORRT))
     linked = next((name for name in needed if name.startswith("libnvinfer.so.")), "")
     if not linked:
@@ -210,8 +208,8 @@ def _wrong_tensorrt() -> Iterator[Finding]:
             return
 
 
-def _mixed_cuda() -> Iterator[Finding]:
-    """Packages for another CUDA major version than onnxruntime's."""
+def _wrong_cuda_packages() -> Iterator[Finding]:
+    """Report packages for another CUDA major version than onnxruntime's."""
     wanted = cuda_major()
     if not wanted:
         return
@@ -220,8 +218,8 @@ def _mixed_cuda() -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"torch is built for CUDA {torch}, onnxruntime for CUDA {wanted}",
-            f"torch {installed_version('torch')}; both load a libcudnn.so.9, and the first one "
-            "loaded serves both",
+            f"torch {installed_version('torch')}; both load libcudnn.so.9, and both use the one "
+            "that is loaded first",
             f"Install torch for CUDA {wanted} from PyTorch's own index, or for the CPU.",
         )
     other = "nvidia-cudnn-cu12" if wanted != 12 else "nvidia-cudnn-cu13"
@@ -230,6 +228,6 @@ def _mixed_cuda() -> Iterator[Finding]:
         yield Finding(
             "error",
             f"{other} and {right} are installed together",
-            "both put libcudnn.so.9 into the same folder; the last one installed wins",
+            "both install libcudnn.so.9 into the same folder; the last one overwrites the other",
             f"Run: pip uninstall -y {other} {right} && pip install {right}",
         )

@@ -1,11 +1,14 @@
-"""What is asked in a child process: a provider that crashes must not take the doctor along.
+"""Probes that run in a subprocess, because a provider may crash.
 
     python -m enginery.doctor.probe_worker compiled
     python -m enginery.doctor.probe_worker provider CUDAExecutionProvider
     python -m enginery.doctor.probe_worker absent OpenVINOExecutionProvider CoreMLExecutionProvider
     python -m enginery.doctor.probe_worker nvidia
 
-The answer is one line of JSON on standard output, the last one: libraries print before it.
+The result is one line of JSON, the last on standard output: libraries may print before it.
+
+A provider is probed with the smallest model that proves it: y = x + x for two floats, 68 bytes. It
+is encoded by hand, because the bare install has no `onnx` package. Field numbers: onnx/onnx.proto.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _OPSET = 17
 
 
 def examine_provider(name: str) -> dict[str, Any]:
-    """How far a provider gets, as the fields of `ProviderStatus`."""
+    """Probe a provider; return the fields of `ProviderStatus`."""
     status: dict[str, Any] = {
         "name": name, "compiled": True, "missing": [],
         "registers": False, "runs": False, "reason": "", "remedy": "",
@@ -52,11 +55,13 @@ def examine_provider(name: str) -> dict[str, Any]:
     if placed and name not in placed:
         return status | {"reason": f"the operation ran on {', '.join(sorted(placed))} instead"}
     if not np.array_equal(answer, EXPECTED):
-        return status | {"reason": f"wrong answer: {answer.tolist()}, not {EXPECTED.tolist()}"}
+        return status | {
+            "reason": f"wrong result: found {answer.tolist()}, expected {EXPECTED.tolist()}"
+        }
     return status | {"runs": True, "reason": obstacles.find_caveat(name)}
 
 
-def examine_absent(names: Sequence[str]) -> list[dict[str, Any]]:
+def examine_unavailable(names: Sequence[str]) -> list[dict[str, Any]]:
     """What stands in the way of each of these, as the fields of `ProviderStatus`; none is tried."""
     found = []
     for name in names:
@@ -71,7 +76,7 @@ def examine_absent(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def examine_nvidia() -> dict[str, Any]:
-    """The driver as libcuda describes it, and the versions of the libraries above it."""
+    """Query the driver through libcuda, and the versions of the NVIDIA libraries."""
     driver = libraries.cuda_driver()
     major, minor = driver.cuda_version
     obstacles.preload_nvidia()
@@ -85,15 +90,15 @@ def examine_nvidia() -> dict[str, Any]:
 
 
 def gpu_fields(cuda: Any) -> list[dict[str, Any]]:
-    """Every visible GPU, as the fields of `Gpu`, from libcuda after `cuInit`.
+    """Return the fields of `Gpu` for every visible GPU, from libcuda after `cuInit`.
 
-    Free memory needs a context on the GPU, so it is given as 0.
+    Free memory is 0: querying it would need a CUDA context on the GPU.
     """
     return [asdict(gpu) | {"memory_free_bytes": 0} for gpu in gpus_from_driver(cuda)]
 
 
 def library_versions(cuda_major: int) -> dict[str, str]:
-    """Versions of the CUDA runtime, cuDNN and TensorRT that load here, by their own functions."""
+    """Return the versions that the loaded CUDA runtime, cuDNN and TensorRT report."""
     found = {}
     places = libraries.wheel_directories()
     runtime = f"libcudart.so.{cuda_major or 13}"
@@ -105,14 +110,18 @@ def library_versions(cuda_major: int) -> dict[str, str]:
     if not libraries.load_error("libcudnn.so.9", places):
         function = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion
         function.restype = ctypes.c_size_t
-        found["cuDNN"] = dotted(function())
+        found["cuDNN"] = format_version(function())
     if not libraries.load_error("libnvinfer.so.10", places):
-        found["TensorRT"] = dotted(ctypes.CDLL("libnvinfer.so.10").getInferLibVersion())
+        found["TensorRT"] = format_version(ctypes.CDLL("libnvinfer.so.10").getInferLibVersion())
     return found
 
 
-def dotted(number: int) -> str:
-    """`9.17.1` for 91701, as cuDNN from 9 and TensorRT from 10 number their versions."""
+def format_version(number: int) -> str:
+    """Format a version number of cuDNN (9 and later) or TensorRT (10 and later).
+
+    >>> format_version(91701)
+    '9.17.1'
+    """
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
@@ -141,7 +150,7 @@ def _session(name: str) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what goes wrong comes back as an exception or a left-out name
+    options.log_severity_level = 4  # failures show as an exception or a missing provider
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if name == TENSORRT_RTX and not _is_built_in(name):
         options.add_provider_for_devices(obstacles.register_plugin(name), {})
@@ -152,13 +161,13 @@ def _session(name: str) -> Any:
 
 
 def _placement(session: Any) -> set[str]:
-    """The providers that took a node; empty where this onnxruntime cannot tell."""
+    """Return the providers that got a node; empty if this onnxruntime does not report it."""
     tell = getattr(session, "get_provider_graph_assignment_info", None)
     return {part.ep_name for part in tell()} if tell else set()
 
 
 def one_op_model() -> bytes:
-    """A serialized ModelProto: input x and output y, float32 (2,)."""
+    """Return a serialized ModelProto with input x and output y, float32 (2,)."""
     node = _text(1, "x") + _text(1, "x") + _text(2, "y") + _text(4, "Add")
     graph = (
         _message(1, node)
@@ -171,19 +180,19 @@ def one_op_model() -> bytes:
 
 
 def _value(name: str, size: int) -> bytes:
-    """A ValueInfoProto: a float tensor of one dim."""
+    """Encode a ValueInfoProto: a float tensor with one dim."""
     shape = _message(1, _number(1, size))
     tensor = _number(1, _FLOAT) + _message(2, shape)
     return _text(1, name) + _message(2, _message(1, tensor))
 
 
 def _number(field: int, value: int) -> bytes:
-    """A varint field; all numbers of this model are below 128, so one byte."""
+    """Encode a varint field; all numbers in this model fit in one byte."""
     return bytes([field << 3, value])
 
 
 def _message(field: int, content: bytes) -> bytes:
-    """A length-delimited field; all of this model are below 128 bytes."""
+    """Encode a length-delimited field; all in this model are below 128 bytes."""
     return bytes([field << 3 | 2, len(content)]) + content
 
 
@@ -192,7 +201,7 @@ def _text(field: int, value: str) -> bytes:
 
 
 def main(arguments: list[str]) -> None:
-    """Answers `compiled`, `provider NAME`, `absent NAMES` or `nvidia`."""
+    """Run the probe that the arguments name and print its result."""
     answer: dict[str, Any]
     match arguments:
         case ["compiled"]:
@@ -200,7 +209,7 @@ def main(arguments: list[str]) -> None:
         case ["provider", name]:
             answer = examine_provider(name)
         case ["absent", *names]:
-            answer = {"providers": examine_absent(names)}
+            answer = {"providers": examine_unavailable(names)}
         case ["nvidia"]:
             answer = examine_nvidia()
         case _:

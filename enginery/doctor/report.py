@@ -1,8 +1,4 @@
-"""What the doctor found, as plain values: for a table, for JSON, for a test.
-
->>> report.runs("cuda"), [finding.remedy for finding in report.findings]
-(False, ["Run: pip uninstall -y onnxruntime onnxruntime-gpu && pip install …"])
-"""
+"""The doctor's report as plain values, for tables and JSON."""
 
 from __future__ import annotations
 
@@ -18,48 +14,50 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or worth knowing."""
+    """One problem or note."""
 
     severity: Severity
     problem: str
     evidence: str
-    """What was seen: versions, file names, a library's own words."""
+    """What was found: versions, file names, a library's message."""
     remedy: str
 
 
 @dataclass(frozen=True)
 class PackageStatus:
-    """One package that enginery asks for, or that decides what a GPU can do."""
+    """Status of a package that enginery requires, or of a GPU package."""
 
     name: str
     version: str
-    """Empty when it is not installed."""
+    """Empty if it is not installed."""
     requirement: str
-    """What enginery's metadata asks for, `>=1.31,<1.32`; empty for any version."""
+    """Requirement in enginery's metadata, such as `>=1.31,<1.32`; empty for any version."""
     extra: str
-    """The extra that asks for it; empty for the bare install."""
+    """Extra that requires it; empty for the bare install."""
     fits: bool
+    """True if the installed version satisfies the requirement."""
 
 
 @dataclass(frozen=True)
 class ProviderStatus:
-    """How far one execution provider gets."""
+    """Status of one execution provider."""
 
     name: str
     compiled: bool
-    """ONNX Runtime was built with it, or its plugin is installed."""
+    """True if ONNX Runtime was built with it, or its plugin is installed."""
     missing: tuple[str, ...]
-    """Libraries that it needs and the loader cannot load."""
+    """Required libraries that cannot be loaded."""
     registers: bool
+    """True if a session accepts it."""
     runs: bool
-    """It ran a model of one operation itself, with the right answer."""
+    """True if it ran a model of one operation with the correct result."""
     reason: str
-    """Why it does not run, or what will not work though it runs; empty when all is well."""
+    """Why it does not run, or what does not work although it runs; empty otherwise."""
     remedy: str
 
     @property
     def state(self) -> str:
-        """The furthest point it reached, in one word or two."""
+        """Last stage that it reached, in one or two words."""
         if self.runs:
             return "runs"
         if not self.compiled:
@@ -70,12 +68,12 @@ class ProviderStatus:
 
     @property
     def package(self) -> str:
-        """The Python package that brings it; empty where ONNX Runtime is built with it."""
+        """Python package that provides it; empty if it needs a build from source."""
         return known_provider(self.name).package
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The names of its options that are known."""
+        """Names of its known options."""
         return known_provider(self.name).options
 
 
@@ -85,42 +83,42 @@ class Gpu:
 
     name: str
     compute_capability: str
-    """`8.6`; empty where the driver does not say."""
+    """Such as `8.6`; empty if the driver does not report it."""
     memory_total_bytes: int
     memory_free_bytes: int
 
 
 @dataclass(frozen=True)
 class NvidiaStatus:
-    """The NVIDIA driver, its GPUs, and the libraries above it."""
+    """Status of the NVIDIA driver, GPUs and libraries."""
 
     driver: str
-    """`580.65.06`; empty where there is none."""
+    """Driver version, such as `580.65.06`; empty without a driver."""
     driver_cuda: str
-    """The newest CUDA that the driver runs, `13.0`."""
+    """Newest CUDA version that the driver supports, such as `13.0`."""
     problem: str
-    """Why no GPU can be used; empty when one can."""
+    """Why no GPU can be used; empty otherwise."""
     gpus: tuple[Gpu, ...]
     libraries: dict[str, str]
-    """Version of each library that loads: CUDA runtime, cuDNN, TensorRT."""
+    """Library -> version, of those that load: CUDA runtime, cuDNN, TensorRT."""
     onnxruntime_cuda: str
-    """The CUDA major version that onnxruntime is built for; empty for a CPU build."""
+    """CUDA major version that onnxruntime is built for; empty for a CPU build."""
 
 
 @dataclass(frozen=True)
 class MachineStatus:
-    """The rest of the machine."""
+    """Status of the rest of the machine."""
 
     python: str
     platform: str
     cpu: str
     physical_cores: int
     usable_cpus: int
-    """CPUs that this process may use: its affinity and its cgroup's quota."""
+    """CPUs that this process may use, by affinity and cgroup quota."""
     cpu_features: tuple[str, ...]
-    """Those that ONNX Runtime's kernels choose by, as the kernel names them."""
+    """Features that ONNX Runtime selects kernels by, with Linux's names."""
     memory_total_bytes: int
-    """The machine's, or the cgroup's limit where that is smaller."""
+    """Memory of the machine, or the cgroup's limit if smaller."""
     memory_available_bytes: int
     store: str
     store_free_bytes: int
@@ -129,8 +127,8 @@ class MachineStatus:
 
 
 @dataclass(frozen=True)
-class Table:
-    """One part of the report, ready to be drawn."""
+class ReportTable:
+    """One section of the report, as a table."""
 
     title: str
     columns: tuple[str, ...]
@@ -138,8 +136,8 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Everything the doctor found."""
+class DoctorReport:
+    """The complete report."""
 
     enginery: str
     machine: MachineStatus
@@ -149,16 +147,21 @@ class Report:
     findings: tuple[Finding, ...]
 
     def runs(self, provider: str) -> bool:
-        """Whether a provider, by its short or full name, ran the model of one operation.
+        """Return True if the provider, by short or full name, ran the model of one operation.
 
         Raises:
-            ProviderError: there is no provider of that name.
+            ProviderError: the name is unknown.
         """
         name = full_name(provider)
         return any(status.runs for status in self.providers if status.name == name)
 
     def require(self, provider: str) -> None:
-        """Raises CheckFailedError, exit status 1, unless the provider runs on this machine."""
+        """Require that a provider runs on this machine.
+
+        Raises:
+            CheckFailedError: it does not; the CLI exits with status 1.
+            ProviderError: the name is unknown.
+        """
         if self.runs(provider):
             return
         name = full_name(provider)
@@ -170,7 +173,7 @@ class Report:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; sizes are in bytes."""
+        """Return the report as JSON values. Sizes are in bytes."""
         plain = asdict(self)
         for values, status in zip(plain["providers"], self.providers, strict=True):
             values["state"] = status.state
@@ -179,25 +182,25 @@ class Report:
             values["options"] = list(status.options)
         return plain
 
-    def tables(self) -> tuple[Table, ...]:
-        """The report for people: machine, NVIDIA, packages, providers, findings."""
+    def tables(self) -> tuple[ReportTable, ...]:
+        """Return the report as tables: machine, NVIDIA, packages, providers, findings."""
         return (
-            Table("Machine", ("what", "value"), _machine_rows(self.enginery, self.machine)),
-            Table("NVIDIA", ("what", "value"), _nvidia_rows(self.nvidia)),
-            Table(
+            ReportTable("Machine", ("what", "value"), _machine_rows(self.enginery, self.machine)),
+            ReportTable("NVIDIA", ("what", "value"), _nvidia_rows(self.nvidia)),
+            ReportTable(
                 "Packages",
-                ("package", "version", "asked for", "extra", "fits"),
+                ("package", "version", "required", "extra", "fits"),
                 tuple(
                     (p.name, p.version or "–", p.requirement, p.extra, "yes" if p.fits else "no")
                     for p in self.packages
                 ),
             ),
-            Table(
+            ReportTable(
                 "Execution providers",
                 ("provider", "state", "package", "options", "reason"),
                 tuple(_provider_row(p) for p in self.providers),
             ),
-            Table(
+            ReportTable(
                 "Findings",
                 ("severity", "problem", "evidence", "what to do"),
                 tuple((f.severity, f.problem, f.evidence, f.remedy) for f in self.findings),

@@ -1,10 +1,4 @@
-"""The examination: machine, NVIDIA, packages and execution providers, and what to do about each.
-
-Takes options, leaves nothing on disk.
-
-    >>> report = examine(DoctorConfig())
-    >>> report.require("cpu")
-"""
+"""Examine this machine: hardware, packages and execution providers, with remedies."""
 
 from __future__ import annotations
 
@@ -13,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from enginery.core.progress import SILENT, Progress
-from enginery.doctor.advice import advise
+from enginery.doctor.advice import check_settings
 from enginery.doctor.config import DoctorConfig
 from enginery.doctor.machine import examine_machine, machine_findings
 from enginery.doctor.nvidia import examine_nvidia, nvidia_findings
 from enginery.doctor.packages import examine_packages, installed_version
-from enginery.doctor.report import Finding, NvidiaStatus, ProviderStatus, Report
-from enginery.doctor.subprocess_probe import Answer, ask
+from enginery.doctor.report import DoctorReport, Finding, NvidiaStatus, ProviderStatus
+from enginery.doctor.subprocess_probe import ProbeResult, run_probe
 from enginery.doctor.tensorrt import tensorrt_findings
 from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, full_name, short_name
 from enginery.runtime.provider_table import TABLE
@@ -27,28 +21,30 @@ from enginery.runtime.provider_table import TABLE
 _ALWAYS = (CPU, CUDA, TENSORRT, TENSORRT_RTX)
 
 
-def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> Report:
-    """Examines this machine.
+def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> DoctorReport:
+    """Examine this machine.
 
-    A required provider that does not run is a finding; `report.require` makes it an error.
+    A required provider that does not run is a finding; `report.require` raises an error for it.
 
     Raises:
         ProviderError: the required provider is unknown.
     """
     required = full_name(config.require) if config.require else ""
-    compiled = ask(["compiled"], timeout_seconds=config.timeout_seconds).values.get("providers", [])
+    compiled = run_probe(["compiled"], timeout_seconds=config.timeout_seconds).values.get(
+        "providers", []
+    )
     names = list(dict.fromkeys([*_ALWAYS, *compiled, *([required] if required else [])]))
     providers = []
     with progress.task("examining", total=len(names) + 2) as advance:
         nvidia = examine_nvidia(timeout_seconds=config.timeout_seconds)
         advance()
         for name in names:
-            answer = ask(["provider", name], timeout_seconds=config.timeout_seconds)
+            answer = run_probe(["provider", name], timeout_seconds=config.timeout_seconds)
             providers.append(provider_status(name, answer))
             advance()
         absent = [row.name for row in TABLE if row.name not in names]
         providers += absent_statuses(
-            absent, ask(["absent", *absent], timeout_seconds=config.timeout_seconds)
+            absent, run_probe(["absent", *absent], timeout_seconds=config.timeout_seconds)
         )
         advance()
     machine = examine_machine()
@@ -59,10 +55,10 @@ def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> Report:
         *tensorrt_findings(nvidia),
         *provider_findings(providers, nvidia, required),
         *machine_findings(machine),
-        *advise(os.environ, machine, nvidia, providers),
+        *check_settings(os.environ, machine, nvidia, providers),
     ]
     order = ("error", "warning", "note")
-    return Report(
+    return DoctorReport(
         enginery=installed_version("enginery") or "not installed",
         machine=machine,
         nvidia=nvidia,
@@ -72,36 +68,38 @@ def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> Report:
     )
 
 
-def provider_status(name: str, answer: Answer) -> ProviderStatus:
-    """The child's answer, or its death, as a status."""
+def provider_status(name: str, answer: ProbeResult) -> ProviderStatus:
+    """Convert the result of a probe, or its failure, to a status."""
     values: dict[str, Any] = answer.values
     if not values:
         said = f" ({answer.log})" if answer.log else ""
         return ProviderStatus(
             name, compiled=True, missing=(), registers=False, runs=False,
             reason=f"{answer.reason}{said}",
-            remedy="Install ONNX Runtime and the provider's libraries anew.",
+            remedy="Reinstall ONNX Runtime and the provider's libraries.",
         )  # fmt: skip
     status = ProviderStatus(**{**values, "missing": tuple(values["missing"])})
     if status.runs or status.remedy or not answer.log:
         return status
-    # The session was made without the provider; only the log says why.
+    # The session was created without the provider; only the log has the reason.
     return ProviderStatus(**{**values, "missing": status.missing,
                              "reason": f"{status.reason}: {answer.log}"})  # fmt: skip
 
 
-def absent_statuses(names: Sequence[str], answer: Answer) -> list[ProviderStatus]:
-    """The rest of ONNX Runtime's table: what each lacks here, asked of one child together."""
+def absent_statuses(names: Sequence[str], answer: ProbeResult) -> list[ProviderStatus]:
+    """Convert the result of the probe of all other providers to one status each."""
     told = {values["name"]: values for values in answer.values.get("providers", [])}
-    return [provider_status(name, Answer(told[name]) if name in told else answer) for name in names]
+    return [
+        provider_status(name, ProbeResult(told[name]) if name in told else answer) for name in names
+    ]
 
 
 def provider_findings(
     providers: list[ProviderStatus], nvidia: NvidiaStatus, required: str
 ) -> Iterator[Finding]:
-    """Providers that ought to run here and do not, and those that run with a reservation.
+    """Report providers that should run here but do not, and those that run with limitations.
 
-    Without a GPU nobody expects CUDA; with one, its absence is an error.
+    CUDA is expected only if there is a GPU.
     """
     for status in providers:
         expected = status.name in (CPU, required)
@@ -109,11 +107,11 @@ def provider_findings(
         if status.runs:
             if status.reason:
                 yield Finding(
-                    "warning", f"{short_name(status.name)} runs, but not everything",
+                    "warning", f"{short_name(status.name)} runs, but with limitations",
                     status.reason, status.remedy or "Install cuDNN: pip install nvidia-cudnn-cu13",
                 )  # fmt: skip
         elif expected or (usable and status.compiled):
-            # TensorRT is an extra: a GPU without it is no fault.
+            # TensorRT is an extra, so its absence is not an error.
             optional = status.name == TENSORRT and status.missing and not expected
             yield Finding(
                 "note" if optional else "error",

@@ -1,8 +1,4 @@
-"""Questions to a child process, so that a provider's crash is an answer and not the end.
-
->>> ask(["provider", "CUDAExecutionProvider"], timeout_seconds=60).reason
-'the process died of SIGSEGV'
-"""
+"""Run a probe in a subprocess, so that a crashing provider cannot crash the doctor."""
 
 from __future__ import annotations
 
@@ -22,25 +18,28 @@ _ORT_STATUS = re.compile(r"^.*\[ONNXRuntimeError\] : \d+ : \w+ : ")
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the child said, or why it said nothing."""
+class ProbeResult:
+    """Result of a probe, or the reason why there is none."""
 
     values: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
-    """Why there are no values; empty when there are."""
+    """Reason why there are no values; empty otherwise."""
     log: str = ""
-    """The last error that ONNX Runtime logged, in its own words."""
+    """Last error that ONNX Runtime logged."""
 
 
-def ask(
-    question: Sequence[str], *, timeout_seconds: float, module: str = "enginery.doctor.probe_worker"
-) -> Answer:
-    """Runs `python -m module question…` with this process's packages; reads its last line."""
-    # The child sees what this process sees, and -P keeps files of the working directory out of it.
+def run_probe(
+    arguments: Sequence[str],
+    *,
+    timeout_seconds: float,
+    module: str = "enginery.doctor.probe_worker",
+) -> ProbeResult:
+    """Run `python -m module arguments…` with this process's packages; read the JSON it prints."""
+    # The subprocess has the same import path; -P excludes the working directory.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", module, *question],
+            [sys.executable, "-P", "-m", module, *arguments],
             env=os.environ | {"PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -48,24 +47,24 @@ def ask(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Answer(reason=f"no answer within {timeout_seconds:g} seconds")
+        return ProbeResult(reason=f"no answer within {timeout_seconds:g} seconds")
     except OSError as error:
-        return Answer(reason=f"Python could not be started: {error}")
+        return ProbeResult(reason=f"Python could not be started: {error}")
     log = last_error(done.stderr.decode(errors="replace"))
     if done.returncode < 0:
-        return Answer(reason=f"the process died of {_signal_name(-done.returncode)}", log=log)
+        return ProbeResult(reason=f"the process died of {_signal_name(-done.returncode)}", log=log)
     lines = done.stdout.decode(errors="replace").strip().splitlines()
     try:
         values = json.loads(lines[-1]) if lines else None
     except json.JSONDecodeError:
         values = None
     if done.returncode or not isinstance(values, dict):
-        return Answer(reason=f"the process ended with status {done.returncode}", log=log)
-    return Answer(values, log=log)
+        return ProbeResult(reason=f"the process ended with status {done.returncode}", log=log)
+    return ProbeResult(values, log=log)
 
 
 def last_error(stderr: str) -> str:
-    """The last error that ONNX Runtime logged, else the last line of a traceback, else nothing."""
+    """Return ONNX Runtime's last logged error, else the last line of a traceback, else nothing."""
     text = _ANSI.sub("", stderr)
     if errors := _ORT_ERROR.findall(text):
         return _ORT_STATUS.sub("", errors[-1]).strip()

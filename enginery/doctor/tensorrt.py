@@ -1,9 +1,6 @@
-"""The flavors of TensorRT: whether what is installed builds engines that run here.
+"""Check whether the installed TensorRT libraries build engines that run on this machine.
 
-    >>> [finding.problem for finding in tensorrt_findings(nvidia)]
-    ['TensorRT for RTX does not run on NVIDIA H200']
-
-Reads metadata only: TensorRT is not loaded.
+Only metadata is read; TensorRT is not loaded.
 """
 
 from __future__ import annotations
@@ -20,11 +17,8 @@ from enginery.runtime.tensorrt_options import CLASSIC, RTX
 
 
 def tensorrt_findings(nvidia: NvidiaStatus) -> Iterator[Finding]:
-    """What is installed and does not run here, and why.
-
-    Versions are those of packages, and `doctor.packages` compares them.
-    """
-    yield from _other_cuda()
+    """Report TensorRT packages that do not work here. `doctor.packages` checks their versions."""
+    yield from _wrong_cuda_version()
     for gpu in nvidia.gpus:
         known = gpu.compute_capability in ("", *RTX.capabilities)
         if has_tensorrt(RTX) and not known:
@@ -38,8 +32,8 @@ def tensorrt_findings(nvidia: NvidiaStatus) -> Iterator[Finding]:
             )
 
 
-def _other_cuda() -> Iterator[Finding]:
-    """Classic TensorRT for another CUDA major version than onnxruntime's."""
+def _wrong_cuda_version() -> Iterator[Finding]:
+    """Report a classic TensorRT for another CUDA major version than onnxruntime's."""
     wanted = cuda_major()
     names = {(dist.metadata["Name"] or "").lower().replace("_", "-"): dist.version
              for dist in metadata.distributions()}  # fmt: skip
@@ -49,8 +43,8 @@ def _other_cuda() -> Iterator[Finding]:
             yield Finding(
                 "error",
                 f"{name} {version} is for CUDA {cuda}, onnxruntime for CUDA {wanted}",
-                f"ONNX Runtime's TensorRT provider links CUDA {wanted}; the libraries of both in "
-                "one process do not share memory or streams",
+                f"ONNX Runtime's TensorRT provider links CUDA {wanted}; libraries of both versions "
+                "in one process share neither memory nor streams",
                 f"Run: pip uninstall -y {name} && {CLASSIC.install}",
             )
             return

@@ -1,10 +1,10 @@
-"""What the environment's settings do to speed, said before anything is measured."""
+"""Settings that slow models down, found without measuring."""
 
 from dataclasses import replace
 
 import pytest
 
-from enginery.doctor.advice import advise
+from enginery.doctor.advice import check_settings
 from enginery.doctor.config import DoctorConfig
 from enginery.doctor.report import Gpu, MachineStatus, NvidiaStatus, ProviderStatus
 from enginery.doctor.stage import examine
@@ -26,14 +26,14 @@ LOST = (RUNS[0], replace(RUNS[1], runs=False, reason="libcublas.so.13 was not fo
 
 
 def found(environment, *, machine=MACHINE, nvidia=WITHOUT, providers=LOST):
-    return list(advise(environment, machine, nvidia, providers))
+    return list(check_settings(environment, machine, nvidia, providers))
 
 
 def test_a_machine_without_settings_or_a_gpu_needs_no_advice():
     assert found({}) == []
 
 
-def test_a_gpu_that_nothing_asks_for():
+def test_gpu_that_no_setting_names_is_noted():
     (finding,) = found({}, nvidia=WITH_GPU, providers=RUNS)
     assert finding.severity == "note"
     assert finding.evidence == "NVIDIA L4, which cuda can use; ENGINERY_PROVIDERS is not set"
@@ -104,7 +104,7 @@ def test_fewer_cpus_than_cores():
     assert found({}, machine=replace(MACHINE, usable_cpus=4)) == []
 
 
-def test_the_examination_holds_them(monkeypatch):
+def test_examination_includes_the_advice(monkeypatch):
     monkeypatch.setenv("ENGINERY_PROVIDERS", "cudaa")
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")
     problems = [finding.problem for finding in examine(DoctorConfig()).findings]

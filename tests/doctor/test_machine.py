@@ -13,6 +13,6 @@ def test_this_machine_has_a_processor_memory_and_disk():
     assert found.temporary_free_bytes > 0
 
 
-def test_free_space_is_that_of_the_nearest_directory_that_exists(tmp_path):
+def test_free_space_is_that_of_the_nearest_existing_directory(tmp_path):
     assert free_bytes(tmp_path / "not" / "yet") == pytest.approx(free_bytes(tmp_path), rel=0.05)
     assert free_bytes(tmp_path) > 0

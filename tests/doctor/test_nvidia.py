@@ -10,9 +10,9 @@ import pytest
 
 from enginery.doctor import nvidia
 from enginery.doctor.nvidia import examine_nvidia, gpus_from_smi, nvidia_findings
-from enginery.doctor.probe_worker import dotted, gpu_fields
+from enginery.doctor.probe_worker import format_version, gpu_fields
 from enginery.doctor.report import Gpu, NvidiaStatus
-from enginery.doctor.subprocess_probe import Answer
+from enginery.doctor.subprocess_probe import ProbeResult
 
 MIB = 1 << 20
 TWO_GPUS = """\
@@ -38,7 +38,7 @@ def test_smi_gives_driver_and_gpus():
     )
 
 
-def test_smi_of_an_integrated_gpu_and_an_old_driver_leaves_out_what_is_not_known():
+def test_unknown_values_from_smi_are_empty():
     _, gpus = gpus_from_smi("NVIDIA GB10, 580.95.05, [N/A], [N/A], [N/A]\n")
     assert gpus == (Gpu("NVIDIA GB10", "", 0, 0),)
 
@@ -48,7 +48,7 @@ def test_smi_without_gpus_is_empty():
 
 
 @pytest.mark.parametrize("text", ["No devices were found\n", "a, b\n"])
-def test_smi_that_says_something_else_is_an_error(text):
+def test_unexpected_smi_output_is_an_error(text):
     with pytest.raises(ValueError, match="expected name, driver_version"):
         gpus_from_smi(text)
 
@@ -66,21 +66,21 @@ def test_smi_is_run_when_it_is_installed(monkeypatch, tmp_path, script, driver, 
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(nvidia, "ask", lambda *args, **options: Answer({"problem": ""}))
+    monkeypatch.setattr(nvidia, "run_probe", lambda *args, **options: ProbeResult({"problem": ""}))
     monkeypatch.setattr(nvidia, "driver_version", lambda: "")
     found = examine_nvidia(timeout_seconds=30)
     assert (found.driver, len(found.gpus)) == (driver, count)
 
 
-def test_a_child_that_dies_is_the_problem(monkeypatch):
-    died = Answer(reason="the process died of SIGSEGV")
-    monkeypatch.setattr(nvidia, "ask", lambda *args, **options: died)
-    monkeypatch.setattr(nvidia, "_ask_smi", lambda timeout: ("", ()))
+def test_crashed_probe_is_the_problem(monkeypatch):
+    died = ProbeResult(reason="the process died of SIGSEGV")
+    monkeypatch.setattr(nvidia, "run_probe", lambda *args, **options: died)
+    monkeypatch.setattr(nvidia, "_query_nvidia_smi", lambda timeout: ("", ()))
     assert examine_nvidia(timeout_seconds=1).problem == "the process died of SIGSEGV"
 
 
 class FakeCuda:
-    """Two GPUs, by the driver API's way of returning values."""
+    """Simulate the driver API with two GPUs."""
 
     names = (b"NVIDIA L4", b"Tesla T4")
     capabilities = ((8, 9), (7, 5))
@@ -119,7 +119,7 @@ def test_without_smi_the_gpus_come_from_the_driver():
     ("number", "version"), [(91701, "9.17.1"), (101600, "10.16.0"), (90100, "9.1.0")]
 )
 def test_library_version_numbers_are_read(number, version):
-    assert dotted(number) == version
+    assert format_version(number) == version
 
 
 def only(status):
@@ -127,11 +127,11 @@ def only(status):
     return finding
 
 
-def test_a_machine_that_fits_has_no_findings():
+def test_working_machine_has_no_findings():
     assert list(nvidia_findings(HEALTHY)) == []
 
 
-def test_no_driver_is_a_note_that_says_what_it_means():
+def test_missing_driver_is_a_note():
     problem = "there is no NVIDIA driver: libcuda.so.1 was not found"
     finding = only(replace(HEALTHY, driver="", driver_cuda="", gpus=(), problem=problem))
     assert (finding.severity, finding.evidence) == ("note", problem)
@@ -158,5 +158,5 @@ def test_a_gpu_before_turing_is_too_old_for_cuda_13():
 
 def test_a_cpu_build_on_a_machine_with_a_gpu_is_an_error():
     finding = only(replace(HEALTHY, onnxruntime_cuda=""))
-    assert "a build for the CPU" in finding.problem
+    assert "is a CPU build" in finding.problem
     assert "onnxruntime-gpu" in finding.remedy

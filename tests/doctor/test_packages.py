@@ -1,4 +1,4 @@
-"""Package faults, with real metadata directories put before the installed ones."""
+"""Package problems, with real metadata directories that precede the installed ones."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from enginery.doctor.report import PackageStatus
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A site directory that comes first; `install` puts a package's metadata into it."""
+    """Put a site directory first on the path; `install` adds a package's metadata to it."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(name, version, *requires, extras=()):
@@ -28,7 +28,7 @@ def findings(text):
     return [finding for finding in examine_packages()[1] if text in finding.problem]
 
 
-def test_both_onnxruntime_builds_installed_is_an_error_that_says_how_to_mend_it(site):
+def test_two_onnxruntime_builds_are_an_error_with_a_remedy(site):
     assert not findings("installed together")
     site("onnxruntime", "1.30.0")
     site("onnxruntime-gpu", "1.31.1")
@@ -42,7 +42,7 @@ def test_both_onnxruntime_builds_installed_is_an_error_that_says_how_to_mend_it(
     )
 
 
-def test_openvino_and_directml_builds_beside_are_the_same_fault(site):
+def test_openvino_and_directml_builds_conflict_as_well(site):
     site("onnxruntime-openvino", "1.24.1")
     site("onnxruntime_directml", "1.24.1")
     (finding,) = findings("installed together")
@@ -50,14 +50,14 @@ def test_openvino_and_directml_builds_beside_are_the_same_fault(site):
     assert "onnxruntime-openvino" in finding.problem
 
 
-def test_packages_with_modules_of_their_own_are_no_second_build(site):
+def test_packages_with_other_modules_do_not_conflict(site):
     site("onnxruntime-extensions", "0.15.0")
     site("onnxruntime-genai", "0.9.0")
     site("onnxruntime-ep-nv-tensorrt-rtx-cu13", "0.5.0")
     assert not findings("installed together")
 
 
-def test_a_hub_library_that_transformers_refuses_is_an_error(site):
+def test_hub_library_that_transformers_rejects_is_an_error(site):
     site("transformers", "4.57.6", "huggingface-hub<1.0,>=0.34.0")
     site("huggingface-hub", "1.2.0")
     (finding,) = findings("transformers 4.57.6 needs huggingface-hub")
@@ -76,7 +76,7 @@ def test_requirements_of_other_platforms_and_extras_do_not_count(site):
     assert not findings("transformers 4.57.6 needs")
 
 
-def test_own_pin_that_does_not_hold_is_an_error(site):
+def test_unmet_requirement_is_an_error(site):
     site("numpy", "1.26.4")
     (finding,) = findings("enginery needs numpy")
     assert (finding.severity, finding.evidence) == ("error", "found 1.26.4")
@@ -115,7 +115,7 @@ def test_a_missing_package_of_the_bare_install_is_an_error(site):
     assert (finding.severity, finding.evidence) == ("error", "it is not installed")
 
 
-def test_tensorrt_11_beside_a_provider_that_links_10_is_an_error(site, monkeypatch):
+def test_tensorrt_11_with_a_provider_that_links_10_is_an_error(site, monkeypatch):
     monkeypatch.setattr(packages, "needed_libraries", lambda path: ["libnvinfer.so.10"])
     site("tensorrt", "11.4.0.106")
     (finding,) = findings("tensorrt 11.4.0.106 does not fit")
@@ -123,7 +123,7 @@ def test_tensorrt_11_beside_a_provider_that_links_10_is_an_error(site, monkeypat
     assert "'tensorrt-cu13>=10,<11'" in finding.remedy
 
 
-def test_tensorrt_of_the_linked_major_is_no_fault(site, monkeypatch):
+def test_tensorrt_of_the_linked_version_is_accepted(site, monkeypatch):
     monkeypatch.setattr(packages, "needed_libraries", lambda path: ["libnvinfer.so.10"])
     site("tensorrt-cu13", "10.16.0")
     assert not findings("does not fit")
@@ -162,7 +162,7 @@ def test_two_cudnn_packages_in_one_folder_are_an_error(site, monkeypatch):
     assert "libcudnn.so.9" in finding.evidence
 
 
-def test_without_packaging_it_says_so(monkeypatch):
+def test_missing_packaging_is_an_error(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "packaging.requirements", None)
     statuses, (finding,) = examine_packages()
     assert statuses == ()

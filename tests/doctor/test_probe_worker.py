@@ -1,4 +1,4 @@
-"""The model of one operation, and questions to a child process that may die."""
+"""The model of one operation, and probes in a subprocess that may crash."""
 
 import sys
 
@@ -7,14 +7,14 @@ import pytest
 
 from enginery.doctor import probe_worker
 from enginery.doctor.probe_worker import EXPECTED, FEED, one_op_model
-from enginery.doctor.subprocess_probe import Answer, ask, last_error
+from enginery.doctor.subprocess_probe import ProbeResult, last_error, run_probe
 from enginery.runtime.obstacles import Obstacle
 from enginery.runtime.provider_names import CPU, CUDA, TENSORRT
 
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Makes `answering` a module that a child runs."""
+    """Write the module `answering`, which a subprocess runs."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(code):
@@ -24,7 +24,7 @@ def module(tmp_path, monkeypatch):
     return write
 
 
-def test_one_op_model_is_valid_onnx_and_the_same_as_the_onnx_package_writes():
+def test_one_op_model_equals_the_one_written_with_onnx():
     onnx = pytest.importorskip("onnx")
     helper = onnx.helper
     values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in "xy"]
@@ -40,56 +40,58 @@ def test_one_op_model_is_valid_onnx_and_the_same_as_the_onnx_package_writes():
     np.testing.assert_array_equal(FEED + FEED, EXPECTED)
 
 
-def test_the_cpu_runs_the_model_in_a_child():
-    answer = ask(["provider", CPU], timeout_seconds=120)
+def test_cpu_runs_the_model_in_a_subprocess():
+    answer = run_probe(["provider", CPU], timeout_seconds=120)
     assert answer.values["registers"]
     assert answer.values["runs"]
     assert answer.values["reason"] == ""
 
 
-def test_the_question_of_what_is_compiled_in_agrees_with_onnxruntime():
+def test_compiled_providers_are_those_of_onnxruntime():
     import onnxruntime
 
-    answer = ask(["compiled"], timeout_seconds=120)
+    answer = run_probe(["compiled"], timeout_seconds=120)
     assert answer.values["providers"] == onnxruntime.get_available_providers()
 
 
-def test_an_unknown_question_ends_the_child():
-    answer = ask(["weather"], timeout_seconds=120)
+def test_unknown_probe_fails():
+    answer = run_probe(["weather"], timeout_seconds=120)
     assert (answer.values, answer.reason) == ({}, "the process ended with status 1")
 
 
-def test_a_crash_in_the_child_is_an_answer(module):
+def test_crash_is_a_result(module):
     code = "import os, signal; print('{}'); os.kill(os.getpid(), signal.SIGSEGV)"
-    answer = ask([], timeout_seconds=120, module=module(code))
-    assert answer == Answer(reason="the process died of SIGSEGV")
+    answer = run_probe([], timeout_seconds=120, module=module(code))
+    assert answer == ProbeResult(reason="the process died of SIGSEGV")
 
 
-def test_a_child_that_hangs_is_ended(module):
-    answer = ask([], timeout_seconds=0.5, module=module("import time; time.sleep(600)"))
+def test_probe_that_hangs_is_ended(module):
+    answer = run_probe([], timeout_seconds=0.5, module=module("import time; time.sleep(600)"))
     assert answer.reason == "no answer within 0.5 seconds"
 
 
-def test_a_child_that_fails_gives_the_end_of_its_traceback(module):
-    answer = ask([], timeout_seconds=120, module=module("raise OSError('libgone.so')"))
+def test_failed_probe_has_the_end_of_its_traceback(module):
+    answer = run_probe([], timeout_seconds=120, module=module("raise OSError('libgone.so')"))
     assert answer.reason == "the process ended with status 1"
     assert answer.log == "OSError: libgone.so"
 
 
 @pytest.mark.parametrize("output", ["", "not json", "[1]"])
-def test_a_child_that_says_nothing_to_be_read_has_no_values(module, output):
-    assert not ask([], timeout_seconds=120, module=module(f"print({output!r})")).values
+def test_output_that_is_not_json_has_no_values(module, output):
+    assert not run_probe([], timeout_seconds=120, module=module(f"print({output!r})")).values
 
 
-def test_what_libraries_print_before_the_answer_is_ignored(module):
-    answer = ask([], timeout_seconds=120, module=module("print('banner'); print('{\"a\": 1}')"))
+def test_output_before_the_result_is_ignored(module):
+    answer = run_probe(
+        [], timeout_seconds=120, module=module("print('banner'); print('{\"a\": 1}')")
+    )
     assert answer.values == {"a": 1}
 
 
 def test_files_of_the_working_directory_are_not_imported(tmp_path, monkeypatch):
     (tmp_path / "onnxruntime.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
-    assert ask(["provider", CPU], timeout_seconds=120).values["runs"]
+    assert run_probe(["provider", CPU], timeout_seconds=120).values["runs"]
 
 
 def test_onnxruntimes_last_error_is_found_in_its_log():
@@ -106,7 +108,7 @@ def test_onnxruntimes_last_error_is_found_in_its_log():
 
 
 class Session:
-    """A session that takes the model and does something else with it."""
+    """A session that accepts the model but computes something else."""
 
     def __init__(self, providers=(CUDA, CPU), placed=(CUDA,), answer=EXPECTED):
         self.providers, self.placed, self.answer = list(providers), placed, answer
@@ -148,7 +150,7 @@ def test_a_provider_that_leaves_the_operation_to_the_cpu_does_not_run(examined):
     assert status["reason"] == "the operation ran on CPUExecutionProvider instead"
 
 
-def test_a_wrong_answer_is_not_running(examined):
+def test_wrong_result_does_not_count_as_running(examined):
     status = examined(Session(answer=FEED))
     assert not status["runs"]
     assert status["reason"] == "wrong answer: [1.0, 2.5], not [2.0, 5.0]"

@@ -1,4 +1,4 @@
-"""The whole examination on this machine, and what it makes of others."""
+"""The examination of this machine, and findings for simulated ones."""
 
 import json
 from dataclasses import asdict, replace
@@ -15,7 +15,7 @@ from enginery.doctor.stage import (
     provider_findings,
     provider_status,
 )
-from enginery.doctor.subprocess_probe import Answer
+from enginery.doctor.subprocess_probe import ProbeResult
 from enginery.runtime.libraries import cuda_driver
 from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
 
@@ -56,7 +56,7 @@ def test_the_tables_are_rectangular_text(report):
 
 
 @pytest.mark.skipif(not cuda_driver().problem, reason="this machine has an NVIDIA driver")
-def test_without_a_gpu_cuda_is_required_in_vain_and_nothing_else_is_wrong(report):
+def test_without_a_gpu_only_a_required_cuda_is_an_error(report):
     with pytest.raises(CheckFailedError) as caught:
         report.require("cuda")
     assert caught.value.exit_code == 1
@@ -79,8 +79,8 @@ def test_a_required_provider_is_examined_and_its_absence_is_an_error():
     ]
 
 
-def test_an_unknown_required_provider_is_refused_before_anything_is_examined(monkeypatch):
-    monkeypatch.setattr(stage, "ask", None)
+def test_unknown_required_provider_is_an_error_before_the_examination(monkeypatch):
+    monkeypatch.setattr(stage, "run_probe", None)
     with pytest.raises(ProviderError, match="did you mean 'cuda'"):
         examine(DoctorConfig(require="cudaa"))
 
@@ -100,18 +100,20 @@ def test_a_provider_that_was_not_examined_cannot_be_required(report):
         ({"missing": (), "registers": True, "runs": True}, "runs"),
     ],
 )
-def test_state_is_the_furthest_point_reached(changes, state):
+def test_state_is_the_last_stage_reached(changes, state):
     assert replace(LOST, **changes).state == state
 
 
 def test_a_provider_that_kills_its_process_is_reported():
-    status = provider_status(CUDA, Answer(reason="the process died of SIGSEGV", log="bad driver"))
+    status = provider_status(
+        CUDA, ProbeResult(reason="the process died of SIGSEGV", log="bad driver")
+    )
     assert (status.runs, status.reason) == (False, "the process died of SIGSEGV (bad driver)")
 
 
-def test_the_log_says_why_a_provider_was_left_out():
+def test_log_has_the_reason_why_a_provider_is_missing():
     values = asdict(replace(LOST, missing=(), reason="left out", remedy=""))
-    assert provider_status(CUDA, Answer(values, log="CUDA failure 803")).reason == (
+    assert provider_status(CUDA, ProbeResult(values, log="CUDA failure 803")).reason == (
         "left out: CUDA failure 803"
     )
 
@@ -128,7 +130,7 @@ def test_tensorrt_that_is_not_installed_is_a_note_unless_it_is_required():
     assert [f.severity for f in provider_findings([lost], WITH_GPU, TENSORRT)] == ["error"]
 
 
-def test_a_provider_that_runs_with_a_reservation_is_a_warning():
+def test_provider_that_runs_with_limitations_is_a_warning():
     runs = replace(LOST, missing=(), registers=True, runs=True, reason="no convolutions", remedy="")
     (finding,) = provider_findings([runs], WITH_GPU, "")
     assert (finding.severity, finding.evidence) == ("warning", "no convolutions")
@@ -151,10 +153,10 @@ def test_little_disk_and_memory_are_warnings(report):
     assert list(machine_findings(replace(plenty, memory_available_bytes=0))) == []
 
 
-def test_a_store_that_cannot_be_written_is_an_error(report, monkeypatch):
+def test_store_that_is_not_writable_is_an_error(report, monkeypatch):
     monkeypatch.setattr(stage.os, "access", lambda path, mode: False)
     finding = next(iter(machine_findings(report.machine)))
-    assert (finding.severity, finding.problem) == ("error", "the store cannot be written")
+    assert (finding.severity, finding.problem) == ("error", "the store is not writable")
     assert "ENGINERY_HOME" in finding.remedy
 
 

@@ -1,4 +1,4 @@
-"""TensorRT as the doctor sees it."""
+"""Findings about the installed TensorRT packages."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def _rtx_installed(monkeypatch):
     monkeypatch.setattr(tensorrt, "has_tensorrt", lambda flavor: True)
 
 
-def test_gpu_that_tensorrt_rtx_does_not_support_is_a_note_with_the_way_out():
+def test_gpu_without_tensorrt_rtx_support_is_a_note_with_a_remedy():
     (finding,) = tensorrt_findings(machine("NVIDIA H200", "9.0"))
     assert finding.severity == "note"
     assert finding.evidence == (
@@ -31,11 +31,11 @@ def test_gpu_that_tensorrt_rtx_does_not_support_is_a_note_with_the_way_out():
 
 
 @pytest.mark.parametrize("capability", ["8.9", ""])
-def test_gpu_that_fits_or_is_not_known_has_no_finding(capability):
+def test_supported_or_unknown_gpu_has_no_finding(capability):
     assert list(tensorrt_findings(machine("NVIDIA L4", capability))) == []
 
 
-def test_without_tensorrt_rtx_nothing_is_said_of_its_gpus(monkeypatch):
+def test_without_tensorrt_rtx_its_gpus_are_not_checked(monkeypatch):
     monkeypatch.setattr(tensorrt, "has_tensorrt", lambda flavor: False)
     assert list(tensorrt_findings(machine("NVIDIA H200", "9.0"))) == []
 

@@ -428,7 +428,7 @@ def test_the_doctor_has_a_row_for_every_provider_with_what_brings_it():
 
 def test_those_that_are_not_here_have_no_answer_where_the_child_died():
     from enginery.doctor.stage import absent_statuses
-    from enginery.doctor.subprocess_probe import Answer
+    from enginery.doctor.subprocess_probe import ProbeResult
 
-    (status,) = absent_statuses(["CoreMLExecutionProvider"], Answer(reason="the process died"))
+    (status,) = absent_statuses(["CoreMLExecutionProvider"], ProbeResult(reason="the process died"))
     assert (status.runs, status.reason) == (False, "the process died")
