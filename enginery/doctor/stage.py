@@ -72,10 +72,10 @@ def provider_status(name: str, answer: ProbeResult) -> ProviderStatus:
     """Convert the result of a probe, or its failure, to a status."""
     values: dict[str, Any] = answer.values
     if not values:
-        said = f" ({answer.log})" if answer.log else ""
+        log = f" ({answer.log})" if answer.log else ""
         return ProviderStatus(
             name, compiled=True, missing=(), registers=False, runs=False,
-            reason=f"{answer.reason}{said}",
+            reason=f"{answer.reason}{log}",
             remedy="Reinstall ONNX Runtime and the provider's libraries.",
         )  # fmt: skip
     status = ProviderStatus(**{**values, "missing": tuple(values["missing"])})

@@ -84,7 +84,7 @@ class GraphCoverage:
             f"{group[0]}{f' ({len(group) - 1} more like it)' if len(group) > 1 else ''}"
             for group in by_reason.values()
         ]
-        said = (
+        support = (
             f"TensorRT supports {self.taken} of {self.total} nodes"
             if self.total
             else "not supported"
@@ -93,7 +93,7 @@ class GraphCoverage:
         if several:
             remedies.append("To build only the other graphs: --allow-partitions")
         return ProviderError(
-            f"{self.graph}: {said}, but an engine needs the whole graph: {'; '.join(groups)}",
+            f"{self.graph}: {support}, but an engine needs the whole graph: {'; '.join(groups)}",
             do=" ".join(remedies),
         )
 

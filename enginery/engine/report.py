@@ -52,9 +52,9 @@ class BuildReport:
             requested: the requests.
             fields: fields of the stage's fingerprint.
         """
-        said = [_describe_count(engines), *(_describe_engine(engine) for engine, _ in engines)]
-        said += [f"{graph.graph} has no engine: {graph.refused[0]}" for graph in left_out]
-        summary = "; ".join(said)
+        parts = [_describe_count(engines), *(_describe_engine(engine) for engine, _ in engines)]
+        parts += [f"{graph.graph} has no engine: {graph.refused[0]}" for graph in left_out]
+        summary = "; ".join(parts)
         profiles = {request.graph.file: request.checked for request in requested.requests}
         notes = [note for found in profiles.values() for note in (*found.warnings, *found.notes)]
         if any(len(engine.record.profiles) > 1 for engine, _ in engines):

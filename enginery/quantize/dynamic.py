@@ -53,10 +53,10 @@ def quantize_dynamic(
     notes = [
         "activation scales are computed at run time; only ONNX Runtime's CPU provider runs this"
     ]
-    said = ", ".join(
+    counts = ", ".join(
         f"{sum(n.values())} integer products in {file}" for file, n in products.items()
     )
-    words = [f"dynamic INT8 for the CPU: {said}"]
+    parts = [f"dynamic INT8 for the CPU: {counts}"]
     document: dict[str, Any] = {
         "scheme": "dynamic", "products": products, "notes": notes, "fields": dict(fields),
     }  # fmt: skip
@@ -66,8 +66,8 @@ def quantize_dynamic(
         found, budget = _measure(source, directory / records[0].file, config, data)
         notes += [data.description, *budget_notes(budget, found.rows)]
         document["accuracy"] = asdict(found)
-        words.append(describe_accuracy(found))
-    summary = "; ".join(words)
+        parts.append(describe_accuracy(found))
+    summary = "; ".join(parts)
     report = QuantizationReport(summary, {"summary": summary, **document})
     return tuple(records), report, notes
 

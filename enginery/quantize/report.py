@@ -65,24 +65,24 @@ class QuantizationReport:
             "notes": list(notes),
             "fields": dict(fields),
         }
-        said = [f"{len(quantized)} of {len(layers)} layers in {kind}"]
+        parts = [f"{len(quantized)} of {len(layers)} layers in {kind}"]
         if measured is not None:
             document["multiply_adds"] = _multiply_adds(measured, quantized)
-            said[0] += f", {measured.multiply_adds.share(quantized):.1%} of their multiply-adds"
+            parts[0] += f", {measured.multiply_adds.share(quantized):.1%} of their multiply-adds"
             document["search"] = _search(measured)
         if accuracy is not None:
             document["accuracy"] = asdict(accuracy)
-            said.append(
+            parts.append(
                 describe_accuracy(accuracy, held_out=data is None or data.has_held_out_rows)
             )
             if measured is not None and measured.budget.kind == "accuracy":
-                said[-1] += f" (FP32 {measured.budget.reference:.1%})"
-        said += [
+                parts[-1] += f" (FP32 {measured.budget.reference:.1%})"
+        parts += [
             f"TensorRT {trial.tensorrt} for {trial.capability}: {trial.quantized_layers} of "
             f"{len(quantized)} multiplied in {kind}, {trial.fused_attentions} fused attentions"
             for trial in trials
         ]
-        summary = "; ".join(said)
+        summary = "; ".join(parts)
         return cls(summary, {"summary": summary, **document})
 
     def to_json(self) -> bytes:

@@ -38,7 +38,7 @@ STRENGTHS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 _FACTOR_LIMIT = 2.0**10
 """Limit of the multipliers; larger ones would lose precision in FP16."""
 
-Weighted = tuple[Layer, Vector]
+LayerWeight = tuple[Layer, Vector]
 """A layer and its weight as stored: (K, N), or (N, K) if `weight_axis` is 0."""
 
 
@@ -57,7 +57,7 @@ class SmoothingChoice:
 
 def choose_smoothing(
     channels: ChannelStatistics,
-    layer_weights: Sequence[Weighted],
+    layer_weights: Sequence[LayerWeight],
     scheme: Scheme,
     *,
     strength: float | Literal["search", "none"],
@@ -135,19 +135,26 @@ def mean_output_error(
     2019, section 4.2, on real inputs.
     """
     exact = sample @ _as_matrix(layer, weight)
-    lacking = exact - simulate_layer(sample, layer, weight, params, scheme)
-    return np.asarray(lacking.mean(axis=0, dtype=np.float64), dtype=np.float32)
+    error = exact - simulate_layer(sample, layer, weight, params, scheme)
+    return np.asarray(error.mean(axis=0, dtype=np.float64), dtype=np.float32)
 
 
 def _smoothed(
-    channels: ChannelStatistics, layer_weights: Sequence[Weighted], strength: float, *, shift: bool
+    channels: ChannelStatistics,
+    layer_weights: Sequence[LayerWeight],
+    strength: float,
+    *,
+    shift: bool,
 ) -> ActivationRange:
     middle = _midpoints(channels) if shift else np.zeros(channels.width, dtype=np.float32)
-    reach = np.maximum(channels.largest - middle, middle - channels.smallest)
-    reach = np.maximum(reach, 1e-5 * max(float(reach.max()), 1e-12))
-    met = np.max([np.abs(_as_matrix(layer, w)).max(axis=1) for layer, w in layer_weights], axis=0)
-    met = np.maximum(met, 1e-5 * max(float(met.max()), 1e-12))
-    logarithm = strength * np.log(reach) - (1 - strength) * np.log(met)
+    activation_max = np.maximum(channels.largest - middle, middle - channels.smallest)
+    # Channels of zeros would have no logarithm.
+    activation_max = np.maximum(activation_max, 1e-5 * max(float(activation_max.max()), 1e-12))
+    weight_max = np.max(
+        [np.abs(_as_matrix(layer, w)).max(axis=1) for layer, w in layer_weights], axis=0
+    )
+    weight_max = np.maximum(weight_max, 1e-5 * max(float(weight_max.max()), 1e-12))
+    logarithm = strength * np.log(activation_max) - (1 - strength) * np.log(weight_max)
     factor = np.exp(logarithm - logarithm.mean())
     # Rounded to FP16, so that casting the graph changes neither the activation nor the weight.
     multiplier = _fp16(1 / np.clip(factor, 1 / _FACTOR_LIMIT, _FACTOR_LIMIT))

@@ -116,8 +116,8 @@ def compare_graph(
                 try:
                     found = runner(feeds)
                 except EngineryError as error:
-                    said = f"ONNX Runtime fails but PyTorch does not: {error.message}"
-                    result = replace(result, problem=said)
+                    problem = f"ONNX Runtime fails but PyTorch does not: {error.message}"
+                    result = replace(result, problem=problem)
                 else:
                     outputs = _compare_outputs(
                         record, feeds, found, expected, pytorch, limits, known

@@ -88,8 +88,10 @@ def _find_unfit(
         choose_profile(profiles, sizes_of(record.inputs, feeds))
     except ShapeError as error:
         shapes = {name: list(array.shape) for name, array in feeds.items()}
-        said = f"{OUTSIDE_PROFILES}{error.message}"
-        return ValidationCaseResult(record.file, case.name, case.kind, shapes, [], "", skipped=said)
+        reason = f"{OUTSIDE_PROFILES}{error.message}"
+        return ValidationCaseResult(
+            record.file, case.name, case.kind, shapes, [], "", skipped=reason
+        )
     return None
 
 
@@ -105,8 +107,8 @@ def _split_rows(
     parts = []
     for start in range(0, count, rows):
         end = min(start + rows, count)
-        said = f"row {end}" if end == start + 1 else f"rows {start + 1}–{end}"
-        name = case.name if rows >= count else f"{case.name}, {said}"
+        label = f"row {end}" if end == start + 1 else f"rows {start + 1}–{end}"
+        name = case.name if rows >= count else f"{case.name}, {label}"
         make = partial(_take_rows, case.make, record, profiles, slice(start, end))
         parts.append(ValidationCase(name, case.kind, make))
     return parts

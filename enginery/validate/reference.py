@@ -115,10 +115,10 @@ def run_pytorch(
     if not noise:
         names = {name for wide in expected for name in wide.files}
         return ReferenceRun(expected, dict.fromkeys(names, NoiseFloor(0.0, cosine=1.0)), notes)
-    noise_floors, said = _noise_floors(
+    noise_floors, more_notes = _noise_floors(
         artifact, source, record, cases, expected, scratch, progress, trust_remote_code
     )
-    return ReferenceRun(expected, noise_floors, [*notes, *said])
+    return ReferenceRun(expected, noise_floors, [*notes, *more_notes])
 
 
 def _noise_floors(

@@ -163,7 +163,7 @@ def run(
     results: list[ValidationCaseResult] = []
     providers: list[dict[str, Any]] = []
     for record in manifest.graphs:
-        real, said = real_cases(artifact, record, config)
+        real, more_notes = real_cases(artifact, record, config)
         promised = [*profiles[record.file], *reached[record.file]]
         cases, left_out = split_by_profiles(
             [
@@ -192,7 +192,7 @@ def run(
                     embeddings=embeddings, overall=overall, progress=progress,
                 )  # fmt: skip
         results += left_out
-        notes.extend(note for note in (*said, *pytorch.notes) if note not in notes)
+        notes.extend(note for note in (*more_notes, *pytorch.notes) if note not in notes)
     least = limits.embedding_cosine
     pooled = embeddings.metrics(min_cosine=least, of_mean=bool(overall)) if embeddings else None
     together = overall.metrics(min_cosine=least) if overall else []

@@ -98,7 +98,7 @@ def test_report_describes_the_rule_and_survives_json(made, copied):
     report = validate_model(artifact)
     lines = report_lines(report)
     assert any("int8: over all real inputs a cosine of at least 0.9800" in line for line in lines)
-    assert any("10 times as much as its budget of 0.9980; 0.5 on any one" in line for line in lines)
+    assert any("10 times that of its budget of 0.9980; 0.5 on any one" in line for line in lines)
     again = ValidationReport.from_json((artifact.path / "reports/validation.json").read_bytes())
     assert again.overall == report.overall
     assert again.worst()[0].name == report.worst()[0].name
@@ -199,7 +199,7 @@ def test_measured_cosine_replaces_a_budget_that_is_no_cosine(with_options):
     for options in ({"min_cosine": -1.0}, {"accuracy_budget": "1%"}, {"label_column": "label"}):
         budget = quantization_budget(with_options(report=report, **options))
         assert budget.min_cosine(own_data=False) == pytest.approx(0.95)
-        assert "what was measured, 0.9950" in budget.describe(own_data=False)
+        assert "the measured cosine of 0.9950" in budget.describe(own_data=False)
 
 
 def test_budget_that_was_not_met_is_ignored(with_options):
@@ -232,7 +232,7 @@ def test_budget_of_one_permits_rounding(with_options):
 def test_no_budget_permits_less_than_the_minimum(with_options, own_data):
     budget = quantization_budget(with_options(min_cosine=0.6))
     assert budget.min_cosine(own_data=own_data) == 0.95
-    assert "would allow less, which only --min-cosine does" in budget.describe(own_data=own_data)
+    assert "would permit less, but only --min-cosine can" in budget.describe(own_data=own_data)
 
 
 def test_changed_budget_invalidates_the_verdict(with_options):
