@@ -105,7 +105,7 @@ def _check_threads(
         found = too_many_threads(
             threads, cores,
             evidence=f"{name} is {threads}, on {cores} cores",
-            remedy=f"Set {name} to {cores} or fewer, or unset it.",
+            remedy=f"Set {name} to {cores} or fewer, or leave it out.",
         )  # fmt: skip
         if found:
             yield found

@@ -33,7 +33,11 @@ from enginery.quantize.calibration_cache import CalibrationCache, SmoothQuantPar
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import Batch, CalibrationData, make_batches
 from enginery.quantize.layer_toggles import LayerToggleModel
-from enginery.quantize.multiply_adds import MultiplyAdds, count_multiply_adds, mean_length_feeds
+from enginery.quantize.multiply_adds import (
+    MultiplyAddCounts,
+    count_multiply_adds,
+    mean_length_feeds,
+)
 from enginery.quantize.ranges import choose_range
 from enginery.quantize.search import AccuracyBudget, SearchResult, search_mixed_precision
 from enginery.quantize.smoothing import choose_smoothing, mean_output_error
@@ -58,7 +62,7 @@ class AccuracySearch:
     """Result of the search for layers to leave in floating point."""
 
     result: SearchResult
-    multiply_adds: MultiplyAdds
+    multiply_adds: MultiplyAddCounts
     budget: AccuracyBudget
     evaluator: AccuracyEvaluator
 
@@ -155,7 +159,7 @@ def calibrate(
 def excluded_layers(
     layers: Sequence[Layer],
     patterns: Sequence[str],
-    multiply_adds: MultiplyAdds | None,
+    multiply_adds: MultiplyAddCounts | None,
     scheme: Scheme,
 ) -> dict[str, str]:
     """Return the layers that are never quantized, with reasons: by shape or by `exclude`.
@@ -245,7 +249,7 @@ def _search(
     held_out: Sequence[Batch],
     data: CalibrationData,
     config: QuantizeConfig,
-    multiply_adds: MultiplyAdds,
+    multiply_adds: MultiplyAddCounts,
     scheme: Scheme,
     progress: Progress,
 ) -> AccuracySearch:

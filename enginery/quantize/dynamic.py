@@ -89,7 +89,7 @@ def _measure(
         )
         budget = AccuracyBudget.of(config, evaluator.measure_reference())
         found = evaluator.measure(quantized)
-    if not budget.holds(found):
+    if not budget.is_met_by(found):
         raise CheckFailedError(
             f"dynamic INT8 does not meet the budget, a {budget}: found {describe_accuracy(found)}.",
             do="Lower the budget, or keep FP32.",

@@ -23,7 +23,7 @@ from enginery.runtime.tracing import GraphTracer
 
 
 @dataclass(frozen=True)
-class MultiplyAdds:
+class MultiplyAddCounts:
     """Multiply-adds for one input row."""
 
     by_layer: dict[str, int]
@@ -38,7 +38,7 @@ class MultiplyAdds:
     def share(self, names: Collection[str], *, with_attention: bool = False) -> float:
         """Return the share of the multiply-adds in the named layers, 0 to 1.
 
-        >>> counts = MultiplyAdds({"query": 60, "key": 40}, 100, {"query": 8, "key": 8}, 8)
+        >>> counts = MultiplyAddCounts({"query": 60, "key": 40}, 100, {"query": 8, "key": 8}, 8)
         >>> counts.share(["query"]), counts.share(["query"], with_attention=True)
         (0.6, 0.3)
         """
@@ -70,7 +70,7 @@ def mean_length_feeds(batches: Sequence[Batch], record: GraphRecord) -> Feeds:
 
 def count_multiply_adds(
     model_path: Path, model: ir.Model, layers: Sequence[Layer], feeds: Feeds
-) -> MultiplyAdds:
+) -> MultiplyAddCounts:
     """Count from the shapes that the feeds give the graph.
 
     Raises:
@@ -94,7 +94,7 @@ def count_multiply_adds(
             attention += int(np.prod(shapes[output.name or ""])) * inner // batch
     mask = feeds.get("attention_mask")
     rows = {x.name: int(np.prod(shapes[x.output])) // x.outer // batch for x in layers}
-    return MultiplyAdds(
+    return MultiplyAddCounts(
         by_layer={x.name: rows[x.name] * x.outer * x.inner for x in layers},
         attention=attention,
         rows_by_layer=rows,

@@ -65,7 +65,7 @@ class AccuracyBudget:
             )
         return cls("agreement", allowed)
 
-    def holds(self, found: AccuracyMetrics, *, headroom: float = 1.0) -> bool:
+    def is_met_by(self, found: AccuracyMetrics, *, headroom: float = 1.0) -> bool:
         """Return True if the loss is at most `headroom` times the budget."""
         return self.reference - self.value(found) <= headroom * self.allowed + _ROUNDING
 
@@ -139,29 +139,28 @@ def search_mixed_precision(
     """
     points: dict[int, CurvePoint] = {}
 
-    def holds(left_out: Sequence[str]) -> bool:
+    def meets_budget(left_out: Sequence[str]) -> bool:
         count = len(left_out)
         if count not in points:
             found = measure(set(names) - set(left_out), False)
             share = sum(weights[name] for name in names if name not in left_out)
             points[count] = CurvePoint(count, share, found)
             advance()
-        return budget.holds(points[count].accuracy, headroom=HEADROOM)
+        return budget.is_met_by(points[count].accuracy, headroom=HEADROOM)
 
-    enough = holds([])
-    if enough and not curve:
+    met_by_all = meets_budget([])
+    if met_by_all and not curve:
         return SearchResult({}, points[0].accuracy, {}, [points[0]])
     effects = _measure_effects(names, measure, advance)
     order = sorted(names, key=lambda name: effects[name] / max(weights[name], 1e-9), reverse=True)
-    low, high = 0, 1
-    if enough:
-        high = 0
-    while high < len(order) and not holds(order[:high]):
+    # Leaving out `low` layers is not enough, leaving out `high` is: double, then bisect.
+    low, high = 0, 0 if met_by_all else 1
+    while high < len(order) and not meets_budget(order[:high]):
         low, high = high, 2 * high
     high = min(high, len(order))
     while high - low > 1:
         middle = (low + high) // 2
-        if holds(order[:middle]):
+        if meets_budget(order[:middle]):
             high = middle
         else:
             low = middle
@@ -174,9 +173,9 @@ def search_mixed_precision(
             do="Lower the budget, or calibrate on inputs closer to those the model is used for.",
         )
     for count in _powers_of_two(len(order)) if curve else ():
-        holds(order[:count])
+        meets_budget(order[:count])
     reasons = {
-        name: f"without it, the mean cosine is higher by {effects[name]:.2e}"
+        name: f"leaving it out raises the mean cosine by {effects[name]:.2e}"
         for name in order[:high]
     }
     ordered = sorted(points.values(), key=lambda point: point.left_out)

@@ -317,7 +317,7 @@ def _check_accuracy(
     if measured is None:
         return None
     found = measure_file(graph, measured.evaluator, fused=scheme_from_config(config).runs_fused)
-    if not measured.budget.holds(found):
+    if not measured.budget.is_met_by(found):
         raise CheckFailedError(
             f"the saved graph does not meet the budget, a {measured.budget}: its mean cosine is "
             f"{found.cosine:.5f}. Before casting the rest to {config.residual} it was "

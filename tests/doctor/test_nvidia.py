@@ -153,7 +153,7 @@ def test_a_driver_for_cuda_12_is_too_old():
 
 def test_a_gpu_before_turing_is_too_old_for_cuda_13():
     gpu = Gpu("Tesla V100", "7.0", 16 << 30, 15 << 30)
-    assert only(replace(HEALTHY, gpus=(gpu,))).problem.startswith("Tesla V100 is older")
+    assert only(replace(HEALTHY, gpus=(gpu,))).problem.startswith("Tesla V100 is not supported")
 
 
 def test_a_cpu_build_on_a_machine_with_a_gpu_is_an_error():

@@ -8,7 +8,7 @@ from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.passes.layers import find_layers
-from enginery.quantize.multiply_adds import MultiplyAdds, count_multiply_adds
+from enginery.quantize.multiply_adds import MultiplyAddCounts, count_multiply_adds
 from enginery.runtime.multiply_adds import count_node_work
 
 
@@ -51,7 +51,7 @@ def test_unnamed_nodes_are_counted(tiny, tmp_path):
 
 
 def test_share_with_and_without_attention():
-    work = MultiplyAdds({"a": 30, "b": 10}, attention=20, rows_by_layer={}, positions=1)
+    work = MultiplyAddCounts({"a": 30, "b": 10}, attention=20, rows_by_layer={}, positions=1)
     assert work.share({"a"}) == 0.75
     assert work.share({"a"}, with_attention=True) == 0.5
-    assert MultiplyAdds({}, 0, {}, 1).share({"a"}) == 0.0
+    assert MultiplyAddCounts({}, 0, {}, 1).share({"a"}) == 0.0

@@ -97,8 +97,8 @@ def test_labels_make_the_budget_one_of_accuracy():
 
 
 def test_budget_of_exactly_the_lost_answers_is_met():
-    assert AccuracyBudget("agreement", 0.01).holds(accuracy(1.0, agreement=0.99))
-    assert not AccuracyBudget("agreement", 0.01).holds(accuracy(1.0, agreement=0.98))
+    assert AccuracyBudget("agreement", 0.01).is_met_by(accuracy(1.0, agreement=0.99))
+    assert not AccuracyBudget("agreement", 0.01).is_met_by(accuracy(1.0, agreement=0.98))
 
 
 def test_accuracy_budget_needs_logits():

@@ -144,7 +144,7 @@ def test_the_search_leaves_layers_out_until_the_budget_holds(tiny, quantized):
     budget = 1 - (1 - everything) / 2
     report = report_of(quantized(source, min_cosine=budget))
     assert report["accuracy"]["cosine"] >= budget
-    assert any("mean cosine is higher" in reason for reason in report["left_out"].values())
+    assert any("raises the mean cosine" in reason for reason in report["left_out"].values())
     assert 0 < report["multiply_adds"]["share"] < 1
     assert len(report["search"]["curve"]) >= 2
     assert len(report["search"]["effects"]) == 12
