@@ -1,7 +1,5 @@
 """Deliberate faults in a copied artifact, each a small edit of one of its graphs.
 
-    >>> break_graph(copied(artifact), lambda model: cast_through_fp16(model, "logits"))
-
 The manifest's hashes are updated, so that the artifact opens. Its source is unchanged, so that
 PyTorch still computes the outputs of the correct model.
 """
