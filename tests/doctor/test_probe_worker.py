@@ -153,7 +153,7 @@ def test_a_provider_that_leaves_the_operation_to_the_cpu_does_not_run(examined):
 def test_wrong_result_does_not_count_as_running(examined):
     status = examined(Session(answer=FEED))
     assert not status["runs"]
-    assert status["reason"] == "wrong answer: [1.0, 2.5], not [2.0, 5.0]"
+    assert status["reason"] == "wrong result: found [1.0, 2.5], expected [2.0, 5.0]"
 
 
 def test_placement_is_read_from_onnxruntime():
