@@ -249,7 +249,7 @@ class _Parser:
 
     def _providers(self, node: Node, value: Any) -> str:
         """Providers as text, as a list, or as a mapping with their options."""
-        from enginery.runtime.provider_wish import parse_wishes, wish_text
+        from enginery.runtime.providers.specification import parse_wishes, wish_text
 
         try:
             return wish_text(parse_wishes(value))
@@ -260,8 +260,8 @@ class _Parser:
         """What can be said of a stage's providers before anything runs."""
         if not values.get("provider"):
             return  # whoever runs it may ask for others with ENGINERY_PROVIDERS
-        from enginery.runtime.provider_wish import parse_wishes
-        from enginery.runtime.run_fit import require_fit
+        from enginery.runtime.providers.run_fit import require_fit
+        from enginery.runtime.providers.specification import parse_wishes
 
         try:
             require_fit(parse_wishes(values["provider"], values.get("provider_option", ())))

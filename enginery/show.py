@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from enginery.console import human_bytes
 from enginery.core.artifact import Artifact
 from enginery.core.store import StoreEntry
-from enginery.runtime.provider_names import short_name
+from enginery.runtime.providers.names import short_name
 
 if TYPE_CHECKING:
     from enginery.ask import Answer

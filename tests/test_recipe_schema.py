@@ -15,8 +15,8 @@ from enginery import recipe
 from enginery.core.errors import RecipeError
 from enginery.recipe import STAGES, Recipe
 from enginery.recipe_schema import _value, field_texts, recipe_schema
-from enginery.runtime.provider_names import SHORT_NAMES
-from enginery.runtime.provider_options import typed_names
+from enginery.runtime.providers.names import SHORT_NAMES
+from enginery.runtime.providers.options import typed_names
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = ROOT / "docs" / "recipe.schema.json"

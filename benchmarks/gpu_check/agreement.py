@@ -27,7 +27,7 @@ from enginery.core.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.precision import Tolerance
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.providers import ProviderWish, parse_wishes
+from enginery.runtime.providers.selection import ProviderWish, parse_wishes
 from enginery.validate.metrics import NoiseFloor, measure, noise_floor
 from enginery.validate.padding import kept_positions
 

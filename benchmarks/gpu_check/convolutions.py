@@ -24,7 +24,7 @@ from enginery.core.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.precision import Tolerance
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.providers import ProviderWish, parse_wishes
+from enginery.runtime.providers.selection import ProviderWish, parse_wishes
 
 _RUNS = 7
 _WARM_SIZE = (96, 96)

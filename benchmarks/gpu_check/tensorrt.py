@@ -22,9 +22,9 @@ from enginery import build_engine, optimize_model
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ProviderError
 from enginery.core.precision import Tolerance
-from enginery.runtime.gpus import CudaGpu, visible_gpus
-from enginery.runtime.obstacles import find_obstacle
 from enginery.runtime.ort import OrtRunner
+from enginery.runtime.providers.availability import find_obstacle
+from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
 from enginery.runtime.tensorrt_options import FLAVORS, Flavor
 
 _MODEL = "minilm"

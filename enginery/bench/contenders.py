@@ -21,10 +21,10 @@ from enginery.bench.subject import Subject
 from enginery.core.errors import ProviderError
 from enginery.runtime.binding import BUCKETS
 from enginery.runtime.engines import choose_with_engines
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
-from enginery.runtime.provider_wish import ProviderWish, parse_wishes
-from enginery.runtime.providers import Provider
-from enginery.runtime.run_fit import require_fit
+from enginery.runtime.providers.names import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
+from enginery.runtime.providers.run_fit import require_fit
+from enginery.runtime.providers.selection import Provider
+from enginery.runtime.providers.specification import ProviderWish, parse_wishes
 
 _LABELS = {
     OURS: "enginery's runner",

@@ -24,7 +24,7 @@ from enginery.core.feeds import Feeds
 from enginery.core.fingerprint import runtime_version, tool_versions
 from enginery.core.manifest import GraphRecord
 from enginery.core.source import resolve_record
-from enginery.runtime.provider_wish import ProviderWish
+from enginery.runtime.providers.specification import ProviderWish
 from enginery.runtime.torch import TorchRunner, guarded, load_pytorch
 
 _CLASSES = {

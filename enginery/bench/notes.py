@@ -11,8 +11,8 @@ from typing import Any
 
 from enginery.bench.config import OURS, BenchConfig
 from enginery.bench.result import CaseResult, ContenderRecord
-from enginery.runtime.provider_names import short_name
-from enginery.runtime.run_fit import has_cuda_graphs
+from enginery.runtime.providers.names import short_name
+from enginery.runtime.providers.run_fit import has_cuda_graphs
 
 _BUSY = 0.5
 """Processes a CPU that wanted to run before anything was measured."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from enginery.core.closing import Closing
 from enginery.core.errors import ProviderError
-from enginery.runtime import libraries
+from enginery.runtime.providers import libraries
 
 _LIBRARY = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
 _NOT_AVAILABLE = 2**64 - 1

@@ -26,7 +26,7 @@ from enginery.runtime.binding import run_options
 from enginery.runtime.engines import choose_with_engines, reachable_profile, wrapper_of
 from enginery.runtime.ort import OrtRunner, open_session, shrink_config
 from enginery.runtime.profiles import sizes_of
-from enginery.runtime.provider_wish import ProviderWish
+from enginery.runtime.providers.specification import ProviderWish
 
 Run = Callable[[], object]
 

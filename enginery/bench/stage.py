@@ -42,7 +42,7 @@ from enginery.core.errors import EngineryError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.runtime.binding import BUCKETS
-from enginery.runtime.provider_wish import wish_text
+from enginery.runtime.providers.specification import wish_text
 
 STAGE = "bench"
 REPORT = f"{REPORTS}/benchmark.json"

@@ -139,7 +139,7 @@ def inspect(
     found, reason = None, ""
     if placement:
         from enginery.runtime.ort import OrtRunner
-        from enginery.runtime.provider_wish import parse_wishes
+        from enginery.runtime.providers.specification import parse_wishes
 
         wishes = parse_wishes(provider, provider_option, default="cpu")
         with (

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from enginery.core.errors import EngineryError
 from enginery.doctor.report import Finding, MachineStatus, NvidiaStatus, ProviderStatus
 from enginery.runtime.advice import Advice, exhaustive_search, too_many_threads
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
-from enginery.runtime.provider_wish import ENVIRONMENT, ProviderWish, parse_wishes
+from enginery.runtime.providers.names import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
+from enginery.runtime.providers.specification import ENVIRONMENT, ProviderWish, parse_wishes
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WISHED_THREADS = {

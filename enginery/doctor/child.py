@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from enginery.doctor.one_op import EXPECTED, FEED, one_op_model
-from enginery.runtime import libraries, obstacles, onnxruntime_build
-from enginery.runtime.gpus import gpus_from_driver
-from enginery.runtime.provider_names import CPU, TENSORRT_RTX
+from enginery.runtime.providers import availability, libraries, onnxruntime_build
+from enginery.runtime.providers.gpus import gpus_from_driver
+from enginery.runtime.providers.names import CPU, TENSORRT_RTX
 
 
 def examine_provider(name: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def examine_provider(name: str) -> dict[str, Any]:
         "name": name, "compiled": True, "missing": [],
         "registers": False, "runs": False, "reason": "", "remedy": "",
     }  # fmt: skip
-    if obstacle := obstacles.find_obstacle(name):
+    if obstacle := availability.find_obstacle(name):
         return status | _obstructed(name, obstacle)
     try:
         session = _session(name)
@@ -47,14 +47,14 @@ def examine_provider(name: str) -> dict[str, Any]:
         return status | {"reason": f"the operation ran on {', '.join(sorted(placed))} instead"}
     if not np.array_equal(answer, EXPECTED):
         return status | {"reason": f"wrong answer: {answer.tolist()}, not {EXPECTED.tolist()}"}
-    return status | {"runs": True, "reason": obstacles.find_caveat(name)}
+    return status | {"runs": True, "reason": availability.find_caveat(name)}
 
 
 def examine_absent(names: Sequence[str]) -> list[dict[str, Any]]:
     """What stands in the way of each of these, as the fields of `ProviderStatus`; none is tried."""
     found = []
     for name in names:
-        obstacle = obstacles.find_obstacle(name)
+        obstacle = availability.find_obstacle(name)
         found.append({
             "name": name, "compiled": obstacle is None or _is_built_in(name), "missing": [],
             "registers": False, "runs": False,
@@ -68,7 +68,7 @@ def examine_nvidia() -> dict[str, Any]:
     """The driver as libcuda describes it, and the versions of the libraries above it."""
     driver = libraries.cuda_driver()
     major, minor = driver.cuda_version
-    obstacles.preload_nvidia()
+    availability.preload_nvidia()
     return {
         "driver_cuda": f"{major}.{minor}" if major else "",
         "problem": driver.problem,
@@ -110,17 +110,17 @@ def dotted(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def _obstructed(name: str, obstacle: obstacles.Obstacle) -> dict[str, Any]:
+def _obstructed(name: str, obstacle: availability.Obstacle) -> dict[str, Any]:
     """The obstacle and, where that is the driver, the libraries that are missing above it."""
-    missing = obstacles.missing_for(name)
+    missing = availability.missing_for(name)
     others = {key: error for key, error in missing.items() if key != libraries.DRIVER}
-    words = obstacles.describe_missing(others)
+    words = availability.describe_missing(others)
     more = bool(words) and words not in obstacle.reason
     return {
-        "compiled": _is_built_in(name) or obstacles.plugin_installed(name),
+        "compiled": _is_built_in(name) or availability.plugin_installed(name),
         "missing": list(missing),
         "reason": f"{obstacle.reason}; {words}" if more else obstacle.reason,
-        "remedy": f"{obstacle.do} Then: {obstacles.INSTALL[name]}" if more else obstacle.do,
+        "remedy": f"{obstacle.do} Then: {availability.INSTALL[name]}" if more else obstacle.do,
     }
 
 
@@ -138,7 +138,7 @@ def _session(name: str) -> Any:
     options.log_severity_level = 4  # what goes wrong comes back as an exception or a left-out name
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if name == TENSORRT_RTX and not _is_built_in(name):
-        options.add_provider_for_devices(obstacles.register_plugin(name), {})
+        options.add_provider_for_devices(availability.register_plugin(name), {})
         return onnxruntime.InferenceSession(one_op_model(), options)
     return onnxruntime.InferenceSession(
         one_op_model(), options, providers=[name], enable_fallback=0

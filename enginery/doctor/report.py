@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from enginery.core.errors import CheckFailedError
-from enginery.runtime.provider_names import full_name, short_name
-from enginery.runtime.provider_table import known_provider
+from enginery.runtime.providers.known import known_provider
+from enginery.runtime.providers.names import full_name, short_name
 
 Severity = Literal["error", "warning", "note"]
 

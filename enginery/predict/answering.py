@@ -35,8 +35,8 @@ from enginery.predict.rows import Piece, Reader, Values
 from enginery.predict.token_batches import Meter, RunPool, WindowModel
 from enginery.predict.workers import in_order
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.run_fit import require_fit
+from enginery.runtime.providers.names import CPU
+from enginery.runtime.providers.run_fit import require_fit
 
 _TEXT_WINDOWS = 2
 """While the batches of one run, the other is tokenized or its answers are written. For images,

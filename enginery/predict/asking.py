@@ -12,7 +12,7 @@ from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, InputError, OptionError
 from enginery.predict.config import PredictConfig
 from enginery.predict.rows import Values
-from enginery.runtime.provider_wish import ProviderWish, parse_wishes
+from enginery.runtime.providers.specification import ProviderWish, parse_wishes
 from enginery.runtime.tasks import answered_tasks, manifest_task
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
 from enginery.runtime.tokenizer import check_texts

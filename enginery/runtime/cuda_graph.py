@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, ProviderError
 from enginery.runtime.placement import Placement, read_placement
-from enginery.runtime.provider_names import short_name
-from enginery.runtime.providers import Provider
-from enginery.runtime.run_fit import CUDA_GRAPH_OPTIONS, has_cuda_graphs
+from enginery.runtime.providers.names import short_name
+from enginery.runtime.providers.run_fit import CUDA_GRAPH_OPTIONS, has_cuda_graphs
+from enginery.runtime.providers.selection import Provider
 
 _SHOWN = 5
 

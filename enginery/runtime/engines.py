@@ -25,9 +25,14 @@ from enginery.core.errors import ProviderError
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Profile, dynamic_dims
 from enginery.runtime.engine_fit import loaded_version, misfit
-from enginery.runtime.gpus import CudaGpu, visible_gpus
-from enginery.runtime.provider_names import CPU, short_name
-from enginery.runtime.providers import Provider, ProviderWish, choose_providers, parse_wishes
+from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
+from enginery.runtime.providers.names import CPU, short_name
+from enginery.runtime.providers.selection import (
+    Provider,
+    ProviderWish,
+    choose_providers,
+    parse_wishes,
+)
 from enginery.runtime.tensorrt_options import CLASSIC, FLAVORS, Flavor
 
 

@@ -19,8 +19,8 @@ from enginery.core.artifact import Artifact
 from enginery.core.closing import Closing
 from enginery.core.errors import InputError
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.providers import Provider, parse_wishes
-from enginery.runtime.run_fit import require_fit
+from enginery.runtime.providers.run_fit import require_fit
+from enginery.runtime.providers.selection import Provider, parse_wishes
 from enginery.runtime.tasks import TASKS, require_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask

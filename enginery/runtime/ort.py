@@ -35,8 +35,8 @@ from enginery.runtime.engines import choose_with_engines, reachable_profile, wra
 from enginery.runtime.loaded_graph import optimized_graph
 from enginery.runtime.placement import Placement, read_placement
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
-from enginery.runtime.providers import Provider, ProviderWish, parse_wishes
-from enginery.runtime.run_fit import require_fit
+from enginery.runtime.providers.run_fit import require_fit
+from enginery.runtime.providers.selection import Provider, ProviderWish, parse_wishes
 from enginery.runtime.sessions import new_session, require_interface
 
 Feeds = Mapping[str, NDArray[Any]]

@@ -15,9 +15,9 @@ from enginery.core.errors import ArtifactError, ProviderError
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.runtime.graph_limits import check_allocations
-from enginery.runtime.obstacles import register_plugin
-from enginery.runtime.provider_names import TENSORRT_RTX
-from enginery.runtime.providers import Provider
+from enginery.runtime.providers.availability import register_plugin
+from enginery.runtime.providers.names import TENSORRT_RTX
+from enginery.runtime.providers.selection import Provider
 
 # x86 processors without VNNI add pairs of INT8 products in 16 bits, which saturate: a graph that is
 # right elsewhere gives wrong answers there. With this entry ONNX Runtime takes kernels that do not

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from enginery.core.errors import OptionError, ProviderError
-from enginery.runtime.gpus import CudaGpu, visible_gpus
+from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
 from enginery.runtime.tensorrt_options import CLASSIC, RTX, Flavor
 
 CURRENT, PORTABLE = "current", "portable"

@@ -17,8 +17,8 @@ from pathlib import Path
 from enginery.core.errors import OptionError
 from enginery.core.fingerprint import sha256_of
 from enginery.core.shapes import Profile
-from enginery.runtime import libraries
-from enginery.runtime.gpus import driver_version
+from enginery.runtime.providers import libraries
+from enginery.runtime.providers.gpus import driver_version
 from enginery.runtime.tensorrt_capability import current_gpu
 from enginery.runtime.tensorrt_library import require_tensorrt, tensorrt_version
 from enginery.runtime.tensorrt_options import RTX, BuildOptions, Flavor, check_options

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from enginery.core.closing import Closing
 from enginery.core.errors import InputError, ProviderError, nearest
 from enginery.core.external_data import load_graph
-from enginery.runtime.provider_names import TENSORRT_RTX
-from enginery.runtime.providers import Provider, choose_providers, parse_providers
+from enginery.runtime.providers.names import TENSORRT_RTX
+from enginery.runtime.providers.selection import Provider, choose_providers, parse_providers
 from enginery.runtime.sessions import EXACT_INT8
 
 Feeds = Mapping[str, NDArray[Any]]

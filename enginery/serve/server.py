@@ -91,7 +91,7 @@ def serve_models(
     check_options(config)
     require_packages()
     paths = named_paths(artifacts)
-    from enginery.runtime.provider_wish import parse_wishes
+    from enginery.runtime.providers.specification import parse_wishes
     from enginery.serve.observability.tracing import trace_endpoint
 
     # These are checked before anything starts; whether a provider can be had is for the worker to

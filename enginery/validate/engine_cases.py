@@ -27,8 +27,8 @@ from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim
 from enginery.runtime.engines import choose_with_engines, reachable_profile
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.provider_wish import ProviderWish
+from enginery.runtime.providers.names import CPU
+from enginery.runtime.providers.specification import ProviderWish
 from enginery.runtime.real_inputs import fixed_batch
 from enginery.validate.cases import Case
 from enginery.validate.report import UNTAKEN, CaseResult

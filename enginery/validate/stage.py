@@ -40,8 +40,8 @@ from enginery.core.precision import QuantizedTolerance
 from enginery.core.progress import SILENT, Progress
 from enginery.core.source import ModelSource, resolve_record, resolve_source
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.provider_wish import ProviderWish, parse_wishes, wish_text
-from enginery.runtime.providers import choose_providers
+from enginery.runtime.providers.selection import choose_providers
+from enginery.runtime.providers.specification import ProviderWish, parse_wishes, wish_text
 from enginery.validate.budget import is_quantized
 from enginery.validate.cases import LONGEST, profile_cases, profiles_by_graph, sweep_cases
 from enginery.validate.compare import Limits, compare_graph

@@ -10,9 +10,9 @@ from enginery.bench.pairs import comparisons
 from enginery.bench.subject import Subject, image_layout
 from enginery.core.errors import ArtifactError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.provider_wish import ProviderWish
-from enginery.runtime.providers import Provider
+from enginery.runtime.providers.names import CPU
+from enginery.runtime.providers.selection import Provider
+from enginery.runtime.providers.specification import ProviderWish
 from tests.bench.made import save_detector
 
 

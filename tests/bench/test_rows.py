@@ -8,7 +8,7 @@ from enginery.bench.config import BenchConfig
 from enginery.bench.notes import fallback_notes, stage_notes
 from enginery.bench.rows import lines, tables
 from enginery.runtime.placement import PlacedNode, Placement
-from enginery.runtime.provider_names import CPU, CUDA
+from enginery.runtime.providers.names import CPU, CUDA
 from tests.bench.made import made_case, made_contender, made_result
 
 PLACED = Placement(

@@ -14,9 +14,9 @@ from enginery.bench.opened import BareSession, OurRunner
 from enginery.bench.stage import run
 from enginery.bench.subject import Subject
 from enginery.core.errors import OptionError, ProviderError
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.provider_wish import ProviderWish, parse_wishes
-from enginery.runtime.providers import Provider
+from enginery.runtime.providers.names import CPU
+from enginery.runtime.providers.selection import Provider
+from enginery.runtime.providers.specification import ProviderWish, parse_wishes
 from tests.bench.made import QUICK, save_detector
 
 CUDA = "cuda; cuda.gpu_mem_limit=2147483648; cuda.device_id=1"

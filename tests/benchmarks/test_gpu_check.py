@@ -19,10 +19,10 @@ from benchmarks.gpu_check.page import page
 from benchmarks.gpu_check.settings import PARTS, TEXT_MODELS, Part, settings_for
 from benchmarks.gpu_check.work import Work
 from enginery.core.errors import ProviderError
-from enginery.runtime import libraries
-from enginery.runtime.gpus import CudaGpu
 from enginery.runtime.placement import PlacedNode, Placement
-from enginery.runtime.provider_names import CPU, CUDA
+from enginery.runtime.providers import libraries
+from enginery.runtime.providers.gpus import CudaGpu
+from enginery.runtime.providers.names import CPU, CUDA
 from enginery.runtime.tensorrt_options import CLASSIC, RTX
 
 H200 = CudaGpu("NVIDIA H200", "9.0", 141 << 30)

@@ -8,7 +8,7 @@ from enginery.doctor.advice import advise
 from enginery.doctor.config import DoctorConfig
 from enginery.doctor.report import Gpu, MachineStatus, NvidiaStatus, ProviderStatus
 from enginery.doctor.stage import examine
-from enginery.runtime.provider_names import CPU, CUDA
+from enginery.runtime.providers.names import CPU, CUDA
 
 MACHINE = MachineStatus(
     python="3.12", platform="Linux", cpu="A processor", physical_cores=4, usable_cpus=8,

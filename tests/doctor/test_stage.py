@@ -16,8 +16,8 @@ from enginery.doctor.stage import (
     provider_findings,
     provider_status,
 )
-from enginery.runtime.libraries import cuda_driver
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers.libraries import cuda_driver
+from enginery.runtime.providers.names import CPU, CUDA, TENSORRT, TENSORRT_RTX
 
 GIB = 1 << 30
 WITH_GPU = NvidiaStatus("580.65.06", "13.0", "", (Gpu("NVIDIA L4", "8.9", 0, 0),), {}, "13")

@@ -10,13 +10,14 @@ import pytest
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, EngineryError, ProviderError, ShapeError
 from enginery.core.shapes import Profile, TensorSpec
-from enginery.runtime import engine_fit, engines, ort, providers
-from enginery.runtime.gpus import CudaGpu, visible_gpus
+from enginery.runtime import engine_fit, engines, ort
 from enginery.runtime.model import load_model
 from enginery.runtime.ort import OrtRunner, open_session
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
-from enginery.runtime.providers import Provider
+from enginery.runtime.providers import selection
+from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
+from enginery.runtime.providers.names import CPU, CUDA, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers.selection import Provider
 from enginery.runtime.tensorrt_options import CLASSIC, RTX
 from tests.engine.made import engine_record, with_engines, write_engine
 from tests.tolerances import SCORES
@@ -74,8 +75,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(ort, "open_engine", open_engine)
     monkeypatch.setattr(engines, "visible_gpus", lambda: (machine.gpu, *machine.others))
     monkeypatch.setattr(engines, "loaded_version", lambda flavor: machine.tensorrt)
-    monkeypatch.setattr(providers, "find_obstacle", lambda name: None)
-    monkeypatch.setattr(providers, "find_caveat", lambda name: "")
+    monkeypatch.setattr(selection, "find_obstacle", lambda name: None)
+    monkeypatch.setattr(selection, "find_caveat", lambda name: "")
     return machine
 
 
@@ -106,11 +107,11 @@ def test_the_engine_for_this_gpu_is_opened_and_the_reason_says_why(made, machine
 
 
 def on_second_gpu(provider):
-    return providers.parse_wishes(provider, [f"{provider}.device_id=1"])
+    return selection.parse_wishes(provider, [f"{provider}.device_id=1"])
 
 
 def test_engines_are_judged_by_the_gpu_that_is_asked_for(made, machine, monkeypatch):
-    monkeypatch.setattr(providers, "find_device_obstacle", lambda name, options: None)
+    monkeypatch.setattr(selection, "find_device_obstacle", lambda name, options: None)
     machine.others = (CudaGpu("NVIDIA A10", "8.6", 1),)
     artifact = made({"capabilities": ("8.6",)}, {"capabilities": ("8.9",)})
     (record,), (head, *_) = chosen(artifact, wish=on_second_gpu("tensorrt-rtx"))
@@ -127,7 +128,7 @@ def test_engines_are_judged_by_the_gpu_that_is_asked_for(made, machine, monkeypa
 def test_engine_for_another_gpu_is_built_where_that_is_the_first(
     made, machine, monkeypatch, visible, number
 ):
-    monkeypatch.setattr(providers, "find_device_obstacle", lambda name, options: None)
+    monkeypatch.setattr(selection, "find_device_obstacle", lambda name, options: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     machine.others = (CudaGpu("NVIDIA A10", "8.6", 1),)
     with pytest.raises(ProviderError, match="this GPU, NVIDIA A10 of") as error:
@@ -136,7 +137,7 @@ def test_engine_for_another_gpu_is_built_where_that_is_the_first(
 
 
 def test_gpu_that_is_not_there_is_an_error_with_those_that_are(made, machine, monkeypatch):
-    monkeypatch.setattr(providers, "find_device_obstacle", lambda name, options: None)
+    monkeypatch.setattr(selection, "find_device_obstacle", lambda name, options: None)
     with pytest.raises(ProviderError, match="device_id is 1, and this process sees the GPUs 0 NV"):
         chosen(made({}), wish=on_second_gpu("tensorrt"))
 

@@ -15,7 +15,7 @@ from enginery.core.errors import ArtifactError
 from enginery.core.onnx_structure import read_structure
 from enginery.runtime import graph_limits
 from enginery.runtime.graph_limits import check_allocations
-from enginery.runtime.providers import Provider
+from enginery.runtime.providers.selection import Provider
 from enginery.runtime.sessions import new_session
 
 BIG = 2**31

@@ -6,7 +6,7 @@ import pytest
 from enginery.core.store import GRAPHS, Store
 from enginery.runtime.loaded_graph import optimized_graph
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.providers import Provider, choose_providers
+from enginery.runtime.providers.selection import Provider, choose_providers
 from tests.tolerances import OUTPUTS
 
 CPU = "CPUExecutionProvider"

@@ -27,8 +27,8 @@ from enginery.runtime.placement import (
     read_placement,
     with_work,
 )
-from enginery.runtime.provider_names import CPU, CUDA
-from enginery.runtime.providers import Provider
+from enginery.runtime.providers.names import CPU, CUDA
+from enginery.runtime.providers.selection import Provider
 
 OPENVINO = "OpenVINOExecutionProvider"
 ON_CPU = [Provider(CPU, "asked for")]
@@ -349,7 +349,7 @@ import json
 from pathlib import Path
 import numpy as np
 from enginery.runtime.placement import read_placement
-from enginery.runtime.providers import choose_providers
+from enginery.runtime.providers.selection import choose_providers
 providers = choose_providers(["openvino", "cpu"])
 feeds = {"x": np.ones((2, 4), np.float32)}
 placement = read_placement(Path(sys.argv[1]), providers, feeds)
@@ -378,7 +378,7 @@ import json
 import numpy as np
 from enginery.core.artifact import Artifact
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.providers import parse_wishes
+from enginery.runtime.providers.selection import parse_wishes
 ids = np.full((2, 9), 7, np.int64)
 feeds = {"input_ids": ids, "attention_mask": ids * 0 + 1, "token_type_ids": ids * 0}
 wishes = parse_wishes("openvino,cpu", ["openvino.num_of_threads=1"])

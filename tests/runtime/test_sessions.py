@@ -6,7 +6,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginery.runtime.providers import choose_providers
+from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.sessions import new_session
 from enginery.runtime.tracing import GraphTracer
 

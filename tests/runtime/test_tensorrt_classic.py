@@ -11,7 +11,7 @@ import pytest
 from enginery.core.errors import OptionError, ProviderError
 from enginery.core.shapes import Profile
 from enginery.runtime import tensorrt_capability, tensorrt_library
-from enginery.runtime.gpus import CudaGpu
+from enginery.runtime.providers.gpus import CudaGpu
 from enginery.runtime.tensorrt import (
     CLASSIC,
     RTX,

@@ -9,10 +9,11 @@ import pytest
 
 from enginery.core.errors import OptionError, ProviderError
 from enginery.core.shapes import Profile
-from enginery.runtime import gpus, libraries, tensorrt_capability, tensorrt_key, tensorrt_library
-from enginery.runtime.gpus import CudaGpu, driver_version, visible_gpus
-from enginery.runtime.libraries import CudaDriver
-from enginery.runtime.provider_names import TENSORRT, TENSORRT_RTX
+from enginery.runtime import tensorrt_capability, tensorrt_key, tensorrt_library
+from enginery.runtime.providers import gpus, libraries
+from enginery.runtime.providers.gpus import CudaGpu, driver_version, visible_gpus
+from enginery.runtime.providers.libraries import CudaDriver
+from enginery.runtime.providers.names import TENSORRT, TENSORRT_RTX
 from enginery.runtime.tensorrt import (
     CLASSIC,
     RTX,

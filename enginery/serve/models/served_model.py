@@ -24,8 +24,8 @@ from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.runtime.machine import usable_cores
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.provider_wish import parse_wishes
+from enginery.runtime.providers.names import CPU
+from enginery.runtime.providers.specification import parse_wishes
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from enginery.runtime.option_fields import address, number, size
+from enginery.runtime.providers.option_fields import address, number, size
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,18 @@ from dataclasses import Field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from enginery.core.errors import OptionError, nearest
-from enginery.runtime.cuda_provider_options import CudaOptions
-from enginery.runtime.option_fields import parse_size, parse_whole
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, full_name, short_name
-from enginery.runtime.rtx_provider_options import TensorrtRtxOptions
-from enginery.runtime.tensorrt_provider_options import TensorrtOptions
+from enginery.runtime.providers.cuda_options import CudaOptions
+from enginery.runtime.providers.names import (
+    CPU,
+    CUDA,
+    TENSORRT,
+    TENSORRT_RTX,
+    full_name,
+    short_name,
+)
+from enginery.runtime.providers.option_fields import parse_size, parse_whole
+from enginery.runtime.providers.tensorrt_options import TensorrtOptions
+from enginery.runtime.providers.tensorrt_rtx_options import TensorrtRtxOptions
 
 TypedOptions = CudaOptions | TensorrtOptions | TensorrtRtxOptions
 

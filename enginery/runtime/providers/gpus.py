@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ProviderError
-from enginery.runtime import libraries
+from enginery.runtime.providers import libraries
 
 _MAJOR, _MINOR = 75, 76  # the compute capability (cuda.h, CUdevice_attribute)
 _KERNEL_MODULE = Path("/sys/module/nvidia/version")

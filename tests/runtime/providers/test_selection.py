@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from enginery.core.errors import ProviderError
-from enginery.runtime import libraries, obstacles
-from enginery.runtime.libraries import CudaDriver
-from enginery.runtime.onnxruntime_build import cuda_major, provider_library
-from enginery.runtime.provider_names import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
-from enginery.runtime.providers import (
+from enginery.runtime.providers import availability, libraries
+from enginery.runtime.providers.libraries import CudaDriver
+from enginery.runtime.providers.names import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers.onnxruntime_build import cuda_major, provider_library
+from enginery.runtime.providers.selection import (
     Provider,
     choose_providers,
     parse_providers,
@@ -59,14 +59,14 @@ def machine(monkeypatch, tmp_path):
         return write_library(path, machine.needs[name]) if name in machine.needs else path
 
     machine.wheels.mkdir()
-    monkeypatch.setattr(obstacles, "provider_library", library)
-    monkeypatch.setattr(obstacles, "preload_nvidia", lambda: None)
-    monkeypatch.setattr(obstacles, "find_caveat", lambda name: "")
-    monkeypatch.setattr(obstacles, "compiled_providers", lambda: [TENSORRT, CUDA, CPU])
-    monkeypatch.setattr(obstacles, "cuda_major", lambda: 13)
+    monkeypatch.setattr(availability, "provider_library", library)
+    monkeypatch.setattr(availability, "preload_nvidia", lambda: None)
+    monkeypatch.setattr(availability, "find_caveat", lambda name: "")
+    monkeypatch.setattr(availability, "compiled_providers", lambda: [TENSORRT, CUDA, CPU])
+    monkeypatch.setattr(availability, "cuda_major", lambda: 13)
     monkeypatch.setattr(libraries, "cuda_driver", lambda: machine.driver)
     monkeypatch.setattr(libraries, "wheel_directories", lambda: [machine.wheels])
-    monkeypatch.setattr("enginery.runtime.providers.find_caveat", lambda name: "")
+    monkeypatch.setattr("enginery.runtime.providers.selection.find_caveat", lambda name: "")
     return machine
 
 
@@ -103,9 +103,9 @@ def test_every_provider_that_onnxruntime_knows_has_a_short_name():
 
 def test_a_wish_for_the_cpu_imports_no_onnxruntime_and_no_driver():
     code = (
-        "import sys; from enginery.runtime import libraries, providers\n"
+        "import sys; from enginery.runtime.providers import libraries, selection\n"
         "libraries.cuda_driver = libraries.load_error = None\n"
-        "print(providers.choose_providers(['cpu']), 'onnxruntime' in sys.modules)"
+        "print(selection.choose_providers(['cpu']), 'onnxruntime' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"{[Provider(CPU, 'asked for')]} False"
@@ -202,8 +202,8 @@ def test_a_provider_that_is_not_compiled_in_names_the_build_that_has_it(machine)
 
 def test_builds_installed_together_are_the_reason_when_cuda_is_gone(machine, monkeypatch):
     both = {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}
-    monkeypatch.setattr(obstacles, "compiled_providers", lambda: [CPU])
-    monkeypatch.setattr(obstacles, "installed_onnxruntimes", lambda: both)
+    monkeypatch.setattr(availability, "compiled_providers", lambda: [CPU])
+    monkeypatch.setattr(availability, "installed_onnxruntimes", lambda: both)
     assert "onnxruntime and onnxruntime-gpu are installed together" in refusal("cuda").message
 
 
@@ -218,7 +218,7 @@ def test_what_is_left_of_an_uninstalled_onnxruntime_is_said_to_be_broken(tmp_pat
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import importlib.machinery, importlib.abc, types\n"
         "sys.modules['onnxruntime'] = types.ModuleType('onnxruntime')\n"
-        "from enginery.runtime.obstacles import find_obstacle\n"
+        "from enginery.runtime.providers.availability import find_obstacle\n"
         "print(find_obstacle('CUDAExecutionProvider').reason)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -226,7 +226,7 @@ def test_what_is_left_of_an_uninstalled_onnxruntime_is_said_to_be_broken(tmp_pat
 
 
 def test_tensorrt_rtx_names_its_plugin_package(machine, monkeypatch):
-    monkeypatch.setattr(obstacles, "plugin_installed", lambda name: False)
+    monkeypatch.setattr(availability, "plugin_installed", lambda name: False)
     error = refusal("tensorrt-rtx")
     assert "onnxruntime-ep-nv-tensorrt-rtx-cu13" in error.message
     assert "pip install onnxruntime-ep-nv-tensorrt-rtx-cu13" in error.do
@@ -248,12 +248,14 @@ def test_a_plugin_library_that_cannot_load_is_refused_in_onnxruntimes_words(
 def test_missing_cudnn_is_a_reservation_under_cuda(monkeypatch):
     missing = "libcudnn.so.9: cannot open shared object file: No such file or directory"
     monkeypatch.setattr(libraries, "load_error", lambda name, directories=(): missing)
-    assert "convolutions and other cuDNN operations will fail" in obstacles.find_caveat(CUDA)
-    assert obstacles.find_caveat(CPU) == ""
+    assert "convolutions and other cuDNN operations will fail" in availability.find_caveat(CUDA)
+    assert availability.find_caveat(CPU) == ""
 
 
 def test_a_reservation_is_part_of_the_reason(machine, monkeypatch):
-    monkeypatch.setattr("enginery.runtime.providers.find_caveat", lambda name: "no convolutions")
+    monkeypatch.setattr(
+        "enginery.runtime.providers.selection.find_caveat", lambda name: "no convolutions"
+    )
     assert choose_providers(["cuda"])[0].reason == "asked for; no convolutions"
 
 
@@ -401,7 +403,7 @@ def test_what_is_not_here_says_what_brings_it(machine, provider, words):
 @pytest.mark.parametrize("provider", ["xnnpack", "dnnl"])
 def test_a_provider_of_processors_runs_where_it_is_compiled_in(provider):
     from enginery.doctor.child import examine_provider
-    from enginery.runtime.onnxruntime_build import compiled_providers
+    from enginery.runtime.providers.onnxruntime_build import compiled_providers
 
     name = SHORT_NAMES[provider]
     if name not in compiled_providers():

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
 
 from enginery.core.errors import OptionError, ProviderError
-from enginery.runtime.provider_names import CPU, full_name, short_name
-from enginery.runtime.provider_options import (
+from enginery.runtime.providers.names import CPU, full_name, short_name
+from enginery.runtime.providers.options import (
     TypedOptions,
     changed_options,
     provider_of,

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ProviderError
-from enginery.runtime import libraries
-from enginery.runtime.onnxruntime_build import (
+from enginery.runtime.providers import libraries
+from enginery.runtime.providers.known import known_provider
+from enginery.runtime.providers.names import CPU, CUDA, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers.onnxruntime_build import (
     compiled_providers,
     cuda_major,
     installed_onnxruntimes,
     provider_library,
     reinstall,
 )
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
-from enginery.runtime.provider_table import known_provider
 
 # cuBLAS is in neither extra.
 _CUDA_LIBRARIES = "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.31,<1.32' 'nvidia-cublas>=13,<14'"

@@ -5,8 +5,8 @@ import pytest
 from enginery.core.errors import OptionError, ProviderError
 from enginery.runtime.model import load_model
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.provider_wish import parse_wishes
-from enginery.runtime.run_fit import require_fit
+from enginery.runtime.providers.run_fit import require_fit
+from enginery.runtime.providers.specification import parse_wishes
 
 
 @pytest.mark.parametrize("wish", ["cpu", "openvino,cuda", "directml"])

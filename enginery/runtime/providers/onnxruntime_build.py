@@ -13,7 +13,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-from enginery.runtime.provider_names import short_name
+from enginery.runtime.providers.names import short_name
 
 
 def compiled_providers() -> list[str]:

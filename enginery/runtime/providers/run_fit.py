@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from enginery.core.errors import OptionError, ProviderError
-from enginery.runtime.provider_names import CUDA, TENSORRT, TENSORRT_RTX
-from enginery.runtime.provider_wish import ProviderWish
+from enginery.runtime.providers.names import CUDA, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers.specification import ProviderWish
 
 CUDA_GRAPH_OPTIONS = {
     CUDA: ("enable_cuda_graph", "1"),

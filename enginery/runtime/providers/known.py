@@ -4,7 +4,7 @@
     ('onnxruntime-openvino', ('darwin',))
 
 From onnxruntime.ai/docs/execution-providers and onnxruntime.ai/docs/install, read for 1.31. What is
-compiled into the build that is installed, and what is missing here, is for `obstacles` and the
+compiled into the build that is installed, and what is missing here, is for `availability` and the
 doctor to say.
 """
 
@@ -12,8 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, full_name, short_name
-from enginery.runtime.provider_options import typed_names
+from enginery.runtime.providers.names import (
+    CPU,
+    CUDA,
+    TENSORRT,
+    TENSORRT_RTX,
+    full_name,
+    short_name,
+)
+from enginery.runtime.providers.options import typed_names
 
 _SOURCE = ""
 _ANYWHERE = ("linux", "darwin", "win32", "android", "ios", "browser")

@@ -14,15 +14,15 @@ import yaml
 
 from enginery.core.errors import OptionError, ProviderError, RecipeError
 from enginery.doctor.one_op import one_op_model
-from enginery.runtime.cuda_provider_options import CudaOptions
-from enginery.runtime.onnxruntime_build import provider_library
-from enginery.runtime.option_fields import parse_size, parse_whole
-from enginery.runtime.provider_names import CUDA, SHORT_NAMES
-from enginery.runtime.provider_options import changed_options, read_options, typed_names
-from enginery.runtime.provider_table import TABLE, known_provider
-from enginery.runtime.provider_wish import ProviderWish, parse_wishes, wish_text
-from enginery.runtime.rtx_provider_options import TensorrtRtxOptions
-from enginery.runtime.tensorrt_provider_options import TensorrtOptions
+from enginery.runtime.providers.cuda_options import CudaOptions
+from enginery.runtime.providers.known import TABLE, known_provider
+from enginery.runtime.providers.names import CUDA, SHORT_NAMES
+from enginery.runtime.providers.onnxruntime_build import provider_library
+from enginery.runtime.providers.option_fields import parse_size, parse_whole
+from enginery.runtime.providers.options import changed_options, read_options, typed_names
+from enginery.runtime.providers.specification import ProviderWish, parse_wishes, wish_text
+from enginery.runtime.providers.tensorrt_options import TensorrtOptions
+from enginery.runtime.providers.tensorrt_rtx_options import TensorrtRtxOptions
 
 # The page of RapidOCR on slow GPUs has this file and this list.
 RAPIDOCR = """\

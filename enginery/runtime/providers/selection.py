@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from enginery.core.errors import ProviderError
-from enginery.runtime.obstacles import (
+from enginery.runtime.providers.availability import (
     Obstacle,
     find_caveat,
     find_device_obstacle,
     find_obstacle,
     register_plugin,
 )
-from enginery.runtime.provider_names import (
+from enginery.runtime.providers.names import (
     CPU,
     CUDA,
     TENSORRT,
@@ -29,7 +29,7 @@ from enginery.runtime.provider_names import (
     parse_providers,
     short_name,
 )
-from enginery.runtime.provider_wish import ProviderWish, parse_wishes
+from enginery.runtime.providers.specification import ProviderWish, parse_wishes
 
 __all__ = [
     "Provider",
