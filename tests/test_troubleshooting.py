@@ -35,7 +35,7 @@ SAID_BY_PARTS = {
     "… were not found": lambda: availability.describe_missing(
         {name: f"{name}: cannot open shared object file" for name in ("liba.so.1", "libb.so.2")}
     ),
-    "convolutions and other cuDNN operations will fail (…)": lambda: availability.find_caveat(
+    "convolutions and other cuDNN operations will fail (…)": lambda: availability.provider_warning(
         "CUDAExecutionProvider"
     ),
     "…, and the installed onnxruntime (…) is built without it": lambda: (
@@ -78,7 +78,7 @@ def wordings(node, module, scope):
 def is_about_providers(call, module):
     name = getattr(call.func, "id", "")
     options = name == "OptionError" and module.startswith("providers/")
-    return name in ("ProviderError", "Obstacle", "CudaDriver") or options
+    return name in ("ProviderError", "Unavailable", "CudaDriver") or options
 
 
 @cache

@@ -17,7 +17,7 @@ from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, Meas
 from enginery.runtime import advice as shared
 from enginery.runtime.advice import Advice
 from enginery.runtime.binding import BUCKETS
-from enginery.runtime.providers.names import CUDA, TENSORRT, TENSORRT_RTX, full_name
+from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX, full_name
 
 _GPUS = (
     CUDA, TENSORRT, TENSORRT_RTX, *map(full_name, ("directml", "rocm", "migraphx", "webgpu")),

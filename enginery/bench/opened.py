@@ -26,7 +26,7 @@ from enginery.runtime.binding import run_options
 from enginery.runtime.engines import choose_with_engines, reachable_profile, wrapper_of
 from enginery.runtime.ort import OrtRunner, open_session, shrink_config
 from enginery.runtime.profiles import sizes_of
-from enginery.runtime.providers.specification import ProviderWish
+from enginery.runtime.providers.specification import ProviderSpec
 
 Run = Callable[[], object]
 
@@ -89,7 +89,7 @@ def open_contender(
         return frameworks.OptimumModel(
             artifact,
             record,
-            wishes_of_plan(plan),
+            providers_of_plan(plan),
             threads=threads,
             io_binding=plan["io_binding"],
             trust_remote_code=trust_remote_code,
@@ -105,9 +105,9 @@ def open_contender(
     )
 
 
-def wishes_of_plan(plan: Mapping[str, Any]) -> tuple[ProviderWish, ...]:
+def providers_of_plan(plan: Mapping[str, Any]) -> tuple[ProviderSpec, ...]:
     """The providers of a plan, with their options."""
-    return tuple(ProviderWish(one["name"], one["options"]) for one in plan["providers"])
+    return tuple(ProviderSpec(one["name"], one["options"]) for one in plan["providers"])
 
 
 class OurRunner:
@@ -123,7 +123,7 @@ class OurRunner:
         allow_fallback: bool,
     ) -> None:
         self._runner = OrtRunner(
-            artifact, graph=record.file, providers=wishes_of_plan(plan),
+            artifact, graph=record.file, providers=providers_of_plan(plan),
             allow_fallback=allow_fallback, threads=threads, io_binding=plan["io_binding"],
             cuda_graph=plan["cuda_graph"], shrink_arena=plan["shrink_arena"],
             buckets=plan["buckets"],
@@ -180,7 +180,7 @@ class BareSession:
         allow_fallback: bool,
     ) -> None:
         chosen, engines = choose_with_engines(
-            artifact, record, wishes_of_plan(plan),
+            artifact, record, providers_of_plan(plan),
             allow_fallback=allow_fallback, allow_build=False,
         )  # fmt: skip
         paths: list[Path] = [wrapper_of(engine) for engine in engines]

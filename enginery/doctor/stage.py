@@ -22,10 +22,10 @@ from enginery.doctor.nvidia import examine_nvidia, nvidia_findings
 from enginery.doctor.packages import examine_packages, installed_version
 from enginery.doctor.report import Finding, MachineStatus, NvidiaStatus, ProviderStatus, Report
 from enginery.doctor.tensorrt import tensorrt_findings
-from enginery.runtime.providers.known import TABLE
-from enginery.runtime.providers.names import (
+from enginery.runtime.providers.known import (
     CPU,
     CUDA,
+    KNOWN_PROVIDERS,
     TENSORRT,
     TENSORRT_RTX,
     full_name,
@@ -56,7 +56,7 @@ def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> Report:
             answer = ask(["provider", name], timeout_seconds=config.timeout_seconds)
             providers.append(provider_status(name, answer))
             advance()
-        absent = [row.name for row in TABLE if row.name not in names]
+        absent = [row.name for row in KNOWN_PROVIDERS if row.name not in names]
         providers += absent_statuses(
             absent, ask(["absent", *absent], timeout_seconds=config.timeout_seconds)
         )

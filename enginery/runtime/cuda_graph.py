@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, ProviderError
 from enginery.runtime.placement import Placement, read_placement
-from enginery.runtime.providers.names import short_name
-from enginery.runtime.providers.run_fit import CUDA_GRAPH_OPTIONS, has_cuda_graphs
+from enginery.runtime.providers.known import short_name
 from enginery.runtime.providers.selection import Provider
+from enginery.runtime.providers.specification import CUDA_GRAPH_OPTIONS, has_cuda_graphs
 
 _SHOWN = 5
 

@@ -23,7 +23,7 @@ from enginery.core.staging import staging
 from enginery.core.store import GRAPHS, Store
 from enginery.runtime.graph_limits import check_allocations
 from enginery.runtime.machine import read_cpuinfo
-from enginery.runtime.providers.names import CPU
+from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.sessions import EXACT_INT8
 

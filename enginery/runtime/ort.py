@@ -35,8 +35,12 @@ from enginery.runtime.engines import choose_with_engines, reachable_profile, wra
 from enginery.runtime.loaded_graph import optimized_graph
 from enginery.runtime.placement import Placement, read_placement
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
-from enginery.runtime.providers.run_fit import require_fit
-from enginery.runtime.providers.selection import Provider, ProviderWish, parse_wishes
+from enginery.runtime.providers.selection import Provider
+from enginery.runtime.providers.specification import (
+    Providers,
+    check_run_options,
+    parse_providers,
+)
 from enginery.runtime.sessions import new_session, require_interface
 
 Feeds = Mapping[str, NDArray[Any]]
@@ -58,7 +62,7 @@ class OrtRunner(Closing):
         artifact: Artifact,
         *,
         graph: str = "",
-        providers: Sequence[str | ProviderWish] = ("cpu",),
+        providers: Providers = ("cpu",),
         allow_fallback: bool = False,
         allow_build: bool = False,
         threads: int = 0,
@@ -74,9 +78,9 @@ class OrtRunner(Closing):
         Args:
         artifact: what to run.
         graph: which of several graphs; empty for the first.
-        providers: the ordered wish, `("tensorrt", "cuda", "cpu")`, or `parse_wishes(…)` with the
+        providers: names in order, `("tensorrt", "cuda", "cpu")`, or `parse_providers(…)` with the
             providers' options; `cuda.gpu_mem_limit` bounds the memory of CUDA's arena.
-        allow_fallback: take a later wish when the first cannot be had, or no engine fits it.
+        allow_fallback: take a later provider when the first cannot be had, or no engine fits it.
         allow_build: where no engine fits, let TensorRT's provider build one while it loads and
             whenever a request does not fit; nothing of it is kept.
         threads: intra-op threads; 0 for ONNX Runtime's choice, one a physical core.
@@ -96,16 +100,18 @@ class OrtRunner(Closing):
             ProviderError: the provider cannot be had, or does not take the model; or none of the
                 artifact's engines runs on this GPU; or a node keeps CUDA graphs from being made.
             OptionError: an option of a provider does not fit it, or ways of running exclude each
-                other: see `run_fit.require_fit`.
+                other: see `specification.check_run_options`.
             ArtifactError: a file of an engine is missing or altered; or the graph is damaged, is
                 not the one that the manifest describes, or would allocate an absurd amount of
                 memory.
         """
         self.record: GraphRecord = artifact.graph(graph) if graph else artifact.manifest.graphs[0]
-        wishes = parse_wishes(providers if isinstance(providers, str) else tuple(providers))
-        require_fit(wishes, io_binding=io_binding, cuda_graph=cuda_graph, shrink_arena=shrink_arena)
+        specs = parse_providers(providers)
+        check_run_options(
+            specs, io_binding=io_binding, cuda_graph=cuda_graph, shrink_arena=shrink_arena
+        )
         self.providers, self.engines = choose_with_engines(
-            artifact, self.record, wishes,
+            artifact, self.record, specs,
             allow_fallback=allow_fallback, allow_build=allow_build,
         )  # fmt: skip
         self.profiles: list[Profile] = [reachable_profile(e.record) for e in self.engines]

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, ProviderError
 from enginery.runtime.multiply_adds import SHAPE_OPS, NodeWork, count_node_work, profiled_run
-from enginery.runtime.providers.names import CPU, full_name, short_name
+from enginery.runtime.providers.known import CPU, full_name, short_name
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.sessions import new_session
 

@@ -16,7 +16,7 @@ from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.runtime.graph_limits import check_allocations
 from enginery.runtime.providers.availability import register_plugin
-from enginery.runtime.providers.names import TENSORRT_RTX
+from enginery.runtime.providers.known import TENSORRT_RTX
 from enginery.runtime.providers.selection import Provider
 
 # x86 processors without VNNI add pairs of INT8 products in 16 bits, which saturate: a graph that is
@@ -69,7 +69,7 @@ def new_session(path: Path, providers: Sequence[Provider], options: Any) -> Any:
     for provider in providers:
         if provider.name not in registered:
             raise ProviderError(
-                f"{provider.name} was asked for but did not register; "
+                f"{provider.name} was requested but did not register; "
                 f"the session has {', '.join(registered)}.",
                 do="Run: enginery doctor",
             )

@@ -17,7 +17,7 @@ from pathlib import Path
 from enginery.core.errors import OptionError
 from enginery.core.fingerprint import sha256_of
 from enginery.core.shapes import Profile
-from enginery.runtime.providers import libraries
+from enginery.runtime.providers import gpus
 from enginery.runtime.providers.gpus import driver_version
 from enginery.runtime.tensorrt_capability import current_gpu
 from enginery.runtime.tensorrt_library import require_tensorrt, tensorrt_version
@@ -78,5 +78,5 @@ def key_fields(
 
 def _driver() -> str:
     """The driver's version, or the newest CUDA that it runs where the kernel does not tell."""
-    major, minor = libraries.cuda_driver().cuda_version
+    major, minor = gpus.cuda_driver().cuda_version
     return driver_version() or f"CUDA {major}.{minor}"

@@ -20,9 +20,9 @@ from benchmarks.gpu_check.settings import PARTS, TEXT_MODELS, Part, settings_for
 from benchmarks.gpu_check.work import Work
 from enginery.core.errors import ProviderError
 from enginery.runtime.placement import PlacedNode, Placement
-from enginery.runtime.providers import libraries
+from enginery.runtime.providers import gpus
 from enginery.runtime.providers.gpus import CudaGpu
-from enginery.runtime.providers.names import CPU, CUDA
+from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.tensorrt_options import CLASSIC, RTX
 
 H200 = CudaGpu("NVIDIA H200", "9.0", 141 << 30)
@@ -96,8 +96,8 @@ def test_a_dry_run_says_so_and_writes_nothing_into_the_documentation(dry_run):
 
 
 def test_without_a_gpu_it_says_what_was_looked_for_and_ends_with_2(monkeypatch, capsys, tmp_path):
-    driver = libraries.CudaDriver(problem="there is no NVIDIA driver: libcuda.so.1 was not found")
-    monkeypatch.setattr(libraries, "cuda_driver", lambda: driver)
+    driver = gpus.CudaDriver(problem="there is no NVIDIA driver: libcuda.so.1 was not found")
+    monkeypatch.setattr(gpus, "cuda_driver", lambda: driver)
     assert command.main(["--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "needs an NVIDIA GPU" in said
@@ -237,7 +237,7 @@ def test_image_sizes_are_measured_on_the_cpu_though_every_search_on_the_gpu_fail
     work, exported, monkeypatch
 ):
     monkeypatch.setattr(
-        libraries, "cuda_driver", lambda: libraries.CudaDriver(problem="there is no NVIDIA driver")
+        gpus, "cuda_driver", lambda: gpus.CudaDriver(problem="there is no NVIDIA driver")
     )
     resnet = exported("resnet", "image-classification")
     given = work("convolutions", device="cuda", artifacts={"resnet": {"onnx": str(resnet.path)}})

@@ -343,7 +343,7 @@ def test_providers_are_asked_for_by_the_environment_too(predict, classifier, rev
         ({"provider": "cpu", "provider_option": ("cpu.a=1",)}, OptionError, "takes no options"),
     ],
 )
-def test_a_wish_that_does_not_fit_is_an_error_and_nothing_is_opened(
+def test_a_provider_that_does_not_fit_is_an_error_and_nothing_is_opened(
     predict, classifier, reviews, monkeypatch, options, kind, message
 ):
     monkeypatch.setattr(answering, "OrtRunner", None)

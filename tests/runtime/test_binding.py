@@ -262,7 +262,7 @@ def test_a_shape_that_fails_under_capture_gives_its_place_and_no_number_comes_tw
 def test_a_runner_keeps_as_many_shapes_as_it_is_told(tiny, monkeypatch, buckets, captured):
     artifact = tiny.artifact("bert", "feature-extraction")
     monkeypatch.setattr("enginery.runtime.ort.device_of", lambda session: Device("cuda"))
-    monkeypatch.setattr("enginery.runtime.ort.require_fit", lambda *_, **__: None)
+    monkeypatch.setattr("enginery.runtime.ort.check_run_options", lambda *_, **__: None)
     monkeypatch.setattr("enginery.runtime.ort.with_cuda_graph", lambda graphs, given: given)
     with OrtRunner(artifact, cuda_graph=True, buckets=buckets) as runner:
         names = [spec.name for spec in runner.record.inputs]

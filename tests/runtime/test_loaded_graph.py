@@ -68,7 +68,7 @@ def test_one_that_was_altered_is_made_anew(tiny, home):
 
 def test_there_is_none_for_another_provider(tiny, home):
     record = tiny.manifest.graphs[0]
-    providers = [Provider("CUDAExecutionProvider", "asked for"), Provider(CPU, "beneath")]
+    providers = [Provider("CUDAExecutionProvider", "requested"), Provider(CPU, "beneath")]
     assert optimized_graph(tiny, record, providers) is None
     assert not (home / "graphs").exists()
 

@@ -27,11 +27,11 @@ from enginery.runtime.placement import (
     read_placement,
     with_work,
 )
-from enginery.runtime.providers.names import CPU, CUDA
+from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.selection import Provider
 
 OPENVINO = "OpenVINOExecutionProvider"
-ON_CPU = [Provider(CPU, "asked for")]
+ON_CPU = [Provider(CPU, "requested")]
 CUDA_GRAPH = "enginery.runtime.cuda_graph"
 GRAPHS = [(Path("model.onnx"), {})]
 FEEDS = {"x": np.ones((2, 4), np.float32)}
@@ -206,8 +206,8 @@ def test_a_session_that_has_not_kept_its_placement_is_an_error(two_products):
 
 
 def test_a_provider_that_does_not_register_is_an_error_and_not_the_cpu(two_products):
-    with pytest.raises(ProviderError, match="CUDAExecutionProvider was asked for but did not"):
-        read_placement(two_products, [Provider(CUDA, "asked for")], FEEDS)
+    with pytest.raises(ProviderError, match="CUDAExecutionProvider was requested but did not"):
+        read_placement(two_products, [Provider(CUDA, "requested")], FEEDS)
 
 
 # Names and numbers are made up after the log in Optimum's guide to NVIDIA GPUs ("All the costly
@@ -268,7 +268,7 @@ def test_a_cuda_graph_is_refused_with_the_nodes_and_copies_that_forbid_it(monkey
     copied = Placement(CUDA, UNDER_CUDA.nodes, copies=("Memcpy_token_1",))
     monkeypatch.setattr(f"{CUDA_GRAPH}.read_placement", lambda *_: copied)
     with pytest.raises(ProviderError) as caught:
-        with_cuda_graph(GRAPHS, [Provider(CUDA, "asked for")])
+        with_cuda_graph(GRAPHS, [Provider(CUDA, "requested")])
     assert "MatMulInteger_7 (MatMulInteger on cpu)" in caught.value.message
     assert "; the copy Memcpy_token_1." in caught.value.message
     with pytest.raises(ProviderError, match="cpu has no CUDA graphs"):
@@ -291,16 +291,16 @@ def test_adding_tensors_on_the_cpu_keeps_a_cuda_graph_from_being_captured(tmp_pa
 
     monkeypatch.setattr(f"{CUDA_GRAPH}.read_placement", under_cuda)
     with pytest.raises(ProviderError, match=r"sum \(Add on cpu\)"):
-        with_cuda_graph([(path, FEEDS)], [Provider(CUDA, "asked for")])
+        with_cuda_graph([(path, FEEDS)], [Provider(CUDA, "requested")])
     # Inputs that the graph does not run on leave it to the ops, and to ONNX Runtime's own refusal.
     wrong = {"x": np.ones((2, 5), np.float32)}
-    assert with_cuda_graph([(path, wrong)], [Provider(CUDA, "asked for")])
+    assert with_cuda_graph([(path, wrong)], [Provider(CUDA, "requested")])
 
 
 def test_a_runner_looks_at_its_graph_on_made_up_inputs(tiny, monkeypatch):
     artifact = tiny.artifact("bert", "feature-extraction")
     seen = []
-    monkeypatch.setattr("enginery.runtime.ort.require_fit", lambda *_, **__: None)
+    monkeypatch.setattr("enginery.runtime.ort.check_run_options", lambda *_, **__: None)
     monkeypatch.setattr(
         "enginery.runtime.ort.with_cuda_graph", lambda graphs, given: seen.extend(graphs) or given
     )
@@ -370,7 +370,7 @@ def test_openvino_runs_its_nodes_and_what_it_leaves_to_the_cpu_is_named(
         "1 compute node is on the CPU under openvino, 33.3% of the multiply-adds: "
         "second (TransposeMatMul)"
     ]
-    assert found["reason"] == "asked for"
+    assert found["reason"] == "requested"
 
 
 _RUN = """
@@ -378,11 +378,11 @@ import json
 import numpy as np
 from enginery.core.artifact import Artifact
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.providers.selection import parse_wishes
+from enginery.runtime.providers.specification import parse_providers
 ids = np.full((2, 9), 7, np.int64)
 feeds = {"input_ids": ids, "attention_mask": ids * 0 + 1, "token_type_ids": ids * 0}
-wishes = parse_wishes("openvino,cpu", ["openvino.num_of_threads=1"])
-with OrtRunner(Artifact.open(sys.argv[1]), providers=wishes) as runner:
+specs = parse_providers("openvino,cpu", ["openvino.num_of_threads=1"])
+with OrtRunner(Artifact.open(sys.argv[1]), providers=specs) as runner:
     answer = runner(feeds)["last_hidden_state"]
     share = runner.placement().share("openvino")
     options = runner._sessions[0].get_provider_options()

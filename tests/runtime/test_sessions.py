@@ -6,6 +6,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from enginery.runtime.model import load_model
 from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.sessions import new_session
 from enginery.runtime.tracing import GraphTracer
@@ -68,3 +69,10 @@ def test_int8_products_do_not_saturate(tmp_path, graph, weight, rtol):
     # Processors with VNNI never saturate: the entry is what makes the others exact.
     options = session.get_session_options()
     assert options.get_session_config_entry("session.x64quantprecision") == "1"
+
+
+def test_the_arena_is_shrunk_on_the_cpu_too(tiny):
+    artifact = tiny.artifact("bert", "text-classification")
+    with load_model(artifact) as plain, load_model(artifact, shrink_arena=True) as shrinking:
+        texts = ["The engine is warm."]
+        assert plain.classify(texts) == shrinking.classify(texts)

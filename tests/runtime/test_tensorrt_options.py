@@ -10,10 +10,9 @@ import pytest
 from enginery.core.errors import OptionError, ProviderError
 from enginery.core.shapes import Profile
 from enginery.runtime import tensorrt_capability, tensorrt_key, tensorrt_library
-from enginery.runtime.providers import gpus, libraries
-from enginery.runtime.providers.gpus import CudaGpu, driver_version, visible_gpus
-from enginery.runtime.providers.libraries import CudaDriver
-from enginery.runtime.providers.names import TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers import gpus
+from enginery.runtime.providers.gpus import CudaDriver, CudaGpu, driver_version, visible_gpus
+from enginery.runtime.providers.known import TENSORRT, TENSORRT_RTX
 from enginery.runtime.tensorrt import (
     CLASSIC,
     RTX,
@@ -145,7 +144,7 @@ def test_hopper_is_told_that_rtx_does_not_support_it_and_what_is_the_way(gpu):
 
 
 def test_without_a_gpu_current_names_the_list(monkeypatch):
-    monkeypatch.setattr(libraries, "cuda_driver", lambda: CudaDriver(problem="there is no driver"))
+    monkeypatch.setattr(gpus, "cuda_driver", lambda: CudaDriver(problem="there is no driver"))
     with pytest.raises(ProviderError) as found:
         resolve_capabilities(RTX, "current")
     assert found.value.message == (
@@ -168,7 +167,7 @@ def test_classic_builds_for_its_own_gpu_alone(gpu):
 
 
 def test_no_driver_is_an_error_that_says_so(monkeypatch):
-    monkeypatch.setattr(libraries, "DRIVER", "libcuda_that_is_not_there.so.1")
+    monkeypatch.setattr(gpus, "DRIVER", "libcuda_that_is_not_there.so.1")
     with pytest.raises(ProviderError, match="no GPU can be used: there is no NVIDIA driver"):
         visible_gpus()
 

@@ -11,7 +11,7 @@ from enginery.runtime import engines, ort
 from enginery.runtime.ort import open_session
 from enginery.runtime.providers import selection
 from enginery.runtime.providers.gpus import CudaGpu
-from enginery.runtime.providers.names import CPU
+from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.selection import Provider
 from enginery.validate.cases import Case
 from enginery.validate.config import ValidateConfig
@@ -32,8 +32,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(ort, "device_of", lambda session: type("Device", (), {"kind": "cpu"}))
     monkeypatch.setattr(engines, "visible_gpus", lambda: (CudaGpu("NVIDIA L4", "8.9", 1),))
     monkeypatch.setattr(engines, "loaded_version", lambda flavor: "1.7.1")
-    monkeypatch.setattr(selection, "find_obstacle", lambda name: None)
-    monkeypatch.setattr(selection, "find_caveat", lambda name: "")
+    monkeypatch.setattr(selection, "unavailable_reason", lambda name, options: None)
+    monkeypatch.setattr(selection, "provider_warning", lambda name: "")
 
 
 def shapes(report, kind):

@@ -1,7 +1,10 @@
-"""What stands between this machine and an execution provider, and what to do about it.
+"""Why an execution provider cannot be had on this machine, and what to do about it.
 
->>> find_obstacle("CUDAExecutionProvider")
-Obstacle(reason='libcudart.so.13 was not found', do="Install it: pip install 'onnxruntime-gpu…")
+    >>> unavailable_reason("CUDAExecutionProvider")
+    Unavailable(reason='libcudart.so.13 was not found', do="Install it: pip install 'onnxruntime…")
+
+Looked at are the installed build of ONNX Runtime, the libraries that a provider links, the NVIDIA
+driver and its GPUs.
 """
 
 from __future__ import annotations
@@ -10,22 +13,23 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ProviderError
-from enginery.runtime.providers import libraries
-from enginery.runtime.providers.known import known_provider
-from enginery.runtime.providers.names import CPU, CUDA, TENSORRT, TENSORRT_RTX
-from enginery.runtime.providers.onnxruntime_build import (
-    compiled_providers,
-    cuda_major,
-    installed_onnxruntimes,
-    provider_library,
-    reinstall,
+from enginery.runtime.providers import gpus, libraries
+from enginery.runtime.providers.known import (
+    CPU,
+    CUDA,
+    TENSORRT,
+    TENSORRT_RTX,
+    known_provider,
+    short_name,
 )
 
 # cuBLAS is in neither extra.
@@ -43,94 +47,139 @@ _RTX_MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
 
 
 @dataclass(frozen=True)
-class Obstacle:
+class Unavailable:
     """Why a provider cannot be had, and what to do."""
 
     reason: str
     do: str
 
 
-def find_obstacle(name: str) -> Obstacle | None:
-    """Why the provider cannot be had on this machine, or None where nothing speaks against it.
+def unavailable_reason(name: str, options: Mapping[str, str] | None = None) -> Unavailable | None:
+    """Return why a provider cannot be had on this machine, or None if nothing was found.
 
-    Nothing is promised by None: a session may still refuse, and `open_session` notices.
-    Libraries of the provider, where found, are left loaded.
+    None is no promise: a session may still refuse, and `open_session` notices. Libraries of the
+    provider, where found, are left loaded.
 
     Args:
         name: ONNX Runtime's name.
+        options: the provider's, as ONNX Runtime takes them; a `device_id` has to be a GPU's.
     """
     if name == CPU:
         return None
     try:
         available = compiled_providers()
     except ImportError as error:
-        return Obstacle(f"onnxruntime cannot be imported ({error})", reinstall("onnxruntime-gpu"))
-    if name == TENSORRT_RTX and name not in available:
-        return _rtx_obstacle()
+        return Unavailable(
+            f"onnxruntime cannot be imported ({error})", reinstall("onnxruntime-gpu")
+        )
     if name not in available:
-        return _not_compiled(name)
-    if name not in (CUDA, TENSORRT):
-        return _library_obstacle(name, "Install what it names, or a build that brings it.")
-    library = provider_library(name)
-    if sys.platform == "linux" and not library.is_file():
-        return Obstacle(
+        found = _plugin_problem() if name == TENSORRT_RTX else _not_compiled(name)
+    elif name not in (CUDA, TENSORRT):
+        found = _library_problem(name, "Install what it names, or a build that brings it.")
+    elif sys.platform == "linux" and not (library := provider_library(name)).is_file():
+        found = Unavailable(
             f"{library.name} is not in {library.parent}",
             f"The installation is broken. {reinstall('onnxruntime-gpu')}",
         )
-    return _gpu_obstacle() or _library_obstacle(name, f"Install it: {INSTALL[name]}")
+    else:
+        found = _driver_problem() or _library_problem(name, f"Install it: {INSTALL[name]}")
+    return found or _device_problem(name, options or {})
 
 
-def find_device_obstacle(name: str, options: Mapping[str, str]) -> Obstacle | None:
-    """Why the GPU that the options name cannot be had; None without a `device_id`.
-
-    Args:
-        name: ONNX Runtime's name of a provider for which nothing else stands in the way.
-        options: as ONNX Runtime takes them.
-    """
-    if name not in (CUDA, TENSORRT, TENSORRT_RTX) or "device_id" not in options:
-        return None
-    driver = libraries.cuda_driver()
-    if driver.problem or int(options["device_id"]) < driver.gpus:
-        return None
-    there = f"{driver.gpus} GPUs, 0 to {driver.gpus - 1}" if driver.gpus > 1 else "one GPU, 0"
-    return Obstacle(
-        f"device_id is {options['device_id']}, and this process sees {there}",
-        "Name one of them, or show the process more: CUDA_VISIBLE_DEVICES, docker run --gpus.",
-    )
-
-
-def find_caveat(name: str) -> str:
-    """What will not work under a provider that can be had, or nothing.
+def provider_warning(name: str) -> str:
+    """Return what will not work under a provider that can be had, or nothing.
 
     ONNX Runtime 1.31's CUDA provider does not link cuDNN: it loads it when an operation first
     needs it, and the operation fails where it cannot.
     """
-    if name == CUDA and (error := libraries.load_error("libcudnn.so.9", _places())):
-        return f"convolutions and other cuDNN operations will fail ({error})"
-    return ""
+    if name != CUDA:
+        return ""
+    error = libraries.load_error("libcudnn.so.9", libraries.wheel_directories())
+    return f"convolutions and other cuDNN operations will fail ({error})" if error else ""
+
+
+# The installed build of ONNX Runtime. All but `compiled_providers` read files and metadata only, so
+# they also answer for a broken build.
+
+
+def compiled_providers() -> list[str]:
+    """Return the providers that the installed onnxruntime is built with.
+
+    Raises:
+        ImportError: it is not installed, or what is left of it is broken.
+    """
+    import onnxruntime
+
+    # Uninstalling one of two builds leaves a folder that imports and holds nothing.
+    if not hasattr(onnxruntime, "get_available_providers"):
+        raise ImportError("the module is there, and most of its files are gone")
+    return list(onnxruntime.get_available_providers())
+
+
+def installed_onnxruntimes() -> dict[str, str]:
+    """Return every installed build of ONNX Runtime and its version; more than one is a fault."""
+    # These have modules of their own.
+    others = ("onnxruntime-ep-", "onnxruntime-extensions", "onnxruntime-genai")
+    found = {}
+    for dist in metadata.distributions():
+        name = (dist.metadata["Name"] or "").lower().replace("_", "-")
+        is_build = name == "onnxruntime" or name.startswith("onnxruntime-")
+        if is_build and not name.startswith(others):
+            found[name] = dist.version
+    return dict(sorted(found.items()))
+
+
+def cuda_major() -> int:
+    """Return the CUDA major version that onnxruntime is built for; 0 for a CPU build."""
+    try:
+        # Read, not imported: onnxruntime may be broken, and the doctor asks all the same.
+        text = (capi_directory() / "build_and_package_info.py").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    found = re.search(r"^cuda_version = ['\"](\d+)", text, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def capi_directory() -> Path:
+    """Return where ONNX Runtime keeps its shared libraries, found without importing it."""
+    spec = importlib.util.find_spec("onnxruntime")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0] if places else ".") / "capi"
+
+
+def provider_library(name: str) -> Path:
+    """Return where a provider's shared library is; for one that is compiled in there is none."""
+    stem = short_name(name).replace("-", "_")
+    return capi_directory() / f"libonnxruntime_providers_{stem}.so"
+
+
+def reinstall(package: str) -> str:
+    """Return the command that puts one build in place of all others, which share its files."""
+    installed = " ".join(installed_onnxruntimes()) or package
+    version = ">=1.31,<1.32" if package == "onnxruntime-gpu" else ""
+    return f"Run: pip uninstall -y {installed} && pip install '{package}{version}'"
+
+
+# The libraries of a provider, and the plugin that brings one.
 
 
 def missing_for(name: str) -> dict[str, str]:
-    """The libraries that a provider's own library needs and the loader cannot load."""
+    """Return the libraries that a provider's library needs and the loader cannot load, and why."""
     library = provider_library(name)
     if not library.is_file():
         return {}
     if name in (CUDA, TENSORRT):
         preload_nvidia()
-    return libraries.missing_libraries(library, _places())
-
-
-def _places() -> list[Path]:
-    return libraries.wheel_directories()
+    return libraries.missing_libraries(library, libraries.wheel_directories())
 
 
 def preload_nvidia() -> None:
-    """Loads CUDA, cuDNN and TensorRT from NVIDIA's wheels.
+    """Load CUDA, cuDNN and TensorRT from NVIDIA's wheels.
 
     ONNX Runtime cannot find them there by itself: the loader does not search site-packages.
     """
     # It prints what it misses; the libraries that matter are named by `missing_libraries`.
-    # A broken onnxruntime has an obstacle of its own.
+    # A broken onnxruntime is reported by `unavailable_reason`.
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.suppress(ImportError, AttributeError),
@@ -145,12 +194,12 @@ def preload_nvidia() -> None:
 
 
 def plugin_installed(name: str) -> bool:
-    """Whether a provider comes from a plugin package that is installed."""
+    """Tell whether a provider comes from a plugin package that is installed."""
     return name == TENSORRT_RTX and importlib.util.find_spec(_RTX_MODULE) is not None
 
 
 def register_plugin(name: str) -> list[Any]:
-    """Registers a plugin provider's library, once a process, and returns the devices it takes.
+    """Register a plugin provider's library, once a process, and return the devices it takes.
 
     A session gets it by `SessionOptions.add_provider_for_devices(devices, options)`.
 
@@ -176,25 +225,25 @@ def register_plugin(name: str) -> list[Any]:
     return [device for device in onnxruntime.get_ep_devices() if device.ep_name == name]
 
 
-def _rtx_obstacle() -> Obstacle | None:
+def _plugin_problem() -> Unavailable | None:
     if not plugin_installed(TENSORRT_RTX):
-        return Obstacle(
+        return Unavailable(
             f"its plugin package ({_RTX_MODULE.replace('_', '-')}-cu13) is not installed",
             f"Install it: {INSTALL[TENSORRT_RTX]}",
         )
-    if obstacle := _gpu_obstacle():
-        return obstacle
+    if problem := _driver_problem():
+        return problem
     try:
         devices = register_plugin(TENSORRT_RTX)
     except ProviderError as error:
-        return Obstacle(error.message.rstrip("."), error.do)
-    return None if devices else Obstacle("it takes none of this machine's GPUs", _RTX_GPUS)
+        return Unavailable(error.message.rstrip("."), error.do)
+    return None if devices else Unavailable("it takes none of this machine's GPUs", _RTX_GPUS)
 
 
-def _gpu_obstacle() -> Obstacle | None:
-    driver = libraries.cuda_driver()
+def _driver_problem() -> Unavailable | None:
+    driver = gpus.cuda_driver()
     if driver.problem:
-        return Obstacle(
+        return Unavailable(
             driver.problem,
             f"Install the NVIDIA driver {MIN_DRIVER} or newer; "
             "in a container, give it the GPUs (docker run --gpus all).",
@@ -202,7 +251,7 @@ def _gpu_obstacle() -> Obstacle | None:
     wanted = cuda_major()
     if driver.cuda_version[0] < wanted:
         major, minor = driver.cuda_version
-        return Obstacle(
+        return Unavailable(
             f"the NVIDIA driver runs CUDA up to {major}.{minor}, "
             f"and this onnxruntime is built for CUDA {wanted}",
             f"Install the NVIDIA driver {MIN_DRIVER} or newer.",
@@ -210,14 +259,27 @@ def _gpu_obstacle() -> Obstacle | None:
     return None
 
 
-def _library_obstacle(name: str, do: str) -> Obstacle | None:
+def _device_problem(name: str, options: Mapping[str, str]) -> Unavailable | None:
+    if name not in (CUDA, TENSORRT, TENSORRT_RTX) or "device_id" not in options:
+        return None
+    driver = gpus.cuda_driver()
+    if driver.problem or int(options["device_id"]) < driver.gpus:
+        return None
+    seen = f"{driver.gpus} GPUs, 0 to {driver.gpus - 1}" if driver.gpus > 1 else "one GPU, 0"
+    return Unavailable(
+        f"device_id is {options['device_id']}, and this process sees {seen}",
+        "Name one of them, or show the process more: CUDA_VISIBLE_DEVICES, docker run --gpus.",
+    )
+
+
+def _library_problem(name: str, do: str) -> Unavailable | None:
     missing = missing_for(name)
-    return Obstacle(describe_missing(missing), do) if missing else None
+    return Unavailable(describe_missing(missing), do) if missing else None
 
 
 def describe_missing(missing: Mapping[str, str]) -> str:
-    """`libnvinfer.so.10 was not found (libnvinfer.so.11 is installed)`."""
-    places = _places()
+    """Return `libnvinfer.so.10 was not found (libnvinfer.so.11 is installed)`."""
+    places = libraries.wheel_directories()
     absent = [name for name, error in missing.items() if error.startswith(f"{name}: cannot open")]
     broken = [error for name, error in missing.items() if name not in absent]
     others = [other for name in absent for other in libraries.other_versions(name, places)]
@@ -227,19 +289,19 @@ def describe_missing(missing: Mapping[str, str]) -> str:
     return "; ".join([*words, *broken])
 
 
-def _not_compiled(name: str) -> Obstacle:
+def _not_compiled(name: str) -> Unavailable:
     builds = installed_onnxruntimes()
     listed = ", ".join(f"{build} {version}" for build, version in builds.items())
     known = known_provider(name)
     package = known.package
     if len(builds) > 1 and package in builds:
-        return Obstacle(
+        return Unavailable(
             f"{' and '.join(builds)} are installed together and overwrite each other",
             reinstall(package),
         )
     reason = f"the installed onnxruntime ({listed or 'unknown'}) is built without it"
-    if elsewhere := known.elsewhere(sys.platform):
-        return Obstacle(f"{elsewhere}, and {reason}", "Name a provider for this system.")
+    if wrong_platform := known.wrong_platform(sys.platform):
+        return Unavailable(f"{wrong_platform}, and {reason}", "Name a provider for this system.")
     if not package:
-        return Obstacle(reason, "ONNX Runtime has to be built from source with it.")
-    return Obstacle(reason, reinstall(package))
+        return Unavailable(reason, "ONNX Runtime has to be built from source with it.")
+    return Unavailable(reason, reinstall(package))

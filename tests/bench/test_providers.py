@@ -14,9 +14,9 @@ from enginery.bench.opened import BareSession, OurRunner
 from enginery.bench.stage import run
 from enginery.bench.subject import Subject
 from enginery.core.errors import OptionError, ProviderError
-from enginery.runtime.providers.names import CPU
+from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.selection import Provider
-from enginery.runtime.providers.specification import ProviderWish, parse_wishes
+from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 from tests.bench.made import QUICK, save_detector
 
 CUDA = "cuda; cuda.gpu_mem_limit=2147483648; cuda.device_id=1"
@@ -36,8 +36,8 @@ def bert(exported):
 def _had(monkeypatch):
     """Whatever is asked for can be had: there is no GPU to ask."""
 
-    def choose(artifact, record, wishes, **_):
-        return [Provider(wishes[0].full_name, "asked for", wishes[0].options)], []
+    def choose(artifact, record, specs, **_):
+        return [Provider(specs[0].full_name, "requested", specs[0].options)], []
 
     monkeypatch.setattr(contenders, "choose_with_engines", choose)
 
@@ -51,25 +51,25 @@ def through_a_pipe(plan):
     return json.loads(json.dumps(plan.as_json()))
 
 
-def test_plans_carry_the_wish_with_its_options_and_the_ways_of_running(bert):
+def test_plans_carry_the_providers_with_their_options_and_the_ways_of_running(bert):
     plans = plans_of(
         bert, provider="cuda", provider_option=("cuda.gpu_mem_limit=2GiB", "cuda.device_id=1"),
         cuda_graph=True,
     )  # fmt: skip
     for kind in ("enginery", "onnxruntime", "optimum"):
         plan = through_a_pipe(plans[kind])
-        assert opened.wishes_of_plan(plan) == parse_wishes(CUDA)
+        assert opened.providers_of_plan(plan) == parse_providers(CUDA)
         assert (plan["io_binding"], plan["cuda_graph"]) == (True, True)
     # PyTorch has to run on the same GPU, and the CPU beside it has neither options nor graphs.
     assert {plans[kind].device for kind in ("pytorch", "pytorch-fp16")} == {"cuda:1"}
     on_cpu = plans["enginery-cpu"]
-    assert (on_cpu.providers, on_cpu.cuda_graph) == ((ProviderWish("cpu"),), False)
+    assert (on_cpu.providers, on_cpu.cuda_graph) == ((ProviderSpec("cpu"),), False)
 
 
 def test_the_environment_asks_where_the_options_do_not(detector, monkeypatch):
     monkeypatch.setenv("ENGINERY_PROVIDERS", CUDA)
-    assert plans_of(detector)["enginery"].providers == parse_wishes(CUDA)
-    assert plans_of(detector, provider="cpu")["enginery"].providers == (ProviderWish("cpu"),)
+    assert plans_of(detector)["enginery"].providers == parse_providers(CUDA)
+    assert plans_of(detector, provider="cpu")["enginery"].providers == (ProviderSpec("cpu"),)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def open_with_doubles(monkeypatch, given):
         given["session"] = providers
         return "session"
 
-    def choose(artifact, record, wishes, **_):
-        given["wishes"] = wishes
-        return [Provider(wishes[0].full_name, "a double", wishes[0].options)], []
+    def choose(artifact, record, specs, **_):
+        given["specs"] = specs
+        return [Provider(specs[0].full_name, "a double", specs[0].options)], []
 
     class Runner:
         def __init__(self, artifact, **options):
@@ -129,7 +129,7 @@ def test_our_runner_and_the_bare_session_are_given_the_same(detector, monkeypatc
     record = detector.record
     ours = through_a_pipe(plans["enginery"])
     runner = OurRunner(detector.artifact, record, ours, threads=0, allow_fallback=False)
-    assert given["providers"] == parse_wishes(CUDA)
+    assert given["providers"] == parse_providers(CUDA)
     assert given["buckets"] == 8
     # A shape that came when all graphs were taken is told.
     assert runner.note_on({"x": np.zeros((1, 3, 32, 32))}) == ""
@@ -139,7 +139,7 @@ def test_our_runner_and_the_bare_session_are_given_the_same(detector, monkeypatc
         detector.artifact, record, through_a_pipe(plans["onnxruntime"]), threads=0,
         allow_fallback=False,
     )  # fmt: skip
-    assert given["wishes"] == parse_wishes(CUDA)
+    assert given["specs"] == parse_providers(CUDA)
     options = {"gpu_mem_limit": "2147483648", "device_id": "1"}
     assert [provider.options for provider in given["session"]] == [options]
     assert bare.providers[0]["options"] == options
@@ -180,15 +180,15 @@ def test_optimum_is_given_the_options_through_its_own_argument(bert, monkeypatch
 
     monkeypatch.setattr(frameworks.optimum_ort, "ORTModelForFeatureExtraction", Model)
     model = frameworks.OptimumModel(
-        bert.artifact, bert.record, parse_wishes(CUDA), threads=0, io_binding=False,
+        bert.artifact, bert.record, parse_providers(CUDA), threads=0, io_binding=False,
         trust_remote_code=False,
     )  # fmt: skip
     assert given["provider"] == "CUDAExecutionProvider"
     assert given["provider_options"] == {"gpu_mem_limit": "2147483648", "device_id": "1"}
     assert given["use_io_binding"] is False
-    assert model.notes == ["IOBinding off, as asked for"]
+    assert model.notes == ["IOBinding off, as requested"]
     assert [found["options"] for found in model.providers] == [given["provider_options"], {}]
-    frameworks.OptimumModel(bert.artifact, bert.record, parse_wishes("cuda"), threads=0,
+    frameworks.OptimumModel(bert.artifact, bert.record, parse_providers("cuda"), threads=0,
                             io_binding=True, trust_remote_code=False)  # fmt: skip
     assert given["use_io_binding"] is None
 
