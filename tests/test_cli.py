@@ -465,7 +465,7 @@ def test_build_without_a_gpu_says_which_capabilities_there_are(cli, engine_words
     def none():
         raise ProviderError("no GPU can be used.")
 
-    monkeypatch.setattr("enginery.runtime.tensorrt_capability.visible_gpus", none)
+    monkeypatch.setattr("enginery.runtime.tensorrt.capabilities.visible_gpus", none)
     _, words = engine_words
     status, _, err = cli(*words[:-2])
     assert status == 2

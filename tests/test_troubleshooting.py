@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from enginery.runtime import tensorrt_timing
 from enginery.runtime.providers import availability, libraries
-from enginery.runtime.tensorrt_options import FLAVORS
+from enginery.runtime.tensorrt import timing
+from enginery.runtime.tensorrt.options import FLAVORS
 
 ROOT = Path(__file__).parents[1]
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -42,7 +42,7 @@ SAID_BY_PARTS = {
         availability._not_compiled("NnapiExecutionProvider").reason
     ),
     "the timing cache … is of another TensorRT or GPU, or is none; it was neither used nor "
-    "changed.": lambda: f"{tensorrt_timing._unfit(Path('timing.cache'))}.",
+    "changed.": lambda: f"{timing._unfit(Path('timing.cache'))}.",
 }
 """Messages that the code puts together of variables; each is made here."""
 

@@ -26,7 +26,7 @@ from enginery.core.errors import InputError
 from enginery.core.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.precision import Tolerance
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 from enginery.validate.metrics import NoiseFloor, measure, noise_floor
 from enginery.validate.padding import kept_positions

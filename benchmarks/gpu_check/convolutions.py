@@ -23,7 +23,7 @@ from enginery.core.artifact import Artifact
 from enginery.core.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.precision import Tolerance
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 
 _RUNS = 7

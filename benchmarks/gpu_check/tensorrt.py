@@ -22,10 +22,10 @@ from enginery import build_engine, optimize_model
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ProviderError
 from enginery.core.precision import Tolerance
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.availability import unavailable_reason
 from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
-from enginery.runtime.tensorrt_options import FLAVORS, Flavor
+from enginery.runtime.tensorrt.options import FLAVORS, Flavor
 
 _MODEL = "minilm"
 _POINTS = ((1, 16), (8, 128))

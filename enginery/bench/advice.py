@@ -16,7 +16,7 @@ from enginery.bench.config import OURS
 from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, Measurement
 from enginery.runtime import advice as shared
 from enginery.runtime.advice import Advice
-from enginery.runtime.binding import BUCKETS
+from enginery.runtime.onnxruntime.binding import BUCKETS
 from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX, full_name
 
 _GPUS = (

@@ -19,8 +19,8 @@ from typing import Any
 from enginery.bench.config import AUTO, CONTENDERS, OURS, BenchConfig, contender_names
 from enginery.bench.subject import Subject
 from enginery.core.errors import ProviderError
-from enginery.runtime.binding import BUCKETS
 from enginery.runtime.engines import choose_with_engines
+from enginery.runtime.onnxruntime.binding import BUCKETS
 from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import (

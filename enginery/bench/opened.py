@@ -22,9 +22,9 @@ from enginery.core.feeds import Feeds
 from enginery.core.fingerprint import runtime_version, tool_versions
 from enginery.core.manifest import GraphRecord
 from enginery.core.profile_choice import choose_profile
-from enginery.runtime.binding import run_options
 from enginery.runtime.engines import choose_with_engines, reachable_profile, wrapper_of
-from enginery.runtime.ort import OrtRunner, open_session, shrink_config
+from enginery.runtime.onnxruntime.binding import run_options
+from enginery.runtime.onnxruntime.runner import OrtRunner, open_session, shrink_config
 from enginery.runtime.profiles import sizes_of
 from enginery.runtime.providers.specification import ProviderSpec
 
@@ -111,7 +111,7 @@ def providers_of_plan(plan: Mapping[str, Any]) -> tuple[ProviderSpec, ...]:
 
 
 class OurRunner:
-    """The artifact through `runtime.ort.OrtRunner`."""
+    """The artifact through `runtime.onnxruntime.runner.OrtRunner`."""
 
     def __init__(
         self,

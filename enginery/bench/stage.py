@@ -41,7 +41,7 @@ from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.errors import EngineryError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
-from enginery.runtime.binding import BUCKETS
+from enginery.runtime.onnxruntime.binding import BUCKETS
 from enginery.runtime.providers.specification import format_providers
 
 STAGE = "bench"

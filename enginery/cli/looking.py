@@ -138,7 +138,7 @@ def inspect(
     engines = [] if is_bare else show_engines.engines_of(opened)
     found, reason = None, ""
     if placement:
-        from enginery.runtime.ort import OrtRunner
+        from enginery.runtime.onnxruntime.runner import OrtRunner
         from enginery.runtime.providers.specification import parse_providers
 
         specs = parse_providers(provider, provider_option, default="cpu")

@@ -34,7 +34,7 @@ from enginery.predict.counts import Counts
 from enginery.predict.rows import Piece, Reader, Values
 from enginery.predict.token_batches import Meter, RunPool, WindowModel
 from enginery.predict.workers import in_order
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.specification import check_run_options
 

@@ -17,7 +17,7 @@ from enginery.core.engine import Engine
 from enginery.core.engine_record import ENGINES, EngineRecord, graph_sha256
 from enginery.core.manifest import GraphRecord
 from enginery.runtime.providers.gpus import CudaGpu
-from enginery.runtime.tensorrt_options import CLASSIC, RTX, Flavor
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
 
 _LIBRARIES = {CLASSIC.name: "libnvinfer.so.10", RTX.name: "libtensorrt_rtx.so.1"}
 _AMPERE = (8, 0)

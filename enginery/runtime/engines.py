@@ -29,7 +29,7 @@ from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
 from enginery.runtime.providers.known import CPU, short_name
 from enginery.runtime.providers.selection import REQUESTED, Provider, choose_providers
 from enginery.runtime.providers.specification import Providers, parse_providers
-from enginery.runtime.tensorrt_options import CLASSIC, FLAVORS, Flavor
+from enginery.runtime.tensorrt.options import CLASSIC, FLAVORS, Flavor
 
 
 def wrapper_of(engine: Engine) -> Path:

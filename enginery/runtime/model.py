@@ -18,7 +18,7 @@ from typing import Any
 from enginery.core.artifact import Artifact
 from enginery.core.closing import Closing
 from enginery.core.errors import InputError
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import parse_providers
 from enginery.runtime.tasks import TASKS, require_task

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from enginery.core.closing import Closing
 from enginery.core.errors import InputError, ProviderError, nearest
 from enginery.core.external_data import load_graph
+from enginery.runtime.onnxruntime.session import EXACT_INT8
 from enginery.runtime.providers.known import TENSORRT_RTX
 from enginery.runtime.providers.selection import Provider, choose_providers
-from enginery.runtime.sessions import EXACT_INT8
 
 Feeds = Mapping[str, NDArray[Any]]
 Values = dict[str, NDArray[Any]]

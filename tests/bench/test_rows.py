@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from enginery.bench.config import BenchConfig
 from enginery.bench.notes import fallback_notes, stage_notes
 from enginery.bench.rows import lines, tables
-from enginery.runtime.placement import PlacedNode, Placement
+from enginery.runtime.onnxruntime.placement import PlacedNode, Placement
 from enginery.runtime.providers.known import CPU, CUDA
 from tests.bench.made import made_case, made_contender, made_result
 

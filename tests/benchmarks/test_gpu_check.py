@@ -19,11 +19,11 @@ from benchmarks.gpu_check.page import page
 from benchmarks.gpu_check.settings import PARTS, TEXT_MODELS, Part, settings_for
 from benchmarks.gpu_check.work import Work
 from enginery.core.errors import ProviderError
-from enginery.runtime.placement import PlacedNode, Placement
+from enginery.runtime.onnxruntime.placement import PlacedNode, Placement
 from enginery.runtime.providers import gpus
 from enginery.runtime.providers.gpus import CudaGpu
 from enginery.runtime.providers.known import CPU, CUDA
-from enginery.runtime.tensorrt_options import CLASSIC, RTX
+from enginery.runtime.tensorrt.options import CLASSIC, RTX
 
 H200 = CudaGpu("NVIDIA H200", "9.0", 141 << 30)
 
@@ -414,7 +414,7 @@ def test_tensorrt_refusing_the_gpus_capability_is_right_and_building_is_not(work
 
 def test_the_build_stage_itself_refuses_an_h200_for_rtx(exported, monkeypatch, work):
     monkeypatch.setattr(tensorrt, "visible_gpus", lambda: (H200,))
-    monkeypatch.setattr("enginery.runtime.tensorrt_capability.visible_gpus", lambda: (H200,))
+    monkeypatch.setattr("enginery.runtime.tensorrt.capabilities.visible_gpus", lambda: (H200,))
     given = work("tensorrt")
     said = tensorrt._refusal(given, exported("bert", "feature-extraction"), RTX, H200)
     assert "no support for 9.0" in said

@@ -6,7 +6,7 @@ from onnx import TensorProto, checker, helper, numpy_helper
 
 from enginery.passes.layers import find_layers
 from enginery.passes.qdq import ActivationRange, insert_qdq
-from enginery.runtime.sessions import EXACT_INT8
+from enginery.runtime.onnxruntime.session import EXACT_INT8
 
 K, N = 32, 48
 GENERATOR = np.random.default_rng(0)

@@ -283,7 +283,7 @@ def test_options_that_make_no_sense(predict, classifier, reviews, name, options,
 
 
 def test_answers_of_nan_are_bad_rows(predict, rows, monkeypatch, bert, reviews):
-    from enginery.runtime.ort import OrtRunner
+    from enginery.runtime.onnxruntime.runner import OrtRunner
 
     run = OrtRunner.__call__
 

@@ -10,16 +10,17 @@ import pytest
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, EngineryError, ProviderError, ShapeError
 from enginery.core.shapes import Profile, TensorSpec
-from enginery.runtime import engine_fit, engines, ort
+from enginery.runtime import engine_fit, engines
 from enginery.runtime.model import load_model
-from enginery.runtime.ort import OrtRunner, open_session
+from enginery.runtime.onnxruntime import runner as ort_runner
+from enginery.runtime.onnxruntime.runner import OrtRunner, open_session
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
 from enginery.runtime.providers import selection
 from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
 from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import parse_providers
-from enginery.runtime.tensorrt_options import CLASSIC, RTX
+from enginery.runtime.tensorrt.options import CLASSIC, RTX
 from tests.engine.made import engine_record, with_engines, write_engine
 from tests.tolerances import SCORES
 
@@ -73,7 +74,7 @@ def machine(monkeypatch):
 
         return Recorded()
 
-    monkeypatch.setattr(ort, "open_engine", open_engine)
+    monkeypatch.setattr(ort_runner, "open_engine", open_engine)
     monkeypatch.setattr(engines, "visible_gpus", lambda: (machine.gpu, *machine.others))
     monkeypatch.setattr(engines, "loaded_version", lambda flavor: machine.tensorrt)
     monkeypatch.setattr(selection, "unavailable_reason", lambda name, options: None)
@@ -147,7 +148,7 @@ def test_nothing_but_the_cpu_is_beneath_an_engine(made, machine, requested):
 
 
 def test_cuda_is_not_put_beneath_a_plugin_which_takes_no_other_names(made, machine, monkeypatch):
-    monkeypatch.setattr(ort, "open_session", lambda *_, **__: None)
+    monkeypatch.setattr(ort_runner, "open_session", lambda *_, **__: None)
     _, given = chosen(made(), allow_build=True)
     assert [provider.name for provider in given] == [TENSORRT_RTX, CPU]
 
@@ -271,7 +272,7 @@ def test_fallback_takes_the_next_provider_and_says_which_engine_was_missed(
 ):
     artifact = made({"capabilities": ("8.0",)})
     opened = []
-    monkeypatch.setattr(ort, "open_session", lambda path, *_, **__: opened.append(path))
+    monkeypatch.setattr(ort_runner, "open_session", lambda path, *_, **__: opened.append(path))
     records, (head, *_) = chosen(artifact, requested=("tensorrt-rtx", "cuda"), allow_fallback=True)
     assert (records, head.name) == ([], CUDA)
     assert head.reason.startswith(f"tensorrt-rtx requested, but {artifact.path} has no engine")
@@ -283,7 +284,7 @@ def test_fallback_takes_the_next_provider_and_says_which_engine_was_missed(
 def test_an_online_build_has_to_be_asked_for_and_is_said(made, machine, monkeypatch):
     artifact = made()
     opened = []
-    monkeypatch.setattr(ort, "open_session", lambda path, *_, **__: opened.append(path))
+    monkeypatch.setattr(ort_runner, "open_session", lambda path, *_, **__: opened.append(path))
     _, (head, *_) = chosen(artifact, allow_build=True)
     assert head.name == TENSORRT_RTX
     assert head.reason.endswith("ONNX Runtime builds an engine while it loads (allow_build)")
@@ -368,7 +369,7 @@ def test_an_engine_that_fails_at_its_optimum_is_never_ready(made, machine, monke
         def run(self, names, feeds):
             raise RuntimeError("CUDA failure 700")
 
-    monkeypatch.setattr(ort, "open_engine", lambda engine, given, **_: Broken())
+    monkeypatch.setattr(ort_runner, "open_engine", lambda engine, given, **_: Broken())
     with pytest.raises(ProviderError, match=r"does not run at its own optimum.*CUDA failure 700"):
         load_model(made({}), provider="tensorrt-rtx")
 
@@ -400,7 +401,7 @@ def test_images_are_split_and_padded_as_texts_are(tiny, tmp_path, machine, monke
 
         return Recorded()
 
-    monkeypatch.setattr(ort, "open_engine", open_engine)
+    monkeypatch.setattr(ort_runner, "open_engine", open_engine)
     images = [np.full((40, 40, 3), shade, np.uint8) for shade in (0, 60, 120, 180)]
     with load_model(vit) as plain, load_model(artifact, provider="tensorrt-rtx") as model:
         expected, found = plain.classify_images(images), model.classify_images(images)

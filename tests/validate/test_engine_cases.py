@@ -7,8 +7,9 @@ from enginery.core.artifact import Artifact
 from enginery.core.errors import ProviderError
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Profile, TensorSpec
-from enginery.runtime import engines, ort
-from enginery.runtime.ort import open_session
+from enginery.runtime import engines
+from enginery.runtime.onnxruntime import runner as ort_runner
+from enginery.runtime.onnxruntime.runner import open_session
 from enginery.runtime.providers import selection
 from enginery.runtime.providers.gpus import CudaGpu
 from enginery.runtime.providers.known import CPU
@@ -28,8 +29,10 @@ def gpu(monkeypatch):
         artifact = Artifact.open(engine.path.parent.parent)
         return open_session(artifact.path / engine.record.graph, [Provider(CPU, "a double")])
 
-    monkeypatch.setattr(ort, "open_engine", open_engine)
-    monkeypatch.setattr(ort, "device_of", lambda session: type("Device", (), {"kind": "cpu"}))
+    monkeypatch.setattr(ort_runner, "open_engine", open_engine)
+    monkeypatch.setattr(
+        ort_runner, "device_of", lambda session: type("Device", (), {"kind": "cpu"})
+    )
     monkeypatch.setattr(engines, "visible_gpus", lambda: (CudaGpu("NVIDIA L4", "8.9", 1),))
     monkeypatch.setattr(engines, "loaded_version", lambda flavor: "1.7.1")
     monkeypatch.setattr(selection, "unavailable_reason", lambda name, options: None)

@@ -126,7 +126,7 @@ def check_run_options(
     """Check that ways of running fit the providers and each other, before anything is opened.
 
     The arguments are those of `OrtRunner`. What in a graph forbids a capture is said when it is
-    opened: see `cuda_graph.with_cuda_graph`.
+    opened: see `cuda_graphs.with_cuda_graph`.
 
     Raises:
         ProviderError: `cuda_graph`, and the provider that is meant, the first, has none.

@@ -23,7 +23,7 @@ from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.runtime.machine import usable_cores
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.specification import parse_providers
 from enginery.runtime.tasks import manifest_task

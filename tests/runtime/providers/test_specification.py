@@ -7,7 +7,7 @@ import yaml
 
 from enginery.core.errors import OptionError, ProviderError, RecipeError
 from enginery.runtime.model import load_model
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.options import CudaOptions, TensorrtOptions, TensorrtRtxOptions
 from enginery.runtime.providers.specification import (
     ProviderSpec,

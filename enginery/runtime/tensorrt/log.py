@@ -1,7 +1,7 @@
 """An engine's layers, read from TensorRT's build log.
 
 Takes the log of a build with detailed verbosity, by TensorRT for RTX; leaves one `LayerRecord` a
-layer. TensorRT's own inspector (`tensorrt_inspector`) wants the GPU that the engine is for; the log
+layer. TensorRT's own inspector (`inspector.py`) wants the GPU that the engine is for; the log
 does not.
 
     >>> layers = read_layers(log)

@@ -7,8 +7,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginery.runtime.model import load_model
+from enginery.runtime.onnxruntime.session import new_session
 from enginery.runtime.providers.selection import choose_providers
-from enginery.runtime.sessions import new_session
 from enginery.runtime.tracing import GraphTracer
 
 ROWS, COLUMNS = 64, 16

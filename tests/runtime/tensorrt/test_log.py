@@ -2,7 +2,7 @@
 
 import pytest
 
-from enginery.runtime.tensorrt_log import memory_bytes, read_layer, read_layers
+from enginery.runtime.tensorrt.log import memory_bytes, read_layer, read_layers
 
 _TENSOR = (
     "{{ Name: {name}, Dimensions: [-1,64], Strides: [64,1], StrideOrder: [1,0], "

@@ -19,8 +19,8 @@ from filelock import FileLock
 
 from enginery.core.errors import OptionError, ProviderError
 from enginery.core.staging import write_beside
-from enginery.runtime.tensorrt_library import Messages
-from enginery.runtime.tensorrt_options import BuildOptions
+from enginery.runtime.tensorrt.library import Messages
+from enginery.runtime.tensorrt.options import BuildOptions
 
 
 @dataclass

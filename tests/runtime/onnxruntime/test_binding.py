@@ -11,9 +11,9 @@ from onnx import TensorProto, helper
 
 from enginery.core.errors import InputError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.binding import DeviceBinding
 from enginery.runtime.device_values import Device, device_of
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.binding import DeviceBinding
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.tolerances import OUTPUTS
 
 X = TensorSpec("x", "float32", ("batch_size", 4))
@@ -57,7 +57,7 @@ def test_the_same_shape_takes_the_same_output_buffer_and_another_shape_another(d
 def test_no_buffer_is_made_for_a_shape_that_was_there(doubling, monkeypatch):
     binding = DeviceBinding(doubling, [X], [Y])
     binding({"x": rows(2)})
-    monkeypatch.setattr("enginery.runtime.binding.new_buffer", None)
+    monkeypatch.setattr("enginery.runtime.onnxruntime.binding.new_buffer", None)
     assert binding({"x": rows(2, 5)})["y"][0, 0] == 10
 
 
@@ -261,9 +261,15 @@ def test_a_shape_that_fails_under_capture_gives_its_place_and_no_number_comes_tw
 @pytest.mark.parametrize(("buckets", "captured"), [(8, 8), (9, 9)])
 def test_a_runner_keeps_as_many_shapes_as_it_is_told(tiny, monkeypatch, buckets, captured):
     artifact = tiny.artifact("bert", "feature-extraction")
-    monkeypatch.setattr("enginery.runtime.ort.device_of", lambda session: Device("cuda"))
-    monkeypatch.setattr("enginery.runtime.ort.check_run_options", lambda *_, **__: None)
-    monkeypatch.setattr("enginery.runtime.ort.with_cuda_graph", lambda graphs, given: given)
+    monkeypatch.setattr(
+        "enginery.runtime.onnxruntime.runner.device_of", lambda session: Device("cuda")
+    )
+    monkeypatch.setattr(
+        "enginery.runtime.onnxruntime.runner.check_run_options", lambda *_, **__: None
+    )
+    monkeypatch.setattr(
+        "enginery.runtime.onnxruntime.runner.with_cuda_graph", lambda graphs, given: given
+    )
     with OrtRunner(artifact, cuda_graph=True, buckets=buckets) as runner:
         names = [spec.name for spec in runner.record.inputs]
         feeds = [dict.fromkeys(names, np.ones((n, 4), np.int64)) for n in range(1, 10)]
@@ -338,7 +344,9 @@ def test_on_a_gpu_a_runner_binds_unless_it_is_told_not_to(tiny, monkeypatch, io_
         feeds = {spec.name: np.ones((2, 6), np.int64) for spec in plain.record.inputs}
         expected = plain(feeds)
     # The runner takes the host for a GPU; the binding sees what is there.
-    monkeypatch.setattr("enginery.runtime.ort.device_of", lambda session: Device("cuda"))
+    monkeypatch.setattr(
+        "enginery.runtime.onnxruntime.runner.device_of", lambda session: Device("cuda")
+    )
     runs = []
     real = DeviceBinding.__call__
     monkeypatch.setattr(
@@ -358,7 +366,7 @@ import sys
 import numpy as np
 import psutil
 from enginery.core.artifact import Artifact
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 with OrtRunner(Artifact.open(sys.argv[1]), shrink_arena=sys.argv[2] == "True") as runner:
     def run(rows):
         runner({spec.name: np.ones((rows, 128), np.int64) for spec in runner.record.inputs})
@@ -389,7 +397,8 @@ def test_a_large_batch_is_not_held_where_the_arena_shrinks(tiny):
 def test_host_and_device_inputs_may_take_turns(doubling, monkeypatch):
     """As on a GPU: what comes from the host is copied into a buffer, a tensor there is bound."""
     monkeypatch.setattr(
-        "enginery.runtime.binding.is_on", lambda value, device: isinstance(value, ort.OrtValue)
+        "enginery.runtime.onnxruntime.binding.is_on",
+        lambda value, device: isinstance(value, ort.OrtValue),
     )
     binding = DeviceBinding(doubling, [X], [Y])
     given = [rows(2, 1), ort.OrtValue.ortvalue_from_numpy(rows(2, 2)), rows(2, 3)]

@@ -15,10 +15,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginery.core.errors import InputError, ProviderError
-from enginery.runtime.cuda_graph import with_cuda_graph
 from enginery.runtime.multiply_adds import NodeWork, count_node_work, multiply_adds
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.placement import (
+from enginery.runtime.onnxruntime.cuda_graphs import with_cuda_graph
+from enginery.runtime.onnxruntime.placement import (
     RECORD,
     PlacedNode,
     Placement,
@@ -27,12 +26,13 @@ from enginery.runtime.placement import (
     read_placement,
     with_work,
 )
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.selection import Provider
 
 OPENVINO = "OpenVINOExecutionProvider"
 ON_CPU = [Provider(CPU, "requested")]
-CUDA_GRAPH = "enginery.runtime.cuda_graph"
+CUDA_GRAPH = "enginery.runtime.onnxruntime.cuda_graphs"
 GRAPHS = [(Path("model.onnx"), {})]
 FEEDS = {"x": np.ones((2, 4), np.float32)}
 
@@ -300,9 +300,12 @@ def test_adding_tensors_on_the_cpu_keeps_a_cuda_graph_from_being_captured(tmp_pa
 def test_a_runner_looks_at_its_graph_on_made_up_inputs(tiny, monkeypatch):
     artifact = tiny.artifact("bert", "feature-extraction")
     seen = []
-    monkeypatch.setattr("enginery.runtime.ort.check_run_options", lambda *_, **__: None)
     monkeypatch.setattr(
-        "enginery.runtime.ort.with_cuda_graph", lambda graphs, given: seen.extend(graphs) or given
+        "enginery.runtime.onnxruntime.runner.check_run_options", lambda *_, **__: None
+    )
+    monkeypatch.setattr(
+        "enginery.runtime.onnxruntime.runner.with_cuda_graph",
+        lambda graphs, given: seen.extend(graphs) or given,
     )
     with OrtRunner(artifact, cuda_graph=True):
         pass
@@ -348,7 +351,7 @@ _PLACE = """
 import json
 from pathlib import Path
 import numpy as np
-from enginery.runtime.placement import read_placement
+from enginery.runtime.onnxruntime.placement import read_placement
 from enginery.runtime.providers.selection import choose_providers
 providers = choose_providers(["openvino", "cpu"])
 feeds = {"x": np.ones((2, 4), np.float32)}
@@ -377,7 +380,7 @@ _RUN = """
 import json
 import numpy as np
 from enginery.core.artifact import Artifact
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.specification import parse_providers
 ids = np.full((2, 9), 7, np.int64)
 feeds = {"input_ids": ids, "attention_mask": ids * 0 + 1, "token_type_ids": ids * 0}

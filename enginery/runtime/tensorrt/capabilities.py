@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from enginery.core.errors import OptionError, ProviderError
 from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
-from enginery.runtime.tensorrt_options import CLASSIC, RTX, Flavor
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
 
 CURRENT, PORTABLE = "current", "portable"
 

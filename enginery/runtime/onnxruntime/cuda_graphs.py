@@ -16,7 +16,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, ProviderError
-from enginery.runtime.placement import Placement, read_placement
+from enginery.runtime.onnxruntime.placement import Placement, read_placement
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import CUDA_GRAPH_OPTIONS, has_cuda_graphs

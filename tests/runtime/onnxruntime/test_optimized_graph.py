@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from enginery.core.store import GRAPHS, Store
-from enginery.runtime.loaded_graph import optimized_graph
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.optimized_graph import optimized_graph
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import Provider, choose_providers
 from tests.tolerances import OUTPUTS
 
@@ -52,7 +52,9 @@ def test_it_is_made_once(tiny, home):
 
 def test_another_processor_has_its_own(tiny, home, monkeypatch):
     first = graph_of(tiny)
-    monkeypatch.setattr("enginery.runtime.loaded_graph.read_cpuinfo", lambda: ("other", ("avx2",)))
+    monkeypatch.setattr(
+        "enginery.runtime.onnxruntime.optimized_graph.read_cpuinfo", lambda: ("other", ("avx2",))
+    )
     assert graph_of(tiny).parent.parent == first.parent.parent
     assert graph_of(tiny) != first
 

@@ -13,10 +13,10 @@ from onnx import TensorProto, helper, numpy_helper
 from enginery.core import onnx_structure
 from enginery.core.errors import ArtifactError
 from enginery.core.onnx_structure import read_structure
-from enginery.runtime import graph_limits
-from enginery.runtime.graph_limits import check_allocations
+from enginery.runtime.onnxruntime import graph_limits
+from enginery.runtime.onnxruntime.graph_limits import check_allocations
+from enginery.runtime.onnxruntime.session import new_session
 from enginery.runtime.providers.selection import Provider
-from enginery.runtime.sessions import new_session
 
 BIG = 2**31
 NODE = helper.make_node

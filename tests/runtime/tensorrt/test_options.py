@@ -9,11 +9,11 @@ import pytest
 
 from enginery.core.errors import OptionError, ProviderError
 from enginery.core.shapes import Profile
-from enginery.runtime import tensorrt_capability, tensorrt_key, tensorrt_library
 from enginery.runtime.providers import gpus
 from enginery.runtime.providers.gpus import CudaDriver, CudaGpu, driver_version, visible_gpus
 from enginery.runtime.providers.known import TENSORRT, TENSORRT_RTX
-from enginery.runtime.tensorrt import (
+from enginery.runtime.tensorrt import capabilities, engine_key, library
+from enginery.runtime.tensorrt.process import (
     CLASSIC,
     RTX,
     BuildOptions,
@@ -35,7 +35,7 @@ def gpu(monkeypatch):
     """`gpu(L4)`: the GPU of this machine."""
 
     def use(found):
-        monkeypatch.setattr(tensorrt_capability, "visible_gpus", lambda: (found,))
+        monkeypatch.setattr(capabilities, "visible_gpus", lambda: (found,))
 
     return use
 
@@ -53,15 +53,15 @@ def test_unknown_flavor_is_an_error_with_the_nearest():
 
 @needs_rtx
 def test_capabilities_of_rtx_are_those_of_the_installed_version():
-    trt = tensorrt_library.load_tensorrt()
-    assert tuple(tensorrt_library.capability_names(trt)) == RTX.capabilities
-    assert tensorrt_library.tensorrt_version() == trt.__version__
+    trt = library.load_tensorrt()
+    assert tuple(library.capability_names(trt)) == RTX.capabilities
+    assert library.tensorrt_version() == trt.__version__
 
 
 @needs_rtx
 def test_version_is_read_without_loading_tensorrt(monkeypatch):
     monkeypatch.delitem(sys.modules, RTX.module, raising=False)
-    assert tensorrt_library.tensorrt_version().startswith("1.")
+    assert library.tensorrt_version().startswith("1.")
     assert RTX.module not in sys.modules
 
 
@@ -191,7 +191,7 @@ def test_key_of_rtx_has_what_changes_its_plans_and_no_more(monkeypatch):
     found = fields()
     assert found == {
         "flavor": "tensorrt-rtx",
-        "tensorrt": tensorrt_library.tensorrt_version(),
+        "tensorrt": library.tensorrt_version(),
         "capabilities": "8.9",
         "profiles": "batch=1:8:32; batch=1",
         "verbosity": "detailed",
@@ -207,7 +207,7 @@ def test_key_of_rtx_has_what_changes_its_plans_and_no_more(monkeypatch):
         fields(workspace_bytes=1 << 30),
         fields(weight_streaming=True),
     ]
-    monkeypatch.setattr(tensorrt_key, "tensorrt_version", lambda flavor: "1.7.1.117")
+    monkeypatch.setattr(engine_key, "tensorrt_version", lambda flavor: "1.7.1.117")
     changed.append(fields())
     keys = {str(key) for key in (found, *changed)}
     assert len(keys) == len(changed) + 1
@@ -217,7 +217,7 @@ def test_key_of_rtx_has_what_changes_its_plans_and_no_more(monkeypatch):
 def classic(monkeypatch, gpu):
     """Classic TensorRT on an L4."""
     monkeypatch.setitem(sys.modules, "tensorrt", ClassicTensorRT([]))
-    monkeypatch.setattr(tensorrt_key, "driver_version", lambda: "580.65.06")
+    monkeypatch.setattr(engine_key, "driver_version", lambda: "580.65.06")
     gpu(L4)
 
 
@@ -240,7 +240,7 @@ def test_key_of_classic_has_the_gpu_and_how_it_searches(classic, gpu, monkeypatc
     gpu(replace(L4, name="NVIDIA L40S"))
     changed.append(fields(CLASSIC))
     gpu(L4)
-    monkeypatch.setattr(tensorrt_key, "driver_version", lambda: "590.1")
+    monkeypatch.setattr(engine_key, "driver_version", lambda: "590.1")
     changed.append(fields(CLASSIC))
     keys = {str(key) for key in (found, *changed)}
     assert len(keys) == len(changed) + 1

@@ -10,9 +10,10 @@ import pytest
 
 from enginery.core.errors import OptionError, ProviderError
 from enginery.core.shapes import Profile
-from enginery.runtime import tensorrt_capability, tensorrt_library
 from enginery.runtime.providers.gpus import CudaGpu
-from enginery.runtime.tensorrt import (
+from enginery.runtime.tensorrt import capabilities, library
+from enginery.runtime.tensorrt.inspector import read_inspector
+from enginery.runtime.tensorrt.process import (
     CLASSIC,
     RTX,
     BuildOptions,
@@ -21,7 +22,6 @@ from enginery.runtime.tensorrt import (
     has_tensorrt,
     parse_onnx,
 )
-from enginery.runtime.tensorrt_inspector import read_inspector
 from tests.passes.onnx_graphs import WIDTH, node, save_graph
 from tests.runtime import classic_tensorrt as double
 
@@ -34,7 +34,7 @@ def calls(monkeypatch):
     found = []
     monkeypatch.setitem(sys.modules, "tensorrt", double.ClassicTensorRT(found))
     gpu = CudaGpu("NVIDIA L4", "8.9", 24 << 30)
-    monkeypatch.setattr(tensorrt_capability, "visible_gpus", lambda: (gpu,))
+    monkeypatch.setattr(capabilities, "visible_gpus", lambda: (gpu,))
     return found
 
 
@@ -52,7 +52,7 @@ def build(graph, **options):
 
 @pytest.mark.skipif(not has_tensorrt(RTX), reason="pip install 'enginery[tensorrt-rtx]'")
 def test_double_has_nothing_that_the_real_bindings_lack():
-    real = tensorrt_library.load_tensorrt()
+    real = library.load_tensorrt()
     for kind in double.CLASSES:
         there = getattr(real, kind.__name__)
         names = {name for name in vars(kind) if not name.startswith("_")}
@@ -111,7 +111,7 @@ def test_profiles_name_every_input(calls, graph):
 
 def test_ampere_engines_are_not_built_on_turing(calls, graph, monkeypatch):
     turing = CudaGpu("Tesla T4", "7.5", 16 << 30)
-    monkeypatch.setattr(tensorrt_capability, "visible_gpus", lambda: (turing,))
+    monkeypatch.setattr(capabilities, "visible_gpus", lambda: (turing,))
     with pytest.raises(OptionError, match=r"ampere-plus, and this GPU has compute capability 7\.5"):
         build(graph, hardware_compatibility="ampere-plus")
 
@@ -258,7 +258,7 @@ def test_library_that_cannot_be_loaded_is_named(graph, tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
-    assert tensorrt_library.tensorrt_version(CLASSIC) == "10.16.1.11"
+    assert library.tensorrt_version(CLASSIC) == "10.16.1.11"
     with pytest.raises(ProviderError, match=r"cannot be loaded: libnvinfer\.so\.10: cannot open"):
         parse_onnx(graph, flavor=CLASSIC, isolated=False)
 

@@ -26,11 +26,11 @@ from enginery.core.engine_record import LayerRecord
 from enginery.core.errors import OptionError, ProviderError, ShapeError, SourceError
 from enginery.core.home import enginery_home
 from enginery.core.shapes import Profile, TensorSpec
-from enginery.runtime.tensorrt_build import build_here
-from enginery.runtime.tensorrt_capability import resolve_capabilities
-from enginery.runtime.tensorrt_key import key_fields
-from enginery.runtime.tensorrt_library import has_tensorrt, require_tensorrt
-from enginery.runtime.tensorrt_options import (
+from enginery.runtime.tensorrt.build import build_here
+from enginery.runtime.tensorrt.capabilities import resolve_capabilities
+from enginery.runtime.tensorrt.engine_key import key_fields
+from enginery.runtime.tensorrt.library import has_tensorrt, require_tensorrt
+from enginery.runtime.tensorrt.options import (
     CLASSIC,
     FLAVORS,
     RTX,
@@ -39,8 +39,8 @@ from enginery.runtime.tensorrt_options import (
     check_options,
     flavor_named,
 )
-from enginery.runtime.tensorrt_parse import cover_here, parse_here
-from enginery.runtime.tensorrt_reports import BuiltPlan, Coverage, ParseReport, Refusal
+from enginery.runtime.tensorrt.parse import cover_here, parse_here
+from enginery.runtime.tensorrt.reports import BuiltPlan, Coverage, ParseReport, Refusal
 
 __all__ = [
     "CLASSIC",
@@ -187,7 +187,7 @@ def log_path(path: Path) -> Path:
 def _ask_worker(action: str, path: Path, flavor: Flavor, request: Mapping[str, Any]) -> Any:
     """What the child found, as JSON has it."""
     return ask_child(
-        "enginery.runtime.tensorrt_worker",
+        "enginery.runtime.tensorrt.worker",
         {"action": action, "path": str(path), "flavor": flavor.name, **request},
         log=log_path(path),
         what=f"{path}: {flavor.title}",

@@ -29,7 +29,7 @@ from enginery.core.errors import (
     OptionError,
     ProviderError,
 )
-from enginery.runtime.tensorrt_options import CLASSIC, RTX, Flavor
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
 
 _CAPABILITY = re.compile(r"^SM(?P<major>\d+)(?P<minor>\d)$")
 _VERSION = re.compile(r"^__version__\s*=\s*['\"]([\w.]+)['\"]", re.MULTILINE)

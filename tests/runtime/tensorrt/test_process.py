@@ -23,13 +23,13 @@ from enginery.core.errors import (
     SourceError,
 )
 from enginery.core.shapes import Profile
-from enginery.runtime import tensorrt, tensorrt_library
-from enginery.runtime.tensorrt import BuildOptions, build_plan, coverage, parse_onnx
+from enginery.runtime.tensorrt import library, process
+from enginery.runtime.tensorrt.process import BuildOptions, build_plan, coverage, parse_onnx
 from tests.passes.onnx_graphs import WIDTH, node, quantized_constants, quantized_product, save_graph
 from tests.tiny import tiny_artifact
 
 needs_tensorrt = pytest.mark.skipif(
-    not tensorrt.has_tensorrt(), reason="pip install 'enginery[tensorrt-rtx]'"
+    not process.has_tensorrt(), reason="pip install 'enginery[tensorrt-rtx]'"
 )
 PROFILE = Profile.parse("batch=1:2:4,sequence=1:16:32")
 BATCH = Profile.parse("batch=1:4:8")
@@ -161,7 +161,7 @@ def test_several_profiles_and_capabilities_go_into_one_plan(exported):
     built = build_plan(model, profiles=profiles, capabilities=["8.9", "12.0"])
     assert built.profiles == tuple(str(profile) for profile in profiles)
     assert built.capabilities == ("8.9", "12.0")
-    log = tensorrt.log_path(model).read_text(encoding="utf-8")
+    log = process.log_path(model).read_text(encoding="utf-8")
     [ranges] = [line for line in log.splitlines() if line.startswith(" Name: input_ids")]
     assert "MinShape: [1,1], OptShape: [2,16], MaxShape: [4,32]" in ranges
     assert "MinShape: [1,64], OptShape: [1,96], MaxShape: [1,128]" in ranges
@@ -225,11 +225,11 @@ def test_messages_belong_to_their_own_call(tmp_path):
 
 @needs_tensorrt
 def test_messages_of_an_inner_block_stay_inside():
-    trt = tensorrt_library.load_tensorrt()
+    trt = library.load_tensorrt()
     severity = trt.ILogger.Severity
     heard = []
-    with tensorrt_library.trt_messages(trt) as outer:
-        with tensorrt_library.trt_messages(trt, [lambda *said: heard.append(said)]) as inner:
+    with library.trt_messages(trt) as outer:
+        with library.trt_messages(trt, [lambda *said: heard.append(said)]) as inner:
             inner.logger.log(severity.ERROR, "inside")
         outer.logger.log(severity.WARNING, "outside")
     outer.logger.log(severity.ERROR, "afterwards")
@@ -265,7 +265,7 @@ def test_sum_of_dims_takes_its_sizes_from_the_profile(tmp_path):
     )
     built = build_plan(path, profiles=[Profile.parse("batch=1,past=1:8:16,sequence=1:2:4")])
     assert str(built.inputs[0]) == "x: float32 (batch, past + sequence)"
-    log = (tensorrt.log_path(path)).read_text(encoding="utf-8")
+    log = (process.log_path(path)).read_text(encoding="utf-8")
     assert "MinShape: [1,2], OptShape: [1,10], MaxShape: [1,20]" in log
 
 
@@ -442,7 +442,7 @@ def test_builder_ends_with_the_process_that_asked_for_it(tmp_path, kill):
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
     script = (
         "from pathlib import Path\n"
-        "from enginery.runtime.tensorrt import CLASSIC, parse_onnx\n"
+        "from enginery.runtime.tensorrt.process import CLASSIC, parse_onnx\n"
         f"parse_onnx(Path({str(path)!r}), flavor=CLASSIC)\n"
     )
     places = os.pathsep.join([str(tmp_path), *(place for place in sys.path if place)])
@@ -451,7 +451,7 @@ def test_builder_ends_with_the_process_that_asked_for_it(tmp_path, kill):
     )
     try:
         (child,) = wait_for(lambda: psutil.Process(parent.pid).children())
-        wait_for(lambda: "enginery.runtime.tensorrt_worker" in child.cmdline())
+        wait_for(lambda: "enginery.runtime.tensorrt.worker" in child.cmdline())
         time.sleep(1)  # it imports and then sleeps; either way it must end
         parent.send_signal(kill)
         parent.wait(timeout=60)

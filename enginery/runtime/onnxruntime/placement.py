@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, ProviderError
 from enginery.runtime.multiply_adds import SHAPE_OPS, NodeWork, count_node_work, profiled_run
+from enginery.runtime.onnxruntime.session import new_session
 from enginery.runtime.providers.known import CPU, full_name, short_name
 from enginery.runtime.providers.selection import Provider
-from enginery.runtime.sessions import new_session
 
 RECORD = "session.record_ep_graph_assignment_info"
 """ONNX Runtime's session option that keeps the assignment."""

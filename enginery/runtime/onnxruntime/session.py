@@ -14,7 +14,7 @@ from typing import Any
 from enginery.core.errors import ArtifactError, ProviderError
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Dim, TensorSpec
-from enginery.runtime.graph_limits import check_allocations
+from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.providers.availability import register_plugin
 from enginery.runtime.providers.known import TENSORRT_RTX
 from enginery.runtime.providers.selection import Provider

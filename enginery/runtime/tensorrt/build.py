@@ -7,7 +7,7 @@ Takes the path of an ONNX file; leaves the plan in a file, if one is named.
     (226900123, 12)
 
 TensorRT may end the process on a graph that it does not expect, and keeps memory after a build:
-`runtime.tensorrt` calls this in a child process.
+`tensorrt.process` calls this in a child process.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from enginery.core.errors import OptionError, ProviderError, ShapeError
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.shapes import Profile, TensorSpec, dynamic_dims
 from enginery.core.staging import write_beside
-from enginery.runtime.tensorrt_inspector import inspect_plan
-from enginery.runtime.tensorrt_library import (
+from enginery.runtime.tensorrt.inspector import inspect_plan
+from enginery.runtime.tensorrt.library import (
     Messages,
     Sink,
     capability_value,
     load_tensorrt,
     trt_messages,
 )
-from enginery.runtime.tensorrt_log import memory_bytes, read_layers
-from enginery.runtime.tensorrt_options import CLASSIC, RTX, BuildOptions, Flavor
-from enginery.runtime.tensorrt_parse import (
+from enginery.runtime.tensorrt.log import memory_bytes, read_layers
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, BuildOptions, Flavor
+from enginery.runtime.tensorrt.parse import (
     MERGED_CONDITION,
     MERGED_REMEDY,
     last_error,
@@ -43,8 +43,8 @@ from enginery.runtime.tensorrt_parse import (
     parse_into,
     require_file,
 )
-from enginery.runtime.tensorrt_reports import BuiltPlan, ParseReport
-from enginery.runtime.tensorrt_timing import TimingCache, attach_timing_cache
+from enginery.runtime.tensorrt.reports import BuiltPlan, ParseReport
+from enginery.runtime.tensorrt.timing import TimingCache, attach_timing_cache
 
 
 def build_here(

@@ -5,7 +5,7 @@ Takes the path of an ONNX file; leaves nothing on disk.
     >>> parse_here(Path("model.onnx")).accepted
     True
 
-TensorRT may end the process on a graph that it does not expect: `runtime.tensorrt` calls these
+TensorRT may end the process on a graph that it does not expect: `tensorrt.process` calls these
 functions in a child process.
 """
 
@@ -19,9 +19,9 @@ from typing import Any
 from enginery.core.errors import ProviderError, SourceError
 from enginery.core.external_data import load_graph
 from enginery.core.shapes import TensorSpec, canonical_dim
-from enginery.runtime.tensorrt_library import Messages, Sink, load_tensorrt, trt_messages
-from enginery.runtime.tensorrt_options import CLASSIC, RTX, Flavor
-from enginery.runtime.tensorrt_reports import Coverage, ParseReport, Refusal
+from enginery.runtime.tensorrt.library import Messages, Sink, load_tensorrt, trt_messages
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
+from enginery.runtime.tensorrt.reports import Coverage, ParseReport, Refusal
 
 # One word for each: TensorRT names the C++ type, the rest of this package numpy's.
 _DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT8": "int8",

@@ -19,11 +19,11 @@ from enginery.core.fingerprint import sha256_of
 from enginery.core.shapes import Profile
 from enginery.runtime.providers import gpus
 from enginery.runtime.providers.gpus import driver_version
-from enginery.runtime.tensorrt_capability import current_gpu
-from enginery.runtime.tensorrt_library import require_tensorrt, tensorrt_version
-from enginery.runtime.tensorrt_options import RTX, BuildOptions, Flavor, check_options
+from enginery.runtime.tensorrt.capabilities import current_gpu
+from enginery.runtime.tensorrt.library import require_tensorrt, tensorrt_version
+from enginery.runtime.tensorrt.options import RTX, BuildOptions, Flavor, check_options
 
-_VERBOSITY = "detailed"  # as `tensorrt_build` asks for
+_VERBOSITY = "detailed"  # as `build.py` asks for
 _IN_BOTH = ("workspace_bytes", "weight_streaming")
 _TIMING = ("timing_cache", "timing_cache_fixed")
 

@@ -21,11 +21,11 @@ from enginery.core.loaded_graph import MODEL_FILE, STAGE, LoadedGraph, write_rec
 from enginery.core.manifest import GraphRecord
 from enginery.core.staging import staging
 from enginery.core.store import GRAPHS, Store
-from enginery.runtime.graph_limits import check_allocations
 from enginery.runtime.machine import read_cpuinfo
+from enginery.runtime.onnxruntime.graph_limits import check_allocations
+from enginery.runtime.onnxruntime.session import EXACT_INT8
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.selection import Provider
-from enginery.runtime.sessions import EXACT_INT8
 
 _STAGE_VERSION = "2"
 _DATA = f"{MODEL_FILE}.data"

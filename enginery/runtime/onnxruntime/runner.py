@@ -28,12 +28,13 @@ from enginery.core.manifest import GraphRecord
 from enginery.core.model_files import ModelConfig
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, dynamic_dims
-from enginery.runtime.binding import BUCKETS, DeviceBinding, run_options
-from enginery.runtime.cuda_graph import with_cuda_graph
 from enginery.runtime.device_values import device_of, read_value, shaped_like
 from enginery.runtime.engines import choose_with_engines, reachable_profile, wrapper_of
-from enginery.runtime.loaded_graph import optimized_graph
-from enginery.runtime.placement import Placement, read_placement
+from enginery.runtime.onnxruntime.binding import BUCKETS, DeviceBinding, run_options
+from enginery.runtime.onnxruntime.cuda_graphs import with_cuda_graph
+from enginery.runtime.onnxruntime.optimized_graph import optimized_graph
+from enginery.runtime.onnxruntime.placement import Placement, read_placement
+from enginery.runtime.onnxruntime.session import new_session, require_interface
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import (
@@ -41,7 +42,6 @@ from enginery.runtime.providers.specification import (
     check_run_options,
     parse_providers,
 )
-from enginery.runtime.sessions import new_session, require_interface
 
 Feeds = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]

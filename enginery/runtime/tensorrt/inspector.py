@@ -21,8 +21,8 @@ from typing import Any
 
 from enginery.core.engine_record import Kind, LayerRecord
 from enginery.core.errors import ProviderError
-from enginery.runtime.tensorrt_library import Messages
-from enginery.runtime.tensorrt_log import (
+from enginery.runtime.tensorrt.library import Messages
+from enginery.runtime.tensorrt.log import (
     layer_kind,
     onnx_nodes,
     precision_named,

@@ -1,9 +1,9 @@
-"""The child process of `runtime.tensorrt`.
+"""The child process of `tensorrt.process`.
 
 Takes a request file; leaves a result file, and the plan in the file that the request names. What
 TensorRT says goes to standard output as it comes, so that a log has its last words if it crashes.
 
-    $ python -m enginery.runtime.tensorrt_worker request.json result.json
+    $ python -m enginery.runtime.tensorrt.worker request.json result.json
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from enginery.core.child import answer_parent
 from enginery.core.shapes import Profile
-from enginery.runtime.tensorrt_build import build_here
-from enginery.runtime.tensorrt_options import BuildOptions, flavor_named
-from enginery.runtime.tensorrt_parse import cover_here, parse_here
+from enginery.runtime.tensorrt.build import build_here
+from enginery.runtime.tensorrt.options import BuildOptions, flavor_named
+from enginery.runtime.tensorrt.parse import cover_here, parse_here
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
