@@ -24,7 +24,7 @@ from enginery.core.engine_record import EngineRecord, engine_directories
 from enginery.core.errors import ProviderError
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Profile, dynamic_dims
-from enginery.runtime.engine_fit import loaded_version, misfit
+from enginery.runtime.engine_fit import incompatibility, loaded_version
 from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
 from enginery.runtime.providers.known import CPU, short_name
 from enginery.runtime.providers.selection import REQUESTED, Provider, choose_providers
@@ -86,7 +86,7 @@ def choose_engines(
     for engine in sorted(read_engines(artifact), key=_generality):
         if engine.record.graph != graph.file:
             continue
-        if problem := misfit(artifact, graph, engine, flavor, gpu, version):
+        if problem := incompatibility(artifact, graph, engine, flavor, gpu, version):
             refused.append(f"{_described(engine)}: {problem}")
         else:
             fitting.setdefault(str(reachable_profile(engine.record)), engine)

@@ -19,7 +19,7 @@ from enginery.core.errors import InputError, ProviderError
 from enginery.runtime.onnxruntime.placement import Placement, read_placement
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.providers.selection import Provider
-from enginery.runtime.providers.specification import CUDA_GRAPH_OPTIONS, has_cuda_graphs
+from enginery.runtime.providers.specification import CUDA_GRAPH_OPTIONS, require_cuda_graphs
 
 _SHOWN = 5
 
@@ -40,11 +40,7 @@ def with_cuda_graph(
             the message names them. Or a file cannot be loaded.
     """
     head, *below = providers
-    if not has_cuda_graphs(head.name):
-        raise ProviderError(
-            f"cuda_graph is set, and {short_name(head.name)} has no CUDA graphs.",
-            do="Leave it out, or run on cuda, tensorrt or tensorrt-rtx.",
-        )
+    require_cuda_graphs(head.name)
     for path, feeds in graphs:
         if reasons := _reasons(_placed(path, providers, feeds)):
             raise ProviderError(

@@ -10,7 +10,7 @@ The assignment is ONNX Runtime's own record (`session.record_ep_graph_assignment
 it divides the graph between the providers: a fused node counts once. Copies between devices are put
 in later, so they are read from one run under the profiler. A session of its own is opened for all
 this; recording in the one that serves would cost at every start. Tested with OpenVINO above the
-CPU; no GPU has been asked by this project yet.
+CPU; no GPU has been tried by this project yet.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Placement:
     """Where the nodes of a graph run."""
 
     head: str
-    """The provider that was asked for, by ONNX Runtime's name."""
+    """The provider that was requested, by ONNX Runtime's name."""
     nodes: tuple[PlacedNode, ...]
     copies: tuple[str, ...] = ()
     """Names of the nodes that copy between devices, as one run had them."""
@@ -71,12 +71,12 @@ class Placement:
 
     @property
     def providers(self) -> tuple[str, ...]:
-        """Those that have a node, the one that was asked for first."""
+        """Those that have a node, the requested one first."""
         return tuple(dict.fromkeys([self.head, *(node.provider for node in self.nodes)]))
 
     @property
     def fallen(self) -> tuple[PlacedNode, ...]:
-        """Compute nodes on the CPU although another provider was asked for."""
+        """Compute nodes on the CPU although another provider was requested."""
         if self.head == CPU:
             return ()
         return tuple(n for n in self.nodes if n.provider == CPU and not n.for_shapes)
@@ -169,7 +169,7 @@ def read_placement(
 
     Args:
         model: an ONNX file.
-        providers: as `choose_providers` gives them; the first is the one that was asked for.
+        providers: as `choose_providers` gives them; the first is the requested one.
         feeds: an array for each input, for the multiply-adds and the copies; None counts neither.
 
     Raises:

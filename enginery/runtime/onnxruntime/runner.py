@@ -3,9 +3,9 @@
     >>> with OrtRunner(artifact) as runner:
     ...     outputs = runner({"input_ids": ids, "attention_mask": mask})
 
-ONNX Runtime's own silent fallback to the CPU is off: a provider that was asked for and is not in
+ONNX Runtime's own silent fallback to the CPU is off: a provider that was requested and is not in
 the session is an error. TensorRT's providers are given engines that were built ahead of time, one
-session each; a session that would build while it loads has to be asked for (`allow_build`).
+session each; a session that would build while it loads needs `allow_build`.
 On NVIDIA's providers inputs and outputs are bound to buffers on the GPU; that part has not run on a
 GPU yet.
 """
@@ -215,7 +215,7 @@ class OrtRunner(Closing):
         """Which provider runs which nodes; opens a session for it, as recording would cost.
 
         Of several engines the first is looked at. `Placement.notes` says which compute nodes
-        are on the CPU though another provider was asked for.
+        are on the CPU though another provider was requested.
 
         Args:
             feeds: what multiply-adds are counted on; None for one made-up row of 16 tokens, or of

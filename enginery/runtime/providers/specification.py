@@ -116,6 +116,15 @@ def has_cuda_graphs(provider: str) -> bool:
     return provider in CUDA_GRAPH_OPTIONS
 
 
+def require_cuda_graphs(provider: str) -> None:
+    """Raise ProviderError unless a provider, by ONNX Runtime's name, has CUDA graphs."""
+    if not has_cuda_graphs(provider):
+        raise ProviderError(
+            f"cuda_graph is set, and {short_name(provider)} has no CUDA graphs.",
+            do="Leave it out, or run on cuda, tensorrt or tensorrt-rtx.",
+        )
+
+
 def check_run_options(
     specs: Sequence[ProviderSpec],
     *,
@@ -144,11 +153,7 @@ def check_run_options(
             )
     if not cuda_graph:
         return
-    if not has_cuda_graphs(specs[0].full_name):
-        raise ProviderError(
-            f"cuda_graph is set, and {specs[0].name} has no CUDA graphs.",
-            do="Leave it out, or run on cuda, tensorrt or tensorrt-rtx.",
-        )
+    require_cuda_graphs(specs[0].full_name)
     if not io_binding:
         raise OptionError(
             "cuda_graph is set and io_binding is not: a CUDA graph replays on bound buffers.",
