@@ -77,11 +77,7 @@ KNOWN_PROVIDERS = (
     _row("cpu", "CPU", "any processor", "onnxruntime", _ANYWHERE),
     _row("cuda", "CUDA", "NVIDIA GPUs", "onnxruntime-gpu", "linux win32"),
     _row(
-        "tensorrt",
-        "Tensorrt",
-        "NVIDIA GPUs, through TensorRT 10",
-        "onnxruntime-gpu",
-        "linux win32",
+        "tensorrt", "Tensorrt", "NVIDIA GPUs, through TensorRT 10", "onnxruntime-gpu", "linux win32"
     ),
     _row(
         "tensorrt-rtx",
