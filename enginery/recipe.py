@@ -249,10 +249,10 @@ class _Parser:
 
     def _providers(self, node: Node, value: Any) -> str:
         """Providers as text, as a list, or as a mapping with their options."""
-        from enginery.runtime.provider_wish import parse_wishes, wish_text
+        from enginery.runtime.providers.specification import format_providers, parse_providers
 
         try:
-            return wish_text(parse_wishes(value))
+            return format_providers(parse_providers(value))
         except (OptionError, ProviderError) as error:
             self._fail(node.line, error.message, do=error.do)
 
@@ -260,11 +260,12 @@ class _Parser:
         """What can be said of a stage's providers before anything runs."""
         if not values.get("provider"):
             return  # whoever runs it may ask for others with ENGINERY_PROVIDERS
-        from enginery.runtime.provider_wish import parse_wishes
-        from enginery.runtime.run_fit import require_fit
+        from enginery.runtime.providers.specification import check_run_options, parse_providers
 
         try:
-            require_fit(parse_wishes(values["provider"], values.get("provider_option", ())))
+            check_run_options(
+                parse_providers(values["provider"], values.get("provider_option", ()))
+            )
         except (OptionError, ProviderError) as error:
             self._fail(line, error.message, do=error.do)
 

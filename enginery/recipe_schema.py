@@ -26,10 +26,8 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from enginery.recipe import STAGES, Recipe
-from enginery.runtime.cuda_provider_options import CudaOptions
-from enginery.runtime.provider_names import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
-from enginery.runtime.rtx_provider_options import TensorrtRtxOptions
-from enginery.runtime.tensorrt_provider_options import TensorrtOptions
+from enginery.runtime.providers.known import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers.options import CudaOptions, TensorrtOptions, TensorrtRtxOptions
 
 Schema = dict[str, Any]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from enginery.console import human_bytes
 from enginery.core.artifact import Artifact
 from enginery.core.store import StoreEntry
-from enginery.runtime.provider_names import short_name
+from enginery.runtime.providers.known import short_name
 
 if TYPE_CHECKING:
     from enginery.ask import Answer
@@ -181,7 +181,7 @@ def report_lines(report: ValidationReport) -> list[str]:
 
 
 def provider_line(report: ValidationReport) -> str:
-    """`provider: cpu (asked for)`, with the choice's reason."""
+    """`provider: cpu (requested)`, with the choice's reason."""
     chosen = (f"{short_name(p['name'])} ({p['reason']})" for p in report.providers)
     return f"provider: {', '.join(chosen)}"
 

@@ -257,23 +257,23 @@ def test_inspect_doctor_and_store_print_json(cli, artifact, exported):
 def test_inspect_places_the_graph_on_the_providers_that_are_asked_for(cli, artifact, monkeypatch):
     status, out, _ = cli("inspect", artifact, "--placement", "--json")
     placed = json.loads(out)["placement"]
-    assert (status, placed["head"], placed["reason"]) == (0, "CPUExecutionProvider", "asked for")
+    assert (status, placed["head"], placed["reason"]) == (0, "CPUExecutionProvider", "requested")
     status, out, _ = cli(
         "inspect", artifact, "--placement", "--provider", "openvino,cpu", "--provider-option",
         "openvino.device_type=CPU", "--allow-fallback", "--json",
     )  # fmt: skip
     placed = json.loads(out)["placement"]
     assert (status, placed["head"]) == (0, "CPUExecutionProvider")
-    assert placed["reason"].startswith("openvino asked for, but ")
+    assert placed["reason"].startswith("openvino requested, but ")
     monkeypatch.setenv("ENGINERY_PROVIDERS", "openvino")
-    assert "openvino asked for, but" in cli("inspect", artifact, "--placement")[2]
+    assert "openvino requested, but" in cli("inspect", artifact, "--placement")[2]
     status, _, said = cli("inspect", artifact, "--provider", "cpu")
     assert status == 2
     assert "Add --placement." in said
 
 
 @pytest.mark.parametrize("command", ["bench", "predict", "validate"])
-def test_providers_are_wished_for_alike(cli, artifact, tmp_path, command):
+def test_providers_are_named_alike(cli, artifact, tmp_path, command):
     words = [command, artifact, "--provider", "cuda"]
     if command == "predict":
         (tmp_path / "in.txt").write_text("warm")
@@ -465,7 +465,7 @@ def test_build_without_a_gpu_says_which_capabilities_there_are(cli, engine_words
     def none():
         raise ProviderError("no GPU can be used.")
 
-    monkeypatch.setattr("enginery.runtime.tensorrt_capability.visible_gpus", none)
+    monkeypatch.setattr("enginery.runtime.tensorrt.capabilities.visible_gpus", none)
     _, words = engine_words
     status, _, err = cli(*words[:-2])
     assert status == 2

@@ -15,8 +15,8 @@ from enginery import recipe
 from enginery.core.errors import RecipeError
 from enginery.recipe import STAGES, Recipe
 from enginery.recipe_schema import _value, field_texts, recipe_schema
-from enginery.runtime.provider_names import SHORT_NAMES
-from enginery.runtime.provider_options import typed_names
+from enginery.runtime.providers.known import SHORT_NAMES
+from enginery.runtime.providers.options import option_names
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = ROOT / "docs" / "recipe.schema.json"
@@ -95,7 +95,7 @@ def test_every_option_is_there_with_its_meaning_and_default():
     assert set(recipe_schema()["properties"]) == set(recipe._KEYS)
     for provider in ("cuda", "tensorrt", "tensorrt-rtx"):
         options = definitions[SHORT_NAMES[provider]]["properties"]
-        assert tuple(options) == typed_names(provider)
+        assert tuple(options) == option_names(provider)
         assert all(len(option["description"]) > 10 for option in options.values())
 
 

@@ -16,8 +16,8 @@ from enginery.bench.config import OURS
 from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, Measurement
 from enginery.runtime import advice as shared
 from enginery.runtime.advice import Advice
-from enginery.runtime.binding import BUCKETS
-from enginery.runtime.provider_names import CUDA, TENSORRT, TENSORRT_RTX, full_name
+from enginery.runtime.onnxruntime.binding import BUCKETS
+from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX, full_name
 
 _GPUS = (
     CUDA, TENSORRT, TENSORRT_RTX, *map(full_name, ("directml", "rocm", "migraphx", "webgpu")),

@@ -13,8 +13,8 @@ from typing import Any
 
 from enginery.core.errors import ProviderError
 from enginery.core.fingerprint import runtime_version, tool_versions
-from enginery.runtime.gpus import driver_version, visible_gpus
 from enginery.runtime.machine import memory_bytes, physical_cores, read_cpuinfo, usable_cpus
+from enginery.runtime.providers.gpus import driver_version, visible_gpus
 
 _TOOLS = ("enginery", "numpy", "torch", "transformers", "optimum-onnx")
 

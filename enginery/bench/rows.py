@@ -12,7 +12,7 @@ from typing import Any
 from enginery.bench.notes import is_overloaded
 from enginery.bench.result import BenchResult
 from enginery.bench.statistics import Latency
-from enginery.runtime.provider_names import short_name
+from enginery.runtime.providers.known import short_name
 
 Row = dict[str, str]
 _NOTHING = "–"

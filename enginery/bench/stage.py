@@ -26,7 +26,7 @@ from typing import Any
 from enginery.bench.advice import advise
 from enginery.bench.cases import sweep
 from enginery.bench.config import OURS, BenchConfig, check_options
-from enginery.bench.contenders import Plan, for_images, plan_contenders, wishes_of
+from enginery.bench.contenders import Plan, for_images, plan_contenders, providers_of
 from enginery.bench.image_passes import measure_images
 from enginery.bench.images import ImageInputs
 from enginery.bench.machine import describe_machine
@@ -41,8 +41,8 @@ from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.errors import EngineryError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
-from enginery.runtime.binding import BUCKETS
-from enginery.runtime.provider_wish import wish_text
+from enginery.runtime.onnxruntime.binding import BUCKETS
+from enginery.runtime.providers.specification import format_providers
 
 STAGE = "bench"
 REPORT = f"{REPORTS}/benchmark.json"
@@ -73,7 +73,7 @@ def run(
     started = time.monotonic()
     check_options(config)
     # As it is understood: ENGINERY_PROVIDERS may say it, and the result has to.
-    config = replace(config, provider=wish_text(wishes_of(config)), provider_option=())
+    config = replace(config, provider=format_providers(providers_of(config)), provider_option=())
     if not models:
         raise OptionError("no model is named.", do="Name an artifact or an .onnx file.")
     subjects = with_unique_names(

@@ -20,7 +20,7 @@ from enginery.core.fingerprint import sha256_of
 from enginery.core.manifest import GraphRecord, Manifest, SourceRecord
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Dim, TensorSpec, canonical_dim
-from enginery.runtime.graph_limits import check_allocations
+from enginery.runtime.onnxruntime.graph_limits import check_allocations
 
 _IMAGE_AXES = {"first": ("batch", "channels", "height", "width"),
                "last": ("batch", "height", "width", "channels")}  # fmt: skip

@@ -138,14 +138,14 @@ def inspect(
     engines = [] if is_bare else show_engines.engines_of(opened)
     found, reason = None, ""
     if placement:
-        from enginery.runtime.ort import OrtRunner
-        from enginery.runtime.provider_wish import parse_wishes
+        from enginery.runtime.onnxruntime.runner import OrtRunner
+        from enginery.runtime.providers.specification import parse_providers
 
-        wishes = parse_wishes(provider, provider_option, default="cpu")
+        specs = parse_providers(provider, provider_option, default="cpu")
         with (
             console.task("loading the graph"),
             OrtRunner(
-                opened, graph=graph, providers=wishes, allow_fallback=allow_fallback
+                opened, graph=graph, providers=specs, allow_fallback=allow_fallback
             ) as runner,
         ):
             found, reason = runner.placement(), runner.providers[0].reason

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal  # noqa: F401  cyclopts reads the types of inherited options here
 
 from enginery.core.errors import OptionError
-from enginery.runtime.tensorrt_options import (
+from enginery.runtime.tensorrt.options import (
     BuildOptions,
     FlavorName,
     HardwareCompatibility,  # noqa: F401  as above

@@ -46,7 +46,7 @@ from enginery.engine.config import BuildConfig
 from enginery.engine.length_figure import save_length_figure
 from enginery.engine.report import BuildReport
 from enginery.engine.request import Requested, read_requests
-from enginery.runtime.tensorrt_options import flavor_named
+from enginery.runtime.tensorrt.options import flavor_named
 
 STAGE = "build"
 STAGE_VERSION = "1"

@@ -12,7 +12,7 @@ from enginery.core.screening import screen_model
 from enginery.export.config import ExportConfig
 from enginery.export.exported import Exported
 from enginery.export.side_files import copy_side_file, copy_side_files
-from enginery.runtime.graph_limits import check_allocations
+from enginery.runtime.onnxruntime.graph_limits import check_allocations
 
 
 def import_onnx(source: Path, config: ExportConfig, out: Path) -> Exported:

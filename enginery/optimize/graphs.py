@@ -194,7 +194,7 @@ def _agreements(
 
 def _ask_parser(out: Path, record: GraphRecord, made: Made) -> None:
     """What TensorRT for RTX says of the graph, where it is installed."""
-    from enginery.runtime.tensorrt import has_tensorrt, parse_onnx
+    from enginery.runtime.tensorrt.process import has_tensorrt, parse_onnx
 
     if not has_tensorrt():
         made.notes.append(f"{record.file}: not parsed: TensorRT for RTX is not installed")

@@ -2,7 +2,7 @@
 
 Takes an `onnx_ir.Model`; leaves it as it is.
 
-    >>> [layer.name for layer in find_layers(model) if not layer.obstacle][:1]
+    >>> [layer.name for layer in find_layers(model) if not layer.skip_reason][:1]
     ['/encoder/layer.0/attention/self/query/MatMul']
 """
 
@@ -40,7 +40,7 @@ class Layer:
     """The stored vector that is added to the output; empty where there is none."""
     split: bool
     """Its output is cut apart along the channels, as GPT-2's query, key and value are."""
-    obstacle: str
+    skip_reason: str
     """Why it cannot be INT8; empty where it can."""
 
     @property
@@ -118,7 +118,7 @@ def _layer(node: ir.Node) -> Layer | None:
     if weight is None or source is None or stored(source) is not None:
         return None
     shape = [int(size) for size in weight.shape.numpy()]
-    obstacle = "" if weight.dtype == ir.DataType.FLOAT else f"its weight is {weight.dtype.name}"
+    skip_reason = "" if weight.dtype == ir.DataType.FLOAT else f"its weight is {weight.dtype.name}"
     axis = len(shape) - 1
     if node.op_type == "Conv":
         axis, groups = 0, _int(node, "group", 1)
@@ -129,9 +129,9 @@ def _layer(node: ir.Node) -> Layer | None:
             axis = 0
         inner, outer = shape[1 - axis] if len(shape) == 2 else 0, shape[axis]
         channels, narrow = inner, outer
-        obstacle = obstacle or _product_obstacle(node, shape)
-    if not obstacle and min(inner, narrow) < _LEAST_WIDTH:
-        obstacle = f"K = {inner} and N = {narrow}: below {_LEAST_WIDTH} INT8 gains nothing"
+        skip_reason = skip_reason or _product_skip_reason(node, shape)
+    if not skip_reason and min(inner, narrow) < _LEAST_WIDTH:
+        skip_reason = f"K = {inner} and N = {narrow}: below {_LEAST_WIDTH} INT8 gains nothing"
     return Layer(
         name=node.name or "",
         op_type=node.op_type,
@@ -144,11 +144,11 @@ def _layer(node: ir.Node) -> Layer | None:
         weight_axis=axis,
         bias=_bias(node, outer),
         split=_is_split(node.outputs[0]),
-        obstacle=obstacle,
+        skip_reason=skip_reason,
     )
 
 
-def _product_obstacle(node: ir.Node, shape: Sequence[int]) -> str:
+def _product_skip_reason(node: ir.Node, shape: Sequence[int]) -> str:
     if len(shape) != 2:
         return f"its weight has {len(shape)} dims; a matrix is expected"
     if node.op_type == "Gemm":

@@ -20,8 +20,8 @@ from enginery.core.errors import OptionError, ProviderError, nearest
 from enginery.passes import lint_cuda, lint_operators, lint_placement, lint_quantization
 from enginery.passes.lint_findings import LintFinding, LintReport, ordered
 from enginery.passes.lint_graph import LintGraph
-from enginery.runtime.tensorrt import ParseReport, has_tensorrt, parse_onnx
-from enginery.runtime.tensorrt_parse import MERGED_REMEDY
+from enginery.runtime.tensorrt.parse import MERGED_REMEDY
+from enginery.runtime.tensorrt.process import ParseReport, has_tensorrt, parse_onnx
 
 __all__ = ["LintFinding", "LintReport", "Target", "lint_onnx"]
 

@@ -25,7 +25,7 @@ from enginery.passes.lint_graph import (
     is_qoperator,
     label,
 )
-from enginery.runtime.tensorrt_parse import MERGED_REMEDY
+from enginery.runtime.tensorrt.parse import MERGED_REMEDY
 
 DOMAIN_REMEDY = (
     "Use the graph before ONNX Runtime's fusions: `enginery export`, "

@@ -2,7 +2,7 @@
 
 Takes an `onnx_ir.Model` in FP32; leaves it with INT8 or FP8 weights and Q/DQ pairs.
 
-    >>> chosen = [layer for layer in find_layers(model) if not layer.obstacle]
+    >>> chosen = [layer for layer in find_layers(model) if not layer.skip_reason]
     >>> insert_qdq(model, chosen, ranges)
     Inserted(layers=36, activations=24, smoothed=24)
 

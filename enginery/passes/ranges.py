@@ -30,7 +30,7 @@ from enginery.passes.nodes import UnusedNames, all_graphs, all_nodes, infer_type
 from enginery.passes.op_types import FLOAT, has_subgraph
 from enginery.passes.segments import Segment, alive_bytes, cut_graph, segment_model
 from enginery.passes.tensor_range import TensorRange, range_of
-from enginery.runtime.providers import choose_providers, parse_providers
+from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.tracing import open_in_memory
 
 __all__ = ["GROUP_BYTES", "TensorRange", "float_tensors", "measure_ranges", "name_apart",
@@ -187,7 +187,7 @@ def _values_of_part(
     batches: Sequence[Feeds],
 ) -> Iterator[tuple[_Place, NDArray[Any]]]:
     """What the nodes make of the batches, a segment after the other."""
-    provider = choose_providers(parse_providers("cpu"))
+    provider = choose_providers("cpu")
     alive: list[dict[str, NDArray[Any]]] = [dict(feeds) for feeds in batches]
     last_read = {name: index for index, segment in enumerate(segments) for name in segment.reads}
     for index, segment in enumerate(segments):

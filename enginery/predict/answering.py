@@ -24,9 +24,9 @@ from enginery.predict.asking import (
     column_names,
     find_problem,
     own_message,
+    providers_of,
     read_options,
     require_task,
-    wishes_of,
 )
 from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import PredictConfig
@@ -34,9 +34,9 @@ from enginery.predict.counts import Counts
 from enginery.predict.rows import Piece, Reader, Values
 from enginery.predict.token_batches import Meter, RunPool, WindowModel
 from enginery.predict.workers import in_order
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.run_fit import require_fit
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.known import CPU
+from enginery.runtime.providers.specification import check_run_options
 
 _TEXT_WINDOWS = 2
 """While the batches of one run, the other is tokenized or its answers are written. For images,
@@ -83,14 +83,14 @@ class Answerer(Closing):
         """How rows are answered."""
         self._names = column_names(self.task, config)
         # A thread each for the batches that run side by side: none of ONNX Runtime's own.
-        wishes = wishes_of(config)
-        on_cpu = wishes[0].full_name == CPU
-        require_fit(
-            wishes, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
+        specs = providers_of(config)
+        on_cpu = specs[0].full_name == CPU
+        check_run_options(
+            specs, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
             shrink_arena=config.shrink_arena,
         )  # fmt: skip
         self._runner = OrtRunner(
-            artifact, providers=wishes, allow_fallback=config.allow_fallback,
+            artifact, providers=specs, allow_fallback=config.allow_fallback,
             threads=1 if on_cpu else 0, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
             shrink_arena=config.shrink_arena, keep_optimized=config.optimized_graph,
         )  # fmt: skip

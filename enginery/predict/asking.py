@@ -12,7 +12,7 @@ from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, InputError, OptionError
 from enginery.predict.config import PredictConfig
 from enginery.predict.rows import Values
-from enginery.runtime.provider_wish import ProviderWish, parse_wishes
+from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 from enginery.runtime.tasks import answered_tasks, manifest_task
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
 from enginery.runtime.tokenizer import check_texts
@@ -94,9 +94,9 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
         raise OptionError(message) from error
 
 
-def wishes_of(config: PredictConfig) -> tuple[ProviderWish, ...]:
-    """Return the providers that the options name; raise what `parse_wishes` raises."""
-    return parse_wishes(config.provider, config.provider_option, default="cpu")
+def providers_of(config: PredictConfig) -> tuple[ProviderSpec, ...]:
+    """Return the providers that the options name; raise what `parse_providers` raises."""
+    return parse_providers(config.provider, config.provider_option, default="cpu")
 
 
 def find_problem(values: Values, names: Sequence[str]) -> str:

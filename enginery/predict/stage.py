@@ -36,7 +36,7 @@ from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.staging import write_beside
 from enginery.predict.answering import Answerer
-from enginery.predict.asking import column_names, require_task, wishes_of
+from enginery.predict.asking import column_names, providers_of, require_task
 from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import WITHOUT_EFFECT, PredictConfig
 from enginery.predict.delimited import LineReader
@@ -63,7 +63,7 @@ def fingerprint(artifact: Artifact, path: Path, kind: str, config: PredictConfig
             "input": data_sha256(path),
             "artifact": artifact.content_sha256(),
             "output_format": kind,
-            "providers": "; ".join(f"{wish.name} {wish.options}" for wish in wishes_of(config)),
+            "providers": "; ".join(f"{spec.name} {spec.options}" for spec in providers_of(config)),
             **option_fields(options),
             **runtime_version(),
             **tool_versions(["tokenizers"]),

@@ -25,7 +25,7 @@ from enginery.core.closing import Closing
 from enginery.predict.asking import read_options, require_task
 from enginery.predict.config import PredictConfig
 from enginery.predict.encoding_watch import EncodingWatch
-from enginery.runtime.ort import OrtRunner, Outputs
+from enginery.runtime.onnxruntime.runner import OrtRunner, Outputs
 from enginery.runtime.pooling import Vectors
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask

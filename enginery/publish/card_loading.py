@@ -17,7 +17,7 @@ from enginery.core.artifact import Artifact
 from enginery.core.model_files import ModelConfig, mask_token
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.pooling import Vectors
-from enginery.runtime.provider_names import short_name
+from enginery.runtime.providers.known import short_name
 from enginery.runtime.tasks import manifest_task, takes_pixels
 
 CPU = "CPUExecutionProvider"

@@ -27,7 +27,7 @@ from enginery.publish.kserve_options import MOST_LETTERS_KNATIVE, KserveConfig
 from enginery.publish.package import registry_name
 from enginery.runtime.engines import read_engines
 from enginery.runtime.tasks import answered_tasks, manifest_task
-from enginery.runtime.tensorrt_options import CLASSIC
+from enginery.runtime.tensorrt.options import CLASSIC
 
 FILE = "inferenceservice.yaml"
 _GIB = 1 << 30

@@ -21,7 +21,7 @@ from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Profile
 from enginery.publish.triton_options import TritonConfig
 from enginery.runtime.engines import read_engines
-from enginery.runtime.tensorrt_options import CLASSIC
+from enginery.runtime.tensorrt.options import CLASSIC
 
 
 def triton_engines(artifact: Artifact, graph: GraphRecord, config: TritonConfig) -> list[Engine]:

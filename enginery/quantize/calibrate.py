@@ -163,8 +163,8 @@ def excluded_layers(
     for layer in layers:
         named = next((p for p in patterns if fnmatchcase(layer.name, p)), "")
         vector = arithmetic is not None and arithmetic.rows_by_layer[layer.name] <= 1
-        if layer.obstacle:
-            reasons[layer.name] = layer.obstacle
+        if layer.skip_reason:
+            reasons[layer.name] = layer.skip_reason
         elif named:
             reasons[layer.name] = f"excluded by '{named}'"
         elif vector and layer.linear:

@@ -30,7 +30,7 @@ from enginery.passes.layers import Layer, operands
 from enginery.passes.nodes import infer_types
 from enginery.passes.qdq import ActivationRange, bias_shift, quantized_weight, scale_weight
 from enginery.passes.scheme import INT8, Scheme, Vector
-from enginery.runtime.providers import choose_providers
+from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.tracing import open_in_memory
 
 

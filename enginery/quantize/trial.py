@@ -23,8 +23,8 @@ from enginery.core.shapes import Profile, dynamic_dims
 from enginery.passes.layers import Layer
 from enginery.passes.lint import lint_onnx
 from enginery.quantize.config import QuantizeConfig, capabilities_of
-from enginery.runtime.tensorrt import RTX, build_plan, parse_onnx, resolve_capabilities
-from enginery.runtime.tensorrt_library import require_tensorrt
+from enginery.runtime.tensorrt.library import require_tensorrt
+from enginery.runtime.tensorrt.process import RTX, build_plan, parse_onnx, resolve_capabilities
 
 _BATCH = (1, 8, 32)
 

@@ -18,9 +18,9 @@ from typing import Any
 from enginery.core.artifact import Artifact
 from enginery.core.closing import Closing
 from enginery.core.errors import InputError
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.providers import Provider, parse_wishes
-from enginery.runtime.run_fit import require_fit
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.selection import Provider
+from enginery.runtime.providers.specification import parse_providers
 from enginery.runtime.tasks import TASKS, require_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
@@ -174,8 +174,7 @@ def load_model(
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     opened.require_passed(allow_failed=allow_failed)
     require_task(opened.manifest)
-    providers = parse_wishes(provider, provider_options, default="cpu")
-    require_fit(providers, io_binding=io_binding, cuda_graph=cuda_graph, shrink_arena=shrink_arena)
+    providers = parse_providers(provider, provider_options, default="cpu")
     runner = OrtRunner(
         opened, providers=providers, allow_fallback=allow_fallback, allow_build=allow_build,
         threads=threads, io_binding=io_binding, cuda_graph=cuda_graph, shrink_arena=shrink_arena,

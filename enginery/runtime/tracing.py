@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from enginery.core.closing import Closing
 from enginery.core.errors import InputError, ProviderError, nearest
 from enginery.core.external_data import load_graph
-from enginery.runtime.provider_names import TENSORRT_RTX
-from enginery.runtime.providers import Provider, choose_providers, parse_providers
-from enginery.runtime.sessions import EXACT_INT8
+from enginery.runtime.onnxruntime.session import EXACT_INT8
+from enginery.runtime.providers.known import TENSORRT_RTX
+from enginery.runtime.providers.selection import Provider, choose_providers
 
 Feeds = Mapping[str, NDArray[Any]]
 Values = dict[str, NDArray[Any]]
@@ -49,7 +49,7 @@ class GraphTracer(Closing):
         model: an ONNX file.
         tensors: names of node outputs, graph outputs, graph inputs, or float32 tensors made in a
             branch of an If.
-        provider: the ordered wish; the first is meant.
+        provider: names in order; the first is meant.
         optimized: let ONNX Runtime fuse what lies between the tensors: about twice as fast, and
             values differ in the last bits.
 
@@ -76,7 +76,7 @@ class GraphTracer(Closing):
             if name not in present:
                 graph.graph.output.add().name = name
         self._session: Any = open_in_memory(
-            graph.SerializeToString(), model.parent, choose_providers(parse_providers(provider)),
+            graph.SerializeToString(), model.parent, choose_providers(provider),
             optimized=optimized,
         )  # fmt: skip
 

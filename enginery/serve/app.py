@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from enginery.core.errors import EngineryError, OptionError, nearest
 from enginery.core.options import options_from
+from enginery.runtime.providers.selection import REQUESTED
 from enginery.serve.api import admin, oip, openai, plain, tei
 from enginery.serve.api.endpoints import Endpoint
 from enginery.serve.api.errors import HTTPError, error_response, scope_protocol, to_http_error
@@ -207,7 +208,7 @@ async def load(registry: ModelRegistry) -> None:
         gc.enable()
     for model in registry:
         first = model.backend.runner.providers[0]
-        why = "" if first.reason == "asked for" else f" ({first.reason})"
+        why = "" if first.reason == REQUESTED else f" ({first.reason})"
         manifest = model.artifact.manifest
         _log.info(
             "ready: %s, %s, %s on %s%s, %s", model.name, manifest.task, manifest.precision,

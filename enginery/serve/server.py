@@ -91,13 +91,13 @@ def serve_models(
     check_options(config)
     require_packages()
     paths = named_paths(artifacts)
-    from enginery.runtime.provider_wish import parse_wishes
+    from enginery.runtime.providers.specification import parse_providers
     from enginery.serve.observability.tracing import trace_endpoint
 
     # These are checked before anything starts; whether a provider can be had is for the worker to
     # see, which imports it.
     Keys.from_config(config, os.environ)
-    parse_wishes(config.provider, config.provider_option, default="cpu")
+    parse_providers(config.provider, config.provider_option, default="cpu")
     trace_endpoint(os.environ)
     sockets = bind(config.host, config.port)
     options = uvicorn_config(

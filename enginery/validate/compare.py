@@ -22,9 +22,9 @@ from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
 from enginery.core.precision import QuantizedTolerance, Tolerance
 from enginery.core.progress import SILENT, Progress
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.provider_names import CUDA
-from enginery.runtime.providers import Provider
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.known import CUDA
+from enginery.runtime.providers.selection import Provider
 from enginery.validate.budget import is_quantized, quantization_budget
 from enginery.validate.cases import Case
 from enginery.validate.config import ValidateConfig

@@ -27,8 +27,8 @@ from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim
 from enginery.runtime.engines import choose_with_engines, reachable_profile
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.provider_wish import ProviderWish
+from enginery.runtime.providers.known import CPU
+from enginery.runtime.providers.specification import ProviderSpec
 from enginery.runtime.real_inputs import fixed_batch
 from enginery.validate.cases import Case
 from enginery.validate.report import UNTAKEN, CaseResult
@@ -37,7 +37,7 @@ _ROWS = "batch"
 
 
 def reached_profiles(
-    artifact: Artifact, wishes: Sequence[ProviderWish], *, allow_fallback: bool
+    artifact: Artifact, specs: Sequence[ProviderSpec], *, allow_fallback: bool
 ) -> dict[str, list[Profile]]:
     """By graph, the profiles of the engines that will run; none where no engine is used.
 
@@ -48,7 +48,7 @@ def reached_profiles(
     found: dict[str, list[Profile]] = {}
     for record in artifact.manifest.graphs:
         chosen, engines = choose_with_engines(
-            artifact, record, wishes, allow_fallback=allow_fallback
+            artifact, record, specs, allow_fallback=allow_fallback
         )
         if artifact.manifest.precision == "bf16" and chosen[0].name == CPU:
             raise ProviderError(

@@ -42,9 +42,9 @@ from enginery.core.model_files import ModelConfig
 from enginery.core.precision import QuantizedTolerance
 from enginery.core.progress import SILENT, Progress
 from enginery.core.source import ModelSource, resolve_record, resolve_source
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.provider_wish import ProviderWish, parse_wishes, wish_text
-from enginery.runtime.providers import choose_providers
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.selection import choose_providers
+from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
 from enginery.validate.budget import is_quantized
 from enginery.validate.cases import LONGEST, profile_cases, profiles_by_graph, sweep_cases
 from enginery.validate.claims import require_true_claims
@@ -81,7 +81,7 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
         "task": manifest.task,
         "precision": manifest.precision,
         **option_fields({n: v for n, v in asdict(config).items() if n not in _NOT_IN_KEY}),
-        "provider": wish_text(wish_of(config)),
+        "provider": format_providers(providers_of(config)),
         **runtime_version(),
         **tool_versions(TOOLS),
         "stage version": STAGE_VERSION,
@@ -97,19 +97,19 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
         fields["engines"] = engines
     if config.allow_fallback:
         # What runs then depends on the machine.
-        chosen = choose_providers(wish_of(config), allow_fallback=True)
+        chosen = choose_providers(providers_of(config), allow_fallback=True)
         fields["providers"] = ", ".join(provider.name for provider in chosen)
     return Fingerprint(STAGE, fields)
 
 
-def wish_of(config: ValidateConfig) -> tuple[ProviderWish, ...]:
+def providers_of(config: ValidateConfig) -> tuple[ProviderSpec, ...]:
     """The providers that the options, or the environment, ask for."""
-    return parse_wishes(config.provider, config.provider_option, default="cpu")
+    return parse_providers(config.provider, config.provider_option, default="cpu")
 
 
 def _engines(artifact: Artifact, config: ValidateConfig) -> str:
     """The artifact's engines, where one of them would answer; its content's digest has none."""
-    if not any(wish.name.startswith("tensorrt") for wish in wish_of(config)):
+    if not any(spec.name.startswith("tensorrt") for spec in providers_of(config)):
         return ""
     return ", ".join(path.name for path in engine_directories(artifact.path)) or "none"
 
@@ -148,7 +148,7 @@ def run(
     started = time.monotonic()
     require_true_claims(artifact)
     key = fingerprint(artifact, config)
-    reached = reached_profiles(artifact, wish_of(config), allow_fallback=config.allow_fallback)
+    reached = reached_profiles(artifact, providers_of(config), allow_fallback=config.allow_fallback)
     limits = Limits.of(artifact, config)
     source = _reference_source(artifact, config)
     feed_limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
@@ -183,7 +183,7 @@ def run(
             with OrtRunner(
                 artifact,
                 graph=record.file,
-                providers=wish_of(config),
+                providers=providers_of(config),
                 allow_fallback=config.allow_fallback,
             ) as runner:
                 providers = [asdict(provider) for provider in runner.providers]

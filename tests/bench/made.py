@@ -17,8 +17,8 @@ QUICK = {
 }  # fmt: skip
 """Options of a real measurement whose times nobody reads."""
 
-CUDA = {"name": "CUDAExecutionProvider", "reason": "asked for"}
-CPU = {"name": "CPUExecutionProvider", "reason": "asked for"}
+CUDA = {"name": "CUDAExecutionProvider", "reason": "requested"}
+CPU = {"name": "CPUExecutionProvider", "reason": "requested"}
 
 
 def save_detector(path, *, dims=("N", 3, "DynamicDimension.1", "DynamicDimension.2")):

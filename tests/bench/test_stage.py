@@ -218,7 +218,7 @@ def test_a_fallback_is_in_the_result_on_the_terminal_and_on_the_page(bert):
         allow_fallback=True,
     )  # fmt: skip
     reason = result.contender("enginery").providers[0]["reason"]
-    assert reason.startswith("cuda asked for, but")
+    assert reason.startswith("cuda requested, but")
     assert f"enginery, onnxruntime on cpu: {reason}" in result.notes
     assert f"note: enginery, onnxruntime on cpu: {reason}" in lines(result)
     assert reason[:30] in (bert.path / "reports" / "report.html").read_text()

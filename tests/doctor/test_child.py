@@ -8,8 +8,8 @@ import pytest
 from enginery.doctor import child
 from enginery.doctor.asking import Answer, ask, last_error
 from enginery.doctor.one_op import EXPECTED, FEED, one_op_model
-from enginery.runtime.obstacles import Obstacle
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT
+from enginery.runtime.providers.availability import Unavailable
+from enginery.runtime.providers.known import CPU, CUDA, TENSORRT
 
 
 @pytest.fixture
@@ -120,11 +120,11 @@ class Session:
 
 @pytest.fixture
 def examined(monkeypatch):
-    """Examines CUDA on a machine without obstacles, with the session given."""
+    """Examines CUDA on a machine where nothing is missing, with the session given."""
 
     def examine(session):
-        monkeypatch.setattr(child.obstacles, "find_obstacle", lambda name: None)
-        monkeypatch.setattr(child.obstacles, "find_caveat", lambda name: "")
+        monkeypatch.setattr(child.availability, "unavailable_reason", lambda name: None)
+        monkeypatch.setattr(child.availability, "provider_warning", lambda name: "")
         monkeypatch.setattr(child, "_session", lambda name: session)
         monkeypatch.setattr(child, "_placement", lambda session: set(session.placed))
         return child.examine_provider(CUDA)
@@ -163,9 +163,9 @@ def test_missing_libraries_are_named_beside_a_missing_driver(monkeypatch):
         name: f"{name}: cannot open shared object file: No such file or directory"
         for name in ("libcuda.so.1", "libnvinfer.so.10")
     }
-    driver = Obstacle("there is no NVIDIA driver: libcuda.so.1 was not found", "Install it.")
-    monkeypatch.setattr(child.obstacles, "find_obstacle", lambda name: driver)
-    monkeypatch.setattr(child.obstacles, "missing_for", lambda name: lost)
+    driver = Unavailable("there is no NVIDIA driver: libcuda.so.1 was not found", "Install it.")
+    monkeypatch.setattr(child.availability, "unavailable_reason", lambda name: driver)
+    monkeypatch.setattr(child.availability, "missing_for", lambda name: lost)
     status = child.examine_provider(TENSORRT)
     assert status["missing"] == list(lost)
     assert status["reason"] == (

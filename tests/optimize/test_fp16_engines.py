@@ -31,7 +31,7 @@ def test_fp16_engine_multiplies_in_fp16_alone_and_fuses_attention(
     tmp_path, kind, task, config, gemms, convolutions, attentions
 ):
     """GEMMs and convolutions at least as many as the network's layers leave after fusion."""
-    from enginery.runtime.tensorrt import build_plan
+    from enginery.runtime.tensorrt.process import build_plan
 
     source = tiny_artifact(kind, task, tmp_path / "source", **config)
     artifact = stage.run(source, OptimizeConfig(), tmp_path / "out")

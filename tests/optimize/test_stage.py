@@ -12,7 +12,7 @@ from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.optimize import stage
 from enginery.optimize.config import OptimizeConfig
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_fingerprint_follows_the_options_and_the_data(exported, tmp_path):
 def test_tensorrt_builds_an_engine_of_the_precision(exported, optimized, kind, task, precision):
     pytest.importorskip("tensorrt_rtx_bindings")
     from enginery.core.shapes import Profile, dynamic_dims
-    from enginery.runtime.tensorrt import build_plan
+    from enginery.runtime.tensorrt.process import build_plan
 
     artifact = optimized(exported(kind, task), precision=precision)
     names = dynamic_dims(artifact.manifest.graphs[0].inputs)

@@ -13,7 +13,7 @@ from enginery.core.errors import CheckFailedError, OptionError, ProviderError, S
 from enginery.core.shapes import Profile
 from enginery.passes import lint
 from enginery.passes.lint import lint_onnx
-from enginery.runtime.tensorrt import build_plan, has_tensorrt
+from enginery.runtime.tensorrt.process import build_plan, has_tensorrt
 from tests.passes.onnx_graphs import WIDTH, node, quantized_constants, quantized_product, save_graph
 
 needs_tensorrt = pytest.mark.skipif(

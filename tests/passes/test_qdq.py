@@ -6,7 +6,7 @@ from onnx import TensorProto, checker, helper, numpy_helper
 
 from enginery.passes.layers import find_layers
 from enginery.passes.qdq import ActivationRange, insert_qdq
-from enginery.runtime.sessions import EXACT_INT8
+from enginery.runtime.onnxruntime.session import EXACT_INT8
 
 K, N = 32, 48
 GENERATOR = np.random.default_rng(0)
@@ -61,7 +61,7 @@ def relative_error(mine, theirs):
 
 
 def quantize(graph, ready=None, **options):
-    layers = [layer for layer in find_layers(graph) if not layer.obstacle]
+    layers = [layer for layer in find_layers(graph) if not layer.skip_reason]
     ready = ready or ActivationRange(float(np.abs(ROWS).max() / 127))
     return insert_qdq(graph, layers, {layer.activation: ready for layer in layers}, **options)
 
@@ -204,14 +204,14 @@ def test_a_convolution_has_a_scale_for_each_output_channel():
 def test_what_gains_nothing_or_cannot_be_is_left_with_a_reason(nodes, weights, reason):
     made = [helper.make_node(op, inputs, ["y"], name="layer", **a) for op, inputs, a in nodes]
     (layer,) = find_layers(model(made, weights))
-    assert reason in layer.obstacle
+    assert reason in layer.skip_reason
 
 
 def test_a_depthwise_convolution_is_left_out():
     kernel = np.ones((32, 1, 7, 7), np.float32)
     made = [helper.make_node("Conv", ["x", "w"], ["y"], name="layer", group=32)]
     (layer,) = find_layers(model(made, {"w": kernel}, shape=("batch", 32, 16, 16)))
-    assert "N = 1" in layer.obstacle
+    assert "N = 1" in layer.skip_reason
 
 
 def test_products_of_two_activations_are_no_layers():

@@ -20,7 +20,7 @@ from pathlib import Path
 from enginery.core.artifact import Artifact
 from enginery.predict.config import PredictConfig
 from enginery.predict.stage import run
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 plain = OrtRunner.__call__
 def slowly(self, feeds):
     time.sleep(0.05)

@@ -283,7 +283,7 @@ def test_options_that_make_no_sense(predict, classifier, reviews, name, options,
 
 
 def test_answers_of_nan_are_bad_rows(predict, rows, monkeypatch, bert, reviews):
-    from enginery.runtime.ort import OrtRunner
+    from enginery.runtime.onnxruntime.runner import OrtRunner
 
     run = OrtRunner.__call__
 
@@ -343,7 +343,7 @@ def test_providers_are_asked_for_by_the_environment_too(predict, classifier, rev
         ({"provider": "cpu", "provider_option": ("cpu.a=1",)}, OptionError, "takes no options"),
     ],
 )
-def test_a_wish_that_does_not_fit_is_an_error_and_nothing_is_opened(
+def test_a_provider_that_does_not_fit_is_an_error_and_nothing_is_opened(
     predict, classifier, reviews, monkeypatch, options, kind, message
 ):
     monkeypatch.setattr(answering, "OrtRunner", None)

@@ -147,7 +147,7 @@ def test_memory_does_not_follow_the_file(tiny, tmp_path):
 @pytest.mark.parametrize("unit", ["the pump is warm. ", "pump" * 999 + " ", "   \t", "Ünïcödé "])
 def test_beginning_of_a_long_text_has_the_same_first_tokens(tiny, unit):
     from enginery.predict.token_batches import Meter, RunPool, WindowModel
-    from enginery.runtime.ort import OrtRunner
+    from enginery.runtime.onnxruntime.runner import OrtRunner
     from enginery.runtime.tokenizer import TextTokenizer
 
     artifact = tiny("bert", "feature-extraction")

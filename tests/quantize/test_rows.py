@@ -13,7 +13,7 @@ from enginery.core.options import options_from
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import make_batches, read_data
 from enginery.runtime.builtin_inputs import made_images
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.tiny import LABELS, TEXT
 
 NAMES = LABELS["text-classification"]

@@ -22,7 +22,7 @@ from enginery.passes.overflow import Island
 from enginery.quantize import calibrate, stage, trial
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import make_batches
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.engine.products import artifact_of
 from tests.passes.onnx_graphs import WIDTH, node
 from tests.tiny import TEXT

@@ -16,8 +16,8 @@ from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.images import ImageProcessor, load_image
 from enginery.runtime.model import load_model
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.sessions import require_interface
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.session import require_interface
 from enginery.runtime.tasks.classify import Classify, classify_logits, label_names
 from enginery.runtime.tasks.embed import Embed
 

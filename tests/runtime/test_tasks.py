@@ -22,7 +22,7 @@ from enginery.predict.config import PredictConfig
 from enginery.predict.stage import run as predict
 from enginery.publish.card_loading import loading_snippets
 from enginery.publish.pyfunc import _load_pyfunc
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks import TASKS, answered_tasks, task_of
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask

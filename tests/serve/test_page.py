@@ -157,7 +157,7 @@ class _Hosted:
         self.name, self.task, self.state = name, task, "ready"
 
     def info(self):
-        return {"providers": [{"name": "CPUExecutionProvider", "reason": "asked for"}],
+        return {"providers": [{"name": "CPUExecutionProvider", "reason": "requested"}],
                 "method": METHODS[self.task], "precision": "fp32", "engines": [],
                 "task": self.task,
                 "max tokens": 262144, "seconds": 0.00123456,

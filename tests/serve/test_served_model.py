@@ -9,7 +9,7 @@ from PIL import Image
 
 from enginery.core.errors import EngineryError, InputError
 from enginery.runtime.model import load_model
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks.task import TaskOptions
 from enginery.runtime.tasks.text import TooLongError
 from enginery.serve.batching.queue import OverloadedError

@@ -275,7 +275,7 @@ def test_log_has_what_the_client_was_told_when_the_server_cut_it_off(tiny_paths)
     [(("--provider", "cudaa"), "did you mean 'cuda'"),
      (("--provider", "cpu", "--provider-option", "cuda.gpu_mem_limit=2GiB"), "cuda")],
 )  # fmt: skip
-def test_wish_that_cannot_be_read_is_refused_before_listening(tiny_paths, options, message):
+def test_provider_that_cannot_be_read_is_refused_before_listening(tiny_paths, options, message):
     done = subprocess.run(
         [sys.executable, "-m", "enginery", "serve", str(tiny_paths("vectors")["vectors"]),
          "--port", "0", *options],

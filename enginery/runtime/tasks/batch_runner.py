@@ -15,7 +15,7 @@ from enginery.runtime.batching import (
     first_rows,
     plan_batches,
 )
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks.task import Arrays, Row, RowTask
 
 

@@ -23,9 +23,9 @@ from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.runtime.machine import usable_cores
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.provider_wish import parse_wishes
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.known import CPU
+from enginery.runtime.providers.specification import parse_providers
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
@@ -140,7 +140,7 @@ class ModelBackend:
         """
         artifact = Artifact.open(path)
         artifact.require_passed(allow_failed=options.allow_failed)
-        providers = parse_wishes(options.provider, options.provider_option, default="cpu")
+        providers = parse_providers(options.provider, options.provider_option, default="cpu")
         threads, on_cpu = options.threads, providers[0].full_name == CPU
         alone = (options.workers or usable_cores()) == 1
         if not threads and on_cpu and not alone:

@@ -22,7 +22,7 @@ class Hosted:
 
     def info(self):
         assert self.state != "loading", "there is nothing to ask yet"
-        return {"providers": [{"name": "CPUExecutionProvider", "reason": "asked for"}],
+        return {"providers": [{"name": "CPUExecutionProvider", "reason": "requested"}],
                 "precision": "fp32", "task": self.task,
                 "engines": [{"key": key} for key in self.engines],
                 "queue": {"inputs": 3, "tokens": 57}}  # fmt: skip
