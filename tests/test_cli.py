@@ -17,6 +17,7 @@ from enginery.bench.config import BenchConfig
 from enginery.cli import COMMANDS as MODULES
 from enginery.cli import commands, main
 from enginery.console import Console
+from enginery.core.artifact import commit_artifact
 from enginery.core.errors import EngineryError
 from enginery.core.store import Store
 from enginery.doctor.config import DoctorConfig
@@ -827,6 +828,7 @@ def test_inspect_says_that_a_list_of_layers_is_damaged(cli, tmp_path, layers):
     engine = write_engine(artifact.path / "engines" / record.directory_name, record)
     assert cli("inspect", engine, "-v")[0] == 0
     (engine / "layers.json").write_text(layers)
+    commit_artifact(artifact.path, artifact.manifest)
     for words in ((engine,), (engine, "-v"), (engine, "--json"), (artifact.path,)):
         status, _, err = cli("inspect", *words)
         assert (status, "layers.json is no list of layers" in err) == (2, True)

@@ -9,17 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from onnx import TensorProto
-
 from enginery.core.artifact import MANIFEST, Artifact
 from enginery.core.errors import ArtifactError
 from enginery.core.onnx_structure import Graph, read_structure
 
-_FLOAT_TYPES = {
-    TensorProto.FLOAT: "fp32",
-    TensorProto.FLOAT16: "fp16",
-    TensorProto.BFLOAT16: "bf16",
-}
+_FLOAT_TYPES = {1: "fp32", 10: "fp16", 16: "bf16"}
+"""By the number of `TensorProto.DataType` in onnx.proto."""
 
 _LEAST_SHARE = 0.1
 """Of the float weights. Where layers overflow in FP16 they stay in FP32, and these may be most."""
