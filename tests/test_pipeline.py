@@ -153,7 +153,7 @@ def test_failed_check_marks_the_store_and_out_and_refuses_what_follows(
     model, tmp_path, monkeypatch
 ):
     # No stage builds on an artifact yet: a second validate, which recipes refuse, stands for one.
-    monkeypatch.setattr("enginery.recipe._order_problem", lambda _: None)
+    monkeypatch.setattr("enginery.recipe.model._order_problem", lambda _: None)
     listener = Listener()
     plan = Recipe(model, (EXPORT, STRICT, VALIDATE), out=str(tmp_path / "out"))
     result = run_recipe(plan, progress=listener)

@@ -9,7 +9,7 @@ from enginery.export.config import ExportConfig
 from enginery.recipe import STAGES, Recipe, Step
 from enginery.validate.config import ValidateConfig
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 FULL = """\
 model: org/name@v1

@@ -2,7 +2,7 @@
 
 Takes the stages' options, with the texts below their fields; leaves JSON:
 
-    $ python -m enginery.recipe_schema > docs/recipe.schema.json
+    $ python -m enginery.recipe.schema > docs/recipe.schema.json
     >>> recipe_schema()["definitions"]["export"]["properties"]["opset"]["default"]
     20
 
@@ -25,7 +25,7 @@ from itertools import pairwise
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from enginery.recipe import STAGES, Recipe
+from enginery.recipe.model import STAGES, Recipe
 from enginery.runtime.cuda_provider_options import CudaOptions
 from enginery.runtime.provider_names import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
 from enginery.runtime.rtx_provider_options import TensorrtRtxOptions

@@ -17,7 +17,7 @@ from enginery.recipe import Recipe
 from enginery.runtime.builtin_inputs import made_images
 from enginery.runtime.tensorrt import has_tensorrt
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 needs_tensorrt = pytest.mark.skipif(
     not has_tensorrt(), reason="pip install 'enginery[tensorrt-rtx]'"

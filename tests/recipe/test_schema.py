@@ -11,14 +11,14 @@ import jsonschema_rs
 import pytest
 import yaml
 
-from enginery import recipe
+from enginery.recipe import model as recipe
 from enginery.core.errors import RecipeError
 from enginery.recipe import STAGES, Recipe
-from enginery.recipe_schema import _value, field_texts, recipe_schema
+from enginery.recipe.schema import _value, field_texts, recipe_schema
 from enginery.runtime.provider_names import SHORT_NAMES
 from enginery.runtime.provider_options import typed_names
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "docs" / "recipe.schema.json"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -69,7 +69,7 @@ def with_options(stage, options):
 def test_the_schema_in_the_documentation_is_the_codes_own():
     """Made by: make schema"""
     text = SCHEMA.read_text(encoding="utf-8")
-    words = [sys.executable, "-m", "enginery.recipe_schema"]
+    words = [sys.executable, "-m", "enginery.recipe.schema"]
     made = subprocess.run(words, capture_output=True, text=True, check=True)
     assert made.stdout == text
     assert json.loads(text) == recipe_schema()
