@@ -142,6 +142,17 @@ def check_options(config: QuantizeConfig) -> None:
         _require("smoothing", config.smoothing, 0, 1)
 
 
+def require_calibration(config: QuantizeConfig) -> None:
+    """Raise OptionError where static ranges are asked for and nothing says what they are."""
+    named = config.calibration or config.ranges or config.allow_random
+    if not named and config.scheme != "dynamic":
+        raise OptionError(
+            "there are no calibration inputs. Ranges from random token ids are of no use: they "
+            "are not those of texts.",
+            do="Name real ones: --calibration reviews.csv --column text",
+        )
+
+
 def capabilities_of(config: QuantizeConfig) -> list[str]:
     """Each of `capabilities`, which may be written with commas."""
     words = (word.strip() for text in config.capabilities for word in text.split(","))

@@ -10,36 +10,36 @@ Takes a YAML file; leaves the options of each stage, in order. `docs/recipes.md`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from enginery.core.errors import OptionError, ProviderError, RecipeError, nearest
-from enginery.core.options import option_names, options_from
-from enginery.core.yaml_lines import Node, Scalar, Sequence, Table, parse_yaml, plain
-from enginery.engine.config import BuildConfig
-from enginery.export.config import ExportConfig
-from enginery.optimize.config import OptimizeConfig
-from enginery.quantize.config import QuantizeConfig
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    create_model,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from enginery.core.errors import EngineryError, OptionError, RecipeError, nearest
+from enginery.core.options import option_names, unfit_value, unknown_option
+from enginery.export.config import ExportConfig, check_task
+from enginery.publish.destination import scheme_of
+from enginery.recipe.loading import Document, read_yaml
+from enginery.recipe.stages import OF_ONE_MODEL, PATHS, STAGES, check_stage, problem_of_order
+from enginery.runtime.provider_wish import parse_wishes, wish_text
 from enginery.validate.config import ValidateConfig
 
-STAGES: dict[str, type] = {
-    "export": ExportConfig,
-    "optimize": OptimizeConfig,
-    "quantize": QuantizeConfig,
-    "build": BuildConfig,
-    "validate": ValidateConfig,
-}
-
-_KEYS = ("model", "out", "stages", "ask")
-_PATH_OPTIONS = ("data", "cache_dir", "calibration", "ranges", "profiles_from", "timing_cache")
-_MODEL_OPTIONS = ("reference",)
+_CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 _PROVIDERS = "providers"
 """Another name of the option `provider`, as a list of them reads better."""
-_OF_ONE_MODEL = {"export": ("task", "revision"), "validate": ("reference",)}
-"""Options that say something about one model; another model takes their defaults."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,16 @@ class Step:
     """One stage of a recipe with its options."""
 
     stage: str
-    options: ExportConfig | OptimizeConfig | QuantizeConfig | BuildConfig | ValidateConfig
+    options: Any
+    """Of the class that `STAGES` has for the stage."""
     line: int = field(default=0, compare=False)
     """Where the recipe names it; 0 for a step that was made in Python."""
+    lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """Where the recipe names each option that it names."""
+
+    def line_of(self, message: str) -> int:
+        """Return the line of the first option that a message mentions, else the stage's own."""
+        return int(_mentioned(message, self.lines, self.line))
 
 
 @dataclass(frozen=True)
@@ -64,16 +71,21 @@ class Recipe:
     """Where to leave the artifact, besides the store; empty for the store alone."""
     ask: tuple[str, ...] = ()
     """Texts to answer when all is done."""
+    name: str = field(default="recipe", compare=False)
+    """What messages call it: its file."""
+    lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """Where the file names each key; empty for a recipe that was made in Python."""
 
     def __post_init__(self) -> None:
+        """Raise OptionError for a recipe that cannot be run as it is."""
         if not self.model:
-            raise OptionError("the recipe names no model.")
-        if problem := _order_problem(self.steps):
-            raise OptionError(problem[0])
+            raise OptionError("the recipe names no model.", do="Name one: model: org/name")
+        if problem := problem_of_order([(step.stage, step.options) for step in self.steps]):
+            raise OptionError(problem[1], do=problem[2])
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:
-        """Reads a recipe file; relative paths in it start from its directory.
+        """Read a recipe file; relative paths in it start from its directory.
 
         Raises:
             RecipeError: the file cannot be read, or `file:line: …` for what is wrong in it.
@@ -91,7 +103,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str, name: str = "recipe", *, base: Path | None = None) -> Recipe:
-        """Reads a recipe from its text.
+        """Read a recipe from its text, and check all that can be known without another file.
 
         Args:
             text: the YAML document.
@@ -101,7 +113,39 @@ class Recipe:
         Raises:
             RecipeError: `name:line: …` for what is wrong in it.
         """
-        return _Parser(name, base or Path()).recipe(parse_yaml(text, name))
+        document = read_yaml(text, name)
+        base = base or Path()
+        try:
+            written = RecipeFile.model_validate(document.data, context=base)
+        except ValidationError as error:
+            raise _first_problem(error, document) from error
+        steps = tuple(_step(document, place, stage) for place, stage in enumerate(written.stages))
+        if problem := problem_of_order([(step.stage, step.options) for step in steps]):
+            place, message, do = problem
+            line = document.line(("stages", place) if place >= 0 else ("stages",))
+            raise RecipeError(f"{name}:{line}: {message}", do=do)
+        if not written.model.endswith(".onnx"):  # which is imported, whatever it is for
+            try:
+                check_task(steps[0].options.task)
+            except OptionError as error:
+                line = steps[0].line_of("task")
+                raise RecipeError(f"{name}:{line}: {error.message}", do=error.do) from error
+        _, pinned = _hub_revision(written.model)
+        revision = steps[0].options.revision
+        if pinned and revision not in ("main", pinned):
+            raise RecipeError(
+                f"{name}:{steps[0].line_of('revision')}: option 'revision' for export is "
+                f"'{revision}', but the model is '{written.model}'.",
+                do="Name the revision once.",
+            )
+        return cls(
+            _model_beside(written.model, base),
+            steps,
+            out=_beside(written.out, base),
+            ask=written.ask,
+            name=name,
+            lines=_lines_in(document, ()),
+        )
 
     @classmethod
     def default(cls) -> Recipe:
@@ -138,186 +182,265 @@ class Recipe:
         another = hub_id != _hub_revision(self.model)[0]
         # What is asked for now goes before what the recipe pins, in whichever of the two ways.
         given = {"task": task, "revision": revision or ("main" if model and pinned else "")}
-        model = hub_id if revision else model or self.model
         steps = []
         for step in self.steps:
             values: dict[str, Any] = {}
-            for option in _OF_ONE_MODEL.get(step.stage, ()):
+            for option in OF_ONE_MODEL.get(step.stage, ()):
                 if given.get(option):
                     values[option] = given[option]
                 elif another:
                     values[option] = _default_of(step.options, option)
-            steps.append(replace(step, options=replace(step.options, **values)))
-        ask = () if another else self.ask
-        return replace(self, model=model, steps=tuple(steps), ask=ask)
+            lines = {option: line for option, line in step.lines.items() if option not in values}
+            options = replace(step.options, **values)
+            steps.append(replace(step, options=options, lines=lines))
+        changed = self.changed(steps=tuple(steps), ask=() if another else self.ask)
+        return (
+            changed.changed(model=hub_id if revision else model) if model or revision else changed
+        )
+
+    def changed(self, **values: Any) -> Recipe:
+        """The same recipe with other values, whose lines are no longer those of the file."""
+        lines = {key: line for key, line in self.lines.items() if key not in values}
+        return replace(self, lines=lines, **values)
 
 
-class _Parser:
-    """One recipe's nodes to its dataclasses; knows the file for messages and paths."""
+def _named_stage(value: Any) -> Any:
+    """Read a stage's name alone as a stage without options."""
+    if isinstance(value, str):
+        return {value: None}
+    if not isinstance(value, dict):
+        raise _custom(f"found {_shown(value)}, expected a stage.", "Write - validate.")
+    if len(value) != 1:
+        names = ", ".join(f"'{key}'" for key in value) or "nothing"
+        raise _custom(
+            f"found {names} in one stage, expected the stage's name alone.",
+            "Indent its options further, or write - export: {opset: 20}.",
+        )
+    return value
 
-    def __init__(self, name: str, base: Path) -> None:
-        self._name = name
-        self._base = base
 
-    def recipe(self, root: Node) -> Recipe:
-        if not isinstance(root, Table):
-            self._fail(root.line, f"found {root.kind}, expected the keys model and stages.")
-        for key, line in root.key_lines.items():
-            if key not in _KEYS:
-                known = f"Known keys: {', '.join(_KEYS)}."
-                self._fail(line, f"unknown key '{key}'{nearest(key, _KEYS)}", do=known)
-        for key in ("model", "stages"):
-            if key not in root.entries:
-                self._fail(1, f"the key '{key}' is missing.")
-        model = self._text(root.entries["model"], "model")
-        if not model:
-            self._fail(root.entries["model"].line, "the key 'model' is empty.")
-        steps = self._steps(root.entries["stages"])
-        self._check_revision(model, steps)
-        out = self._text(root.entries["out"], "out") if "out" in root.entries else ""
-        ask = self._texts(root.entries["ask"], "ask") if "ask" in root.entries else ()
-        return Recipe(self._model(model), steps, out=self._path(out), ask=ask)
+def _one_or_several(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
-    def _steps(self, node: Node) -> tuple[Step, ...]:
-        if not isinstance(node, Sequence):
-            self._fail(node.line, f"stages: found {_shown(node)}, expected a list of stages.")
-        steps = tuple(self._step(item) for item in node.items)
-        if problem := _order_problem(steps):
-            self._fail(problem[1] or node.line, problem[0])
-        return steps
 
-    def _step(self, node: Node) -> Step:
-        if isinstance(node, Scalar):
-            return self._stage(node.text, node.line, None)
-        if not isinstance(node, Table):
-            self._fail(node.line, f"found {node.kind}, expected a stage.")
-        if len(node.entries) != 1:
-            names = ", ".join(f"'{key}'" for key in node.entries) or "nothing"
-            self._fail(
-                node.line,
-                f"found {names} in one stage, expected the stage's name alone.",
-                do="Indent its options further, or write - export: {opset: 20}.",
+def _reader(stage: str, kind: type) -> Callable[[Any, Callable[[Any], Any], ValidationInfo], Any]:
+    """Return how a stage's options are read: what recipes allow, the types, then the checks."""
+    hints, names = get_type_hints(kind), option_names(kind)
+
+    def read(value: Any, handler: Callable[[Any], Any], info: ValidationInfo) -> Any:
+        if value is not None and not isinstance(value, dict):
+            raise _custom(
+                f"{stage}: found {_shown(value)}, expected its options.",
+                f"Write - {stage}: {{{names[0]}: …}}.",
             )
-        stage, options = next(iter(node.entries.items()))
-        return self._stage(stage, node.key_lines[stage], options)
-
-    def _stage(self, stage: str, line: int, node: Node | None) -> Step:
-        if stage not in STAGES:
-            known = f"Known stages: {', '.join(STAGES)}."
-            self._fail(line, f"unknown stage '{stage}'{nearest(stage, STAGES)}", do=known)
-        kind = STAGES[stage]
-        if node is None or (isinstance(node, Scalar) and node.is_null):
-            return Step(stage, kind(), line)
-        if not isinstance(node, Table):
-            self._fail(node.line, f"{stage}: found {_shown(node)}, expected its options.")
-        values: dict[str, Any] = {}
-        for written, value in node.entries.items():
-            option, option_line = written, node.key_lines[written]
-            if written == _PROVIDERS and "provider" in option_names(kind):
-                option = "provider"
-                if option in node.entries:
-                    problem = f"{stage} has both 'provider' and '{_PROVIDERS}'."
-                    self._fail(option_line, problem, do="Keep one.")
-            # One at a time, so that a wrong value is reported with its own line.
-            values[option] = self._value(kind, option, value)
-            self._options(kind, stage, {option: values[option]}, option_line)
-        self._check_providers(values, node.line)
-        return Step(stage, self._options(kind, stage, values, line), line)
-
-    def _options(self, kind: type, stage: str, values: dict[str, Any], line: int) -> Any:
-        try:
-            return options_from(kind, stage, values)
-        except OptionError as error:
-            self._fail(line, error.message, do=error.do)
-
-    def _value(self, kind: type, option: str, node: Node) -> Any:
-        """What is written, as the option's type takes it; paths start from the recipe."""
-        if isinstance(node, Scalar) and node.is_null:
-            self._fail(node.line, f"option '{option}' has no value.",
-                       do="Leave the line out for the default.")  # fmt: skip
-        value = plain(node)
-        if option == "provider" and value != "":
-            return self._providers(node, value)
-        if isinstance(value, str):
-            if option in option_names(kind) and get_type_hints(kind)[option] == tuple[str, ...]:
-                return (value,)
-            if option in _PATH_OPTIONS:
-                return self._path(value)
-            if option in _MODEL_OPTIONS:
-                return self._model(value)
-        return value
-
-    def _providers(self, node: Node, value: Any) -> str:
-        """Providers as text, as a list, or as a mapping with their options."""
-        from enginery.runtime.provider_wish import parse_wishes, wish_text
-
-        try:
-            return wish_text(parse_wishes(value))
-        except (OptionError, ProviderError) as error:
-            self._fail(node.line, error.message, do=error.do)
-
-    def _check_providers(self, values: dict[str, Any], line: int) -> None:
-        """What can be said of a stage's providers before anything runs."""
-        if not values.get("provider"):
-            return  # whoever runs it may ask for others with ENGINERY_PROVIDERS
-        from enginery.runtime.provider_wish import parse_wishes
-        from enginery.runtime.run_fit import require_fit
-
-        try:
-            require_fit(parse_wishes(values["provider"], values.get("provider_option", ())))
-        except (OptionError, ProviderError) as error:
-            self._fail(line, error.message, do=error.do)
-
-    def _text(self, node: Node, key: str) -> str:
-        if not isinstance(node, Scalar) or node.is_null:
-            self._fail(node.line, f"{key}: found {_shown(node)}, expected text.")
-        return node.text
-
-    def _texts(self, node: Node, key: str) -> tuple[str, ...]:
-        items = node.items if isinstance(node, Sequence) else (node,)
-        return tuple(self._text(item, key) for item in items)
-
-    def _path(self, value: str) -> str:
-        """A path from the recipe's directory; absolute ones and `~` as they are meant."""
-        return str(self._base / _expanded(value)) if value else ""
-
-    def _model(self, value: str) -> str:
-        """A model that is written as a path, or that lies beside the recipe, is found there."""
-        written_as_path = value.startswith(("./", "../", "~")) or value.endswith(".onnx")
-        path = self._base / _expanded(value)
-        if value and (written_as_path or _exists(path)):
-            return str(path.absolute())  # `./name` must not come to look like the Hub id `name`
-        return value
-
-    def _check_revision(self, model: str, steps: Iterable[Step]) -> None:
-        _, pinned = _hub_revision(model)
-        for step in steps:
-            named = getattr(step.options, "revision", "main")
-            if pinned and named not in ("main", pinned):
-                self._fail(
-                    step.line,
-                    f"option 'revision' for {step.stage} is '{named}', but the model is '{model}'.",
-                    do="Name the revision once.",
+        given = dict(value or {})
+        if _PROVIDERS in given and "provider_option" in names:
+            if "provider" in given:
+                raise _at(
+                    _PROVIDERS, f"{stage} has both 'provider' and '{_PROVIDERS}'.", "Keep one."
                 )
+            given["provider"] = given.pop(_PROVIDERS)
+        written = {"provider": _PROVIDERS} if value and _PROVIDERS in value else {}
+        for option, one in given.items():
+            if one is None and option in names:
+                raise _at(
+                    option,
+                    f"option '{option}' has no value.",
+                    "Leave the line out for the default.",
+                )
+            if option == "provider" and "provider_option" in names and one != "":
+                given[option] = _providers(one, written.get(option, option))
+            elif isinstance(one, str) and option in names:
+                given[option] = _meant(option, one, hints[option], info.context)
+        try:
+            options = handler(given)  # the dataclass's own __post_init__ raises OptionError
+            check_stage(stage, options)
+        except EngineryError as error:
+            raise _noted(error, given, written) from error
+        return options
 
-    def _fail(self, line: int, problem: str, *, do: str = "") -> NoReturn:
-        raise RecipeError(f"{self._name}:{line}: {problem}", do=do)
+    return read
 
 
-def _order_problem(steps: Iterable[Step]) -> tuple[str, int] | None:
-    """What is wrong with the order of the stages and in which line, if anything is."""
-    order = list(steps)
-    if not order:
-        return "stages: found none, expected export first.", 0
-    if order[0].stage != "export":
-        return f"the first stage is '{order[0].stage}', expected export.", order[0].line
-    for before, step in pairwise(order):
-        if step.stage == "export":
-            return "export is there twice; it can only be the first stage.", step.line
-        if step.stage == before.stage:
-            # An artifact has one verdict of a stage: each run of one would undo the other's.
-            return f"{step.stage} follows itself; put everything to check into one.", step.line
-    return None
+def _meant(option: str, value: str, hint: Any, base: Any) -> Any:
+    """Return what a text means as an option: one of a list, a path, a model, or itself."""
+    if hint in (tuple[str, ...], tuple[int, ...]):
+        return (value,)
+    if option in PATHS and not (option == "input" and value == "-"):
+        return _beside(value, base)
+    if option == "reference":
+        return _model_beside(value, base)
+    if option == "url" and value and _scheme(value) == "file" and not value.startswith("file:"):
+        return _beside(value, base)
+    return value
+
+
+def _scheme(url: str) -> str:
+    try:
+        return scheme_of(url)
+    except OptionError:
+        return ""
+
+
+def _providers(value: Any, key: str) -> str:
+    """Read providers as text, as a list, or as a mapping with their options."""
+    items = value if isinstance(value, list) else [value]
+    for place, item in enumerate(items):
+        try:
+            parse_wishes(item)
+        except EngineryError as error:
+            where: tuple[int | str, ...] = (key, place) if value is items else (key,)
+            raise _at(where, error.message, error.do) from error
+    try:
+        return wish_text(parse_wishes(value))
+    except EngineryError as error:
+        raise _at(key, error.message, error.do) from error
+
+
+_OPTIONS: dict[str, Any] = {
+    # Not the stage's own name: `validate` is a method of pydantic's models.
+    f"{stage.replace('-', '_')}_stage": (
+        Annotated[kind, WrapValidator(_reader(stage, kind))],
+        Field(default=None, alias=stage),
+    )
+    for stage, kind in STAGES.items()
+}
+if TYPE_CHECKING:
+    _Stage = BaseModel
+else:
+    _Stage = create_model("_Stage", __config__=_CONFIG, **_OPTIONS)
+
+
+class RecipeFile(BaseModel):
+    """The model, what to make of it, and what to ask it at the end."""
+
+    model_config = _CONFIG
+
+    model: Annotated[str, Field(min_length=1)]
+    """A Hub id, a directory, an `.onnx` file or `package:NAME`."""
+    out: str = ""
+    """Where to leave the artifact, besides the store; empty for the store alone."""
+    stages: list[Annotated[_Stage, BeforeValidator(_named_stage)]]
+    """In order, `export` first, and only there."""
+    ask: Annotated[tuple[str, ...], BeforeValidator(_one_or_several)] = ()
+    """Texts to answer when all is done."""
+
+
+def _custom(message: str, do: str) -> PydanticCustomError:
+    return PydanticCustomError("recipe", "{message}", {"message": message, "do": do})
+
+
+def _at(where: str | tuple[int | str, ...], message: str, do: str) -> ValidationError:
+    """Return an error of an option, at a place below the value that is being read."""
+    loc = where if isinstance(where, tuple) else (where,)
+    details = InitErrorDetails(type=_custom(message, do), loc=loc, input=None)
+    return ValidationError.from_exception_data("recipe", [details])
+
+
+def _noted(
+    error: EngineryError, given: Mapping[str, Any], written: Mapping[str, str]
+) -> ValidationError | PydanticCustomError:
+    """Return a check's error at the first option of the recipe that its message mentions."""
+    option = _mentioned(error.message, {name: written.get(name, name) for name in given}, "")
+    if option:
+        return _at(option, error.message, error.do)
+    return _custom(error.message, error.do)
+
+
+def _mentioned(message: str, known: Mapping[str, Any], other: Any) -> Any:
+    return next((known[word] for word in re.findall(r"\w+", message) if word in known), other)
+
+
+def _first_problem(error: ValidationError, document: Document) -> RecipeError:
+    """Return the problem that comes first in the file, in words."""
+    problems = error.errors(include_url=False)
+    found = min(problems, key=lambda problem: document.line(problem["loc"]))
+    line, path = document.line(found["loc"]), document.known(found["loc"])
+    same = [found] + [
+        other for other in problems if other is not found and document.known(other["loc"]) == path
+    ]
+    message, do = _words(found["loc"], found["type"], same)
+    return RecipeError(f"{document.name}:{line}: {message}", do=do)
+
+
+def _words(where: tuple[int | str, ...], kind: str, problems: list[Any]) -> tuple[str, str]:
+    """Say what is wrong at a path of the file, and what to do."""
+    value = problems[0]["input"]
+    name = str(where[-1]) if where else ""
+    keys = list(RecipeFile.model_fields)
+    if kind == "recipe":
+        return problems[0]["ctx"]["message"], problems[0]["ctx"]["do"]
+    if not where:
+        return (
+            f"found {_shown(value, words=False)}, expected the keys model and stages.",
+            "Start from one of recipes/.",
+        )
+    if len(where) == 1:
+        if kind == "extra_forbidden":
+            return f"unknown key '{name}'{nearest(name, keys)}", f"Known keys: {', '.join(keys)}."
+        if kind == "missing":
+            return f"the key '{name}' is missing.", f"Add a line: {name}: …"
+        if kind == "string_too_short":
+            return f"the key '{name}' is empty.", "Name a Hub id, a directory or an .onnx file."
+        expected = "a list of stages" if name == "stages" else "text"
+        return f"{name}: found {_shown(value)}, expected {expected}.", f"Write {_EXAMPLES[name]}."
+    if where[0] == "ask":
+        return f"ask: found {_shown(value)}, expected text.", f"Write {_EXAMPLES['ask']}."
+    stage = str(where[2])
+    if stage not in STAGES:
+        return f"unknown stage '{stage}'{nearest(stage, STAGES)}", (
+            f"Known stages: {', '.join(STAGES)}."
+        )
+    if kind == "missing":
+        return f"option '{name}' for {stage} is missing.", f"Add a line: {name}: …"
+    if kind == "unexpected_keyword_argument":
+        unknown = unknown_option(name, stage, option_names(STAGES[stage]))
+        return unknown.message, unknown.do
+    option = str(where[3])
+    return (
+        f"option '{option}' for {stage}: {unfit_value(problems)}",
+        f"See: enginery {stage} --help",
+    )
+
+
+_EXAMPLES = {
+    "model": "model: org/name",
+    "stages": "stages: [export, validate]",
+    "out": "out: build/name",
+    "ask": 'ask: ["What a day."]',
+}
+
+
+def _step(document: Document, place: int, stage: BaseModel) -> Step:
+    (field_name,) = stage.model_fields_set
+    name = type(stage).model_fields[field_name].alias or ""
+    lines = _lines_in(document, ("stages", place, name))
+    if _PROVIDERS in lines:
+        lines["provider"] = lines[_PROVIDERS]
+    return Step(name, getattr(stage, field_name), document.line(("stages", place, name)), lines)
+
+
+def _lines_in(document: Document, path: tuple[int | str, ...]) -> dict[str, int]:
+    depth = len(path)
+    return {
+        str(known[-1]): line
+        for known, line in document.lines.items()
+        if len(known) == depth + 1 and known[:depth] == path
+    }
+
+
+def _beside(value: str, base: Path) -> str:
+    """A path from the recipe's directory; absolute ones and `~` as they are meant."""
+    return str(base / _expanded(value)) if value else ""
+
+
+def _model_beside(value: str, base: Path) -> str:
+    """A model that is written as a path, or that lies beside the recipe, is found there."""
+    written_as_path = value.startswith(("./", "../", "~")) or value.endswith(".onnx")
+    path = base / _expanded(value)
+    if value and (written_as_path or _exists(path)):
+        return str(path.absolute())  # `./name` must not come to look like the Hub id `name`
+    return value
 
 
 def _hub_revision(model: str) -> tuple[str, str]:
@@ -346,8 +469,8 @@ def _default_of(options: Any, option: str) -> Any:
     return next(f.default for f in dataclasses.fields(options) if f.name == option)
 
 
-def _shown(node: Node) -> str:
+def _shown(value: Any, *, words: bool = True) -> str:
     """What was found, for a message."""
-    if isinstance(node, Scalar):
-        return "nothing" if node.is_null else f"'{node.text}'"
-    return node.kind
+    if isinstance(value, str):
+        return f"'{value}'" if words else "text"
+    return {type(None): "nothing", list: "a list"}.get(type(value), "a mapping")

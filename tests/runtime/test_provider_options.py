@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 import yaml
 
-from enginery.core.errors import OptionError, ProviderError, RecipeError
+from enginery.core.errors import OptionError, ProviderError
 from enginery.doctor.one_op import one_op_model
 from enginery.runtime.cuda_provider_options import CudaOptions
 from enginery.runtime.onnxruntime_build import provider_library
@@ -209,9 +209,16 @@ def test_a_wish_that_cannot_be_read_says_why(given, options, words):
         parse_wishes(given, options)
 
 
-def test_yaml_that_is_more_than_data_is_refused():
-    with pytest.raises(RecipeError, match="the tag"):
+def test_yaml_that_is_more_than_data_is_refused_and_nothing_is_run(monkeypatch):
+    monkeypatch.setattr("os.system", lambda _: pytest.fail("ran"))
+    with pytest.raises(OptionError, match="provider 'cuda': found a list, expected its options"):
         parse_wishes("[{cuda: !!python/object/apply:os.system [ls]}]")
+
+
+@pytest.mark.parametrize("text", ["[cuda", "[{cuda: {device_id: 0, device_id: 1}}]"])
+def test_providers_that_are_no_yaml_are_an_error_and_no_traceback(text):
+    with pytest.raises(OptionError, match="providers are not YAML: "):
+        parse_wishes(text)
 
 
 @pytest.mark.parametrize(
