@@ -69,12 +69,14 @@ def check_recipe(recipe: Recipe) -> None:
     with _noted(recipe, "out"):
         if recipe.out:
             refuse_foreign(Path(recipe.out))
+    export = recipe.steps[0]
+    with _noted(recipe, "task", step=export if "task" in export.lines else None):
+        if not model.is_onnx:  # which is imported, whatever it is for
+            check_task(export.options.task)
     outputs: set[str] = set()
     for step in recipe.steps:
         with _noted(recipe, step=step):
             check_stage(step.stage, step.options)
-            if step.stage == "export" and not model.is_onnx:
-                check_task(step.options.task)
             _check_profiles(step, model)
             _check_providers(step.options)
             if step.stage == "build":
@@ -116,7 +118,7 @@ def _noted(recipe: Recipe, name: str = "", *, step: Step | None = None) -> Itera
             line = lines.get(next(named, name)) or step.line_of(error.message)
         if not line:
             raise
-        do = error.do or "Mend the option, or leave it out."
+        do = error.do or f"Name another {name or 'value'}; paths start from the recipe's directory."
         raise RecipeError(f"{recipe.name}:{line}: {error.message}", do=do) from error
 
 

@@ -55,8 +55,9 @@ class Step:
     """Where the recipe names each option that it names."""
 
     def line_of(self, message: str) -> int:
-        """Return the line of the first option that a message mentions, else the stage's own."""
-        return int(_mentioned(message, self.lines, self.line))
+        """Return the line of the option that a message is about, else the stage's own."""
+        given = {name: getattr(self.options, name, "") for name in self.lines}
+        return self.lines.get(_about(message, given), self.line)
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ def _reader(stage: str, kind: type) -> Callable[[Any, Callable[[Any], Any], Vali
             options = handler(given)  # the dataclass's own __post_init__ raises OptionError
             check_stage(stage, options)
         except EngineryError as error:
-            raise _noted(error, given, written) from error
+            raise _noted(error, stage, given, written) from error
         return options
 
     return read
@@ -338,17 +339,35 @@ def _at(where: str | tuple[int | str, ...], message: str, do: str) -> Validation
 
 
 def _noted(
-    error: EngineryError, given: Mapping[str, Any], written: Mapping[str, str]
+    error: EngineryError, stage: str, given: Mapping[str, Any], written: Mapping[str, str]
 ) -> ValidationError | PydanticCustomError:
-    """Return a check's error at the first option of the recipe that its message mentions."""
-    option = _mentioned(error.message, {name: written.get(name, name) for name in given}, "")
-    if option:
-        return _at(option, error.message, error.do)
-    return _custom(error.message, error.do)
+    """Return a check's error at the option of the recipe that its message is about."""
+    do = error.do or f"See: enginery {stage} --help"
+    if option := _about(error.message, given):
+        return _at(written.get(option, option), error.message, do)
+    return _custom(error.message, do)
 
 
-def _mentioned(message: str, known: Mapping[str, Any], other: Any) -> Any:
-    return next((known[word] for word in re.findall(r"\w+", message) if word in known), other)
+def _about(message: str, given: Mapping[str, Any]) -> str:
+    """Return which of some options a message is about; empty where it is none of them.
+
+    One that it names in quotes or begins with, else one whose value it quotes or has, else one
+    that it names as a word.
+    """
+    quoted, words = re.findall(r"'([^']+)'", message), re.findall(r"\w+", message)
+    values = [
+        (option, str(one))
+        for option, value in given.items()
+        for one in (value if isinstance(value, list | tuple) else [value])
+        if len(str(one)) > 2
+    ]
+    found = [
+        *(word for word in [*quoted, *words[:1]] if word in given),
+        *(option for option, text in values if any(len(q) > 2 and q in text for q in quoted)),
+        *(option for option, text in values if text in message),
+        *(word for word in words if word in given),
+    ]
+    return next(iter(found), "")
 
 
 def _first_problem(error: ValidationError, document: Document) -> RecipeError:

@@ -1,0 +1,368 @@
+"""Recipes that cannot run: each is refused with file, line and remedy before anything has run."""
+
+import shutil
+
+import pytest
+
+from enginery import Recipe, run_recipe
+from enginery.cli import main
+from enginery.core.errors import EngineryError, OptionError, RecipeError
+from enginery.export.config import ExportConfig
+from enginery.optimize.config import OptimizeConfig
+from enginery.recipe import Step
+from enginery.recipe.stages import PredictStage
+
+HEAD = "model: ./model\nout: out\nstages:\n"
+EXPORT = "  - export: {task: text-classification}\n"
+IMAGES = "  - export: {task: image-classification}\n"
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory, tiny_model):
+    """A directory with a model and data, in which recipes are written."""
+    folder = tmp_path_factory.mktemp("recipes")
+    shutil.copytree(tiny_model("bert", "text-classification"), folder / "model")
+    (folder / "reviews.csv").write_text("text,label\nGood.,1\nBad.,0\n")
+    (folder / "reviews.jsonl").write_text('{"text": "Good."}\n{"text": "Bad."}\n')
+    (folder / "semicolons.csv").write_text("text;label\nGood.;1\n")
+    (folder / "empty.csv").write_text("text,label\n")
+    (folder / "photos").mkdir()
+    (folder / "notes").mkdir()
+    (folder / "notes/thesis.txt").write_text("years of work")
+    return folder
+
+
+def state(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+# What is written, the line that is to be named, words of the problem, and of the remedy.
+BROKEN = {
+    # keys and values
+    "unknown key": (HEAD + EXPORT + "outs: x\n", 5, "unknown key 'outs'", "Known keys: model, out"),
+    "no model": ("out: out\nstages: [export]\n", 1, "the key 'model' is missing", "model: …"),
+    "unknown stage": (HEAD + EXPORT + "  - bnech\n", 5, "did you mean 'bench'?", "Known stages"),
+    "unknown option": (
+        HEAD + "  - export:\n      task: fill-mask\n      opsets: 20\n", 6,
+        "unknown option 'opsets' for export; did you mean 'opset'?", "Known options: task",
+    ),
+    "not a number": (
+        HEAD + "  - export:\n      task: fill-mask\n      opset: new\n", 6,
+        "option 'opset' for export: input should be a valid integer", "enginery export --help",
+    ),
+    "a number out of range": (
+        HEAD + "  - export:\n      opset: 200\n", 5,
+        "option 'opset' is 200, expected 7 to 23", "Leave it out for 20",
+    ),
+    "no value": (HEAD + "  - export:\n      opset:\n", 5, "'opset' has no value", "Leave the line"),
+    "options that are none": (HEAD + "  - export: 20\n", 4, "found '20', expected its", "Write"),
+    "options not indented": (
+        HEAD + "  - export:\n    opset: 20\n", 4, "in one stage, expected", "Indent its options",
+    ),
+    "key twice": (HEAD + EXPORT + "out: b\n", 5, "the key 'out' is there already", "Keep one"),
+    "tag": (HEAD + EXPORT + "ask: !!set {a}\n", 5, "the tag '!!set' is not allowed", "Leave the"),
+    "variable": (HEAD + EXPORT + "ask: ${NO_SUCH}\n", 5, "'NO_SUCH' is not set", "Set it, or"),
+    "bracket": (HEAD + "  - export: {task\nask: a\n", 5, "while parsing a flow", "Mend the YAML"),
+    # order
+    "no export": (HEAD + "  - validate\n", 4, "the first stage is 'validate'", "Begin with"),
+    "export twice": (HEAD + EXPORT + "  - export\n", 5, "export is there twice", "Leave one out"),
+    "stage twice": (
+        HEAD + EXPORT + "  - validate\n  - validate: {rows: 8}\n", 6,
+        "validate follows itself", "Put everything to check into one",
+    ),
+    "quantize after optimize for cuda": (
+        HEAD + EXPORT + "  - optimize: {target: cuda}\n  - quantize: {calibration: reviews.csv}\n",
+        6, "quantize follows optimize, which leaves fp16 for cuda", "Leave optimize out",
+    ),
+    "build after optimize for cuda": (
+        HEAD + EXPORT + "  - optimize: {target: cuda}\n  - build: {capability: 8.9}\n",
+        6, "TensorRT parses no graph for cuda", "target: tensorrt",
+    ),
+    "build of INT8 for the CPU": (
+        HEAD + EXPORT + "  - quantize: {scheme: dynamic, target: cpu}\n"
+        "  - build: {capability: 8.9}\n",
+        6, "TensorRT parses no graph for cpu", "leave build out",
+    ),
+    "optimize of FP16": (
+        HEAD + "  - export: {dtype: fp16}\n  - optimize\n", 5, "optimize starts from fp32", "Leave",
+    ),
+    "quantize twice": (
+        HEAD + EXPORT + "  - quantize: {calibration: reviews.csv}\n  - validate\n"
+        "  - quantize: {calibration: reviews.csv}\n", 7, "quantize is there twice", "Leave one out",
+    ),
+    "publish without a validation": (
+        HEAD + EXPORT + "  - publish: {url: registry}\n", 5, "without a validation",
+        "Put - validate before it",
+    ),
+    "publish of what was validated before it changed": (
+        HEAD + EXPORT + "  - validate\n  - optimize\n  - publish: {url: registry}\n", 7,
+        "publish follows optimize without a validation", "Put - validate before it",
+    ),
+    "Triton without an engine": (
+        HEAD + EXPORT + "  - export-triton: {directory: triton, provider: tensorrt}\n", 5,
+        "no stage builds one", "build: {flavor: tensorrt}",
+    ),
+    "KServe without an engine": (
+        HEAD + EXPORT + "  - export-kserve: {directory: k, storage_uri: s3://a/b, image: i, "
+        "provider: tensorrt}\n", 5, "no stage builds an engine", "name another provider",
+    ),
+    # options that do not go together, budgets, limits
+    "budget": (
+        HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n"
+        "      accuracy_budget: 0.5\n", 7,
+        "option 'accuracy_budget' is '0.5', expected a percentage", "",
+    ),
+    "no calibration": (HEAD + EXPORT + "  - quantize\n", 5, "no calibration inputs", "Name real"),
+    "capability": (
+        HEAD + EXPORT + "  - build: {profile: 'batch=1,sequence=8',\n      capability: 9.9}\n", 6,
+        "does not build for compute capability '9.9'", "It builds for 7.5, 8.0",
+    ),
+    "capabilities": (
+        HEAD + EXPORT + "  - quantize: {calibration: reviews.csv,\n      capabilities: [1.0]}\n", 6,
+        "does not build for compute capability '1.0'", "It builds for 7.5, 8.0",
+    ),
+    "level without fusions": (
+        HEAD + EXPORT + "  - optimize:\n      level: O3\n", 6, "option 'level' is O3", "Leave it",
+    ),
+    "a tolerance that is none": (
+        HEAD + EXPORT + "  - validate: {rows: 8,\n      min_cosine: 2}\n", 6,
+        "option 'min_cosine' is 2.0, expected -1 to 1", "",
+    ),
+    "contender": (
+        HEAD + EXPORT + "  - bench:\n      against: pytorhc\n", 6, "did you mean 'pytorch'?", "Kno",
+    ),
+    "sizes": (
+        HEAD + EXPORT + "  - bench:\n      batch: many\n", 6, "option 'batch': found 'many'", "",
+    ),
+    "output of another kind": (
+        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: a.xlsx\n", 7,
+        "found the suffix '.xlsx'", "",
+    ),
+    "option missing": (
+        HEAD + EXPORT + "  - predict: {input: reviews.csv}\n", 5,
+        "option 'output' for predict is missing", "Add a line: output",
+    ),
+    "dtype on the CPU": (
+        HEAD + "  - export:\n      dtype: bf16\n", 5, "no BF16 kernels", "--exporter dynamo",
+    ),
+    # profiles
+    "profile that is none": (
+        HEAD + EXPORT + "  - validate:\n      rows: 8\n      profile: batch\n", 7,
+        "found 'batch', expected name=min:opt:max", "Write it as batch=1:8:32",
+    ),
+    "minimum above optimum": (
+        HEAD + EXPORT + "  - validate:\n      profile: batch=8:1:32\n", 6,
+        "min 8 is above opt 1", "",
+    ),
+    "profile beyond the positions": (
+        HEAD + EXPORT + "  - validate:\n      profile: batch=1,sequence=1:8:5000\n", 6,
+        "the model's positions end at", "Lower the maximum of sequence",
+    ),
+    "profile of an unknown dim": (
+        HEAD + EXPORT + "  - validate:\n      profile: batch=1,sequnce=8\n", 6,
+        "did you mean 'sequence'?", "Dims of text-classification: batch, sequence",
+    ),
+    "bench beyond the positions": (
+        HEAD + EXPORT + "  - bench:\n      sequence: 16,5000\n", 6,
+        "the model's positions end at", "Measure up to",
+    ),
+    "no profile": (
+        HEAD + EXPORT + "  - build: {capability: 8.9}\n", 5, "build has no profile", "Add one",
+    ),
+    # providers
+    "provider": (
+        HEAD + EXPORT + "  - validate:\n      provider: cudaa\n", 6, "did you mean 'cuda'?", "",
+    ),
+    "provider option": (
+        HEAD + EXPORT + "  - validate:\n      providers:\n        - cpu\n"
+        "        - cuda: {devise_id: 0}\n", 8, "did you mean 'device_id'?", "Known options",
+    ),
+    "provider option of another": (
+        HEAD + EXPORT
+        + "  - bench:\n      provider: cpu\n      provider_option: cuda.device_id=0\n",
+        7, "which is not asked for", "Name it among the providers",
+    ),
+    "CUDA graph on the CPU": (
+        HEAD + EXPORT + "  - predict: {input: reviews.csv, output: a.csv, provider: cpu,\n"
+        "      cuda_graph: true}\n", 6, "cpu has no CUDA graphs", "Leave it out",
+    ),
+    # model and task
+    "task": (
+        HEAD + "  - export:\n      task: text-clasification\n", 5,
+        "did you mean 'text-classification'?", "Known: ",
+    ),
+    "model that is not there": (
+        "model: ./models\nstages: [export]\n", 1, "there is no such directory or file", "",
+    ),
+    "package that is not there": (
+        "model: package:no_such_package\nstages: [export]\n", 1, "is not installed", "pip install",
+    ),
+    "directory without a model": (
+        "model: ./photos\nstages: [export]\n", 1, "has no config.json", "save_pretrained",
+    ),
+    "two revisions": (
+        "model: org/name@v1\nstages:\n  - export: {revision: v2}\n", 3, "but the model is", "once",
+    ),
+    # files and columns
+    "out that is somebody else's": (
+        "model: ./model\nout: notes\nstages: [export]\n", 2, "not an enginery artifact", "",
+    ),
+    "data that are not there": (
+        HEAD + EXPORT + "  - validate:\n      rows: 8\n      data: review.csv\n", 7,
+        "there is no such file", "",
+    ),
+    "column": (
+        HEAD + EXPORT + "  - validate:\n      data: reviews.csv\n      column: texts\n", 7,
+        "has no column 'texts'; did you mean 'text'?", "Its columns: text, label",
+    ),
+    "column of JSONL": (
+        HEAD + EXPORT + "  - optimize:\n      column: review\n      data: reviews.jsonl\n", 6,
+        "has no column 'review'", "Its columns: text",
+    ),
+    "label column": (
+        HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n      accuracy_budget: 1%\n"
+        "      label_column: labels\n", 8, "has no column 'labels'", "Its columns: text, label",
+    ),
+    "separator": (
+        HEAD + EXPORT + "  - bench:\n      data: semicolons.csv\n", 6, "has no column 'text'",
+        "separated by semicolons",
+    ),
+    "no rows": (
+        HEAD + EXPORT + "  - validate:\n      data: empty.csv\n", 6, "holds no text", "",
+    ),
+    "texts for a model of images": (
+        HEAD + IMAGES + "  - validate:\n      data: reviews.csv\n", 6,
+        "expected a folder of images", "Name another data",
+    ),
+    "no images": (
+        HEAD + IMAGES + "  - bench:\n      images: photos\n", 6, "no images in it", "",
+    ),
+    "ranges": (
+        HEAD + EXPORT + "  - quantize:\n      ranges: nowhere\n", 6, "expected a ranges.json", "",
+    ),
+    "reference": (
+        HEAD + EXPORT + "  - validate:\n      reference: ./torch\n", 6, "no such directory", "",
+    ),
+    "input": (
+        HEAD + EXPORT + "  - predict:\n      output: a.csv\n      input: b.csv\n", 7,
+        "there is nothing of that name", "",
+    ),
+    "column of the input": (
+        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: a.csv\n"
+        "      column: review\n", 8, "has no column 'review'", "Its columns: text, label",
+    ),
+    "input that would be overwritten": (
+        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: ./reviews.csv\n", 6,
+        "is the input, which is never overwritten", "Name another output",
+    ),
+    "standard input of no format": (
+        HEAD + EXPORT + "  - predict: {input: '-', output: a.csv}\n", 5, "standard input has no su",
+        "Name it",
+    ),
+    "task that is not answered": (
+        HEAD + "  - export: {task: multiple-choice}\n"
+        "  - predict: {input: reviews.csv, output: a.csv}\n", 5, "predict follows an export for",
+        "export for another task",
+    ),
+    # addresses
+    "scheme": (
+        HEAD + EXPORT + "  - validate\n  - publish:\n      url: htp://a\n", 7,
+        "unknown scheme 'htp'", "Known: file:///path",
+    ),
+    "address of the Hub": (
+        HEAD + EXPORT + "  - validate\n  - publish:\n      url: hf://a b/c\n", 7,
+        "expected hf://org/name", "",
+    ),
+    "registry that is an artifact's": (
+        HEAD + EXPORT + "  - validate\n  - publish:\n      url: reviews.csv\n", 7,
+        "is a file, expected the folder of a registry", "",
+    ),
+    "storage": (
+        HEAD + EXPORT + "  - export-kserve:\n      directory: k\n      image: i\n"
+        "      storage_uri: s4://a/b\n", 8, "unknown scheme 's4'", "Known: gs",
+    ),
+    "version of Triton": (
+        HEAD + EXPORT + "  - export-triton:\n      directory: t\n      version: 0\n", 7,
+        "option 'version' is 0", "",
+    ),
+}  # fmt: skip
+
+
+def test_there_are_enough():
+    assert len(BROKEN) >= 35
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_file_line_problem_and_remedy_are_named_and_nothing_has_run(
+    case, beside, tmp_path, monkeypatch
+):
+    text, line, problem, remedy = BROKEN[case]
+    path = beside / "recipe.yaml"
+    path.write_text(text)
+    home = tmp_path / "home"
+    monkeypatch.setenv("ENGINERY_HOME", str(home))
+    monkeypatch.delenv("NO_SUCH", raising=False)
+    monkeypatch.setattr("enginery.pipeline.export_step", lambda *_, **__: pytest.fail("it ran"))
+    before = state(beside)
+    with pytest.raises(RecipeError) as caught:
+        run_recipe(path)
+    said = caught.value
+    assert said.message.startswith(f"{path}:{line}: "), said
+    assert problem in said.message
+    assert said.do, f"no remedy: {said}"
+    assert remedy in said.do, said
+    assert state(beside) == before
+    assert not home.exists()
+
+
+def test_check_says_what_is_wrong_and_runs_nothing(beside, capsys, monkeypatch):
+    monkeypatch.setattr("enginery.pipeline.export_step", lambda *_, **__: pytest.fail("it ran"))
+    path = beside / "recipe.yaml"
+    path.write_text(HEAD + EXPORT + "  - validate: {data: review.csv}\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--check", str(path)])
+    assert ended.value.code == 2
+    assert f"{path}:5: data " in capsys.readouterr().err.replace("\n", " ")
+
+    path.write_text(HEAD + EXPORT + "  - validate: {data: reviews.csv}\n")
+    main_ends_well(["run", "--check", str(path), "--json"])
+    assert '"validate"' in capsys.readouterr().out
+
+
+def main_ends_well(words):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+
+
+def test_what_is_wrong_on_the_command_line_names_no_line_of_the_recipe(beside, monkeypatch):
+    path = beside / "recipe.yaml"
+    path.write_text(HEAD + EXPORT)
+    plan = Recipe.load(path)
+    with pytest.raises(OptionError, match=r"^option 'task': unknown task 'sorting'"):
+        run_recipe(plan.with_model(task="sorting"))
+    with pytest.raises(EngineryError, match=r"^model 'a b': expected a"):
+        run_recipe(plan.with_model("a b"))
+    with pytest.raises(EngineryError, match="not an enginery artifact") as caught:
+        run_recipe(plan.changed(out=str(beside / "notes")))
+    assert not isinstance(caught.value, RecipeError)
+
+
+def test_a_recipe_made_in_python_is_checked_as_well(beside):
+    export = Step("export", ExportConfig(task="text-classification"))
+    model = str(beside / "model")
+    with pytest.raises(OptionError, match="option 'level' is O3"):
+        run_recipe(Recipe(model, (export, Step("optimize", OptimizeConfig(level="O3")))))
+    predict = Step("predict", PredictStage(input="nowhere.csv", output="a.csv"))
+    with pytest.raises(EngineryError, match="there is nothing of that name"):
+        run_recipe(Recipe(model, (export, predict)))
+
+
+def test_a_file_that_an_earlier_stage_leaves_need_not_be_there(beside):
+    from enginery.recipe.checks import check_recipe
+
+    text = (
+        HEAD + EXPORT + "  - predict: {input: reviews.csv, output: first.csv}\n"
+        "  - predict: {input: first.csv, output: second.csv, prefix: again_}\n"
+    )
+    check_recipe(Recipe.parse(text, base=beside))
