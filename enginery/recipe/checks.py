@@ -202,6 +202,7 @@ def _check_quantize(options: Any) -> None:
 
 def _check_predict(options: PredictStage, model: _Model, outputs: set[str]) -> None:
     from enginery.predict.asking import column_names, read_options
+    from enginery.predict.columns import AnswerColumns
     from enginery.predict.reading import STDIN, input_format, open_input, require_format
 
     path = Path(options.input)
@@ -225,9 +226,10 @@ def _check_predict(options: PredictStage, model: _Model, outputs: set[str]) -> N
             f"{', '.join(answered_tasks())}.",
             do="Leave predict out, or export for another task.",
         )
-    read_options(task, options)
+    of_task = read_options(task, options)
     if kind:
-        open_input(path, column_names(task, options), options, raw_lines=False)
+        reader = open_input(path, column_names(task, options), options, raw_lines=False)
+        AnswerColumns.of(task, of_task, reader.schema, reader.names, prefix=options.prefix, dim=1)
 
 
 def _check_address(options: PublishStage) -> None:

@@ -251,6 +251,10 @@ BROKEN = {
         HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: a.csv\n"
         "      column: review\n", 8, "has no column 'review'", "Its columns: text, label",
     ),
+    "column that the answer has": (
+        HEAD + EXPORT + "  - predict:\n      output: a.csv\n      input: reviews.csv\n", 7,
+        "has a column 'label' already", "a prefix",
+    ),
     "input that would be overwritten": (
         HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: ./reviews.csv\n", 6,
         "is the input, which is never overwritten", "Name another output",
@@ -362,7 +366,7 @@ def test_a_file_that_an_earlier_stage_leaves_need_not_be_there(beside):
     from enginery.recipe.checks import check_recipe
 
     text = (
-        HEAD + EXPORT + "  - predict: {input: reviews.csv, output: first.csv}\n"
+        HEAD + EXPORT + "  - predict: {input: reviews.csv, output: first.csv, prefix: a_}\n"
         "  - predict: {input: first.csv, output: second.csv, prefix: again_}\n"
     )
     check_recipe(Recipe.parse(text, base=beside))
