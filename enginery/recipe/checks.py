@@ -75,10 +75,13 @@ def check_recipe(recipe: Recipe) -> None:
             check_task(export.options.task)
     outputs: set[str] = set()
     for step in recipe.steps:
+        # Nothing in the file says which where ENGINERY_PROVIDERS does.
+        says = step if getattr(step.options, "provider", "") else None
+        with _noted(recipe, "provider", step=says):
+            _check_providers(step.options)
         with _noted(recipe, step=step):
             check_stage(step.stage, step.options)
             _check_profiles(step, model)
-            _check_providers(step.options)
             if step.stage == "build":
                 _check_build(step.options, model)
             elif step.stage == "quantize":

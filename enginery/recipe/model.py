@@ -31,7 +31,6 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from enginery.core.errors import EngineryError, OptionError, RecipeError, nearest
 from enginery.core.options import option_names, unfit_value, unknown_option
 from enginery.export.config import ExportConfig, check_task
-from enginery.publish.destination import scheme_of
 from enginery.recipe.loading import Document, read_yaml
 from enginery.recipe.stages import OF_ONE_MODEL, PATHS, STAGES, check_stage, problem_of_order
 from enginery.runtime.provider_wish import parse_wishes, wish_text
@@ -194,10 +193,8 @@ class Recipe:
             lines = {option: line for option, line in step.lines.items() if option not in values}
             options = replace(step.options, **values)
             steps.append(replace(step, options=options, lines=lines))
-        changed = self.changed(steps=tuple(steps), ask=() if another else self.ask)
-        return (
-            changed.changed(model=hub_id if revision else model) if model or revision else changed
-        )
+        named = {"model": hub_id if revision else model} if model or revision else {}
+        return self.changed(steps=tuple(steps), ask=() if another else self.ask, **named)
 
     def changed(self, **values: Any) -> Recipe:
         """The same recipe with other values, whose lines are no longer those of the file."""
@@ -237,27 +234,24 @@ def _reader(stage: str, kind: type) -> Callable[[Any, Callable[[Any], Any], Vali
         given = dict(value or {})
         if _PROVIDERS in given and "provider_option" in names:
             if "provider" in given:
-                raise _at(
-                    _PROVIDERS, f"{stage} has both 'provider' and '{_PROVIDERS}'.", "Keep one."
-                )
+                both = f"{stage} has both 'provider' and '{_PROVIDERS}'."
+                raise _at(_PROVIDERS, message=both, do="Keep one.")
             given["provider"] = given.pop(_PROVIDERS)
-        written = {"provider": _PROVIDERS} if value and _PROVIDERS in value else {}
         for option, one in given.items():
             if one is None and option in names:
-                raise _at(
-                    option,
-                    f"option '{option}' has no value.",
-                    "Leave the line out for the default.",
-                )
+                nothing = f"option '{option}' has no value."
+                raise _at(option, message=nothing, do="Leave the line out for the default.")
             if option == "provider" and "provider_option" in names and one != "":
-                given[option] = _providers(one, written.get(option, option))
+                given[option] = _providers(one)
             elif isinstance(one, str) and option in names:
                 given[option] = _meant(option, one, hints[option], info.context)
         try:
             options = handler(given)  # the dataclass's own __post_init__ raises OptionError
             check_stage(stage, options)
         except EngineryError as error:
-            raise _noted(error, stage, given, written) from error
+            about = _about(error.message, given)
+            do = error.do or f"See: enginery {stage} --help"
+            raise _at(*([about] if about else []), message=error.message, do=do) from error
         return options
 
     return read
@@ -271,31 +265,22 @@ def _meant(option: str, value: str, hint: Any, base: Any) -> Any:
         return _beside(value, base)
     if option == "reference":
         return _model_beside(value, base)
-    if option == "url" and value and _scheme(value) == "file" and not value.startswith("file:"):
+    if option == "url" and ":" not in value:
         return _beside(value, base)
     return value
 
 
-def _scheme(url: str) -> str:
-    try:
-        return scheme_of(url)
-    except OptionError:
-        return ""
-
-
-def _providers(value: Any, key: str) -> str:
+def _providers(value: Any) -> str:
     """Read providers as text, as a list, or as a mapping with their options."""
-    items = value if isinstance(value, list) else [value]
-    for place, item in enumerate(items):
-        try:
-            parse_wishes(item)
-        except EngineryError as error:
-            where: tuple[int | str, ...] = (key, place) if value is items else (key,)
-            raise _at(where, error.message, error.do) from error
+    place: tuple[int | str, ...] = ("provider",)
     try:
+        for index, item in enumerate(value if isinstance(value, list) else ()):
+            place = ("provider", index)
+            parse_wishes(item)
+        place = ("provider",)
         return wish_text(parse_wishes(value))
     except EngineryError as error:
-        raise _at(key, error.message, error.do) from error
+        raise _at(*place, message=error.message, do=error.do) from error
 
 
 _OPTIONS: dict[str, Any] = {
@@ -331,21 +316,10 @@ def _custom(message: str, do: str) -> PydanticCustomError:
     return PydanticCustomError("recipe", "{message}", {"message": message, "do": do})
 
 
-def _at(where: str | tuple[int | str, ...], message: str, do: str) -> ValidationError:
-    """Return an error of an option, at a place below the value that is being read."""
-    loc = where if isinstance(where, tuple) else (where,)
-    details = InitErrorDetails(type=_custom(message, do), loc=loc, input=None)
+def _at(*place: int | str, message: str, do: str) -> ValidationError:
+    """Return an error at a place below the value that is being read."""
+    details = InitErrorDetails(type=_custom(message, do), loc=place, input=None)
     return ValidationError.from_exception_data("recipe", [details])
-
-
-def _noted(
-    error: EngineryError, stage: str, given: Mapping[str, Any], written: Mapping[str, str]
-) -> ValidationError | PydanticCustomError:
-    """Return a check's error at the option of the recipe that its message is about."""
-    do = error.do or f"See: enginery {stage} --help"
-    if option := _about(error.message, given):
-        return _at(written.get(option, option), error.message, do)
-    return _custom(error.message, do)
 
 
 def _about(message: str, given: Mapping[str, Any]) -> str:
@@ -373,13 +347,16 @@ def _about(message: str, given: Mapping[str, Any]) -> str:
 def _first_problem(error: ValidationError, document: Document) -> RecipeError:
     """Return the problem that comes first in the file, in words."""
     problems = error.errors(include_url=False)
+    for where, line in list(document.lines.items()):  # under the option's own name, too
+        named = tuple("provider" if part == _PROVIDERS else part for part in where)
+        document.lines.setdefault(named, line)
     found = min(problems, key=lambda problem: document.line(problem["loc"]))
-    line, path = document.line(found["loc"]), document.known(found["loc"])
+    path = document.known(found["loc"])
     same = [found] + [
         other for other in problems if other is not found and document.known(other["loc"]) == path
     ]
     message, do = _words(found["loc"], found["type"], same)
-    return RecipeError(f"{document.name}:{line}: {message}", do=do)
+    return RecipeError(f"{document.name}:{document.line(path)}: {message}", do=do)
 
 
 def _words(where: tuple[int | str, ...], kind: str, problems: list[Any]) -> tuple[str, str]:

@@ -173,6 +173,9 @@ BROKEN = {
     "provider": (
         HEAD + EXPORT + "  - validate:\n      provider: cudaa\n", 6, "did you mean 'cuda'?", "",
     ),
+    "provider that this machine cannot have": (
+        HEAD + EXPORT + "  - validate:\n      provider: acl\n", 6, "is built without it", "",
+    ),
     "provider option": (
         HEAD + EXPORT + "  - validate:\n      providers:\n        - cpu\n"
         "        - cuda: {devise_id: 0}\n", 8, "did you mean 'device_id'?", "Known options",
@@ -276,6 +279,10 @@ BROKEN = {
     "address of the Hub": (
         HEAD + EXPORT + "  - validate\n  - publish:\n      url: hf://a b/c\n", 7,
         "expected hf://org/name", "",
+    ),
+    "address of MLflow": (
+        HEAD + EXPORT + "  - validate\n  - publish: {url: mlflow:name}\n", 6,
+        "expected mlflow:/name", "",
     ),
     "registry that is an artifact's": (
         HEAD + EXPORT + "  - validate\n  - publish:\n      url: reviews.csv\n", 7,
