@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from enginery.core.errors import OptionError, nearest
+from enginery.core.shapes import canonical_dim
 
 OURS = "enginery"
 """What is measured in any case: the artifact through this package's own runner."""
@@ -158,3 +159,24 @@ def read_sizes(text: str, name: str) -> tuple[int, ...]:
                 f"option '{name}': found '{word}', expected whole numbers from 1 on: 1,8,32."
             )
     return tuple(sorted({int(word) for word in words}))
+
+
+def parse_shape(text: str) -> dict[str, int]:
+    """Sizes by dim from `batch=1,height=64`.
+
+    Raises:
+        OptionError: it is written otherwise, or a dim is there twice.
+    """
+    given: dict[str, int] = {}
+    for part in text.split(","):
+        word, equals, size = part.partition("=")
+        name = canonical_dim(word)
+        if not equals or not name:
+            raise OptionError(
+                f"option 'shape': found '{part}', expected name=size.",
+                do="Write it as --shape batch=1,height=64.",
+            )
+        if name in given:
+            raise OptionError(f"option 'shape': dim '{name}' is given twice in '{text}'.")
+        (given[name],) = read_sizes(size, "shape")[:1]
+    return given

@@ -33,7 +33,7 @@ from enginery.core.source import find_local
 from enginery.core.staging import refuse_foreign
 from enginery.export.config import check_task
 from enginery.recipe.model import Recipe, Step
-from enginery.recipe.stages import BenchStage, PredictStage, PublishStage, check_stage
+from enginery.recipe.stages import BenchStage, PredictStage, PublishStage, check_stage, wishes_of
 from enginery.runtime.tasks import answered_tasks, task_of
 
 _TEXTS = ("text-classification", "token-classification", "fill-mask", "question-answering")
@@ -75,13 +75,10 @@ def check_recipe(recipe: Recipe) -> None:
             check_task(export.options.task)
     outputs: set[str] = set()
     for step in recipe.steps:
-        # Nothing in the file says which where ENGINERY_PROVIDERS does.
-        says = step if getattr(step.options, "provider", "") else None
-        with _noted(recipe, "provider", step=says):
-            _check_providers(step.options)
         with _noted(recipe, step=step):
             check_stage(step.stage, step.options)
             _check_profiles(step, model)
+            _check_providers(step.options)
             if step.stage == "build":
                 _check_build(step.options, model)
             elif step.stage == "quantize":
@@ -168,9 +165,7 @@ def _check_providers(options: Any) -> None:
     """Say why a provider cannot be had, before anything runs for nothing."""
     if not hasattr(options, "provider_option"):
         return
-    from enginery.runtime.provider_wish import parse_wishes
-
-    wishes = parse_wishes(options.provider, options.provider_option, default="cpu")
+    wishes = wishes_of(options)
     if [wish.name for wish in wishes] != ["cpu"]:
         from enginery.runtime.providers import choose_providers
 

@@ -280,7 +280,8 @@ def _providers(value: Any) -> str:
         place = ("provider",)
         return wish_text(parse_wishes(value))
     except EngineryError as error:
-        raise _at(*place, message=error.message, do=error.do) from error
+        do = error.do or "See: enginery provider-options"
+        raise _at(*place, message=error.message, do=do) from error
 
 
 _OPTIONS: dict[str, Any] = {

@@ -29,7 +29,7 @@ from enginery.publish.kserve_options import KserveConfig
 from enginery.publish.triton_options import TritonConfig
 from enginery.quantize import config as quantize
 from enginery.quantize.config import QuantizeConfig
-from enginery.runtime.provider_wish import parse_wishes
+from enginery.runtime.provider_wish import ProviderWish, parse_wishes
 from enginery.runtime.run_fit import require_fit
 from enginery.runtime.tensorrt_capability import CURRENT, resolve_capabilities
 from enginery.runtime.tensorrt_options import RTX, check_options, flavor_named
@@ -134,13 +134,21 @@ def check_stage(stage: str, options: Any) -> None:
     if check := _CHECKS.get(stage):
         check(options)
     if getattr(options, "provider", "") and hasattr(options, "provider_option"):
-        ways = ("io_binding", "cuda_graph", "shrink_arena")
-        require_fit(
-            parse_wishes(options.provider, options.provider_option),
-            **{way: getattr(options, way) for way in ways if hasattr(options, way)},
-        )
+        wishes_of(options)
     for text in getattr(options, "profile", ()):
         Profile.parse(text)
+
+
+def wishes_of(options: Any) -> tuple[ProviderWish, ...]:
+    """Return the providers that a stage asks for, or the environment for it, else the CPU.
+
+    Raises:
+        EngineryError: there are no such providers or options, or they do not fit how it runs.
+    """
+    wishes = parse_wishes(options.provider, options.provider_option, default="cpu")
+    ways = ("io_binding", "cuda_graph", "shrink_arena")
+    require_fit(wishes, **{way: getattr(options, way) for way in ways if hasattr(options, way)})
+    return wishes
 
 
 def _check_quantize(options: QuantizeConfig) -> None:
@@ -164,6 +172,8 @@ def _check_bench(options: BenchStage) -> None:
     bench.read_sizes(options.batch, "batch")
     if options.sequence != bench.AUTO:
         bench.read_sizes(options.sequence, "sequence")
+    for text in options.shape:
+        bench.parse_shape(text)
 
 
 def _check_predict(options: PredictStage) -> None:

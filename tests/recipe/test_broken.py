@@ -176,6 +176,12 @@ BROKEN = {
     "provider that this machine cannot have": (
         HEAD + EXPORT + "  - validate:\n      provider: acl\n", 6, "is built without it", "",
     ),
+    "CUDA graph on no provider": (
+        HEAD + EXPORT + "  - bench:\n      cuda_graph: yes\n", 6, "cpu has no CUDA graphs", "Leave",
+    ),
+    "shape": (
+        HEAD + EXPORT + "  - bench:\n      shape: height\n", 6, "expected name=size", "Write it as",
+    ),
     "provider option": (
         HEAD + EXPORT + "  - validate:\n      providers:\n        - cpu\n"
         "        - cuda: {devise_id: 0}\n", 8, "did you mean 'device_id'?", "Known options",
