@@ -91,6 +91,10 @@ def read_yaml(text: str, name: str) -> Document:
         raise RecipeError(
             f"{name}:{line}: {error.reason}, found {found}.", do="Remove the character."
         ) from error
+    except AssertionError as error:  # ruamel.yaml's, of a directive such as %YAML 1.3
+        raise RecipeError(
+            f"{name}:1: {error}.", do="Leave the directive out: recipes are YAML 1.2."
+        ) from error
     except RecursionError:
         raise RecipeError(
             f"{name}:1: nested deeper than {_MAX_DEPTH} levels.", do="Close the brackets."

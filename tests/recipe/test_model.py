@@ -183,6 +183,7 @@ def test_anchors_stand_for_whole_values():
         ("model: m\nstages: \x07", "recipe.yaml:2: special characters are not allowed, found U+"),
         ("model: m\n---\nmodel: n", "recipe.yaml:2: expected a single document"),
         ("model: *m\n", "recipe.yaml:1: found undefined alias 'm'"),
+        ("%YAML 1.3\n---\nmodel: m", "recipe.yaml:1: version minor part can only be 2 or 1"),
         ("model: m\n? [a]\n: b", "recipe.yaml:2: a key is a list or a mapping, expected a name."),
         ("model: m\nstages: [export: &e {opset: 20}, validate: {<<: *e}]", "'<<' is not read"),
     ],
