@@ -109,13 +109,15 @@ def _noted(recipe: Recipe, name: str = "", *, step: Step | None = None) -> Itera
         lines = step.lines if step else recipe.lines
         line = lines.get(name, 0)
         if step:
+            # A file's problem is of the option that names it; other options name themselves.
             named = (
                 option
                 for option in lines
                 if option.endswith("column")
                 and f"no column '{getattr(step.options, option)}'" in error.message
             )
-            line = lines.get(next(named, name)) or step.line_of(error.message)
+            file = name if isinstance(error, InputError | SourceError) else ""
+            line = lines.get(next(named, file)) or step.line_of(error.message)
         if not line:
             raise
         do = error.do or f"Name another {name or 'value'}; paths start from the recipe's directory."
@@ -123,7 +125,8 @@ def _noted(recipe: Recipe, name: str = "", *, step: Step | None = None) -> Itera
 
 
 def _read_model(recipe: Recipe) -> _Model:
-    task = str(recipe.steps[0].options.task).replace("auto", "")
+    named = recipe.steps[0].options.task
+    task = "" if named == "auto" else named
     path = find_local(recipe.model)
     if path is None or path.is_file():
         return _Model(task, is_onnx=path is not None, limits={})

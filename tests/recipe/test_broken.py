@@ -264,6 +264,15 @@ BROKEN = {
         HEAD + EXPORT + "  - predict:\n      output: a.csv\n      input: reviews.csv\n", 7,
         "has a column 'label' already", "a prefix",
     ),
+    "option that the task does not take": (
+        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: a.csv\n"
+        "      top_k: 20000\n", 8, "top_k", "",
+    ),
+    "task of sound": (
+        HEAD + "  - export: {task: automatic-speech-recognition}\n"
+        "  - predict:\n      input: reviews.csv\n      output: a.csv\n", 5,
+        "predict follows an export for automatic-speech-recognition", "export for another task",
+    ),
     "input that would be overwritten": (
         HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: ./reviews.csv\n", 6,
         "is the input, which is never overwritten", "Name another output",
