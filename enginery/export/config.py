@@ -63,17 +63,20 @@ def check_options(config: ExportConfig) -> None:
         raise OptionError(
             f"option 'opset' is {config.opset}, expected {_OPSETS[0]} to {_OPSETS[-1]}.",
             do="Leave it out for 20, which TensorRT and quantizing work with.",
+            option="opset",
         )
     if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", config.device):
         raise OptionError(
             f"option 'device' is '{config.device}', expected cpu, cuda or cuda:N.",
             do="Leave it out for cpu.",
+            option="device",
         )
     if (config.dtype, config.device, config.exporter) == ("bf16", "cpu", "optimum"):
         raise OptionError(
             "option 'dtype' is bf16: Optimum runs the graph while it exports, and ONNX Runtime has "
             "no BF16 kernels on the CPU.",
             do="Use --device cuda or --exporter dynamo.",
+            option="dtype",
         )
 
 
@@ -83,4 +86,5 @@ def check_task(task: str) -> None:
         raise OptionError(
             f"option 'task': unknown task '{task}'{nearest(task, TASKS)}",
             do=f"Known: {', '.join(TASKS)}; or auto.",
+            option="task",
         )

@@ -90,8 +90,9 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     try:
         return task.Options.read(values)
     except TaskOptionError as error:
-        message = error.message.replace(error.field, _TASK_OPTIONS[error.field], 1)
-        raise OptionError(message) from error
+        option = _TASK_OPTIONS[error.field]
+        message = error.message.replace(error.field, option, 1)
+        raise OptionError(message, option=option) from error
 
 
 def wishes_of(config: PredictConfig) -> tuple[ProviderWish, ...]:
