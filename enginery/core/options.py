@@ -9,7 +9,7 @@ The command line builds the same dataclasses by itself (cyclopts); this is for t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from enginery.core.errors import OptionError, nearest
@@ -34,32 +34,29 @@ def options_from(options: type[Options], stage: str, values: Mapping[str, Any]) 
     known = option_names(options)
     for name in values:
         if name not in known:
-            raise unknown_option(name, stage, known)
+            raise OptionError(
+                f"unknown option '{name}' for {stage}{nearest(name, known)}",
+                do=f"Known options: {', '.join(known)}.",
+                option=name,
+            )
     try:
         return TypeAdapter(options).validate_python(dict(values))
     except ValidationError as error:
         problems = error.errors()
-        where = problems[0]["loc"][:1]
-        name = f"option '{where[0]}' for {stage}" if where else stage
-        words = unfit_value([found for found in problems if found["loc"][:1] == where])
-        raise OptionError(f"{name}: {words}") from error
+        name = str(problems[0]["loc"][0])
+        if problems[0]["type"] == "missing":
+            raise OptionError(
+                f"option '{name}' for {stage} is missing.", do=f"Add {name}, with its value."
+            ) from None
+        # An option that may be a number or a word has one problem for each.
+        words = " or ".join(_lower_first(p["msg"]) for p in problems if p["loc"][0] == name)
+        raise OptionError(
+            f"option '{name}' for {stage}: {words}, found {problems[0]['input']!r}.", option=name
+        ) from error
 
 
-def unknown_option(name: str, stage: str, known: Sequence[str]) -> OptionError:
-    """Return the error of an option that a stage does not have."""
-    return OptionError(
-        f"unknown option '{name}' for {stage}{nearest(name, known)}",
-        do=f"Known options: {', '.join(known)}.",
-    )
-
-
-def unfit_value(problems: Sequence[Mapping[str, Any]]) -> str:
-    """Say what pydantic expected of one value, and what was found.
-
-    An option that may be a number or a word has one problem for each.
-    """
-    words = " or ".join(found["msg"][:1].lower() + found["msg"][1:] for found in problems)
-    return f"{words}, found {problems[0]['input']!r}."
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
 
 
 def options_dict(options: Any) -> dict[str, Any]:

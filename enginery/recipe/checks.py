@@ -1,4 +1,4 @@
-"""What can be known of a recipe before it runs: its files, this machine, and all options again.
+"""What can be known of a recipe before it runs: its options, its files, this machine.
 
 >>> check_recipe(Recipe.load("recipes/sentiment.yaml"))
 RecipeError: recipes/sentiment.yaml:18: data 'recipes/reviews.csv': expected a file with texts …
@@ -9,32 +9,38 @@ their first text. What only the exported graph knows is left to the stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from enginery.bench import config as bench
 from enginery.core.data import IMAGE_SUFFIXES, list_images, require_texts
 from enginery.core.errors import (
     ArtifactError,
     EngineryError,
     InputError,
     OptionError,
-    RecipeError,
     ShapeError,
     SourceError,
     nearest,
 )
 from enginery.core.feeds import FeedLimits
 from enginery.core.model_files import ModelConfig
-from enginery.core.shapes import Profile
+from enginery.core.shapes import DimRange, Profile
 from enginery.core.source import find_local
 from enginery.core.staging import refuse_foreign
-from enginery.export.config import check_task
+from enginery.engine import config as engine
+from enginery.export import config as export
+from enginery.optimize import config as optimize
+from enginery.quantize import config as quantize
 from enginery.recipe.model import Recipe, Step
-from enginery.recipe.stages import BenchStage, PredictStage, PublishStage, check_stage, wishes_of
+from enginery.recipe.stages import BenchStage, KserveStage, PredictStage, PublishStage, TritonStage
+from enginery.runtime.provider_wish import parse_wishes
+from enginery.runtime.run_fit import require_fit
 from enginery.runtime.tasks import answered_tasks, task_of
+from enginery.validate import config as validate
 
 _TEXTS = ("text-classification", "token-classification", "fill-mask", "question-answering")
 _IMAGES = ("image-classification",)
@@ -45,15 +51,17 @@ _DIMS = {
 """The dims of tasks that have the same ones whatever the model."""
 
 
-@dataclass(frozen=True)
-class _Model:
-    """What is known of the model before it is exported."""
+@dataclass
+class _Known:
+    """What is known where a stage begins."""
 
     task: str
     """As the recipe says it; empty where it is inferred."""
     is_onnx: bool
     limits: dict[str, int]
-    """The largest sizes of its dims, where its config.json is on this machine."""
+    """The largest sizes of the model's dims, where its config.json is on this machine."""
+    outputs: set[str] = field(default_factory=set)
+    """The files that earlier stages leave."""
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -64,72 +72,46 @@ def check_recipe(recipe: Recipe) -> None:
         EngineryError: the same of a value that no file names: it was made in Python, or is an
             option of the command line.
     """
-    with _noted(recipe, "model"):
-        model = _read_model(recipe)
-    with _noted(recipe, "out"):
+    with _located(recipe, key="model"):
+        known = _read_model(recipe)
+    with _located(recipe, key="out"):
         if recipe.out:
             refuse_foreign(Path(recipe.out))
-    export = recipe.steps[0]
-    with _noted(recipe, "task", step=export if "task" in export.lines else None):
-        if not model.is_onnx:  # which is imported, whatever it is for
-            check_task(export.options.task)
-    outputs: set[str] = set()
     for step in recipe.steps:
-        with _noted(recipe, step=step):
-            check_stage(step.stage, step.options)
-            _check_profiles(step, model)
-            _check_providers(step.options)
-            if step.stage == "build":
-                _check_build(step.options, model)
-            elif step.stage == "quantize":
-                _check_quantize(step.options)
-            elif isinstance(step.options, PredictStage):
-                with _noted(recipe, "input", step=step):
-                    _check_predict(step.options, model, outputs)
-                outputs.add(step.options.output)
-            elif isinstance(step.options, PublishStage):
-                _check_address(step.options)
-            _check_files(recipe, step, model, outputs)
+        with _located(recipe, step=step):
+            if hasattr(step.options, "provider_option"):
+                _check_providers(step.options)
+            _check_profiles(step.options, known)
+            if check := _CHECKS.get(step.stage):
+                check(step.options, known)
+            _check_files(step.options, known)
 
 
 @contextmanager
-def _noted(recipe: Recipe, name: str = "", *, step: Step | None = None) -> Iterator[None]:
-    """Put file and line before what is wrong, where the recipe has it from a file.
-
-    Args:
-        recipe: knows the file.
-        name: the key or the option that it is about; empty for the one that the message mentions.
-        step: the stage, unless it is about the whole recipe.
-    """
+def _located(recipe: Recipe, *, key: str = "", step: Step | None = None) -> Iterator[None]:
+    """Put file and line before what is wrong, where the recipe has it from a file."""
     try:
         yield
-    except RecipeError:
-        raise
     except EngineryError as error:
-        lines = step.lines if step else recipe.lines
-        line = lines.get(name, 0)
-        if step:
-            # A file's problem is of the option that names it; other options name themselves.
-            named = (
-                option
-                for option in lines
-                if option.endswith("column")
-                and f"no column '{getattr(step.options, option)}'" in error.message
-            )
-            file = name if isinstance(error, InputError | SourceError) else ""
-            line = lines.get(next(named, file)) or step.line_of(error.message)
-        if not line:
-            raise
-        do = error.do or f"Name another {name or 'value'}; paths start from the recipe's directory."
-        raise RecipeError(f"{recipe.name}:{line}: {error.message}", do=do) from error
+        raise recipe.located(error, key=key, step=step) from error
 
 
-def _read_model(recipe: Recipe) -> _Model:
+@contextmanager
+def _about(option: str) -> Iterator[None]:
+    """Name the option that an error is about, where the error does not."""
+    try:
+        yield
+    except EngineryError as error:
+        error.option = error.option or option
+        raise
+
+
+def _read_model(recipe: Recipe) -> _Known:
     named = recipe.steps[0].options.task
     task = "" if named == "auto" else named
     path = find_local(recipe.model)
     if path is None or path.is_file():
-        return _Model(task, is_onnx=path is not None, limits={})
+        return _Known(task, is_onnx=path is not None, limits={})
     if not (path / "config.json").is_file():
         raise SourceError(
             f"model '{recipe.model}': {path} has no config.json, so it is not a Hugging Face "
@@ -137,138 +119,222 @@ def _read_model(recipe: Recipe) -> _Model:
             do="Name the directory that save_pretrained wrote.",
         )
     settings = ModelConfig.read(path, error=SourceError)
-    return _Model(task, is_onnx=False, limits=FeedLimits.from_config(settings).ends)
+    return _Known(task, is_onnx=False, limits=FeedLimits.from_config(settings).ends)
 
 
-def _check_profiles(step: Step, model: _Model) -> None:
-    """Hold profiles to the dims of the task and the positions of the model."""
-    known = () if model.is_onnx else _DIMS.get(model.task, ())
-    for text in getattr(step.options, "profile", ()):
-        profile = Profile.parse(text)
-        for name in profile.dims if known else ():
-            if name not in known:
-                raise ShapeError(
-                    f"profile '{text}': the model has no dynamic dim '{name}'"
-                    f"{nearest(name, known)}",
-                    do=f"Dims of {model.task}: {', '.join(known)}.",
-                )
-        profile.check_limits(model.limits)
-    if isinstance(step.options, BenchStage) and "sequence" in model.limits:
-        longest, limit = step.options.sequence, model.limits["sequence"]
-        for size in longest.split(",") if longest != "auto" else ():
-            if int(size) > limit:
-                raise ShapeError(
-                    f"option 'sequence' has {size.strip()}, but the model's positions end at "
-                    f"{limit}.",
-                    do=f"Measure up to {limit}.",
-                )
+# What each stage has of its own
 
 
-def _check_providers(options: Any) -> None:
-    """Say why a provider cannot be had, before anything runs for nothing."""
-    if not hasattr(options, "provider_option"):
-        return
-    wishes = wishes_of(options)
-    if [wish.name for wish in wishes] != ["cpu"]:
-        from enginery.runtime.providers import choose_providers
-
-        choose_providers(wishes, allow_fallback=options.allow_fallback)
+def _check_export(options: export.ExportConfig, known: _Known) -> None:
+    export.check_options(options)
+    if not known.is_onnx:  # which is imported, whatever it is for
+        export.check_task(options.task)
 
 
-def _check_build(options: Any, model: _Model) -> None:
+def _check_quantize(options: quantize.QuantizeConfig, _known: _Known) -> None:
+    from enginery.quantize.recorded import find_ranges
     from enginery.runtime.tensorrt_capability import resolve_capabilities
     from enginery.runtime.tensorrt_library import require_tensorrt
-    from enginery.runtime.tensorrt_options import flavor_named
+    from enginery.runtime.tensorrt_options import RTX
 
-    if not (options.profile or options.min_shapes or options.profiles_from or model.is_onnx):
+    quantize.check_options(options)
+    quantize.require_calibration(options)
+    with _about("ranges"):
+        if options.ranges:
+            find_ranges(options.ranges)
+    with _about("capabilities"):
+        if capabilities := quantize.capabilities_of(options):
+            resolve_capabilities(RTX, capabilities)
+            if options.scheme != "dynamic":
+                require_tensorrt("Building a trial engine (without capabilities: [] none is built)")
+
+
+def _check_build(options: engine.BuildConfig, known: _Known) -> None:
+    from enginery.runtime.tensorrt_capability import resolve_capabilities
+    from enginery.runtime.tensorrt_library import require_tensorrt
+    from enginery.runtime.tensorrt_options import check_options, flavor_named
+
+    engine.check_config(options)
+    flavor = flavor_named(options.flavor)
+    check_options(flavor, options.options)
+    with _about("batch"):
+        DimRange.parse(options.batch)
+    if not (options.profile or options.min_shapes or options.profiles_from or known.is_onnx):
         raise ShapeError(
             "build has no profile, and an exported graph has dynamic dims.",
             do="Add one: profile: batch=1:8:32,sequence=8:128:512",
         )
-    flavor = flavor_named(options.flavor)
-    require_tensorrt("Building an engine", flavor)
-    resolve_capabilities(flavor, options.capability)
-
-
-def _check_quantize(options: Any) -> None:
-    from enginery.quantize.config import capabilities_of
-    from enginery.quantize.recorded import find_ranges
-    from enginery.runtime.tensorrt_library import require_tensorrt
-
-    if options.ranges:
-        find_ranges(options.ranges)
-    if options.scheme != "dynamic" and capabilities_of(options):
-        require_tensorrt("Building a trial engine (without capabilities: [] none is built)")
-
-
-def _check_predict(options: PredictStage, model: _Model, outputs: set[str]) -> None:
-    from enginery.predict.asking import column_names, read_options
-    from enginery.predict.columns import AnswerColumns
-    from enginery.predict.reading import STDIN, input_format, open_input, require_format
-
-    path = Path(options.input)
-    kind = None
-    if options.input == STDIN:
-        require_format(options)
-    elif options.input not in outputs:
-        kind = input_format(path, options)
-    if path.resolve() == Path(options.output).resolve():
-        raise InputError(f"output '{options.output}' is the input, which is never overwritten.",
-                         do="Name another output.")  # fmt: skip
-    if not model.task:
-        return
-    task = task_of(model.task, takes_images=model.task in _IMAGES or kind == "images")
-    if task is None:
-        if model.task in answered_tasks():
-            raise InputError(f"input '{path}' is images, but the model does {model.task} of texts.",
-                             do="Name a file of texts.")  # fmt: skip
-        raise ArtifactError(
-            f"predict follows an export for {model.task}; it answers "
-            f"{', '.join(answered_tasks())}.",
-            do="Leave predict out, or export for another task.",
-        )
-    of_task = read_options(task, options)
-    if kind:
-        reader = open_input(path, column_names(task, options), options, raw_lines=False)
-        AnswerColumns.of(task, of_task, reader.schema, reader.names, prefix=options.prefix, dim=1)
-
-
-def _check_address(options: PublishStage) -> None:
-    from enginery.publish.destination import open_destination, scheme_of
-    from enginery.publish.folder_address import path_of
-    from enginery.publish.folder_address import refuse_foreign as refuse_no_registry
-
-    open_destination(options.url, options)
-    if scheme_of(options.url) == "file":
-        refuse_no_registry(path_of(options.url))
-
-
-def _check_files(recipe: Recipe, step: Step, model: _Model, outputs: set[str]) -> None:
-    """Open the files of texts and images that a stage will read."""
-    options = step.options
-    for name in ("data", "calibration", "profiles_from"):
-        given = getattr(options, name, "")
-        if given and given not in outputs:
-            labels = options.label_column if name == "calibration" else ""
-            with _noted(recipe, name, step=step):
-                _check_data(Path(given).expanduser(), options.column, labels, model)
-    if images := getattr(options, "images", ""):
-        with _noted(recipe, "images", step=step):
-            list_images(Path(images).expanduser(), rows=1)
-    if reference := getattr(options, "reference", ""):
-        with _noted(recipe, "reference", step=step):
-            find_local(reference)
-    if getattr(options, "timing_cache_fixed", False) and not Path(options.timing_cache).is_file():
+    with _about("flavor"):
+        require_tensorrt("Building an engine", flavor)
+    with _about("capability"):
+        resolve_capabilities(flavor, options.capability)
+    if options.timing_cache_fixed and not Path(options.timing_cache).is_file():
         raise OptionError(
             f"option 'timing_cache' names '{options.timing_cache}', which is not there, and "
             "timing_cache_fixed leaves it as it is.",
             do="Build once without timing_cache_fixed.",
+            option="timing_cache",
         )
 
 
-def _check_data(path: Path, column: str, label_column: str, model: _Model) -> None:
+def _check_bench(options: BenchStage, known: _Known) -> None:
+    bench.check_options(options)
+    bench.read_sizes(options.batch, "batch")
+    for text in options.shape:
+        bench.parse_shape(text)
+    limit = known.limits.get("sequence")
+    if options.sequence != bench.AUTO:
+        longest = bench.read_sizes(options.sequence, "sequence")[-1]
+        if limit and longest > limit:
+            raise ShapeError(
+                f"option 'sequence' has {longest}, but the model's positions end at {limit}.",
+                do=f"Measure up to {limit}.",
+                option="sequence",
+            )
+
+
+def _check_predict(options: PredictStage, known: _Known) -> None:
+    from enginery.predict.reading import STDIN, input_format, require_format
+    from enginery.predict.writing import output_format
+
+    with _about("output"):
+        output_format(Path(options.output))
+    kind = None
+    with _about("input"):
+        if not options.input:
+            raise OptionError(
+                "option 'input' is empty.", do="Name a file, a folder of images, or -."
+            )
+        if options.input == STDIN:
+            require_format(options)
+        elif options.input not in known.outputs:
+            kind = input_format(Path(options.input), options)
+    if Path(options.input).resolve() == Path(options.output).resolve():
+        raise OptionError(
+            f"output '{options.output}' is the input, which is never overwritten.",
+            do="Name another output.",
+            option="output",
+        )
+    if known.task:
+        _check_answers(options, known.task, kind)
+    known.outputs.add(options.output)
+
+
+def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
+    """Check that the task answers such an input, and has columns for its answers."""
+    from enginery.predict.asking import column_names, read_options
+    from enginery.predict.columns import AnswerColumns
+    from enginery.predict.reading import open_input
+
+    task = task_of(name, takes_images=name in _IMAGES or kind == "images")
+    if task is None and name in answered_tasks():
+        raise InputError(
+            f"input '{options.input}' is images, but the model does {name} of texts.",
+            do="Name a file of texts.",
+            option="input",
+        )
+    if task is None:
+        raise ArtifactError(
+            f"predict follows an export for {name}; it answers {', '.join(answered_tasks())}.",
+            do="Leave predict out, or export for another task.",
+        )
+    of_task = read_options(task, options)
+    with _about("input"):
+        if kind:
+            path, columns = Path(options.input), column_names(task, options)
+            reader = open_input(path, columns, options, raw_lines=False)
+            AnswerColumns.of(
+                task, of_task, reader.schema, reader.names, prefix=options.prefix, dim=1
+            )
+
+
+def _check_publish(options: PublishStage, _known: _Known) -> None:
+    from enginery.publish.destination import open_destination, scheme_of
+    from enginery.publish.folder_address import path_of
+    from enginery.publish.folder_address import refuse_foreign as refuse_no_registry
+
+    with _about("url"):
+        open_destination(options.url, options)
+        if scheme_of(options.url) == "file":
+            refuse_no_registry(path_of(options.url))
+
+
+def _check_directory(options: TritonStage | KserveStage, _known: _Known) -> None:
+    if not options.directory:
+        raise OptionError(
+            "option 'directory' is empty.", do="Name where the files go.", option="directory"
+        )
+
+
+_CHECKS: dict[str, Callable[[Any, _Known], None]] = {
+    "export": _check_export,
+    "optimize": lambda options, _: optimize.check_options(options),
+    "quantize": _check_quantize,
+    "build": _check_build,
+    "validate": lambda options, _: validate.check_options(options),
+    "bench": _check_bench,
+    "predict": _check_predict,
+    "publish": _check_publish,
+    "export-triton": _check_directory,
+    "export-kserve": _check_directory,
+}
+
+
+# What several stages have
+
+
+def _check_providers(options: Any) -> None:
+    """Say why a provider cannot be had, or not run so, before anything runs for nothing."""
+    ways = ("io_binding", "cuda_graph", "shrink_arena")
+    with _about("provider"):
+        require_fit(parse_wishes(options.provider, default="cpu"))
+    with _about("provider_option"):
+        wishes = parse_wishes(options.provider, options.provider_option, default="cpu")
+        require_fit(wishes)
+    with _about("cuda_graph"):
+        require_fit(wishes, **{way: getattr(options, way) for way in ways if hasattr(options, way)})
+    if [wish.name for wish in wishes] != ["cpu"]:
+        from enginery.runtime.providers import choose_providers
+
+        with _about("provider"):
+            choose_providers(wishes, allow_fallback=options.allow_fallback)
+
+
+def _check_profiles(options: Any, known: _Known) -> None:
+    """Hold profiles to the dims of the task and the positions of the model."""
+    dims = () if known.is_onnx else _DIMS.get(known.task, ())
+    with _about("profile"):
+        for text in getattr(options, "profile", ()):
+            profile = Profile.parse(text)
+            for name in profile.dims if dims else ():
+                if name not in dims:
+                    raise ShapeError(
+                        f"profile '{text}': the model has no dynamic dim '{name}'"
+                        f"{nearest(name, dims)}",
+                        do=f"Dims of {known.task}: {', '.join(dims)}.",
+                    )
+            profile.check_limits(known.limits)
+
+
+def _check_files(options: Any, known: _Known) -> None:
+    """Open the files of texts and images that a stage will read."""
+    for name in ("data", "calibration", "profiles_from"):
+        given = getattr(options, name, "")
+        if given and given not in known.outputs:
+            labels = options.label_column if name == "calibration" else ""
+            with _about(name):
+                _check_data(Path(given).expanduser(), options.column, labels, known.task)
+    with _about("images"):
+        if images := getattr(options, "images", ""):
+            list_images(Path(images).expanduser(), rows=1)
+    with _about("reference"):
+        if reference := getattr(options, "reference", ""):
+            find_local(reference)
+
+
+def _check_data(path: Path, column: str, label_column: str, task: str) -> None:
     looks_like_images = path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES
-    if model.task in _IMAGES or (looks_like_images and model.task not in _TEXTS):
+    if task in _IMAGES or (looks_like_images and task not in _TEXTS):
         list_images(path, rows=1)
     else:
         require_texts(path, column, label_column=label_column)

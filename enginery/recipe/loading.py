@@ -49,15 +49,15 @@ class Document:
     lines: dict[Path, int] = field(default_factory=dict)
     """The line of each value; in a mapping that of its key."""
 
-    def known(self, path: Path) -> Path:
-        """Return the longest beginning of a path that is in the document."""
-        while path not in self.lines:
-            path = path[:-1]
-        return path
-
     def line(self, path: Path) -> int:
         """Return the line of a path, or of the nearest value around it."""
-        return self.lines[self.known(path)]
+        while path not in self.lines:
+            path = path[:-1]
+        return self.lines[path]
+
+    def lines_in(self, path: Path) -> dict[str, int]:
+        """Return the lines of a mapping's keys."""
+        return {str(at[-1]): line for at, line in self.lines.items() if at and at[:-1] == path}
 
 
 def read_yaml(text: str, name: str) -> Document:

@@ -5,40 +5,36 @@ Takes a YAML file; leaves the options of each stage, in order. `docs/recipes.md`
     >>> recipe = Recipe.load("recipes/minilm.yaml")
     >>> [step.stage for step in recipe.steps], recipe.steps[0].options.opset
     (['export', 'validate'], 20)
+
+What a value may be, and what goes together, is checked before a recipe runs: see `checks.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
     ValidationInfo,
-    WrapValidator,
-    create_model,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
-from enginery.core.errors import EngineryError, OptionError, RecipeError, nearest
-from enginery.core.options import option_names, unfit_value, unknown_option
-from enginery.export.config import ExportConfig, check_task
+from enginery.core.errors import EngineryError, InputError, OptionError, RecipeError, nearest
+from enginery.core.options import options_from
+from enginery.export.config import ExportConfig
 from enginery.recipe.loading import Document, read_yaml
-from enginery.recipe.stages import OF_ONE_MODEL, PATHS, STAGES, check_stage, problem_of_order
+from enginery.recipe.stages import OF_ONE_MODEL, PATHS, STAGES, problem_of_order
 from enginery.runtime.provider_wish import parse_wishes, wish_text
 from enginery.validate.config import ValidateConfig
-
-_CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-_PROVIDERS = "providers"
-"""Another name of the option `provider`, as a list of them reads better."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +47,16 @@ class Step:
     line: int = field(default=0, compare=False)
     """Where the recipe names it; 0 for a step that was made in Python."""
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """Where the recipe names each option that it names."""
+    """Where the recipe names each option that it names; 0 for one that was replaced since."""
 
-    def line_of(self, message: str) -> int:
-        """Return the line of the option that a message is about, else the stage's own."""
-        given = {name: getattr(self.options, name, "") for name in self.lines}
-        return self.lines.get(_about(message, given), self.line)
+    def line_of(self, error: EngineryError) -> int:
+        """Return the line of the option that an error is about, else the stage's own."""
+        option = error.option
+        if isinstance(error, InputError) and error.column:
+            columns = (name for name in self.lines if name.endswith("column"))
+            same = (name for name in columns if getattr(self.options, name) == error.column)
+            option = next(same, option)
+        return self.lines.get(option, self.line)
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,27 @@ class Recipe:
     name: str = field(default="recipe", compare=False)
     """What messages call it: its file."""
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """Where the file names each key; empty for a recipe that was made in Python."""
+    """Where the file names each key that has its value from there."""
 
     def __post_init__(self) -> None:
-        """Raise OptionError for a recipe that cannot be run as it is."""
+        """Raise OptionError, or RecipeError with the line, for stages in a wrong order."""
         if not self.model:
             raise OptionError("the recipe names no model.", do="Name one: model: org/name")
+        if not self.steps:
+            error = OptionError("stages: found none, expected export first.", do="Add - export.")
+            raise self.located(error, key="stages")
         if problem := problem_of_order([(step.stage, step.options) for step in self.steps]):
-            raise OptionError(problem[1], do=problem[2])
+            place, message, do = problem
+            raise self.located(OptionError(message, do=do), step=self.steps[place])
+        _, pinned = _hub_revision(self.model)
+        revision = self.steps[0].options.revision
+        if pinned and revision not in ("main", pinned):
+            error = OptionError(
+                f"option 'revision' for export is '{revision}', but the model is '{self.model}'.",
+                do="Name the revision once.",
+                option="revision",
+            )
+            raise self.located(error, step=self.steps[0])
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:
@@ -107,7 +120,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str, name: str = "recipe", *, base: Path | None = None) -> Recipe:
-        """Read a recipe from its text, and check all that can be known without another file.
+        """Read a recipe from its text.
 
         Args:
             text: the YAML document.
@@ -115,40 +128,29 @@ class Recipe:
             base: the directory that relative paths start from; None for the working directory.
 
         Raises:
-            RecipeError: `name:line: …` for what is wrong in it.
+            RecipeError: `name:line: …` for what is wrong in it: YAML, keys, stages and their order,
+                options and their types.
         """
-        document = read_yaml(text, name)
         base = base or Path()
+        document = read_yaml(text, name)
         try:
             written = RecipeFile.model_validate(document.data, context=base)
         except ValidationError as error:
             raise _first_problem(error, document) from error
-        steps = tuple(_step(document, place, stage) for place, stage in enumerate(written.stages))
-        if problem := problem_of_order([(step.stage, step.options) for step in steps]):
-            place, message, do = problem
-            line = document.line(("stages", place) if place >= 0 else ("stages",))
-            raise RecipeError(f"{name}:{line}: {message}", do=do)
-        if not written.model.endswith(".onnx"):  # which is imported, whatever it is for
-            try:
-                check_task(steps[0].options.task)
-            except OptionError as error:
-                line = steps[0].line_of("task")
-                raise RecipeError(f"{name}:{line}: {error.message}", do=error.do) from error
-        _, pinned = _hub_revision(written.model)
-        revision = steps[0].options.revision
-        if pinned and revision not in ("main", pinned):
-            raise RecipeError(
-                f"{name}:{steps[0].line_of('revision')}: option 'revision' for export is "
-                f"'{revision}', but the model is '{written.model}'.",
-                do="Name the revision once.",
-            )
+        steps = []
+        for place, step in enumerate(written.stages):
+            path = ("stages", place, step.stage)
+            lines = document.lines_in(path)
+            if "providers" in lines:
+                lines["provider"] = lines["providers"]
+            steps.append(replace(step, line=document.line(path), lines=lines))
         return cls(
             _model_beside(written.model, base),
-            steps,
+            tuple(steps),
             out=_beside(written.out, base),
             ask=written.ask,
             name=name,
-            lines=_lines_in(document, ()),
+            lines=document.lines_in(()),
         )
 
     @classmethod
@@ -194,9 +196,8 @@ class Recipe:
                     values[option] = given[option]
                 elif another:
                     values[option] = _default_of(step.options, option)
-            lines = {option: line for option, line in step.lines.items() if option not in values}
-            options = replace(step.options, **values)
-            steps.append(replace(step, options=options, lines=lines))
+            lines = {**step.lines, **dict.fromkeys(values, 0)}
+            steps.append(replace(step, options=replace(step.options, **values), lines=lines))
         named = {"model": hub_id if revision else model} if model or revision else {}
         return self.changed(steps=tuple(steps), ask=() if another else self.ask, **named)
 
@@ -205,229 +206,172 @@ class Recipe:
         lines = {key: line for key, line in self.lines.items() if key not in values}
         return replace(self, lines=lines, **values)
 
+    def located(
+        self, error: EngineryError, *, key: str = "", step: Step | None = None
+    ) -> EngineryError:
+        """Return an error with file and line, where the recipe has what is wrong from a file.
 
-def _named_stage(value: Any) -> Any:
-    """Read a stage's name alone as a stage without options."""
+        Args:
+            error: what is wrong, and with which option of the stage.
+            key: the recipe's key that it is about, unless it is about a stage.
+            step: the stage that it is about.
+        """
+        line = step.line_of(error) if step else self.lines.get(key, 0)
+        if not line:
+            return error
+        do = f"See: enginery {step.stage} --help" if step else ""
+        if not isinstance(error, OptionError):
+            named = error.option or key or "value"
+            do = f"Name another {named}; paths start from the recipe's directory."
+        return RecipeError(f"{self.name}:{line}: {error.message}", do=error.do or do)
+
+
+def _refused(error: EngineryError, *place: int | str) -> PydanticCustomError:
+    """Return pydantic's kind of an error, at a place below the value that is being read."""
+    return PydanticCustomError("recipe", "{error}", {"error": error, "place": place})
+
+
+def _read_step(value: Any, info: ValidationInfo) -> Step:
+    """Read a stage: its name alone, or with its options."""
     if isinstance(value, str):
-        return {value: None}
+        value = {value: None}
     if not isinstance(value, dict):
-        raise _custom(f"found {_shown(value)}, expected a stage.", "Write - validate.")
+        raise _refused(
+            OptionError(f"found {_shown(value)}, expected a stage.", do="Write - validate.")
+        )
     if len(value) != 1:
         names = ", ".join(f"'{key}'" for key in value) or "nothing"
-        raise _custom(
-            f"found {names} in one stage, expected the stage's name alone.",
-            "Indent its options further, or write - export: {opset: 20}.",
+        raise _refused(
+            OptionError(
+                f"found {names} in one stage, expected the stage's name alone.",
+                do="Indent its options further, or write - export: {opset: 20}.",
+            )
         )
-    return value
+    ((stage, given),) = value.items()
+    if stage not in STAGES:
+        known = f"Known stages: {', '.join(STAGES)}."
+        unknown = OptionError(f"unknown stage '{stage}'{nearest(stage, STAGES)}", do=known)
+        raise _refused(unknown, stage)
+    try:
+        values = _meant(stage, given, info.context or Path())
+        options: Any = options_from(STAGES[stage], stage, values)
+    except EngineryError as error:
+        error.do = error.do or f"See: enginery {stage} --help"
+        raise _refused(error, stage, error.option) from error
+    return Step(stage, options)
+
+
+def _meant(stage: str, given: Any, base: Path) -> dict[str, Any]:
+    """Return a stage's options as its dataclass has them: lists, paths, models, providers."""
+    hints = get_type_hints(STAGES[stage])
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise OptionError(
+            f"{stage}: found {_shown(given)}, expected its options.",
+            do=f"Write - {stage}: {{{next(iter(hints))}: …}}.",
+        )
+    found: dict[str, Any] = {}
+    for written, value in given.items():
+        takes_providers = "provider_option" in hints
+        # Another name of the option, as a list of them reads better.
+        option = "provider" if written == "providers" and takes_providers else written
+        if value is None and option in hints:
+            raise OptionError(
+                f"option '{option}' has no value.",
+                do="Leave the line out for the default.",
+                option=written,
+            )
+        if option in found:
+            raise OptionError(
+                f"{stage} has both 'provider' and 'providers'.", do="Keep one.", option=written
+            )
+        if option == "provider" and takes_providers and value != "":
+            found[option] = _providers(stage, written, value)
+        elif isinstance(value, str):
+            found[option] = _text(option, hints.get(option), value, base)
+        else:
+            found[option] = value
+    return found
+
+
+def _text(option: str, hint: Any, value: str, base: Path) -> Any:
+    """Return what a text means as an option: one of a list, a path, a model, or itself."""
+    if hint in (tuple[str, ...], tuple[int, ...]):
+        return (value,)
+    if option == "reference":
+        return _model_beside(value, base)
+    is_path = option in PATHS and value != "-"  # which is standard input
+    return _beside(value, base) if is_path or (option == "url" and ":" not in value) else value
+
+
+def _providers(stage: str, written: str, value: Any) -> str:
+    """Read providers as text, as a list, or as a mapping with their options."""
+    place: tuple[int | str, ...] = (stage, written)
+    try:
+        for index, item in enumerate(value if isinstance(value, list) else ()):
+            place = (stage, written, index)
+            parse_wishes(item)
+        place = (stage, written)
+        return wish_text(parse_wishes(value))
+    except EngineryError as error:
+        error.do = error.do or "See: enginery provider-options"
+        raise _refused(error, *place) from error
 
 
 def _one_or_several(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _reader(stage: str, kind: type) -> Callable[[Any, Callable[[Any], Any], ValidationInfo], Any]:
-    """Return how a stage's options are read: what recipes allow, the types, then the checks."""
-    hints, names = get_type_hints(kind), option_names(kind)
-
-    def read(value: Any, handler: Callable[[Any], Any], info: ValidationInfo) -> Any:
-        if value is not None and not isinstance(value, dict):
-            raise _custom(
-                f"{stage}: found {_shown(value)}, expected its options.",
-                f"Write - {stage}: {{{names[0]}: …}}.",
-            )
-        given = dict(value or {})
-        if _PROVIDERS in given and "provider_option" in names:
-            if "provider" in given:
-                both = f"{stage} has both 'provider' and '{_PROVIDERS}'."
-                raise _at(_PROVIDERS, message=both, do="Keep one.")
-            given["provider"] = given.pop(_PROVIDERS)
-        for option, one in given.items():
-            if one is None and option in names:
-                nothing = f"option '{option}' has no value."
-                raise _at(option, message=nothing, do="Leave the line out for the default.")
-            if option == "provider" and "provider_option" in names and one != "":
-                given[option] = _providers(one)
-            elif isinstance(one, str) and option in names:
-                given[option] = _meant(option, one, hints[option], info.context)
-        try:
-            options = handler(given)  # the dataclass's own __post_init__ raises OptionError
-            check_stage(stage, options)
-        except EngineryError as error:
-            about = _about(error.message, given)
-            do = error.do or f"See: enginery {stage} --help"
-            raise _at(*([about] if about else []), message=error.message, do=do) from error
-        return options
-
-    return read
-
-
-def _meant(option: str, value: str, hint: Any, base: Any) -> Any:
-    """Return what a text means as an option: one of a list, a path, a model, or itself."""
-    if hint in (tuple[str, ...], tuple[int, ...]):
-        return (value,)
-    if option in PATHS and not (option == "input" and value == "-"):
-        return _beside(value, base)
-    if option == "reference":
-        return _model_beside(value, base)
-    if option == "url" and ":" not in value:
-        return _beside(value, base)
-    return value
-
-
-def _providers(value: Any) -> str:
-    """Read providers as text, as a list, or as a mapping with their options."""
-    place: tuple[int | str, ...] = ("provider",)
-    try:
-        for index, item in enumerate(value if isinstance(value, list) else ()):
-            place = ("provider", index)
-            parse_wishes(item)
-        place = ("provider",)
-        return wish_text(parse_wishes(value))
-    except EngineryError as error:
-        do = error.do or "See: enginery provider-options"
-        raise _at(*place, message=error.message, do=do) from error
-
-
-_OPTIONS: dict[str, Any] = {
-    # Not the stage's own name: `validate` is a method of pydantic's models.
-    f"{stage.replace('-', '_')}_stage": (
-        Annotated[kind, WrapValidator(_reader(stage, kind))],
-        Field(default=None, alias=stage),
-    )
-    for stage, kind in STAGES.items()
-}
-if TYPE_CHECKING:
-    _Stage = BaseModel
-else:
-    _Stage = create_model("_Stage", __config__=_CONFIG, **_OPTIONS)
-
-
 class RecipeFile(BaseModel):
     """The model, what to make of it, and what to ask it at the end."""
 
-    model_config = _CONFIG
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     model: Annotated[str, Field(min_length=1)]
     """A Hub id, a directory, an `.onnx` file or `package:NAME`."""
     out: str = ""
     """Where to leave the artifact, besides the store; empty for the store alone."""
-    stages: list[Annotated[_Stage, BeforeValidator(_named_stage)]]
+    stages: list[Annotated[Step, PlainValidator(_read_step)]]
     """In order, `export` first, and only there."""
     ask: Annotated[tuple[str, ...], BeforeValidator(_one_or_several)] = ()
     """Texts to answer when all is done."""
 
 
-def _custom(message: str, do: str) -> PydanticCustomError:
-    return PydanticCustomError("recipe", "{message}", {"message": message, "do": do})
-
-
-def _at(*place: int | str, message: str, do: str) -> ValidationError:
-    """Return an error at a place below the value that is being read."""
-    details = InitErrorDetails(type=_custom(message, do), loc=place, input=None)
-    return ValidationError.from_exception_data("recipe", [details])
-
-
-def _about(message: str, given: Mapping[str, Any]) -> str:
-    """Return which of some options a message is about; empty where it is none of them.
-
-    One that it names in quotes or begins with, else one whose value it quotes or has, else one
-    that it names as a word.
-    """
-    quoted, words = re.findall(r"'([^']+)'", message), re.findall(r"\w+", message)
-    values = [
-        (option, str(one))
-        for option, value in given.items()
-        for one in (value if isinstance(value, list | tuple) else [value])
-        if len(str(one)) > 2
-    ]
-    found = [
-        *(word for word in [*quoted, *words[:1]] if word in given),
-        *(option for option, text in values if any(len(q) > 2 and q in text for q in quoted)),
-        *(option for option, text in values if text in message),
-        *(word for word in words if word in given),
-    ]
-    return next(iter(found), "")
-
-
 def _first_problem(error: ValidationError, document: Document) -> RecipeError:
     """Return the problem that comes first in the file, in words."""
-    problems = error.errors(include_url=False)
-    for where, line in list(document.lines.items()):  # under the option's own name, too
-        named = tuple("provider" if part == _PROVIDERS else part for part in where)
-        document.lines.setdefault(named, line)
-    found = min(problems, key=lambda problem: document.line(problem["loc"]))
-    path = document.known(found["loc"])
-    same = [found] + [
-        other for other in problems if other is not found and document.known(other["loc"]) == path
-    ]
-    message, do = _words(found["loc"], found["type"], same)
-    return RecipeError(f"{document.name}:{document.line(path)}: {message}", do=do)
+    problems = []
+    for found in error.errors(include_url=False):
+        context = found.get("ctx", {})
+        line = document.line((*found["loc"], *context.get("place", ())))
+        problems.append((line, context.get("error") or _in_words(found)))
+    line, first = min(problems, key=lambda problem: problem[0])
+    return RecipeError(f"{document.name}:{line}: {first.message}", do=first.do)
 
 
-def _words(where: tuple[int | str, ...], kind: str, problems: list[Any]) -> tuple[str, str]:
-    """Say what is wrong at a path of the file, and what to do."""
-    value = problems[0]["input"]
-    name = str(where[-1]) if where else ""
-    keys = list(RecipeFile.model_fields)
-    if kind == "recipe":
-        return problems[0]["ctx"]["message"], problems[0]["ctx"]["do"]
-    if not where:
-        return (
-            f"found {_shown(value, words=False)}, expected the keys model and stages.",
-            "Start from one of recipes/.",
+def _in_words(problem: Any) -> OptionError:
+    """Say what is wrong with a key of the recipe."""
+    kind, value, keys = problem["type"], problem["input"], list(RecipeFile.model_fields)
+    if not problem["loc"]:
+        found = "text" if isinstance(value, str) else _shown(value)
+        return OptionError(
+            f"found {found}, expected the keys model and stages.", do="Start from one of recipes/."
         )
-    if len(where) == 1:
-        if kind == "extra_forbidden":
-            return f"unknown key '{name}'{nearest(name, keys)}", f"Known keys: {', '.join(keys)}."
-        if kind == "missing":
-            return f"the key '{name}' is missing.", f"Add a line: {name}: …"
-        if kind == "string_too_short":
-            return f"the key '{name}' is empty.", "Name a Hub id, a directory or an .onnx file."
-        expected = "a list of stages" if name == "stages" else "text"
-        return f"{name}: found {_shown(value)}, expected {expected}.", f"Write {_EXAMPLES[name]}."
-    if where[0] == "ask":
-        return f"ask: found {_shown(value)}, expected text.", f"Write {_EXAMPLES['ask']}."
-    stage = str(where[2])
-    if stage not in STAGES:
-        return f"unknown stage '{stage}'{nearest(stage, STAGES)}", (
-            f"Known stages: {', '.join(STAGES)}."
-        )
+    key = problem["loc"][0]
+    if kind == "extra_forbidden":
+        known = f"Known keys: {', '.join(keys)}."
+        return OptionError(f"unknown key '{key}'{nearest(key, keys)}", do=known)
     if kind == "missing":
-        return f"option '{name}' for {stage} is missing.", f"Add a line: {name}: …"
-    if kind == "unexpected_keyword_argument":
-        unknown = unknown_option(name, stage, option_names(STAGES[stage]))
-        return unknown.message, unknown.do
-    option = str(where[3])
-    return (
-        f"option '{option}' for {stage}: {unfit_value(problems)}",
-        f"See: enginery {stage} --help",
+        return OptionError(f"the key '{key}' is missing.", do=f"Add a line: {key}: …")
+    if kind == "string_too_short":
+        do = "Name a Hub id, a directory or an .onnx file."
+        return OptionError(f"the key '{key}' is empty.", do=do)
+    expected = "a list of stages" if key == "stages" else "text"
+    example = {"stages": "[export, validate]", "ask": '["What a day."]', "model": "org/name"}
+    return OptionError(
+        f"{key}: found {_shown(value)}, expected {expected}.",
+        do=f"Write {key}: {example.get(key, 'build/name')}.",
     )
-
-
-_EXAMPLES = {
-    "model": "model: org/name",
-    "stages": "stages: [export, validate]",
-    "out": "out: build/name",
-    "ask": 'ask: ["What a day."]',
-}
-
-
-def _step(document: Document, place: int, stage: BaseModel) -> Step:
-    (field_name,) = stage.model_fields_set
-    name = type(stage).model_fields[field_name].alias or ""
-    lines = _lines_in(document, ("stages", place, name))
-    if _PROVIDERS in lines:
-        lines["provider"] = lines[_PROVIDERS]
-    return Step(name, getattr(stage, field_name), document.line(("stages", place, name)), lines)
-
-
-def _lines_in(document: Document, path: tuple[int | str, ...]) -> dict[str, int]:
-    depth = len(path)
-    return {
-        str(known[-1]): line
-        for known, line in document.lines.items()
-        if len(known) == depth + 1 and known[:depth] == path
-    }
 
 
 def _beside(value: str, base: Path) -> str:
@@ -470,8 +414,8 @@ def _default_of(options: Any, option: str) -> Any:
     return next(f.default for f in dataclasses.fields(options) if f.name == option)
 
 
-def _shown(value: Any, *, words: bool = True) -> str:
+def _shown(value: Any) -> str:
     """Say what was found, for a message."""
     if isinstance(value, str):
-        return f"'{value}'" if words else "text"
+        return f"'{value}'"
     return {type(None): "nothing", list: "a list"}.get(type(value), "a mapping")

@@ -104,7 +104,7 @@ BROKEN = {
     ),
     "KServe without an engine": (
         HEAD + EXPORT + "  - export-kserve: {directory: k, storage_uri: s3://a/b, image: i, "
-        "provider: tensorrt}\n", 5, "no stage builds an engine", "name another provider",
+        "provider: tensorrt}\n", 5, "no stage builds one", "name another provider",
     ),
     # options that do not go together, budgets, limits
     "budget": (
@@ -140,7 +140,7 @@ BROKEN = {
     ),
     "option missing": (
         HEAD + EXPORT + "  - predict: {input: reviews.csv}\n", 5,
-        "option 'output' for predict is missing", "Add a line: output",
+        "option 'output' for predict is missing", "Add output",
     ),
     "dtype on the CPU": (
         HEAD + "  - export:\n      dtype: bf16\n", 5, "no BF16 kernels", "--exporter dynamo",
@@ -194,6 +194,15 @@ BROKEN = {
     "CUDA graph on the CPU": (
         HEAD + EXPORT + "  - predict: {input: reviews.csv, output: a.csv, provider: cpu,\n"
         "      cuda_graph: true}\n", 6, "cpu has no CUDA graphs", "Leave it out",
+    ),
+    "CUDA graph by the provider's own option": (
+        HEAD + EXPORT + "  - validate:\n      providers: [{cuda: {enable_cuda_graph: true}}]\n", 6,
+        "'enable_cuda_graph' for cuda is set by itself", "pass --cuda-graph",
+    ),
+    "CUDA graph by an option of a provider": (
+        HEAD + EXPORT + "  - validate:\n      provider: cuda\n"
+        "      provider_option: cuda.enable_cuda_graph=1\n",
+        7, "'enable_cuda_graph' for cuda is set by itself", "pass --cuda-graph",
     ),
     # model and task
     "task": (
@@ -274,7 +283,7 @@ BROKEN = {
         "predict follows an export for automatic-speech-recognition", "export for another task",
     ),
     "input that would be overwritten": (
-        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: ./reviews.csv\n", 6,
+        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: ./reviews.csv\n", 7,
         "is the input, which is never overwritten", "Name another output",
     ),
     "standard input of no format": (

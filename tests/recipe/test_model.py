@@ -362,8 +362,6 @@ def test_providers_are_a_list_with_options_under_either_name(key):
         ("{providers: [cudaa]}", "unknown execution provider 'cudaa'; did you mean 'cuda'?"),
         ("{providers: [cpu], provider: cpu}", "validate has both 'provider' and 'providers'."),
         ("{provders: [cpu]}", "unknown option 'provders' for validate; did you mean 'provider'?"),
-        ("{providers: [{cuda: {enable_cuda_graph: true}}]}", "Leave it out, and pass --cuda-graph"),
-        ("{provider: cuda, provider_option: cuda.enable_cuda_graph=1}", "pass --cuda-graph"),
     ],
 )
 def test_providers_that_cannot_be_used_are_named_with_their_line(options, message):

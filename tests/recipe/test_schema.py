@@ -61,7 +61,7 @@ def test_the_schema_is_one():
 
 
 def test_every_option_is_there_with_its_meaning_and_default():
-    definitions = recipe_schema()["definitions"]
+    definitions = recipe_schema()["$defs"]
     for kind in STAGES.values():
         definition = definitions[kind.__name__]
         known = definition["properties"]
@@ -78,13 +78,15 @@ def test_every_option_is_there_with_its_meaning_and_default():
             assert len(known[field.name]["description"]) > 10, field.name
     assert set(recipe_schema()["properties"]) == set(RecipeFile.model_fields)
     for provider in ("cuda", "tensorrt", "tensorrt-rtx"):
-        options = definitions[SHORT_NAMES[provider]]["properties"]
+        named = definitions["provider"]["properties"]
+        assert named[provider] == named[SHORT_NAMES[provider]]
+        options = definitions[named[provider]["$ref"].removeprefix("#/$defs/")]["properties"]
         assert tuple(options) == typed_names(provider)
         assert all(len(option["description"]) > 10 for option in options.values())
 
 
 def test_the_meaning_is_what_is_written_below_the_field():
-    build = recipe_schema()["definitions"]["BuildConfig"]["properties"]
+    build = recipe_schema()["$defs"]["BuildConfig"]["properties"]
     assert build["count"]["description"] == (
         "How many profiles are made from `profiles_from`, at most."
     )
