@@ -418,12 +418,9 @@ def run_recipe(
         EngineryError: a stage cannot do its work.
     """
     plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    plan = plan.trusted(trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     check_recipe(plan)
-    granted = {
-        "trust_remote_code": trust_remote_code or plan.steps[0].options.trust_remote_code,
-        "allow_pickle": allow_pickle or plan.steps[0].options.allow_pickle,
-    }
-    export = replace(plan.steps[0].options, **granted)
+    export = plan.steps[0].options
     stages = [export_step(plan.model, export, "", force=force, progress=progress)]
     refused: list[str] = []
     for step in plan.steps[1:]:
@@ -434,11 +431,6 @@ def run_recipe(
         options = step.options
         if allow_failed and hasattr(options, "allow_failed"):
             options = replace(options, allow_failed=True)
-        # Another model than the export's is trusted by its own options alone.
-        if hasattr(options, "trust_remote_code") and not getattr(options, "reference", ""):
-            options = replace(options, **{
-                name: getattr(options, name) or grant for name, grant in granted.items()
-            })  # fmt: skip
         artifact = stages[-1].artifact
         if isinstance(options, OptimizeConfig):
             result = optimize_step(

@@ -111,7 +111,7 @@ def check_options(config: BenchConfig) -> None:
             f"'min_rounds' is {config.min_rounds}.",
             do=f"Lower both: --min-rounds {max(1, config.max_rounds)} "
             f"--max-rounds {max(1, config.max_rounds)}",
-            option="max_rounds",
+            option="min_rounds" if config.max_rounds == BenchConfig.max_rounds else "max_rounds",
         )
     for name, low, high in (("confidence", 0.5, 1.0), ("precision", 0.0, 1.0),
                             ("smallest_difference", -1e-9, 1.0), ("max_seconds", 0.0, 1e6),

@@ -223,6 +223,7 @@ def run(
         plan = plan.changed(out=out)
     plan = replace(plan, ask=asked or plan.ask)
     if check:
+        plan = plan.trusted(trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
         check_recipe(plan)
         stages = [step.stage for step in plan.steps]
         console.json({"recipe": recipe, "model": plan.model, "stages": stages})

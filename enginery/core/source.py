@@ -228,10 +228,21 @@ def _package_directory(model: str) -> Path:
     return configs[0].parent
 
 
-def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> ModelSource:
+def check_directory(model: str, path: Path, *, allow_pickle: bool) -> Weights:
+    """Return the weights of a model on this machine.
+
+    Args:
+        model: names it in messages.
+        path: its directory.
+        allow_pickle: take pickled ones.
+
+    Raises:
+        SourceError: it has no config.json, no usable weights, or only pickled ones.
+    """
     if not (path / "config.json").is_file():
         raise SourceError(
-            f"model '{model}': {path} has no config.json, so it is not a Hugging Face model."
+            f"model '{model}': {path} has no config.json, so it is not a Hugging Face model.",
+            do="Name the directory that save_pretrained wrote.",
         )
     weights = find_weights(
         model,
@@ -239,6 +250,11 @@ def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> Mo
         lambda name: read_json(path / name),
     )
     _refuse_pickle(model, weights, allow_pickle=allow_pickle)
+    return weights
+
+
+def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> ModelSource:
+    weights = check_directory(model, path, allow_pickle=allow_pickle)
     names = [
         p.relative_to(path).as_posix()
         for p in path.rglob("*")

@@ -9,9 +9,10 @@ their first text. What only the exported graph knows is left to the stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from enginery.core.errors import (
     ArtifactError,
     EngineryError,
     InputError,
+    MissingPackageError,
     OptionError,
     ShapeError,
     SourceError,
@@ -28,8 +30,9 @@ from enginery.core.errors import (
 )
 from enginery.core.feeds import FeedLimits
 from enginery.core.model_files import ModelConfig
-from enginery.core.shapes import DimRange, Profile
-from enginery.core.source import find_local
+from enginery.core.onnx_structure import read_structure
+from enginery.core.shapes import DimRange, Profile, TensorSpec
+from enginery.core.source import check_directory, find_local
 from enginery.core.staging import refuse_foreign
 from enginery.engine import config as engine
 from enginery.export import config as export
@@ -37,6 +40,7 @@ from enginery.optimize import config as optimize
 from enginery.quantize import config as quantize
 from enginery.recipe.model import Recipe, Step
 from enginery.recipe.stages import BenchStage, KserveStage, PredictStage, PublishStage, TritonStage
+from enginery.runtime.gpus import visible_gpus
 from enginery.runtime.provider_wish import parse_wishes
 from enginery.runtime.run_fit import require_fit
 from enginery.runtime.tasks import answered_tasks, task_of
@@ -72,10 +76,11 @@ def check_recipe(recipe: Recipe) -> None:
         EngineryError: the same of a value that no file names: it was made in Python, or is an
             option of the command line.
     """
-    with _located(recipe, key="model"):
+    with _located(recipe, key="model"), _about("model"):
         known = _read_model(recipe)
-    with _located(recipe, key="out"):
+    with _located(recipe, key="out"), _about("out"):
         if recipe.out:
+            _require_place(Path(recipe.out), directory=True)
             refuse_foreign(Path(recipe.out))
     for step in recipe.steps:
         with _located(recipe, step=step):
@@ -104,20 +109,21 @@ def _about(option: str) -> Iterator[None]:
     except EngineryError as error:
         error.option = error.option or option
         raise
+    except OSError as error:  # a name too long for a file, or no right to look
+        reason = f"'{error.filename}' cannot be looked at: {error.strerror}."
+        raise InputError(reason, option=option) from error
 
 
 def _read_model(recipe: Recipe) -> _Known:
     named = recipe.steps[0].options.task
     task = "" if named == "auto" else named
     path = find_local(recipe.model)
-    if path is None or path.is_file():
-        return _Known(task, is_onnx=path is not None, limits={})
-    if not (path / "config.json").is_file():
-        raise SourceError(
-            f"model '{recipe.model}': {path} has no config.json, so it is not a Hugging Face "
-            "model.",
-            do="Name the directory that save_pretrained wrote.",
-        )
+    if path is None:
+        return _Known(task, is_onnx=False, limits={})
+    if path.is_file():
+        read_structure(path, error=SourceError)
+        return _Known(task, is_onnx=True, limits={})
+    check_directory(recipe.model, path, allow_pickle=recipe.steps[0].options.allow_pickle)
     settings = ModelConfig.read(path, error=SourceError)
     return _Known(task, is_onnx=False, limits=FeedLimits.from_config(settings).ends)
 
@@ -127,6 +133,9 @@ def _read_model(recipe: Recipe) -> _Known:
 
 def _check_export(options: export.ExportConfig, known: _Known) -> None:
     export.check_options(options)
+    with _about("device"):
+        if options.device != "cpu":
+            visible_gpus()
     if not known.is_onnx:  # which is imported, whatever it is for
         export.check_task(options.task)
 
@@ -179,9 +188,13 @@ def _check_build(options: engine.BuildConfig, known: _Known) -> None:
 
 def _check_bench(options: BenchStage, known: _Known) -> None:
     bench.check_options(options)
+    with _about("out"):
+        if options.out:
+            _require_place(Path(options.out), directory=True)
     bench.read_sizes(options.batch, "batch")
     for text in options.shape:
-        bench.parse_shape(text)
+        with _about("shape"):
+            _require_dims(f"option 'shape': '{text}'", bench.parse_shape(text), known)
     limit = known.limits.get("sequence")
     if options.sequence != bench.AUTO:
         longest = bench.read_sizes(options.sequence, "sequence")[-1]
@@ -199,6 +212,12 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
 
     with _about("output"):
         output_format(Path(options.output))
+        _require_place(Path(options.output))
+        if Path(options.input).resolve() == Path(options.output).resolve():
+            raise OptionError(
+                f"output '{options.output}' is the input, which is never overwritten.",
+                do="Name another output.",
+            )
     kind = None
     with _about("input"):
         if not options.input:
@@ -209,12 +228,8 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
             require_format(options)
         elif options.input not in known.outputs:
             kind = input_format(Path(options.input), options)
-    if Path(options.input).resolve() == Path(options.output).resolve():
-        raise OptionError(
-            f"output '{options.output}' is the input, which is never overwritten.",
-            do="Name another output.",
-            option="output",
-        )
+    if options.engine == "ray" and find_spec("ray") is None:
+        raise MissingPackageError("ray", extra="ray", purpose="predict on Ray")
     if known.task:
         _check_answers(options, known.task, kind)
     known.outputs.add(options.output)
@@ -264,6 +279,8 @@ def _check_directory(options: TritonStage | KserveStage, _known: _Known) -> None
         raise OptionError(
             "option 'directory' is empty.", do="Name where the files go.", option="directory"
         )
+    with _about("directory"):
+        _require_place(Path(options.directory), directory=True)
 
 
 _CHECKS: dict[str, Callable[[Any, _Known], None]] = {
@@ -302,18 +319,24 @@ def _check_providers(options: Any) -> None:
 
 def _check_profiles(options: Any, known: _Known) -> None:
     """Hold profiles to the dims of the task and the positions of the model."""
-    dims = () if known.is_onnx else _DIMS.get(known.task, ())
     with _about("profile"):
         for text in getattr(options, "profile", ()):
             profile = Profile.parse(text)
-            for name in profile.dims if dims else ():
-                if name not in dims:
-                    raise ShapeError(
-                        f"profile '{text}': the model has no dynamic dim '{name}'"
-                        f"{nearest(name, dims)}",
-                        do=f"Dims of {known.task}: {', '.join(dims)}.",
-                    )
+            _require_dims(f"profile '{text}'", profile.dims, known)
+            if known.task in _TEXTS and not known.is_onnx:
+                profile.check([TensorSpec("input_ids", "int64", _DIMS[known.task])], known.limits)
             profile.check_limits(known.limits)
+
+
+def _require_dims(where: str, names: Iterable[str], known: _Known) -> None:
+    """Raise ShapeError for a dim that no model of the task has."""
+    dims = () if known.is_onnx else _DIMS.get(known.task, ())
+    for name in names if dims else ():
+        if name not in dims:
+            raise ShapeError(
+                f"{where}: the model has no dynamic dim '{name}'{nearest(name, dims)}",
+                do=f"Dims of {known.task}: {', '.join(dims)}.",
+            )
 
 
 def _check_files(options: Any, known: _Known) -> None:
@@ -326,10 +349,17 @@ def _check_files(options: Any, known: _Known) -> None:
                 _check_data(Path(given).expanduser(), options.column, labels, known.task)
     with _about("images"):
         if images := getattr(options, "images", ""):
+            if known.task in _TEXTS and not known.is_onnx:
+                raise InputError(
+                    f"option 'images' is given, but the model does {known.task} of texts.",
+                    do="Leave it out.",
+                )
             list_images(Path(images).expanduser(), rows=1)
     with _about("reference"):
         if reference := getattr(options, "reference", ""):
-            find_local(reference)
+            path = find_local(reference)
+            if path and path.is_dir():
+                check_directory(reference, path, allow_pickle=options.allow_pickle)
 
 
 def _check_data(path: Path, column: str, label_column: str, task: str) -> None:
@@ -338,3 +368,13 @@ def _check_data(path: Path, column: str, label_column: str, task: str) -> None:
         list_images(path, rows=1)
     else:
         require_texts(path, column, label_column=label_column)
+
+
+def _require_place(path: Path, *, directory: bool = False) -> None:
+    """Raise ArtifactError where a file or a directory stands in the way of what is written."""
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if there.is_dir() != (directory or there != path):
+        kinds = ("a directory", "a file") if there.is_dir() else ("a file", "a directory")
+        raise ArtifactError(
+            f"'{path}' cannot be written: {there} is {kinds[0]}, expected {kinds[1]}."
+        )

@@ -187,6 +187,8 @@ class _Reader:
             )
 
     def _expanded(self, text: str, line: int) -> str:
+        if "\0" in text:
+            self._fail(line, "a value has a NUL character.", do="Leave it out.")
         try:
             return expand_variables(text, os.environ)
         except KeyError as error:

@@ -28,7 +28,15 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from enginery.core.errors import EngineryError, InputError, OptionError, RecipeError, nearest
+from enginery.core.errors import (
+    ArtifactError,
+    EngineryError,
+    InputError,
+    OptionError,
+    RecipeError,
+    SourceError,
+    nearest,
+)
 from enginery.core.options import options_from
 from enginery.export.config import ExportConfig
 from enginery.recipe.loading import Document, read_yaml
@@ -206,6 +214,26 @@ class Recipe:
         lines = {key: line for key, line in self.lines.items() if key not in values}
         return replace(self, lines=lines, **values)
 
+    def trusted(self, *, trust_remote_code: bool = False, allow_pickle: bool = False) -> Recipe:
+        """Return the recipe with what is granted to its model, in each stage that loads it.
+
+        What the recipe grants its export holds for the stages behind it, too: they load the same
+        files. A model that a stage names itself is trusted by that stage's own options alone.
+        """
+        export = self.steps[0].options
+        granted = {
+            "trust_remote_code": trust_remote_code or export.trust_remote_code,
+            "allow_pickle": allow_pickle or export.allow_pickle,
+        }
+        steps = []
+        for step in self.steps:
+            options = step.options
+            if hasattr(options, "allow_pickle") and not getattr(options, "reference", ""):
+                own = {name: getattr(options, name) or grant for name, grant in granted.items()}
+                options = replace(options, **own)
+            steps.append(replace(step, options=options))
+        return replace(self, steps=tuple(steps))
+
     def located(
         self, error: EngineryError, *, key: str = "", step: Step | None = None
     ) -> EngineryError:
@@ -220,9 +248,9 @@ class Recipe:
         if not line:
             return error
         do = f"See: enginery {step.stage} --help" if step else ""
-        if not isinstance(error, OptionError):
+        if isinstance(error, InputError | SourceError | ArtifactError):
             named = error.option or key or "value"
-            do = f"Name another {named}; paths start from the recipe's directory."
+            do = f"Change '{named}'; paths start from the recipe's directory."
         return RecipeError(f"{self.name}:{line}: {error.message}", do=error.do or do)
 
 

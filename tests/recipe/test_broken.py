@@ -6,7 +6,7 @@ import pytest
 
 from enginery import Recipe, run_recipe
 from enginery.cli import main
-from enginery.core.errors import EngineryError, OptionError, RecipeError
+from enginery.core.errors import EngineryError, OptionError, ProviderError, RecipeError
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.recipe import Step
@@ -26,6 +26,14 @@ def beside(tmp_path_factory, tiny_model):
     (folder / "reviews.jsonl").write_text('{"text": "Good."}\n{"text": "Bad."}\n')
     (folder / "semicolons.csv").write_text("text;label\nGood.;1\n")
     (folder / "empty.csv").write_text("text,label\n")
+    (folder / "plain.csv").write_text("text,other\nGood.,Better.\n")
+    (folder / "latin.csv").write_bytes("text\nGrün.\n".encode("latin-1"))
+    (folder / "fake.onnx").write_bytes(b"not ONNX")
+    for name, weights in (("empty", ()), ("pickled", ("pytorch_model.bin",))):
+        shutil.copytree(folder / "model", folder / name, ignore=shutil.ignore_patterns("*.safe*"))
+        for file in weights:
+            (folder / name / file).write_bytes(b"weights")
+    (folder / "folder.csv").mkdir()
     (folder / "photos").mkdir()
     (folder / "notes").mkdir()
     (folder / "notes/thesis.txt").write_text("years of work")
@@ -107,6 +115,55 @@ BROKEN = {
         "provider: tensorrt}\n", 5, "no stage builds one", "name another provider",
     ),
     # options that do not go together, budgets, limits
+    "FP8 for a GPU without": (
+        HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n      scheme: fp8\n"
+        "      capabilities: 8.0\n", 8, "a GPU that multiplies no FP8", "8.9, 12.0 and later",
+    ),
+    "static INT8 for the CPU": (
+        HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n      target: cpu\n", 7,
+        "option 'scheme' is int8 for the target cpu", "--scheme dynamic",
+    ),
+    "FP16 for the CPU": (
+        HEAD + EXPORT + "  - optimize:\n      rows: 8\n      target: cpu\n", 7,
+        "option 'precision' is fp16 for the target cpu", "--precision fp32",
+    ),
+    "labels without a budget": (
+        HEAD + EXPORT + "  - quantize:\n      label_column: label\n      calibration: plain.csv\n",
+        6, "without 'accuracy_budget'", "--accuracy-budget",
+    ),
+    "rounds": (
+        HEAD + EXPORT + "  - bench:\n      min_rounds: 100\n", 6, "'min_rounds' is 100",
+        "Lower both",
+    ),
+    "two ways of naming profiles": (
+        HEAD + EXPORT + "  - build:\n      capability: 8.9\n      profiles_from: reviews.csv\n"
+        "      profile: batch=1,sequence=8\n", 8, "both name profiles", "Name them in one way",
+    ),
+    "option of the other TensorRT": (
+        HEAD + EXPORT + "  - build:\n      capability: 8.9\n      profile: batch=1,sequence=8\n"
+        "      timing_cache: cache\n", 8, "has no effect in TensorRT for RTX", "--flavor tensorrt",
+    ),
+    "alias": (
+        HEAD + EXPORT + "  - validate\n  - publish:\n      url: registry\n      alias: a b\n", 8,
+        "option 'alias' is 'a b'", "",
+    ),
+    "Triton's backend for the CPU": (
+        HEAD + EXPORT + "  - export-triton:\n      directory: t\n      provider: cpu\n"
+        "      backend: tensorrt\n", 8, "runs on a GPU", "Leave out --backend",
+    ),
+    "GPUs on the CPU": (
+        HEAD + EXPORT + "  - export-kserve: {directory: k, image: i, storage_uri: s3://a/b,\n"
+        "      provider: cpu,\n      gpus: 2}\n", 7, "provider 'cpu' has none", "Leave out --gpus",
+    ),
+    "option of Ray without Ray": (
+        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      output: a.csv\n"
+        "      ray_actors: 2\n", 8, "the engine is local", "--engine ray",
+    ),
+    "encoding": (
+        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      output: a.csv\n"
+        "      encoding: utf-99\n", 8, "encoding 'utf-99' is not known", "utf-8, cp1252",
+    ),
+    "NUL": (HEAD + EXPORT + 'ask: "a\\0b"\n', 5, "NUL character", "Leave it out"),
     "budget": (
         HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n"
         "      accuracy_budget: 0.5\n", 7,
@@ -162,6 +219,18 @@ BROKEN = {
         HEAD + EXPORT + "  - validate:\n      profile: batch=1,sequnce=8\n", 6,
         "did you mean 'sequence'?", "Dims of text-classification: batch, sequence",
     ),
+    "profile without a dim": (
+        HEAD + EXPORT + "  - validate:\n      profile: batch=1:8:32\n", 6,
+        "lacks the dim 'sequence'", "Add sequence=min:opt:max",
+    ),
+    "shape of an unknown dim": (
+        HEAD + EXPORT + "  - bench:\n      shape: sequnce=3\n", 6, "did you mean 'sequence'?",
+        "Dims of text-classification",
+    ),
+    "sizes of profiles that are none": (
+        HEAD + EXPORT + "  - build:\n      capability: 8.9\n      profiles_from: reviews.csv\n"
+        "      batch: 8:1\n", 8, "expected min:opt:max or one size", "enginery build --help",
+    ),
     "bench beyond the positions": (
         HEAD + EXPORT + "  - bench:\n      sequence: 16,5000\n", 6,
         "the model's positions end at", "Measure up to",
@@ -212,6 +281,15 @@ BROKEN = {
     "model that is not there": (
         "model: ./models\nstages: [export]\n", 1, "there is no such directory or file", "",
     ),
+    "file that is no ONNX": (
+        "model: ./fake.onnx\nstages: [export]\n", 1, "is not an ONNX model", "Make it again",
+    ),
+    "model without weights": (
+        "out: out\nmodel: ./empty\nstages: [export]\n", 2, "has no weights", "save_pretrained",
+    ),
+    "model with pickled weights alone": (
+        "model: ./pickled\nstages: [export]\n", 1, "only pickled weights", "--allow-pickle",
+    ),
     "package that is not there": (
         "model: package:no_such_package\nstages: [export]\n", 1, "is not installed", "pip install",
     ),
@@ -221,7 +299,40 @@ BROKEN = {
     "two revisions": (
         "model: org/name@v1\nstages:\n  - export: {revision: v2}\n", 3, "but the model is", "once",
     ),
+    "pairs for a model of single texts": (
+        HEAD + "  - export: {task: token-classification}\n  - predict:\n      input: plain.csv\n"
+        "      output: a.csv\n      pair_column: other\n", 8,
+        "pair_column is 'other', but the model does token-classification", "classify two texts",
+    ),
+    "images for a model of texts": (
+        HEAD + EXPORT + "  - bench:\n      images: photos\n", 6, "the model does text-class",
+        "Leave it out",
+    ),
     # files and columns
+    "out in a file": (
+        "model: ./model\nout: reviews.csv/out\nstages: [export]\n", 2, "reviews.csv is a file",
+        "Change 'out'",
+    ),
+    "output that is a directory": (
+        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      output: folder.csv\n", 7,
+        "is a directory, expected a file", "Change 'output'",
+    ),
+    "directory that is a file": (
+        HEAD + EXPORT + "  - export-triton:\n      provider: cpu\n      directory: plain.csv\n", 7,
+        "is a file, expected a directory", "Change 'directory'",
+    ),
+    "a name too long for a file": (
+        HEAD + EXPORT + f"  - validate:\n      data: {'x' * 3000}\n", 6, "File name too long",
+        "Change 'data'",
+    ),
+    "not UTF-8": (
+        HEAD + EXPORT + "  - validate:\n      data: latin.csv\n", 6, "cannot be read",
+        "Change 'data'",
+    ),
+    "column of the question": (
+        HEAD + "  - export: {task: question-answering}\n  - predict:\n      input: plain.csv\n"
+        "      output: a.csv\n      question_column: q\n", 8, "has no column 'q'", "Its columns",
+    ),
     "out that is somebody else's": (
         "model: ./model\nout: notes\nstages: [export]\n", 2, "not an enginery artifact", "",
     ),
@@ -250,7 +361,7 @@ BROKEN = {
     ),
     "texts for a model of images": (
         HEAD + IMAGES + "  - validate:\n      data: reviews.csv\n", 6,
-        "expected a folder of images", "Name another data",
+        "expected a folder of images", "Change 'data'",
     ),
     "no images": (
         HEAD + IMAGES + "  - bench:\n      images: photos\n", 6, "no images in it", "",
@@ -391,6 +502,25 @@ def test_a_recipe_made_in_python_is_checked_as_well(beside):
     predict = Step("predict", PredictStage(input="nowhere.csv", output="a.csv"))
     with pytest.raises(EngineryError, match="there is nothing of that name"):
         run_recipe(Recipe(model, (export, predict)))
+
+
+def test_an_export_on_a_gpu_that_is_not_there_names_its_line(beside, monkeypatch):
+    def no_gpu():
+        raise ProviderError("no GPU can be used.", do="Give the container its GPUs.")
+
+    monkeypatch.setattr("enginery.recipe.checks.visible_gpus", no_gpu)
+    plan = Recipe.parse(HEAD + "  - export:\n      device: cuda\n", base=beside)
+    with pytest.raises(RecipeError, match=r"^recipe:5: no GPU can be used\. Give the container"):
+        run_recipe(plan)
+
+
+def test_pickled_weights_are_for_who_runs_the_recipe_to_allow(beside):
+    from enginery.recipe.checks import check_recipe
+
+    plan = Recipe.parse("model: ./pickled\nstages: [export]\n", base=beside)
+    with pytest.raises(RecipeError, match="only pickled weights"):
+        check_recipe(plan)
+    check_recipe(plan.trusted(allow_pickle=True))
 
 
 def test_a_file_that_an_earlier_stage_leaves_need_not_be_there(beside):
