@@ -33,14 +33,6 @@ from enginery.publish.triton_options import TritonConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.recipe import Recipe
 from enginery.recipe.checks import check_recipe
-from enginery.recipe.stages import (
-    BenchStage,
-    LintStage,
-    PredictStage,
-    PublishStage,
-    TritonStage,
-    bare,
-)
 from enginery.steps import (
     StageResult,
     build_step,
@@ -459,47 +451,33 @@ def _use(
     started = time.monotonic()
     made: Any
     worked, problem = True, ""
-    if isinstance(options, LintStage):
-        made = lint_model(artifact, target=options.target)
+    values = dict(vars(options))
+    if stage == "lint":
+        made = lint_model(artifact, **values)
         problem = next((report.problem for report in made if not report.passed), "")
-    elif isinstance(options, BenchStage):
+    elif stage == "bench":
         from enginery.bench import stage as bench
 
-        config = bare(options, BenchConfig)
-        made = None if force else bench.finished(artifact, config, out=options.out)
+        out = values.pop("out")
+        made = None if force else bench.finished(artifact, BenchConfig(**values), out=out)
         worked = made is None
         if made is None:
-            made = bench.run([artifact], config, out=options.out, progress=progress)
+            made = bench_model(artifact, out=out, progress=progress, **values)
             artifact = Artifact.open(artifact.path)
         else:
             progress.say(
                 f"bench: nothing to do, {artifact.name} was measured with the same options"
             )
-    elif isinstance(options, PredictStage):
-        from enginery.predict import stage as predict
-
-        made = predict.run(
-            artifact, options.input, Path(options.output), bare(options, PredictConfig),
-            force=force, progress=progress,
-        )  # fmt: skip
+    elif stage == "predict":
+        files = values.pop("input"), values.pop("output")
+        made = predict_file(artifact, *files, force=force, progress=progress, **values)
         worked = made.worked
-    elif isinstance(options, PublishStage):
-        from enginery.publish import stage as publish
-
-        made = publish.run(artifact, options.url, bare(options, PublishConfig), progress=progress)
+    elif stage == "publish":
+        made = publish_model(artifact, values.pop("url"), progress=progress, **values)
         worked = made.is_new
-    elif isinstance(options, TritonStage):
-        from enginery.publish import triton
-
-        made = triton.run(
-            artifact, Path(options.directory), bare(options, TritonConfig), progress=progress
-        )
     else:
-        from enginery.publish import kserve
-
-        made = kserve.run(
-            artifact, Path(options.directory), bare(options, KserveConfig), progress=progress
-        )
+        export = export_triton if stage == "export-triton" else export_kserve
+        made = export(artifact, values.pop("directory"), progress=progress, **values)
     seconds = time.monotonic() - started
     return StageResult(stage, artifact, worked, seconds, made=made, problem=problem)
 

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from enginery.core.errors import BadRowsError
+from enginery.core.options import options_dict
 
 if TYPE_CHECKING:
     from enginery.console import Console
@@ -19,15 +20,8 @@ def result_json(stage: str, made: Any) -> Any:
         return json.loads(made.to_json())
     if stage == "predict":
         return made.as_json()
-    if stage == "publish":
-        return {"url": made.url, "version": made.version, "is_new": made.is_new,
-                "notes": list(made.notes)}  # fmt: skip
-    if stage == "export-triton":
-        return {"path": str(made.path), "name": made.name, "models": list(made.models),
-                "max_batch_size": made.max_batch_size, "notes": list(made.notes)}  # fmt: skip
-    if stage == "export-kserve":
-        return {"path": str(made.path), "name": made.name, "model": made.model,
-                "notes": list(made.notes)}  # fmt: skip
+    if stage in ("publish", "export-triton", "export-kserve"):
+        return options_dict(made)
     return None
 
 

@@ -98,7 +98,10 @@ def _located(recipe: Recipe, *, key: str = "", step: Step | None = None) -> Iter
     try:
         yield
     except EngineryError as error:
-        raise recipe.located(error, key=key, step=step) from error
+        placed = recipe.located(error, key=key, step=step)
+        if placed is error:
+            raise
+        raise placed from error
 
 
 @contextmanager

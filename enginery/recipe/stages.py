@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from enginery.bench.config import BenchConfig
@@ -101,11 +101,6 @@ each run would undo the one before."""
 
 Named = tuple[str, Any]
 """A stage's name and its options."""
-
-
-def bare(options: Any, kind: type) -> Any:
-    """Return the options of the stage itself, as its command has them."""
-    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
 
 
 def problem_of_order(stages: Sequence[Named]) -> tuple[int, str, str] | None:
