@@ -196,7 +196,7 @@ def run(
         A text, or the path of an image, to answer at the end instead of the recipe's; repeat the
         option for several.
     check
-        Look for what is wrong with the recipe, and run nothing.
+        Check the recipe, the files that it names and this machine, and run nothing.
     force
         Run every stage although its result is there.
     allow_failed
@@ -227,7 +227,8 @@ def run(
         check_recipe(plan)
         stages = [step.stage for step in plan.steps]
         console.json({"recipe": recipe, "model": plan.model, "stages": stages})
-        console.line(f"nothing wrong was found: {plan.model}: {', '.join(stages)}")
+        name = recipe or "the built-in recipe"
+        console.line(f"{name}: no mistake found; it takes {plan.model} through {', '.join(stages)}")
         return
     result = run_recipe(
         plan,
