@@ -29,9 +29,8 @@ _MAX_DEPTH = 20
 
 _CORE = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {
-    f"{_CORE}{kind}"
-    for kind in ("str", "bool", "int", "float", "timestamp", "null", "seq", "map")
-}  # fmt: skip
+    f"{_CORE}{kind}" for kind in ("str", "bool", "int", "float", "timestamp", "null", "seq", "map")
+}
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 

@@ -89,9 +89,18 @@ STAGES: dict[str, type] = {
 """The options of each stage, named as those of its command."""
 
 PATHS = (
-    "cache_dir", "calibration", "data", "directory", "images", "input", "out", "output",
-    "profiles_from", "ranges", "timing_cache",
-)  # fmt: skip
+    "cache_dir",
+    "calibration",
+    "data",
+    "directory",
+    "images",
+    "input",
+    "out",
+    "output",
+    "profiles_from",
+    "ranges",
+    "timing_cache",
+)
 """Options that are paths: they start from the recipe's directory."""
 OF_ONE_MODEL = {"export": ("task", "revision"), "validate": ("reference",)}
 """Options that say something about one model; another model takes their defaults."""
