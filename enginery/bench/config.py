@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from enginery.core.errors import OptionError, nearest
-from enginery.core.shapes import canonical_dim
 
 OURS = "enginery"
 """What is measured in any case: the artifact through this package's own runner."""
@@ -172,6 +171,8 @@ def parse_shape(text: str) -> dict[str, int]:
     Raises:
         OptionError: it is written otherwise, or a dim is there twice.
     """
+    from enginery.core.shapes import canonical_dim  # which needs pydantic; --help does not
+
     given: dict[str, int] = {}
     for part in text.split(","):
         word, equals, size = part.partition("=")
