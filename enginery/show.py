@@ -209,9 +209,15 @@ def run_rows(result: RunResult) -> list[Row]:
     return rows + [{"stage": name, "result": "refused", **blank} for name in result.refused]
 
 
+_DONE = {"bench": "measured", "predict": "answered", "publish": "published"}
+"""What a stage did; the others made something, or checked it."""
+
+
 def _stage_row(stage: StageResult) -> Row:
     report = stage.report
-    done = "made" if report is None else ("passed" if report.passed else "failed")
+    done = _DONE.get(stage.stage, "made")
+    if report is not None or stage.stage == "lint":
+        done = "passed" if stage.passed else "failed"
     worst = report.worst() if report else None
     cosines = [o.cosine for case in report.cases for o in case.outputs] if report else []
     names = [short_name(provider["name"]) for provider in report.providers] if report else []
@@ -226,8 +232,8 @@ def _stage_row(stage: StageResult) -> Row:
     }
 
 
-def run_json(result: RunResult, answers: Sequence[Answer]) -> dict[str, Any]:
-    """A run for programs."""
+def run_json(result: RunResult, answers: Sequence[Answer], made: Sequence[Any]) -> dict[str, Any]:
+    """A run for programs, with what its stages made as their commands say it."""
     return {
         "artifact": str(result.artifact.path),
         "passed": result.passed,
@@ -237,8 +243,9 @@ def run_json(result: RunResult, answers: Sequence[Answer]) -> dict[str, Any]:
                 "worked": stage.worked,
                 "seconds": round(stage.seconds, 3),
                 "report": report_json(stage.report) if stage.report else None,
+                "result": each,
             }
-            for stage in result.stages
+            for stage, each in zip(result.stages, made, strict=True)
         ],
         "refused": list(result.refused),
         "answers": [answer.as_json() for answer in answers],

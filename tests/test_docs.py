@@ -37,7 +37,7 @@ NOT_RUN = {
     r"mlflow:/": "needs an MLflow server: tests/publish/test_mlflow.py",
     r"hf://": "needs the Hub: tests/publish/test_hub.py",
     r"oci://": "needs a registry: tests/publish/test_oci.py",
-    r"run recipes/(?!vit)": "a model of the Hub or a package: tests/test_recipes_shipped.py",
+    r"run recipes/(?!vit)": "a model of the Hub or a package: tests/recipe/test_shipped.py",
 }  # fmt: skip
 """What of the pages' commands is not run here, and why."""
 

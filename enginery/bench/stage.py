@@ -14,6 +14,7 @@ All of them take inputs from the host's memory and leave the outputs there.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,11 +35,11 @@ from enginery.bench.measure import measure_case, on_gpu
 from enginery.bench.notes import fallback_notes, stage_notes
 from enginery.bench.padding import measure_padding
 from enginery.bench.process import Contender
-from enginery.bench.report import store_reports, write_report
+from enginery.bench.report import read_benchmark, store_reports, write_report
 from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, ImagesResult
 from enginery.bench.subject import Subject, with_unique_names
 from enginery.core.artifact import REPORTS, Artifact
-from enginery.core.errors import EngineryError, OptionError
+from enginery.core.errors import ArtifactError, EngineryError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.runtime.onnxruntime.binding import BUCKETS
@@ -72,8 +73,7 @@ def run(
     """
     started = time.monotonic()
     check_options(config)
-    # As it is understood: ENGINERY_PROVIDERS may say it, and the result has to.
-    config = replace(config, provider=format_providers(providers_of(config)), provider_option=())
+    config = _understood(config)
     if not models:
         raise OptionError("no model is named.", do="Name an artifact or an .onnx file.")
     subjects = with_unique_names(
@@ -124,6 +124,41 @@ def run(
     result = replace(result, advice=advise(result))
     _write(result, subjects, out, progress)
     return result
+
+
+def finished(
+    artifact: Artifact, config: BenchConfig, *, out: str | Path = ""
+) -> BenchResult | None:
+    """Return what an earlier run with the same options found of the artifact on this machine.
+
+    Raises:
+        ProviderError, OptionError: the providers cannot be read.
+    """
+    try:
+        found = read_benchmark(Path(out) if out else artifact.path)
+    except ArtifactError:  # damaged, or of another version
+        return None
+    if found is None:
+        return None
+    subject = Subject.of(artifact, config.graph, allow_failed=True)
+    now: dict[str, Any] = {
+        "subjects": [subject.as_json()],
+        "options": options_dict(_understood(config)),
+        "machine": describe_machine(),
+    }
+    then: dict[str, Any] = {
+        "subjects": found.subjects,
+        "options": found.options,
+        "machine": found.machine,
+    }
+    for one in (now, then):
+        one["machine"] = {name: fact for name, fact in one["machine"].items() if name != "load"}
+    return found if json.loads(json.dumps(now)) == then else None
+
+
+def _understood(config: BenchConfig) -> BenchConfig:
+    """Write out the providers: ENGINERY_PROVIDERS may say them, and the result has to."""
+    return replace(config, provider=format_providers(providers_of(config)), provider_option=())
 
 
 @contextmanager

@@ -68,6 +68,17 @@ def read_text_rows(path: Path, column: str, *, rows: int, label_column: str = ""
     return TextRows([text for text, *_ in chosen], labels, left_out)
 
 
+def require_texts(path: Path, column: str, *, label_column: str = "") -> None:
+    """Read a file up to its first text.
+
+    Raises:
+        InputError: the file or a column is missing, cannot be read, or holds no text.
+    """
+    where = _require_readable(path, column, label_column)
+    if not any(is_text(text) for text, *_ in _stream(path, column, label_column)):
+        raise InputError(f"{where} holds no text.")
+
+
 def is_text(value: Any) -> bool:
     """Whether a value is a text with something in it."""
     return isinstance(value, str) and bool(value.strip())

@@ -57,6 +57,7 @@ def _require(columns: Sequence[str], names: Sequence[str], path: Path) -> None:
             raise InputError(
                 f"data '{path}' has no column '{column}'{nearest(column, names)}",
                 do=f"Its columns: {', '.join(names) or 'none'}.{_delimiter_hint(names, path)}",
+                column=column,
             )
 
 

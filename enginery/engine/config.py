@@ -72,10 +72,12 @@ def check_config(config: BuildConfig) -> None:
             f"options {found} both name profiles.",
             do="Name them in one way: the engine's profiles and their order are part of what it is "
             "cached by.",
+            option=next(name for name, given in ways.items() if given),
         )
     if config.count < 1:
-        raise OptionError(f"option 'count' is {config.count}, expected 1 or more.")
+        raise OptionError(f"option 'count' is {config.count}, expected 1 or more.", option="count")
     if not config.capability.strip():
         raise OptionError(
-            "option 'capability' is empty, expected 8.0,8.9,12.0 or current or portable."
+            "option 'capability' is empty, expected 8.0,8.9,12.0 or current or portable.",
+            option="capability",
         )

@@ -1,9 +1,69 @@
-"""The options of the export stage. They import nothing, so that `enginery --help` is quick."""
+"""The options of the export stage; importing them is quick, as `enginery --help` is."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
+
+from enginery.core.errors import OptionError, nearest
+
+TASKS = (
+    "audio-classification",
+    "audio-ctc",
+    "audio-frame-classification",
+    "audio-xvector",
+    "automatic-speech-recognition",
+    "causal-lm",
+    "default",
+    "depth-estimation",
+    "document-question-answering",
+    "feature-extraction",
+    "fill-mask",
+    "image-classification",
+    "image-feature-extraction",
+    "image-segmentation",
+    "image-text-to-text",
+    "image-to-image",
+    "image-to-text",
+    "inpainting",
+    "keypoint-detection",
+    "latent-consistency",
+    "mask-generation",
+    "masked-im",
+    "masked-lm",
+    "multiple-choice",
+    "object-detection",
+    "pretraining",
+    "question-answering",
+    "reinforcement-learning",
+    "semantic-segmentation",
+    "sentence-similarity",
+    "seq2seq-lm",
+    "sequence-classification",
+    "speech2seq-lm",
+    "stable-diffusion",
+    "stable-diffusion-xl",
+    "summarization",
+    "text-classification",
+    "text-generation",
+    "text-to-audio",
+    "text-to-image",
+    "text-to-speech",
+    "text2text-generation",
+    "time-series-forecasting",
+    "token-classification",
+    "translation",
+    "vision2seq-lm",
+    "visual-question-answering",
+    "zero-shot-classification",
+    "zero-shot-image-classification",
+    "zero-shot-object-detection",
+)
+"""Tasks and their synonyms in Optimum 2.1, each also with `-with-past`. Importing its TasksManager
+to ask takes seconds; `tests/export/test_config.py` holds the two together."""
+_OPSETS = range(7, 24)
+"""ONNX_MIN_OPSET to ONNX_MAX_OPSET of torch.onnx, 2.13."""
 
 
 @dataclass(frozen=True)
@@ -32,3 +92,36 @@ class ExportConfig:
     post_process: bool = True
     """Optimum's post-processing, which merges decoders into one graph with an If node.
     TensorRT cannot parse that; switch it off for engines."""
+
+
+def check_options(config: ExportConfig) -> None:
+    """Raise OptionError for a value that no model can be exported with."""
+    if config.opset not in _OPSETS:
+        raise OptionError(
+            f"option 'opset' is {config.opset}, expected {_OPSETS[0]} to {_OPSETS[-1]}.",
+            do="Leave it out for 20, which TensorRT and quantizing work with.",
+            option="opset",
+        )
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", config.device):
+        raise OptionError(
+            f"option 'device' is '{config.device}', expected cpu, cuda or cuda:N.",
+            do="Leave it out for cpu.",
+            option="device",
+        )
+    if (config.dtype, config.device, config.exporter) == ("bf16", "cpu", "optimum"):
+        raise OptionError(
+            "option 'dtype' is bf16: Optimum runs the graph while it exports, and ONNX Runtime has "
+            "no BF16 kernels on the CPU.",
+            do="Use --device cuda or --exporter dynamo.",
+            option="dtype",
+        )
+
+
+def check_task(task: str) -> None:
+    """Raise OptionError for a task that Optimum does not know; `auto` and none are fine."""
+    if task not in ("", "auto") and task.removesuffix("-with-past") not in TASKS:
+        raise OptionError(
+            f"option 'task': unknown task '{task}'{nearest(task, TASKS)}",
+            do=f"Known: {', '.join(TASKS)}; or auto.",
+            option="task",
+        )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
 from enginery.core.model_files import ModelConfig, PreprocessorConfig
-from enginery.export.config import ExportConfig
+from enginery.export.config import ExportConfig, check_options
 from enginery.export.exported import Exported
 from enginery.export.side_files import copy_side_files
 
@@ -41,14 +41,10 @@ def export_with_optimum(
     """Traces the model with Optimum's configuration of its type.
 
     Raises:
+        OptionError: an option cannot be used.
         ExportError: the registry lacks the model type or the task.
     """
-    if config.dtype == "bf16" and config.device == "cpu":
-        raise ExportError(
-            "Optimum runs the graph while it exports, and ONNX Runtime has no BF16 kernels on "
-            "the CPU.",
-            do="Use --device cuda or --exporter dynamo.",
-        )
+    check_options(config)
     settings = ModelConfig.read(source, error=SourceError)
     library = "timm" if settings.architecture else "transformers"
     model_type = settings.model_type or library

@@ -48,29 +48,37 @@ def check_options(config: OptimizeConfig) -> None:
             f"option 'quantize' is dynamic for the target {config.target}: scales that are "
             "computed as inputs come run on the CPU alone; TensorRT wants them in the graph.",
             do="Use: enginery quantize ARTIFACT --calibration FILE",
+            option="quantize",
         )
     if config.target == "cpu" and config.precision != "fp32":
         raise OptionError(
             f"option 'precision' is {config.precision} for the target cpu, where ONNX Runtime "
             "computes in FP32 and would only add casts.",
             do="Leave it at --precision fp32; --quantize dynamic makes it smaller and faster.",
+            option="target",
         )
     if config.target == "tensorrt" and config.level != OptimizeConfig.level:
         raise OptionError(
             f"option 'level' is {config.level} for the target tensorrt, which gets no fusions of "
             "ONNX Runtime's.",
             do="Leave it out; levels are for cuda and cpu.",
+            option="level",
         )
     if config.level == "O4" and (config.target != "cuda" or config.precision != "fp16"):
         raise OptionError(
             f"option 'level' is O4, which is O3 in FP16 on CUDA; found target {config.target} and "
             f"precision {config.precision}.",
             do="Use --level O3, or --target cuda --precision fp16.",
+            option="level",
         )
     if config.rows < 1:
-        raise OptionError(f"option 'rows' is {config.rows}, expected 1 or more.")
+        raise OptionError(f"option 'rows' is {config.rows}, expected 1 or more.", option="rows")
     if config.max_rounds < 0:
-        raise OptionError(f"option 'max_rounds' is {config.max_rounds}, expected 0 or more.")
+        raise OptionError(
+            f"option 'max_rounds' is {config.max_rounds}, expected 0 or more.", option="max_rounds"
+        )
     error = config.max_error
     if not isinstance(error, str) and not (math.isfinite(error) and error > 0):
-        raise OptionError(f"option 'max_error' is {error}, expected a number above 0.")
+        raise OptionError(
+            f"option 'max_error' is {error}, expected a number above 0.", option="max_error"
+        )

@@ -67,6 +67,13 @@ class LintReport:
         ]
         return "; ".join(part for part in (", ".join(counts) or "no findings", self.parser) if part)
 
+    @property
+    def problem(self) -> str:
+        """Why the graph is not fit; empty where it is."""
+        if self.passed:
+            return ""
+        return f"{self.path} is not fit for {self.target}: {self.summary}"
+
     def rows(self) -> list[dict[str, str]]:
         """The findings for a table: nodes with the same words share a row."""
         groups: dict[tuple[str, ...], list[LintFinding]] = {}
@@ -90,8 +97,8 @@ class LintReport:
 
     def require_passed(self) -> None:
         """Raises CheckFailedError, with the first error, unless there are none."""
-        if self.errors:
-            raise CheckFailedError(f"{self.path} is not fit for {self.target}: {self.summary}")
+        if self.problem:
+            raise CheckFailedError(self.problem)
 
 
 def ordered(findings: Iterable[LintFinding]) -> tuple[LintFinding, ...]:

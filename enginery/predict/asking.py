@@ -53,11 +53,6 @@ def require_task(artifact: Artifact, config: PredictConfig) -> type[Task]:
             f"{artifact.path} was exported for {name}; predict answers "
             f"{', '.join(answered_tasks())}."
         )
-    if config.pair_column and "text_pair" not in [field.name for field in task.inputs]:
-        raise OptionError(
-            f"pair_column is '{config.pair_column}', but the model does {name}.",
-            do="It is for models that classify two texts.",
-        )
     read_options(task, config)
     return task
 
@@ -80,8 +75,14 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     """Return the options of a task.
 
     Raises:
-        OptionError: the task does not take a value.
+        OptionError: the task does not take a value, or no pairs.
     """
+    if config.pair_column and "text_pair" not in [field.name for field in task.inputs]:
+        raise OptionError(
+            f"pair_column is '{config.pair_column}', but the model does {' or '.join(task.tasks)}.",
+            do="It is for models that classify two texts.",
+            option="pair_column",
+        )
     values = {
         name: getattr(config, option)
         for name, option in _TASK_OPTIONS.items()
@@ -90,8 +91,9 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     try:
         return task.Options.read(values)
     except TaskOptionError as error:
-        message = error.message.replace(error.field, _TASK_OPTIONS[error.field], 1)
-        raise OptionError(message) from error
+        option = _TASK_OPTIONS[error.field]
+        message = error.message.replace(error.field, option, 1)
+        raise OptionError(message, option=option) from error
 
 
 def providers_of(config: PredictConfig) -> tuple[ProviderSpec, ...]:

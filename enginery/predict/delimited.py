@@ -72,6 +72,7 @@ class CsvReader:
                 raise InputError(
                     f"data '{path}' has no column '{column}'{nearest(column, header)}",
                     do=f"Its columns: {', '.join(header) or 'none'}.{self._hint(header)}",
+                    column=column,
                 )
         self._places = [header.index(column) for column in columns]
         self.names = header

@@ -63,6 +63,7 @@ class JsonLinesReader:
                 raise InputError(
                     f"data '{path}' has no column '{column}'{nearest(column, kinds)}",
                     do=f"Its columns: {', '.join(kinds)}.",
+                    column=column,
                 )
         types = {name: _type(found) for name, found in kinds.items()}
         self._as_json = {

@@ -62,6 +62,7 @@ class ParquetReader:
                 raise InputError(
                     f"data '{path}' has no column '{column}'{nearest(column, names)}",
                     do=f"Its columns: {', '.join(names) or 'none'}.",
+                    column=column,
                 )
             if not _holds_text(self.schema.field(column).type):
                 kind = self.schema.field(column).type

@@ -118,6 +118,15 @@ class ImageReader:
         return self._read / len(self._paths)
 
 
+def require_format(config: PredictConfig) -> None:
+    """Raise OptionError unless the options say what standard input is."""
+    if config.format in ("auto", "images"):
+        raise OptionError(
+            f"standard input has no suffix, and its format is {config.format}.",
+            do="Name it: --format csv, tsv, jsonl, parquet or text.",
+        )
+
+
 @contextmanager
 def on_disk(source: str, spool: Path, config: PredictConfig, stream: IO[bytes] | None = None
             ) -> Iterator[Path]:  # fmt: skip
@@ -138,11 +147,7 @@ def on_disk(source: str, spool: Path, config: PredictConfig, stream: IO[bytes] |
     if source != STDIN:
         yield Path(source)
         return
-    if config.format in ("auto", "images"):
-        raise OptionError(
-            f"standard input has no suffix, and its format is {config.format}.",
-            do="Name it: --format csv, tsv, jsonl, parquet or text.",
-        )
+    require_format(config)
     if stream is None and sys.stdin is None:
         raise InputError("standard input is closed.")
     given: Any = stream or sys.stdin.buffer

@@ -45,17 +45,21 @@ class PublishConfig:
                 raise OptionError(
                     f"option '{option}' is {value!r}, expected letters, digits, '.', '_' and '-', "
                     "at most 128, the first a letter or a digit, the last no '.', and no name "
-                    "that Windows keeps for a device."
+                    "that Windows keeps for a device.",
+                    option=option,
                 )
         for option in ("version", "alias"):
             if getattr(self, option).casefold() == LATEST:
                 raise OptionError(
-                    f"option '{option}' is '{LATEST}', which is always the newest version."
+                    f"option '{option}' is '{LATEST}', which is always the newest version.",
+                    option=option,
                 )
         for option in ("license", "base_model"):
             value = getattr(self, option)
             if value != value.strip() or not value.isprintable():
-                raise OptionError(f"option '{option}' is {value!r}, expected one line of text.")
+                raise OptionError(
+                    f"option '{option}' is {value!r}, expected one line of text.", option=option
+                )
 
 
 def is_word(text: str) -> bool:

@@ -78,6 +78,17 @@ def open_destination(url: str, config: PublishConfig) -> Destination:
         OptionError: the address has an unknown scheme, or is none.
         MissingPackageError: the registry's client is not installed.
     """
+    module, name, _ = _SCHEMES[scheme_of(url)]
+    make: Callable[[str, PublishConfig], Destination] = getattr(import_module(module), name)
+    return make(url, config)
+
+
+def scheme_of(url: str) -> str:
+    """Return the kind of registry that an address names: `file`, also for a plain path.
+
+    Raises:
+        OptionError: the address is empty or has an unknown scheme.
+    """
     if not url.strip():
         raise OptionError("the address to publish to is empty.", do=_known())
     found = _SCHEME.match(url)
@@ -86,9 +97,7 @@ def open_destination(url: str, config: PublishConfig) -> Destination:
         raise OptionError(
             f"address '{url}': unknown scheme '{scheme}'{nearest(scheme, _SCHEMES)}", do=_known()
         )
-    module, name, _ = _SCHEMES[scheme]
-    make: Callable[[str, PublishConfig], Destination] = getattr(import_module(module), name)
-    return make(url, config)
+    return scheme
 
 
 def _known() -> str:

@@ -76,45 +76,56 @@ class KserveConfig:
             raise OptionError(
                 f"option 'storage_uri' is {self.storage_uri!r}, expected an address.",
                 do=f"Known: {', '.join(f'{name}://' for name in SCHEMES)}.",
+                option="storage_uri",
             )
         if scheme not in SCHEMES:
             raise OptionError(
                 f"option 'storage_uri': unknown scheme '{scheme}'{nearest(scheme, SCHEMES)}",
                 do=f"Known: {', '.join(SCHEMES)}.",
+                option="storage_uri",
             )
         self._check_names()
         if self.model_name and not is_word(self.model_name):
             raise OptionError(
                 f"option 'model_name' is {self.model_name!r}, expected letters, digits, '.', '_' "
-                "and '-', the first a letter or a digit."
+                "and '-', the first a letter or a digit.",
+                option="model_name",
             )
         if self.image != "".join(self.image.split()):
-            raise OptionError(f"option 'image' is {self.image!r}, expected no blanks.")
+            raise OptionError(
+                f"option 'image' is {self.image!r}, expected no blanks.", option="image"
+            )
         if self.runtime == "enginery" and not self.image:
             raise OptionError(
                 "option 'image' is empty, and the runtime enginery needs one.",
                 do="Build it with docs/deploy/Dockerfile.cuda or Dockerfile.cpu, and name it: "
                 "--image registry/enginery-serve:cuda",
+                option="image",
             )
         self._check_quantities()
         for option, least in (("gpus", 0), ("min_replicas", 0), ("max_replicas", 1)):
             if getattr(self, option) < least:
                 raise OptionError(
-                    f"option '{option}' is {getattr(self, option)}, expected {least} or more."
+                    f"option '{option}' is {getattr(self, option)}, expected {least} or more.",
+                    option=option,
                 )
         if self.max_replicas < self.min_replicas:
             raise OptionError(
                 f"option 'max_replicas' is {self.max_replicas}, less than min_replicas, "
-                f"{self.min_replicas}."
+                f"{self.min_replicas}.",
+                option="max_replicas",
             )
         if self.provider != "cpu" and not self.gpus:
             raise OptionError(
-                f"provider '{self.provider}' needs a GPU, found gpus 0.", do="Add --provider cpu."
+                f"provider '{self.provider}' needs a GPU, found gpus 0.",
+                do="Add --provider cpu.",
+                option="gpus",
             )
         if self.provider == "cpu" and self.gpus > 1:  # 1 is what nobody has set
             raise OptionError(
                 f"option 'gpus' is {self.gpus}, and provider 'cpu' has none.",
                 do="Leave out --gpus.",
+                option="gpus",
             )
 
     def _check_names(self) -> None:
@@ -124,18 +135,21 @@ class KserveConfig:
         if self.name and (not _NAME.fullmatch(self.name) or len(self.name) > most):
             raise OptionError(
                 f"option 'name' is {self.name!r}, expected small letters, digits and '-', at most "
-                f"{most}{' with min_replicas 0' if knative else ''}, the first a letter."
+                f"{most}{' with min_replicas 0' if knative else ''}, the first a letter.",
+                option="name",
             )
         if self.namespace and (not _LABEL.fullmatch(self.namespace) or len(self.namespace) > 63):
             raise OptionError(
                 f"option 'namespace' is {self.namespace!r}, expected small letters, digits and "
-                "'-', at most 63, no '-' at either end."
+                "'-', at most 63, no '-' at either end.",
+                option="namespace",
             )
         account = self.service_account
         if account and (not _SUBDOMAIN.fullmatch(account) or len(account) > 253):
             raise OptionError(
                 f"option 'service_account' is {account!r}, expected small letters, digits, '-' and "
-                "'.', at most 253, a letter or a digit at both ends of each part."
+                "'.', at most 253, a letter or a digit at both ends of each part.",
+                option="service_account",
             )
         if self.runtime == "triton" and self.model_name:
             raise OptionError(
@@ -143,13 +157,15 @@ class KserveConfig:
                 "that their repository has.",
                 do=f"Name it there, enginery export-triton --name {self.model_name}, and leave "
                 "this out.",
+                option="model_name",
             )
 
     def _check_quantities(self) -> None:
         """Kubernetes takes more, as 400m of memory, less than a byte, and never starts the pod."""
         if not _CPU.fullmatch(self.cpu) or float(self.cpu.rstrip("m")) == 0:
             raise OptionError(
-                f"option 'cpu' is {self.cpu!r}, expected CPU cores above 0: 500m, 1.5 or 2."
+                f"option 'cpu' is {self.cpu!r}, expected CPU cores above 0: 500m, 1.5 or 2.",
+                option="cpu",
             )
         if self.memory == "auto":
             return
@@ -157,5 +173,6 @@ class KserveConfig:
         if not found or float(found["number"]) * _UNITS[found["unit"] or ""] < _LEAST_MEMORY_BYTES:
             raise OptionError(
                 f"option 'memory' is {self.memory!r}, expected a quantity of Kubernetes from 64Mi: "
-                "512Mi, 4G or 4Gi."
+                "512Mi, 4G or 4Gi.",
+                option="memory",
             )

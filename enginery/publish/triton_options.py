@@ -67,7 +67,8 @@ class TritonConfig:
         if self.name and not is_word(self.name):
             raise OptionError(
                 f"option 'name' is {self.name!r}, expected letters, digits, '.', '_' and '-', "
-                "at most 128, the first a letter or a digit."
+                "at most 128, the first a letter or a digit.",
+                option="name",
             )
         for option, least in (
             ("version", 1), ("max_batch_size", 1), ("max_queue_delay_us", 0),
@@ -78,24 +79,28 @@ class TritonConfig:
             if not least <= found < 2**31:  # most are int32 in Triton's model_config.proto
                 raise OptionError(
                     f"option '{option}' is {found}, expected a whole number from {least} to "
-                    f"{2**31 - 1}."
+                    f"{2**31 - 1}.",
+                    option=option,
                 )
         for size in self.preferred_batch_size:
             if not 1 <= size <= self.max_batch_size:
                 raise OptionError(
                     f"option 'preferred_batch_size' has {size}, expected 1 to max_batch_size, "
-                    f"{self.max_batch_size}."
+                    f"{self.max_batch_size}.",
+                    option="preferred_batch_size",
                 )
         if self.backend == "tensorrt" and self.provider == "cpu":
             raise OptionError(
                 "backend 'tensorrt' runs on a GPU, found provider 'cpu'.",
                 do="Leave out --backend, or --provider.",
+                option="backend",
             )
         if self.execution_env != self.execution_env.strip() or (
             self.execution_env and not self.execution_env.isprintable()
         ):
             raise OptionError(
-                f"option 'execution_env' is {self.execution_env!r}, expected one line of text."
+                f"option 'execution_env' is {self.execution_env!r}, expected one line of text.",
+                option="execution_env",
             )
 
     @property

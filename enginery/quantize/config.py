@@ -82,36 +82,42 @@ def check_options(config: QuantizeConfig) -> None:
             "dynamic INT8's integer products, which then run on the CPU, and multiplies what lies "
             "between Q and DQ in floating point.",
             do="Quantize for TensorRT, or make FP16: enginery optimize --target cuda",
+            option="target",
         )
     if config.scheme == "dynamic" and config.target == "tensorrt":
         raise OptionError(
             "option 'scheme' is dynamic, but TensorRT runs no dynamic INT8: its scales are "
             "constants of the graph.",
             do="Take int8, with --calibration FILE; or --scheme dynamic --target cpu.",
+            option="scheme",
         )
     if config.scheme != "dynamic" and config.target == "cpu":
         raise OptionError(
             f"option 'scheme' is {config.scheme} for the target cpu; static Q/DQ are placed here "
             "as TensorRT fuses them, and ONNX Runtime's CPU fuses others.",
             do="Take --scheme dynamic --target cpu, which needs no calibration.",
+            option="target",
         )
     if not config.symmetric:
         raise OptionError(
             "option 'symmetric' is false, but TensorRT takes zero points of 0 alone: its parser "
             "refuses any other (`shiftIsAllZeros(zeroPoint)`).",
             do="Leave it on. One-sided activations are centred by 'shift', at no loss of range.",
+            option="symmetric",
         )
     if config.scheme == "fp8" and config.method == "entropy":
         raise OptionError(
             "option 'method' is entropy, which compares distributions over INT8's equal steps; "
             "FP8 has none.",
             do="Take percentile, minmax, moving-average or mse.",
+            option="method",
         )
     if config.ranges and (config.calibration or config.accuracy_budget):
         given = "calibration" if config.calibration else "accuracy_budget"
         raise OptionError(
             f"options 'ranges' and '{given}' are both given, but with ranges nothing is measured.",
             do="Leave one out: ranges make the same graph again, a calibration makes a new one.",
+            option="ranges",
         )
     if config.scheme == "fp8":
         for capability in capabilities_of(config):
@@ -120,11 +126,13 @@ def check_options(config: QuantizeConfig) -> None:
                     f"option 'scheme' is fp8 and 'capabilities' has {capability}, a GPU that "
                     "multiplies no FP8.",
                     do="FP8 is for 8.9, 12.0 and later; take int8 for older GPUs.",
+                    option="capabilities",
                 )
     if config.label_column and not config.accuracy_budget:
         raise OptionError(
             "option 'label_column' is given without 'accuracy_budget', so labels decide nothing.",
             do="Say how much accuracy may be lost: --accuracy-budget 0.5%",
+            option="label_column",
         )
     if config.accuracy_budget:
         lost_accuracy(config.accuracy_budget)
@@ -133,6 +141,7 @@ def check_options(config: QuantizeConfig) -> None:
                 "options 'accuracy_budget' and 'min_cosine' are both given; one is in place of the "
                 "other.",
                 do="Leave one out.",
+                option="accuracy_budget",
             )
     _require("rows", config.rows, 1, float("inf"))
     _require("percentile", config.percentile, 50, 100)
@@ -140,6 +149,17 @@ def check_options(config: QuantizeConfig) -> None:
     _require("seed", config.seed, 0, float("inf"))
     if not isinstance(config.smoothing, str):
         _require("smoothing", config.smoothing, 0, 1)
+
+
+def require_calibration(config: QuantizeConfig) -> None:
+    """Raise OptionError where static ranges are asked for and nothing says what they are."""
+    named = config.calibration or config.ranges or config.allow_random
+    if not named and config.scheme != "dynamic":
+        raise OptionError(
+            "there are no calibration inputs. Ranges from random token ids are of no use: they "
+            "are not those of texts.",
+            do="Name real ones: --calibration reviews.csv --column text",
+        )
 
 
 def capabilities_of(config: QuantizeConfig) -> list[str]:
@@ -165,7 +185,8 @@ def lost_accuracy(budget: str) -> float:
     part = float(found[1]) / 100 if found else -1.0
     if not 0 <= part <= 1:
         raise OptionError(
-            f"option 'accuracy_budget' is '{budget}', expected a percentage, such as 0.5%."
+            f"option 'accuracy_budget' is '{budget}', expected a percentage, such as 0.5%.",
+            option="accuracy_budget",
         )
     return part
 
@@ -174,4 +195,4 @@ def _require(name: str, value: float, low: float, high: float) -> None:
     # NaN lies between nothing.
     if not low <= value <= high:
         expected = f"{low} or more" if high == float("inf") else f"{low} to {high}"
-        raise OptionError(f"option '{name}' is {value}, expected {expected}.")
+        raise OptionError(f"option '{name}' is {value}, expected {expected}.", option=name)

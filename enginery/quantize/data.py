@@ -24,7 +24,7 @@ from enginery.core.errors import InputError, OptionError
 from enginery.core.fingerprint import combined_sha256, sha256_of
 from enginery.core.model_files import ModelConfig
 from enginery.quantize.batches import Batch, CalibrationData, Kind, make_batches
-from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.config import QuantizeConfig, require_calibration
 from enginery.quantize.labels import index_labels
 from enginery.quantize.rows import iterate, narrowed, read_rows
 from enginery.runtime.images import load_image
@@ -58,12 +58,7 @@ def read_data(
         return _from_file(artifact, config)
     if config.ranges:
         return None
-    if not config.allow_random:
-        raise OptionError(
-            "there are no calibration inputs. Ranges from random token ids are of no use: they "
-            "are not those of texts.",
-            do="Name real ones: --calibration reviews.csv --column text",
-        )
+    require_calibration(config)
     return CalibrationData("random", tuple(range(_RANDOM_ROWS)), (), f"seed {config.seed}",
                            f"{_RANDOM_ROWS} made-up inputs")  # fmt: skip
 

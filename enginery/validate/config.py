@@ -53,10 +53,15 @@ def check_options(config: ValidateConfig) -> None:
     """
     error, cosine = config.max_abs_error, config.min_cosine
     if not isinstance(error, str) and not (math.isfinite(error) and error >= 0):
-        raise OptionError(f"option 'max_abs_error' is {error}, expected a finite number from 0 on.")
+        raise OptionError(
+            f"option 'max_abs_error' is {error}, expected a finite number from 0 on.",
+            option="max_abs_error",
+        )
     if not isinstance(cosine, str) and not -1 <= cosine <= 1:
-        raise OptionError(f"option 'min_cosine' is {cosine}, expected -1 to 1.")
+        raise OptionError(
+            f"option 'min_cosine' is {cosine}, expected -1 to 1.", option="min_cosine"
+        )
     if config.rows < 1:
-        raise OptionError(f"option 'rows' is {config.rows}, expected 1 or more.")
+        raise OptionError(f"option 'rows' is {config.rows}, expected 1 or more.", option="rows")
     if config.seed < 0:
-        raise OptionError(f"option 'seed' is {config.seed}, expected 0 or more.")
+        raise OptionError(f"option 'seed' is {config.seed}, expected 0 or more.", option="seed")

@@ -212,9 +212,17 @@ def _from_text(text: str) -> list[ProviderSpec]:
 
 
 def _from_yaml(text: str) -> list[ProviderSpec]:
-    from enginery.core.yaml_lines import parse_yaml, plain
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
 
-    return _read(plain(parse_yaml(text, "providers")))
+    try:
+        # `base` leaves every scalar as it is written: `no` may be an option's word.
+        return _read(YAML(typ="base", pure=True).load(text))
+    except YAMLError as error:
+        first = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise OptionError(
+            f"providers are not YAML: {first}.", do="Close quotes and brackets."
+        ) from error
 
 
 def _from_mapping(given: Mapping[str, Any]) -> list[ProviderSpec]:

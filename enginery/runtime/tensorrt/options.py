@@ -152,11 +152,13 @@ def check_options(flavor: Flavor, options: BuildOptions) -> None:
                 f"option '{field.name}' is {value}, and {_CLASSIC_ONLY[field.name]} has no effect "
                 f"in {RTX.title}; {CLASSIC.title} has it.",
                 do=f"Leave it out, or build with --flavor {CLASSIC.name}.",
+                option=field.name,
             )
     _check_number("workspace_bytes", options.workspace_bytes, least=1)
     if options.optimization_level not in _LEVELS:
         raise OptionError(
-            f"option 'optimization_level' is {options.optimization_level}, expected 0 to 5."
+            f"option 'optimization_level' is {options.optimization_level}, expected 0 to 5.",
+            option="optimization_level",
         )
     if options.auxiliary_streams != "auto":
         _check_number("auxiliary_streams", options.auxiliary_streams, least=0)
@@ -164,9 +166,10 @@ def check_options(flavor: Flavor, options: BuildOptions) -> None:
         raise OptionError(
             "option 'timing_cache_fixed' is set, and no timing cache is named.",
             do="Name its file with option 'timing_cache'.",
+            option="timing_cache_fixed",
         )
 
 
 def _check_number(name: str, value: int, *, least: int) -> None:
     if value < least:
-        raise OptionError(f"option '{name}' is {value}, expected {least} or more.")
+        raise OptionError(f"option '{name}' is {value}, expected {least} or more.", option=name)

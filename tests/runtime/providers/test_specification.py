@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from enginery.core.errors import OptionError, ProviderError, RecipeError
+from enginery.core.errors import OptionError, ProviderError
 from enginery.runtime.model import load_model
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.options import CudaOptions, TensorrtOptions, TensorrtRtxOptions
@@ -205,9 +205,16 @@ def test_a_specification_that_cannot_be_read_says_why(given, options, words):
         parse_providers(given, options)
 
 
-def test_yaml_that_is_more_than_data_is_refused():
-    with pytest.raises(RecipeError, match="the tag"):
+def test_yaml_that_is_more_than_data_is_refused_and_nothing_is_run(monkeypatch):
+    monkeypatch.setattr("os.system", lambda _: pytest.fail("ran"))
+    with pytest.raises(OptionError, match="provider 'cuda': found a list, expected its options"):
         parse_providers("[{cuda: !!python/object/apply:os.system [ls]}]")
+
+
+@pytest.mark.parametrize("text", ["[cuda", "[{cuda: {device_id: 0, device_id: 1}}]"])
+def test_providers_that_are_no_yaml_are_an_error_and_no_traceback(text):
+    with pytest.raises(OptionError, match="providers are not YAML: "):
+        parse_providers(text)
 
 
 def test_names_are_taken_short_full_and_in_any_case_each_once():

@@ -9,40 +9,19 @@ from pathlib import Path
 
 import jsonschema_rs
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
-from enginery import recipe
 from enginery.core.errors import RecipeError
 from enginery.recipe import STAGES, Recipe
-from enginery.recipe_schema import _value, field_texts, recipe_schema
+from enginery.recipe.model import RecipeFile
+from enginery.recipe.schema import recipe_schema
 from enginery.runtime.providers.known import SHORT_NAMES
 from enginery.runtime.providers.options import option_names
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "docs" / "recipe.schema.json"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-
-
-class CoreLoader(yaml.SafeLoader):
-    """YAML 1.2's core schema, as editors read it: chapter 10.3.2 of its specification."""
-
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012  PyYAML's own place for them
-
-
-for kind, pattern in (
-    ("null", r"^(?:~|null|Null|NULL|)$"),
-    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$"),
-    ("int", r"^[-+]?[0-9]+$"),
-    ("float", r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"),
-):
-    CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(pattern), None)
-CoreLoader.add_constructor(
-    "tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node))
-)
-CoreLoader.add_constructor(
-    "tag:yaml.org,2002:float", lambda loader, node: float(loader.construct_scalar(node))
-)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +30,8 @@ def validator():
 
 
 def as_editors_read(text):
-    return yaml.load(text, Loader=CoreLoader)
+    """YAML 1.2's core schema; chapter 10.3.2 of its specification."""
+    return YAML(typ="safe", pure=True).load(text)
 
 
 def errors(validator, text):
@@ -69,7 +49,7 @@ def with_options(stage, options):
 def test_the_schema_in_the_documentation_is_the_codes_own():
     """Made by: make schema"""
     text = SCHEMA.read_text(encoding="utf-8")
-    words = [sys.executable, "-m", "enginery.recipe_schema"]
+    words = [sys.executable, "-m", "enginery.recipe.schema"]
     made = subprocess.run(words, capture_output=True, text=True, check=True)
     assert made.stdout == text
     assert json.loads(text) == recipe_schema()
@@ -81,45 +61,37 @@ def test_the_schema_is_one():
 
 
 def test_every_option_is_there_with_its_meaning_and_default():
-    definitions = recipe_schema()["definitions"]
-    for stage, kind in STAGES.items():
-        known = definitions[stage]["properties"]
-        names = {field.name for field in dataclasses.fields(kind)}
-        assert set(known) - {"providers"} == names
-        assert ("providers" in known) == ("provider" in names)
-        for field in dataclasses.fields(kind):
-            is_list = isinstance(field.default, tuple)
-            default = list(field.default) if is_list else field.default
-            assert known[field.name]["default"] == default
+    definitions = recipe_schema()["$defs"]
+    for kind in STAGES.values():
+        definition = definitions[kind.__name__]
+        known = definition["properties"]
+        fields = dataclasses.fields(kind)
+        assert set(known) - {"providers"} == {field.name for field in fields}
+        assert ("providers" in known) == ("provider_option" in known)
+        for field in fields:
+            is_needed = field.default is dataclasses.MISSING
+            assert is_needed == (field.name in definition.get("required", ()))
+            if not is_needed:
+                is_list = isinstance(field.default, tuple)
+                default = list(field.default) if is_list else field.default
+                assert known[field.name]["default"] == default
             assert len(known[field.name]["description"]) > 10, field.name
-    assert set(recipe_schema()["properties"]) == set(recipe._KEYS)
+    assert set(recipe_schema()["properties"]) == set(RecipeFile.model_fields)
     for provider in ("cuda", "tensorrt", "tensorrt-rtx"):
-        options = definitions[SHORT_NAMES[provider]]["properties"]
+        named = definitions["provider"]["properties"]
+        assert named[provider] == named[SHORT_NAMES[provider]]
+        options = definitions[named[provider]["$ref"].removeprefix("#/$defs/")]["properties"]
         assert tuple(options) == option_names(provider)
         assert all(len(option["description"]) > 10 for option in options.values())
 
 
 def test_the_meaning_is_what_is_written_below_the_field():
-    @dataclasses.dataclass
-    class Base:
-        first: int = 1
-        """One
-        line."""
-        silent: int = 2
-
-    @dataclasses.dataclass
-    class Options(Base):
-        """What they are."""
-
-        second: str = ""
-        """Another."""
-
-    assert field_texts(Options) == {"first": "One line.", "second": "Another."}
-
-
-def test_a_type_that_recipes_do_not_have_is_a_bug_and_not_a_gap():
-    with pytest.raises(TypeError, match=r"build\.sizes is of the type <class .dict.>"):
-        _value("build.sizes", dict)
+    build = recipe_schema()["$defs"]["BuildConfig"]["properties"]
+    assert build["count"]["description"] == (
+        "How many profiles are made from `profiles_from`, at most."
+    )
+    assert build["weight_streaming"]["description"], "of the class that it inherits from"
+    assert not any("\n" in option["description"] for option in build.values())
 
 
 # Recipes
@@ -157,14 +129,23 @@ SAME = [
     ("export", "{opset: 17.0}", True),
     ("export", "{opset: 1_8}", True),
     ("export", "{opset: '${OPSET}'}", True),
-    ("export", "{task: no, revision: 2024}", True),
+    ("export", "{revision: no}", True),
+    ("export", "{task: fill-mask, revision: 2024}", True),
     ("export", "{allow_pickle: no, trust_remote_code: off, post_process: False}", True),
     ("export", "{dtype: fp16}", True),
     ("export", "{dtype: '${DTYPE:-fp16}'}", True),
     ("export", "", True),
     ("validate", "", True),
-    ("quantize", "", True),
+    ("lint", "", True),
+    ("bench", "{batch: 8, sequence: '16,128', providers: [cpu], precision: 1e-2}", True),
+    ("predict", "{input: a.csv, output: b.csv, top_k: 2}", True),
+    ("predict", "{input: 2024, output: '${OUTPUT:-b}.csv'}", True),
+    ("publish", "{url: build/registry, allow_unvalidated: yes}", True),
+    ("export-triton", "{directory: build/triton, preferred_batch_size: 8}", True),
+    ("export-triton", "{directory: build/triton, preferred_batch_size: [4, 8]}", True),
+    ("export-kserve", "{directory: out, storage_uri: 's3://a/b', provider: cpu, image: i}", True),
     ("build", "", True),
+    ("quantize", "{allow_random: true}", True),
     ("validate", "{profile: batch=1}", True),
     ("validate", "{profile: [batch=1, batch=8]}", True),
     ("validate", "{max_abs_error: noise-floor}", True),
@@ -174,11 +155,15 @@ SAME = [
     ("validate", "{providers: [{cuda: {device_id: 0, gpu_mem_limit: 2 GiB}}, cpu]}", True),
     ("validate", "{providers: {CUDAExecutionProvider: {use_tf32: off}, cpu: }}", True),
     ("validate", "{providers: [{openvino: {device_type: CPU, num_streams: 2}}]}", True),
-    ("quantize", "{capabilities: 8.9}", True),
-    ("quantize", "{capabilities: [8.9, 12.0], smoothing: 0.5, exclude: '*/layer.0/*'}", True),
-    ("quantize", "{smoothing: search, accuracy_budget: 0.5%}", True),
+    ("quantize", "{capabilities: 8.9, allow_random: yes}", True),
+    (
+        "quantize",
+        "{capabilities: [8.9, 12.0], smoothing: 0.5, ranges: r, exclude: '*/layer.0/*'}",
+        True,
+    ),
+    ("quantize", "{smoothing: search, accuracy_budget: 0.5%, calibration: a.csv}", True),
     ("build", "{capability: 8.9, auxiliary_streams: auto, workspace_bytes: 1000}", True),
-    ("build", "{auxiliary_streams: 2, engine_per_profile: on}", True),
+    ("build", "{flavor: tensorrt, auxiliary_streams: 2, engine_per_profile: on}", True),
     # neither
     ("export", "{opsets: 20}", False),
     ("export", "{opset: new}", False),
@@ -203,9 +188,16 @@ SAME = [
     ("validate", "{providers: [{cpu: {device_id: 0}}]}", False),
     ("validate", "{providers: [cpu], provider: cpu}", False),
     ("validate", "{provders: [cpu]}", False),
-    ("build", "{capabilities: 8.9}", False),
+    ("build", "{capabilities: 8.9, allow_random: yes}", False),
     ("build", "{auxiliary_streams: some}", False),
     ("vaildate", "{rows: 8}", False),
+    ("predict", "", False),
+    ("predict", "{input: a.csv}", False),
+    ("publish", "{}", False),
+    ("bench", "{provider: cpu, providers: [cpu]}", False),
+    ("export-triton", "{directory: d, preferred_batch_size: many}", False),
+    ("export-kserve", "{directory: d}", False),
+    ("lint", "{target: cpu}", False),
 ]
 
 

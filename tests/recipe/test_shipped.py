@@ -17,7 +17,7 @@ from enginery.recipe import Recipe
 from enginery.runtime.builtin_inputs import made_images
 from enginery.runtime.tensorrt.process import has_tensorrt
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 needs_tensorrt = pytest.mark.skipif(
     not has_tensorrt(), reason="pip install 'enginery[tensorrt-rtx]'"
@@ -113,6 +113,25 @@ def test_bert_classification_int8_says_that_it_wants_texts(monkeypatch):
     monkeypatch.delenv("REVIEWS", raising=False)
     with pytest.raises(RecipeError, match="the environment variable 'REVIEWS' is not set"):
         Recipe.load(RECIPES / "bert-classification-int8.yaml")
+
+
+def test_release_runs(run, tiny_model, reviews, tmp_path, monkeypatch):
+    monkeypatch.setenv("REVIEWS", str(reviews))
+    monkeypatch.setenv("SECONDS", "1")
+    monkeypatch.setenv("ANSWERS", str(tmp_path / "answers.csv"))
+    monkeypatch.setenv("REGISTRY", str(tmp_path / "registry"))
+    model = str(tiny_model("distilbert", "text-classification"))
+    words = ("--model", model, "--task", "text-classification")
+    artifact, said = run("release", *words)
+    assert stages_of(said) == ["export", "validate", "bench", "predict", "publish"]
+    assert (artifact.path / "reports/benchmark.json").is_file()
+    assert len((tmp_path / "answers.csv").read_text().splitlines()) == 151
+    card = next((tmp_path / "registry").rglob("README.md")).read_text()
+    assert "apache-2.0" in card
+
+    _, again = run("release", *words)
+    assert [stage["worked"] for stage in again["stages"]] == [False] * 5
+    assert again["stages"][-1]["result"]["version"] == said["stages"][-1]["result"]["version"]
 
 
 @needs_tensorrt
