@@ -19,6 +19,7 @@ from typing import Any
 
 from enginery.core.artifact import Artifact
 from enginery.core.closing import Closing
+from enginery.core.datasets.batches import Piece, Reader, Values
 from enginery.core.errors import InputError
 from enginery.predict.asking import (
     column_names,
@@ -31,7 +32,6 @@ from enginery.predict.asking import (
 from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import PredictConfig
 from enginery.predict.counts import Counts
-from enginery.predict.rows import Piece, Reader, Values
 from enginery.predict.token_batches import Meter, RunPool, WindowModel
 from enginery.predict.workers import in_order
 from enginery.runtime.ort import OrtRunner

@@ -23,6 +23,7 @@ from typing import Any
 
 from enginery.core.artifact import Artifact
 from enginery.core.closing import Closing
+from enginery.core.datasets.batches import Reader
 from enginery.core.errors import EngineryError, MissingPackageError
 from enginery.predict.answering import Answered
 from enginery.predict.asking import read_options, require_task
@@ -36,7 +37,6 @@ from enginery.predict.ray_work import (
     found_or_raised,
     unpacked,
 )
-from enginery.predict.rows import Reader
 
 
 class RayAnswerer(Closing):

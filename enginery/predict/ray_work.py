@@ -19,11 +19,11 @@ from typing import Any
 
 from enginery.core import errors
 from enginery.core.artifact import Artifact
+from enginery.core.datasets.batches import Piece, Reader
 from enginery.core.errors import ArtifactError, EngineryError
 from enginery.predict.answering import Answered, Answerer
 from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import PredictConfig
-from enginery.predict.rows import Piece, Reader
 
 _PROBLEM = "problem"
 

@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from enginery.core.data import IMAGE_SUFFIXES, list_images
+from enginery.core.datasets.arrow_arrays import array_of
+from enginery.core.datasets.batches import Piece, Reader, shown
+from enginery.core.datasets.delimited import CsvReader, LineReader
+from enginery.core.datasets.json_lines import JsonLinesReader
+from enginery.core.datasets.parquet import ParquetReader
+from enginery.core.datasets.samples import IMAGE_SUFFIXES, list_images
 from enginery.core.errors import InputError, OptionError
-from enginery.predict.arrays import array_of
 from enginery.predict.config import Format, PredictConfig
-from enginery.predict.delimited import CsvReader, LineReader
-from enginery.predict.json_lines import JsonLinesReader
-from enginery.predict.parquet import ParquetReader
-from enginery.predict.rows import Piece, Reader, shown
 
 STDIN = "-"
 _FORMATS: dict[str, Format] = {

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import IO
 
 from enginery.core.artifact import Artifact
+from enginery.core.datasets.batches import Reader
+from enginery.core.datasets.delimited import LineReader
 from enginery.core.errors import EngineryError, InputError
 from enginery.core.fingerprint import (
     Fingerprint,
@@ -39,13 +41,11 @@ from enginery.predict.answering import Answerer
 from enginery.predict.asking import column_names, require_task, wishes_of
 from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import WITHOUT_EFFECT, PredictConfig
-from enginery.predict.delimited import LineReader
 from enginery.predict.journal import Journal, is_whole, only_run
 from enginery.predict.on_ray import RayAnswerer
 from enginery.predict.parts import write_parts
 from enginery.predict.reading import ImageReader, input_format, on_disk, open_input
 from enginery.predict.report import PredictReport, sidecar
-from enginery.predict.rows import Reader
 from enginery.predict.writing import OutputFormat, assemble, output_format
 from enginery.runtime.machine import usable_cores
 

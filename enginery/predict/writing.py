@@ -24,10 +24,10 @@ from typing import IO, Any, Literal
 import numpy as np
 
 from enginery.core.closing import Closing
+from enginery.core.datasets.arrow_arrays import numbers_in
+from enginery.core.datasets.batches import RAW_LINE
 from enginery.core.errors import InputError
 from enginery.core.staging import STAGING_PREFIX
-from enginery.predict.arrays import numbers_in
-from enginery.predict.rows import RAW_LINE
 
 OutputFormat = Literal["parquet", "csv", "jsonl"]
 _SUFFIXES: dict[str, OutputFormat] = {

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from enginery.core.artifact import Artifact
-from enginery.core.data import list_images, read_text_rows
+from enginery.core.datasets.python_rows import iterate, narrowed, read_rows
+from enginery.core.datasets.samples import list_images, read_text_rows
 from enginery.core.errors import InputError, OptionError
 from enginery.core.fingerprint import combined_sha256, sha256_of
 from enginery.core.model_files import ModelConfig
 from enginery.quantize.batches import Batch, CalibrationData, Kind, make_batches
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.labels import index_labels
-from enginery.quantize.rows import iterate, narrowed, read_rows
 from enginery.runtime.images import load_image
 from enginery.runtime.real_inputs import takes_images, takes_texts
 from enginery.runtime.tokenizer import check_texts

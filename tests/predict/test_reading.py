@@ -5,10 +5,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from enginery.core.datasets.batches import PIECE_BYTES
 from enginery.core.errors import InputError
 from enginery.predict.config import PredictConfig
 from enginery.predict.reading import open_input
-from enginery.predict.rows import PIECE_BYTES
 
 
 def open_(path, *columns, raw=False, **options):
@@ -94,7 +94,7 @@ def test_rows_in_another_encoding_are_bad_and_keep_their_bytes(tmp_path, suffix)
 
 
 def test_quotation_mark_that_is_not_closed_has_a_bound(tmp_path, monkeypatch):
-    from enginery.predict import delimited
+    from enginery.core.datasets import delimited
 
     monkeypatch.setattr(delimited, "CELL_BYTES", 1 << 20)
     (tmp_path / "a.csv").write_text('text\n"warm\n' + "cold\n" * 300_000)
@@ -109,7 +109,7 @@ def test_quotation_mark_that_is_not_closed_has_a_bound(tmp_path, monkeypatch):
 
 
 def test_line_without_an_end_has_a_bound(tmp_path, monkeypatch):
-    from enginery.predict import rows
+    from enginery.core.datasets import batches as rows
 
     monkeypatch.setattr(rows, "CELL_BYTES", 1000)
     (tmp_path / "a.txt").write_text("warm\n" + "x" * 2000)

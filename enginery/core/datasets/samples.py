@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from enginery.core.datasets.tables import TABLES, Row, stream_columns
 from enginery.core.errors import InputError
-from enginery.core.tables import TABLES, Row, stream_columns
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _LINES = (".txt", ".text", "")

@@ -14,13 +14,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from enginery.core.datasets.arrow_arrays import array_of
+from enginery.core.datasets.batches import RAW_LINE, Piece, is_clean, lines_of, pieces_of, shown
+from enginery.core.datasets.delimited import open_text
 from enginery.core.errors import InputError, nearest
-from enginery.predict.arrays import array_of
-from enginery.predict.config import PredictConfig
-from enginery.predict.delimited import open_text
-from enginery.predict.rows import RAW_LINE, Piece, is_clean, lines_of, pieces_of, shown
+
+if TYPE_CHECKING:
+    from enginery.predict.config import PredictConfig
 
 _Row = tuple[str, dict[str, Any]]
 _INT64 = 1 << 63

@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from enginery.core.datasets.arrow_arrays import lengths_in, numbers_in
+from enginery.core.datasets.batches import CELL_BYTES, PIECE_BYTES, Piece, require_names
 from enginery.core.errors import InputError, nearest
-from enginery.predict.arrays import lengths_in, numbers_in
-from enginery.predict.config import PredictConfig
-from enginery.predict.rows import CELL_BYTES, PIECE_BYTES, Piece, require_names
+
+if TYPE_CHECKING:
+    from enginery.predict.config import PredictConfig
 
 _PAGES_BYTES = 1 << 20
 """Of a column that are read at one time; without, it is a whole row group."""

@@ -12,12 +12,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from enginery.core.errors import InputError, nearest
-from enginery.predict.arrays import array_of
-from enginery.predict.config import PredictConfig
-from enginery.predict.rows import (
+from enginery.core.datasets.arrow_arrays import array_of
+from enginery.core.datasets.batches import (
     CELL_BYTES,
     Piece,
     is_clean,
@@ -26,6 +24,10 @@ from enginery.predict.rows import (
     require_names,
     shown,
 )
+from enginery.core.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from enginery.predict.config import PredictConfig
 
 _MARKS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 

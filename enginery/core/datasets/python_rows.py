@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from enginery.core.data import is_text, spread
+from enginery.core.datasets.samples import is_text, spread
 from enginery.core.errors import InputError, nearest
 
 

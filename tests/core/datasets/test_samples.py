@@ -7,10 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from enginery.core import data, tables
-from enginery.core.data import list_images, read_text_rows, read_texts, spread
+from enginery.core.datasets import samples as data
+from enginery.core.datasets import tables
+from enginery.core.datasets.samples import list_images, read_text_rows, read_texts, spread
+from enginery.core.datasets.tables import stream_columns
 from enginery.core.errors import InputError
-from enginery.core.tables import stream_columns
 
 REVIEWS = ["Great value.", "Broke, after\n2 days", '"Meh"']
 
