@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact import Artifact
-from enginery.core.datasets.samples import list_images, read_texts
+from enginery.core.datasets.images import list_images
+from enginery.core.datasets.samples import read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord

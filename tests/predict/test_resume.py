@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from enginery.core.errors import InputError
+from enginery.predict.journal import Journal
 from enginery.predict.token_batches import WindowModel
 from enginery.predict.writing import assemble
 
@@ -99,17 +100,15 @@ def test_killed_run_goes_on_and_loses_and_repeats_nothing(
 
 def stop_after(predict, monkeypatch, artifact, data, parts):
     """A run that ends in an error once so many parts are finished."""
-    from enginery.predict import parts as room
+    write = Journal._write_part
 
-    write = room._write_part
-
-    def ending(answered, columns, journal, *others):
+    def ending(journal, *others):
         if len(journal.parts) == parts:
             raise InputError("stopped")
-        return write(answered, columns, journal, *others)
+        return write(journal, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(room, "_write_part", ending)
+        patch.setattr(Journal, "_write_part", ending)
         with pytest.raises(InputError, match="stopped"):
             predict(artifact, data, window=8, part_rows=16)
 
@@ -139,15 +138,13 @@ def test_parts_of_another_input_or_option_are_not_taken(predict, rows, tiny, dat
 def test_run_killed_before_its_report_is_put_together_again(
     predict, rows, tmp_path, tiny, data, monkeypatch, asked
 ):
-    from enginery.predict import stage
-
     artifact = tiny("bert", "text-classification")
 
     def killed(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "write_beside", killed)
+        patch.setattr(Journal, "write_report", killed)
         with pytest.raises(KeyboardInterrupt):
             predict(artifact, data)
     assert (tmp_path / "out.parquet").exists()

@@ -1,82 +1,113 @@
-"""Rows on their way from a file to the model: what is kept of them, and what the model is asked.
+"""Rows on their way from a file: batches with a bounded size, and what every reader checks.
 
-    >>> for piece in reader.read(skip=0):
-    ...     piece.kept.num_rows, piece.values[0]
+    >>> for batch in reader.read(skip=0):
+    ...     batch.kept.num_rows, batch.values[0]
     (1024, ('The engine is warm.',))
 
-A piece is bounded by rows and by bytes, so that memory does not follow the file, nor its longest
-cell times the rows.
+A batch is bounded by rows and by bytes, so that memory depends neither on the file's size nor on
+its longest cell times the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, Protocol, TypeVar
+from pathlib import Path
+from typing import IO, Any, Literal, Protocol, TypeVar
 
-from enginery.core.errors import InputError
+from enginery.core.errors import InputError, nearest
 
-PIECE_BYTES = 4 << 20
-"""A piece ends after the row that reaches this."""
+Format = Literal["auto", "csv", "tsv", "jsonl", "parquet", "text", "images"]
+
+BATCH_BYTES = 4 << 20
+"""A batch ends after the row that reaches this."""
 CELL_BYTES = 64 << 20
 """The longest line or cell that is read. A longer one is a missing line break or quotation mark."""
+MAX_COLUMNS = 4096
+"""More columns than this are values that became names, or a transposed table. Parquet takes minutes
+to write them: each column of each row group has a header, a page and statistics of its own."""
+_SHOWN_COLUMNS = 30
+"""Names of columns in a message."""
 
 RAW_LINE = "line"
-"""The one column that is kept of JSONL which becomes JSONL: the line as it was."""
+"""The one column that is kept of JSONL that becomes JSONL: the line as it was."""
 
 Values = tuple[Any, ...]
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Neighbouring rows of an input."""
+class ReadOptions:
+    """How a file is read, and what is kept of it besides the values of the requested columns."""
+
+    format: Format = "auto"
+    """`auto` goes by the suffix."""
+    delimiter: str = "auto"
+    """What separates a CSV's fields; `auto` is a tab for TSV and a comma for CSV."""
+    encoding: str = "utf-8"
+    """Of CSV, TSV, JSONL and text lines."""
+    rows: int = 1024
+    """The most rows of a batch."""
+    keep: Literal["columns", "lines", "nothing"] = "nothing"
+    """`columns`: all columns, as Arrow arrays. `lines`: likewise, but JSONL's lines as they are."""
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """Neighbouring rows of a data set."""
 
     first: int
     """The number of its first row, from 0."""
     kept: Any
-    """`pyarrow.RecordBatch` with all columns of the input."""
+    """`pyarrow.RecordBatch` of what the options keep; None for nothing."""
     values: list[Values]
-    """What the columns that were asked for hold, one tuple a row."""
+    """What the requested columns hold, one tuple a row."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Why a row of the piece cannot be used, where the reader saw it."""
+    """Why a row of the batch cannot be used, by its place in the batch."""
 
 
-class Reader(Protocol):
-    """An input that is opened, its columns known."""
+class DatasetReader(Protocol):
+    """An opened data set with known columns."""
 
     schema: Any
-    """`pyarrow.Schema` of what is kept."""
+    """`pyarrow.Schema` of what can be kept."""
     names: list[str]
-    """The input's own columns."""
+    """The data set's own columns."""
 
-    def read(self, skip: int) -> Iterator[Piece]:
-        """The rows after the first `skip`, in order.
+    def read(self, skip: int) -> Iterator[RowBatch]:
+        """Yield the rows after the first `skip`, in order.
 
         Raises:
-            InputError: the input cannot be read to its end; the message has the line or the row.
+            InputError: the data cannot be read to their end; the message has the line or the row.
         """
 
     def done(self) -> float:
-        """The share of the input that was read, 0 to 1."""
+        """Return the share of the data that was read, 0 to 1."""
 
 
-def pieces_of(rows: Iterable[tuple[int, Item]], most: int) -> Iterator[list[Item]]:
-    """Lists of up to `most` rows, given each row's size in bytes."""
-    piece: list[Item] = []
+def cut_batches(rows: Iterable[tuple[int, Item]], most: int) -> Iterator[list[Item]]:
+    """Yield lists of up to `most` rows, given each row with its size in bytes."""
+    batch: list[Item] = []
     size = 0
     for row_bytes, row in rows:
-        piece.append(row)
+        batch.append(row)
         size += row_bytes
-        if len(piece) >= most or size >= PIECE_BYTES:
-            yield piece
-            piece, size = [], 0
-    if piece:
-        yield piece
+        if len(batch) >= most or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
-def lines_of(stream: IO[str], path: str) -> Iterator[str]:
-    """The lines of a text stream, with their ends.
+def open_text(path: Path, encoding: str, *, newline: str | None = "") -> Any:
+    """Open a text stream in which bytes that are no characters become lone surrogates."""
+    # Excel begins its UTF-8 files with a byte order mark.
+    named = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
+    return path.open(encoding=named, errors="surrogateescape", newline=newline)
+
+
+def lines_of(stream: IO[str], path: Path) -> Iterator[str]:
+    """Yield the lines of a text stream, with their ends.
 
     Raises:
         InputError: a line is longer than any text.
@@ -96,7 +127,7 @@ def lines_of(stream: IO[str], path: str) -> Iterator[str]:
 
 
 def is_clean(text: str) -> bool:
-    """Whether every byte of a text was a character of its encoding, and no half of a pair is left.
+    """Return whether every byte of a text was a character of its encoding.
 
     Bad bytes are read as lone surrogates (PEP 383), which no text has.
     """
@@ -109,8 +140,8 @@ def is_clean(text: str) -> bool:
     return True
 
 
-def shown(text: str) -> str:
-    r"""A text with what is no character written out, `caf\xe9`, so that nothing is lost."""
+def escaped(text: str) -> str:
+    r"""Return a text with what is no character written out, `caf\xe9`, so that nothing is lost."""
     if is_clean(text):
         return text
     try:
@@ -119,10 +150,35 @@ def shown(text: str) -> str:
         return text.encode("utf-8", "backslashreplace").decode()
 
 
-def require_names(names: Sequence[str], path: str) -> None:
-    """Raises InputError for columns that could not be told apart in the output."""
-    for index, name in enumerate(names):
-        if name in names[:index]:
+def require_columns(
+    columns: Sequence[str], names: Sequence[str], path: Path, *, hint: str = ""
+) -> None:
+    """Raise InputError for a column that is not there; the message has the nearest names."""
+    for column in columns:
+        if column not in names:
+            shown = ", ".join(escaped(name) for name in names[:_SHOWN_COLUMNS]) or "none"
+            more = len(names) - _SHOWN_COLUMNS
+            raise InputError(
+                f"data '{path}' has no column '{column}'{nearest(column, names)}",
+                do=f"Its columns: {shown}{f' and {more:,} more' if more > 0 else ''}.{hint}",
+            )
+
+
+def require_few_columns(count: int, path: Path) -> None:
+    """Raise InputError for more columns than a table has."""
+    if count > MAX_COLUMNS:
+        raise InputError(
+            f"data '{path}' has {count:,} columns or more, expected at most {MAX_COLUMNS:,}.",
+            do="Write a file with the columns that are needed.",
+        )
+
+
+def require_distinct(names: Sequence[str], path: Path) -> None:
+    """Raise InputError for two columns of one name."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
             raise InputError(
                 f"data '{path}' has two columns named '{name}'.", do="Rename one of them."
             )
+        seen.add(name)
