@@ -37,9 +37,13 @@ from enginery.predict.answering import Answered
 from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import PredictConfig
 from enginery.predict.report import Counts, PredictReport, sidecar
-from enginery.predict.writing import OutputFormat, PartWriter, file_sha256
+from enginery.predict.writing import ASSEMBLED, OutputFormat, PartWriter, file_sha256
 
 _JOURNAL = "journal.jsonl"
+_PART = "part-"
+STDIN_COPY = "stdin"
+_REPORT = "report.json"
+_OURS = (_JOURNAL, STDIN_COPY, _REPORT, ASSEMBLED)
 _SAY_SECONDS = 10.0
 
 
@@ -75,18 +79,28 @@ def remove_leftovers() -> int:
     """
     freed = 0
     for note in _notes().iterdir() if _notes().is_dir() else ():
-        output = Path(os.fsdecode(note.read_bytes()))
-        directory = parts_directory(output)
-        with suppress(Timeout), _lock(output):
-            kept = set() if _is_delivered(output) else _resumable(directory)
-            for path in directory.iterdir() if directory.is_dir() else ():
-                if path.name not in kept and path.is_file():
-                    freed += path.stat().st_size
-                    path.unlink()
-            with suppress(OSError):  # it is not empty, or not there
-                directory.rmdir()
-            if not directory.exists():
-                note.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # of a run that has just ended
+            # Empty where a run was killed while it wrote the note, before it had anything else.
+            output = Path(os.fsdecode(note.read_bytes()) or note)
+            with suppress(Timeout), _lock(output):
+                freed += _clear(output)
+                if not parts_directory(output).exists():
+                    note.unlink(missing_ok=True)
+    return freed
+
+
+def _clear(output: Path) -> int:
+    """Remove what is of no use beside the finished parts of an output; return its bytes."""
+    freed = 0
+    directory = parts_directory(output)
+    kept = set() if _is_delivered(output) else _resumable(directory)
+    for path in directory.iterdir() if directory.is_dir() else ():
+        ours = path.name in _OURS or path.name.startswith(_PART)
+        if ours and path.name not in kept and path.is_file():
+            freed += path.stat().st_size
+            path.unlink()
+    with suppress(OSError):  # it is not empty, or not there
+        directory.rmdir()
     return freed
 
 
@@ -121,16 +135,17 @@ class Journal:
             schema: of the parts, as text; likewise.
 
         Raises:
-            InputError: the directory cannot be written.
+            InputError: the directory cannot be written, or is of something else.
         """
         directory = parts_directory(output)
+        _require_ours(directory)
         head = {"key": fingerprint.key, "schema": schema}
         try:
             found = _read(directory, head)
             if found is not None:
                 return found
             directory.mkdir(exist_ok=True)
-            for path in [directory / _JOURNAL, *directory.glob("part-*")]:
+            for path in [directory / _JOURNAL, *directory.glob(f"{_PART}*")]:
                 path.unlink(missing_ok=True)
             journal = cls(directory, [])
             journal._append(head)
@@ -190,7 +205,7 @@ class Journal:
 
     def write_report(self, report: PredictReport) -> None:
         """Write the report of the finished output, beside the parts, and move it to its place."""
-        fresh = self.directory / "report.json"
+        fresh = self.directory / _REPORT
         with fresh.open("wb") as stream:
             stream.write(json_bytes(report.as_json()))
             stream.flush()
@@ -280,6 +295,17 @@ def _read(directory: Path, head: dict[str, Any]) -> Journal | None:
     return journal
 
 
+def _require_ours(directory: Path) -> None:
+    """Raise InputError for a directory with files that no run of predict writes."""
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.name not in _OURS and not path.name.startswith(_PART):
+            raise InputError(
+                f"{directory} holds {path.name}, which is not of predict; expected nothing there, "
+                "or parts of an earlier run.",
+                do="Move it elsewhere, or name another --output.",
+            )
+
+
 def _lines(directory: Path) -> list[dict[str, Any]]:
     """Return the lines of a journal up to the first one that is torn."""
     found: list[dict[str, Any]] = []
@@ -315,7 +341,7 @@ def _is_delivered(output: Path) -> bool:
 
 
 def _name(number: int) -> str:
-    return f"part-{number:06d}"
+    return f"{_PART}{number:06d}"
 
 
 def _notes() -> Path:

@@ -46,7 +46,14 @@ from enginery.predict.answering import Answerer
 from enginery.predict.asking import column_names, require_task, wishes_of
 from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import WITHOUT_EFFECT, PredictConfig
-from enginery.predict.journal import Journal, is_whole, only_run, parts_directory, remove_parts
+from enginery.predict.journal import (
+    STDIN_COPY,
+    Journal,
+    is_whole,
+    only_run,
+    parts_directory,
+    remove_parts,
+)
 from enginery.predict.on_ray import RayAnswerer
 from enginery.predict.report import PredictReport, sidecar
 from enginery.predict.writing import OutputFormat, assemble, output_format
@@ -198,8 +205,6 @@ def finished_report(output: Path, key: Fingerprint, *, force: bool) -> PredictRe
         return None
     if output.is_dir():
         raise InputError(f"output '{output}' is a folder, expected the name of a file.")
-    if is_whole(output, key):
-        return None  # killed after the rename: the parts are all there, and put together again
     do = "Pass --force to replace it, or name another --output."
     unknown = InputError(
         f"output '{output}' exists, and no {sidecar(output).name} says what it was made from.",
@@ -209,6 +214,8 @@ def finished_report(output: Path, key: Fingerprint, *, force: bool) -> PredictRe
         report = json.loads(sidecar(output).read_bytes())
         changes = key.changes(report["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        if is_whole(output, key):
+            return None  # killed before it had its report: the parts are put together again
         raise unknown from None
     if changes:
         raise InputError(f"output '{output}' was made from something else: {changes[0]}.", do=do)
@@ -295,7 +302,7 @@ def on_disk(
     if stream is None and sys.stdin is None:
         raise InputError("standard input is closed.")
     given: Any = stream or sys.stdin.buffer
-    copied = parts_directory(output) / "stdin"
+    copied = parts_directory(output) / STDIN_COPY
     try:
         copied.parent.mkdir(exist_ok=True)
         with copied.open("wb") as copy:

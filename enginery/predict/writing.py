@@ -32,6 +32,7 @@ OutputFormat = Literal["parquet", "csv", "jsonl"]
 _SUFFIXES: dict[str, OutputFormat] = {
     ".parquet": "parquet", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl",
 }  # fmt: skip
+ASSEMBLED = "assembled"
 _GROUP_BYTES = 8 << 20
 """Of a row group before it is compressed: what is in memory while the output is put together."""
 
@@ -85,7 +86,7 @@ def assemble(parts: Sequence[Path], output: Path, kind: OutputFormat, schema: An
     Raises:
         InputError: the output cannot be written.
     """
-    fresh = parts[0].with_name("assembled")
+    fresh = parts[0].with_name(ASSEMBLED)
     try:
         with fresh.open("wb") as stream:
             if kind == "parquet":

@@ -3,13 +3,14 @@
 import json
 import tracemalloc
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
 from enginery.core.datasets import samples
 from enginery.core.datasets.images import list_images, spread
-from enginery.core.datasets.samples import read_text_rows, read_texts
+from enginery.core.datasets.samples import read_arrays, read_text_rows, read_texts
 from enginery.core.errors import InputError
 
 REVIEWS = ["Great value.", "Broke, after\n2 days", '"Meh"']
@@ -239,3 +240,37 @@ def test_values_of_a_jsonl_column_need_not_be_of_one_kind(tmp_path):
     path = written(tmp_path / "a.jsonl", '{"text": 5}\n{"text": "x"}\n\n{"text": [1]}\n')
     found = read_text_rows(path, "text", rows=9)
     assert (found.items, found.left_out) == (["x"], 2)
+
+
+def test_one_array_is_the_one_input(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(8).reshape(4, 2))
+    found = read_arrays(tmp_path / "x.npy", ["pixels"], rows=2)
+    assert [row["pixels"].tolist() for row in found] == [[[0, 1]], [[4, 5]]]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"a": np.ones(2)}, "holds a; the graph takes a, b"),
+        ({"a": np.ones(2), "b": np.ones(3)}, r"shape a \(2,\), b \(3,\); expected the same number"),
+        ({"a": np.ones(()), "b": np.ones(())}, "expected the same number of rows, one or more"),
+        ({"a": np.array([{}]), "b": np.ones(1)}, "cannot be read: Object arrays cannot be loaded"),
+    ],
+    ids=["names", "rows", "no rows", "objects"],
+)
+def test_arrays_that_cannot_be_used_say_why(tmp_path, arrays, message):
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(InputError, match=message):
+        read_arrays(tmp_path / "x.npz", ["a", "b"], rows=2)
+
+
+def test_files_that_are_no_arrays_are_errors(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="nothing of that name"):
+        read_arrays(tmp_path / "x.npz", ["a"], rows=2)
+    for name in ("x.npz", "x.npy"):
+        with pytest.raises(InputError, match="cannot be read"):
+            read_arrays(written(tmp_path / name, "nothing"), ["a"], rows=2)
+    monkeypatch.setattr(samples, "_ARRAY_BYTES", 1000)
+    np.savez_compressed(tmp_path / "z.npz", a=np.zeros(10_000))
+    with pytest.raises(InputError, match="have 80,128 bytes, expected at most 1,000"):
+        read_arrays(tmp_path / "z.npz", ["a"], rows=2)
