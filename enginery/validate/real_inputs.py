@@ -76,8 +76,8 @@ def require_use_for_data(artifact: Artifact, config: ValidateConfig) -> None:
         raise InputError(
             f"data '{config.data}' cannot be used: the artifact takes {', '.join(names)}, and has "
             "no tokenizer or image processor for them.",
-            do="Save an array for each of them as .npz, or leave the data out: the shape sweep "
-            "compares the outputs all the same.",
+            do="Leave the data out, the shape sweep still compares the outputs; or save an array "
+            "for each input as .npz.",
         )
 
 
