@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
-from enginery.core.data import read_texts
+from enginery.core.datasets.samples import read_texts
 from enginery.core.errors import OptionError, ShapeError
 from enginery.core.manifest import GraphRecord
 from enginery.core.model_files import ModelConfig

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
-from enginery.core.data import list_images, read_texts
+from enginery.core.datasets.images import list_images
+from enginery.core.datasets.samples import read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.manifest import GraphRecord

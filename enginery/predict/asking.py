@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from enginery.core.artifact import Artifact
+from enginery.core.datasets.batches import Values
 from enginery.core.errors import ArtifactError, InputError, OptionError
 from enginery.predict.config import PredictConfig
-from enginery.predict.rows import Values
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 from enginery.runtime.tasks import answered_tasks, manifest_task
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions

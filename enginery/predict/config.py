@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from enginery.core.datasets.batches import Format
 from enginery.core.errors import OptionError
 
-Format = Literal["auto", "csv", "tsv", "jsonl", "parquet", "text", "images"]
 Activation = Literal["auto", "softmax", "sigmoid", "none"]
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 Engine = Literal["local", "ray"]

@@ -16,7 +16,8 @@ class QuantizeConfig:
     """How a model's matrix products are quantized, and how far its answers may move."""
 
     calibration: str = ""
-    """Real inputs: a CSV, TSV, JSONL, Parquet or text file, or a folder of images."""
+    """Real inputs: a CSV, TSV, JSONL, Parquet or text file, a folder of images,
+    or arrays of the graph's own inputs, `.npz` or `.npy`."""
     column: str = "text"
     """The column of `calibration` that holds the text."""
     label_column: str = ""

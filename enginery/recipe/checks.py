@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from enginery.bench import config as bench
-from enginery.core.data import IMAGE_SUFFIXES, list_images, require_texts
+from enginery.core.datasets.images import IMAGE_SUFFIXES, list_images
+from enginery.core.datasets.samples import require_texts
 from enginery.core.errors import (
     ArtifactError,
     EngineryError,
@@ -209,7 +210,8 @@ def _check_bench(options: BenchStage, known: _Known) -> None:
 
 
 def _check_predict(options: PredictStage, known: _Known) -> None:
-    from enginery.predict.reading import STDIN, input_format, require_format
+    from enginery.core.datasets.reader import find_format
+    from enginery.predict.stage import STDIN, input_options, require_format
     from enginery.predict.writing import output_format
 
     with _about("output"):
@@ -229,7 +231,7 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
         if options.input == STDIN:
             require_format(options)
         elif options.input not in known.outputs:
-            kind = input_format(Path(options.input), options)
+            kind = find_format(Path(options.input), input_options(options))
     if options.engine == "ray" and find_spec("ray") is None:
         raise MissingPackageError("ray", extra="ray", purpose="predict on Ray")
     if known.task:
@@ -239,9 +241,10 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
 
 def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
     """Check that the task answers such an input, and has columns for its answers."""
+    from enginery.core.datasets.reader import open_dataset
     from enginery.predict.asking import column_names, read_options
     from enginery.predict.columns import AnswerColumns
-    from enginery.predict.reading import open_input
+    from enginery.predict.stage import input_options
 
     task = task_of(name, takes_images=name in _IMAGES or kind == "images")
     if task is None and name in answered_tasks():
@@ -259,7 +262,7 @@ def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
     with _about("input"):
         if kind:
             path, columns = Path(options.input), column_names(task, options)
-            reader = open_input(path, columns, options, raw_lines=False)
+            reader = open_dataset(path, columns, input_options(options, keep="columns"))
             AnswerColumns.of(
                 task, of_task, reader.schema, reader.names, prefix=options.prefix, dim=1
             )
@@ -313,8 +316,6 @@ def _check_providers(options: Any) -> None:
     with _about("cuda_graph"):
         chosen = {way: getattr(options, way) for way in ways if hasattr(options, way)}
         check_run_options(specs, **chosen)
-            specs, **{way: getattr(options, way) for way in ways if hasattr(options, way)}
-        )
     if [spec.name for spec in specs] != ["cpu"]:
         from enginery.runtime.providers import choose_providers
 

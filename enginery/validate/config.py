@@ -23,7 +23,8 @@ class ValidateConfig:
     profile: tuple[str, ...] = ()
     """Shape profiles, `batch=1:8:32,sequence=8:128:512`; every corner of each is run."""
     data: str = ""
-    """Real inputs: a CSV, TSV, JSONL, Parquet or text file, or a folder of images.
+    """Real inputs: a CSV, TSV, JSONL, Parquet or text file, a folder of images,
+    or arrays of the graph's own inputs, `.npz` or `.npy`.
     Empty: built-in sentences or images."""
     column: str = "text"
     """The column of `data` that holds the text."""

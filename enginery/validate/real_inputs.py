@@ -15,8 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from enginery.core.artifact import Artifact
-from enginery.core.data import list_images, read_texts
+from enginery.core.datasets.images import list_images
+from enginery.core.datasets.samples import ARRAY_SUFFIXES, read_arrays, read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
@@ -50,6 +53,8 @@ def real_cases(
         InputError: the data cannot be read, or cannot be made to fit the graph.
         ArtifactError: there are data, and the tokenizer or processor for them cannot be used.
     """
+    if _is_arrays(config):
+        return _array_cases(record, config), []
     if not takes_real_inputs(artifact, record):
         return [], []
     make = _image_cases if takes_images(record) else _text_cases
@@ -64,13 +69,33 @@ def real_cases(
 def require_use_for_data(artifact: Artifact, config: ValidateConfig) -> None:
     """Raises InputError where data are given and no graph of the artifact takes them."""
     graphs = artifact.manifest.graphs
+    if _is_arrays(config):
+        return
     if config.data and not any(takes_real_inputs(artifact, record) for record in graphs):
         names = sorted(spec.name for spec in graphs[0].inputs)
         raise InputError(
             f"data '{config.data}' cannot be used: the artifact takes {', '.join(names)}, and has "
             "no tokenizer or image processor for them.",
-            do="Leave the data out; the shape sweep still compares the outputs.",
+            do="Leave the data out, the shape sweep still compares the outputs; or save an array "
+            "for each input as .npz.",
         )
+
+
+def _is_arrays(config: ValidateConfig) -> bool:
+    return Path(config.data).suffix.lower() in ARRAY_SUFFIXES
+
+
+def _array_cases(record: GraphRecord, config: ValidateConfig) -> list[Case]:
+    names = [spec.name for spec in record.inputs]
+    rows = read_arrays(Path(config.data).expanduser(), names, rows=config.rows)
+
+    def feed(part: list[Feeds]) -> Feeds:
+        return {
+            spec.name: np.concatenate([row[spec.name] for row in part]).astype(spec.dtype)
+            for spec in record.inputs
+        }
+
+    return _cases("rows", rows, _ROWS, record, feed)
 
 
 def _text_cases(artifact: Artifact, record: GraphRecord, config: ValidateConfig) -> list[Case]:

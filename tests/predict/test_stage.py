@@ -252,6 +252,13 @@ def test_output_that_was_changed_or_is_unknown_is_refused(predict, tmp_path, cla
         stream.write(b"x")
     with pytest.raises(InputError, match="it was changed"):
         predict(classifier, reviews)
+    predict(classifier, reviews, force=True)
+    content = (tmp_path / "out.parquet").read_bytes()
+    (tmp_path / "out.parquet").write_bytes(
+        content[:999] + bytes([content[999] ^ 1]) + content[1000:]
+    )
+    with pytest.raises(InputError, match=r"has the sha256 .* it was changed"):
+        predict(classifier, reviews)
     (tmp_path / "mine.csv").write_text("mine\n")
     with pytest.raises(InputError, match=r"no mine\.csv\.json says what it was made from"):
         predict(classifier, reviews, "mine.csv")

@@ -3,14 +3,15 @@
 import json
 import tracemalloc
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from enginery.core import data, tables
-from enginery.core.data import list_images, read_text_rows, read_texts, spread
+from enginery.core.datasets import samples
+from enginery.core.datasets.images import list_images, spread
+from enginery.core.datasets.samples import read_arrays, read_text_rows, read_texts
 from enginery.core.errors import InputError
-from enginery.core.tables import stream_columns
 
 REVIEWS = ["Great value.", "Broke, after\n2 days", '"Meh"']
 
@@ -88,15 +89,15 @@ def test_missing_column_names_the_nearest_and_all(tmp_path):
 
 
 def test_wrong_delimiter_is_guessed_in_words(tmp_path):
-    with pytest.raises(InputError, match=r"separated by semicolons; a \.csv file is by commas"):
+    with pytest.raises(InputError, match="separated by semicolons, expected commas"):
         read_texts(written(tmp_path / "a.csv", "id;text\n1;x\n"), "text", rows=9)
-    with pytest.raises(InputError, match=r"separated by commas; a \.tsv file is by tabs"):
+    with pytest.raises(InputError, match="separated by commas, expected tabs"):
         read_texts(written(tmp_path / "a.tsv", CSV), "text", rows=9)
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.parquet", "a.txt"])
 def test_empty_file_is_named(tmp_path, name):
-    with pytest.raises(InputError, match=rf"{name}'.*(cannot be read|no text|no column)"):
+    with pytest.raises(InputError, match=rf"{name}'.*(cannot be read|is empty)"):
         read_texts(written(tmp_path / name, ""), "text", rows=9)
 
 
@@ -115,7 +116,7 @@ def test_column_of_numbers_says_what_it_holds(tmp_path):
 @pytest.mark.parametrize("name", ["a.csv", "a.txt", "a.jsonl"])
 def test_text_that_is_not_utf8_is_an_error(tmp_path, name):
     content = "text\nKöln\n" if name != "a.jsonl" else '{"text": "Köln"}\n'
-    with pytest.raises(InputError, match=rf"{name}' (cannot be read|is not UTF-8)"):
+    with pytest.raises(InputError, match=rf"{name}' cannot be read: row [12]: the .* not utf-8"):
         read_texts(written(tmp_path / name, content.encode("latin-1")), "text", rows=9)
 
 
@@ -137,9 +138,9 @@ def test_unknown_kind_of_file_is_not_taken_for_lines(tmp_path):
 
 
 def test_what_is_not_there_or_of_the_wrong_kind(tmp_path):
-    with pytest.raises(InputError, match="there is no such file"):
+    with pytest.raises(InputError, match="nothing of that name"):
         read_texts(tmp_path / "none.csv", "text", rows=9)
-    with pytest.raises(InputError, match="it is a folder"):
+    with pytest.raises(InputError, match="is a folder or an image"):
         read_texts(tmp_path, "text", rows=9)
     with pytest.raises(InputError, match="nothing of that name"):
         list_images(tmp_path / "none", rows=9)
@@ -172,12 +173,12 @@ def test_labels_stand_beside_their_texts(tmp_path, kind):
         lines = [f"label{mark}text", *(f"{row['label']}{mark}{row['text']}" for row in rows)]
         written(path, "\n".join(lines))
     found = read_text_rows(path, "text", rows=9, label_column="label")
-    assert (found.texts, found.labels) == (["x", "y", "z"], ["good", "bad", "good"])
+    assert (found.items, found.labels) == (["x", "y", "z"], ["good", "bad", "good"])
     assert found.left_out == 1
     few = read_text_rows(path, "text", rows=2, label_column="label")
-    assert (few.texts, few.labels) == (["x", "y"], ["good", "bad"])
+    assert (few.items, few.labels) == (["x", "y"], ["good", "bad"])
     same = read_text_rows(path, "label", rows=9, label_column="label")
-    assert same.texts == same.labels == ["good", "none", "bad", "good"]
+    assert same.items == same.labels == ["good", "none", "bad", "good"]
     with pytest.raises(InputError, match="no column 'lable'; did you mean 'label'"):
         read_text_rows(path, "text", rows=9, label_column="lable")
 
@@ -211,7 +212,7 @@ def test_a_file_is_never_in_memory_as_a_whole(tmp_path, name):
 
 def test_a_file_is_read_no_further_than_the_last_text_that_is_taken(tmp_path, monkeypatch):
     path, seen = written(tmp_path / "a.txt", "\n".join(map(str, range(100)))), []
-    stream = data._stream
+    stream = samples._values
 
     def counted(*arguments):
         seen.append(0)
@@ -219,15 +220,9 @@ def test_a_file_is_read_no_further_than_the_last_text_that_is_taken(tmp_path, mo
             seen[-1] += 1
             yield row
 
-    monkeypatch.setattr(data, "_stream", counted)
+    monkeypatch.setattr(samples, "_values", counted)
     assert read_texts(path, "", rows=4) == ["0", "25", "50", "75"]
     assert seen == [100, 76]
-
-
-def test_columns_of_a_batch_come_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "_PYTHON_ROWS", 3)
-    path = written(tmp_path / "a.csv", "a,b\n" + "".join(f"{i},{-i}\n" for i in range(10)))
-    assert list(stream_columns(path, ["b", "a"])) == [(str(-i), str(i)) for i in range(10)]
 
 
 @pytest.mark.parametrize(
@@ -244,4 +239,38 @@ def test_the_line_of_a_jsonl_that_is_no_object_is_named(tmp_path, line, said):
 def test_values_of_a_jsonl_column_need_not_be_of_one_kind(tmp_path):
     path = written(tmp_path / "a.jsonl", '{"text": 5}\n{"text": "x"}\n\n{"text": [1]}\n')
     found = read_text_rows(path, "text", rows=9)
-    assert (found.texts, found.left_out) == (["x"], 2)
+    assert (found.items, found.left_out) == (["x"], 2)
+
+
+def test_one_array_is_the_one_input(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(8).reshape(4, 2))
+    found = read_arrays(tmp_path / "x.npy", ["pixels"], rows=2)
+    assert [row["pixels"].tolist() for row in found] == [[[0, 1]], [[4, 5]]]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"a": np.ones(2)}, "holds a; the graph takes a, b"),
+        ({"a": np.ones(2), "b": np.ones(3)}, r"shape a \(2,\), b \(3,\); expected the same number"),
+        ({"a": np.ones(()), "b": np.ones(())}, "expected the same number of rows, one or more"),
+        ({"a": np.array([{}]), "b": np.ones(1)}, "cannot be read: Object arrays cannot be loaded"),
+    ],
+    ids=["names", "rows", "no rows", "objects"],
+)
+def test_arrays_that_cannot_be_used_say_why(tmp_path, arrays, message):
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(InputError, match=message):
+        read_arrays(tmp_path / "x.npz", ["a", "b"], rows=2)
+
+
+def test_files_that_are_no_arrays_are_errors(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="nothing of that name"):
+        read_arrays(tmp_path / "x.npz", ["a"], rows=2)
+    for name in ("x.npz", "x.npy"):
+        with pytest.raises(InputError, match="cannot be read"):
+            read_arrays(written(tmp_path / name, "nothing"), ["a"], rows=2)
+    monkeypatch.setattr(samples, "_ARRAY_BYTES", 1000)
+    np.savez_compressed(tmp_path / "z.npz", a=np.zeros(10_000))
+    with pytest.raises(InputError, match="have 80,128 bytes, expected at most 1,000"):
+        read_arrays(tmp_path / "z.npz", ["a"], rows=2)

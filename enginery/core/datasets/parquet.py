@@ -1,10 +1,10 @@
-"""Parquet, in pieces that are bounded by rows and by bytes.
+"""Parquet, in batches that are bounded by rows and by bytes.
 
-    >>> ParquetReader(Path("reviews.parquet"), ("text",), PredictConfig()).schema.names
+    >>> ParquetReader(Path("reviews.parquet"), ("text",), ReadOptions()).names
     ['id', 'text', 'stars']
 
 A small file can hold gigabytes: one long text a thousand times is stored once. Columns of text stay
-dictionaries until a piece is cut from them, and the rows that are decoded at a time follow from
+dictionaries until a batch is cut from them, and the rows that are decoded at a time follow from
 what the file's own footer says of their size. What cannot be bounded so is refused.
 """
 
@@ -17,10 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from enginery.core.errors import InputError, nearest
-from enginery.predict.arrays import lengths_in, numbers_in
-from enginery.predict.config import PredictConfig
-from enginery.predict.rows import CELL_BYTES, PIECE_BYTES, Piece, require_names
+from enginery.core.datasets.arrow_arrays import lengths_in, numbers_in
+from enginery.core.datasets.batches import (
+    BATCH_BYTES,
+    CELL_BYTES,
+    ReadOptions,
+    RowBatch,
+    require_columns,
+    require_distinct,
+    require_few_columns,
+)
+from enginery.core.errors import InputError
 
 _PAGES_BYTES = 1 << 20
 """Of a column that are read at one time; without, it is a whole row group."""
@@ -35,45 +42,34 @@ reader can open in bounded memory. Text compresses by 2 to 10."""
 class ParquetReader:
     """A table with typed columns, which are kept as they are."""
 
-    def __init__(self, path: Path, columns: Sequence[str], config: PredictConfig) -> None:
-        """Reads the footer.
-
-        Args:
-            path: the file.
-            columns: what the model is asked, each one's name.
-            config: the rows of a piece.
+    def __init__(self, path: Path, columns: Sequence[str], options: ReadOptions) -> None:
+        """Read the footer.
 
         Raises:
-            InputError: not a Parquet file, no rows, no such column or no text in it, or a row
-                group that decompresses to more than memory should hold.
+            InputError: not a Parquet file, no rows, no such column, or a row group that
+                decompresses to more than memory should hold.
         """
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self._path, self._columns, self._most = path, columns, config.window
+        self._path, self._columns, self._options = path, columns, options
         self._rows_read = 0
         with _reading(path), pq.ParquetFile(path) as file:
-            self.schema = file.schema_arrow
-            self._groups = [_group(file.metadata.row_group(g)) for g in range(file.num_row_groups)]
+            require_few_columns(file.metadata.num_columns, path)
+            schema = file.schema_arrow
+            self._groups = _bounded_groups(file.metadata, path)
         self._rows = sum(rows for rows, _ in self._groups)
-        self.names = names = list(self.schema.names)
-        require_names(names, str(path))
-        for column in columns:
-            if column not in names:
-                raise InputError(
-                    f"data '{path}' has no column '{column}'{nearest(column, names)}",
-                    do=f"Its columns: {', '.join(names) or 'none'}.",
-                    column=column,
-                )
-            if not _holds_text(self.schema.field(column).type):
-                kind = self.schema.field(column).type
-                raise InputError(f"data '{path}': column '{column}' holds {kind}, expected text.")
+        self.names = list(schema.names)
+        require_columns(columns, self.names, path)
         if not self._rows:
             raise InputError(f"data '{path}' holds no rows.")
-        with _reading(path), pq.ParquetFile(path) as file:
-            _refuse_bombs(file.metadata, path)
+        keep = options.keep != "nothing"
+        read = [field for field in schema if keep or field.name in columns]
+        require_distinct([field.name for field in read], path)
+        self.schema = pa.schema(read, metadata=schema.metadata)
 
-    def read(self, skip: int) -> Iterator[Piece]:
-        """The rows after the first `skip`; see `rows.Reader`."""
+    def read(self, skip: int) -> Iterator[RowBatch]:
+        """Yield the rows after the first `skip`; see `DatasetReader`."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -90,33 +86,31 @@ class ParquetReader:
                 if first + rows <= skip:
                     first += rows
                     continue
-                at_once = max(1, min(self._most, rows * _DECODED_BYTES // max(size, 1)))
-                for batch in file.iter_batches(at_once, row_groups=[group], use_threads=False):
+                at_once = max(1, min(self._options.rows, rows * _DECODED_BYTES // max(size, 1)))
+                for batch in file.iter_batches(
+                    at_once, row_groups=[group], columns=self.schema.names, use_threads=False
+                ):
                     past = min(max(skip - first, 0), batch.num_rows)
                     first += past
-                    for part in _bounded(batch.slice(past)):
-                        plain = self._plain(part)
-                        self._rows_read = first + plain.num_rows
-                        yield Piece(first, plain, self._values(plain))
-                        first += plain.num_rows
+                    for part in _cut(batch.slice(past)):
+                        yield self._batch(first, part)
+                        first += part.num_rows
 
     def done(self) -> float:
-        """The share of the file's rows that was read."""
+        """Return the share of the file's rows that was read."""
         return self._rows_read / self._rows
 
-    def _plain(self, batch: Any) -> Any:
-        """A batch with the file's own types."""
+    def _batch(self, first: int, batch: Any) -> RowBatch:
         import pyarrow as pa
 
-        arrays = [
-            column if column.type == field.type else column.cast(field.type)
-            for column, field in zip(batch.columns, self.schema, strict=True)
-        ]
-        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
-
-    def _values(self, batch: Any) -> list[tuple[Any, ...]]:
-        columns = [batch.column(batch.schema.get_field_index(c)) for c in self._columns]
-        return list(zip(*(column.to_pylist() for column in columns), strict=True))
+        # The file's own types: dictionaries are written out now.
+        columns = [(batch.column(field.name), field.type) for field in self.schema]
+        arrays = [column if column.type == kind else column.cast(kind) for column, kind in columns]
+        plain = pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+        values = [plain.column(name).to_pylist() for name in self._columns]
+        self._rows_read = first + plain.num_rows
+        kept = None if self._options.keep == "nothing" else plain
+        return RowBatch(first, kept, list(zip(*values, strict=True)))
 
 
 @contextmanager
@@ -130,13 +124,14 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputError(f"data '{path}' cannot be read: {first}.") from error
 
 
-def _group(group: Any) -> tuple[int, int]:
-    return group.num_rows, group.total_byte_size
+def _bounded_groups(metadata: Any, path: Path) -> list[tuple[int, int]]:
+    """Return the rows and the decompressed bytes of each row group.
 
-
-def _refuse_bombs(metadata: Any, path: Path) -> None:
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
+    Raises:
+        InputError: a column of one decompresses to more than memory should hold.
+    """
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    for index, group in enumerate(groups):
         for number in range(group.num_columns):
             chunk = group.column(number)
             large, stored = chunk.total_uncompressed_size, max(chunk.total_compressed_size, 1)
@@ -147,28 +142,18 @@ def _refuse_bombs(metadata: Any, path: Path) -> None:
                     f"decompresses from {stored:,} to {large:,} bytes, {row_bytes:,} a row.",
                     do="Write the file anew with smaller row groups, if it is meant to be so.",
                 )
+    return [(group.num_rows, group.total_byte_size) for group in groups]
 
 
-def _holds_text(kind: Any) -> bool:
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)
-        or pa.types.is_string_view(kind)
-    )  # fmt: skip
-
-
-def _bounded(batch: Any) -> Iterator[Any]:
-    """Parts of a batch that are small once their dictionaries are written out."""
+def _cut(batch: Any) -> Iterator[Any]:
+    """Yield parts of a batch that are small once their dictionaries are written out."""
     sizes = np.zeros(batch.num_rows)
     for column in batch.columns:
         sizes += _row_bytes(column)
     start, size = 0, 0.0
     for row, row_bytes in enumerate(sizes.tolist(), start=1):
         size += row_bytes
-        if size >= PIECE_BYTES:
+        if size >= BATCH_BYTES:
             yield batch.slice(start, row - start)
             start, size = row, 0.0
     if start < batch.num_rows:
@@ -176,7 +161,7 @@ def _bounded(batch: Any) -> Iterator[Any]:
 
 
 def _row_bytes(column: Any) -> Any:
-    """float64 (rows,): the size of each cell, or of the average one."""
+    """Return float64 (rows,): the size of each cell, or the average size for all of them."""
     import pyarrow as pa
 
     if not len(column):

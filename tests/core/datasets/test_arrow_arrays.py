@@ -1,7 +1,7 @@
 import pyarrow as pa
 import pytest
 
-from enginery.predict.arrays import array_of, lengths_in, numbers_in
+from enginery.core.datasets.arrow_arrays import array_of, lengths_in, numbers_in
 
 _SPAN = pa.struct([("label", pa.string()), ("score", pa.float32()), ("start", pa.int64())])
 
