@@ -1,0 +1,1 @@
+"""`file:///path`: a registry that is a folder."""
