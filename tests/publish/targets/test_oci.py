@@ -22,6 +22,7 @@ from tests.publish.targets.servers import docker_registry, free_port, wordy_regi
 
 pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
 
+from enginery.publish.targets.oci.image import MANIFEST, Blob
 from enginery.publish.targets.oci.registry import OciRegistry
 
 
@@ -221,9 +222,9 @@ def test_layers_of_an_earlier_version_are_not_sent_again(registry, artifact, tmp
 
     original = oci_client.OciClient.upload
 
-    def counted(self, digest, size_bytes, pieces):
-        sent.append(size_bytes)
-        original(self, digest, size_bytes, pieces)
+    def counted(self, blob):
+        sent.append(len(blob))
+        original(self, blob)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oci_client.OciClient, "upload", counted)
@@ -290,13 +291,13 @@ def test_a_pull_goes_on_where_it_broke_off(registry, artifact, tmp_path, monkeyp
     (home / "pulls" / f"{hexdigits}.tar").write_bytes(half)
     from enginery.publish.targets.oci import client as oci_client
 
-    original, ranges = oci_client.OciClient._once, []
+    original, ranges = oci_client.OciClient._request, []
 
     def watched(self, method, url, **options):
         ranges.append(options.get("headers", {}).get("Range"))
         return original(self, method, url, **options)
 
-    monkeypatch.setattr(oci_client.OciClient, "_once", watched)
+    monkeypatch.setattr(oci_client.OciClient, "_request", watched)
     stage.pull(f"oci://{host}/resume:1", tmp_path / "out", UNVALIDATED)
     assert f"bytes={len(half)}-" in ranges
     assert not list((home / "pulls").iterdir())
@@ -366,19 +367,15 @@ def test_somebody_elses_image_is_not_pulled(registry, artifact, tmp_path):
 
     host, _ = registry
     client = OciClient(host, "foreign", insecure=True)
-    config = b"{}"
-    import hashlib
-
-    digest = f"sha256:{hashlib.sha256(config).hexdigest()}"
-    client.upload(digest, len(config), lambda: iter([config]))
-    kind = "application/vnd.oci.image.manifest.v1+json"
-    descriptor = {
-        "mediaType": "application/vnd.oci.image.config.v1+json",
-        "digest": digest,
-        "size": 2,
+    config = Blob("application/vnd.oci.image.config.v1+json", b"{}")
+    client.upload(config)
+    document = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST,
+        "config": config.descriptor(),
+        "layers": [],
     }
-    document = {"schemaVersion": 2, "mediaType": kind, "config": descriptor, "layers": []}
-    client.put_manifest("1", kind, json.dumps(document).encode())
+    client.put_manifest("1", MANIFEST, json.dumps(document).encode())
     with pytest.raises(RegistryError, match="was not published by enginery"):
         stage.pull(f"oci://{host}/foreign:1", tmp_path / "out", UNVALIDATED)
 

@@ -207,8 +207,8 @@ def test_download_ends_with_the_first_byte_too_many(tmp_path, monkeypatch):
                 yield bytes(size)
 
     client = object.__new__(OciClient)
-    client.host, client.repository, client._base = "here", "m", "http://here/v2/"
-    monkeypatch.setattr(client, "_once", lambda *_, **__: Endless())
+    client.host, client.repository, client._base = "here", "m", "http://here/v2/m"
+    monkeypatch.setattr(client, "_request", lambda *_, **__: Endless())
     with pytest.raises(ArtifactError, match="sends more than the 10 bytes"):
         client.download("sha256:0", tmp_path / "blob", 10)
     assert len(taken) == 1

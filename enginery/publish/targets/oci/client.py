@@ -1,29 +1,40 @@
-"""Requests to an OCI registry, through oras: its login, tokens and URLs.
+"""Requests to one repository of an OCI registry: blobs and manifests, there and back.
 
-Takes a host and a repository; leaves blobs and manifests there, or on the local disk.
+oras keeps the login (Docker's, with its credential helpers), the tokens and the session. The
+requests are made here, because oras 0.2 cannot do what they need:
 
-    >>> client = OciClient("ghcr.io", "org/minilm", insecure=False)
-    >>> client.has_blob("sha256:9c1f…")
-    False
-
-Two things are done here rather than by oras 0.2, which reads a blob into memory whole before it is
-sent, and tries a registry that is down, or that refuses a login, for two minutes.
+- `Registry.push` makes one manifest of single files or of gzipped directories, and no index for two
+  architectures; `upload_manifest` takes no index either.
+- `put_upload` reads a blob into memory whole. `chunked_upload` wants it in a file, and some
+  registries refuse its chunks: Google's Artifact Registry all of them, Amazon's ECR the empty last.
+- `Registry.pull` and `download_blob` check no digest and no size, and begin anew each time.
+- `do_request`, which all of them call, tries again for two minutes, whatever the error: a wrong
+  password, too. It has no timeout.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
+
+import requests
+import urllib3
+from oras.container import Container
+from oras.provider import Registry
 
 from enginery.core.errors import ArtifactError, RegistryError
-from enginery.publish.targets.oci.answers import Body, bound_answer, tail, words
+from enginery.publish.targets.oci.image import INDEX, MANIFEST, Blob, Layer
 
+MAX_ANSWER_BYTES = 4 * 2**20
+"""Of everything but a blob. The distribution specification wants registries to take manifests up to
+this size, and lets them refuse larger ones."""
 _TIMEOUT_SECONDS = (10, 300)
 """To connect, and between two answers: a registry hashes what it got before it answers."""
 _ATTEMPTS = 4
@@ -38,47 +49,41 @@ class OciClient:
     """One repository of a registry."""
 
     def __init__(self, host: str, repository: str, *, insecure: bool) -> None:
-        """Asks the registry how it wants to be asked.
+        """Ask the registry for its kind of login, and read the login.
 
         Raises:
-            RegistryError: it cannot be reached, or is no OCI registry.
+            RegistryError: it cannot be reached, is no OCI registry, or wants a login that is not
+                there.
         """
-        from oras.container import Container
-        from oras.provider import Registry
-
-        self.host, self.repository = host, repository
+        self.host, self.repository, self._insecure = host, repository, insecure
         self._api = _DOCKER_HUB_API if host in _DOCKER_HUB else host
-        self._base = f"{'http' if insecure else 'https'}://{self._api}/v2/"
-        self._insecure = insecure
-        backend = "basic" if self._challenge().lower().startswith("basic") else "token"
-        self._registry: Any = Registry(self._api, insecure=insecure, auth_backend=backend)
-        self._registry.session.request = functools.partial(
-            self._registry.session.request, timeout=_TIMEOUT_SECONDS
+        self._v2 = f"{'http' if insecure else 'https'}://{self._api}/v2/"
+        self._base = f"{self._v2}{repository}"
+        is_basic = self._challenge().lower().startswith("basic")
+        registry: Any = Registry(
+            self._api, insecure=insecure, auth_backend="basic" if is_basic else "token"
         )
+        self._session, self._auth = registry.session, registry.auth
+        # The requests for tokens, which oras makes itself, end as well.
+        self._session.request = functools.partial(self._session.request, timeout=_TIMEOUT_SECONDS)
         # A compressed answer would be larger than what came over the network.
-        self._registry.session.headers["Accept-Encoding"] = "identity"
-        self._registry.session.hooks["response"].append(bound_answer)
-        # oras's own decorator waits 3, 5, 11, 29 and 83 seconds, whatever the error.
-        self._unretried: Any = functools.partial(Registry.do_request.__wrapped__, self._registry)
+        self._session.headers["Accept-Encoding"] = "identity"
+        self._session.hooks["response"].append(_bound_answer)
         login: Any = Container(f"{self._api}/{repository}")
         login.registry = _DOCKER_HUB_LOGIN if self._api == _DOCKER_HUB_API else self._api
-        self._registry.auth.load_configs(login)
-        self._basic = ""
-        if backend == "basic":
-            try:
-                self._basic = self._registry.auth.get_auth_header()["Authorization"]
-            except AttributeError:
-                raise self._refused(401, "there is no login for it") from None
+        self._auth.load_configs(login)
+        try:
+            self._auth.get_auth_header()
+        except AttributeError:  # of oras's basic login without a user
+            raise self._refused(401, "there is no login for it") from None
 
     def manifest(self, reference: str) -> tuple[bytes, str, str]:
-        """A manifest or an index by tag or digest: its bytes, media type and digest.
+        """Return the bytes, media type and digest of a manifest or an index, by tag or digest.
 
         Raises:
             RegistryError: there is none, or it is not what the digest says.
         """
-        accept = ", ".join(f"application/vnd.oci.image.{kind}.v1+json"
-                           for kind in ("index", "manifest"))  # fmt: skip
-        answer = self._ask("GET", f"manifests/{reference}", headers={"Accept": accept})
+        answer = self._ask("GET", f"manifests/{reference}")
         if answer.status_code == 404:
             raise RegistryError(
                 f"the registry {self.host} has no {self.repository} with {reference}.",
@@ -91,60 +96,38 @@ class OciClient:
         return answer.content, answer.headers.get("Content-Type", "").partition(";")[0], digest
 
     def has_manifest(self, reference: str) -> bool:
-        """Whether there is something by this tag or digest."""
-        accept = (
-            "application/vnd.oci.image.index.v1+json, application/vnd.oci.image.manifest.v1+json"
-        )
-        answer = self._ask("HEAD", f"manifests/{reference}", headers={"Accept": accept})
-        if answer.status_code == 404:
-            return False
-        self._check(answer)
-        return True
+        """Whether there is a manifest or an index with this tag or digest."""
+        return self._has(f"manifests/{reference}")
 
     def has_blob(self, digest: str) -> bool:
-        """Whether the repository has it already."""
-        answer = self._ask("HEAD", f"blobs/{digest}")
-        if answer.status_code == 404:
-            return False
-        self._check(answer)
-        return True
+        """Whether the repository has this blob."""
+        return self._has(f"blobs/{digest}")
 
-    def upload(self, digest: str, size_bytes: int, pieces: Callable[[], Iterator[bytes]]) -> None:
-        """Sends a blob as it is read; again from its start where the connection breaks.
-
-        Args:
-            digest: `sha256:…`, which the registry checks.
-            size_bytes: of all pieces together.
-            pieces: gives the content from its start, each time it is called.
+    def upload(self, blob: Blob | Layer) -> None:
+        """Upload a blob piece by piece; again from its start if the connection breaks.
 
         Raises:
             RegistryError: the registry refuses it, or the connection breaks again and again.
         """
 
         def send() -> Any:
-            begun = self._once("POST", f"{self._base}{self.repository}/blobs/uploads/")
+            begun = self._request("POST", f"{self._base}/blobs/uploads/")
             if begun.status_code >= 300:
                 return begun
-            place = begun.headers.get("Location", "")
-            if place.startswith("/"):
-                parts = urlsplit(begun.url)
-                place = f"{parts.scheme}://{parts.netloc}{place}"
-            place += f"{'&' if '?' in place else '?'}digest={digest}"
-            return self._once(
-                "PUT", place, data=Body(size_bytes, pieces),
-                headers={"Content-Type": "application/octet-stream",
-                         "Content-Length": str(size_bytes)},
-            )  # fmt: skip
+            place = urljoin(begun.url, begun.headers.get("Location", ""))
+            place += f"{'&' if '?' in place else '?'}digest={blob.digest}"
+            kind = {"Content-Type": "application/octet-stream"}
+            return self._request("PUT", place, data=blob, headers=kind)
 
         self._check(self._retried(send))
 
     def put_manifest(self, reference: str, media_type: str, content: bytes) -> None:
-        """Stores a manifest or an index under a tag or its digest; all that it names is there."""
+        """Store a manifest or an index under a tag or its digest; all that it names is there."""
         headers = {"Content-Type": media_type}
         self._check(self._ask("PUT", f"manifests/{reference}", data=content, headers=headers))
 
     def tags(self) -> list[str]:
-        """The tags of the repository, at most the first hundred; none where it cannot list them."""
+        """Return at most a hundred tags of the repository; none if it cannot list them."""
         answer = self._ask("GET", "tags/list?n=100")
         try:
             return [str(tag) for tag in answer.json()["tags"]]
@@ -152,7 +135,7 @@ class OciClient:
             return []
 
     def download(self, digest: str, path: Path, size_bytes: int) -> None:
-        """Writes a blob to `path`, from where an earlier try has left it.
+        """Write a blob to `path`, from where an earlier try has left it.
 
         Args:
             digest: `sha256:…`.
@@ -169,13 +152,9 @@ class OciClient:
             done = path.stat().st_size if path.is_file() else 0
             if done >= size_bytes:  # whole, or of no use: its digest will tell
                 return None
-            # A proxy must not compress: the digest is over the bytes as they are.
-            headers = {"Accept-Encoding": "identity"} | (
-                {"Range": f"bytes={done}-"} if done else {}
-            )
-            answer = self._once("GET", f"{self._base}{self.repository}/blobs/{digest}",
-                                headers=headers, stream=True)  # fmt: skip
-            with answer:
+            headers = {"Range": f"bytes={done}-"} if done else {}
+            url = f"{self._base}/blobs/{digest}"
+            with self._request("GET", url, headers=headers, stream=True) as answer:
                 if answer.status_code in (200, 206):
                     is_rest = answer.status_code == 206
                     left = size_bytes - (done if is_rest else 0)
@@ -196,14 +175,12 @@ class OciClient:
         self._check(self._retried(receive))
 
     def _challenge(self) -> str:
-        """What a registry asks of somebody unknown: `Bearer realm=…`, `Basic …`, nothing."""
-        import requests
-
+        """Return the login that a registry wants: `Bearer realm=…`, `Basic …`; empty for none."""
         try:
             answer = requests.get(
-                self._base,
+                self._v2,
                 headers={"Accept-Encoding": "identity"},
-                hooks={"response": bound_answer},
+                hooks={"response": _bound_answer},
                 timeout=_TIMEOUT_SECONDS[0],
             )
         except requests.RequestException as error:
@@ -211,36 +188,43 @@ class OciClient:
         if answer.status_code in (200, 401, 403, *_BUSY):
             return str(answer.headers.get("Www-Authenticate", ""))
         raise RegistryError(
-            f"{self._base} answers {answer.status_code}, so {self.host} is no OCI registry.",
+            f"{self._v2} answers {answer.status_code}, so {self.host} is no OCI registry.",
             do="Check the address: oci://registry/name:tag.",
         )
 
-    def _ask(self, method: str, path: str, **options: Any) -> Any:
-        url = f"{self._base}{self.repository}/{path}"
-        return self._retried(lambda: self._once(method, url, **options))
+    def _has(self, path: str) -> bool:
+        answer = self._ask("HEAD", path)
+        if answer.status_code == 404:
+            return False
+        self._check(answer)
+        return True
 
-    def _once(self, method: str, url: str, **options: Any) -> Any:
-        """One request; a token that has run out meanwhile is asked for again."""
+    def _ask(self, method: str, path: str, **options: Any) -> Any:
+        headers = {"Accept": f"{INDEX}, {MANIFEST}", **options.pop("headers", {})}
+        url = f"{self._base}/{path}"
+        return self._retried(lambda: self._request(method, url, headers=headers, **options))
+
+    def _request(self, method: str, url: str, **options: Any) -> Any:
+        """Send one request with the login, and once more with a new token if that is refused."""
+        send = functools.partial(self._session.request, method, url)
         headers = dict(options.pop("headers", {}))
-        if (
-            urlsplit(url).netloc != self._api
-        ):  # some registries keep blobs elsewhere: no login there
-            return self._registry.session.request(method, url, headers=headers, **options)
-        if self._basic:
-            headers["Authorization"] = self._basic
-        try:
-            answer = self._unretried(url, method, headers=headers, **options)
-            if answer.status_code == 401 and getattr(self._registry.auth, "token", None):
-                self._registry.auth.token = None
-                answer = self._unretried(url, method, headers=headers, **options)
-        except ValueError as error:  # oras: "Cannot respond to request for authentication."
-            raise self._refused(401, "it takes no login that is known here") from error
+        if urlsplit(url).netloc != self._api:
+            # Some registries keep blobs elsewhere: no login there.
+            return send(headers=headers, **options)
+        headers |= self._auth.get_auth_header()
+        answer = send(headers=headers, **options)
+        if answer.status_code in (401, 403):
+            try:
+                renewed, _ = self._auth.authenticate_request(answer, dict(headers), refresh=True)
+            except (AttributeError, TypeError) as error:  # of oras, for answers that are no tokens
+                raise self._refused(answer.status_code, "its token cannot be read") from error
+            if renewed != headers:
+                answer.close()
+                answer = send(headers=renewed, **options)
         return answer
 
     def _retried(self, ask: Callable[[], Any]) -> Any:
-        """Asks again where the connection broke or the registry was busy; waits 1, 2, 4 seconds."""
-        import requests
-
+        """Ask again if the connection broke or the registry is busy; wait 1, 2, 4 seconds."""
         for attempt in range(_ATTEMPTS):
             is_last = attempt == _ATTEMPTS - 1
             try:
@@ -257,19 +241,24 @@ class OciClient:
         raise AssertionError("the last attempt returns or raises")
 
     def _check(self, answer: Any) -> None:
-        """Raises RegistryError for an answer that is no success, with the registry's own words."""
+        """Raise RegistryError for an answer that is no success, with the registry's own words."""
         if answer is None or answer.status_code < 300:
             return
-        said = words(answer)
+        try:
+            first = answer.json()["errors"][0]  # as the distribution specification has it
+            said = str(first.get("message") or first.get("code") or "")
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            said = ""
+        said = (said or str(answer.reason)).strip().rstrip(".") or "no reason"
         if answer.status_code in (401, 403):
             raise self._refused(answer.status_code, said)
         is_full = re.search("quota|limit", said, re.IGNORECASE)
-        quota = answer.status_code in (413, 429, 507) or is_full
         raise RegistryError(
             f"the registry {self.host} answers {answer.status_code} for {self.repository}: {said}.",
-            do="It is full, or wants fewer requests: see its limits." if quota else
-            "What was sent stays there: the same command goes on.",
-        )  # fmt: skip
+            do="It is full, or wants fewer requests: see its limits."
+            if answer.status_code in (413, 429, 507) or is_full
+            else "What was sent stays there: the same command goes on.",
+        )
 
     def _refused(self, status: int, said: str) -> RegistryError:
         return RegistryError(
@@ -282,6 +271,28 @@ class OciClient:
         remedy = "Check the address and the network."
         if not self._insecure and re.search("SSL|wrong version|record layer", reason):
             remedy = "Where the registry speaks plain HTTP, pass --insecure."
-        return RegistryError(
-            f"the registry {self.host} cannot be reached: {tail(reason)}.", do=remedy
+        # `[Errno 111] Connection refused` of the client's own long sentence.
+        said = reason.rpartition(": ")[2].strip(" .()'\"") or "no reason"
+        return RegistryError(f"the registry {self.host} cannot be reached: {said}.", do=remedy)
+
+
+def _bound_answer(answer: Any, *_args: Any, stream: bool = False, **_options: Any) -> Any:
+    """Read an answer of at most 4 MiB, as requests' hook `response`; blobs are streamed.
+
+    requests calls the hook for redirects and tokens too, before it reads anything of a body.
+    """
+    if stream and answer.status_code in (200, 206):
+        return answer
+    try:
+        content = answer.raw.read(MAX_ANSWER_BYTES + 1, decode_content=True)
+    except urllib3.exceptions.HTTPError as error:  # as requests itself would have it
+        raise requests.ConnectionError(error) from error
+    if len(content) > MAX_ANSWER_BYTES:
+        answer.close()
+        raise RegistryError(
+            f"the registry {urlsplit(answer.url).netloc} answers with more than {MAX_ANSWER_BYTES} "
+            "bytes where a manifest or a message was expected.",
+            do="Check the address; this registry cannot be used.",
         )
+    answer.raw = io.BytesIO(content)
+    return answer

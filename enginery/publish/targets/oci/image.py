@@ -50,7 +50,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Blob:
-    """Some bytes of an image, and how others refer to them."""
+    """Some bytes of an image, and how others refer to them; iterable as the body of a request."""
 
     media_type: str
     content: bytes
@@ -59,8 +59,10 @@ class Blob:
     def digest(self) -> str:
         return f"sha256:{hashlib.sha256(self.content).hexdigest()}"
 
-    def pieces(self) -> Iterator[bytes]:
-        """All of it in one piece."""
+    def __len__(self) -> int:
+        return len(self.content)
+
+    def __iter__(self) -> Iterator[bytes]:
         yield self.content
 
     def descriptor(self) -> dict[str, Any]:
@@ -70,7 +72,7 @@ class Blob:
 
 @dataclass(frozen=True)
 class Layer:
-    """The files of one group, as a tar that is written while it is read."""
+    """The files of one group, as a tar that is made while a request sends it."""
 
     group: str
     files: tuple[PackageFile, ...]
@@ -82,8 +84,11 @@ class Layer:
     def title(self) -> str:
         return self.annotations[TITLE]
 
-    def pieces(self) -> Iterator[bytes]:
-        """The tar, in pieces of at most 1 MiB; raises ArtifactError for a file that has changed."""
+    def __len__(self) -> int:
+        return self.size_bytes
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield pieces of at most 1 MiB; raise ArtifactError for a file that has changed."""
         return _tar(self.files)
 
     def descriptor(self) -> dict[str, Any]:

@@ -14,9 +14,13 @@ moved.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginery.core.errors import MissingPackageError, OptionError, RegistryError
 from enginery.core.home import enginery_home
@@ -27,8 +31,15 @@ from enginery.publish.destination import Published
 from enginery.publish.engine_bond import bound_to
 from enginery.publish.package import Package
 from enginery.publish.publication import Publication
-from enginery.publish.targets.oci.client import OciClient
-from enginery.publish.targets.oci.image import INDEX, Image, image_of
+from enginery.publish.targets.oci.image import (
+    CONTENT,
+    INDEX,
+    TITLE,
+    VERSION,
+    WITHOUT_RIGHTS,
+    Image,
+    image_of,
+)
 from enginery.publish.targets.oci.layers import (
     REMEDY,
     check_layer,
@@ -37,7 +48,9 @@ from enginery.publish.targets.oci.layers import (
     unpack,
     unpack_listing,
 )
-from enginery.publish.targets.oci.tags import Tagged, missing_blobs, parsed, tagged
+
+if TYPE_CHECKING:
+    from enginery.publish.targets.oci.client import OciClient
 
 # Repositories and tags as the distribution specification 1.1 has them.
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
@@ -74,11 +87,11 @@ class OciRegistry:
                 f"option 'name' is '{config.name}', but the address says {self.repository}."
             )
         try:
-            import oras.provider  # noqa: F401 - the rest of this module cannot do without
+            from enginery.publish.targets.oci.client import OciClient
         except ImportError as error:
             package = error.name or "oras"
             raise MissingPackageError(package, extra="oci", purpose=url) from error
-        self._insecure = config.insecure
+        self._connect = partial(OciClient, self.host, self.repository, insecure=config.insecure)
 
     @property
     def remedy(self) -> str:
@@ -104,7 +117,7 @@ class OciRegistry:
         tag = config.version or self.tag or LATEST
         if config.alias == tag:
             raise OptionError(f"alias and tag are both '{tag}'.", do="Leave out --alias.")
-        client = OciClient(self.host, self.repository, insecure=self._insecure)
+        client = self._connect()
         with progress.task(f"hashing layers of {package.name}"):
             image = image_of(package)
         notes = [f"{r.directory_name} is {bound_to(r)}" for r in package.engines]
@@ -142,7 +155,7 @@ class OciRegistry:
             ArtifactError: a layer was altered; the message names it, and the file if it can be
                 told.
         """
-        client = OciClient(self.host, self.repository, insecure=self._insecure)
+        client = self._connect()
         layers = layers_of(self._manifest(client), self.url)
         pulls = enginery_home() / "pulls"
         pulls.mkdir(parents=True, exist_ok=True)
@@ -216,11 +229,11 @@ class OciRegistry:
         with progress.task(f"uploading {package.name}", len(image.layers)) as advance:
             for layer in image.layers:
                 if not client.has_blob(layer.digest):
-                    client.upload(layer.digest, layer.size_bytes, layer.pieces)
+                    client.upload(layer)
                 advance()
         for blob in image.configs:
             if not client.has_blob(blob.digest):
-                client.upload(blob.digest, len(blob.content), blob.pieces)
+                client.upload(blob)
         for blob in image.manifests:
             client.put_manifest(blob.digest, blob.media_type, blob.content)
 
@@ -243,3 +256,68 @@ class OciRegistry:
             digest, _ = digest_and_size(first, self.url)
             document = parsed(client.manifest(digest)[0], self.url)
         return document
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """What a tag points to."""
+
+    tag: str
+    digest: str
+    content: str
+    """sha256 of the content; empty for what is not of enginery."""
+    without_rights: str
+    is_version: bool
+    """Whether --version made the tag."""
+    manifests: tuple[Any, ...]
+    """Descriptors of the manifests of the index."""
+
+
+def tagged(client: OciClient, tag: str, what: str) -> Tagged | None:
+    """What a tag points to; None where there is no such tag.
+
+    Raises:
+        RegistryError: the registry cannot be reached, or answers no JSON.
+    """
+    if not client.has_manifest(tag):
+        return None
+    content, _, digest = client.manifest(tag)
+    document = parsed(content, what)
+    annotations, manifests = document.get("annotations"), document.get("manifests")
+    said = annotations if isinstance(annotations, Mapping) else {}
+    return Tagged(
+        tag=tag,
+        digest=digest,
+        content=str(said.get(CONTENT, "")),
+        without_rights=str(said.get(WITHOUT_RIGHTS, "")),
+        is_version=said.get(VERSION) == tag,
+        manifests=tuple(manifests) if isinstance(manifests, list) else (),
+    )
+
+
+def missing_blobs(client: OciClient, there: Tagged, what: str) -> str:
+    """What of a tag's image the registry does not have, by title or digest; empty where all is."""
+    blobs: dict[str, str] = {}
+    for descriptor in there.manifests:
+        manifest, _ = digest_and_size(descriptor, what)
+        if not client.has_manifest(manifest):
+            return manifest
+        document = parsed(client.manifest(manifest)[0], what)
+        layers = document.get("layers")
+        for blob in [document.get("config"), *(layers if isinstance(layers, list) else [])]:
+            digest, _ = digest_and_size(blob, what)
+            annotations = blob.get("annotations")
+            said = annotations if isinstance(annotations, Mapping) else {}
+            blobs[digest] = str(said.get(TITLE, digest))
+    return ", ".join(title for digest, title in blobs.items() if not client.has_blob(digest))
+
+
+def parsed(content: bytes, what: str) -> dict[str, Any]:
+    """A manifest or an index as an object; raises RegistryError for anything else."""
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RegistryError(f"{what}: the registry's manifest is no JSON: {error}.") from error
+    if not isinstance(document, dict):
+        raise RegistryError(f"{what}: the registry's manifest is no object.")
+    return document
