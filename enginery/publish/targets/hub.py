@@ -1,20 +1,23 @@
 """`hf://org/name`: a model repository on the Hugging Face Hub, through huggingface_hub.
 
-Takes a package; leaves one commit, with a tag where a version or an alias is named.
+Publishing makes one commit, and a tag for a version or an alias:
 
-    >>> HubRegistry("hf://org/minilm-onnx", config).publish(package, config, SILENT).url
+    HubRegistry("hf://org/minilm-onnx", config).publish(package, config, SILENT).url
     'hf://org/minilm-onnx@0d5c8f…'
 
-The token is the library's own (HF_TOKEN, or `hf auth login`) and is never part of a message. Large
-files go up one by one before the commit and stay there: a run that was killed does not send them
-again. Which files are large is the Hub's to say.
+The token is the library's own (HF_TOKEN, or `hf auth login`) and is never part of a message. The
+library uploads large files before the commit, and the Hub keeps them: a run that was killed does
+not send them again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from enginery.core.artifact import MANIFEST, REPORTS
 from enginery.core.engine_record import ENGINES
 from enginery.core.errors import (
     ArtifactError,
+    EngineryError,
     MissingPackageError,
     OptionError,
     RegistryError,
@@ -32,10 +36,8 @@ from enginery.publish.destination import Published
 from enginery.publish.engine_bond import bound_to
 from enginery.publish.package import Package
 from enginery.publish.publication import CARD, LISTING, Publication
-from enginery.publish.targets.hub_errors import first_line, told, without_bars
 
 _ADDRESS = re.compile(r"hf://(?P<repo>[^/@\s]+/[^/@\s]+)(?:@(?P<revision>\S+))?", re.IGNORECASE)
-_LARGE_BYTES = 1 << 20
 _MAIN = "main"
 # What the Hub itself puts into a new repository.
 _HUB_FILES = (".gitattributes", CARD)
@@ -45,7 +47,7 @@ class HubRegistry:
     """A repository of the Hub."""
 
     def __init__(self, url: str, config: PublishConfig) -> None:
-        """Reads the address; nothing is sent yet.
+        """Read the address; nothing is sent yet.
 
         Raises:
             OptionError: the address is not `hf://org/name` or `hf://org/name@revision`.
@@ -69,17 +71,17 @@ class HubRegistry:
         try:
             validate_repo_id(self.repo)
         except HFValidationError as error:
-            raise OptionError(f"address '{url}': {first_line(error)}.") from error
+            raise OptionError(f"address '{url}': {_first_line(error)}.") from error
         self._api: Any = HfApi(library_name="enginery")
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
-        """Commits what has changed to the branch; nothing where the same content is its head.
+        """Commit what has changed to the branch, and nothing if its head is the same content.
 
         Raises:
             RegistryError: the Hub cannot be reached or refuses; the repository holds another
                 model, or the version's name another content.
         """
-        with told(self.url), without_bars():
+        with _hub_errors(self.url), _no_progress_bars():
             self._api.create_repo(self.repo, private=config.private, exist_ok=True)
             head = self._head(self.revision)
             # A new branch begins with the files of main; one that cannot be used is not made.
@@ -94,12 +96,11 @@ class HubRegistry:
                 self._api.create_branch(self.repo, branch=self.revision, exist_ok=True)
                 head = self._head(self.revision)
             notes = [f"{r.directory_name} is {bound_to(r)}" for r in package.engines]
-            is_same = head is not None and package.is_version(listing)
-            if head and listing and is_same and self._is_whole(before, listing, package):
+            is_new = head is None or not package.is_version(listing)
+            if head and listing and not is_new and self._is_current(before, listing, package):
                 commit = head
             else:
                 commit = self._commit(package, before, listing, head, progress)
-            is_new = not is_same
             if config.version:
                 self._api.create_tag(self.repo, tag=config.version, revision=commit)
             self._move_alias(config.alias, commit)
@@ -115,24 +116,27 @@ class HubRegistry:
         )
 
     def pull(self, out: Path, progress: Progress) -> Path:
-        """Downloads a revision; what was downloaded before is in the library's own cache.
+        """Download a revision; files that were downloaded before come from the library's cache.
 
         Raises:
             RegistryError: the Hub cannot be reached, refuses, or has no such revision.
         """
-        with told(self.url), without_bars(), progress.task(f"downloading {self.url}"):
+        task = progress.task(f"downloading {self.url}")
+        with _hub_errors(self.url), _no_progress_bars(), task:
             commit = self._api.model_info(self.repo, revision=self.revision).sha
-            snapshot = Path(self._api.snapshot_download(self.repo, revision=commit))
-            for path in sorted(snapshot.rglob("*")):
-                if path.is_file() and path.name != ".gitattributes":
-                    target = out / path.relative_to(snapshot)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    # The cache is another tool's: a link would let an edit here reach it.
-                    shutil.copyfile(path.resolve(), target)
+            snapshot = self._api.snapshot_download(self.repo, revision=commit)
+            # The cache is another tool's: its links are followed, so that an edit here stays here.
+            shutil.copytree(
+                snapshot,
+                out,
+                dirs_exist_ok=True,
+                ignore=shutil.ignore_patterns(".gitattributes"),
+                copy_function=shutil.copyfile,
+            )
         return out
 
     def _head(self, branch: str) -> str | None:
-        """A branch's newest commit; None where there is no such branch."""
+        """Return a branch's newest commit, or None if there is no such branch."""
         from huggingface_hub.errors import RevisionNotFoundError
 
         try:
@@ -141,7 +145,7 @@ class HubRegistry:
             return None
 
     def _files(self, commit: str) -> dict[str, tuple[str, int]]:
-        """sha256 of large files, git's blob id of the others, and the size, by name."""
+        """Return digest and size by name: sha256 of large files, git's blob id of the others."""
         info = self._api.model_info(self.repo, revision=commit, files_metadata=True)
         return {
             file.rfilename: (file.lfs.sha256 if file.lfs else file.blob_id or "", file.size or 0)
@@ -149,7 +153,7 @@ class HubRegistry:
         }
 
     def _listing(self, files: dict[str, tuple[str, int]], commit: str | None) -> Publication | None:
-        """What was published to the branch; None where nothing was.
+        """Return the listing of what was published to the branch, or None if nothing was.
 
         Raises:
             RegistryError: the repository holds something that enginery did not publish.
@@ -173,7 +177,7 @@ class HubRegistry:
             )
         return None
 
-    def _is_whole(
+    def _is_current(
         self, before: dict[str, tuple[str, int]], listing: Publication, package: Package
     ) -> bool:
         """Whether a branch of the same content needs no commit: it is undamaged, and is marked.
@@ -181,14 +185,16 @@ class HubRegistry:
         Raises:
             RegistryError: it is damaged, and the rights that it stated cannot be read here.
         """
-        local = {file.name: file for file in package.files}
-        if _is_same(before.get(LISTING), local[LISTING].path, local[LISTING].sha256):
-            return all(_is_same(before.get(n), f.path, f.sha256) for n, f in local.items())
-        # The same content with a card in other words: git's ids say nothing of sha256.
+        local = {file.sha256: file.path for file in package.files}
         for name, record in listing.files.items():
             digest, size_bytes = before.get(name, ("", -1))
-            is_other = len(digest) == 64 and digest != record.sha256
-            if is_other or size_bytes != record.size_bytes:
+            if len(digest) == 64:
+                is_same = digest == record.sha256
+            elif record.sha256 in local and size_bytes == record.size_bytes:
+                is_same = digest == _git_blob_id(local[record.sha256])
+            else:  # a card in other words: git's id says nothing of its sha256
+                is_same = size_bytes == record.size_bytes
+            if not is_same:
                 damage = f"{self.url}: {name} is not as {LISTING} says"
                 package.require_rights(damage, listing.content_sha256)
                 return False
@@ -203,47 +209,40 @@ class HubRegistry:
         head: str | None,
         progress: Progress,
     ) -> str:
-        """Sends large files one by one, then commits all; returns the commit's id."""
+        """Upload and commit what has changed, all at once; return the commit's id."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        changed = [f for f in package.files if not _is_same(before.get(f.name), f.path, f.sha256)]
         names = {file.name for file in package.files}
         ours = set(listing.files) | {LISTING} if listing else set()
-        gone = [
-            name
-            for name in before
-            if name not in names
-            and (name in ours or name.startswith((f"{ENGINES}/", f"{REPORTS}/")))
+        operations: list[Any] = [
+            CommitOperationDelete(path_in_repo=name)
+            for name in set(before) - names
+            if name in ours or name.startswith((f"{ENGINES}/", f"{REPORTS}/"))
         ]
-        operations: list[Any] = [CommitOperationDelete(path_in_repo=name) for name in gone]
-        with progress.task(f"uploading {package.name}", len(changed)) as advance:
-            for file in changed:
-                added = CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=str(file.path))
-                if file.size_bytes >= _LARGE_BYTES:
-                    self._api.preupload_lfs_files(
-                        self.repo, [added], revision=self.revision, num_threads=1
-                    )
-                operations.append(added)
-                advance()
-        if not operations and head:
-            return head
-        made = self._api.create_commit(
-            self.repo,
-            operations,
-            commit_message=f"Publish {package.name} {package.content_sha256[:12]}",
-            commit_description=_description(package),
-            revision=self.revision,
-            parent_commit=head,  # another writer's commit in between is an error, not lost
-        )
+        operations += [
+            CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=str(file.path))
+            for file in package.files
+        ]
+        with progress.task(f"uploading {package.name}"):
+            # What `upload_folder` calls, too. A package is no folder: its card and its listing lie
+            # beside the artifact. `upload_large_folder` makes many commits, of parts.
+            made = self._api.create_commit(
+                self.repo,
+                operations,
+                commit_message=f"Publish {package.name} {package.content_sha256[:12]}",
+                commit_description=_description(package),
+                revision=self.revision,
+                parent_commit=head,  # another writer's commit in between is an error, not lost
+            )
         return str(made.oid)
 
     def _tag(self, name: str) -> str:
-        """The commit that a tag points to; empty where there is no such tag."""
+        """Return the commit that a tag points to; empty if there is no such tag."""
         refs = self._api.list_repo_refs(self.repo)
         return next((str(tag.target_commit) for tag in refs.tags if tag.name == name), "")
 
     def _same_version(self, commit: str, package: Package, config: PublishConfig) -> Published:
-        """The version that is there already under this name."""
+        """Return the version that has this name already; raise if its content is another."""
         found = self._listing(self._files(commit), commit)
         if not package.is_version(found):
             raise RegistryError(
@@ -256,7 +255,7 @@ class HubRegistry:
         return Published(f"hf://{self.repo}@{config.version}", config.version, is_new=False)
 
     def _require_alias(self, config: PublishConfig) -> None:
-        """Raises where --alias is a version's name: the listing at a version's tag has it."""
+        """Raise if --alias is a version's name: the listing at a version's tag has it."""
         if not config.alias:
             return
         if config.alias == config.version:
@@ -270,7 +269,7 @@ class HubRegistry:
             )
 
     def _move_alias(self, alias: str, commit: str) -> None:
-        """A tag that points to `commit` from now on."""
+        """Let a tag point to `commit`."""
         if not alias or self._tag(alias) == commit:
             return
         if self._tag(alias):
@@ -278,19 +277,79 @@ class HubRegistry:
         self._api.create_tag(self.repo, tag=alias, revision=commit)
 
 
-def _is_same(remote: tuple[str, int] | None, path: Path, sha256: str) -> bool:
-    """Whether the Hub has this file: by sha256 for a large one, else by git's blob id."""
-    if remote is None:
-        return False
-    digest, _ = remote
-    if len(digest) == 64:
-        return digest == sha256
-    from huggingface_hub.utils import sha
-
-    return bool(digest == sha.git_hash(path.read_bytes()))
+def _git_blob_id(path: Path) -> str:
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0%s" % (len(content), content), usedforsecurity=False).hexdigest()
 
 
 def _description(package: Package) -> str:
     manifest = package.artifact.manifest
     lines = [f"content sha256 {package.content_sha256}", f"{manifest.task}, {manifest.precision}"]
     return "\n".join([*lines, *(f"{r.directory_name}: {bound_to(r)}" for r in package.engines)])
+
+
+@contextmanager
+def _hub_errors(url: str) -> Iterator[None]:
+    """Turn the library's errors into a RegistryError without the token."""
+    try:
+        yield
+    except EngineryError:
+        raise
+    except (OSError, ValueError) as error:  # every error of the library's and of its client's
+        # Not `from error`: what is chained may hold a request, and that the token.
+        raise _refusal(url, error) from None
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Hide the library's progress bars: there is one display of progress, ours."""
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _first_line(error: Exception) -> str:
+    """Return the part of the library's message that says something: it opens with request ids."""
+    server = str(getattr(error, "server_message", None) or "")
+    lines = [line.strip() for line in (server or str(error)).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
+
+
+def _refusal(url: str, error: Exception) -> RegistryError:
+    from huggingface_hub import errors, get_token
+
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    said = _first_line(error)
+    if token := get_token():
+        said = said.replace(token, "***")
+    login = "Set HF_TOKEN to a token that may write there, or log in with: hf auth login"
+    if isinstance(error, errors.GatedRepoError):
+        return RegistryError(f"{url}: its authors grant access on request.", do=login)
+    if isinstance(error, errors.RevisionNotFoundError):
+        return RegistryError(f"{url}: there is no such revision.", do="See its branches.")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return RegistryError(f"{url}: there is none, or it is private.", do=login)
+    if status in (401, 403):
+        why = "the token may not do that" if token else "there is no token"
+        return RegistryError(f"the Hub refuses {url} ({status}): {why}: {said}.", do=login)
+    if status == 412:
+        return RegistryError(f"{url} was changed meanwhile.", do="Publish again.")
+    if status == 429:
+        return RegistryError(f"the Hub refuses more requests for now: {said}.", do="Try later.")
+    if status:
+        return RegistryError(f"the Hub answers {status} for {url}: {said}.")
+    return RegistryError(
+        f"the Hub cannot be reached for {url}: {said}.",
+        do="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE. What was sent stays there.",
+    )
