@@ -24,10 +24,9 @@ from tests.publish.targets.servers import free_port, mlflow_server
 
 pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
 
-from enginery.publish.targets.mlflow.begun import MODEL_TAG, WRITER_TAG
 from enginery.publish.targets.mlflow.model import CONTENT_TAG
-from enginery.publish.targets.mlflow.registry import MlflowRegistry
-from enginery.publish.targets.mlflow.server import said_by, without_password
+from enginery.publish.targets.mlflow.registry import MlflowRegistry, said_by, without_password
+from enginery.publish.targets.mlflow.upload import MODEL_TAG
 
 # MLflow's own modules, of their own type hints and of pandas.
 pytestmark = [
@@ -320,116 +319,91 @@ def test_metrics_and_plots_are_with_the_run(server, exported, tmp_path):
     assert plots == ["plots/latency.svg"]
 
 
-def test_a_publish_that_was_killed_goes_on(server, artifact, tmp_path):
-    whole = large(artifact, tmp_path / "l", seed=7)
+def logged_models(server, name):
+    """Status of the logged models that are for a registered model, and their runs."""
+    found = client(server)
+    experiment = found.get_experiment_by_name("enginery")
+    return sorted(
+        (str(model.status), found.get_run(model.source_run_id).info.status)
+        for model in found.search_logged_models([experiment.experiment_id])
+        if model.tags.get(MODEL_TAG) == name
+    )
+
+
+def killed(artifact, url, **environment):
+    """A publish that is killed when half of the files are there."""
     script = (
         "import os, signal, sys\n"
         "from mlflow import MlflowClient\n"
         "from enginery.core.artifact import Artifact\n"
         "from enginery.publish import stage\n"
         "from enginery.publish.config import PublishConfig\n"
-        "sent = MlflowClient.log_model_artifact\n"
-        "def until_weights(self, model_id, path, place):\n"
-        "    sent(self, model_id, path, place)\n"
-        "    if path.endswith('.data'):\n"
+        "upload = MlflowClient.log_model_artifact\n"
+        "def until_graph(self, model_id, path, place):\n"
+        "    upload(self, model_id, path, place)\n"
+        "    if path.endswith('.onnx'):\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "MlflowClient.log_model_artifact = until_weights\n"
-        "stage.run(Artifact.open(sys.argv[1]), 'mlflow:/killed',\n"
+        "MlflowClient.log_model_artifact = until_graph\n"
+        "stage.run(Artifact.open(sys.argv[1]), sys.argv[2],\n"
         "          PublishConfig(allow_unvalidated=True))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script, str(whole.path)], check=False)
+    ended = subprocess.run([sys.executable, "-c", script, str(artifact.path), url], check=False,
+                           env={**os.environ, **environment})  # fmt: skip
     assert ended.returncode == -9
+
+
+def test_publish_that_was_killed_is_no_version_and_is_deleted_by_the_next(
+    server, artifact, tmp_path
+):
+    one = altered(artifact, tmp_path / "one", '{"killed": 1}')
+    killed(one, "mlflow:/killed")
+    assert logged_models(server, "killed") == [("PENDING", "RUNNING")]
     with pytest.raises(RegistryError, match="has no version of killed"):
         stage.pull("mlflow:/killed", tmp_path / "none", UNVALIDATED)
+    published = stage.run(one, "mlflow:/killed", UNVALIDATED)
+    assert (published.version, published.is_new) == ("1", True)
+    assert logged_models(server, "killed") == [("READY", "FINISHED")]
+    pulled = stage.pull(published.url, tmp_path / "out", UNVALIDATED)
+    assert pulled.content_sha256() == one.content_sha256()
+
+
+def test_uploads_of_other_machines_and_for_other_models_are_left_alone(server, artifact, tmp_path):
+    one = altered(artifact, tmp_path / "one", '{"elsewhere": 1}')
+    killed(one, "mlflow:/a.b")
+    killed(one, "mlflow:/a-b", ENGINERY_HOME=str(tmp_path / "elsewhere"))
+    assert stage.run(one, "mlflow:/a-b", UNVALIDATED).version == "1"
+    assert logged_models(server, "a.b") == [("PENDING", "RUNNING")]
+    assert logged_models(server, "a-b") == [("PENDING", "RUNNING"), ("READY", "FINISHED")]
+
+
+@pytest.mark.parametrize("call", ["log_model_artifact", "create_model_version"])
+def test_publish_that_failed_leaves_no_logged_model(server, artifact, tmp_path, monkeypatch, call):
     from mlflow import MlflowClient
 
-    sent, original = [], MlflowClient.log_model_artifact
-    with pytest.MonkeyPatch.context() as patch:
-
-        def counted(self, model_id, path, place=None):
-            sent.append(path)
-            original(self, model_id, path, place)
-
-        patch.setattr(MlflowClient, "log_model_artifact", counted)
-        published = stage.run(whole, "mlflow:/killed", UNVALIDATED)
-    assert published.version == "1"
-    assert sent
-    assert not [path for path in sent if path.endswith(".data")]
-    pulled = stage.pull(published.url, tmp_path / "out", UNVALIDATED)
-    assert pulled.content_sha256() == whole.content_sha256()
-
-
-def logged_models(server, name):
-    """Status of the logged models that are for a registered model, and their runs."""
-    found = client(server)
-    experiment = found.get_experiment_by_name("enginery")
-    return [
-        (str(model.status), found.get_run(model.source_run_id).info.status)
-        for model in found.search_logged_models([experiment.experiment_id])
-        if model.tags.get(MODEL_TAG) == name
-    ]
-
-
-def interrupted(artifact, url, what, monkeypatch):
-    """A publish that ends as it calls `what`."""
-    from enginery.publish.targets.mlflow import upload as mlflow_upload
+    name = call.replace("_", "-")
+    one = altered(artifact, tmp_path / "one", json.dumps({"failed": call}))
 
     def end(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        owner, name = what
-        patch.setattr(mlflow_upload if owner == "upload" else owner, name, end)
+        patch.setattr(MlflowClient, call, end)
         with pytest.raises(KeyboardInterrupt):
-            stage.run(artifact, url, UNVALIDATED)
-
-
-def test_what_was_to_be_registered_next_is_not_sent_again(server, artifact, tmp_path, monkeypatch):
-    from mlflow import MlflowClient
-
-    one = altered(artifact, tmp_path / "one", '{"ready": 1}')
-    for _ in range(2):
-        interrupted(one, "mlflow:/ready", (MlflowClient, "create_model_version"), monkeypatch)
-    assert logged_models(server, "ready") == [("READY", "FAILED")]
-    with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, "log_model_artifact", lambda *_: pytest.fail("sent again"))
-        published = stage.run(one, "mlflow:/ready", UNVALIDATED)
-    assert (published.version, published.is_new) == ("1", True)
-    assert logged_models(server, "ready") == [("READY", "FINISHED")]
-    pulled = stage.pull(published.url, tmp_path / "out", UNVALIDATED)
-    assert pulled.content_sha256() == one.content_sha256()
-
-
-def test_a_begun_publish_is_of_its_own_model_alone(server, artifact, tmp_path, monkeypatch):
-    one = altered(artifact, tmp_path / "one", '{"begun": 1}')
-    interrupted(one, "mlflow:/a.b", ("upload", "_record"), monkeypatch)
-    assert stage.run(one, "mlflow:/a-b", UNVALIDATED).version == "1"
-    assert logged_models(server, "a.b") == [("PENDING", "FAILED")]
-    assert logged_models(server, "a-b") == [("READY", "FINISHED")]
-    assert stage.run(one, "mlflow:/a.b", UNVALIDATED).version == "1"
-    assert logged_models(server, "a.b") == [("READY", "FINISHED")]
-
-
-@pytest.mark.parametrize(
-    ("writer", "taken_over"),
-    [("elsewhere/1", False), (f"{socket.gethostname()}/1", False),
-     (f"{socket.gethostname()}/4194303", True), ("", False)],
-    ids=["another machine", "a process that lives", "a process that is gone", "nobody"],
-)  # fmt: skip
-def test_a_begun_publish_is_taken_over_where_its_writer_is_gone(
-    server, artifact, tmp_path, monkeypatch, writer, taken_over, request
-):
-    name = request.node.callspec.id.replace(" ", "-")
-    one = altered(artifact, tmp_path / "one", json.dumps({"writer": name}))
-    interrupted(one, f"mlflow:/{name}", ("upload", "_record"), monkeypatch)
-    found = client(server)
-    experiment = found.get_experiment_by_name("enginery")
-    (model,) = [m for m in found.search_logged_models([experiment.experiment_id])
-                if m.tags.get(MODEL_TAG) == name]  # fmt: skip
-    found.update_run(model.source_run_id, status="RUNNING")
-    found.set_tag(model.source_run_id, WRITER_TAG, writer)
+            stage.run(one, f"mlflow:/{name}", UNVALIDATED)
+    assert logged_models(server, name) == []
     assert stage.run(one, f"mlflow:/{name}", UNVALIDATED).version == "1"
-    assert len(logged_models(server, name)) == (1 if taken_over else 2)
+    assert logged_models(server, name) == [("READY", "FINISHED")]
+
+
+def test_run_of_the_callers_own_stays_active(server, artifact, tmp_path):
+    import mlflow
+
+    one = altered(artifact, tmp_path / "one", '{"nested": 1}')
+    with mlflow.start_run() as run:
+        published = stage.run(one, "mlflow:/nested", UNVALIDATED)
+        assert mlflow.active_run().info.run_id == run.info.run_id
+    version = client(server).get_model_version("nested", published.version)
+    assert version.run_id != run.info.run_id
 
 
 def test_a_file_that_the_store_lost_is_sent_again(server, artifact, tmp_path, tmp_path_factory):
@@ -444,7 +418,7 @@ def test_a_file_that_the_store_lost_is_sent_again(server, artifact, tmp_path, tm
     heard = Heard()
     again = stage.run(whole, "mlflow:/lost", UNVALIDATED, progress=heard)
     assert (again.url, again.is_new) == (published.url, False)
-    assert any("it has lost model.onnx.data" in message for message in heard.news)
+    assert any("uploads model.onnx.data again" in message for message in heard.news)
     pulled = stage.pull(published.url, tmp_path / "out", UNVALIDATED)
     assert pulled.content_sha256() == whole.content_sha256()
 

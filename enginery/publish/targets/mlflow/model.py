@@ -1,26 +1,13 @@
-"""What MLflow is told of a package: its `MLmodel`, signature, tags, parameters.
-
-Takes a package; leaves a directory with `MLmodel`, its requirements and the input example, to
-which the artifact's own files belong under `data/artifact/`.
-
-    >>> write_mlflow_model(package, scratch / "model", model_id="m-1", run_id="r-1")
-    >>> (scratch / "model" / "MLmodel").is_file()
-    True
-
-The artifact's files are not copied for it: they may be gigabytes.
-"""
+"""What MLflow is told of a package: signature, input example, tags and parameters."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import fields, is_dataclass
 from io import BytesIO
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import enginery
-from enginery.core.fingerprint import runtime_version
 from enginery.core.manifest import Manifest
 from enginery.publish.card_loading import example_texts
 from enginery.publish.engine_bond import bound_to
@@ -33,42 +20,6 @@ ARTIFACT = "data/artifact"
 CONTENT_TAG = "enginery.content_sha256"
 WITHOUT_RIGHTS_TAG = "enginery.without_rights_sha256"
 _MAX_VALUE = 5000  # MLflow's smallest limit of a tag's value
-
-
-def write_mlflow_model(package: Package, directory: Path, *, model_id: str, run_id: str) -> None:
-    """Writes everything of the MLflow model but the artifact's own files.
-
-    Args:
-        package: what is published.
-        directory: does not exist yet.
-        model_id: MLflow's id of the logged model.
-        run_id: MLflow's id of the run that it belongs to.
-    """
-    from mlflow import pyfunc
-    from mlflow.models import Model
-
-    # save_model copies what it is given; it is given a directory of the right name alone.
-    artifact = directory.parent / Path(ARTIFACT).name
-    artifact.mkdir()
-    (artifact / ".keep").touch()
-    versions = runtime_version()
-    with warnings.catch_warnings():
-        # Of MLflow's own use of pandas and pydantic; nobody who publishes can mend it.
-        warnings.simplefilter("ignore")
-        pyfunc.save_model(
-            path=str(directory),
-            loader_module="enginery.publish.pyfunc",
-            data_path=str(artifact),
-            mlflow_model=Model(model_id=model_id, run_id=run_id),
-            signature=signature(package.artifact.manifest),
-            input_example=input_example(package),
-            pip_requirements=[
-                f"enginery=={enginery.__version__}",
-                *(f"{name}=={version}" for name, version in versions.items() if version != "none"),
-            ],
-            model_config={"allow_failed": True} if package.problem else None,
-            metadata=tags(package),
-        )
 
 
 def signature(manifest: Manifest) -> Any:
@@ -155,7 +106,7 @@ def input_example(package: Package) -> Any:
 
 
 def tags(package: Package) -> dict[str, str]:
-    """What the run, the logged model and the version are marked with."""
+    """Return the tags of the run, the logged model and the version."""
     manifest = package.artifact.manifest
     marks = {
         CONTENT_TAG: package.content_sha256,
@@ -174,7 +125,7 @@ def tags(package: Package) -> dict[str, str]:
 
 
 def stage_params(manifest: Manifest) -> dict[str, str]:
-    """Options of the stages as MLflow's parameters: `export.opset` -> `20`."""
+    """Return the options of the stages as MLflow's parameters: `export.opset` -> `20`."""
     return {
         f"{stage.stage}.{name}": (value if isinstance(value, str) else json.dumps(value))
         for stage in manifest.stages

@@ -3,11 +3,9 @@
 Takes a package; leaves a logged model with its run, and a registered version that points to it.
 
     $ export MLFLOW_TRACKING_URI=https://mlflow.example.com
-    >>> MlflowRegistry("mlflow:/minilm", config).publish(package, config, SILENT).url
-    'mlflow:/minilm/3'
+    $ enginery publish minilm mlflow:/minilm
 
-The server's address and credentials are MLflow's own variables. A run that was
-killed goes on, see `mlflow_upload`.
+The server's address and credentials are MLflow's own variables.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from enginery.core.errors import MissingPackageError, OptionError, RegistryError
 from enginery.core.locks import named_lock
@@ -34,7 +33,6 @@ from enginery.publish.destination import Published
 from enginery.publish.engine_bond import bound_to
 from enginery.publish.package import Package
 from enginery.publish.targets.mlflow.model import ARTIFACT, CONTENT_TAG, WITHOUT_RIGHTS_TAG
-from enginery.publish.targets.mlflow.server import require_server, said_by, without_password
 from enginery.publish.targets.mlflow.upload import mend_version, suppress_exists, upload_version
 
 _ADDRESS = re.compile(
@@ -247,3 +245,36 @@ class MlflowRegistry:
         if not numbers:
             raise RegistryError(f"{self.url}: the registry has no version of {self.name}.")
         return str(max(numbers))
+
+
+def require_server(server: str) -> None:
+    """Raises OptionError, without the password, for an http address without a host or a port."""
+    if not server.lower().startswith(("http:", "https:")):
+        return
+    try:
+        parts = urlsplit(server)
+        is_whole = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # a port that is no number, a bracket that does not end
+        is_whole = False
+    if not is_whole or re.search(r"[\s\0]", server):
+        raise OptionError(
+            f"MLFLOW_TRACKING_URI is {without_password(server)!r}, expected "
+            "https://mlflow.example.com, or with a port: http://127.0.0.1:5000.",
+            do="In a user name or password, write %2F for / and %40 for @.",
+        )
+
+
+def without_password(server: str) -> str:
+    """A server's address without what is before its last @."""
+    return re.sub(r"//.*@", "//", server, flags=re.DOTALL)
+
+
+def said_by(error: object, server: str) -> str:
+    """What an error says, without the login that is in the server's address, however quoted."""
+    said = str(error)
+    login = server.partition("//")[2].rpartition("@")[0]
+    _, _, password = login.partition(":")
+    for secret in (login, unquote(login), password, unquote(password)):
+        if secret:
+            said = said.replace(secret, "***")
+    return re.sub(r"//[^/\s]*@", "//", said)
