@@ -8,8 +8,9 @@ import pytest
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
 from enginery.core.json_file import unsealed_bytes
-from enginery.publish.config import PublishConfig, is_word
-from enginery.publish.package import Package, registry_name
+from enginery.core.names import is_portable_name, portable_name
+from enginery.publish.config import PublishConfig
+from enginery.publish.package import Package
 from enginery.publish.publication import Publication
 from tests.core.artifacts import make, verdict
 from tests.engine.made import PLAN, with_engines
@@ -255,12 +256,12 @@ def test_written_package_is_the_artifact_and_its_card(artifact, packed, tmp_path
 
 
 def test_name_is_fit_for_every_registry():
-    assert registry_name("My Model/v1 (final)") == "My-Model-v1-final"
-    assert registry_name("../..") == "model"
-    assert len(registry_name("x" * 500)) == 128
-    assert registry_name("nul") == "model-nul"
+    assert portable_name("My Model/v1 (final)") == "My-Model-v1-final"
+    assert portable_name("../..") == "model"
+    assert len(portable_name("x" * 500)) == 128
+    assert portable_name("nul") == "model-nul"
     for text in ("a" * 127 + ".b", "con.onnx", "1.", "aux"):
-        assert is_word(registry_name(text)), text
+        assert is_portable_name(portable_name(text)), text
 
 
 @pytest.mark.parametrize(

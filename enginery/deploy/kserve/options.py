@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from enginery.core.errors import OptionError, nearest
-from enginery.publish.config import is_word
+from enginery.core.names import is_portable_name
 
 Runtime = Literal["enginery", "triton"]
 KserveProvider = Literal["cuda", "cpu", "tensorrt"]
@@ -83,7 +83,7 @@ class KserveConfig:
                 do=f"Known: {', '.join(SCHEMES)}.",
             )
         self._check_names()
-        if self.model_name and not is_word(self.model_name):
+        if self.model_name and not is_portable_name(self.model_name):
             raise OptionError(
                 f"option 'model_name' is {self.model_name!r}, expected letters, digits, '.', '_' "
                 "and '-', the first a letter or a digit."

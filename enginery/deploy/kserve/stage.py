@@ -20,11 +20,11 @@ from pathlib import Path
 from enginery.core.artifact import Artifact
 from enginery.core.engine_record import ENGINES
 from enginery.core.errors import ArtifactError, OptionError
+from enginery.core.names import portable_name
 from enginery.core.progress import SILENT, Progress
 from enginery.core.staging import write_beside
 from enginery.deploy.kserve.manifest import MADE_BY, inference_service, is_image, manifest_text
 from enginery.deploy.kserve.options import MOST_LETTERS_KNATIVE, KserveConfig
-from enginery.publish.package import registry_name
 from enginery.runtime.engines import read_engines
 from enginery.runtime.tasks import answered_tasks, manifest_task
 from enginery.runtime.tensorrt_options import CLASSIC
@@ -76,7 +76,7 @@ def run(
         )
     if config.provider == "tensorrt":
         _require_engine(artifact)
-    source = registry_name(artifact.manifest.source.name)
+    source = portable_name(artifact.manifest.source.name)
     name = config.name or service_name(source)
     model = config.model_name or source
     manifest = inference_service(name, model, _memory(artifact, config), config)

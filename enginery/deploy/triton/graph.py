@@ -24,7 +24,6 @@ from enginery.deploy.triton.models import GraphParts, TritonModel, graph_model, 
 from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.tensors import batch_dim, has_batch_dim
 from enginery.deploy.triton.warmup import warmup_samples
-from enginery.publish.engine_bond import bound_to
 from enginery.runtime.engines import wrapper_of
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.classify import LabelResults, label_names
@@ -60,7 +59,7 @@ def graph_parts(
         ShapeError: a profile does not fit the graph.
     """
     settings = ModelConfig.read(artifact.path)
-    notes = [f"{engine.name} is {bound_to(engine.record)}" for engine in engines]
+    notes = [f"{engine.name} is {engine.record.binding}" for engine in engines]
     if engines and config.profile:
         raise OptionError(
             f"option 'profile' is given, and {engines[0].name} has profiles of its own.",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from enginery.core.errors import OptionError
-from enginery.publish.config import is_word
+from enginery.core.names import is_portable_name
 
 Backend = Literal["onnxruntime", "tensorrt"]
 TritonProvider = Literal["cuda", "cpu", "tensorrt"]
@@ -64,7 +64,7 @@ class TritonConfig:
 
     def __post_init__(self) -> None:
         """Raises OptionError for a value that Triton does not take."""
-        if self.name and not is_word(self.name):
+        if self.name and not is_portable_name(self.name):
             raise OptionError(
                 f"option 'name' is {self.name!r}, expected letters, digits, '.', '_' and '-', "
                 "at most 128, the first a letter or a digit."

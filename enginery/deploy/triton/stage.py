@@ -19,6 +19,7 @@ from enginery import __version__
 from enginery.core.artifact import MANIFEST, Artifact
 from enginery.core.engine_record import ENGINES
 from enginery.core.manifest import GraphRecord
+from enginery.core.names import portable_name
 from enginery.core.progress import SILENT, Progress
 from enginery.deploy.triton.engines import triton_engines
 from enginery.deploy.triton.graph import chosen_graph, exported_graph, graph_parts
@@ -35,7 +36,6 @@ from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.repository import place
 from enginery.deploy.triton.steps import FILES, open_text_task
 from enginery.deploy.triton.tensors import check_types
-from enginery.publish.package import registry_name
 from enginery.runtime.tasks import TASKS, manifest_task
 from enginery.runtime.tasks.text import TextTask
 
@@ -84,7 +84,7 @@ def run(
     check_types(record, config.backend)
     engines = triton_engines(opened, record, config) if config.needs_engine else []
     parts, notes = graph_parts(opened, record, engines, config)
-    name = config.name or registry_name(opened.manifest.source.name)
+    name = config.name or portable_name(opened.manifest.source.name)
     lacking = _no_texts(opened, record)
     if config.tokenizer and lacking:
         notes.append(f"the graph alone: {lacking}")

@@ -33,7 +33,6 @@ from enginery.core.errors import (
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
-from enginery.publish.engine_bond import bound_to
 from enginery.publish.package import Package
 from enginery.publish.publication import CARD, LISTING, Publication
 
@@ -95,7 +94,7 @@ class HubRegistry:
             if head is None:
                 self._api.create_branch(self.repo, branch=self.revision, exist_ok=True)
                 head = self._head(self.revision)
-            notes = [f"{r.directory_name} is {bound_to(r)}" for r in package.engines]
+            notes = [f"{r.directory_name} is {r.binding}" for r in package.engines]
             is_new = head is None or not package.is_version(listing)
             if head and listing and not is_new and self._is_current(before, listing, package):
                 commit = head
@@ -285,7 +284,7 @@ def _git_blob_id(path: Path) -> str:
 def _description(package: Package) -> str:
     manifest = package.artifact.manifest
     lines = [f"content sha256 {package.content_sha256}", f"{manifest.task}, {manifest.precision}"]
-    return "\n".join([*lines, *(f"{r.directory_name}: {bound_to(r)}" for r in package.engines)])
+    return "\n".join([*lines, *(f"{r.directory_name}: {r.binding}" for r in package.engines)])
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from typing import Any
 
 from enginery.core.errors import EngineryError
 from enginery.core.json_file import json_bytes
+from enginery.core.names import is_portable_name
 from enginery.core.staging import STAGING_PREFIX, write_beside
-from enginery.publish.config import LATEST, is_word
+from enginery.publish.config import LATEST
 from enginery.publish.publication import LISTING, Publication
 
 INDEX = "index.json"
@@ -30,7 +31,7 @@ def versions_of(folder: Path) -> dict[str, Publication]:
     """The versions of a model by name, in their natural order; damaged ones are left out."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
-        if is_word(path.name) and not path.is_symlink() and (path / LISTING).is_file():
+        if is_portable_name(path.name) and not path.is_symlink() and (path / LISTING).is_file():
             with suppress(EngineryError):
                 found[path.name] = Publication.read(path, str(path))
     return dict(sorted(found.items(), key=lambda pair: _natural(pair[0])))
@@ -40,13 +41,13 @@ def aliases_of(folder: Path) -> dict[str, str]:
     """What points to a version that is there: `latest` and the aliases, as links or as files."""
     found = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if not is_word(path.name):
+        if not is_portable_name(path.name):
             continue
         if path.is_symlink():
             found[path.name] = path.readlink().name
         elif path.is_file() and path.stat().st_size <= _LONGEST_NAME:
             name = path.read_text(encoding="utf-8", errors="replace").strip()
-            if is_word(name):
+            if is_portable_name(name):
                 found[path.name] = name
     return {name: version for name, version in found.items() if (folder / version).is_dir()}
 
@@ -92,7 +93,7 @@ def write_index(root: Path) -> None:
     models = {
         path.name: _model(path)
         for path in sorted(root.iterdir())
-        if path.is_dir() and is_word(path.name)
+        if path.is_dir() and is_portable_name(path.name)
     }
     document = {
         "schema_version": SCHEMA_VERSION,

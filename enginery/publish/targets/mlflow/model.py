@@ -10,7 +10,6 @@ from typing import Any, get_args, get_type_hints
 import enginery
 from enginery.core.manifest import Manifest
 from enginery.publish.card_loading import example_texts
-from enginery.publish.engine_bond import bound_to
 from enginery.publish.package import Package
 from enginery.runtime.pooling import Vectors
 from enginery.runtime.tasks import manifest_task
@@ -120,7 +119,7 @@ def tags(package: Package) -> dict[str, str]:
         "enginery.version": enginery.__version__,
     }
     for record in package.engines:
-        marks[f"enginery.engine.{record.directory_name}"] = bound_to(record)
+        marks[f"enginery.engine.{record.directory_name}"] = record.binding
     return {name: value[:_MAX_VALUE] for name, value in marks.items()}
 
 

@@ -27,10 +27,10 @@ from urllib.parse import unquote, urlsplit
 
 from enginery.core.errors import MissingPackageError, OptionError, RegistryError
 from enginery.core.locks import named_lock
+from enginery.core.names import is_portable_name
 from enginery.core.progress import Progress
-from enginery.publish.config import LATEST, PublishConfig, is_word
+from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
-from enginery.publish.engine_bond import bound_to
 from enginery.publish.package import Package
 from enginery.publish.targets.mlflow.model import ARTIFACT, CONTENT_TAG, WITHOUT_RIGHTS_TAG
 from enginery.publish.targets.mlflow.upload import mend_version, suppress_exists, upload_version
@@ -54,7 +54,7 @@ class MlflowRegistry:
             MissingPackageError: mlflow is not installed.
         """
         found = _ADDRESS.fullmatch(url)
-        if not found or not is_word(found["name"]):
+        if not found or not is_portable_name(found["name"]):
             raise OptionError(
                 f"address '{url}': expected mlflow:/name, mlflow:/name/3 or mlflow:/name@alias, "
                 "the name of letters, digits, '.', '_' and '-'."
@@ -119,7 +119,7 @@ class MlflowRegistry:
                 mend_version(client, package, found, progress)
             if config.alias:
                 client.set_registered_model_alias(self.name, config.alias, version)
-        notes = tuple(f"{r.directory_name} is {bound_to(r)}" for r in package.engines)
+        notes = tuple(f"{r.directory_name} is {r.binding}" for r in package.engines)
         return Published(f"mlflow:/{self.name}/{version}", version, is_new, notes)
 
     @property

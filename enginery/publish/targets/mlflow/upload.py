@@ -22,7 +22,6 @@ import enginery
 from enginery.core.fingerprint import runtime_version
 from enginery.core.home import enginery_home
 from enginery.core.progress import Progress
-from enginery.publish.engine_bond import bound_to
 from enginery.publish.package import Package
 from enginery.publish.publication import CARD
 from enginery.publish.targets.mlflow.model import (
@@ -215,7 +214,7 @@ def _description(package: Package) -> str:
     lines = [
         f"{manifest.source.id}: {manifest.task}, {manifest.precision}, for {manifest.target}. "
         f"{checked} The card is {ARTIFACT}/README.md.",
-        *(f"- `engines/{r.directory_name}` is {bound_to(r)}" for r in package.engines),
+        *(f"- `engines/{r.directory_name}` is {r.binding}" for r in package.engines),
     ]
     return "\n".join(lines)[:4000]
 

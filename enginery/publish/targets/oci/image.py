@@ -26,7 +26,6 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from enginery.core.errors import ArtifactError
-from enginery.publish.engine_bond import bound_to
 from enginery.publish.package import Package, PackageFile
 
 INDEX = "application/vnd.oci.image.index.v1+json"
@@ -231,7 +230,7 @@ def _config(package: Package, layers: tuple[Layer, ...], architecture: str) -> B
 
 def _annotations(package: Package) -> dict[str, str]:
     manifest = package.artifact.manifest
-    engines = {record.directory_name: bound_to(record) for record in package.engines}
+    engines = {record.directory_name: record.binding for record in package.engines}
     return {
         TITLE: package.name,
         "org.opencontainers.image.description": f"{manifest.source.id}: {manifest.task}, "

@@ -28,7 +28,6 @@ from enginery.core.locks import named_lock
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
-from enginery.publish.engine_bond import bound_to
 from enginery.publish.package import Package
 from enginery.publish.publication import Publication
 from enginery.publish.targets.oci.image import (
@@ -120,7 +119,7 @@ class OciRegistry:
         client = self._connect()
         with progress.task(f"hashing layers of {package.name}"):
             image = image_of(package)
-        notes = [f"{r.directory_name} is {bound_to(r)}" for r in package.engines]
+        notes = [f"{r.directory_name} is {r.binding}" for r in package.engines]
         place = hashlib.sha256(f"{self.host}/{self.repository}".encode()).hexdigest()
         # A registry has no "if it is still so": writers of this machine take turns at least.
         with named_lock(f"oci-{place[:32]}"):
