@@ -22,7 +22,7 @@ from enginery.publish.config import PublishConfig
 from enginery.publish.package import Package
 
 _SCHEMES = {
-    "file": ("folder.registry", "FolderRegistry", "file:///path, or a plain path"),
+    "file": ("folder", "FolderRegistry", "file:///path, or a plain path"),
     "mlflow": ("mlflow.registry", "MlflowRegistry", "mlflow:/name"),
     "hf": ("hub", "HubRegistry", "hf://org/name"),
     "oci": ("oci.registry", "OciRegistry", "oci://registry/name:tag"),

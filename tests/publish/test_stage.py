@@ -15,7 +15,7 @@ from enginery.engine import stage as build
 from enginery.publish import destination
 from enginery.publish.config import PublishConfig
 from enginery.publish.destination import open_destination
-from enginery.publish.targets.folder.registry import FolderRegistry
+from enginery.publish.targets.folder import FolderRegistry
 from enginery.runtime.tensorrt import has_tensorrt
 from tests.core.artifacts import make, verdict
 from tests.engine.conftest import build_config

@@ -15,8 +15,8 @@ from enginery.core.json_file import SEAL, sealed_bytes
 from enginery.publish.config import PublishConfig
 from enginery.publish.publication import LISTING, Publication
 from enginery.publish.stage import pull, run
-from enginery.publish.targets.folder import index as folder_index
-from enginery.publish.targets.folder.address import path_of
+from enginery.publish.targets import folder
+from enginery.publish.targets.folder import path_of
 from tests.core.artifacts import make, start, verdict
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +33,10 @@ for path in sys.argv[2:]:
 HANGS = """
 import sys, time
 from enginery.core.artifact import Artifact
-from enginery.publish.targets.folder import version as folder_version
+from enginery.publish.targets import folder
 from enginery.publish.config import PublishConfig
 from enginery.publish.stage import run
-whole, count = folder_version.write_file, 0
+whole, count = folder.write_file, 0
 def stuck(file, target):
     global count
     count += 1
@@ -44,7 +44,7 @@ def stuck(file, target):
         print("half", flush=True)
         time.sleep(600)
     whole(file, target)
-folder_version.write_file = stuck
+folder.write_file = stuck
 run(Artifact.open(sys.argv[2]), sys.argv[1], PublishConfig(name="m"))
 """
 
@@ -409,7 +409,7 @@ def test_killed_between_version_and_index_is_mended(artifact, registry, tmp_path
     publish(artifact, registry)
     publish(model(tmp_path / "b", b"other"), registry)
     (registry / "index.json").unlink()
-    folder_index.point(registry / "m", "latest", "1")
+    folder.point(registry / "m", "latest", "1")
     publish(model(tmp_path / "b", b"other"), registry)
     assert index(registry)["latest"] == "2"
     assert sorted(index(registry)["versions"]) == ["1", "2"]
@@ -418,7 +418,7 @@ def test_killed_between_version_and_index_is_mended(artifact, registry, tmp_path
 def test_latest_never_goes_back(artifact, registry, tmp_path):
     from enginery.core.progress import SILENT
     from enginery.publish.package import Package
-    from enginery.publish.targets.folder.registry import FolderRegistry
+    from enginery.publish.targets.folder import FolderRegistry
 
     config = PublishConfig(name="m")
     other = model(tmp_path / "b", b"other")

@@ -1,1 +1,0 @@
-"""`file:///path`: a registry that is a folder."""
