@@ -108,7 +108,7 @@ class HubRegistry:
 
     @property
     def remedy(self) -> str:
-        """What to do about a damaged version."""
+        """Say what to do about a damaged version."""
         return (
             "It cannot be trusted: publish it again from a whole artifact, what a tag names under "
             "another --version."

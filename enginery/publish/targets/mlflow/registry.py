@@ -1,6 +1,6 @@
 """`mlflow:/name`: a version in an MLflow model registry, through MLflow's own client.
 
-Takes a package; leaves a logged model with its run, and a registered version that points to it.
+Publishing makes a logged model with its run, and a registered version that points to it:
 
     $ export MLFLOW_TRACKING_URI=https://mlflow.example.com
     $ enginery publish minilm mlflow:/minilm
@@ -46,7 +46,7 @@ class MlflowRegistry:
     """A registered model of an MLflow server."""
 
     def __init__(self, url: str, config: PublishConfig) -> None:
-        """Reads the address; nothing is sent yet.
+        """Read the address; nothing is sent yet.
 
         Raises:
             OptionError: the address is not `mlflow:/name`, `mlflow:/name/3` or
@@ -84,7 +84,7 @@ class MlflowRegistry:
         require_server(self.server)
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
-        """Makes the next version, or finds the one of the same content.
+        """Make the next version, or find the one of the same content.
 
         Raises:
             RegistryError: the server cannot be reached or refuses.
@@ -105,7 +105,7 @@ class MlflowRegistry:
         server = hashlib.sha256(self.server.encode()).hexdigest()
         with (
             named_lock(f"mlflow-{server[:16]}-{package.content_sha256[:16]}"),
-            self._spoken(),
+            self._mlflow_errors(),
         ):
             client = self._client()
             with suppress_exists():
@@ -124,21 +124,21 @@ class MlflowRegistry:
 
     @property
     def remedy(self) -> str:
-        """What to do about a damaged version: its files are not read when it is found again."""
+        """Say what to do about a damaged version: publishing again does not read its files."""
         return (
             f"It cannot be trusted: delete this version of {self.name} and its logged model in "
             "MLflow, and publish it again from a whole artifact."
         )
 
     def pull(self, out: Path, progress: Progress) -> Path:
-        """Downloads the artifact of a version, of an alias, or of the newest version.
+        """Download the artifact of a version, of an alias, or of the newest version.
 
         Raises:
             RegistryError: the server cannot be reached, or has no such version.
         """
         from mlflow.artifacts import download_artifacts
 
-        with self._spoken():
+        with self._mlflow_errors():
             client = self._client()
             version = self._wanted(client)
             source = client.get_model_version_download_uri(self.name, version)
@@ -160,7 +160,7 @@ class MlflowRegistry:
         return MlflowClient(self.server)
 
     def _ping(self) -> None:
-        """Asks once, whatever the answer: MLflow itself tries a dead server for two minutes."""
+        """Ask once, whatever the answer: MLflow itself tries a dead server for two minutes."""
         if not self.server.startswith(("http://", "https://")):
             return
         server = without_password(self.server)
@@ -186,8 +186,8 @@ class MlflowRegistry:
             ) from error
 
     @contextmanager
-    def _spoken(self) -> Iterator[None]:
-        """MLflow's errors as one of ours."""
+    def _mlflow_errors(self) -> Iterator[None]:
+        """Turn MLflow's errors into a RegistryError."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -216,7 +216,7 @@ class MlflowRegistry:
         return RegistryError(f"{self.url}: MLflow says: {said}.", do=_REMEDY)
 
     def _existing(self, client: Any, package: Package) -> Any:
-        """The newest version of this content; None where there is none."""
+        """Return the newest version of this content, or None if there is none."""
         found = [
             version
             for version in self._versions(client)
@@ -248,7 +248,7 @@ class MlflowRegistry:
 
 
 def require_server(server: str) -> None:
-    """Raises OptionError, without the password, for an http address without a host or a port."""
+    """Raise OptionError, without the password, for an http address without a host or a port."""
     if not server.lower().startswith(("http:", "https:")):
         return
     try:
@@ -265,12 +265,12 @@ def require_server(server: str) -> None:
 
 
 def without_password(server: str) -> str:
-    """A server's address without what is before its last @."""
+    """Return a server's address without what is before its last @."""
     return re.sub(r"//.*@", "//", server, flags=re.DOTALL)
 
 
 def said_by(error: object, server: str) -> str:
-    """What an error says, without the login that is in the server's address, however quoted."""
+    """Return what an error says without the login in the server's address, however quoted."""
     said = str(error)
     login = server.partition("//")[2].rpartition("@")[0]
     _, _, password = login.partition(":")

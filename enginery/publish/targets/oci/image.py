@@ -1,10 +1,8 @@
 """A package as an OCI image that has files and no program: layers, configs, manifests.
 
-Takes a package; leaves bytes with their digests, the same for the same package everywhere.
+The same package has the same bytes and digests everywhere. Each group of files is a layer:
+`weights.tar`, `graph.tar`, `tokenizer.tar`, `config.tar`, `report.tar`, `manifest.tar`, `card.tar`.
 
-    >>> image = image_of(package)
-    >>> [layer.title for layer in image.layers]
-    ['weights.tar', 'tokenizer.tar', 'config.tar', 'report.tar', 'manifest.tar', 'card.tar']
 
 An image, and no OCI artifact of single files: container runtimes mount the first as a Kubernetes
 image volume, and containerd does not mount the second; so the manifest has no `artifactType`. The
@@ -65,7 +63,7 @@ class Blob:
         yield self.content
 
     def descriptor(self) -> dict[str, Any]:
-        """How a manifest or an index names it."""
+        """Return how a manifest or an index names it."""
         return {"mediaType": self.media_type, "digest": self.digest, "size": len(self.content)}
 
 
@@ -91,7 +89,7 @@ class Layer:
         return _tar(self.files)
 
     def descriptor(self) -> dict[str, Any]:
-        """How a manifest names it."""
+        """Return how a manifest names it."""
         return {
             "mediaType": LAYER,
             "digest": self.digest,
@@ -112,7 +110,7 @@ class Image:
 
 
 def image_of(package: Package) -> Image:
-    """The image of a package. Reads every file once, for the layers' digests.
+    """Return the image of a package. Every file is read once, for the layers' digests.
 
     Raises:
         ArtifactError: a file has changed since the package was made; the message names it.
@@ -178,7 +176,7 @@ def _layer(group: str, files: tuple[PackageFile, ...], package: Package) -> Laye
 
 
 def _tar(files: tuple[PackageFile, ...]) -> Iterator[bytes]:
-    """Files by name, each with its directories: no times, no owners, readable by everybody."""
+    """Yield a tar of files with their directories: no times, no owners, readable by everybody."""
     made: set[PurePosixPath] = set()
     for file in files:
         for parent in reversed(PurePosixPath(file.name).parents[:-1]):
@@ -198,7 +196,7 @@ def _header(name: str, kind: bytes, size_bytes: int, mode: int) -> bytes:
 
 
 def _content(file: PackageFile) -> Iterator[bytes]:
-    """The bytes of a file, as many as its record says; a tar with others would be no tar."""
+    """Yield the bytes of a file, as many as its record says; a tar with others would be no tar."""
     digest, left = hashlib.sha256(), file.size_bytes
     try:
         with file.path.open("rb") as stream:
@@ -214,7 +212,7 @@ def _content(file: PackageFile) -> Iterator[bytes]:
 
 
 def _config(package: Package, layers: tuple[Layer, ...], architecture: str) -> Blob:
-    """The image's config: no command; the artifact's manifest as a field of its own."""
+    """Return the image's config: no command, and the artifact's manifest as an extra field."""
     config = {
         "architecture": architecture,
         "os": "linux",

@@ -1,11 +1,5 @@
 """The layers of a pulled image: what the registry says of them, checked, and their files.
 
-Takes a registry's manifest and downloaded tars; leaves the files of the listing in a directory.
-
-    >>> layers = layers_of(document, "oci://ghcr.io/org/minilm:1")
-    >>> layers[0].digest, layers[0].size_bytes
-    ('sha256:9c1f…', 10240)
-
 A registry is somebody else's: nothing of what it says becomes a path, and no file gets larger than
 the package's own listing says. The layer with that listing comes first.
 """
@@ -56,7 +50,7 @@ class PulledLayer:
 
 
 def digest_and_size(descriptor: Any, what: str) -> tuple[str, int]:
-    """The digest and the size in a descriptor; raises RegistryError where it has none."""
+    """Return the digest and the size in a descriptor; raise RegistryError if it has none."""
     found = descriptor if isinstance(descriptor, Mapping) else {}
     digest, size = found.get("digest"), found.get("size")
     is_digest = isinstance(digest, str) and _DIGEST.fullmatch(digest)
@@ -69,7 +63,7 @@ def digest_and_size(descriptor: Any, what: str) -> tuple[str, int]:
 
 
 def layers_of(document: Mapping[str, Any], what: str) -> list[PulledLayer]:
-    """The layers of an image manifest, that with the listing first.
+    """Return the layers of an image manifest, that with the listing first.
 
     Raises:
         RegistryError: it is no image of enginery's, or describes a layer wrongly.
@@ -89,7 +83,7 @@ def layers_of(document: Mapping[str, Any], what: str) -> list[PulledLayer]:
 
 
 def check_layer(path: Path, layer: PulledLayer, what: str) -> None:
-    """Raises ArtifactError for an altered layer, and names the files where that can be told."""
+    """Raise ArtifactError for an altered layer; name its altered files if they can be told."""
     with path.open("rb") as stream:
         found = _sha256(stream)
     if f"sha256:{found}" == layer.digest:
@@ -105,7 +99,7 @@ def check_layer(path: Path, layer: PulledLayer, what: str) -> None:
 
 
 def unpack(path: Path, out: Path, files: Mapping[str, FileRecord], what: str) -> None:
-    """Writes the files of a tar that are listed; what else is in it stays there.
+    """Write the files of a tar that are listed; what else is in it stays there.
 
     Args:
         path: the tar, which may be packed by gzip.
@@ -118,7 +112,7 @@ def unpack(path: Path, out: Path, files: Mapping[str, FileRecord], what: str) ->
             it may be.
     """
     limit = sum(record.size_bytes for record in files.values()) + _TAR_BYTES
-    with _told(what), _opened(path) as stream:
+    with _errors_in_words(what), _opened(path) as stream:
         bounded = _Bounded(stream, max(limit, path.stat().st_size), what)
         # A stream of tar needs `read` alone.
         with tarfile.open(fileobj=cast("IO[bytes]", bounded), mode="r|") as archive:
@@ -138,7 +132,7 @@ def unpack(path: Path, out: Path, files: Mapping[str, FileRecord], what: str) ->
 
 
 def unpack_listing(path: Path, out: Path, what: str) -> None:
-    """Writes the package's listing alone, before anything else is believed; see `unpack`."""
+    """Write the package's listing alone, before anything else is believed; see `unpack`."""
     unpack(path, out, {LISTING: FileRecord(sha256="", size_bytes=_LISTING_BYTES)}, what)
 
 
@@ -164,14 +158,14 @@ class _Readable(Protocol):
 
 
 class _Bounded:
-    """A stream that ends with an error where it gives more than it may: gzip packs 1000 to 1."""
+    """A stream that fails if it gives more than it may: gzip packs 1000 to 1."""
 
     def __init__(self, stream: _Readable, limit: int, what: str) -> None:
         self._stream, self._left, self._what = stream, limit, what
         self._ahead = _HEADER_BYTES
 
     def allow(self, size_bytes: int) -> None:
-        """A member of this size, and the headers before the next: tarfile keeps those in memory."""
+        """Allow a member and the headers before the next, which tarfile keeps in memory."""
         self._ahead = size_bytes + _HEADER_BYTES
 
     def read(self, size: int = _PIECE) -> bytes:
@@ -214,8 +208,8 @@ def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> N
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """A broken tar or gzip is the registry's; what the disk refuses is said as it is."""
+def _errors_in_words(what: str) -> Iterator[None]:
+    """Turn the errors of a broken tar or gzip, and of the disk, into an ArtifactError."""
     try:
         yield
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -227,7 +221,7 @@ def _told(what: str) -> Iterator[None]:
 
 
 def _altered(path: Path, files: Mapping[str, str]) -> list[str]:
-    """The files of a damaged tar that are not as the registry's manifest says."""
+    """Return the files of a damaged tar that are not as the registry's manifest says."""
     found: dict[str, str] = {}
     try:
         with tarfile.open(path, "r:") as archive:

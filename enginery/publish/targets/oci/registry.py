@@ -1,9 +1,9 @@
 """`oci://registry/name:tag`: an image in an OCI registry, for container runtimes to mount.
 
-Takes a package; leaves one layer for each group of files, and a tag.
+Publishing makes one layer for each group of files, and a tag:
 
-    >>> OciRegistry("oci://ghcr.io/org/minilm:1", config).publish(package, config, SILENT).url
-    'oci://ghcr.io/org/minilm@sha256:5f0e…'
+    $ enginery publish minilm oci://ghcr.io/org/minilm:1
+    oci://ghcr.io/org/minilm@sha256:5f0e…
 
 The login is Docker's (`docker login`, its credential helpers included). A layer that the registry
 has is not sent again, whichever version brought it; so a run that was killed goes on. The same
@@ -65,7 +65,7 @@ class OciRegistry:
     """A repository of an OCI registry."""
 
     def __init__(self, url: str, config: PublishConfig) -> None:
-        """Reads the address; nothing is sent yet.
+        """Read the address; nothing is sent yet.
 
         Raises:
             OptionError: the address is not `oci://registry/name`, with `:tag`, `@tag` or
@@ -94,11 +94,11 @@ class OciRegistry:
 
     @property
     def remedy(self) -> str:
-        """What to do about a damaged version."""
+        """Say what to do about a damaged version."""
         return REMEDY
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
-        """Sends the layers that are not there, then the manifests, then the tags.
+        """Upload the layers that are not there, then the manifests, then the tags.
 
         Raises:
             RegistryError: the registry cannot be reached or refuses, --version is another content
@@ -143,7 +143,7 @@ class OciRegistry:
         return Published(f"oci://{self.host}/{self.repository}@{digest}", tag, is_new, tuple(notes))
 
     def pull(self, out: Path, progress: Progress) -> Path:
-        """Downloads the layers, checks their digests and unpacks them into `out`.
+        """Download the layers, check their digests and unpack them into `out`.
 
         What was downloaded when a pull broke off is under `$ENGINERY_HOME/pulls`, and goes on
         from there.
@@ -184,7 +184,7 @@ class OciRegistry:
         there: Tagged | None,
         package: Package,
     ) -> None:
-        """Raises RegistryError where a tag that is a version would point elsewhere."""
+        """Raise RegistryError if a tag that is a version would point elsewhere."""
         if there and not package.is_same(there.content, there.without_rights):
             name = f"oci://{self.host}/{self.repository}:{tag}"
             if config.version:
@@ -224,7 +224,7 @@ class OciRegistry:
         return not lost and (not config.version or is_marked)
 
     def _send(self, client: OciClient, image: Image, package: Package, progress: Progress) -> None:
-        """Everything but the tag."""
+        """Upload everything but the tag."""
         with progress.task(f"uploading {package.name}", len(image.layers)) as advance:
             for layer in image.layers:
                 if not client.has_blob(layer.digest):
@@ -237,7 +237,7 @@ class OciRegistry:
             client.put_manifest(blob.digest, blob.media_type, blob.content)
 
     def _manifest(self, client: OciClient) -> dict[str, Any]:
-        """The manifest with the layers; those of all architectures have the same."""
+        """Return the manifest with the layers; those of all architectures have the same."""
         reference = self.digest or self.tag or LATEST
         if not (self.digest or self.tag) and not client.has_manifest(LATEST):
             tags = client.tags()
@@ -273,7 +273,7 @@ class Tagged:
 
 
 def tagged(client: OciClient, tag: str, what: str) -> Tagged | None:
-    """What a tag points to; None where there is no such tag.
+    """Return what a tag points to, or None if there is no such tag.
 
     Raises:
         RegistryError: the registry cannot be reached, or answers no JSON.
@@ -295,7 +295,7 @@ def tagged(client: OciClient, tag: str, what: str) -> Tagged | None:
 
 
 def missing_blobs(client: OciClient, there: Tagged, what: str) -> str:
-    """What of a tag's image the registry does not have, by title or digest; empty where all is."""
+    """Return what the registry has lost of a tag's image, by title or digest; empty if nothing."""
     blobs: dict[str, str] = {}
     for descriptor in there.manifests:
         manifest, _ = digest_and_size(descriptor, what)
@@ -312,7 +312,7 @@ def missing_blobs(client: OciClient, there: Tagged, what: str) -> str:
 
 
 def parsed(content: bytes, what: str) -> dict[str, Any]:
-    """A manifest or an index as an object; raises RegistryError for anything else."""
+    """Return a manifest or an index as an object; raise RegistryError for anything else."""
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:
