@@ -3,7 +3,6 @@
 The same package has the same bytes and digests everywhere. Each group of files is a layer:
 `weights.tar`, `graph.tar`, `tokenizer.tar`, `config.tar`, `report.tar`, `manifest.tar`, `card.tar`.
 
-
 An image, and no OCI artifact of single files: container runtimes mount the first as a Kubernetes
 image volume, and containerd does not mount the second; so the manifest has no `artifactType`. The
 image's root is the artifact's directory. The layers are tar without gzip, which every runtime
