@@ -29,7 +29,7 @@ from enginery.publish.card import CardFacts, model_card
 from enginery.publish.card_metrics import metrics
 from enginery.publish.card_reports import Reports
 from enginery.publish.config import PublishConfig
-from enginery.publish.package_files import PackageFile, files_of, package_file, write_file
+from enginery.publish.package_files import PackageFile, files_of, package_file
 from enginery.publish.package_rights import rights_of, rights_record
 from enginery.publish.publication import (
     CARD,
@@ -37,7 +37,6 @@ from enginery.publish.publication import (
     EngineMark,
     Publication,
     Rights,
-    check_file,
     without_rights,
 )
 
@@ -144,10 +143,6 @@ class Package:
         )
 
     @property
-    def size_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.files)
-
-    @property
     def without_rights_sha256(self) -> str:
         """Over `content` but the rights."""
         return without_rights(self.content)
@@ -173,20 +168,6 @@ class Package:
                 "again, cannot be read here.",
                 do="Publish it from where the source can be read.",
             )
-
-    def write_to(self, directory: Path) -> None:
-        """Writes every file into a directory and reads it there; a file that is whole stays.
-
-        Args:
-            directory: an empty one, or one of a run that was killed.
-
-        Raises:
-            ArtifactError: a file has changed since the package was made; the message names it.
-        """
-        for file in self.files:
-            write_file(file, directory / file.name)
-            record = FileRecord(sha256=file.sha256, size_bytes=file.size_bytes)
-            check_file(directory, file.name, record, f"{self.artifact.path}, as it is now")
 
 
 def _validation_problem(artifact: Artifact) -> str:

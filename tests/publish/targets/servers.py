@@ -100,6 +100,56 @@ def wordy_registry(place: str):
 
 
 @contextmanager
+def token_registry(uses: int):
+    """A registry whose tokens are for one user, and for a few requests each.
+
+    Blobs go to another name of the same machine, as some registries keep them elsewhere. Yields
+    `127.0.0.1:port` and what was asked: `(method, path, Authorization, body)`.
+    """
+    asked: list[tuple[str, str, str, bytes]] = []
+    left: dict[str, int] = {}
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def handle_request(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            path, said = self.path.partition("?")[0], self.headers["Authorization"] or ""
+            asked.append((self.command, path, said, body))
+            host, content = f"127.0.0.1:{self.server.server_port}", b""
+            token = said.removeprefix("Bearer ")
+            if path == "/token" and said.startswith("Basic "):
+                left[f"t{len(left)}"] = uses
+                self.send_response(200)
+                content = b'{"token": "t%d"}' % (len(left) - 1)
+            elif path.startswith("/elsewhere/"):
+                self.send_response(201)
+            elif path == "/token" or not left.get(token):
+                self.send_response(401)
+                realm = f'Bearer realm="http://{host}/token",service="tests"'
+                self.send_header("Www-Authenticate", realm)
+            else:
+                left[token] -= 1
+                self.send_response(202 if self.command == "POST" else 404)
+                self.send_header("Location", f"http://localhost:{host[10:]}/elsewhere/1")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_HEAD = do_POST = do_PUT = handle_request  # noqa: N815
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
 def docker_registry(directory: Path, *, password: str = ""):
     """A registry whose blobs are under `directory/blobs`; yields `127.0.0.1:port`.
 

@@ -415,6 +415,20 @@ def test_killed_between_version_and_index_is_mended(artifact, registry, tmp_path
     assert sorted(index(registry)["versions"]) == ["1", "2"]
 
 
+def test_file_that_changes_after_the_check_is_not_written(artifact, registry, tmp_path):
+    from enginery.core.progress import SILENT
+    from enginery.publish.package import Package
+    from enginery.publish.targets.folder import FolderRegistry
+
+    config = PublishConfig(name="m")
+    package = Package.of(artifact, config, tmp_path)
+    graph = artifact.path / "model.onnx"
+    graph.write_bytes(graph.read_bytes()[::-1])
+    with pytest.raises(ArtifactError, match=r"as it is now: model\.onnx was altered"):
+        FolderRegistry(str(registry), config).publish(package, config, SILENT)
+    assert not (registry / "m/1").exists()
+
+
 def test_latest_never_goes_back(artifact, registry, tmp_path):
     from enginery.core.progress import SILENT
     from enginery.publish.package import Package

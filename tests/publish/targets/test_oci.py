@@ -18,7 +18,7 @@ from enginery.core.errors import ArtifactError, OptionError, RegistryError
 from enginery.publish import stage
 from enginery.publish.config import PublishConfig
 from tests.publish.products import UNVALIDATED, Heard, altered, large, with_an_engine
-from tests.publish.targets.servers import docker_registry, free_port, wordy_registry
+from tests.publish.targets.servers import docker_registry, free_port, token_registry, wordy_registry
 
 pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
 
@@ -401,8 +401,6 @@ def test_an_answer_of_many_megabytes_is_not_read_whole(place):
 
 def test_the_login_is_dockers_and_is_in_no_message(artifact, tmp_path, monkeypatch, caplog):
     caplog.set_level("DEBUG")
-    config = tmp_path / ".docker" / "config.json"
-    config.parent.mkdir()
     directory = tmp_path / "private"
     directory.mkdir()
     with docker_registry(directory, password="correct-horse") as host:
@@ -410,20 +408,49 @@ def test_the_login_is_dockers_and_is_in_no_message(artifact, tmp_path, monkeypat
         with pytest.raises(RegistryError, match=rf"refuses private \(401\).*docker login {host}"):
             stage.run(artifact, url, UNVALIDATED)
 
-        def log_in(password):
-            auth = base64.b64encode(f"ada:{password}".encode()).decode()
-            config.write_text(json.dumps({"auths": {host: {"auth": auth}}}))
-            return auth
-
-        wrong = log_in("wrong-horse")
+        wrong = log_in(tmp_path, host, "wrong-horse")
         with pytest.raises(RegistryError, match=r"refuses private \(401\)") as refused:
             stage.run(artifact, url, UNVALIDATED)
-        auth = log_in("correct-horse")
+        auth = log_in(tmp_path, host, "correct-horse")
         assert stage.run(artifact, url, UNVALIDATED).is_new
         stage.pull(url, tmp_path / "out", UNVALIDATED)
     for secret in (wrong, auth, "correct-horse", "wrong-horse"):
         assert secret not in str(refused.value)
         assert secret not in caplog.text
+
+
+def log_in(home, host, password):
+    auth = base64.b64encode(f"ada:{password}".encode()).decode()
+    (home / ".docker").mkdir(exist_ok=True)
+    (home / ".docker/config.json").write_text(json.dumps({"auths": {host: {"auth": auth}}}))
+    return auth
+
+
+def test_token_that_has_run_out_is_renewed_and_no_other_host_gets_one(tmp_path):
+    from enginery.publish.targets.oci.client import OciClient
+
+    blob = Blob("text/plain", b"abc")
+    with token_registry(uses=2) as (host, asked):
+        auth = log_in(tmp_path, host, "correct-horse")
+        client = OciClient(host, "model", insecure=True)
+        for _ in range(5):
+            assert not client.has_blob(blob.digest)
+        client.upload(blob)
+    logins = {path for _, path, said, _ in asked if said == f"Basic {auth}"}
+    assert logins == {"/token"}
+    assert [path for _, path, *_ in asked].count("/token") == 3
+    assert asked[-1] == ("PUT", "/elsewhere/1", "", b"abc")
+
+
+def test_token_that_is_refused_is_told_at_once(tmp_path):
+    from enginery.publish.targets.oci.client import OciClient
+
+    with token_registry(uses=0) as (host, asked):
+        log_in(tmp_path, host, "correct-horse")
+        client = OciClient(host, "model", insecure=True)
+        with pytest.raises(RegistryError, match=r"refuses model \(401\).*docker login"):
+            client.has_blob("sha256:0")
+    assert [path for _, path, *_ in asked].count("/token") == 1
 
 
 def test_a_digest_is_no_place_to_publish_to(artifact):
