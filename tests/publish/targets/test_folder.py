@@ -19,7 +19,7 @@ from enginery.publish.targets import folder
 from enginery.publish.targets.folder import path_of
 from tests.core.artifacts import make, start, verdict
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 PUBLISH = """
 import sys
