@@ -223,7 +223,9 @@ def _why_validate(artifact: Artifact, config: ValidateConfig, *, force: bool) ->
     if verdict is None:
         return f"{artifact.name} has no verdict yet"
     changes = validate.fingerprint(artifact, config).changes(verdict.fields)
-    return f"validating anew: {'; '.join(changes) or 'its report is missing'}"
+    return (
+        f"validating anew: {'; '.join(changes) or 'its report is missing, or not of this machine'}"
+    )
 
 
 def deliver(

@@ -78,6 +78,7 @@ class Artifact:
         path = Path(path)
         manifest = _read_manifest(path)
         _check_graphs(path, manifest)
+        _check_unlisted(path, manifest)
         for name, record in manifest.files.items():
             _check_file(path, name, record, verify=verify)
         try:
@@ -301,6 +302,20 @@ def _check_graphs(root: Path, manifest: Manifest) -> None:
         for name in (graph.file, *graph.data_files):
             if name not in manifest.files:
                 raise ArtifactError(f"{root / MANIFEST}: {name} has no hash among the files.")
+
+
+def _check_unlisted(root: Path, manifest: Manifest) -> None:
+    """Refuse settings that the manifest does not list: whoever loads the model would read them."""
+    for path in sorted(root.rglob("*.json")):
+        inside = path.relative_to(root)
+        if inside.parts[0] in (REPORTS, MANIFEST) or inside.parts[0].startswith("."):
+            continue
+        if inside.as_posix() not in manifest.files:
+            raise ArtifactError(
+                f"{path} is not among the files of {MANIFEST}, so nothing says that it is the "
+                "model's.",
+                do="Take it out of the artifact, if it is yours; else make the artifact again.",
+            )
 
 
 def _check_reports(root: Path, manifest: Manifest, *, verify: bool) -> None:

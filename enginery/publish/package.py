@@ -177,7 +177,7 @@ def _validation_problem(artifact: Artifact) -> str:
     verdict = artifact.manifest.verdict("validate")
     if verdict is None:
         return "it was never validated"
-    if verdict.fields.get("artifact", "") not in ("", artifact.content_sha256()):
+    if verdict.fields.get("artifact", "") != artifact.content_sha256():
         return "its validation was of another content"
     return ""
 

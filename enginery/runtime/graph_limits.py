@@ -20,6 +20,7 @@ from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 
 from enginery.core.errors import ArtifactError, EngineryError
+from enginery.core.manifest import GraphRecord
 from enginery.core.onnx_structure import (
     BITS,
     Attribute,
@@ -64,12 +65,23 @@ class _Known:
 _UNKNOWN = _Known()
 
 
-def check_allocations(path: Path, *, error: type[EngineryError] = ArtifactError) -> None:
+def check_allocations(
+    path: Path,
+    *,
+    record: GraphRecord | None = None,
+    error: type[EngineryError] = ArtifactError,
+) -> None:
     """Refuse a graph with a tensor of an impossible or an absurd size.
 
     A constant that the graph computes may have 1 GiB, all of them together 4 GiB; another tensor
     whose size is fixed may have what the machine has of memory. A stored tensor must have the
     bytes that its shape needs.
+
+    Args:
+        path: an ONNX file.
+        record: of an artifact's graph: its data lies in files that have hashes; None where there
+            is no manifest.
+        error: the class of what is raised.
 
     Raises:
         EngineryError: a tensor is larger, a size is negative, data is missing, nodes wait for each
@@ -79,6 +91,13 @@ def check_allocations(path: Path, *, error: type[EngineryError] = ArtifactError)
 
     model = read_structure(path, error=error)
     check = _Check(path, error, psutil.virtual_memory().total)
+    if record is not None:
+        folder = PurePosixPath(record.file).parent
+        check.data_files = {
+            inside.relative_to(folder)
+            for inside in map(PurePosixPath, record.data_files)
+            if inside.is_relative_to(folder)
+        }
     for graph in (model.graph, *model.functions):
         check.sources = _sources(graph)
         check.graph(graph, ChainMap())
@@ -89,6 +108,8 @@ class _Check:
         self.path, self.error = path, error
         self.memory_bytes = memory_bytes
         self.constants_bytes = 0
+        self.data_files: set[PurePosixPath] | None = None
+        """Files beside the graph that may hold its data; None for all."""
         self.sources: dict[int, list[list[int]]] = {}
         """What `_sources` returns."""
 
@@ -218,6 +239,11 @@ class _Check:
         )
         if not name or inside.is_absolute() or ".." in inside.parts or "\0" in name:
             raise self.error(outside)
+        if self.data_files is not None and inside not in self.data_files:
+            raise self.error(
+                f"{self.path}: {where} has its data in {name!r}, which the manifest does not list.",
+                do=_DO,
+            )
         try:
             file = (self.path.parent / name).resolve(strict=True)
             size_bytes = file.stat().st_size

@@ -79,7 +79,7 @@ def _make(
 ) -> LoadedGraph:
     import onnxruntime as ort
 
-    check_allocations(artifact.path / record.file)
+    check_allocations(artifact.path / record.file, record=record)
     with staging(out) as directory:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # it warns that the file is for this processor, as meant

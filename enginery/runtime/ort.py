@@ -358,7 +358,9 @@ def open_session(
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if not spinning:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = new_session(path, providers, options)
+    # A graph that ONNX Runtime has optimized has its weights in files of its own.
+    own = record if optimize else None
+    session = new_session(path, providers, options, record=own)
     if record is not None:
         require_interface(session, record, path)
     return session

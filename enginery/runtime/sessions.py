@@ -25,7 +25,9 @@ from enginery.runtime.providers import Provider
 EXACT_INT8 = ("session.x64quantprecision", "1")
 
 
-def new_session(path: Path, providers: Sequence[Provider], options: Any) -> Any:
+def new_session(
+    path: Path, providers: Sequence[Provider], options: Any, *, record: GraphRecord | None = None
+) -> Any:
     """An `onnxruntime.InferenceSession` on exactly the providers given.
 
     Args:
@@ -33,12 +35,13 @@ def new_session(path: Path, providers: Sequence[Provider], options: Any) -> Any:
         providers: as `choose_providers` gives them, each with its options.
         options: an `onnxruntime.SessionOptions`; its log is made quiet, INT8 exact, and a plugin is
             added.
+        record: of an artifact's graph; None for another file.
 
     Raises:
         ArtifactError: the file is damaged, or the graph would allocate an absurd amount of memory.
         ProviderError: a provider did not register, or the graph cannot be loaded.
     """
-    check_allocations(path)
+    check_allocations(path, record=record)
     import onnxruntime as ort
 
     options.log_severity_level = 4  # errors come back as exceptions

@@ -10,6 +10,7 @@ data, and the answers must keep near it on other inputs, too:
 - over all real inputs together, the cosine of each output may fall short of 1 by at most 10 times
   as much as the budget; 4 times, where the user gives data. Pooled embeddings are held to the same,
   by their mean cosine.
+- no budget allows less than 0.95 over all real inputs; only the user does, with --min-cosine.
 - a single case must keep a cosine of 0.5, made-up token ids and pixels of noise included: ranges
   were calibrated on neither.
 - every value must be finite, and every shape and type right. An absolute error has no limit, and a
@@ -50,6 +51,9 @@ BUILTIN_SLACK = 10.0
 DATA_SLACK = 4.0
 """For inputs that the user gives, which are like those that the artifact is for."""
 
+LEAST_COSINE = 0.95
+"""No artifact may allow itself less: its budget is what its author wrote."""
+
 _REPORT = f"{REPORTS}/quantization.json"
 
 
@@ -66,15 +70,22 @@ class Budget:
     """Of 1: what rounding to the artifact's precision alone may cost."""
 
     def min_cosine(self, *, own_data: bool) -> float:
-        """The least cosine over all real inputs together."""
+        """Return the least cosine over all real inputs together."""
+        return max(self._by_slack(own_data=own_data), LEAST_COSINE)
+
+    def _by_slack(self, *, own_data: bool) -> float:
         slack = DATA_SLACK if own_data else BUILTIN_SLACK
-        shortfall = max(1.0 - self.cosine, self.least_shortfall)
-        return 1.0 - slack * shortfall
+        return 1.0 - slack * max(1.0 - self.cosine, self.least_shortfall)
 
     def describe(self, *, own_data: bool) -> str:
         """The rule in words."""
         slack = DATA_SLACK if own_data else BUILTIN_SLACK
         least = self.min_cosine(own_data=own_data)
+        if least > self._by_slack(own_data=own_data):
+            return (
+                f"{self.scheme}: over all real inputs a cosine of at least {least:.4f}; "
+                f"{self.source}, would allow less, which only --min-cosine does"
+            )
         return (
             f"{self.scheme}: over all real inputs a cosine of at least {least:.4f}, which falls "
             f"short of 1 by {slack:g} times as much as {self.source}"

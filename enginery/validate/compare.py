@@ -71,7 +71,7 @@ class Limits:
         return cls(
             tolerance,
             error,
-            overall_cosine=max(budget.min_cosine(own_data=own_data), tolerance.min_cosine),
+            overall_cosine=budget.min_cosine(own_data=own_data),
             rule=budget.describe(own_data=own_data),
         )
 

@@ -15,9 +15,11 @@ profiles, and on what else fits these, see `engine_cases.py`.
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from enginery.core.fingerprint import (
     runtime_version,
     tool_versions,
 )
+from enginery.core.home import enginery_home
 from enginery.core.json_file import document_bytes
 from enginery.core.manifest import Verdict
 from enginery.core.model_files import ModelConfig
@@ -44,6 +47,7 @@ from enginery.runtime.provider_wish import ProviderWish, parse_wishes, wish_text
 from enginery.runtime.providers import choose_providers
 from enginery.validate.budget import is_quantized
 from enginery.validate.cases import LONGEST, profile_cases, profiles_by_graph, sweep_cases
+from enginery.validate.claims import require_true_claims
 from enginery.validate.compare import Limits, compare_graph
 from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.embeddings import EmbeddingComparison
@@ -111,12 +115,18 @@ def _engines(artifact: Artifact, config: ValidateConfig) -> str:
 
 
 def finished(artifact: Artifact, config: ValidateConfig) -> ValidationReport | None:
-    """The report of an earlier validation that still holds, or None."""
+    """Return the report of an earlier validation on this machine that still holds, or None.
+
+    An artifact from elsewhere can say anything of itself: its verdict is found anew.
+    """
     verdict = artifact.manifest.verdict(STAGE)
     if verdict is None or verdict.key != fingerprint(artifact, config).key:
         return None
     try:
-        report = ValidationReport.from_json(document_bytes(artifact.path / REPORT))
+        written = document_bytes(artifact.path / REPORT)
+        if not _note(verdict.key, written).exists():
+            return None
+        report = ValidationReport.from_json(written)
     except (OSError, ValueError, RecursionError):  # removed, damaged, or of another version
         return None
     return report if report.passed == verdict.passed else None
@@ -133,8 +143,10 @@ def run(
         ProviderError: the provider cannot be had, or does not load the graph.
         ShapeError: a profile does not fit.
         InputError: the data cannot be read, or nothing in the artifact takes them.
+        ArtifactError: its graphs are not of the precision, or not quantized, as the manifest says.
     """
     started = time.monotonic()
+    require_true_claims(artifact)
     key = fingerprint(artifact, config)
     reached = reached_profiles(artifact, wish_of(config), allow_fallback=config.allow_fallback)
     limits = Limits.of(artifact, config)
@@ -230,7 +242,17 @@ def _rule(limits: Limits, together: Sequence[OverallMetrics]) -> list[str]:
 
 def _mark(artifact: Artifact, key: Fingerprint, report: ValidationReport) -> None:
     verdict = Verdict.of(key, passed=report.passed, summary=report.summary, report=REPORT)
-    artifact.annotate(verdict, report.to_json())
+    written = report.to_json()
+    artifact.annotate(verdict, written)
+    note = _note(verdict.key, written)
+    with suppress(OSError):  # a store that is read-only: it is validated again the next time
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+
+
+def _note(key: str, report: bytes) -> Path:
+    """Return the file in the store that says that a report was written here."""
+    return enginery_home() / "verdicts" / hashlib.sha256(key.encode() + report).hexdigest()
 
 
 def _reference_source(artifact: Artifact, config: ValidateConfig) -> ModelSource:

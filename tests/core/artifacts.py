@@ -58,11 +58,28 @@ def make(out: Path, *, graph: bytes = b"graph", fingerprint: Fingerprint = FINGE
     return Artifact.open(out)
 
 
-def verdict(*, passed: bool = True, stage: str = "validate", summary: str = "") -> Verdict:
+def verdict(
+    artifact: Artifact | None = None,
+    *,
+    passed: bool = True,
+    stage: str = "validate",
+    summary: str = "",
+) -> Verdict:
+    """Return a verdict of an artifact's content; one that does not say of which for None."""
     return Verdict(
-        stage=stage, key="k", fields={}, passed=passed, summary=summary or f"passed: {passed}",
-        report=f"reports/{stage}.json", finished="2026-01-01T00:00:00+00:00",
-    )  # fmt: skip
+        stage=stage,
+        key="k",
+        fields={"artifact": artifact.content_sha256()} if artifact else {},
+        passed=passed,
+        summary=summary or f"passed: {passed}",
+        report=f"reports/{stage}.json",
+        finished="2026-01-01T00:00:00+00:00",
+    )
+
+
+def validated(artifact: Artifact, *, summary: str = "", report: bytes | None = None) -> Artifact:
+    """Return the artifact with a verdict that passed, and its report."""
+    return artifact.annotate(verdict(artifact, summary=summary), report)
 
 
 def edit_manifest(directory: Path, **changes) -> None:

@@ -629,3 +629,20 @@ def test_a_manifest_that_lists_no_files_is_no_artifacts(tmp_path):
     edit_manifest(out, files=None)
     with pytest.raises(ArtifactError, match="not an enginery artifact"):
         refuse_foreign(out)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "1_Pooling/config.json"])
+def test_settings_that_the_manifest_does_not_list_are_refused(tmp_path, name):
+    artifact = make(tmp_path / "a")
+    path = artifact.path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}")
+    with pytest.raises(ArtifactError, match=rf"{name} is not among the files of manifest\.json"):
+        Artifact.open(artifact.path)
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(ArtifactError, match=rf"{name} is not among the files of manifest\.json"):
+        Artifact.open(artifact.path)
+    path.unlink()
+    (artifact.path / "notes.md").write_text("mine")
+    Artifact.open(artifact.path, verify=True)

@@ -18,7 +18,7 @@ from enginery.publish.card_metrics import metrics
 from enginery.publish.card_reports import Reports
 from enginery.publish.card_source import SourceCard, parse_card, read_source_card
 from enginery.publish.config import PublishConfig
-from tests.core.artifacts import make, verdict
+from tests.core.artifacts import make, validated, verdict
 from tests.engine.made import engine_record
 from tests.engine.products import product
 from tests.tiny import tiny_artifact
@@ -94,7 +94,7 @@ BENCHMARK = {
 
 @pytest.fixture
 def artifact(tmp_path):
-    return make(tmp_path / "artifact").annotate(verdict(summary="all agree"), b"{}")
+    return validated(make(tmp_path / "artifact"), summary="all agree", report=b"{}")
 
 
 @pytest.fixture

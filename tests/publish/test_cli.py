@@ -5,13 +5,13 @@ import json
 import pytest
 
 from enginery.core.artifact import Artifact
-from tests.core.artifacts import make, verdict
+from tests.core.artifacts import make, validated
 from tests.terminal import in_pipe
 
 
 @pytest.fixture
 def artifact(tmp_path):
-    made = make(tmp_path / "artifact").annotate(verdict())
+    made = validated(make(tmp_path / "artifact"))
     return made.path
 
 

@@ -12,7 +12,7 @@ from enginery.core.names import is_portable_name, portable_name
 from enginery.publish.config import PublishConfig
 from enginery.publish.package import Package
 from enginery.publish.publication import Publication
-from tests.core.artifacts import make, verdict
+from tests.core.artifacts import make, validated, verdict
 from tests.engine.made import PLAN, with_engines
 from tests.engine.products import product
 
@@ -22,7 +22,7 @@ CONFIG = PublishConfig(license="mit")
 @pytest.fixture
 def artifact(tmp_path):
     """Whole and validated."""
-    return make(tmp_path / "minilm").annotate(verdict())
+    return validated(make(tmp_path / "minilm"))
 
 
 @pytest.fixture
@@ -188,17 +188,18 @@ def test_dates_and_durations_are_no_content(artifact, packed):
     later = stage.model_copy(update={"finished": "2027-01-01T00:00:00+00:00", "seconds": 9.0})
     changed = artifact.manifest.model_copy(update={"stages": (later,)})
     (artifact.path / "manifest.json").write_bytes(changed.to_bytes())
-    again = Artifact.open(artifact.path).annotate(
-        verdict().model_copy(update={"finished": "2027-01-01T00:00:00+00:00"}), b""
+    reopened = Artifact.open(artifact.path)
+    again = reopened.annotate(
+        verdict(reopened).model_copy(update={"finished": "2027-01-01T00:00:00+00:00"}), b""
     )
     assert packed(again).content_sha256 == before
 
 
 def test_graph_verdict_benchmark_and_licence_are_content(artifact, packed, tmp_path):
-    other = make(tmp_path / "other", graph=b"another").annotate(verdict())
+    other = validated(make(tmp_path / "other", graph=b"another"))
     changed = [packed(artifact), packed(other), packed(artifact, license="apache-2.0"),
                packed(artifact, base_model="org/other")]  # fmt: skip
-    changed.append(packed(artifact.annotate(verdict(summary="other words"), b"")))
+    changed.append(packed(validated(artifact, summary="other words")))
     assert len({package.content_sha256 for package in changed}) == 5
 
 
@@ -223,7 +224,7 @@ def test_rights_that_nobody_can_read_are_not_known_to_differ(artifact, packed):
     other = packed(artifact, license="apache-2.0")
     assert not other.is_same(stated.content_sha256, stated.without_rights_sha256)
     assert not stated.is_same(unread.content_sha256, unread.without_rights_sha256), "news"
-    changed = artifact.annotate(verdict(summary="other words"), b"")
+    changed = validated(artifact, summary="other words")
     unread = packed(changed, license="")
     assert not unread.is_same(stated.content_sha256, stated.without_rights_sha256)
 

@@ -17,14 +17,14 @@ from enginery.publish.config import PublishConfig
 from enginery.publish.destination import open_destination
 from enginery.publish.targets.folder import FolderRegistry
 from enginery.runtime.tensorrt import has_tensorrt
-from tests.core.artifacts import make, verdict
+from tests.core.artifacts import make, validated
 from tests.engine.conftest import build_config
 from tests.engine.products import product
 
 
 @pytest.fixture
 def artifact(tmp_path):
-    return make(tmp_path / "artifact").annotate(verdict())
+    return validated(make(tmp_path / "artifact"))
 
 
 class Said:
@@ -140,7 +140,7 @@ def with_a_card(tmp_path):
     made = make(tmp_path / "artifact")
     record = resolve_source(str(source)).record
     commit_artifact(made.path, made.manifest.model_copy(update={"source": record}))
-    return Artifact.open(made.path).annotate(verdict())
+    return validated(Artifact.open(made.path))
 
 
 def test_what_was_pulled_keeps_its_rights_where_the_source_is_not(with_a_card, tmp_path):
@@ -164,7 +164,8 @@ def test_rights_of_another_model_are_not_taken_over(with_a_card, tmp_path):
     (tmp_path / "source").rename(tmp_path / "gone")
     (pulled.path / "model.onnx").write_bytes(b"another")
     commit_artifact(pulled.path, pulled.manifest)
-    published = publish_model(pulled.path, tmp_path / "registry")
+    changed = validated(Artifact.open(pulled.path))
+    published = publish_model(changed, tmp_path / "registry")
     card = (pull_model(published.url, tmp_path / "again").path / "README.md").read_text()
     assert "The licence is not known" in card
 
@@ -251,7 +252,7 @@ def test_pulled_artifact_is_replaced_by_the_next_pull(artifact, tmp_path):
 def test_what_is_made_of_a_pulled_artifact_does_not_count_the_card(tmp_path):
     if not has_tensorrt():
         pytest.skip("pip install 'enginery[tensorrt-rtx]'")
-    source = product(tmp_path / "source").annotate(verdict())
+    source = validated(product(tmp_path / "source"))
     published = publish_model(source, tmp_path / "registry", name="product")
     pulled = pull_model(published.url, tmp_path / "out")
     built = build.run(pulled, build_config(), pulled.path)

@@ -18,6 +18,7 @@ from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
 from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
 from enginery.runtime.providers import Provider
 from enginery.runtime.tensorrt_options import CLASSIC, RTX
+from tests.core.artifacts import edit_manifest
 from tests.engine.made import engine_record, with_engines, write_engine
 from tests.tolerances import SCORES
 
@@ -249,6 +250,16 @@ def test_an_engine_that_the_manifest_does_not_list_is_not_trusted(bert, tmp_path
     artifact = with_engines(bert, tmp_path / "artifact")
     record = engine_record(artifact)
     write_engine(artifact.path / "engines" / record.directory_name, record)
+    with pytest.raises(ArtifactError, match=r"engine\.json is not among the files of manifest"):
+        Artifact.open(artifact.path)
+
+
+def test_a_plan_that_the_manifest_does_not_list_is_not_trusted(made, machine):
+    artifact = made({})
+    files = artifact.manifest.model_dump(mode="json")["files"]
+    edit_manifest(
+        artifact.path, files={n: f for n, f in files.items() if not n.endswith("model.plan")}
+    )
     with pytest.raises(ProviderError, match=r"model\.plan is not among the files of the artifact"):
         chosen(Artifact.open(artifact.path))
 

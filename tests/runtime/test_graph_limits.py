@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginery.core import onnx_structure
 from enginery.core.errors import ArtifactError
+from enginery.core.manifest import GraphRecord
 from enginery.core.onnx_structure import read_structure
 from enginery.runtime import graph_limits
 from enginery.runtime.graph_limits import check_allocations
@@ -322,3 +323,20 @@ def test_empty_parts_are_counted_before_they_take_gigabytes(tmp_path, content):
     (tmp_path / "model.onnx").write_bytes(length + body)
     with pytest.raises(ArtifactError, match=r"has more than \d+ (nodes and graphs|attributes and)"):
         check_allocations(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("folder", ["", "onnx/"])
+def test_external_data_of_an_artifact_is_a_file_that_has_a_hash(tmp_path, folder):
+    graph = tmp_path / f"{folder}model.onnx"
+    graph.parent.mkdir(exist_ok=True)
+    tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[2])
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="w.bin")
+    saved(graph, [NODE("Add", ["x", "w"], ["y"])], [tensor])
+    (graph.parent / "w.bin").write_bytes(bytes(8))
+    known = {"file": f"{folder}model.onnx", "opset": 17, "inputs": (), "outputs": ()}
+    record = GraphRecord(**known, data_files=(f"{folder}w.bin",))
+    check_allocations(graph, record=record)
+    for listed in ((), ("other/w.bin",), (f"{folder}model.onnx_data",)):
+        with pytest.raises(ArtifactError, match=r"'w\.bin', which the manifest does not list"):
+            check_allocations(graph, record=GraphRecord(**known, data_files=listed))

@@ -7,9 +7,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import OptionError
-from enginery.core.manifest import Verdict
 from enginery.serve.app import make_app
 from enginery.serve.config import ServeConfig
+from tests.core.artifacts import verdict as verdict_of
 from tests.serve.conftest import Running
 from tests.serve.doubles import StandInModel, StandInModels, application, ask
 from tests.tolerances import SCORES
@@ -55,11 +55,9 @@ def validated(source, directory, *, passed):
     """A copy of an artifact with a verdict; without one for None."""
     shutil.copytree(source, directory)
     if passed is not None:
-        verdict = Verdict(
-            stage="validate", key="k", fields={}, passed=passed, finished="",
-            summary="1 of 9 cases differs.", report="reports/validation.json",
-        )  # fmt: skip
-        Artifact.open(directory).annotate(verdict, b"{}")
+        artifact = Artifact.open(directory)
+        found = verdict_of(artifact, passed=passed, summary="1 of 9 cases differs.")
+        artifact.annotate(found, b"{}")
     return directory
 
 

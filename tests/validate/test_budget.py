@@ -226,6 +226,13 @@ def test_budget_of_one_leaves_room_for_rounding(with_options):
     assert budget.min_cosine(own_data=False) == pytest.approx(1 - 10 * (16 * 2.0**-11) ** 2)
 
 
+@pytest.mark.parametrize("own_data", [True, False])
+def test_no_artifact_allows_itself_what_only_the_user_may(with_options, own_data):
+    budget = quantization_budget(with_options(min_cosine=0.6))
+    assert budget.min_cosine(own_data=own_data) == 0.95
+    assert "would allow less, which only --min-cosine does" in budget.describe(own_data=own_data)
+
+
 def test_another_budget_is_another_verdict(with_options):
     from enginery.validate import stage
     from enginery.validate.config import ValidateConfig

@@ -1,5 +1,6 @@
 """Sound models pass, on the inputs that were asked for, and the verdict is kept and obeyed."""
 
+import dataclasses
 import json
 import shutil
 
@@ -18,8 +19,11 @@ from enginery.core.errors import (
     ShapeError,
     SourceError,
 )
+from enginery.core.manifest import Verdict
 from enginery.core.progress import Silent
+from enginery.validate.config import ValidateConfig
 from enginery.validate.report import ValidationReport
+from enginery.validate.stage import fingerprint
 from tests.tolerances import SCORES
 from tests.validate import faults
 
@@ -276,8 +280,27 @@ def test_second_validation_is_taken_from_the_verdict_until_something_changes(
     assert "artifact: " in again(data=str(data), seed=1)
     report = artifact.path / "reports" / "validation.json"
     report.unlink()
-    assert "validating anew: its report is missing" in again(data=str(data), seed=1)
+    assert "its report is missing, or not of this machine" in again(data=str(data), seed=1)
     assert ValidationReport.from_json(report.read_bytes()).passed is False
+
+
+def test_verdict_that_came_with_an_artifact_is_found_anew(exported, copied, tmp_path, monkeypatch):
+    """Whoever made it knows every field of the fingerprint, and can write any report."""
+    artifact = copied(exported(*TEXT))
+    path = artifact.path
+    validate_model(path)
+    assert "nothing to do" in said_by(lambda listener: validate_model(path, progress=listener))
+    faults.break_graph(Artifact.open(path), faults.flip_sign)
+    forged = Artifact.open(path)
+    key = fingerprint(forged, ValidateConfig())
+    old = ValidationReport.from_json((path / "reports" / "validation.json").read_bytes())
+    verdict = Verdict.of(key, passed=True, summary=old.summary, report="reports/validation.json")
+    forged.annotate(verdict, dataclasses.replace(old, seconds=0.0).to_json())
+    assert Artifact.open(path).manifest.verdict("validate").passed
+    assert validate_model(path).passed is False
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "another machine"))
+    said = said_by(lambda listener: validate_model(path, progress=listener))
+    assert "not of this machine" in said
 
 
 def test_report_on_disk_is_the_one_returned(exported, copied):

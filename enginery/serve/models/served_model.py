@@ -242,7 +242,9 @@ class ModelBackend:
         """Return what `enginery validate` found; `none` where the artifact was not validated."""
         if self.artifact.failed():
             return "failed"
-        return "passed" if self.artifact.manifest.verdict("validate") else "none"
+        verdict = self.artifact.manifest.verdict("validate")
+        is_of_this = verdict and verdict.fields.get("artifact") == self.artifact.content_sha256()
+        return "passed" if is_of_this else "none"
 
     def info(self) -> dict[str, Any]:
         """Return what runs, where, and how it is batched, as JSON."""

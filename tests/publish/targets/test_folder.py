@@ -17,7 +17,7 @@ from enginery.publish.publication import LISTING, Publication
 from enginery.publish.stage import pull, run
 from enginery.publish.targets import folder
 from enginery.publish.targets.folder import path_of
-from tests.core.artifacts import make, start, verdict
+from tests.core.artifacts import make, start, validated
 
 ROOT = Path(__file__).parents[3]
 
@@ -50,7 +50,7 @@ run(Artifact.open(sys.argv[2]), sys.argv[1], PublishConfig(name="m"))
 
 
 def model(path, graph=b"graph"):
-    return make(path, graph=graph).annotate(verdict())
+    return validated(make(path, graph=graph))
 
 
 @pytest.fixture
