@@ -23,13 +23,13 @@ from enginery.bench.config import BenchConfig
 from enginery.core.artifact import Artifact
 from enginery.core.options import options_from
 from enginery.core.progress import SILENT, Progress
+from enginery.deploy.kserve.options import KserveConfig
+from enginery.deploy.triton.options import TritonConfig
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
 from enginery.publish.config import PublishConfig
-from enginery.publish.kserve_options import KserveConfig
-from enginery.publish.triton_options import TritonConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.recipe import Recipe
 from enginery.recipe.checks import check_recipe
@@ -46,11 +46,11 @@ from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
     from enginery.bench.result import BenchResult
+    from enginery.deploy.kserve.stage import KserveExport
+    from enginery.deploy.triton.stage import TritonExport
     from enginery.passes.lint import LintReport
     from enginery.predict.report import PredictReport
     from enginery.publish.destination import Published
-    from enginery.publish.kserve import KserveExport
-    from enginery.publish.triton import TritonExport
     from enginery.validate.report import ValidationReport
 
 
@@ -348,7 +348,7 @@ def export_triton(
         EngineryError: the artifact is damaged or failed its validation, Triton has no such tensors,
             there is no engine that it loads, or a folder there is somebody else's.
     """
-    from enginery.publish import triton
+    from enginery.deploy.triton import stage as triton
 
     config = options_from(TritonConfig, "export-triton", options)
     return triton.run(_as_artifact(artifact), Path(out), config, progress=progress)
@@ -375,7 +375,7 @@ def export_kserve(
         EngineryError: the artifact is damaged or failed its validation, an option does not fit, or
             there is a manifest that this function did not write.
     """
-    from enginery.publish import kserve
+    from enginery.deploy.kserve import stage as kserve
 
     config = options_from(KserveConfig, "export-kserve", options)
     return kserve.run(_as_artifact(artifact), Path(out), config, progress=progress)

@@ -20,14 +20,14 @@ from enginery.console import Console
 from enginery.core.artifact import commit_artifact
 from enginery.core.errors import EngineryError
 from enginery.core.store import Store
+from enginery.deploy.kserve.options import KserveConfig
+from enginery.deploy.triton.options import TritonConfig
 from enginery.doctor.config import DoctorConfig
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
 from enginery.publish.config import PublishConfig
-from enginery.publish.kserve_options import KserveConfig
-from enginery.publish.triton_options import TritonConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.serve.config import ServeConfig
 from enginery.validate.config import ValidateConfig

@@ -34,9 +34,9 @@ NOT_RUN = {
     r"--provider cuda$|--provider cuda |--require cuda|--backend tensorrt|--provider tensorrt":
         "needs an NVIDIA GPU",
     r"--engine ray": "needs a Ray: tests/predict/test_on_ray.py",
-    r"mlflow:/": "needs an MLflow server: tests/publish/test_mlflow.py",
-    r"hf://": "needs the Hub: tests/publish/test_hub.py",
-    r"oci://": "needs a registry: tests/publish/test_oci.py",
+    r"mlflow:/": "needs an MLflow server: tests/publish/targets/test_mlflow.py",
+    r"hf://": "needs the Hub: tests/publish/targets/test_hub.py",
+    r"oci://": "needs a registry: tests/publish/targets/test_oci.py",
     r"run recipes/(?!vit)": "a model of the Hub or a package: tests/recipe/test_shipped.py",
 }  # fmt: skip
 """What of the pages' commands is not run here, and why."""

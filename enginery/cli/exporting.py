@@ -10,8 +10,8 @@ from cyclopts import Parameter
 from enginery.cli.app import OUTPUT, Output
 from enginery.cli.app import application as app
 from enginery.cli.results import result_json, show_result
-from enginery.publish.kserve_options import KserveConfig
-from enginery.publish.triton_options import TritonConfig
+from enginery.deploy.kserve.options import KserveConfig
+from enginery.deploy.triton.options import TritonConfig
 
 _TRITON = TritonConfig()
 

@@ -270,8 +270,8 @@ def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
 
 def _check_publish(options: PublishStage, _known: _Known) -> None:
     from enginery.publish.destination import open_destination, scheme_of
-    from enginery.publish.folder_address import path_of
-    from enginery.publish.folder_address import refuse_foreign as refuse_no_registry
+    from enginery.publish.targets.folder import path_of
+    from enginery.publish.targets.folder import refuse_foreign as refuse_no_registry
 
     with _about("url"):
         open_destination(options.url, options)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from enginery.bench.config import BenchConfig
+from enginery.deploy.kserve.options import KserveConfig
+from enginery.deploy.triton.options import TritonConfig
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
 from enginery.publish.config import PublishConfig
-from enginery.publish.kserve_options import KserveConfig
-from enginery.publish.triton_options import TritonConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.validate.config import ValidateConfig
 

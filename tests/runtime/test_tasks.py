@@ -28,7 +28,7 @@ from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
 from enginery.runtime.tasks.tensors import Tensors
-from tests.publish.triton_server import TritonDouble, texts
+from tests.deploy.triton_server import TritonDouble, texts
 from tests.runtime.count_task import Count, Counted
 
 TEXTS = ["The engine is warm.", "Rain.", "the pump runs again and again and again"]
@@ -120,7 +120,7 @@ def test_new_task_is_an_mlflow_model(counting, counted):
 @pytest.mark.filterwarnings("ignore::UserWarning:mlflow.*")
 def test_new_task_has_a_signature_for_mlflow(counting):
     pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
-    from enginery.publish.mlflow_model import signature
+    from enginery.publish.targets.mlflow.model import signature
 
     found = signature(counting.manifest)
     assert found.inputs.to_dict() == [{"type": "string", "required": True}]
