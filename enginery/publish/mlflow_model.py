@@ -22,7 +22,7 @@ from typing import Any, get_args, get_type_hints
 import enginery
 from enginery.core.fingerprint import runtime_version
 from enginery.core.manifest import Manifest
-from enginery.publish.card_loading import example_texts
+from enginery.publish.card.snippets import example_texts
 from enginery.publish.engine_bond import bound_to
 from enginery.publish.package import Package
 from enginery.runtime.pooling import Vectors

@@ -25,9 +25,9 @@ from enginery.core.errors import ArtifactError, RegistryError, RejectedArtifactE
 from enginery.core.fingerprint import combined_sha256
 from enginery.core.json_file import json_bytes
 from enginery.core.manifest import FileRecord
-from enginery.publish.card import CardFacts, model_card
-from enginery.publish.card_metrics import metrics
-from enginery.publish.card_reports import Reports
+from enginery.publish.card.metrics import metrics
+from enginery.publish.card.model_card import CardFacts, model_card
+from enginery.publish.card.reports import Reports
 from enginery.publish.config import PublishConfig, is_word
 from enginery.publish.package_files import PackageFile, files_of, package_file, write_file
 from enginery.publish.package_rights import rights_of, rights_record

@@ -11,12 +11,12 @@ from huggingface_hub import ModelCard
 
 from enginery.core.artifact import Artifact, commit_artifact
 from enginery.core.manifest import SourceRecord
-from enginery.publish import card_source
-from enginery.publish.card import CardFacts, card_metadata, engine_words, model_card
-from enginery.publish.card_loading import loading_snippets
-from enginery.publish.card_metrics import metrics
-from enginery.publish.card_reports import Reports
-from enginery.publish.card_source import SourceCard, parse_card, read_source_card
+from enginery.publish.card import source as card_source
+from enginery.publish.card.metrics import metrics
+from enginery.publish.card.model_card import CardFacts, card_metadata, engine_words, model_card
+from enginery.publish.card.reports import Reports
+from enginery.publish.card.snippets import loading_snippets
+from enginery.publish.card.source import SourceCard, parse_card, read_source_card
 from enginery.publish.config import PublishConfig
 from tests.core.artifacts import make, validated, verdict
 from tests.engine.made import engine_record

@@ -23,16 +23,16 @@ import yaml
 from enginery.core.artifact import Artifact
 from enginery.core.engine_record import EngineRecord
 from enginery.core.manifest import StageRecord
-from enginery.publish.card_loading import CPU, loading_snippets
-from enginery.publish.card_measured import (
+from enginery.publish.card.measured import (
     benchmark_section,
     quantization_section,
     table,
     validation_section,
 )
-from enginery.publish.card_paths import without_path
-from enginery.publish.card_reports import Reports
-from enginery.publish.card_source import SourceCard
+from enginery.publish.card.paths import without_path
+from enginery.publish.card.reports import Reports
+from enginery.publish.card.snippets import CPU, loading_snippets
+from enginery.publish.card.source import SourceCard
 
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from enginery.core.manifest import Manifest, SourceRecord
-from enginery.publish.card_paths import without_path
-from enginery.publish.card_reports import Benchmark, Output, Quantization, Validation
+from enginery.publish.card.paths import without_path
+from enginery.publish.card.reports import Benchmark, Output, Quantization, Validation
 
 _NOTHING = "–"
 

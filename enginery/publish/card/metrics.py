@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from enginery.publish.card_reports import Benchmark, Quantization, Reports, Validation
+from enginery.publish.card.reports import Benchmark, Quantization, Reports, Validation
 
 Figures = Iterator[tuple[str, float | None]]
 
