@@ -44,12 +44,11 @@ from enginery.steps import (
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
-    from enginery.bench.result import BenchResult
+    from enginery.core.reports import BenchResult, ValidationReport
     from enginery.predict.report import PredictReport
     from enginery.publish.destination import Published
     from enginery.publish.kserve import KserveExport
     from enginery.publish.triton import TritonExport
-    from enginery.validate.report import ValidationReport
 
 
 def _as_artifact(artifact: Artifact | str | Path) -> Artifact:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from enginery.bench.config import OURS
-from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, Measurement
+from enginery.core.reports import Advice, BenchCase, BenchResult, ContenderRecord, Measurement
 from enginery.runtime import advice as shared
-from enginery.runtime.advice import Advice
 from enginery.runtime.binding import BUCKETS
 from enginery.runtime.provider_names import CUDA, TENSORRT, TENSORRT_RTX, full_name
 
@@ -215,7 +214,7 @@ def _why_slow(result: BenchResult, gpu: ContenderRecord) -> Iterator[str]:
     """What of the result slows a GPU."""
     for rule in (searching_convolutions, launches_dominate, copies_dominate):
         yield from (advice.evidence for advice in rule(result))
-    fallen = gpu.facts.get("placement", {}).get("fallen", [])
+    fallen = gpu.placement["fallen"] if gpu.placement else []
     if fallen:
         named = ", ".join(f"{node['name'] or 'unnamed'} ({node['op_type']})" for node in fallen[:3])
         yield f"{len(fallen)} operations run on the CPU under it: {named}"
@@ -254,7 +253,7 @@ def _first_runs(result: BenchResult, name: str) -> str:
     return f"; the first pass over the images took {first:.0f} ms, later ones {again:.0f} ms"
 
 
-Point = tuple[CaseResult, Measurement]
+Point = tuple[BenchCase, Measurement]
 
 
 def _batches(result: BenchResult, name: str) -> Iterator[tuple[Point, Point]]:
@@ -270,5 +269,5 @@ def _batches(result: BenchResult, name: str) -> Iterator[tuple[Point, Point]]:
                 yield one, several
 
 
-def _named(case: CaseResult) -> str:
+def _named(case: BenchCase) -> str:
     return ", ".join(f"{name} {size}" for name, size in case.sizes.items()) or "fixed shapes"

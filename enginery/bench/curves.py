@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from enginery.bench.result import BenchResult, CaseResult, Measurement
 from enginery.core.figures import Draw
+from enginery.core.reports import BenchCase, BenchResult, Measurement
 
-Point = tuple[CaseResult, Measurement]
+Point = tuple[BenchCase, Measurement]
 
 FIGURES = ("latency-by-batch", "latency-by-sequence", "throughput", "speedup", "images")
 """All that there may be."""

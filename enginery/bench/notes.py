@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from enginery.bench.config import OURS, BenchConfig
-from enginery.bench.result import CaseResult, ContenderRecord
+from enginery.core.reports import BenchCase, ContenderRecord
 from enginery.runtime.provider_names import short_name
 from enginery.runtime.run_fit import has_cuda_graphs
 
@@ -21,7 +21,7 @@ _ASKED = "asked for"
 
 def stage_notes(
     machine: Mapping[str, Any],
-    cases: Sequence[CaseResult],
+    cases: Sequence[BenchCase],
     contenders: Sequence[ContenderRecord],
     config: BenchConfig,
 ) -> list[str]:

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from enginery.bench.curves import FIGURES, caption, draw_figures, height_of
 from enginery.bench.page import render_page
-from enginery.bench.result import BenchResult
 from enginery.bench.rows import lines, tables
 from enginery.bench.sections import (
     Figure,
@@ -32,6 +31,7 @@ from enginery.core.artifact import MANIFEST, REPORTS, Artifact
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import NOT_DRAWN, can_draw, figure_svg
 from enginery.core.json_file import document_bytes
+from enginery.core.reports import BenchResult
 from enginery.core.staging import write_beside
 
 PAGE = f"{REPORTS}/report.html"

@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from enginery.bench.notes import is_overloaded
-from enginery.bench.result import BenchResult
-from enginery.bench.statistics import Latency
+from enginery.core.reports import BenchResult, Latency, PlacementRecord
 from enginery.runtime.provider_names import short_name
 
 Row = dict[str, str]
@@ -208,12 +206,9 @@ def copy_rows(result: BenchResult) -> list[Row]:
     ]
 
 
-def _placements(result: BenchResult) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """`Placement.as_json` of each of our runners; results of before it was kept whole have none."""
-    for record in result.contenders:
-        placed = record.facts.get("placement")
-        if isinstance(placed, Mapping):
-            yield record.name, placed
+def _placements(result: BenchResult) -> list[tuple[str, PlacementRecord]]:
+    """The placement of each contender that has one."""
+    return [(record.name, record.placement) for record in result.contenders if record.placement]
 
 
 def padding_rows(result: BenchResult) -> list[Row]:

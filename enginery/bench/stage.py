@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from enginery.bench.advice import advise
 from enginery.bench.cases import sweep
@@ -35,12 +35,18 @@ from enginery.bench.notes import fallback_notes, stage_notes
 from enginery.bench.padding import measure_padding
 from enginery.bench.process import Contender
 from enginery.bench.report import store_reports, write_report
-from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, ImagesResult
 from enginery.bench.subject import Subject, with_unique_names
 from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.errors import EngineryError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
+from enginery.core.reports import (
+    BenchCase,
+    BenchResult,
+    ContenderFacts,
+    ContenderRecord,
+    ImagesResult,
+)
 from enginery.runtime.binding import BUCKETS
 from enginery.runtime.provider_wish import wish_text
 
@@ -90,7 +96,7 @@ def run(
         plans = for_images(plans, left_out)
     padding = measure_padding(subjects[0], config)
     machine = describe_machine()
-    results: list[CaseResult] = []
+    results: list[BenchCase] = []
     images: ImagesResult | None = None
     with (
         tempfile.TemporaryDirectory(prefix="enginery-bench-") as scratch,
@@ -166,7 +172,7 @@ def _record(contender: Contender, subject: Subject) -> ContenderRecord:
             raise
         found = {"facts": {}, "peak_rss_bytes": loaded["rss_bytes"], "device_memory": error.message}
         notes = [*notes, f"peak memory is that after loading: {error.message}"]
-    facts: dict[str, Any] = dict(found["facts"])
+    facts = cast("ContenderFacts", dict(found["facts"]))
     if plan.kind == OURS:
         facts["convolutions"] = subject.convolutions()
     return ContenderRecord(
@@ -189,7 +195,7 @@ def _record(contender: Contender, subject: Subject) -> ContenderRecord:
 def _unknown(
     contenders: Mapping[str, Contender],
     records: Sequence[ContenderRecord],
-    cases: Sequence[CaseResult],
+    cases: Sequence[BenchCase],
 ) -> dict[str, str]:
     """What was not measured, and why."""
     if not any(on_gpu(contender) for contender in contenders.values()):

@@ -44,7 +44,7 @@ from enginery.engine.build import (
 )
 from enginery.engine.config import BuildConfig
 from enginery.engine.length_figure import save_length_figure
-from enginery.engine.report import BuildReport
+from enginery.engine.report import make_report
 from enginery.engine.request import Requested, read_requests
 from enginery.runtime.tensorrt_options import flavor_named
 
@@ -154,7 +154,7 @@ def run(
         _copy(source, directory)
         for engine, _ in engines.values():
             place_engine(engine, directory)
-        report = BuildReport.of(list(engines.values()), earlier, left_out, requested, key.fields)
+        report = make_report(list(engines.values()), earlier, left_out, requested, key.fields)
         (directory / REPORTS).mkdir(exist_ok=True)
         (directory / REPORT).write_bytes(report.to_json())
         if requested.buckets:

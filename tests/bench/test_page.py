@@ -12,12 +12,11 @@ from enginery.bench import page as page_module
 from enginery.bench.curves import draw_figures
 from enginery.bench.page import render_page
 from enginery.bench.report import write_report
-from enginery.bench.result import ImagesResult, ImageTimes
 from enginery.bench.sections import Figure, Section, Table, stored_figure
 from enginery.bench.statistics import compare, latency
 from enginery.core.errors import ArtifactError, MissingPackageError
 from enginery.core.figures import figure_svg
-from enginery.runtime.advice import Advice
+from enginery.core.reports import Advice, ImagesResult, ImageTimes
 from tests.bench.chromium import Chromium, find_chromium
 from tests.bench.made import made_case, made_contender, made_result
 
