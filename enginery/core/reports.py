@@ -721,3 +721,29 @@ def worst_by_output(
             if key not in worst or output.badness > worst[key][1].badness:
                 worst[key] = (case, output)
     return list(worst.values())
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What an artifact's reports say; None where there is none."""
+
+    validation: ValidationReport | None
+    quantization: QuantizationReport | None
+    benchmark: BenchResult | None
+    benchmark_sha256: str
+    """Of the file; empty where there is none."""
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Self:
+        """Read the reports that the manifest records.
+
+        Raises:
+            ArtifactError: one of them is damaged.
+        """
+        measured = artifact.manifest.reports.get(f"{REPORTS}/{BenchResult.FILE}")
+        return cls(
+            ValidationReport.of(artifact),
+            QuantizationReport.of(artifact),
+            BenchResult.of(artifact),
+            measured.sha256 if measured else "",
+        )

@@ -78,7 +78,7 @@ def _with_enginery(artifact: Artifact, name: str, provider: str) -> str:
     lines = ["from enginery import load_model"]
     if task.takes_images:
         lines.append("from PIL import Image")
-    options = "" if provider == CPU else f', provider="{short_name(provider)}"'
+    options = "" if provider == CPU else f", provider={_quoted(short_name(provider))}"
     if artifact.failed():
         options += ", allow_failed=True"
     texts = [_quoted(text) for text in example_texts(artifact)] or [_IMAGE]
@@ -104,7 +104,7 @@ def _with_optimum(artifact: Artifact, name: str, provider: str) -> str:
     prepares = "preprocessor_config.json" if takes_images else "tokenizer_config.json"
     if not kind or prepares not in artifact.manifest.files:
         return ""
-    options = "" if provider == CPU else f', provider="{provider}"'
+    options = "" if provider == CPU else f", provider={_quoted(provider)}"
     if task in _GENERATES and not _has_past(artifact):
         options += ", use_cache=False"
     load = f'model = {kind}.from_pretrained("{name}"{options})'
@@ -142,7 +142,8 @@ def _with_onnxruntime(artifact: Artifact, name: str, provider: str) -> str:
     """Feeds a text or an image where that is all that the graph takes, else lists its inputs."""
     graph = artifact.manifest.graphs[0]
     opened = (
-        f'session = onnxruntime.InferenceSession("{name}/{graph.file}", providers=["{provider}"])'
+        f"session = onnxruntime.InferenceSession({_quoted(f'{name}/{graph.file}')}, "
+        f"providers=[{_quoted(provider)}])"
     )
     inputs = {spec.name: spec for spec in graph.inputs}
     if inputs.keys() <= _TOKENS.keys() and "tokenizer.json" in artifact.manifest.files:
@@ -181,7 +182,7 @@ def _with_onnxruntime(artifact: Artifact, name: str, provider: str) -> str:
 
 def _call(opened: str, specs: Iterable[TensorSpec], values: dict[str, str]) -> list[str]:
     feeds = [
-        f'    "{spec.name}": np.array({values[spec.name]}, dtype=np.{spec.dtype}),'
+        f"    {_quoted(spec.name)}: np.array({values[spec.name]}, dtype=np.{spec.dtype}),"
         for spec in specs
     ]
     return [opened, "feeds = {", *feeds, "}", "print(session.run(None, feeds))"]

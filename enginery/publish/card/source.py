@@ -14,12 +14,10 @@ guessed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from enginery.core.errors import SourceError
 from enginery.core.manifest import SourceRecord
@@ -28,7 +26,6 @@ from enginery.publish.config import PublishConfig
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_FRONT = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _HEADING = re.compile(r"^(#{1,6})[ \t]+(.+?)[ \t#]*$")
 _FENCE = re.compile(r"^ {0,3}(```|~~~)")
 _CARRIED = ("limitation", "bias", "risk", "intended use", "out-of-scope", "out of scope", "misuse",
@@ -96,15 +93,16 @@ def parse_card(text: str, base_model: str = "") -> SourceCard:
         base_model: the Hub id of the model that the card is about; empty where it is not on the
             Hub, and then the card's own `base_model`, if it names one, is the nearest there is.
     """
-    front = _FRONT.match(text)
-    body = text[front.end() :] if front else text
-    notes: tuple[str, ...] = ()
-    data: Mapping[str, Any] = {}
-    if front:
+    from huggingface_hub import RepoCard
+
+    text = text.removeprefix("\ufeff")
+    body, notes, data = text, tuple[str, ...](), dict[str, Any]()
+    if text.startswith("---"):
+        # RepoCard and not ModelCard, which takes the letters of `tags: word` for tags.
         try:
-            loaded = yaml.safe_load(front[1])
-            data = loaded if isinstance(loaded, Mapping) else {}
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            card = RepoCard(text)
+            body, data = card.text, card.data.to_dict()
+        except Exception as error:  # what YAML or the library raises for a stranger's metadata
             first = str(error).partition("\n")[0]
             notes = (f"the metadata of the source's card cannot be read: {first}",)
     license_id = _text(data.get("license"))
@@ -139,11 +137,9 @@ def _find(source: SourceRecord) -> tuple[Path | None, str]:
 def _hub_card(source: SourceRecord) -> tuple[Path | None, str]:
     """The card of a Hub model at its commit: from the Hub library's cache, or the Hub."""
     unknown = f"the card of {source.id} cannot be had from the Hub, so its licence is not known"
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-    except ImportError:
-        return None, f"{unknown}: huggingface_hub is not installed"
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
     try:
         name = source.id.partition("@")[0]
         return Path(hf_hub_download(name, CARD, revision=source.revision or None)), ""
