@@ -33,8 +33,8 @@ from enginery.bench.machine import describe_machine
 from enginery.bench.measure import measure_case, on_gpu
 from enginery.bench.notes import fallback_notes, stage_notes
 from enginery.bench.padding import measure_padding
+from enginery.bench.page import store_reports, write_report
 from enginery.bench.process import Contender
-from enginery.bench.report import store_reports, write_report
 from enginery.bench.subject import Subject, with_unique_names
 from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.errors import EngineryError, OptionError
