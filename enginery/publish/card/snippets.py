@@ -11,7 +11,7 @@ Each is run by the tests for each task that it is made for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from pathlib import Path
 
 from enginery.core.artifact import Artifact
 from enginery.core.model_files import ModelConfig, mask_token
@@ -21,9 +21,10 @@ from enginery.runtime.provider_names import short_name
 from enginery.runtime.tasks import manifest_task, takes_pixels
 
 CPU = "CPUExecutionProvider"
+_PIXELS = ("float32", "float16")
 _TEXT = '"The engine is warm."'
 _IMAGE = 'Image.new("RGB", (64, 64))'
-_CLASSES = {
+_OPTIMUM_CLASSES = {
     "feature-extraction": "ORTModelForFeatureExtraction",
     "text-classification": "ORTModelForSequenceClassification",
     "token-classification": "ORTModelForTokenClassification",
@@ -44,17 +45,61 @@ _TOKENS = {
 def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> dict[str, str]:
     """Return Python code by how it loads: `enginery`, `Optimum`, `onnxruntime`.
 
+    There is none for a way that does not know the task, or without the files that prepare inputs.
+
     Args:
         artifact: what is loaded.
         name: of the directory that it was pulled to.
         provider: ONNX Runtime's name of the execution provider to run on.
     """
-    makers = {
-        "enginery": _with_enginery(artifact, name, provider),
-        "Optimum": _with_optimum(artifact, name, provider),
-        "onnxruntime": _with_onnxruntime(artifact, name, provider),
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(  # noqa: S701  # it is Python
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["py"] = _quoted
+    manifest, files = artifact.manifest, artifact.manifest.files
+    graph, task = manifest.graphs[0], manifest_task(manifest)
+    images = takes_pixels(spec.name for spec in graph.inputs)
+    texts = [_quoted(text) for text in example_texts(artifact)]
+    optimum_class = _OPTIMUM_CLASSES.get(manifest.task, "")
+    if images and manifest.task == "feature-extraction":
+        optimum_class = "ORTModelForCustomTasks"  # the other class feeds token ids
+    inputs = _known_inputs(artifact)
+    takes_tokens = {spec.name for spec in graph.inputs} <= _TOKENS.keys()
+    template = environment.get_template("snippets.jinja")
+    facts = {
+        "CPU": CPU,
+        "name": name,
+        "provider": provider,
+        "short_provider": short_name(provider),
+        "failed": artifact.failed(),
+        "graph": graph,
+        "task": task,
+        "images": images,
+        "image": _IMAGE,
+        "text": _TEXT,
+        "texts": ", ".join(texts) or _TEXT,
+        "example": f"({', '.join(texts)})" if len(texts) > 1 else (texts or [_IMAGE])[0],
+        "answers_vectors": task is not None and task.result_type is Vectors,
+        "optimum_class": optimum_class,
+        "generates": manifest.task in _GENERATES,
+        "has_past": _has_past(artifact),
+        "takes_tokens": takes_tokens,
+        "inputs": inputs,
+        "image_shape": _image_shape(artifact) if inputs and not takes_tokens else (),
     }
-    return {way: code for way, code in makers.items() if code}
+    needed = {
+        "enginery": task
+        and ("preprocessor_config.json" if task.takes_images else "tokenizer.json"),
+        "Optimum": optimum_class
+        and ("preprocessor_config.json" if images else "tokenizer_config.json"),
+    }
+    ways = [way for way, file in needed.items() if file in files]
+    return {way: template.render(way=way, **facts).strip() for way in (*ways, "onnxruntime")}
 
 
 def example_texts(artifact: Artifact) -> tuple[str, ...]:
@@ -70,126 +115,23 @@ def example_texts(artifact: Artifact) -> tuple[str, ...]:
     )
 
 
-def _with_enginery(artifact: Artifact, name: str, provider: str) -> str:
-    """Return no code for a task that is not answered, or without what prepares inputs."""
-    task = manifest_task(artifact.manifest)
-    if task is None or _prepares(task.takes_images) not in artifact.manifest.files:
-        return ""
-    lines = ["from enginery import load_model"]
-    if task.takes_images:
-        lines.append("from PIL import Image")
-    options = "" if provider == CPU else f", provider={_quoted(short_name(provider))}"
-    if artifact.failed():
-        options += ", allow_failed=True"
-    texts = [_quoted(text) for text in example_texts(artifact)] or [_IMAGE]
-    example = texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
-    shape = ".shape" if task.result_type is Vectors else ""
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f'with load_model("{name}"{options}) as model:',
-            f"    print(model.{task.verb}([{example}]){shape})",
-        ]
-    )
+def _known_inputs(artifact: Artifact) -> list[tuple[TensorSpec, str]]:
+    """Return the inputs of the first graph with code for their values.
+
+    None unless a text's tokens or one image is all that the graph takes.
+    """
+    specs = artifact.manifest.graphs[0].inputs
+    if {spec.name for spec in specs} <= _TOKENS.keys():
+        has_tokenizer = "tokenizer.json" in artifact.manifest.files
+        return [(spec, f"[{_TOKENS[spec.name]}]") for spec in specs] if has_tokenizer else []
+    if [spec.name for spec in specs] == ["pixel_values"] and specs[0].dtype in _PIXELS:
+        return [(specs[0], "pixels")]
+    return []
 
 
-def _with_optimum(artifact: Artifact, name: str, provider: str) -> str:
-    """Return no code for a task without a class of Optimum's, or without what prepares inputs."""
-    task = artifact.manifest.task
-    takes_images = takes_pixels(spec.name for spec in artifact.manifest.graphs[0].inputs)
-    kind = _CLASSES.get(task, "")
-    if takes_images and task == "feature-extraction":
-        kind = "ORTModelForCustomTasks"  # the other class feeds token ids
-    prepares = "preprocessor_config.json" if takes_images else "tokenizer_config.json"
-    if not kind or prepares not in artifact.manifest.files:
-        return ""
-    options = "" if provider == CPU else f", provider={_quoted(provider)}"
-    if task in _GENERATES and not _has_past(artifact):
-        options += ", use_cache=False"
-    load = f'model = {kind}.from_pretrained("{name}"{options})'
-    if takes_images:
-        return "\n".join(
-            [
-                f"from optimum.onnxruntime import {kind}",
-                "from PIL import Image",
-                "from transformers import AutoImageProcessor",
-                "",
-                f'processor = AutoImageProcessor.from_pretrained("{name}")',
-                load,
-                f"image = {_IMAGE}",
-                'print(model(**processor(image, return_tensors="pt")))',
-            ]
-        )
-    text = ", ".join(map(_quoted, example_texts(artifact))) or _TEXT
-    run = f'tokenizer({text}, return_tensors="pt")'
-    answer = f"model(**{run})"
-    if task in _GENERATES:
-        answer = f"tokenizer.batch_decode(model.generate(**{run}, max_new_tokens=8))"
-    return "\n".join(
-        [
-            f"from optimum.onnxruntime import {kind}",
-            "from transformers import AutoTokenizer",
-            "",
-            f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
-            load,
-            f"print({answer})",
-        ]
-    )
-
-
-def _with_onnxruntime(artifact: Artifact, name: str, provider: str) -> str:
-    """Feeds a text or an image where that is all that the graph takes, else lists its inputs."""
-    graph = artifact.manifest.graphs[0]
-    opened = (
-        f"session = onnxruntime.InferenceSession({_quoted(f'{name}/{graph.file}')}, "
-        f"providers=[{_quoted(provider)}])"
-    )
-    inputs = {spec.name: spec for spec in graph.inputs}
-    if inputs.keys() <= _TOKENS.keys() and "tokenizer.json" in artifact.manifest.files:
-        return "\n".join(
-            [
-                "import numpy as np",
-                "import onnxruntime",
-                "from tokenizers import Tokenizer",
-                "",
-                f'encoded = Tokenizer.from_file("{name}/tokenizer.json").encode({_TEXT})',
-                *_call(opened, inputs.values(), {n: f"[{_TOKENS[n]}]" for n in inputs}),
-            ]
-        )
-    if list(inputs) == ["pixel_values"] and inputs["pixel_values"].dtype in ("float32", "float16"):
-        shape = _image_shape(artifact, inputs["pixel_values"])
-        return "\n".join(
-            [
-                "import numpy as np",
-                "import onnxruntime",
-                "",
-                "# preprocessor_config.json says how an image becomes such an array.",
-                f"pixels = np.zeros({shape})",
-                *_call(opened, inputs.values(), {"pixel_values": "pixels"}),
-            ]
-        )
-    return "\n".join(
-        [
-            "import onnxruntime",
-            "",
-            opened,
-            "for tensor in session.get_inputs():",
-            "    print(tensor.name, tensor.type, tensor.shape)",
-        ]
-    )
-
-
-def _call(opened: str, specs: Iterable[TensorSpec], values: dict[str, str]) -> list[str]:
-    feeds = [
-        f"    {_quoted(spec.name)}: np.array({values[spec.name]}, dtype=np.{spec.dtype}),"
-        for spec in specs
-    ]
-    return [opened, "feeds = {", *feeds, "}", "print(session.run(None, feeds))"]
-
-
-def _image_shape(artifact: Artifact, spec: TensorSpec) -> tuple[int, ...]:
-    """One image; sides that are free are those that the model was trained with."""
+def _image_shape(artifact: Artifact) -> tuple[int, ...]:
+    """Return one image's shape; sides that are free are those that the model was trained with."""
+    (spec, *_) = artifact.manifest.graphs[0].inputs
     config = ModelConfig.read(artifact.path)
     sides = config.image_size.sides(224) if config.image_size else (224, 224)
     free = (1, config.num_channels or 3, *sides)
@@ -202,11 +144,6 @@ def _has_past(artifact: Artifact) -> bool:
     """Whether a graph takes keys and values of earlier tokens."""
     inputs = (spec for graph in artifact.manifest.graphs for spec in graph.inputs)
     return any(spec.name.startswith("past_key_values") for spec in inputs)
-
-
-def _prepares(takes_images: bool) -> str:
-    """Return the file without which inputs cannot be prepared."""
-    return "preprocessor_config.json" if takes_images else "tokenizer.json"
 
 
 def _quoted(text: str) -> str:
