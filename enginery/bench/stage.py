@@ -51,7 +51,7 @@ from enginery.runtime.binding import BUCKETS
 from enginery.runtime.provider_wish import wish_text
 
 STAGE = "bench"
-REPORT = f"{REPORTS}/benchmark.json"
+REPORT = f"{REPORTS}/{BenchResult.FILE}"
 
 
 def run(

@@ -34,6 +34,7 @@ from enginery.core.manifest import StageRecord
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
+from enginery.core.reports import BuildReport
 from enginery.core.staging import CARD, LISTING, staging
 from enginery.engine.build import (
     GraphCoverage,
@@ -52,7 +53,7 @@ STAGE = "build"
 STAGE_VERSION = "1"
 """Raised when the same engines would make another artifact; part of the fingerprint."""
 
-REPORT = f"{REPORTS}/engines.json"
+REPORT = f"{REPORTS}/{BuildReport.FILE}"
 FIGURE = f"{REPORTS}/lengths.svg"
 
 

@@ -58,7 +58,7 @@ STAGE = "quantize"
 STAGE_VERSION = "3"
 """Raised when the same inputs would give another artifact; part of the fingerprint."""
 
-REPORT = f"{REPORTS}/quantization.json"
+REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
 CURVE = f"{REPORTS}/quantization.svg"
 TOOLS = ("onnx", "onnx-ir", "numpy", "ml_dtypes", "tensorrt-rtx-cu13-bindings")
 _LEAST_OPSET = 19

@@ -59,7 +59,7 @@ from enginery.validate.report import summarize
 
 STAGE = "validate"
 STAGE_VERSION = "4"
-REPORT = f"{REPORTS}/validation.json"
+REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
 # What is trusted says nothing about the outputs.
