@@ -19,8 +19,11 @@ from enginery.runtime.binding import BUCKETS
 from enginery.runtime.provider_names import CUDA, TENSORRT, TENSORRT_RTX, full_name
 
 _GPUS = (
-    CUDA, TENSORRT, TENSORRT_RTX, *map(full_name, ("directml", "rocm", "migraphx", "webgpu")),
-)  # fmt: skip
+    CUDA,
+    TENSORRT,
+    TENSORRT_RTX,
+    *map(full_name, ("directml", "rocm", "migraphx", "webgpu")),
+)
 """Providers of GPUs alone; OpenVINO, for one, runs on CPUs too."""
 _MUCH_PADDING = 0.3
 _MUCH_COPYING = 0.25
@@ -195,19 +198,26 @@ def too_many_threads(result: BenchResult) -> Iterator[Advice]:
     threads = int(result.options.get("threads", 0))
     cores = int(result.machine.get("physical_cores", 0))
     found = shared.too_many_threads(
-        threads, cores,
+        threads,
+        cores,
         evidence=f"{threads} threads on {cores} cores",
         remedy=f"Pass --threads {cores}, or 0 for ONNX Runtime's own choice.",
-    )  # fmt: skip
+    )
     if found:
         yield found
 
 
 RULES: tuple[Callable[[BenchResult], Iterator[Advice]], ...] = (
-    gpu_slower_than_cpu, searching_convolutions, more_shapes_than_profiles,
-    more_shapes_than_buckets, launches_dominate, copies_dominate, int8_slower_than_fp16,
-    much_padding, too_many_threads,
-)  # fmt: skip
+    gpu_slower_than_cpu,
+    searching_convolutions,
+    more_shapes_than_profiles,
+    more_shapes_than_buckets,
+    launches_dominate,
+    copies_dominate,
+    int8_slower_than_fp16,
+    much_padding,
+    too_many_threads,
+)
 
 
 def _why_slow(result: BenchResult, gpu: ContenderRecord) -> Iterator[str]:
@@ -259,9 +269,11 @@ Point = tuple[BenchCase, Measurement]
 def _batches(result: BenchResult, name: str) -> Iterator[tuple[Point, Point]]:
     """A case of one row and one of several that is the same else."""
     points: list[Point] = [
-        (case, found) for case in result.cases for found in case.measurements
+        (case, found)
+        for case in result.cases
+        for found in case.measurements
         if found.contender == name
-    ]  # fmt: skip
+    ]
     for one in points:
         for several in points:
             others = [{k: v for k, v in p[0].sizes.items() if k != "batch"} for p in (one, several)]

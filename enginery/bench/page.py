@@ -179,7 +179,7 @@ class Figure:
 
     @property
     def address(self) -> str:
-        """The figure as a `data:` address."""
+        """Return the figure as a `data:` address."""
         return f"data:image/svg+xml;base64,{base64.b64encode(self.svg.encode()).decode()}"
 
 
@@ -282,7 +282,7 @@ def _engine_rows(report: BuildReport) -> list[Row]:
 
 
 def _is_narrow(rows: Sequence[Row]) -> bool:
-    """Whether every cell is short: such a table is scrolled on a telephone, and not folded."""
+    """Return whether every cell is short: such a table is scrolled on a telephone, not folded."""
     return all(len(cell) <= _SHORT for row in rows for cell in row.values())
 
 

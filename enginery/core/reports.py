@@ -246,7 +246,7 @@ class ValidationReport(Report):
     schema_version: Count = field(default=1)
 
     def worst(self) -> tuple[CaseResult, OutputMetrics] | None:
-        """The case and output farthest beyond its limit, or else nearest to it."""
+        """Return the case and output farthest beyond its limit, or else nearest to it."""
         pairs = [(case, output) for case in self.cases for output in case.outputs]
         return max(pairs, key=lambda pair: pair[1].badness, default=None)
 

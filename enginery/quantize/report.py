@@ -116,8 +116,14 @@ def save_curve(path: Path, measured: Measured, scheme: str) -> bool:
 
     def draw(axes: Any) -> None:
         axes.plot(shares, values, label="measured mixes")
-        axes.plot([100 * chosen.share], [budget.value(chosen.accuracy)], linestyle="none",
-                  markersize=11, markerfacecolor="none", label="chosen")  # fmt: skip
+        axes.plot(
+            [100 * chosen.share],
+            [budget.value(chosen.accuracy)],
+            linestyle="none",
+            markersize=11,
+            markerfacecolor="none",
+            label="chosen",
+        )
         least = budget.reference - budget.allowed
         if least > min(values) - 3 * (max(values) - min(values)) - 1e-3:
             axes.axhline(least, color="black", linestyle="--", linewidth=1, label="budget")

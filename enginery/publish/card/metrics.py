@@ -17,7 +17,7 @@ Figures = Iterator[tuple[str, float | None]]
 
 
 def metrics(reports: Reports) -> dict[str, float]:
-    """Every figure by a name that MLflow takes; what was not measured is not there."""
+    """Return every figure by a name that MLflow takes; what was not measured is not there."""
     found: list[tuple[str, float | None]] = []
     if reports.validation:
         found += _validation_metrics(reports.validation)

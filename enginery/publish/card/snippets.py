@@ -141,7 +141,7 @@ def _image_shape(artifact: Artifact) -> tuple[int, ...]:
 
 
 def _has_past(artifact: Artifact) -> bool:
-    """Whether a graph takes keys and values of earlier tokens."""
+    """Return whether a graph takes keys and values of earlier tokens."""
     inputs = (spec for graph in artifact.manifest.graphs for spec in graph.inputs)
     return any(spec.name.startswith("past_key_values") for spec in inputs)
 
