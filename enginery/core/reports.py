@@ -122,7 +122,7 @@ class ProviderRecord(TypedDict):
     """An execution provider, and why it was used."""
 
     name: str
-    reason: NotRequired[str]
+    reason: str
     options: NotRequired[dict[str, Any]]
 
 

@@ -289,7 +289,7 @@ def test_text_of_a_stranger_is_shown_as_it_is_and_becomes_no_markup(artifact, te
     case = replace(case, graph=text, kind=text, outputs=[output(text, 1.0, 1.0, 1.0)])
     found = [
         replace(VALIDATION, cases=[case], notes=[text], tools={text: text}, reference={"as": text},
-                providers=[{"name": text}]),
+                providers=[{"name": text, "reason": text}]),
         replace(QUANTIZATION, scheme=text, residual=text, left_out={text: text},
                 calibration=CalibrationRecord(text, text, text)),
         replace(BENCHMARK, machine={**BENCHMARK.machine, "cpu": text, "driver": text},
