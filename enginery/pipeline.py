@@ -45,13 +45,12 @@ from enginery.steps import (
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
-    from enginery.bench.result import BenchResult
+    from enginery.core.reports import BenchResult, ValidationReport
     from enginery.deploy.kserve.stage import KserveExport
     from enginery.deploy.triton.stage import TritonExport
     from enginery.passes.lint import LintReport
     from enginery.predict.report import PredictReport
     from enginery.publish.destination import Published
-    from enginery.validate.report import ValidationReport
 
 
 def _as_artifact(artifact: Artifact | str | Path) -> Artifact:

@@ -20,10 +20,9 @@ from enginery.runtime.providers.known import short_name
 
 if TYPE_CHECKING:
     from enginery.ask import Answer
+    from enginery.core.reports import CaseResult, OutputMetrics, ValidationReport
     from enginery.pipeline import RunResult
     from enginery.steps import StageResult
-    from enginery.validate.metrics import OutputMetrics
-    from enginery.validate.report import CaseResult, ValidationReport
 
 Row = dict[str, str]
 

@@ -32,7 +32,7 @@ from enginery.quantize.config import QuantizeConfig
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
-    from enginery.validate.report import ValidationReport
+    from enginery.core.reports import ValidationReport
 
 
 @dataclass(frozen=True)

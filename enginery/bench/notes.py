@@ -10,18 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from enginery.bench.config import OURS, BenchConfig
-from enginery.bench.result import CaseResult, ContenderRecord
+from enginery.core.reports import BenchCase, ContenderRecord
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.providers.selection import REQUESTED
 from enginery.runtime.providers.specification import has_cuda_graphs
 
+_REQUESTED = (REQUESTED, "asked for")
+"""The reason of a provider that is no fallback; the second is in reports of version 0.1.0."""
 _BUSY = 0.5
 """Processes a CPU that wanted to run before anything was measured."""
 
 
 def stage_notes(
     machine: Mapping[str, Any],
-    cases: Sequence[CaseResult],
+    cases: Sequence[BenchCase],
     contenders: Sequence[ContenderRecord],
     config: BenchConfig,
 ) -> list[str]:
@@ -51,7 +53,7 @@ def fallback_notes(found: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> 
     """
     names: dict[tuple[str, str], list[str]] = {}
     for name, providers in found:
-        if providers and providers[0]["reason"] != REQUESTED:
+        if providers and providers[0]["reason"] not in _REQUESTED:
             key = (short_name(providers[0]["name"]), providers[0]["reason"])
             names.setdefault(key, []).append(name)
     return [

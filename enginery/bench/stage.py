@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from enginery.bench.advice import advise
 from enginery.bench.cases import sweep
@@ -34,19 +34,26 @@ from enginery.bench.machine import describe_machine
 from enginery.bench.measure import measure_case, on_gpu
 from enginery.bench.notes import fallback_notes, stage_notes
 from enginery.bench.padding import measure_padding
+from enginery.bench.page import store_reports, write_report
 from enginery.bench.process import Contender
-from enginery.bench.report import read_benchmark, store_reports, write_report
-from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, ImagesResult
 from enginery.bench.subject import Subject, with_unique_names
 from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.errors import ArtifactError, EngineryError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
+from enginery.core.reports import (
+    BenchCase,
+    BenchResult,
+    ContenderFacts,
+    ContenderRecord,
+    ImagesResult,
+    Machine,
+)
 from enginery.runtime.onnxruntime.binding import BUCKETS
 from enginery.runtime.providers.specification import format_providers
 
 STAGE = "bench"
-REPORT = f"{REPORTS}/benchmark.json"
+REPORT = f"{REPORTS}/{BenchResult.FILE}"
 
 
 def run(
@@ -90,7 +97,7 @@ def run(
         plans = for_images(plans, left_out)
     padding = measure_padding(subjects[0], config)
     machine = describe_machine()
-    results: list[CaseResult] = []
+    results: list[BenchCase] = []
     images: ImagesResult | None = None
     with (
         tempfile.TemporaryDirectory(prefix="enginery-bench-") as scratch,
@@ -135,25 +142,19 @@ def finished(
         ProviderError, OptionError: the providers cannot be read.
     """
     try:
-        found = read_benchmark(Path(out) if out else artifact.path)
+        found = BenchResult.below(Path(out) if out else artifact.path)
     except ArtifactError:  # damaged, or of another version
         return None
     if found is None:
         return None
     subject = Subject.of(artifact, config.graph, allow_failed=True)
-    now: dict[str, Any] = {
-        "subjects": [subject.as_json()],
-        "options": options_dict(_understood(config)),
-        "machine": describe_machine(),
-    }
-    then: dict[str, Any] = {
-        "subjects": found.subjects,
-        "options": found.options,
-        "machine": found.machine,
-    }
-    for one in (now, then):
-        one["machine"] = {name: fact for name, fact in one["machine"].items() if name != "load"}
-    return found if json.loads(json.dumps(now)) == then else None
+    now = (subject.as_json(), options_dict(_understood(config)), _without_load(describe_machine()))
+    then = (*found.subjects, found.options, _without_load(found.machine))
+    return found if json.loads(json.dumps(now)) == json.loads(json.dumps(then)) else None
+
+
+def _without_load(machine: Machine) -> dict[str, Any]:
+    return {name: fact for name, fact in machine.items() if name != "load"}
 
 
 def _understood(config: BenchConfig) -> BenchConfig:
@@ -201,7 +202,7 @@ def _record(contender: Contender, subject: Subject) -> ContenderRecord:
             raise
         found = {"facts": {}, "peak_rss_bytes": loaded["rss_bytes"], "device_memory": error.message}
         notes = [*notes, f"peak memory is that after loading: {error.message}"]
-    facts: dict[str, Any] = dict(found["facts"])
+    facts = cast("ContenderFacts", dict(found["facts"]))
     if plan.kind == OURS:
         facts["convolutions"] = subject.convolutions()
     return ContenderRecord(
@@ -224,7 +225,7 @@ def _record(contender: Contender, subject: Subject) -> ContenderRecord:
 def _unknown(
     contenders: Mapping[str, Contender],
     records: Sequence[ContenderRecord],
-    cases: Sequence[CaseResult],
+    cases: Sequence[BenchCase],
 ) -> dict[str, str]:
     """What was not measured, and why."""
     if not any(on_gpu(contender) for contender in contenders.values()):

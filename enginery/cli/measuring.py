@@ -49,7 +49,7 @@ def report(artifact: Path, *, output: Output = OUTPUT) -> None:
     artifact
         The artifact's directory.
     """
-    from enginery.bench.report import write_report
+    from enginery.bench.page import write_report
 
     console = output.console()
     page = write_report(artifact)

@@ -1,18 +1,18 @@
 """What a build made, what it left out, and what its profiles cover, as numbers.
 
->>> report = BuildReport.of(engines, earlier, left_out, requested, fields)
+>>> report = make_report(engines, earlier, left_out, requested, fields)
 >>> report.summary
 '2 engines, 1 of them from the store; model.onnx for 8.9: 46 layers, 2 fused attentions, …'
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import cast
 
 from enginery.core.engine import Engine
+from enginery.core.reports import BuildReport, BuiltEngine
 from enginery.engine.build import GraphCoverage
 from enginery.engine.request import Requested
 
@@ -23,66 +23,53 @@ _FIRST_PROFILE = (
 )
 
 
-@dataclass(frozen=True)
-class BuildReport:
-    """The content of `reports/engines.json`."""
+def make_report(
+    engines: Sequence[tuple[Engine, bool]],
+    earlier: Sequence[Engine],
+    left_out: Sequence[GraphCoverage],
+    requested: Requested,
+    fields: Mapping[str, str],
+) -> BuildReport:
+    """Return the report of what the stage found.
 
-    summary: str
-    notes: tuple[str, ...]
-    """What a person should know, each once."""
-    document: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        engines: Sequence[tuple[Engine, bool]],
-        earlier: Sequence[Engine],
-        left_out: Sequence[GraphCoverage],
-        requested: Requested,
-        fields: Mapping[str, str],
-    ) -> BuildReport:
-        """Puts together what the stage found.
-
-        Args:
-            engines: those that were asked for, and whether each was built now.
-            earlier: the artifact's other engines, of builds before this one.
-            left_out: graphs that have no engine, with the reasons.
-            requested: what was asked for.
-            fields: of the stage's fingerprint.
-        """
-        said = [_built(engines), *(_words(engine) for engine, _ in engines)]
-        said += [f"{graph.graph} has no engine: {graph.refused[0]}" for graph in left_out]
-        summary = "; ".join(said)
-        profiles = {request.graph.file: request.checked for request in requested.requests}
-        notes = [note for found in profiles.values() for note in (*found.warnings, *found.notes)]
-        if any(len(engine.record.profiles) > 1 for engine, _ in engines):
-            notes.append(_FIRST_PROFILE)
-        if requested.buckets:
-            notes.append(f"profiles from data: {requested.buckets}")
-        notes += [
-            f"{graph.graph} stays ONNX: ONNX Runtime would run TensorRT on the {graph.partitions} "
-            "parts that it takes, building them as it loads"
-            for graph in left_out
-        ]
-        notes = [*dict.fromkeys(notes), NOT_RUN]
-        document: dict[str, Any] = {
-            "summary": summary,
-            "engines": [
-                {"directory": e.name, "from_store": not built, **e.record.model_dump(mode="json")}
-                for e, built in engines
-            ],
-            "earlier_engines": [engine.name for engine in earlier],
-            "left_out": [asdict(graph) for graph in left_out],
-            "profiles": {graph: asdict(found) for graph, found in profiles.items()},
-            "lengths": asdict(requested.buckets) if requested.buckets else None,
-            "notes": notes,
-            "fields": dict(fields),
-        }
-        return cls(summary, tuple(notes), document)
-
-    def to_json(self) -> bytes:
-        """For programs."""
-        return json.dumps(self.document, indent=2, ensure_ascii=False).encode() + b"\n"
+    Args:
+        engines: those that were asked for, and whether each was built now.
+        earlier: the artifact's other engines, of builds before this one.
+        left_out: graphs that have no engine, with the reasons.
+        requested: what was asked for.
+        fields: of the stage's fingerprint.
+    """
+    said = [_built(engines), *(_words(engine) for engine, _ in engines)]
+    said += [f"{graph.graph} has no engine: {graph.refused[0]}" for graph in left_out]
+    summary = "; ".join(said)
+    profiles = {request.graph.file: request.checked for request in requested.requests}
+    notes = [note for found in profiles.values() for note in (*found.warnings, *found.notes)]
+    if any(len(engine.record.profiles) > 1 for engine, _ in engines):
+        notes.append(_FIRST_PROFILE)
+    if requested.buckets:
+        notes.append(f"profiles from data: {requested.buckets}")
+    notes += [
+        f"{graph.graph} stays ONNX: ONNX Runtime would run TensorRT on the {graph.partitions} "
+        "parts that it takes, building them as it loads"
+        for graph in left_out
+    ]
+    notes = [*dict.fromkeys(notes), NOT_RUN]
+    return BuildReport(
+        summary=summary,
+        notes=notes,
+        engines=[
+            cast(
+                "BuiltEngine",
+                {"directory": e.name, "from_store": not built, **e.record.model_dump(mode="json")},
+            )
+            for e, built in engines
+        ],
+        earlier_engines=[engine.name for engine in earlier],
+        left_out=[asdict(graph) for graph in left_out],
+        profiles={graph: asdict(found) for graph, found in profiles.items()},
+        lengths=asdict(requested.buckets) if requested.buckets else None,
+        fields=dict(fields),
+    )
 
 
 def _built(engines: Sequence[tuple[Engine, bool]]) -> str:

@@ -34,6 +34,7 @@ from enginery.core.manifest import StageRecord
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
+from enginery.core.reports import BuildReport
 from enginery.core.staging import CARD, LISTING, staging
 from enginery.engine.build import (
     GraphCoverage,
@@ -44,7 +45,7 @@ from enginery.engine.build import (
 )
 from enginery.engine.config import BuildConfig
 from enginery.engine.length_figure import save_length_figure
-from enginery.engine.report import BuildReport
+from enginery.engine.report import make_report
 from enginery.engine.request import Requested, read_requests
 from enginery.runtime.tensorrt.options import flavor_named
 
@@ -52,7 +53,7 @@ STAGE = "build"
 STAGE_VERSION = "1"
 """Raised when the same engines would make another artifact; part of the fingerprint."""
 
-REPORT = f"{REPORTS}/engines.json"
+REPORT = f"{REPORTS}/{BuildReport.FILE}"
 FIGURE = f"{REPORTS}/lengths.svg"
 
 
@@ -154,7 +155,7 @@ def run(
         _copy(source, directory)
         for engine, _ in engines.values():
             place_engine(engine, directory)
-        report = BuildReport.of(list(engines.values()), earlier, left_out, requested, key.fields)
+        report = make_report(list(engines.values()), earlier, left_out, requested, key.fields)
         (directory / REPORTS).mkdir(exist_ok=True)
         (directory / REPORT).write_bytes(report.to_json())
         if requested.buckets:

@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from enginery.core.json_file import json_bytes
+from enginery.core.reports import Report
 from enginery.optimize.guard import GuardRecord
 
 
 @dataclass(frozen=True)
-class OptimizationReport:
-    """The whole of `reports/optimization.json`."""
+class OptimizationReport(Report):
+    """The whole of `reports/optimization.json`, which no other stage reads."""
+
+    FILE = "optimization.json"
 
     passed: bool
     summary: str
@@ -25,10 +27,6 @@ class OptimizationReport:
     """One for each graph that was cast."""
     seconds: float
     schema_version: int = field(default=1)
-
-    def to_json(self) -> bytes:
-        """JSON without NaN, which JSON does not have: a number that is none becomes null."""
-        return json_bytes(asdict(self))
 
 
 def summarize(target: str, precision: str, records: list[GuardRecord]) -> str:

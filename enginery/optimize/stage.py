@@ -41,7 +41,7 @@ from enginery.optimize.report import OptimizationReport, summarize
 STAGE = "optimize"
 STAGE_VERSION = "3"
 """Raised when the same inputs would give another artifact; part of the fingerprint."""
-REPORT = f"{REPORTS}/optimization.json"
+REPORT = f"{REPORTS}/{OptimizationReport.FILE}"
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
 _FUSION_TOOLS = ("optimum", "optimum-onnx", "transformers")
 

@@ -25,9 +25,9 @@ from enginery.core.fingerprint import combined_sha256
 from enginery.core.json_file import json_bytes
 from enginery.core.manifest import FileRecord
 from enginery.core.names import portable_name
-from enginery.publish.card import CardFacts, model_card
-from enginery.publish.card_metrics import metrics
-from enginery.publish.card_reports import Reports
+from enginery.core.reports import Reports
+from enginery.publish.card.metrics import metrics
+from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.config import PublishConfig
 from enginery.publish.package_files import PackageFile, files_of, package_file
 from enginery.publish.package_rights import rights_of, rights_record
@@ -105,7 +105,7 @@ class Package:
             )
         found = [Engine.open(path) for path in engine_directories(opened.path)]
         engines = tuple(engine.record for engine in found)
-        reports = Reports.read(opened)
+        reports = Reports.of(opened)
         rights = rights_of(opened, config)
         name = config.name or portable_name(opened.manifest.source.name)
         card = model_card(CardFacts(opened, name, rights, reports, engines, problem))

@@ -11,7 +11,6 @@ outputs, without the positions of padding. The reference is the FP32 graph in ON
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
 from enginery.core.feeds import Feeds
+from enginery.core.reports import Accuracy
 from enginery.quantize.data import Batch
 from enginery.runtime.pooling import Pooling, read_pooling
 
@@ -30,23 +30,6 @@ Outputs = Mapping[str, NDArray[Any]]
 Graph = Callable[[Feeds], Outputs]
 Rows = list[NDArray[np.float32]]
 """One array a row: (positions, dim), or (1, dim)."""
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """One graph against the reference."""
-
-    rows: int
-    cosine: float
-    """Mean over rows; of the worst output, where there are several."""
-    worst_cosine: float
-    """Of the worst row."""
-    neighbour_agreement: float | None
-    """Share of vectors whose nearest other vector is the same one; None but for embeddings."""
-    argmax_agreement: float | None
-    """Share of positions with the same largest score; None for embeddings."""
-    label_accuracy: float | None
-    """Share of rows whose largest score is the right label; None without labels."""
 
 
 class Judge:

@@ -20,12 +20,13 @@ from enginery.core.artifact import Artifact
 from enginery.core.errors import InputError, OptionError, nearest
 from enginery.core.fingerprint import sha256_of
 from enginery.core.progress import SILENT, Progress
+from enginery.core.reports import Accuracy
 from enginery.passes.layers import Layer, operands
 from enginery.passes.overflow import find_islands, mask_floor
 from enginery.passes.qdq import ActivationRange, fp16_scale
 from enginery.passes.ranges import float_tensors, measure_ranges
 from enginery.passes.scheme import FP8, INT8, Scheme, Vector
-from enginery.quantize.accuracy import Accuracy, Judge
+from enginery.quantize.accuracy import Judge
 from enginery.quantize.batches import MOST_HELD_OUT
 from enginery.quantize.calibration import Channels, observe_channels, observe_magnitudes
 from enginery.quantize.config import QuantizeConfig

@@ -13,19 +13,18 @@ budget.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, CheckFailedError
 from enginery.core.manifest import GraphRecord
 from enginery.core.progress import Progress
+from enginery.core.reports import Accuracy, QuantizationReport
 from enginery.passes.dynamic import integer_nodes, quantize_dynamically
-from enginery.quantize.accuracy import Accuracy, Judge
+from enginery.quantize.accuracy import Judge
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import CalibrationData, make_batches
-from enginery.quantize.report import QuantizationReport, accuracy_words, budget_notes
+from enginery.quantize.report import accuracy_words, budget_notes
 from enginery.quantize.search import Budget
 from enginery.runtime.tracing import GraphTracer
 
@@ -60,18 +59,21 @@ def make_dynamic(
         f"{sum(n.values())} integer products in {file}" for file, n in products.items()
     )
     words = [f"dynamic INT8 for the CPU: {said}"]
-    document: dict[str, Any] = {
-        "scheme": "dynamic", "products": products, "notes": notes, "fields": dict(fields),
-    }  # fmt: skip
+    accuracy = None
     if data is None:
         notes.append("its accuracy was not measured: no inputs were given")
     else:
-        found, budget = _measure(source, directory / records[0].file, config, data)
-        notes += [data.description, *budget_notes(budget, found.rows)]
-        document["accuracy"] = asdict(found)
-        words.append(accuracy_words(found))
-    summary = "; ".join(words)
-    report = QuantizationReport(summary, {"summary": summary, **document})
+        accuracy, budget = _measure(source, directory / records[0].file, config, data)
+        notes += [data.description, *budget_notes(budget, accuracy.rows)]
+        words.append(accuracy_words(accuracy))
+    report = QuantizationReport(
+        summary="; ".join(words),
+        scheme="dynamic",
+        products=products,
+        notes=list(notes),
+        fields=dict(fields),
+        accuracy=accuracy,
+    )
     return tuple(records), report, notes
 
 

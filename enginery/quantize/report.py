@@ -1,6 +1,6 @@
 """What was quantized, how near the answers are, and what TensorRT made of it, as numbers.
 
->>> report = QuantizationReport.of(layers, recorded, measured, accuracy, trials, …)
+>>> report = make_report(layers, recorded, measured, accuracy, trials, …)
 >>> report.summary
 '36 of 36 layers in INT8, 100.0 % of their multiply-adds; mean cosine 0.9985 …'
 """
@@ -8,20 +8,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from enginery.core.figures import save_figure
-from enginery.core.json_file import json_bytes
+from enginery.core.reports import (
+    Accuracy,
+    CalibrationRecord,
+    EngineTrial,
+    LayerCounts,
+    MixAccuracy,
+    MultiplyAdds,
+    QuantizationReport,
+    SearchRecord,
+)
 from enginery.passes.layers import Layer
-from enginery.quantize.accuracy import Accuracy
 from enginery.quantize.calibrate import Measured
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import CalibrationData
 from enginery.quantize.recorded import Recorded
 from enginery.quantize.search import HEADROOM, Budget
-from enginery.quantize.trial import EngineTrial
 
 COUNTED = (
     "multiply-adds of MatMul, Gemm and Conv with stored weights, for one calibration input of mean "
@@ -29,71 +36,57 @@ COUNTED = (
 )
 
 
-@dataclass(frozen=True)
-class QuantizationReport:
-    """The content of `reports/quantization.json`."""
+def make_report(
+    layers: Sequence[Layer],
+    recorded: Recorded,
+    measured: Measured | None,
+    accuracy: Accuracy | None,
+    trials: Sequence[EngineTrial],
+    config: QuantizeConfig,
+    data: CalibrationData | None,
+    notes: Sequence[str],
+    fields: Mapping[str, str],
+) -> QuantizationReport:
+    """Return the report of what the stage found.
 
-    summary: str
-    document: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        layers: Sequence[Layer],
-        recorded: Recorded,
-        measured: Measured | None,
-        accuracy: Accuracy | None,
-        trials: Sequence[EngineTrial],
-        config: QuantizeConfig,
-        data: CalibrationData | None,
-        notes: Sequence[str],
-        fields: Mapping[str, str],
-    ) -> QuantizationReport:
-        """Puts together what the stage found.
-
-        `measured` and `accuracy` are None where ranges were reused.
-        """
-        quantized = [layer.name for layer in recorded.quantized(layers)]
-        kind = config.scheme.upper()
-        document: dict[str, Any] = {
-            "scheme": config.scheme,
-            "residual": config.residual,
-            "per_channel": config.per_channel,
-            "layers": {"quantized": len(quantized), "all": len(layers)},
-            "quantized_layers": quantized,
-            "left_out": recorded.left_out,
-            "fp32_nodes": recorded.fp32_nodes,
-            "calibration": {
-                "inputs": data.description if data else "none, ranges were reused",
-                "kind": data.kind if data else "none",
-                "method": config.method,
-            },
-            "activations": _activations(recorded),
-            "engines": [asdict(trial) for trial in trials],
-            "notes": list(notes),
-            "fields": dict(fields),
-        }
-        said = [f"{len(quantized)} of {len(layers)} layers in {kind}"]
-        if measured is not None:
-            document["multiply_adds"] = _multiply_adds(measured, quantized)
-            said[0] += f", {measured.arithmetic.share(quantized):.1%} of their multiply-adds"
-            document["search"] = _search(measured)
-        if accuracy is not None:
-            document["accuracy"] = asdict(accuracy)
-            said.append(accuracy_words(accuracy, held_out=data is None or data.holds_out))
-            if measured is not None and measured.budget.kind == "accuracy":
-                said[-1] += f" (FP32 {measured.budget.reference:.1%})"
-        said += [
-            f"TensorRT {trial.tensorrt} for {trial.capability}: {trial.quantized_layers} of "
-            f"{len(quantized)} multiplied in {kind}, {trial.fused_attentions} fused attentions"
-            for trial in trials
-        ]
-        summary = "; ".join(said)
-        return cls(summary, {"summary": summary, **document})
-
-    def to_json(self) -> bytes:
-        """For programs."""
-        return json_bytes(self.document)
+    `measured` and `accuracy` are None where ranges were reused.
+    """
+    quantized = [layer.name for layer in recorded.quantized(layers)]
+    kind = config.scheme.upper()
+    said = [f"{len(quantized)} of {len(layers)} layers in {kind}"]
+    if measured is not None:
+        said[0] += f", {measured.arithmetic.share(quantized):.1%} of their multiply-adds"
+    if accuracy is not None:
+        said.append(accuracy_words(accuracy, held_out=data is None or data.holds_out))
+        if measured is not None and measured.budget.kind == "accuracy":
+            said[-1] += f" (FP32 {measured.budget.reference:.1%})"
+    said += [
+        f"TensorRT {trial.tensorrt} for {trial.capability}: {trial.quantized_layers} of "
+        f"{len(quantized)} multiplied in {kind}, {trial.fused_attentions} fused attentions"
+        for trial in trials
+    ]
+    return QuantizationReport(
+        summary="; ".join(said),
+        scheme=config.scheme,
+        residual=config.residual,
+        per_channel=config.per_channel,
+        layers=LayerCounts(quantized=len(quantized), all=len(layers)),
+        quantized_layers=quantized,
+        left_out=recorded.left_out,
+        fp32_nodes=recorded.fp32_nodes,
+        calibration=CalibrationRecord(
+            inputs=data.description if data else "none, ranges were reused",
+            kind=data.kind if data else "none",
+            method=config.method,
+        ),
+        activations=_activations(recorded),
+        engines=list(trials),
+        multiply_adds=_multiply_adds(measured, quantized) if measured else None,
+        search=_search(measured) if measured else None,
+        accuracy=accuracy,
+        notes=list(notes),
+        fields=dict(fields),
+    )
 
 
 def accuracy_words(accuracy: Accuracy, *, held_out: bool = True) -> str:
@@ -123,8 +116,14 @@ def save_curve(path: Path, measured: Measured, scheme: str) -> bool:
 
     def draw(axes: Any) -> None:
         axes.plot(shares, values, label="measured mixes")
-        axes.plot([100 * chosen.share], [budget.value(chosen.accuracy)], linestyle="none",
-                  markersize=11, markerfacecolor="none", label="chosen")  # fmt: skip
+        axes.plot(
+            [100 * chosen.share],
+            [budget.value(chosen.accuracy)],
+            linestyle="none",
+            markersize=11,
+            markerfacecolor="none",
+            label="chosen",
+        )
         least = budget.reference - budget.allowed
         if least > min(values) - 3 * (max(values) - min(values)) - 1e-3:
             axes.axhline(least, color="black", linestyle="--", linewidth=1, label="budget")
@@ -162,28 +161,29 @@ def _activations(recorded: Recorded) -> dict[str, Any]:
     }
 
 
-def _multiply_adds(measured: Measured, quantized: Sequence[str]) -> dict[str, Any]:
+def _multiply_adds(measured: Measured, quantized: Sequence[str]) -> MultiplyAdds:
     work = measured.arithmetic
-    return {
-        "counted": COUNTED,
-        "positions": work.positions,
-        "all": sum(work.by_layer.values()),
-        "attention": work.attention,
-        "share": work.share(quantized),
-        "share_with_attention": work.share(quantized, with_attention=True),
-    }
+    return MultiplyAdds(
+        counted=COUNTED,
+        positions=work.positions,
+        all=sum(work.by_layer.values()),
+        attention=work.attention,
+        share=work.share(quantized),
+        share_with_attention=work.share(quantized, with_attention=True),
+    )
 
 
-def _search(measured: Measured) -> dict[str, Any]:
+def _search(measured: Measured) -> SearchRecord:
     found = measured.search
-    return {
-        "budget": str(measured.budget),
-        "about": measured.budget.kind,
-        "reference": measured.budget.reference,
-        "allowed": measured.budget.allowed,
-        "simulated": asdict(found.accuracy),
-        "effects": found.effects,
-        "curve": [
-            {"left_out": p.left_out, "share": p.share, **asdict(p.accuracy)} for p in found.curve
+    return SearchRecord(
+        budget=str(measured.budget),
+        about=measured.budget.kind,
+        reference=measured.budget.reference,
+        allowed=measured.budget.allowed,
+        simulated=found.accuracy,
+        effects=found.effects,
+        curve=[
+            MixAccuracy(left_out=p.left_out, share=p.share, **asdict(p.accuracy))
+            for p in found.curve
         ],
-    }
+    )

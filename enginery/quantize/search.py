@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from enginery.core.errors import CheckFailedError, OptionError
-from enginery.quantize.accuracy import Accuracy
+from enginery.core.reports import Accuracy
 from enginery.quantize.config import QuantizeConfig, lost_accuracy
 
 HEADROOM = 0.95

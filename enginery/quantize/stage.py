@@ -38,18 +38,19 @@ from enginery.core.manifest import GraphRecord, StageRecord
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
+from enginery.core.reports import Accuracy, QuantizationReport
 from enginery.passes.cast import cast_graph
 from enginery.passes.graph_file import check_graph, read_graph, write_graph
 from enginery.passes.layers import Layer, find_layers
 from enginery.passes.nodes import infer_types
 from enginery.passes.qdq import insert_qdq
-from enginery.quantize.accuracy import Accuracy, Judge
+from enginery.quantize.accuracy import Judge
 from enginery.quantize.calibrate import Measured, calibrate, excluded_layers, scheme_of
 from enginery.quantize.config import QuantizeConfig, check_options
 from enginery.quantize.data import CalibrationData, read_data
 from enginery.quantize.dynamic import make_dynamic
 from enginery.quantize.recorded import RANGES, Recorded, find_ranges
-from enginery.quantize.report import QuantizationReport, budget_notes, save_curve
+from enginery.quantize.report import budget_notes, make_report, save_curve
 from enginery.quantize.trial import build_trials, check_trial
 from enginery.runtime.tracing import GraphTracer
 
@@ -57,7 +58,7 @@ STAGE = "quantize"
 STAGE_VERSION = "3"
 """Raised when the same inputs would give another artifact; part of the fingerprint."""
 
-REPORT = f"{REPORTS}/quantization.json"
+REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
 CURVE = f"{REPORTS}/quantization.svg"
 TOOLS = ("onnx", "onnx-ir", "numpy", "ml_dtypes", "tensorrt-rtx-cu13-bindings")
 _LEAST_OPSET = 19
@@ -197,9 +198,7 @@ def _make_static(
         notes += budget_notes(measured.budget, measured.judge.rows)
         if not save_curve(directory / CURVE, measured, config.scheme):
             notes.append(NOT_DRAWN)
-    report = QuantizationReport.of(
-        layers, recorded, measured, accuracy, trials, config, data, notes, fields
-    )
+    report = make_report(layers, recorded, measured, accuracy, trials, config, data, notes, fields)
     (directory / REPORTS / RANGES).write_bytes(recorded.to_json())
     return (record,), report, notes
 

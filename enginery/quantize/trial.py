@@ -11,7 +11,6 @@ FP8.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from enginery.core.artifact import Artifact
@@ -19,6 +18,7 @@ from enginery.core.errors import ProviderError
 from enginery.core.feeds import FeedLimits
 from enginery.core.manifest import GraphRecord
 from enginery.core.model_files import ModelConfig
+from enginery.core.reports import EngineTrial
 from enginery.core.shapes import Profile, dynamic_dims
 from enginery.passes.layers import Layer
 from enginery.passes.lint import lint_onnx
@@ -27,24 +27,6 @@ from enginery.runtime.tensorrt.library import require_tensorrt
 from enginery.runtime.tensorrt.process import RTX, build_plan, parse_onnx, resolve_capabilities
 
 _BATCH = (1, 8, 32)
-
-
-@dataclass(frozen=True)
-class EngineTrial:
-    """One engine that was built, and thrown away."""
-
-    capability: str
-    tensorrt: str
-    profiles: tuple[str, ...]
-    layers: dict[str, int]
-    """Engine layers by kind and precision."""
-    quantized_layers: int
-    """Quantized layers of the graph that the engine multiplies in their type."""
-    not_quantized: tuple[str, ...]
-    """Those that it multiplies in another precision, or whose kernel it does not name."""
-    fused_attentions: int
-    plan_bytes: int
-    seconds: float
 
 
 def check_trial(artifact: Artifact, config: QuantizeConfig) -> None:

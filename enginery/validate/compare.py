@@ -22,18 +22,18 @@ from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
 from enginery.core.precision import QuantizedTolerance, Tolerance
 from enginery.core.progress import SILENT, Progress
+from enginery.core.reports import CaseResult, OutputMetrics
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers import Provider
 from enginery.runtime.providers.known import CUDA
-from enginery.runtime.providers.selection import Provider
 from enginery.validate.budget import is_quantized, quantization_budget
 from enginery.validate.cases import Case
 from enginery.validate.config import ValidateConfig
 from enginery.validate.embeddings import EmbeddingComparison
-from enginery.validate.metrics import OutputMetrics, measure, unmatched
+from enginery.validate.metrics import measure, unmatched
 from enginery.validate.overall import OverallComparison
 from enginery.validate.padding import kept_positions
 from enginery.validate.reference import Answers, Expected
-from enginery.validate.report import CaseResult
 
 Outputs = dict[str, NDArray[Any]]
 

@@ -24,6 +24,7 @@ from enginery.core.errors import ProviderError, ShapeError
 from enginery.core.feeds import Feeds, is_padding_mask
 from enginery.core.manifest import GraphRecord
 from enginery.core.profile_choice import choose_profile
+from enginery.core.reports import CaseResult
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim
 from enginery.runtime.engines import choose_with_engines, reachable_profile
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
@@ -31,7 +32,7 @@ from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.specification import ProviderSpec
 from enginery.runtime.real_inputs import fixed_batch
 from enginery.validate.cases import Case
-from enginery.validate.report import UNTAKEN, CaseResult
+from enginery.validate.report import UNTAKEN
 
 _ROWS = "batch"
 

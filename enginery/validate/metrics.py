@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.precision import PRECISION_OF_DTYPE, QuantizedTolerance, Tolerance
+from enginery.core.reports import OutputMetrics
 from enginery.validate.differences import Differences, differences, disagreeing_scores
 from enginery.validate.padding import Kept
 
@@ -34,53 +35,6 @@ class NoiseFloor:
     def widest(self, other: NoiseFloor) -> NoiseFloor:
         """The larger of two. On an output of two numbers, PyTorch is now and then right by luck."""
         return NoiseFloor(max(self.max_abs, other.max_abs), min(self.cosine, other.cosine))
-
-
-@dataclass(frozen=True)
-class OutputMetrics:
-    """One output of one case against PyTorch; NaN is what could not be measured."""
-
-    output: str
-    shape: tuple[int, ...]
-    max_abs: float
-    p99_abs: float
-    max_rel: float
-    """Largest error relative to the reference's largest magnitude."""
-    cosine: float
-    argmax_agreement: float
-    """Share of rows with the same largest element; near ties, closer than a finite limit, count as
-    agreement. 1.0 for outputs that are not scores."""
-    nonfinite: int
-    """Elements that are NaN or infinite on one side only."""
-    noise_floor: float
-    """PyTorch's own largest error at this precision on the same inputs."""
-    limit: float
-    """The largest absolute error that passes; infinite where any does."""
-    cosine_limit: float
-    """The smallest cosine that passes; -1 where the output is no larger than noise, so that it
-    has no direction."""
-    problem: str
-    """Why it fails, in words; empty when it passes."""
-
-    @property
-    def passed(self) -> bool:
-        return not self.problem
-
-    @property
-    def badness(self) -> float:
-        """For ranking: the error in units of its limit; what fails ranks above all that passes.
-
-        Where any error passes, it is what the cosine falls short of 1 by.
-        """
-        if not math.isfinite(self.max_abs) or self.nonfinite:
-            return math.inf
-        if math.isfinite(self.limit):
-            error, limit = self.max_abs, self.limit
-        else:
-            error, limit = 1.0 - self.cosine, 1.0 - self.cosine_limit
-        ratio = error / limit if limit else math.inf
-        ratio = 0.0 if error == 0 else ratio
-        return 1.0 + ratio if self.problem else ratio
 
 
 def measure(

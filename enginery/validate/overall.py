@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
+from enginery.core.reports import OverallMetrics
 from enginery.validate.differences import Products, differences
 from enginery.validate.padding import kept_positions
 from enginery.validate.reference import Expected
-from enginery.validate.report import OverallMetrics
 
 
 class OverallComparison:

@@ -1,6 +1,6 @@
-"""What a validation found, as the JSON that `reports/validation.json` holds, and in one sentence.
+"""What a validation found, in one sentence.
 
->>> ValidationReport.from_json(Path("minilm/reports/validation.json").read_bytes()).summary
+>>> summarize(report.cases, report.embeddings, report.overall)
 '23 outputs agree with PyTorch; largest error 1.4e-06 of 1.1e-05 allowed (…)'
 """
 
@@ -8,105 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from enginery.core.json_file import json_bytes, parse_json
-from enginery.validate.metrics import OutputMetrics
+from enginery.core.reports import CaseResult, EmbeddingMetrics, OutputMetrics, OverallMetrics
 
 UNTAKEN = "no engine takes it: "
 """What the reason of a case starts with that is outside the profiles of the engines."""
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """One case on one graph."""
-
-    graph: str
-    name: str
-    kind: str
-    shapes: dict[str, list[int]]
-    """Of the inputs."""
-    outputs: list[OutputMetrics]
-    problem: str
-    """Why nothing could be compared; empty where it could."""
-    skipped: str = ""
-    """Why the case does not count: PyTorch itself rejects it, or no engine takes it."""
-
-    @property
-    def passed(self) -> bool:
-        return not self.problem and all(output.passed for output in self.outputs)
-
-
-@dataclass(frozen=True)
-class EmbeddingMetrics:
-    """Sentence embeddings, pooled as the model's own configuration says, against PyTorch's."""
-
-    sentences: int
-    min_cosine: float
-    mean_cosine: float
-    neighbour_agreement: float
-    """Share of sentences whose nearest other sentence is the same one, or as near."""
-    problem: str = ""
-    """Why they fail, in words; empty when they pass."""
-
-
-@dataclass(frozen=True)
-class OverallMetrics:
-    """One output of a quantized graph over all real inputs together, as if they were one."""
-
-    graph: str
-    output: str
-    inputs: int
-    """Rows: sentences or images."""
-    cosine: float
-    cosine_limit: float
-    problem: str = ""
-    """Why it fails, in words; empty when it passes."""
-
-
-@dataclass(frozen=True)
-class ValidationReport:
-    """The whole of `reports/validation.json`."""
-
-    passed: bool
-    summary: str
-    precision: str
-    providers: list[dict[str, Any]]
-    reference: dict[str, str]
-    tolerance: dict[str, Any]
-    cases: list[CaseResult]
-    embeddings: EmbeddingMetrics | None
-    notes: list[str]
-    tools: dict[str, str]
-    seconds: float
-    overall: list[OverallMetrics] = field(default_factory=list)
-    """For a quantized artifact that is held to its own budget."""
-    schema_version: int = field(default=1)
-
-    def worst(self) -> tuple[CaseResult, OutputMetrics] | None:
-        """The case and output farthest beyond its limit, or else nearest to it."""
-        pairs = [(case, output) for case in self.cases for output in case.outputs]
-        return max(pairs, key=lambda pair: pair[1].badness, default=None)
-
-    def to_json(self) -> bytes:
-        """JSON without NaN, which JSON does not have: a number that is none becomes null."""
-        return json_bytes(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: bytes) -> ValidationReport:
-        """Reads what `to_json` wrote; raises ValueError for anything else."""
-        from pydantic import TypeAdapter
-
-        return TypeAdapter(cls).validate_python(_numbers(parse_json(text)))
-
-
-_FLOATS = frozenset(
-    name
-    for record in (OutputMetrics, EmbeddingMetrics, OverallMetrics)
-    for name, kind in record.__annotations__.items()
-    if kind in ("float", float)
-)
 
 
 def summarize(
@@ -160,13 +66,3 @@ def _nearest_to_fail(output: OutputMetrics, where: str, overall: Sequence[Overal
     if math.isfinite(output.limit):
         return f"largest error {output.max_abs:.2g} of {output.limit:.2g} allowed ({where})"
     return f"cosine {output.cosine:.4f}, at least {output.cosine_limit:.4f} expected ({where})"
-
-
-def _numbers(value: Any) -> Any:
-    """The inverse of `json_bytes` for the fields that are numbers."""
-    if isinstance(value, dict):
-        return {
-            key: math.nan if item is None and key in _FLOATS else _numbers(item)
-            for key, item in value.items()
-        }
-    return [_numbers(item) for item in value] if isinstance(value, list) else value

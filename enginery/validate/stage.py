@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.engine_record import engine_directories
@@ -41,6 +40,7 @@ from enginery.core.manifest import Verdict
 from enginery.core.model_files import ModelConfig
 from enginery.core.precision import QuantizedTolerance
 from enginery.core.progress import SILENT, Progress
+from enginery.core.reports import CaseResult, OverallMetrics, ProviderRecord, ValidationReport
 from enginery.core.source import ModelSource, resolve_record, resolve_source
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import choose_providers
@@ -55,11 +55,11 @@ from enginery.validate.engine_cases import reached_profiles, within_profiles
 from enginery.validate.overall import OverallComparison
 from enginery.validate.real_inputs import real_cases, require_use_for_data
 from enginery.validate.reference import ask_pytorch
-from enginery.validate.report import CaseResult, OverallMetrics, ValidationReport, summarize
+from enginery.validate.report import summarize
 
 STAGE = "validate"
 STAGE_VERSION = "4"
-REPORT = f"{REPORTS}/validation.json"
+REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
 # What is trusted says nothing about the outputs.
@@ -127,7 +127,7 @@ def finished(artifact: Artifact, config: ValidateConfig) -> ValidationReport | N
         if not _note(verdict.key, written).exists():
             return None
         report = ValidationReport.from_json(written)
-    except (OSError, ValueError, RecursionError):  # removed, damaged, or of another version
+    except (OSError, ValueError):  # removed, damaged, or of another version
         return None
     return report if report.passed == verdict.passed else None
 
@@ -162,7 +162,7 @@ def run(
     embeddings = _embeddings(artifact, notes)
     overall = OverallComparison() if limits.overall_cosine is not None else None
     results: list[CaseResult] = []
-    providers: list[dict[str, Any]] = []
+    providers: list[ProviderRecord] = []
     for record in manifest.graphs:
         real, said = real_cases(artifact, record, config)
         promised = [*profiles[record.file], *reached[record.file]]
@@ -186,7 +186,10 @@ def run(
                 providers=providers_of(config),
                 allow_fallback=config.allow_fallback,
             ) as runner:
-                providers = [asdict(provider) for provider in runner.providers]
+                providers = [
+                    {"name": p.name, "reason": p.reason, "options": p.options}
+                    for p in runner.providers
+                ]
                 limits = limits.where(runner.providers)
                 results += compare_graph(
                     runner, record, cases, answers, limits,

@@ -9,7 +9,6 @@ import pytest
 
 from enginery.bench.config import BenchConfig
 from enginery.bench.process import Contender
-from enginery.bench.result import BenchResult
 from enginery.bench.rows import lines, tables
 from enginery.bench.stage import run
 from enginery.core.errors import (
@@ -22,6 +21,7 @@ from enginery.core.errors import (
 )
 from enginery.core.fingerprint import Fingerprint
 from enginery.core.manifest import Verdict
+from enginery.core.reports import BenchResult
 from tests.bench.made import QUICK, save_detector, save_photographs
 
 

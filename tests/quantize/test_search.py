@@ -1,7 +1,7 @@
 import pytest
 
 from enginery.core.errors import CheckFailedError, OptionError
-from enginery.quantize.accuracy import Accuracy
+from enginery.core.reports import Accuracy
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.report import budget_notes
 from enginery.quantize.search import Budget, search_mix

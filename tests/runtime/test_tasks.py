@@ -20,7 +20,7 @@ from enginery.core.shapes import TensorSpec
 from enginery.pipeline import export_triton
 from enginery.predict.config import PredictConfig
 from enginery.predict.stage import run as predict
-from enginery.publish.card_loading import loading_snippets
+from enginery.publish.card.snippets import loading_snippets
 from enginery.publish.pyfunc import _load_pyfunc
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks import TASKS, answered_tasks, task_of

@@ -9,11 +9,11 @@ import pytest
 from enginery import Artifact, quantize_model, validate_model
 from enginery.core.artifact import commit_artifact
 from enginery.core.errors import ArtifactError, OptionError
+from enginery.core.reports import Accuracy, QuantizationReport, ValidationReport
 from enginery.show import report_lines
 from enginery.validate.budget import quantization_budget
 from enginery.validate.config import ValidateConfig
 from enginery.validate.overall import OverallComparison
-from enginery.validate.report import ValidationReport
 from enginery.validate.stage import finished
 from tests.tiny import TEXT, save_tiny
 from tests.validate import faults
@@ -81,6 +81,13 @@ def with_options(made, tmp_path):
         return opened.annotate(reports={"reports/quantization.json": report.encode()})
 
     return make
+
+
+def measured(cosine):
+    """A report of the stage with this mean cosine."""
+    accuracy = Accuracy(64, cosine, cosine, None, None, None)
+    report = QuantizationReport("measured", "int8", notes=[], fields={}, accuracy=accuracy)
+    return report.to_json().decode()
 
 
 @pytest.mark.parametrize("model", [GPT2, DISTILBERT])
@@ -193,7 +200,7 @@ def test_limits_of_the_users_own_go_before_the_budget(made, copied):
 
 
 def test_without_a_cosine_for_a_budget_what_was_measured_counts(with_options):
-    report = json.dumps({"accuracy": {"cosine": 0.995, "rows": 64}})
+    report = measured(0.995)
     for options in ({"min_cosine": -1.0}, {"accuracy_budget": "1%"}, {"label_column": "label"}):
         budget = quantization_budget(with_options(report=report, **options))
         assert budget.min_cosine(own_data=False) == pytest.approx(0.95)
@@ -202,7 +209,7 @@ def test_without_a_cosine_for_a_budget_what_was_measured_counts(with_options):
 
 def test_budget_that_was_not_held_is_none(with_options):
     """A scheme that is not calibrated may be measured below the cosine that was asked for."""
-    report = json.dumps({"accuracy": {"cosine": 0.99}})
+    report = measured(0.99)
     budget = quantization_budget(with_options(report=report, scheme="dynamic"))
     assert budget.cosine == 0.99
     assert budget.describe(own_data=True).startswith("dynamic: over all real inputs")

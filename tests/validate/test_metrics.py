@@ -7,15 +7,11 @@ import numpy as np
 import pytest
 
 from enginery.core.precision import Tolerance
+from enginery.core.reports import CaseResult, EmbeddingMetrics, ValidationReport
 from enginery.core.shapes import TensorSpec
 from enginery.validate.metrics import NoiseFloor, measure, noise_floor
 from enginery.validate.padding import kept_positions
-from enginery.validate.report import (
-    CaseResult,
-    EmbeddingMetrics,
-    ValidationReport,
-    summarize,
-)
+from enginery.validate.report import summarize
 
 FP32 = Tolerance.for_precision("fp32")
 QUIET = NoiseFloor(1e-6, 1.0)

@@ -21,8 +21,8 @@ from enginery.core.errors import (
 )
 from enginery.core.manifest import Verdict
 from enginery.core.progress import Silent
+from enginery.core.reports import ValidationReport
 from enginery.validate.config import ValidateConfig
-from enginery.validate.report import ValidationReport
 from enginery.validate.stage import fingerprint
 from tests.tolerances import SCORES
 from tests.validate import faults

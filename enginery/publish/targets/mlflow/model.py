@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import enginery
 from enginery.core.manifest import Manifest
-from enginery.publish.card_loading import example_texts
+from enginery.publish.card.snippets import example_texts
 from enginery.publish.package import Package
 from enginery.runtime.pooling import Vectors
 from enginery.runtime.tasks import manifest_task

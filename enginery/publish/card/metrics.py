@@ -1,6 +1,6 @@
 """The figures of an artifact's reports by name, for registries that chart them.
 
->>> metrics(Reports.read(Artifact.open("minilm")))["validation.max_abs_error"]
+>>> metrics(Reports.of(Artifact.open("minilm")))["validation.max_abs_error"]
 3.8e-06
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 
-from enginery.publish.card_reports import Benchmark, Quantization, Reports, Validation
+from enginery.core.reports import BenchResult, QuantizationReport, Reports, ValidationReport
 
 Figures = Iterator[tuple[str, float | None]]
 
 
 def metrics(reports: Reports) -> dict[str, float]:
-    """Every figure by a name that MLflow takes; what was not measured is not there."""
+    """Return every figure by a name that MLflow takes; what was not measured is not there."""
     found: list[tuple[str, float | None]] = []
     if reports.validation:
         found += _validation_metrics(reports.validation)
@@ -31,8 +32,8 @@ def metrics(reports: Reports) -> dict[str, float]:
     }
 
 
-def _validation_metrics(found: Validation) -> Figures:
-    outputs = found.outputs()
+def _validation_metrics(found: ValidationReport) -> Figures:
+    outputs = [output for case in found.cases for output in case.outputs]
     yield "validation.passed", float(found.passed)
     yield "validation.outputs", len(outputs)
     yield "validation.max_abs_error", _largest(o.max_abs for o in outputs)
@@ -44,17 +45,18 @@ def _validation_metrics(found: Validation) -> Figures:
         yield "validation.embeddings_neighbour_agreement", found.embeddings.neighbour_agreement
 
 
-def _quantization_metrics(found: Quantization) -> Figures:
-    yield "quantization.layers", found.layers.quantized
+def _quantization_metrics(found: QuantizationReport) -> Figures:
+    if found.layers:
+        yield "quantization.layers", found.layers.quantized
     if found.multiply_adds:
         yield "quantization.multiply_adds_share", found.multiply_adds.share
     if found.accuracy:
-        for name in ("cosine", "worst_cosine", "neighbour_agreement", "argmax_agreement",
-                     "label_accuracy"):  # fmt: skip
-            yield f"quantization.{name}", getattr(found.accuracy, name)
+        for name, value in asdict(found.accuracy).items():
+            if name != "rows":
+                yield f"quantization.{name}", value
 
 
-def _benchmark_metrics(found: Benchmark) -> Figures:
+def _benchmark_metrics(found: BenchResult) -> Figures:
     for contender in found.contenders:
         yield f"peak_rss_bytes.{contender.name}", contender.peak_rss_bytes
     for case in found.cases:
@@ -66,9 +68,9 @@ def _benchmark_metrics(found: Benchmark) -> Figures:
             yield f"speedup.{two.contender}_beside_{two.base}.{at}", two.speedup
 
 
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
+def _largest(values: Iterable[float]) -> float | None:
+    return max(filter(math.isfinite, values), default=None)
 
 
-def _least(values: Iterable[float | None]) -> float | None:
-    return min((value for value in values if value is not None), default=None)
+def _least(values: Iterable[float]) -> float | None:
+    return min(filter(math.isfinite, values), default=None)

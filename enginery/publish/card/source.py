@@ -1,4 +1,4 @@
-"""What the source's own card says: licence, base model, languages, limitations.
+"""Read the source's own card: licence, base model, languages, limitations.
 
 Takes where a model came from; leaves what a card of something made from it has to carry over.
 
@@ -14,12 +14,10 @@ guessed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from enginery.core.errors import SourceError
 from enginery.core.manifest import SourceRecord
@@ -28,11 +26,20 @@ from enginery.publish.config import PublishConfig
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_FRONT = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _HEADING = re.compile(r"^(#{1,6})[ \t]+(.+?)[ \t#]*$")
 _FENCE = re.compile(r"^ {0,3}(```|~~~)")
-_CARRIED = ("limitation", "bias", "risk", "intended use", "out-of-scope", "out of scope", "misuse",
-            "license", "licence", "ethical")  # fmt: skip
+_CARRIED = (
+    "limitation",
+    "bias",
+    "risk",
+    "intended use",
+    "out-of-scope",
+    "out of scope",
+    "misuse",
+    "license",
+    "licence",
+    "ethical",
+)
 """Words of headings whose sections a derived model's card must not lose."""
 _SECTION_CHARACTERS = 20_000
 _NO_CARD = "the source has no card (README.md), so its licence is not known"
@@ -60,11 +67,11 @@ class SourceCard:
 
     @property
     def limitations(self) -> tuple[str, ...]:
-        """The headings of what is carried over."""
+        """Return the headings of what is carried over."""
         return tuple(heading for heading, _ in self.sections)
 
     def with_options(self, config: PublishConfig) -> SourceCard:
-        """The same with what the options say, which is then what is known."""
+        """Return the same with what the options say, which is then what is known."""
         found = replace(self, is_read=True) if config.license or config.base_model else self
         if config.license:
             found = replace(found, license=config.license, license_name="", license_link="")
@@ -74,7 +81,7 @@ class SourceCard:
 
 
 def read_source_card(source: SourceRecord) -> SourceCard:
-    """Reads the card of the model that an artifact was made from, where there is one."""
+    """Read the card of the model that an artifact was made from, where there is one."""
     base_model = source.id.partition("@")[0] if source.kind == "hub" else ""
     path, problem = _find(source)
     if path is None:
@@ -89,22 +96,23 @@ def read_source_card(source: SourceRecord) -> SourceCard:
 
 
 def parse_card(text: str, base_model: str = "") -> SourceCard:
-    """What a card says.
+    """Return what a card says.
 
     Args:
         text: of the README.md.
         base_model: the Hub id of the model that the card is about; empty where it is not on the
             Hub, and then the card's own `base_model`, if it names one, is the nearest there is.
     """
-    front = _FRONT.match(text)
-    body = text[front.end() :] if front else text
-    notes: tuple[str, ...] = ()
-    data: Mapping[str, Any] = {}
-    if front:
+    from huggingface_hub import RepoCard
+
+    text = text.removeprefix("\ufeff")
+    body, notes, data = text, tuple[str, ...](), dict[str, Any]()
+    if text.startswith("---"):
+        # RepoCard and not ModelCard, which takes the letters of `tags: word` for tags.
         try:
-            loaded = yaml.safe_load(front[1])
-            data = loaded if isinstance(loaded, Mapping) else {}
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            card = RepoCard(text)
+            body, data = card.text, card.data.to_dict()
+        except Exception as error:  # what YAML or the library raises for a stranger's metadata
             first = str(error).partition("\n")[0]
             notes = (f"the metadata of the source's card cannot be read: {first}",)
     license_id = _text(data.get("license"))
@@ -124,7 +132,7 @@ def parse_card(text: str, base_model: str = "") -> SourceCard:
 
 
 def _find(source: SourceRecord) -> tuple[Path | None, str]:
-    """The source's card, or None and why there is none."""
+    """Return the path of the source's card, or None and why there is none."""
     if source.kind == "hub":
         return _hub_card(source)
     try:
@@ -137,13 +145,11 @@ def _find(source: SourceRecord) -> tuple[Path | None, str]:
 
 
 def _hub_card(source: SourceRecord) -> tuple[Path | None, str]:
-    """The card of a Hub model at its commit: from the Hub library's cache, or the Hub."""
+    """Return the card of a Hub model at its commit: from the library's cache, or the Hub."""
     unknown = f"the card of {source.id} cannot be had from the Hub, so its licence is not known"
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-    except ImportError:
-        return None, f"{unknown}: huggingface_hub is not installed"
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
     try:
         name = source.id.partition("@")[0]
         return Path(hf_hub_download(name, CARD, revision=source.revision or None)), ""
@@ -156,7 +162,7 @@ def _hub_card(source: SourceRecord) -> tuple[Path | None, str]:
 
 
 def _carried(body: str) -> Iterator[tuple[str, str]]:
-    """The sections under a heading with one of the words, their subsections included."""
+    """Yield the sections under a heading with one of the words, with their subsections."""
     heading, level, lines, fenced = "", 0, list[str](), False
     for line in body.splitlines():
         if _FENCE.match(line):
@@ -183,7 +189,7 @@ def _section(lines: list[str]) -> str:
 
 
 def _text(value: Any) -> str:
-    """A plain value as one line; the first of a list."""
+    """Return a plain value as one line; of a list, its first."""
     if isinstance(value, list):
         value = value[0] if value else ""
     return " ".join(str(value).split()) if isinstance(value, str | int | float) else ""
