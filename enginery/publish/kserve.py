@@ -26,7 +26,7 @@ from enginery.publish.kserve_manifest import MADE_BY, inference_service, is_imag
 from enginery.publish.kserve_options import MOST_LETTERS_KNATIVE, KserveConfig
 from enginery.publish.package import registry_name
 from enginery.runtime.engines import read_engines
-from enginery.runtime.tasks import answered_tasks, manifest_task
+from enginery.runtime.tasks import manifest_task, supported_tasks
 from enginery.runtime.tensorrt_options import CLASSIC
 
 FILE = "inferenceservice.yaml"
@@ -71,7 +71,7 @@ def run(
     if config.runtime == "enginery" and manifest_task(artifact.manifest) is None:
         raise OptionError(
             f"{artifact.path} was exported for {artifact.manifest.task}, and `enginery serve` "
-            f"answers {', '.join(answered_tasks())}.",
+            f"answers {', '.join(supported_tasks())}.",
             do="Use --runtime triton.",
         )
     if config.provider == "tensorrt":

@@ -1,6 +1,6 @@
 """Inputs to run a model on when no data are given: sentences in many languages, images from code.
 
-    >>> len(SENTENCES), made_images(2)[0].shape
+    >>> len(SENTENCES), synthetic_images(2)[0].shape
     (16, (96, 160, 3))
 
 The sentences differ in script, length and punctuation, so that tokenizers make ragged batches. Fit
@@ -33,7 +33,7 @@ SENTENCES = (
 )
 
 
-def made_images(count: int = 6) -> list[NDArray[np.uint8]]:
+def synthetic_images(count: int = 6) -> list[NDArray[np.uint8]]:
     """RGB images, uint8 (height, width, 3), of different sizes and contents, always the same."""
     generator = np.random.default_rng(0)
     images = []

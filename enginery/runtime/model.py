@@ -24,7 +24,7 @@ from enginery.runtime.run_fit import require_fit
 from enginery.runtime.tasks import TASKS, require_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
-from enginery.runtime.tasks.task import Work
+from enginery.runtime.tasks.task import ModelInputs
 
 
 class Model(Closing):
@@ -76,8 +76,8 @@ class Model(Closing):
         task = self.definition
         read = task.Options.read(options)
         if isinstance(task, ImageTask):  # pixels are large: not all images are held at once
-            outputs = self._batches.run_each(task.image_rows(inputs))
-            return task.collect(task.postprocess(Work([]), outputs, read))
+            outputs = self._batches.run_stream(task.image_rows(inputs))
+            return task.collect(task.postprocess(ModelInputs([]), outputs, read))
         work = task.preprocess(inputs, read)
         with self._lock:
             self.truncated += sum(row.truncated for row in work.rows)

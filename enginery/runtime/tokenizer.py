@@ -31,24 +31,24 @@ from enginery.core.model_files import (
 )
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.tokenizer_files import (
-    follow_settings,
+    apply_settings,
+    failure_reason,
     length_limit,
     load_tokenizer,
-    special_id,
-    tokenizer_failure,
+    special_token_id,
 )
 
 # As transformers' question-answering pipeline cuts a long context.
 _WINDOW = 384
 _WINDOW_OVERLAP = 128
 
-_LETTERS_A_TOKEN = 32
+_CHARACTERS_PER_TOKEN = 32
 """A text is first looked at up to so many letters for each token that the model takes."""
-_MOST_LETTERS_A_TOKEN = 1024
+_MAX_CHARACTERS_PER_TOKEN = 1024
 """What comes later of a text is not looked at."""
 _MARGIN = 64
 """Tokens beyond the limit which show that the place of the cut, within a word, is of no effect."""
-_MOST_ADDED, _MOST_ADDED_LETTERS = 1000, 2**14
+_MAX_ADDED_TOKENS, _MAX_ADDED_CHARACTERS = 1000, 2**14
 """Tokens beside the vocabulary that Python looks for in a text, and their letters together."""
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
@@ -76,7 +76,7 @@ class TokenIds:
 
 
 @dataclass(frozen=True)
-class QuickEncoder:
+class FastEncoder:
     """Token ids as `encode_batch` gives them, without offsets and in less time.
 
     BERT's normalizer takes a third of the time, and only lowercases plain ASCII, which Python does
@@ -91,7 +91,7 @@ class QuickEncoder:
     """The added tokens in lower case; empty without `plain`."""
 
     @classmethod
-    def of(cls, tokenizer: Any) -> QuickEncoder:
+    def from_tokenizer(cls, tokenizer: Any) -> FastEncoder:
         """Build it, sharing the tokenizer's vocabulary, of which there may be megabytes."""
         from tokenizers import Tokenizer, normalizers
 
@@ -101,7 +101,7 @@ class QuickEncoder:
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
         # Python looks for them one by one and holds the interpreter's lock; `tokenizers` looks for
         # all at once, without the lock, and knows what its normalizer makes of other letters.
-        is_short = len(added) <= _MOST_ADDED and sum(map(len, added)) <= _MOST_ADDED_LETTERS
+        is_short = len(added) <= _MAX_ADDED_TOKENS and sum(map(len, added)) <= _MAX_ADDED_CHARACTERS
         if not (is_short and all(text.isascii() and text.isprintable() for text in added)):
             return cls(tokenizer, None, ())
         plain = Tokenizer(tokenizer.model)
@@ -145,9 +145,9 @@ Encode = Callable[[list[Any]], list[Any]]
 class TextTokenizer:
     """The tokenizer of one model, with what its config files say of it."""
 
-    texts: Any
+    backend: Any
     """`tokenizers.Tokenizer` that cuts single texts at `limit`."""
-    pairs: Callable[[], Any]
+    load_pair_backend: Callable[[], Any]
     """The same for (question, context), read when it is asked for: a long context becomes
     overlapping windows."""
     limit: int
@@ -168,7 +168,7 @@ class TextTokenizer:
     """sentence-transformers strips texts."""
     clean_up: bool
     """Decoded text loses the spaces before punctuation."""
-    spread: Callable[[Encode, list[Any]], list[Any]] | None = None
+    parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None
     """Runs an encoding of a list of texts, in pieces and in other threads perhaps; None to run it
     as it is, where a list goes through the threads that all tokenizers of the process share."""
 
@@ -180,7 +180,7 @@ class TextTokenizer:
             ArtifactError: there is no tokenizer.json, it or a config file cannot be read, or it
                 does not take the settings that the config files have for it.
         """
-        texts = load_tokenizer(directory)
+        backend = load_tokenizer(directory)
         settings = TokenizerConfig.read(directory)
         config = ModelConfig.read(directory)
         sentence = SentenceBertConfig.read(directory)
@@ -189,19 +189,19 @@ class TextTokenizer:
 
         def configure(tokenizer: Any, **truncation: Any) -> None:
             try:
-                follow_settings(tokenizer, settings)
+                apply_settings(tokenizer, settings)
                 tokenizer.enable_truncation(**truncation)
             except BaseException as error:
                 raise ArtifactError(
                     f"{directory / 'tokenizer.json'} does not take the settings of "
                     f"tokenizer_config.json and a limit of {truncation['max_length']} tokens: "
-                    f"{tokenizer_failure(error)}."
+                    f"{failure_reason(error)}."
                 ) from error
 
-        configure(texts, max_length=limit, direction=settings.truncation_side)
+        configure(backend, max_length=limit, direction=settings.truncation_side)
 
         @cache
-        def pairs() -> Any:
+        def load_pair_backend() -> Any:
             tokenizer = load_tokenizer(directory)
             window = min(limit, _WINDOW)
             stride = min(window // 2, _WINDOW_OVERLAP)
@@ -209,15 +209,15 @@ class TextTokenizer:
             return tokenizer
 
         return cls(
-            texts=texts,
-            pairs=pairs,
+            backend=backend,
+            load_pair_backend=load_pair_backend,
             limit=limit,
             limit_source=limit_source,
-            pad_id=special_id(texts, special.pad_token),
+            pad_id=special_token_id(backend, special.pad_token),
             pad_type_id=settings.pad_token_type_id,
             pad_left=settings.padding_side == "left",
-            unk_id=special_id(texts, special.unk_token),
-            cls_id=special_id(texts, special.cls_token),
+            unk_id=special_token_id(backend, special.unk_token),
+            cls_id=special_token_id(backend, special.cls_token),
             mask_token=special.mask_token or "",
             lower_case=sentence.do_lower_case,
             strip=(directory / "modules.json").is_file(),
@@ -235,23 +235,23 @@ class TextTokenizer:
                 cannot be tokenized; the message has its index.
         """
         check_texts(texts, pairs=True)
-        way = self.texts.encode_batch if offsets else self._quick.encode
-        most = self.limit * _LETTERS_A_TOKEN
+        encode_batch = self.backend.encode_batch if offsets else self._fast_encoder.encode
+        most = self.limit * _CHARACTERS_PER_TOKEN
 
         def encode(items: Sequence[Any]) -> list[Any]:
             cut = [
                 self._cut(text) if isinstance(text, str) and len(text) > most else text
                 for text in items
             ]
-            return way(cut) if len(cut) == 1 else self._run(way, cut)
+            return encode_batch(cut) if len(cut) == 1 else self._run(encode_batch, cut)
 
         try:
             return encode(texts)
         except BaseException as error:
-            tokenizer_failure(error)  # raises what is not the tokenizer's
+            failure_reason(error)  # raises what is not the tokenizer's
             return _encode_each(encode, texts)  # finds the text that fails
 
-    def encode_whole(self, texts: Sequence[str], *, special: bool) -> list[Any]:
+    def encode_untruncated(self, texts: Sequence[str], *, special: bool) -> list[Any]:
         """One `tokenizers.Encoding` a text, not cut; with special tokens around it or without.
 
         Raises:
@@ -260,7 +260,7 @@ class TextTokenizer:
         check_texts(texts)
 
         def encode(items: list[Any]) -> list[Any]:
-            encodings: list[Any] = self._whole.encode_batch(items, add_special_tokens=special)
+            encodings: list[Any] = self._untruncated.encode_batch(items, add_special_tokens=special)
             return encodings
 
         return _encode_each(lambda items: self._run(encode, items), texts)
@@ -275,16 +275,16 @@ class TextTokenizer:
         Raises:
             InputError: an id is none of this tokenizer.
         """
-        before, after = self._special_around
+        before, after = self._special_tokens_around
         inner = list(ids)
         ends = len(inner) - len(after)
         if before + after and inner[: len(before)] == before and inner[ends:] == after:
             inner = inner[len(before) : ends]
         room = max(self.limit - len(before) - len(after), 0)
         cut = len(inner) > room
-        left = self.texts.truncation["direction"] == "left"
+        left = self.backend.truncation["direction"] == "left"
         inner = inner[len(inner) - room :] if cut and left else inner[:room]
-        size = self.texts.get_vocab_size(with_added_tokens=True)
+        size = self.backend.get_vocab_size(with_added_tokens=True)
         for found in inner:
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:
                 raise InputError(
@@ -299,28 +299,30 @@ class TextTokenizer:
         `encode_batch` lets go of the interpreter and `Tokenizer.encode` does not. It takes a
         single text in this thread, and a list through threads that the whole process shares.
         """
-        return encode(texts) if self.spread is None else self.spread(encode, texts)
+        return (
+            encode(texts) if self.parallel_encode is None else self.parallel_encode(encode, texts)
+        )
 
     @cached_property
-    def _quick(self) -> QuickEncoder:
-        return QuickEncoder.of(self.texts)
+    def _fast_encoder(self) -> FastEncoder:
+        return FastEncoder.from_tokenizer(self.backend)
 
     @cached_property
-    def _whole(self) -> Any:
+    def _untruncated(self) -> Any:
         """A copy of the tokenizer that does not cut texts."""
-        copy = type(self.texts).from_str(self.texts.to_str())
+        copy = type(self.backend).from_str(self.backend.to_str())
         copy.no_truncation()
         return copy
 
     @cached_property
-    def _special_around(self) -> tuple[list[int], list[int]]:
+    def _special_tokens_around(self) -> tuple[list[int], list[int]]:
         """The special tokens that the model has before a text and after it."""
         try:
-            (encoding,) = self.texts.encode_batch(["a"])
+            (encoding,) = self.backend.encode_batch(["a"])
         except BaseException as error:
             raise InputError(
                 "token ids cannot be taken: the special tokens around a text are found with the "
-                f"text 'a', which cannot be tokenized: {tokenizer_failure(error)}.",
+                f"text 'a', which cannot be tokenized: {failure_reason(error)}.",
                 do="Send texts.",
             ) from error
         mask = encoding.special_tokens_mask
@@ -333,14 +335,14 @@ class TextTokenizer:
 
         A text that has fewer in so many letters, of blanks or of words without end, is cut there.
         """
-        letters = self.limit * _LETTERS_A_TOKEN
-        truncation = self.texts.truncation
+        letters = self.limit * _CHARACTERS_PER_TOKEN
+        truncation = self.backend.truncation
         if len(text) <= letters or not truncation or truncation["direction"] != "right":
             return text
-        most = self.limit * _MOST_LETTERS_A_TOKEN
+        most = self.limit * _MAX_CHARACTERS_PER_TOKEN
         while letters < min(len(text), most):
             beginning = text[:letters]
-            (encoding,) = self.texts.encode_batch([beginning])
+            (encoding,) = self.backend.encode_batch([beginning])
             if len(encoding) + sum(len(e) for e in encoding.overflowing) > self.limit + _MARGIN:
                 return beginning
             letters *= 4
@@ -359,11 +361,11 @@ class TextTokenizer:
                 the message has its index.
             ArtifactError: the tokenizer cannot cut contexts into windows.
         """
-        tokenizer = self.pairs()
+        tokenizer = self.load_pair_backend()
         try:
             return self._run(tokenizer.encode_batch, list(pairs))
         except BaseException as error:
-            reason = tokenizer_failure(error)
+            reason = failure_reason(error)
             for index, pair in enumerate(pairs):
                 self._require_pair(tokenizer, pair, index)
             raise InputError(f"the questions cannot be tokenized together: {reason}.") from error
@@ -381,7 +383,7 @@ class TextTokenizer:
         except BaseException as error:
             raise InputError(
                 f"question {index} is too long: in windows of {min(self.limit, _WINDOW)} tokens it "
-                f"leaves no room for its context ({tokenizer_failure(error)}).",
+                f"leaves no room for its context ({failure_reason(error)}).",
                 do="Ask a shorter question.",
             ) from error
 
@@ -426,7 +428,7 @@ class TextTokenizer:
         """Whether texts of different length can share a batch of the graph."""
         return self.pad_id is not None and any(spec.name == "attention_mask" for spec in inputs)
 
-    def unpadded(self, row: NDArray[Any], encoding: Any) -> NDArray[Any]:
+    def strip_padding(self, row: NDArray[Any], encoding: Any) -> NDArray[Any]:
         """The part of one output row, (sequence, …), that belongs to the encoding's tokens."""
         length = len(encoding.ids)
         return row[len(row) - length :] if self.pad_left else row[:length]
@@ -439,10 +441,10 @@ class TextTokenizer:
         """
         try:  # `decode_batch` lets other Python threads run, and `decode` does not
             text: str
-            (text,) = self.texts.decode_batch([list(ids)], skip_special_tokens=skip_special)
+            (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)
         except BaseException as error:
-            raise InputError(f"token ids cannot be decoded: {tokenizer_failure(error)}.") from error
-        return _without_spaces(text) if self.clean_up else text
+            raise InputError(f"token ids cannot be decoded: {failure_reason(error)}.") from error
+        return _clean_up_tokenization(text) if self.clean_up else text
 
     def _column(self, name: str, encodings: Sequence[Any], width: int, dtype: str) -> NDArray[Any]:
         """Return one input of the graph, padded: (len(encodings), width)."""
@@ -479,7 +481,7 @@ def _encode_each(encode: Encode, texts: Sequence[Any], *, first: int = 0) -> lis
     try:
         return encode(list(texts))
     except BaseException as error:
-        reason = tokenizer_failure(error)
+        reason = failure_reason(error)
         if len(texts) == 1:
             raise InputError(f"text {first} cannot be tokenized: {reason}.") from error
         for index, text in enumerate(texts):
@@ -515,7 +517,7 @@ def fixed_sequence(inputs: Iterable[TensorSpec]) -> int | None:
     return dims[1] if len(dims) == 2 and isinstance(dims[1], int) else None
 
 
-def _without_spaces(text: str) -> str:
+def _clean_up_tokenization(text: str) -> str:
     """What transformers calls clean_up_tokenization, in its order."""
     for spaced, joined in (
         (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),

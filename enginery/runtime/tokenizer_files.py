@@ -2,7 +2,7 @@
 
 >>> tokenizer = load_tokenizer(artifact.path)
 >>> settings = TokenizerConfig.read(artifact.path)
->>> follow_settings(tokenizer, settings)
+>>> apply_settings(tokenizer, settings)
 >>> length_limit(config, settings, sentence)
 (256, 'max_seq_length of sentence_bert_config.json')
 """
@@ -20,7 +20,7 @@ from enginery.core.model_files import (
     TokenizerConfig,
 )
 
-_LONGEST_REASON = 300
+_MAX_REASON_CHARACTERS = 300
 """Characters of a failure's reason; a panic may quote the whole text."""
 
 # transformers' classes whose normalizer follows tokenizer_config.json, not tokenizer.json.
@@ -50,7 +50,7 @@ def load_tokenizer(directory: Path) -> Any:
         tokenizer.no_padding()
         tokenizer.no_truncation()
     except BaseException as error:
-        reason = tokenizer_failure(error)
+        reason = failure_reason(error)
         raise ArtifactError(f"{file} cannot be read by tokenizers: {reason}.") from error
     return tokenizer
 
@@ -64,7 +64,7 @@ def is_panic(error: BaseException) -> bool:
     return not isinstance(error, Exception) and type(error).__name__ == "PanicException"
 
 
-def tokenizer_failure(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """Return the reason of a failure inside `tokenizers`, without a full stop.
 
     `tokenizers` raises bare `Exception`, and panics.
@@ -74,11 +74,11 @@ def tokenizer_failure(error: BaseException) -> str:
     """
     if isinstance(error, EngineryError) or not (isinstance(error, Exception) or is_panic(error)):
         raise error
-    reason = str(error).strip().rstrip(".")[:_LONGEST_REASON]
+    reason = str(error).strip().rstrip(".")[:_MAX_REASON_CHARACTERS]
     return reason or type(error).__name__
 
 
-def follow_settings(tokenizer: Any, settings: TokenizerConfig) -> None:
+def apply_settings(tokenizer: Any, settings: TokenizerConfig) -> None:
     """Change a tokenizer as transformers' classes do after reading tokenizer.json."""
     from tokenizers import AddedToken, normalizers, pre_tokenizers
 
@@ -124,7 +124,7 @@ def length_limit(
     return min(known, default=(512, "no file, so 512"))
 
 
-def special_id(tokenizer: Any, token: str | None) -> int | None:
+def special_token_id(tokenizer: Any, token: str | None) -> int | None:
     """Return the id of a special token; None where there is none."""
     found: int | None = tokenizer.token_to_id(token) if token else None
     return found

@@ -44,7 +44,7 @@ except ImportError as error:
         error.name or "torch", extra="export", purpose="Running the PyTorch reference"
     ) from error
 
-_WIDENED_AS_USED_BYTES = 1 << 30
+_UPCAST_ON_USE_BYTES = 1 << 30
 
 Feeds = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]
@@ -129,7 +129,7 @@ def load_pytorch(
             first = _first_line(error)
             raise ExportError(f"PyTorch cannot load {path} for {task}: {first}") from error
     # FP64 weights of a large model would take twice its size: they are made as they are used.
-    large = precision == "fp64" and _weights_bytes(model) > _WIDENED_AS_USED_BYTES
+    large = precision == "fp64" and _weights_bytes(model) > _UPCAST_ON_USE_BYTES
     return (model if large else model.to(_DTYPES[precision])).eval()
 
 
@@ -137,7 +137,7 @@ def _weights_bytes(model: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
 
 
-class WidenedWeights(TorchFunctionMode):  # type: ignore[misc]  # torch is not type-checked
+class UpcastWeights(TorchFunctionMode):  # type: ignore[misc]  # torch is not type-checked
     """Make FP64 of a model's FP32 weights as each operation uses them, and drop it afterwards.
 
     The answers are those of `model.double()`, at the cost of converting every weight in every run,
@@ -269,7 +269,7 @@ class TorchRunner(Closing):
     def _widened(self) -> AbstractContextManager[Any]:
         """Return what makes the model run in the precision that was chosen."""
         narrow = self._float == torch.float64 and self._model.dtype == torch.float32
-        return WidenedWeights(self._model) if narrow else nullcontext()
+        return UpcastWeights(self._model) if narrow else nullcontext()
 
     def _tensor(self, array: NDArray[Any]) -> Any:
         tensor = torch.from_numpy(np.array(array)).to(self._device)

@@ -30,9 +30,9 @@ from enginery.core.options import options_from
 from enginery.serve.api import admin, oip, openai, plain, tei
 from enginery.serve.api.endpoints import Endpoint
 from enginery.serve.api.errors import HTTPError, error_response, scope_protocol, to_http_error
-from enginery.serve.api.requests import quoted
+from enginery.serve.api.requests import quote
 from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
-from enginery.serve.keys import Keys
+from enginery.serve.keys import ApiKeys
 from enginery.serve.lifecycle import CLOSE_SECONDS, Activity, ProcessLifecycle
 from enginery.serve.middleware import BodyBudget, BufferBody, RequireKey
 from enginery.serve.models.registry import ModelRegistry
@@ -108,7 +108,7 @@ def make_app(
     config: ServeConfig,
     lifecycle: ProcessLifecycle | None = None,
     *,
-    keys: Keys | None = None,
+    keys: ApiKeys | None = None,
 ) -> Starlette:
     """Return the whole server; its lifespan loads the models.
 
@@ -124,7 +124,7 @@ def make_app(
     # Lists of texts are spread over a pool for each model. Those of tokenizers are one pool for
     # all: a text that does not come to an end would hold up everybody.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    keys = Keys.from_config(config, os.environ) if keys is None else keys
+    keys = ApiKeys.from_config(config, os.environ) if keys is None else keys
     metrics, activity = Metrics(), Activity()
     access_log = AccessLog.from_option(config.access_log)
     if access_log is not None:
@@ -227,10 +227,10 @@ async def _reload(registry: ModelRegistry) -> None:
     """Open the artifacts again from where they are, and say what happened."""
     for name, outcome in (await registry.reload()).items():
         if not outcome.swapped:
-            _log.error("%s: %s", name, outcome.text)
+            _log.error("%s: %s", name, outcome.message)
             continue
         model = registry.get(name)
-        _log.info("%s: %s, %s", name, outcome.text, _validation_words(model))
+        _log.info("%s: %s, %s", name, outcome.message, _validation_words(model))
         _warn_if_failed(model)
 
 
@@ -256,7 +256,7 @@ def _openapi_json(*, with_keys: bool) -> bytes:
 # -- routes and errors --------------------------------------------------------------------------
 
 
-def _route(endpoint: Endpoint, keys: Keys, budget: BodyBudget) -> Route:
+def _route(endpoint: Endpoint, keys: ApiKeys, budget: BodyBudget) -> Route:
     middleware = []
     if keys and not endpoint.public:
         middleware.append(Middleware(RequireKey, keys=keys))
@@ -282,13 +282,13 @@ async def answer_routing_error(request: Request, error: HTTPException) -> Respon
             return Response(status_code=204, headers={"allow": ", ".join(allowed)})
         found = HTTPError(
             405,
-            f"{path[:200]} does not answer {quoted(method)}, expected {' or '.join(allowed)}.",
+            f"{path[:200]} does not answer {quote(method)}, expected {' or '.join(allowed)}.",
             headers={"allow": ", ".join(allowed)},
         )
     elif error.status_code == 404:
         known = dict.fromkeys(endpoint.path for endpoint in ENDPOINTS)
         close = nearest(path, known) if len(path) < 200 else "."
-        found = HTTPError(404, f"there is no route {quoted(path)}{close}")
+        found = HTTPError(404, f"there is no route {quote(path)}{close}")
     else:
         found = HTTPError(error.status_code, str(error.detail))
     return await answer_error(request, found)

@@ -52,7 +52,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
     if sockets and all(f.errno in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT} for f in failures):
         return sockets
     close(sockets)
-    raise _in_words(failures[-1], host, port)
+    raise _bind_error(failures[-1], host, port)
 
 
 def close(sockets: Sequence[socket.socket]) -> None:
@@ -61,7 +61,7 @@ def close(sockets: Sequence[socket.socket]) -> None:
         each.close()
 
 
-def refuse_new(listening: socket.socket) -> None:
+def drop_new_connections(listening: socket.socket) -> None:
     """Let nobody connect any more, on Linux; connections that wait can still be accepted.
 
     The kernel drops what arrives, and the client tries to connect again. Without this a connection
@@ -119,11 +119,11 @@ def _listening(family: int, address: tuple[str | int, ...]) -> socket.socket:
     return made
 
 
-def _in_words(error: OSError, host: str, port: int) -> EngineryError:
+def _bind_error(error: OSError, host: str, port: int) -> EngineryError:
     where = f"{host or 'all addresses'} port {port}"
     if error.errno == errno.EADDRINUSE:
         return EngineryError(
-            f"{where} is taken{_holder(port)}.",
+            f"{where} is taken{_port_owner(port)}.",
             do="End what listens there, or choose another port; --port 0 takes a free one.",
         )
     if error.errno == errno.EACCES:
@@ -139,7 +139,7 @@ def _in_words(error: OSError, host: str, port: int) -> EngineryError:
     return EngineryError(f"{where} cannot be listened on: {error.strerror or error}.")
 
 
-def _holder(port: int) -> str:
+def _port_owner(port: int) -> str:
     """` by process 1234 (nginx)`, as far as the system tells us."""
     import psutil
 

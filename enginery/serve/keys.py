@@ -14,7 +14,7 @@ KEY_VARIABLE = "ENGINERY_API_KEY"
 
 
 @dataclass(frozen=True)
-class Keys:
+class ApiKeys:
     """The API keys of one server; none lets everybody in.
 
     A key comes as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`.
@@ -23,7 +23,7 @@ class Keys:
     keys: tuple[bytes, ...] = field(default=(), repr=False)
 
     @classmethod
-    def from_config(cls, config: ServeConfig, environment: Mapping[str, str]) -> Keys:
+    def from_config(cls, config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
         """Return the keys of `api_key`, else of `api_key_file`, else of ENGINERY_API_KEY.
 
         Raises:

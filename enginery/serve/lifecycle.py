@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from enginery.core.errors import EngineryError
 from enginery.serve.config import ServeConfig
-from enginery.serve.http_sockets import refuse_new
+from enginery.serve.http_sockets import drop_new_connections
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -96,11 +96,11 @@ class ProcessLifecycle:
         self._supervised, self._startup_status = supervised, startup_status
         self._server_ends = server_ends
         self._status = 0
-        self._hurried = False
+        self._forcing_exit = False
         self._activity = Activity()
         self._begin_drain: Callable[[], object] = lambda: None
         self._reload: Callable[[], Awaitable[object]] | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._shutdown_task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mask(block=True)
@@ -191,11 +191,11 @@ class ProcessLifecycle:
 
     def _handlers(self) -> dict[int, Callable[[], None]]:
         found: dict[int, Callable[[], None]] = {
-            signal.SIGTERM: self._end,
-            signal.SIGINT: self._interrupt,
+            signal.SIGTERM: self._handle_sigterm,
+            signal.SIGINT: self._handle_sigint,
         }
         if sys.platform != "win32":
-            found[signal.SIGHUP] = self._hang_up
+            found[signal.SIGHUP] = self._handle_sighup
         return found
 
     def _mask(self, *, block: bool) -> None:
@@ -203,44 +203,44 @@ class ProcessLifecycle:
             how = signal.SIG_BLOCK if block else signal.SIG_UNBLOCK
             signal.pthread_sigmask(how, self._handlers())
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _end(self) -> None:
-        if self._ending is None:
+    def _handle_sigterm(self) -> None:
+        if self._shutdown_task is None:
             _log.info("draining")
-            self._stop_being_ready()
-            self._limit(self._config.drain_delay + self._config.grace)
-            self._ending = self._begin(self._drain())
+            self._turn_unready()
+            self._exit_after(self._config.drain_delay + self._config.grace)
+            self._shutdown_task = self._spawn(self._drain())
 
-    def _interrupt(self) -> None:
-        if self._ending is None:
-            self._end()
+    def _handle_sigint(self) -> None:
+        if self._shutdown_task is None:
+            self._handle_sigterm()
         else:
             self._status = INTERRUPTED
-            self._hurry("interrupted.")
+            self._force_exit("interrupted.")
 
     def _replace(self, reason: str, refuse_all: Callable[[], object] | None) -> None:
-        if self._ending is None:
+        if self._shutdown_task is None:
             self._status = REPLACE
-            self._stop_being_ready()
-        self._hurry(reason, refuse_all)
+            self._turn_unready()
+        self._force_exit(reason, refuse_all)
 
-    def _hurry(self, reason: str, refuse_all: Callable[[], object] | None = None) -> None:
-        if self._hurried:
+    def _force_exit(self, reason: str, refuse_all: Callable[[], object] | None = None) -> None:
+        if self._forcing_exit:
             return
-        self._hurried = True
+        self._forcing_exit = True
         _log.warning("ending at once: %s", reason)
-        if self._ending is not None:
-            self._ending.cancel()
-        self._limit(0.0)
-        self._ending = self._begin(self._finish(0.0, refuse_all))
+        if self._shutdown_task is not None:
+            self._shutdown_task.cancel()
+        self._exit_after(0.0)
+        self._shutdown_task = self._spawn(self._finish(0.0, refuse_all))
 
-    def _hang_up(self) -> None:
-        self._begin(self._do_reload())
+    def _handle_sighup(self) -> None:
+        self._spawn(self._do_reload())
 
     async def _do_reload(self) -> None:
         if self._reload is None:
@@ -252,7 +252,7 @@ class ProcessLifecycle:
         except Exception:
             _log.exception("reloading failed")
 
-    def _stop_being_ready(self) -> None:
+    def _turn_unready(self) -> None:
         self._activity.draining = True
         self._begin_drain()
 
@@ -262,7 +262,7 @@ class ProcessLifecycle:
         while not self._server.started:  # a signal came before it listens
             await asyncio.sleep(_TICK_SECONDS)
         await asyncio.sleep(self._config.drain_delay)
-        await self._take_waiting()
+        await self._accept_pending()
         quiet, last = 0, self._activity.last_request_at
         while quiet < _QUIET_TICKS and loop.time() < until:
             await asyncio.sleep(_TICK_SECONDS)
@@ -270,7 +270,7 @@ class ProcessLifecycle:
             quiet = 0 if began or self._activity.in_flight else quiet + 1
         await self._finish(until - loop.time())
 
-    async def _take_waiting(self) -> None:
+    async def _accept_pending(self) -> None:
         """Stop listening, and take the connections that the kernel has accepted by then.
 
         To close a listening socket would reset them, though their requests may be here already.
@@ -282,7 +282,7 @@ class ProcessLifecycle:
             with each:
                 each.setblocking(False)
                 if self._server_ends():  # else the next process is to accept them
-                    refuse_new(each)
+                    drop_new_connections(each)
                 while True:
                     try:
                         accepted, _ = each.accept()
@@ -329,7 +329,7 @@ class ProcessLifecycle:
         self._server.config.timeout_graceful_shutdown = max(1, round(left))
         self._server.should_exit = True
 
-    def _limit(self, seconds: float) -> None:
+    def _exit_after(self, seconds: float) -> None:
         """End the process some seconds later, though a thread holds its loop up.
 
         Where a provider's code holds the interpreter too, the parent has to do it.

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from enginery.serve.api.errors import HTTPError, invalid_body
 from enginery.serve.config import ServeConfig
-from enginery.serve.keys import Keys
+from enginery.serve.keys import ApiKeys
 
 _WATCH_AFTER_SECONDS = 0.05
 """A request that takes longer is watched for its client's going; a task for each would cost more
@@ -19,7 +19,7 @@ than it saves."""
 class RequireKey:
     """Refuses requests without an API key, before their bodies are read."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -36,7 +36,7 @@ from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess, Process
 from enginery.core.errors import printable
 from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
 from enginery.serve.http_sockets import bind, urls
-from enginery.serve.keys import Keys
+from enginery.serve.keys import ApiKeys
 from enginery.serve.lifecycle import (
     CLOSE_SECONDS,
     INTERRUPTED,
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 CANNOT_START = 2
 HEALTHY_SECONDS = 60.0
 """A worker that lived for so long was well: the next one starts at once again."""
-LONGEST_PAUSE_SECONDS = 30.0
+MAX_RESTART_DELAY_SECONDS = 30.0
 HANG_SECONDS = 300.0
 """A worker that does not answer its parent for so long is killed. A provider's code may hold the
 interpreter for minutes while it builds or loads an engine."""
-_PATIENCE_SECONDS = CLOSE_SECONDS + 10.0
+_KILL_AFTER_SECONDS = CLOSE_SECONDS + 10.0
 """Beyond `drain_delay` and `grace`, until a worker that does not end is killed."""
 _OPEN_FILES = 16_384
 """What the limit of open files is raised to, where the system allows it: each connection is one."""
@@ -96,7 +96,7 @@ def serve_models(
 
     # These are checked before anything starts; whether a provider can be had is for the worker to
     # see, which imports it.
-    Keys.from_config(config, os.environ)
+    ApiKeys.from_config(config, os.environ)
     parse_wishes(config.provider, config.provider_option, default="cpu")
     trace_endpoint(os.environ)
     sockets = bind(config.host, config.port)
@@ -204,9 +204,9 @@ class Worker(Process):
         """
         super().__init__(server_config, sockets)
         self.failures = failures
-        self._config, self._sockets, self._ending = config, sockets, ending
+        self._config, self._sockets, self._shutdown_flag = config, sockets, ending
         self._started_at = 0.0
-        self._asked_at: float | None = None
+        self._pinged_at: float | None = None
         # uvicorn's own is spawned: the parent's and each worker's modules would be there twice, and
         # a process that tracks what they share beside them.
         context: Any = multiprocessing.get_context(_START_METHOD)
@@ -239,7 +239,7 @@ class Worker(Process):
         status = STARTUP_FAILURE if self.failures < 0 else CANNOT_START
         lifecycle = ProcessLifecycle(
             self.server, sockets or [], self._config, supervised=True, startup_status=status,
-            server_ends=lambda: self._ending is not None and self._ending[0] == 1,
+            server_ends=lambda: self._shutdown_flag is not None and self._shutdown_flag[0] == 1,
         )  # fmt: skip
         _run_worker(self.server, lifecycle)
 
@@ -248,27 +248,29 @@ class Worker(Process):
         if not self.process.is_alive():
             return False
         try:
-            if self._asked_at is None:
+            if self._pinged_at is None:
                 self.parent_conn.send(b"ping")
-                self._asked_at = time.monotonic()
+                self._pinged_at = time.monotonic()
             elif self.parent_conn.poll():
                 self.parent_conn.recv()
-                self._asked_at = None
+                self._pinged_at = None
         except (OSError, EOFError):  # it has just ended
             return False
-        return self._asked_at is None or time.monotonic() - self._asked_at < timeout
+        return self._pinged_at is None or time.monotonic() - self._pinged_at < timeout
 
     def send(self, number: int) -> None:
         """Send the process a signal, if it runs."""
         if self.process.is_alive() and self.pid:
             os.kill(self.pid, number)
 
-    def successor(self) -> Worker:
+    def replacement(self) -> Worker:
         """Return the worker that takes the place of this one, which has died."""
         lived = time.monotonic() - self._started_at
         again = self.failures >= 0 and lived < HEALTHY_SECONDS
         failures = self.failures + 1 if again else 0
-        return Worker(self.config, self._sockets, self._config, self._ending, failures=failures)
+        return Worker(
+            self.config, self._sockets, self._config, self._shutdown_flag, failures=failures
+        )
 
 
 class Supervisor(Multiprocess):
@@ -280,8 +282,8 @@ class Supervisor(Multiprocess):
         super().__init__(server_config, sockets)
         self._config = config
         self._interrupted = False
-        self._ending = mmap.mmap(-1, 1) if _START_METHOD == "fork" else None
-        self._due: dict[int, tuple[float, Worker]] = {}
+        self._shutdown_flag = mmap.mmap(-1, 1) if _START_METHOD == "fork" else None
+        self._restarts: dict[int, tuple[float, Worker]] = {}
         self.processes: list[Worker] = []  # type: ignore[assignment]
         for number in set(SIGNALS) - {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
             signal.signal(number, signal.SIG_DFL)
@@ -293,7 +295,7 @@ class Supervisor(Multiprocess):
         statuses = [
             process.exitcode or 0
             for index, process in enumerate(self.processes)
-            if index not in self._due
+            if index not in self._restarts
         ]
         if STARTUP_FAILURE in statuses:
             return CANNOT_START
@@ -305,16 +307,18 @@ class Supervisor(Multiprocess):
     def init_processes(self) -> None:
         """Start the workers."""
         for _ in range(self.processes_num):
-            self.processes.append(Worker(self.config, self.sockets, self._config, self._ending))
+            self.processes.append(
+                Worker(self.config, self.sockets, self._config, self._shutdown_flag)
+            )
             self.processes[-1].start()
 
     def keep_subprocess_alive(self) -> None:
         """Replace workers that have died or hang; stop where the first ones cannot start."""
         for index, process in enumerate(self.processes):
-            if index in self._due:
-                due, new = self._due[index]
+            if index in self._restarts:
+                due, new = self._restarts[index]
                 if time.monotonic() >= due:
-                    del self._due[index]
+                    del self._restarts[index]
                     new.start()
                     self.processes[index] = new
                 continue
@@ -326,29 +330,31 @@ class Supervisor(Multiprocess):
             if process.exitcode == STARTUP_FAILURE:
                 self.should_exit.set()
                 return
-            new = process.successor()
-            pause = pause_seconds(new.failures)
+            new = process.replacement()
+            pause = restart_delay_seconds(new.failures)
             _log.warning(
                 "worker process %s %s; another one is started %s.",
                 process.pid,
                 f"did not answer for {HANG_SECONDS:g} seconds"
                 if hangs
-                else how_it_ended(process.exitcode or 0),
+                else describe_exit(process.exitcode or 0),
                 f"in {pause:g} seconds" if pause else "at once",
             )
-            self._due[index] = (time.monotonic() + pause, new)
+            self._restarts[index] = (time.monotonic() + pause, new)
 
     def terminate_all(self) -> None:
         """Begin the end: from here on the workers alone decide for how long they listen."""
         for each in self.sockets:
             each.close()
-        if self._ending is not None:
-            self._ending[0] = 1
+        if self._shutdown_flag is not None:
+            self._shutdown_flag[0] = 1
         super().terminate_all()
 
     def join_all(self) -> None:
         """Wait for the workers; those that do not end in time are killed."""
-        until = time.monotonic() + self._config.drain_delay + self._config.grace + _PATIENCE_SECONDS
+        until = (
+            time.monotonic() + self._config.drain_delay + self._config.grace + _KILL_AFTER_SECONDS
+        )
         while alive := [process for process in self.processes if process.process.is_alive()]:
             self.handle_signals()
             if (
@@ -377,12 +383,12 @@ class Supervisor(Multiprocess):
             process.send(number)
 
 
-def pause_seconds(failures: int) -> float:
+def restart_delay_seconds(failures: int) -> float:
     """Return how long to wait after so many failures in a row: 0, 0.5, 1, 2 … 30 seconds."""
-    return min(LONGEST_PAUSE_SECONDS, 2.0 ** (failures - 2)) if failures > 0 else 0.0
+    return min(MAX_RESTART_DELAY_SECONDS, 2.0 ** (failures - 2)) if failures > 0 else 0.0
 
 
-def how_it_ended(status: int) -> str:
+def describe_exit(status: int) -> str:
     """Return in words how a worker ended, from its exit code."""
     if status == REPLACE:
         return "ended itself, because it was stuck"

@@ -20,7 +20,7 @@ from enginery.core.data import list_images, read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
-from enginery.runtime.builtin_inputs import SENTENCES, made_images
+from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images
 from enginery.runtime.real_inputs import (
     ImageFeeder,
     Text,
@@ -89,7 +89,7 @@ def _text_cases(artifact: Artifact, record: GraphRecord, config: ValidateConfig)
 
 def _image_cases(artifact: Artifact, record: GraphRecord, config: ValidateConfig) -> list[Case]:
     feeder = ImageFeeder.open(artifact, record)
-    images: list[Any] = list(made_images())
+    images: list[Any] = list(synthetic_images())
     if config.data:
         images = list(list_images(Path(config.data).expanduser(), rows=config.rows))
     by_shape = feeder.by_shape(images)

@@ -352,15 +352,15 @@ def test_a_wish_that_does_not_fit_is_an_error_and_nothing_is_opened(
 
 
 def test_where_a_token_is_is_found_only_for_spans(predict, tiny, reviews, monkeypatch):
-    from enginery.runtime.tokenizer import QuickEncoder
+    from enginery.runtime.tokenizer import FastEncoder
 
-    real, quick = QuickEncoder.encode, []
+    real, quick = FastEncoder.encode, []
 
     def encode(self, texts):
         quick.append(len(texts))
         return real(self, texts)
 
-    monkeypatch.setattr(QuickEncoder, "encode", encode)
+    monkeypatch.setattr(FastEncoder, "encode", encode)
     predict(tiny("bert", "token-classification"), reviews, "spans.jsonl")
     assert not quick
     predict(tiny("bert", "text-classification"), reviews, "labels.jsonl")

@@ -30,7 +30,7 @@ from enginery.publish.triton_options import TritonConfig
 from enginery.publish.triton_steps import TextSteps, open_text_task
 from enginery.publish.triton_tensors import has_batch_dim, tensor_fields
 from enginery.publish.triton_text import Word, config_text, entries
-from enginery.runtime.tasks import task_of
+from enginery.runtime.tasks import find_task
 from enginery.runtime.tasks.tag import TokenSpan
 from tests.core.artifacts import start, verdict
 from tests.engine.made import with_engines
@@ -237,10 +237,10 @@ def text_steps(artifact, **changes):
 def asked_of(task, graph, **changes):
     """Inputs of the answers: two texts, and what a graph that gives zeros gives for them."""
     asked = texts([f"{text} [MASK]" for text in ASKED[:2]])
-    inputs = {field.name: asked for field in task_of(task).inputs if not field.optional}
+    inputs = {field.name: asked for field in find_task(task).inputs if not field.optional}
     width = text_steps(graph).tokenize(inputs, {})["input_ids"].shape[1]
     specs = [s for s in graph.manifest.graphs[0].outputs
-             if s.name in task_of(task).outputs_read(graph.manifest.graphs[0])]  # fmt: skip
+             if s.name in find_task(task).outputs_read(graph.manifest.graphs[0])]  # fmt: skip
     sizes = {spec.name: [d if isinstance(d, int) else width for d in spec.dims[1:]]
              for spec in specs}  # fmt: skip
     return inputs | {n: np.zeros((2, *size), np.float32) for n, size in sizes.items()}

@@ -8,7 +8,7 @@ import pytest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime import real_inputs
-from enginery.runtime.builtin_inputs import SENTENCES, made_images
+from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images
 from enginery.runtime.real_inputs import (
     ImageFeeder,
     TextFeeder,
@@ -137,7 +137,7 @@ def test_a_graph_with_more_than_texts_is_an_error(bert):
 
 def test_images_are_grouped_by_the_size_that_they_get(vit):
     feeder = ImageFeeder.open(vit, graph(vit))
-    assert feeder.by_shape(made_images()) == {(3, 32, 32): list(range(6))}
+    assert feeder.by_shape(synthetic_images()) == {(3, 32, 32): list(range(6))}
     settings = {**feeder.processor.settings, "do_resize": False}
     own = replace(feeder, processor=replace(feeder.processor, settings=settings))
     small, large = np.zeros((32, 32, 3), np.uint8), np.zeros((32, 64, 3), np.uint8)
@@ -149,7 +149,7 @@ def test_pixels_are_of_the_graphs_dtype(vit):
     narrow = graph(vit).model_copy(
         update={"inputs": (TensorSpec(spec.name, "float16", spec.dims),)}
     )
-    feeds = ImageFeeder.open(vit, narrow)(made_images(2))
+    feeds = ImageFeeder.open(vit, narrow)(synthetic_images(2))
     assert (feeds["pixel_values"].dtype, feeds["pixel_values"].shape) == (
         np.float16,
         (2, 3, 32, 32),
@@ -160,7 +160,7 @@ def test_a_damaged_image_is_named_by_its_place(vit, tmp_path):
     (tmp_path / "a.png").write_bytes(b"no image")
     feeder = ImageFeeder.open(vit, graph(vit))
     with pytest.raises(InputError, match=r"image 2.*a\.png is not a whole image"):
-        feeder.by_shape([*made_images(2), tmp_path / "a.png"])
+        feeder.by_shape([*synthetic_images(2), tmp_path / "a.png"])
 
 
 def test_built_in_sentences_are_ragged_and_of_many_scripts(bert):

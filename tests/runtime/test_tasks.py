@@ -23,7 +23,7 @@ from enginery.predict.stage import run as predict
 from enginery.publish.card_loading import loading_snippets
 from enginery.publish.pyfunc import _load_pyfunc
 from enginery.runtime.ort import OrtRunner
-from enginery.runtime.tasks import TASKS, answered_tasks, task_of
+from enginery.runtime.tasks import TASKS, find_task, supported_tasks
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
@@ -164,12 +164,12 @@ def test_every_task_says_all_that_its_users_read():
     for verb, task in TASKS.items():
         assert task.verb == verb
         assert not inspect.isabstract(task)
-        assert all(task_of(name, takes_images=task.takes_images) is task for name in task.tasks)
+        assert all(find_task(name, takes_images=task.takes_images) is task for name in task.tasks)
         required = [field.name for field in task.inputs if not field.optional]
         assert len(task.example) == (0 if task.takes_images else len(required))
         assert task.result_type is not None
-    assert task_of("feature-extraction", takes_images=True).verb == "embed_images"
-    assert len(set(answered_tasks())) == len(answered_tasks())
+    assert find_task("feature-extraction", takes_images=True).verb == "embed_images"
+    assert len(set(supported_tasks())) == len(supported_tasks())
 
 
 @pytest.mark.parametrize(

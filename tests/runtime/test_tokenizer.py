@@ -174,6 +174,6 @@ def test_text_with_a_lone_surrogate_is_refused_by_its_index():
 
 def test_long_text_is_whole_where_the_tokenizer_does_not_cut(directories):
     tokenizer = TextTokenizer.open(directories["bert"])
-    tokenizer.texts.no_truncation()  # as lengths of data are measured
+    tokenizer.backend.no_truncation()  # as lengths of data are measured
     (encoding,) = tokenizer.encode(["pump " * 5000])
     assert len(encoding.ids) == 5002

@@ -19,7 +19,7 @@ from enginery.serve import config as config_module
 from enginery.serve.app import ENDPOINTS, config_from, create_app
 from enginery.serve.batching.queue import OverloadedError
 from enginery.serve.config import ServeConfig, check_options
-from enginery.serve.keys import Keys
+from enginery.serve.keys import ApiKeys
 from enginery.serve.middleware import BodyBudget, BufferBody
 from enginery.serve.models.served_model import TooManyInputsError, UnavailableError
 from enginery.serve.observability.record import RequestRecord
@@ -68,24 +68,24 @@ def test_keys_come_from_the_option_the_file_or_the_environment(tmp_path):
     file = tmp_path / "keys"
     file.write_text("one\n\n  two  \n")
     environment = {"ENGINERY_API_KEY": "three"}
-    assert Keys.from_config(ServeConfig(api_key="zero"), environment).keys == (b"zero",)
-    from_file = Keys.from_config(ServeConfig(api_key_file=str(file)), environment)
+    assert ApiKeys.from_config(ServeConfig(api_key="zero"), environment).keys == (b"zero",)
+    from_file = ApiKeys.from_config(ServeConfig(api_key_file=str(file)), environment)
     assert from_file.keys == (b"one", b"two")
-    assert Keys.from_config(ServeConfig(), environment).keys == (b"three",)
-    assert not Keys.from_config(ServeConfig(), {})
+    assert ApiKeys.from_config(ServeConfig(), environment).keys == (b"three",)
+    assert not ApiKeys.from_config(ServeConfig(), {})
 
 
 def test_keys_that_cannot_be_used_are_named_without_the_key(tmp_path):
     file = tmp_path / "keys"
     file.write_text("\n")
     with pytest.raises(OptionError, match="has no key"):
-        Keys.from_config(ServeConfig(api_key_file=str(file)), {})
+        ApiKeys.from_config(ServeConfig(api_key_file=str(file)), {})
     with pytest.raises(OptionError, match=r"cannot be read: No such file"):
-        Keys.from_config(ServeConfig(api_key_file=str(tmp_path / "none")), {})
+        ApiKeys.from_config(ServeConfig(api_key_file=str(tmp_path / "none")), {})
     with pytest.raises(OptionError) as caught:
-        Keys.from_config(ServeConfig(api_key="hush hush"), {})
+        ApiKeys.from_config(ServeConfig(api_key="hush hush"), {})
     assert "hush" not in str(caught.value)
-    assert "hush" not in repr(Keys((b"hush",)))
+    assert "hush" not in repr(ApiKeys((b"hush",)))
 
 
 # What every answer carries

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from enginery.core.errors import EngineryError, OptionError
-from enginery.serve.http_sockets import bind, close, refuse_new, urls
+from enginery.serve.http_sockets import bind, close, drop_new_connections, urls
 
 
 def test_port_0_is_a_free_port_and_the_same_for_all_addresses():
@@ -64,7 +64,7 @@ def test_who_has_connected_is_accepted_and_nobody_else_connects():
     (listening,) = bind("127.0.0.1", 0)
     address = listening.getsockname()
     with listening, socket.create_connection(address) as early:
-        refuse_new(listening)
+        drop_new_connections(listening)
         with pytest.raises(TimeoutError):
             socket.create_connection(address, timeout=0.2)
         accepted, _ = listening.accept()

@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from enginery import load_model
 from enginery.serve.api.errors import HTTPError
-from enginery.serve.api.oip_tensors import DATATYPES, Tail, Tensor, read_tensor
+from enginery.serve.api.oip_tensors import DATATYPES, BinaryData, InferTensor, read_tensor
 from tests.tolerances import OUTPUTS, SCORES
 
 TEXTS = ["The engine is warm.", "Où est la clé du bateau ?"]
@@ -313,7 +313,7 @@ def tensor_of(datatype, shape, raw=None, data=None):
         fields["parameters"] = {"binary_data_size": len(raw)}
     else:
         fields["data"] = data
-    return read_tensor(fields, Tail(raw or b""), "inputs[0]")
+    return read_tensor(fields, BinaryData(raw or b""), "inputs[0]")
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
@@ -358,7 +358,7 @@ def test_bf16_rounds_to_the_nearest_and_ties_to_even():
     torch = pytest.importorskip("torch")
     values = np.array([1.0, 1.00390625, 1.01171875, -3.14159, 1e-30], np.float32)
     wanted = torch.tensor(values).to(torch.bfloat16)
-    raw = Tensor("x", "BF16", (5,), values).raw()
+    raw = InferTensor("x", "BF16", (5,), values).raw()
     assert raw == wanted.view(torch.uint16).numpy().astype("<u2").tobytes()
     np.testing.assert_array_equal(
         tensor_of("BF16", (5,), raw=raw).values, wanted.to(torch.float32).numpy()

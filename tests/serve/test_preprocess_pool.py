@@ -16,7 +16,7 @@ def with_pool(ask, *, most=2048):
     """Runs `ask(pool)` in a loop, and ends the threads."""
 
     async def run():
-        made = PreprocessPool(asyncio.get_running_loop(), most=most, name="m")
+        made = PreprocessPool(asyncio.get_running_loop(), max_inputs=most, name="m")
         try:
             return await ask(made)
         finally:
@@ -35,7 +35,7 @@ def test_list_is_encoded_in_pieces_and_comes_back_in_order(monkeypatch):
 
     async def ask(made):
         texts = list(range(1000))
-        return await made.run(lambda: made.spread(encode, texts), inputs=1000)
+        return await made.run(lambda: made.encode_in_parallel(encode, texts), inputs=1000)
 
     assert with_pool(ask) == [number * 2 for number in range(1000)]
     assert sorted(pieces) == [40] + [64] * 15
@@ -50,7 +50,7 @@ def test_error_of_a_piece_is_that_of_the_list(monkeypatch):
         return texts
 
     async def ask(made):
-        await made.run(lambda: made.spread(encode, list(range(200))), inputs=200)
+        await made.run(lambda: made.encode_in_parallel(encode, list(range(200))), inputs=200)
 
     with pytest.raises(ValueError, match="no 150"):
         with_pool(ask)

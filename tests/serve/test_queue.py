@@ -81,7 +81,7 @@ def test_a_request_that_would_wait_too_long_is_refused_and_told_how_long():
         queue.put(rows("c", 1), now=0)
     assert refused.value.retry_after_seconds == 12
     queue.put(rows("b", 8), now=0, admitted=True)  # more of a request that was taken
-    assert queue.wait_seconds == 16
+    assert queue.estimated_wait_seconds == 16
     while queue.rows:
         queue.take()
     queue.put(rows("large", *[64] * 100), now=0)  # nothing waits: whatever it takes itself
@@ -91,21 +91,21 @@ def test_estimate_follows_how_long_requests_have_waited():
     queue = new_queue(max_wait=10)
     queue.seconds_per_token = 0.5
     queue.put(rows("a", 16), now=0)
-    assert queue.wait_seconds == queue.work_seconds == 8
+    assert queue.estimated_wait_seconds == queue.backlog_seconds == 8
     for _ in range(200):
-        queue.learn_wait(0.5, 60.0)  # too short to say anything
-    assert queue.wait_seconds == 8
+        queue.observe_wait(0.5, 60.0)  # too short to say anything
+    assert queue.estimated_wait_seconds == 8
     for _ in range(200):
-        queue.learn_wait(8.0, 12.0)
-    assert queue.wait_seconds == pytest.approx(12, rel=0.02)
+        queue.observe_wait(8.0, 12.0)
+    assert queue.estimated_wait_seconds == pytest.approx(12, rel=0.02)
     with pytest.raises(OverloadedError, match=r"would wait 1[12]\.\d s"):
         queue.put(rows("b", 1), now=0)
     for _ in range(400):
-        queue.learn_wait(8.0, 4.0)  # never less than the work before it
-    assert queue.wait_seconds == 8
+        queue.observe_wait(8.0, 4.0)  # never less than the work before it
+    assert queue.estimated_wait_seconds == 8
     for _ in range(400):
-        queue.learn_wait(2.0, 60.0)  # something held the workers up: not believed beyond a limit
-    assert queue.wait_seconds == 32
+        queue.observe_wait(2.0, 60.0)  # something held the workers up: not believed beyond a limit
+    assert queue.estimated_wait_seconds == 32
 
 
 def test_scheduler_tells_the_queue_what_was_before_a_request_and_how_long_it_waited():
@@ -123,7 +123,7 @@ def test_scheduler_tells_the_queue_what_was_before_a_request_and_how_long_it_wai
         )  # fmt: skip
         queue = scheduler.queue
         queue.seconds_per_token = 0.5
-        queue.learn_wait = lambda work, waited: learned.append((work, waited))
+        queue.observe_wait = lambda work, waited: learned.append((work, waited))
         requests = [asyncio.ensure_future(scheduler.run(rows("a", 8), Timings()))]
         while not began.is_set():
             await asyncio.sleep(0.01)

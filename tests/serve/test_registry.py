@@ -73,7 +73,7 @@ def test_reloading_swaps_the_artifact_and_loses_no_request(exported, tmp_path):
         after = models.get("tiny").artifact.content_sha256()
         await models.close()
         assert before != after
-        assert said["tiny"].text == f"reloaded: {before[:12]} → {after[:12]}"
+        assert said["tiny"].message == f"reloaded: {before[:12]} → {after[:12]}"
         assert said["tiny"].swapped
         assert len(answered) > 8
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_reloaded_changes_nothing(exported, tmp_path):
         await models.load()
         (place / "model.onnx").write_bytes(b"broken")
         said = await models.reload()
-        assert said["tiny"].text.startswith("not reloaded: ")
+        assert said["tiny"].message.startswith("not reloaded: ")
         assert not said["tiny"].swapped
         assert len((await ask(models.get("tiny"), ["a"])).results) == 1
         assert models.ready

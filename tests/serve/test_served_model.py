@@ -38,11 +38,11 @@ async def serving(artifact, **options):
 
 def ask(model, inputs, **options):
     read = model.task.Options.read(options)
-    return model.answer(model.task, inputs, read)
+    return model.infer(model.task, inputs, read)
 
 
 def infer(model, feeds):
-    return model.answer(model.backend.tensors, feeds, TaskOptions())
+    return model.infer(model.backend.tensors, feeds, TaskOptions())
 
 
 def waiting(model):
@@ -130,7 +130,7 @@ def test_an_image_that_is_none_is_refused_by_its_place(exported):
 def test_token_ids_are_as_good_as_their_text(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction")) as served:
-            ids = served.task.tokenizer.texts.encode("the pump runs").ids
+            ids = served.task.tokenizer.backend.encode("the pump runs").ids
             replies = await ask(served, ["the pump runs", ids, ids[1:-1]])
             with pytest.raises(InputError, match="token id 100000"):
                 await ask(served, [[1, 100000]])
@@ -343,7 +343,7 @@ def test_a_worker_that_ends_makes_the_model_unready(exported):
             served.scheduler.queue.take = list
             await ask(served, ["a"])  # the worker had asked before
             for _ in range(200):
-                served.watch()
+                served.check_health()
                 if served.state == "failed":
                     break
                 await asyncio.sleep(0.01)
@@ -494,14 +494,14 @@ def test_a_batch_that_does_not_end_makes_the_model_stuck_until_it_does(exported)
             running = asyncio.create_task(ask(served, ["a"]))
             await held.wait()
             await asyncio.sleep(0.2)
-            served.watch()
+            served.check_health()
             assert served.state == "stuck"
             assert "has been running for" in served.reason
             with pytest.raises(UnavailableError):
                 await ask(served, ["b"])
             held.release()
             await running
-            served.watch()
+            served.check_health()
             assert (served.state, served.reason) == ("ready", "")
             await ask(served, ["b"])
 
@@ -517,7 +517,7 @@ def test_closing_does_not_wait_for_a_batch_that_is_stuck(exported):
             running = asyncio.create_task(ask(it, ["a"]))
             await held.wait()
             await asyncio.sleep(0.2)
-            it.watch()
+            it.check_health()
             await it.close(drain=False, timeout_seconds=600)
             assert it.scheduler.workers.busy_seconds(), "it still runs"
             held.release()

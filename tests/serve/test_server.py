@@ -14,7 +14,7 @@ import pytest
 
 from enginery.core.errors import OptionError
 from enginery.serve.config import ServeConfig, check_options
-from enginery.serve.server import LineFormatter, log_config, pause_seconds
+from enginery.serve.server import LineFormatter, log_config, restart_delay_seconds
 from tests.serve.processes import (
     GET,
     gone,
@@ -202,7 +202,7 @@ def refuses(server):
 
 
 def test_pauses_grow_from_none_to_half_a_minute():
-    assert [pause_seconds(n) for n in range(10)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert [restart_delay_seconds(n) for n in range(10)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
 def test_several_processes_need_a_parent():

@@ -1,6 +1,6 @@
 """The tasks that are answered, each defined once.
 
->>> task_of("text-classification").verb
+>>> find_task("text-classification").verb
 'classify'
 """
 
@@ -24,12 +24,12 @@ TASKS: dict[str, type[Task]] = {
 """By verb; a new task is added here."""
 
 
-def answered_tasks() -> tuple[str, ...]:
+def supported_tasks() -> tuple[str, ...]:
     """Return the tasks of transformers that are answered, each once."""
     return tuple(dict.fromkeys(name for task in TASKS.values() for name in task.tasks))
 
 
-def task_of(name: str, *, takes_images: bool = False) -> type[Task] | None:
+def find_task(name: str, *, takes_images: bool = False) -> type[Task] | None:
     """Return how a task of transformers is answered; None where it is not.
 
     Args:
@@ -49,7 +49,7 @@ def manifest_task(manifest: Manifest, record: GraphRecord | None = None) -> type
     """
     graphs = [record] if record else manifest.graphs[:1]
     inputs = (spec for graph in graphs for spec in graph.inputs)
-    return task_of(manifest.task, takes_images=takes_pixels(spec.name for spec in inputs))
+    return find_task(manifest.task, takes_images=takes_pixels(spec.name for spec in inputs))
 
 
 def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[Task]:
@@ -58,7 +58,7 @@ def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[
     if task is None:
         raise ArtifactError(
             f"the artifact was exported for {manifest.task}; answers are made for "
-            f"{', '.join(answered_tasks())}.",
+            f"{', '.join(supported_tasks())}.",
             do="Run its graphs with OrtRunner, or open the directory with Optimum's ORTModel "
             "classes.",
         )

@@ -19,14 +19,14 @@ from enginery.core.errors import InputError
 from enginery.runtime.tasks.task import (
     MAX_RESULTS,
     Arrays,
-    Described,
     InputField,
+    ModelInputs,
     OutputTensor,
+    ProcessingCost,
     Result,
+    ResultDescription,
     Row,
     TaskOptions,
-    Weight,
-    Work,
     are_finite,
     string_tensor,
 )
@@ -62,7 +62,7 @@ class Answer(TextTask):
     """Answers to (question, context)."""
 
     verb = "answer"
-    does = "answers questions"
+    purpose = "answers questions"
     tasks = ("question-answering",)
     takes_pairs = True
     inputs = (InputField("question"), InputField("context"))
@@ -75,7 +75,7 @@ class Answer(TextTask):
     example = ("Where did Ada live?", "Ada lived in London.")
     Options = AnswerOptions
 
-    def preprocess(self, inputs: Sequence[Any], options: AnswerOptions) -> Work:
+    def preprocess(self, inputs: Sequence[Any], options: AnswerOptions) -> ModelInputs:
         """Return rows of (question, context) pairs, or of dicts with these two keys.
 
         A context has a row for each of its windows.
@@ -91,7 +91,7 @@ class Answer(TextTask):
             windows = (encoding, *encoding.overflowing)
             rows += [Row(window, len(window)) for window in windows]
             of_pair += [index] * len(windows)
-        return Work(rows, (pairs, of_pair))
+        return ModelInputs(rows, (pairs, of_pair))
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
@@ -101,7 +101,7 @@ class Answer(TextTask):
         return list(zip(starts, self.token_outputs(rows, outputs, "end_logits"), strict=True))
 
     def postprocess(
-        self, work: Work, outputs: Sequence[Any], options: AnswerOptions
+        self, work: ModelInputs, outputs: Sequence[Any], options: AnswerOptions
     ) -> list[list[ContextAnswer]]:
         """Return a list of `ContextAnswer` for each question."""
         pairs, of_pair = work.context
@@ -116,9 +116,9 @@ class Answer(TextTask):
             for (_, context), found in zip(pairs, windows, strict=True)
         ]  # fmt: skip
 
-    def postprocess_weight(self, work: Work, options: AnswerOptions) -> Weight:
+    def postprocess_cost(self, work: ModelInputs, options: AnswerOptions) -> ProcessingCost:
         """Return how long it takes to look at every token."""
-        return self.scan_weight(work)
+        return self.scan_cost(work)
 
     def is_finite(self, result: Any) -> bool:
         """Whether every score is finite."""
@@ -153,10 +153,10 @@ class Answer(TextTask):
         best = result[0]
         return best.text, best.score, best.start, best.end, [vars(found) for found in result]
 
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Return each question's best answer."""
         return [
-            Described(
+            ResultDescription(
                 {"answer": f"{found[0].text or 'none'} {found[0].score:.2f}"},
                 {"answers": [each.to_dict() for each in found]},
             )

@@ -88,7 +88,7 @@ class BatchRunner:
                 outputs[place] = found
         return outputs
 
-    def run_each(self, rows: Iterable[Row]) -> list[Any]:
+    def run_stream(self, rows: Iterable[Row]) -> list[Any]:
         """Run rows as they come, each batch as soon as it is full, and keep their order.
 
         For rows that are large: no more of them are held than the batches that are not full.

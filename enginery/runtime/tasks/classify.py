@@ -14,13 +14,13 @@ from enginery.core.model_files import ModelConfig
 from enginery.runtime.tasks.task import (
     MAX_RESULTS,
     Arrays,
-    Described,
     InputField,
+    ModelInputs,
     OutputTensor,
     Result,
+    ResultDescription,
     Row,
     TaskOptions,
-    Work,
     are_finite,
     string_tensor,
 )
@@ -28,7 +28,7 @@ from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows, soft
 
 Activation = Literal["auto", "softmax", "sigmoid", "none"]
 
-_DESCRIBED = 3
+_MAX_DESCRIBED = 3
 """Labels of one input in words; the rest says little."""
 
 
@@ -82,7 +82,7 @@ class LabelResults:
     config: ModelConfig
 
     def postprocess(
-        self, _work: Work, outputs: Sequence[Any], options: LabelOptions
+        self, _work: ModelInputs, outputs: Sequence[Any], options: LabelOptions
     ) -> list[Classification]:
         """Return a `Classification` for each input."""
         if not outputs:
@@ -117,11 +117,15 @@ class LabelResults:
         """Return the best label, its score, and all labels."""
         return result.label, result.score, [vars(label) for label in result.labels]
 
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Return each input's best labels."""
         return [
-            Described(
-                {"answer": ", ".join(f"{x.label} {x.score:.2f}" for x in r.labels[:_DESCRIBED])},
+            ResultDescription(
+                {
+                    "answer": ", ".join(
+                        f"{x.label} {x.score:.2f}" for x in r.labels[:_MAX_DESCRIBED]
+                    )
+                },
                 r.to_dict(),
             )
             for r in results
@@ -133,16 +137,18 @@ class Classify(LabelResults, TextTask):  # type: ignore[misc]
     """Labels of texts, or of pairs for a model that compares two."""
 
     verb = "classify"
-    does = "classifies texts"
+    purpose = "classifies texts"
     tasks = ("text-classification",)
     takes_pairs = True
     inputs = (InputField("text"), InputField("text_pair", optional=True))
     example = ("The engine is warm.",)
     Options = ClassifyOptions
 
-    def preprocess(self, inputs: Sequence[str | tuple[str, str]], options: ClassifyOptions) -> Work:
+    def preprocess(
+        self, inputs: Sequence[str | tuple[str, str]], options: ClassifyOptions
+    ) -> ModelInputs:
         """Return a row for each text or pair."""
-        return Work(self.encode(inputs, options))
+        return ModelInputs(self.encode(inputs, options))
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays

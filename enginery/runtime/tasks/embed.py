@@ -18,12 +18,12 @@ from enginery.core.model_files import SentenceTransformersConfig
 from enginery.runtime.pooling import Pooling, Vectors, read_pooling
 from enginery.runtime.tasks.task import (
     Arrays,
-    Described,
+    ModelInputs,
     OutputTensor,
+    ResultDescription,
     Row,
     TaskOptionError,
     TaskOptions,
-    Work,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows
 from enginery.runtime.tokenizer import check_texts
@@ -95,7 +95,7 @@ class VectorResults:
         """Return the vector."""
         return (result,)
 
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Return each input's nearest other one."""
         return _neighbours(inputs, self.collect(results))
 
@@ -105,7 +105,7 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
     """Vectors of texts, pooled and normalized as the model's sentence-transformers modules say."""
 
     verb = "embed"
-    does = "embeds texts"
+    purpose = "embeds texts"
     tasks = ("feature-extraction",)
     takes_token_ids = True
     example = ("The engine is warm.",)
@@ -154,7 +154,9 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
         modes = len(self.pooling.modes) if self.pooling else 1
         return last * modes if isinstance(last, int) else 0
 
-    def preprocess(self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions) -> Work:
+    def preprocess(
+        self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions
+    ) -> ModelInputs:
         """Return a row for each text, or each list of token ids, before which no prompt goes."""
         if options.dimensions:
             self.check_dimensions(options)
@@ -172,7 +174,7 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
         rows = self.rows(encodings, options)
         for row, item in zip(rows, inputs, strict=True):
             row.prompt_tokens = prompt_tokens if isinstance(item, str) else 0
-        return Work(rows)
+        return ModelInputs(rows)
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
@@ -191,7 +193,7 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
         ))  # fmt: skip
 
     def postprocess(
-        self, work: Work, outputs: Sequence[Any], options: EmbedOptions
+        self, work: ModelInputs, outputs: Sequence[Any], options: EmbedOptions
     ) -> list[Vectors]:
         """Return float32 (dim,) for each text."""
         pooled = self.pooling is not None and self.pooling.normalize
@@ -264,7 +266,7 @@ def unit_vector(vector: Vectors) -> Vectors:
     return np.asarray(vector / length, np.float32)
 
 
-def _neighbours(inputs: Sequence[str], vectors: NDArray[np.float32]) -> list[Described]:
+def _neighbours(inputs: Sequence[str], vectors: NDArray[np.float32]) -> list[ResultDescription]:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     units = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
     cosines = units @ units.T
@@ -279,5 +281,5 @@ def _neighbours(inputs: Sequence[str], vectors: NDArray[np.float32]) -> list[Des
             cosine = float(cosines[index, best])
             words |= {"nearest": inputs[best], "cosine": f"{cosine:.3f}"}
             values |= {"nearest": inputs[best], "cosine": round(cosine, 6)}
-        described.append(Described(words, values))
+        described.append(ResultDescription(words, values))
     return described

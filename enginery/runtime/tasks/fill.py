@@ -13,18 +13,18 @@ from pydantic import Field
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.tasks.task import (
     Arrays,
-    Described,
+    ModelInputs,
     OutputTensor,
+    ProcessingCost,
     Result,
+    ResultDescription,
     Row,
-    Weight,
-    Work,
     are_finite,
     json_tensor,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, softmax
 
-_DESCRIBED = 3
+_MAX_DESCRIBED = 3
 _LIGHT_TOKENS = 2000
 
 
@@ -58,7 +58,7 @@ class Fill(TextTask):
     """The likeliest tokens for each mask of each text."""
 
     verb = "fill"
-    does = "fills masks"
+    purpose = "fills masks"
     tasks = ("fill-mask",)
     outputs = (OutputTensor("fillings", "string", 1),)
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
@@ -66,7 +66,7 @@ class Fill(TextTask):
     example = ("The engine is {mask}.",)
     Options = FillOptions
 
-    def preprocess(self, inputs: Sequence[str], options: FillOptions) -> Work:
+    def preprocess(self, inputs: Sequence[str], options: FillOptions) -> ModelInputs:
         """Return a row for each text; every text needs a mask."""
         work = super().preprocess(inputs, options)
         mask, mask_id = self.tokenizer.mask_token, self._mask_id()
@@ -90,7 +90,7 @@ class Fill(TextTask):
         ]
 
     def postprocess(
-        self, work: Work, outputs: Sequence[Any], options: FillOptions
+        self, work: ModelInputs, outputs: Sequence[Any], options: FillOptions
     ) -> list[MaskFillings]:
         """Return a `MaskFillings` for each text."""
         return [
@@ -98,20 +98,20 @@ class Fill(TextTask):
             for row, logits in zip(work.rows, outputs, strict=True)
         ]
 
-    def count_decoded(self, work: Work, options: FillOptions) -> int:
+    def count_decoded(self, work: ModelInputs, options: FillOptions) -> int:
         """Return how many fillings all masks have."""
         mask_id = self._mask_id()
         masks: int = sum(row.content.ids.count(mask_id) for row in work.rows)
         return options.top_k * masks
 
-    def postprocess_weight(self, work: Work, options: FillOptions) -> Weight:
+    def postprocess_cost(self, work: ModelInputs, options: FillOptions) -> ProcessingCost:
         """Return how long decoding takes: never light, because tokenizer.json may loop."""
         tokens = options.top_k * sum(row.tokens for row in work.rows)
         return "medium" if tokens <= _LIGHT_TOKENS else "heavy"
 
     def _mask_id(self) -> int:
         mask = self.tokenizer.mask_token
-        found = self.tokenizer.texts.token_to_id(mask) if mask else None
+        found = self.tokenizer.backend.token_to_id(mask) if mask else None
         if found is None:
             raise ArtifactError("the tokenizer names no mask token, so there is nothing to fill.")
         return int(found)
@@ -158,13 +158,13 @@ class Fill(TextTask):
         """Return the fillings of each mask."""
         return ([[vars(filling) for filling in mask] for mask in result.masks],)
 
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Return each mask's best fillings."""
         return [
-            Described(
+            ResultDescription(
                 {
                     "answer": " | ".join(
-                        "; ".join(f"{f.token} {f.score:.2f}" for f in mask[:_DESCRIBED])
+                        "; ".join(f"{f.token} {f.score:.2f}" for f in mask[:_MAX_DESCRIBED])
                         for mask in result.masks
                     )
                 },

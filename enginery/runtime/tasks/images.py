@@ -17,7 +17,7 @@ from enginery.runtime.image_files import load_image
 from enginery.runtime.images import ImageProcessor
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
 from enginery.runtime.tasks.embed import VectorOptions, VectorResults, finish_vectors
-from enginery.runtime.tasks.task import Arrays, InputField, Row, Task, Work, require_outputs
+from enginery.runtime.tasks.task import Arrays, InputField, ModelInputs, Row, Task, require_outputs
 
 _VECTOR_OUTPUTS = ("image_embeds", "pooler_output")
 # Models whose first token stands for the whole image.
@@ -53,17 +53,17 @@ class ImageTask(Task):
         notes = (f"images are prepared as {processor.kind}ImageProcessor does it with Pillow",)
         return cls(record=record, processor=processor, config=config, notes=notes)
 
-    def preprocess(self, inputs: Sequence[Any], options: Any) -> Work:
+    def preprocess(self, inputs: Sequence[Any], options: Any) -> ModelInputs:
         """Return a row for each image.
 
         Args:
             inputs: paths, bytes of files, Pillow images, or uint8 arrays (height, width, channels).
             options: of the task.
         """
-        return Work(list(self.image_rows(inputs)))
+        return ModelInputs(list(self.image_rows(inputs)))
 
     def image_rows(self, images: Sequence[Any]) -> Iterator[Row]:
-        """Yield each image as a row when it is wanted, for `BatchRunner.run_each`."""
+        """Yield each image as a row when it is wanted, for `BatchRunner.run_stream`."""
         if isinstance(images, str | bytes) or not isinstance(images, Sequence):
             raise InputError(
                 f"found one {type(images).__name__}, expected a list of images.", do="Send [image]."
@@ -103,7 +103,7 @@ class ImageTask(Task):
         """Return pixel_values: (len(rows), channels, height, width)."""
         return {self.record.inputs[0].name: np.stack([row.content for row in rows])}
 
-    def rows_of(self, outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
+    def image_outputs(self, outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
         """Return an output that has a part for each image; raise ArtifactError otherwise."""
         found = outputs[name]
         if not found.ndim or len(found) != len(rows):
@@ -119,7 +119,7 @@ class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
     """Labels of images."""
 
     verb = "classify_images"
-    does = "classifies images"
+    purpose = "classifies images"
     tasks = ("image-classification",)
     Options = LabelOptions
 
@@ -127,7 +127,7 @@ class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the logits of each image: (labels,)."""
-        return list(self.rows_of(outputs, "logits", rows))
+        return list(self.image_outputs(outputs, "logits", rows))
 
 
 @dataclass
@@ -135,7 +135,7 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
     """Vectors of images; `notes` says what of the graph they are."""
 
     verb = "embed_images"
-    does = "embeds images"
+    purpose = "embeds images"
     tasks = ("feature-extraction",)
     Options = VectorOptions
 
@@ -154,7 +154,7 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
         dim = dims[1] if len(dims) == 4 else dims[-1]
         return dim if isinstance(dim, int) else self.config.hidden_size
 
-    def preprocess(self, inputs: Sequence[Any], options: VectorOptions) -> Work:
+    def preprocess(self, inputs: Sequence[Any], options: VectorOptions) -> ModelInputs:
         """Return a row for each image."""
         if options.dimensions:
             self.check_dimensions(options)
@@ -164,11 +164,11 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the vector of each image."""
-        found = self.rows_of(outputs, _vector_rule(self.record, self.config)[0], rows)
+        found = self.image_outputs(outputs, _vector_rule(self.record, self.config)[0], rows)
         return [self._vector(row.astype(np.float32, copy=False)) for row in found]
 
     def postprocess(
-        self, work: Work, outputs: Sequence[Any], options: VectorOptions
+        self, work: ModelInputs, outputs: Sequence[Any], options: VectorOptions
     ) -> list[NDArray[np.float32]]:
         """Return float32 (dim,) for each image."""
         return finish_vectors(outputs, options, model_normalizes=False)

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from enginery.runtime.tasks.classify import label_names
 from enginery.runtime.tasks.task import (
     Arrays,
-    Described,
+    ModelInputs,
     OutputTensor,
+    ProcessingCost,
     Result,
+    ResultDescription,
     Row,
-    Weight,
-    Work,
     are_finite,
     json_tensor,
 )
@@ -54,7 +54,7 @@ class Tag(TextTask):
     """Labelled stretches of texts, with character offsets."""
 
     verb = "tag"
-    does = "tags texts"
+    purpose = "tags texts"
     tasks = ("token-classification",)
     outputs = (OutputTensor("entities", "string", 1),)
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
@@ -62,10 +62,10 @@ class Tag(TextTask):
     example = ("Ada Lovelace lived in London.",)
     Options = TagOptions
 
-    def preprocess(self, inputs: Sequence[str], options: TagOptions) -> Work:
+    def preprocess(self, inputs: Sequence[str], options: TagOptions) -> ModelInputs:
         """Return a row for each text."""
         check_texts(inputs)
-        return Work(self.encode(inputs, options, offsets=True), inputs)
+        return ModelInputs(self.encode(inputs, options, offsets=True), inputs)
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
@@ -74,7 +74,7 @@ class Tag(TextTask):
         return self.token_outputs(rows, outputs, "logits")
 
     def postprocess(
-        self, work: Work, outputs: Sequence[Any], options: TagOptions
+        self, work: ModelInputs, outputs: Sequence[Any], options: TagOptions
     ) -> list[list[TokenSpan]]:
         """Return a list of `TokenSpan` for each text."""
         names = label_names(self.config, outputs[0].shape[-1]) if outputs else []
@@ -85,9 +85,9 @@ class Tag(TextTask):
             for text, row, logits in zip(work.context, work.rows, outputs, strict=True)
         ]
 
-    def postprocess_weight(self, work: Work, options: TagOptions) -> Weight:
+    def postprocess_cost(self, work: ModelInputs, options: TagOptions) -> ProcessingCost:
         """Return how long it takes to look at every token."""
-        return self.scan_weight(work)
+        return self.scan_cost(work)
 
     def is_finite(self, result: Any) -> bool:
         """Whether every score is finite."""
@@ -113,10 +113,10 @@ class Tag(TextTask):
         """Return the spans."""
         return ([vars(span) for span in result],)
 
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Return each text's spans."""
         return [
-            Described(
+            ResultDescription(
                 {"answer": "; ".join(f"{s.text} ({s.label} {s.score:.2f})" for s in spans)
                  or "nothing found"},
                 {"spans": [span.to_dict() for span in spans]},
@@ -176,7 +176,7 @@ def spans_from_logits(
 def _pieces(
     text: str, encoding: Any, scores: NDArray[Any], tokenizer: TextTokenizer
 ) -> list[_Piece]:
-    prefix = getattr(tokenizer.texts.model, "continuing_subword_prefix", None)
+    prefix = getattr(tokenizer.backend.model, "continuing_subword_prefix", None)
     pieces = []
     for index, token in enumerate(encoding.tokens):
         if encoding.special_tokens_mask[index]:

@@ -32,7 +32,7 @@ from enginery.core.errors import ArtifactError, InputError, nearest
 from enginery.core.manifest import GraphRecord
 
 Arrays = dict[str, NDArray[Any]]
-Weight = Literal["light", "medium", "heavy"]
+ProcessingCost = Literal["light", "medium", "heavy"]
 """How long work on one request may take: microseconds; about a millisecond; longer, or unbounded
 because a tokenizer's own rules decide."""
 
@@ -80,7 +80,7 @@ class TaskOptions(BaseModel):
             )
         expected = expected_values(cls.schemas()[name])
         raise TaskOptionError(
-            f"{where}{name}: found {shown(first['input'])}, expected {expected}.",
+            f"{where}{name}: found {describe_value(first['input'])}, expected {expected}.",
             field=f"{where}{name}",
         )
 
@@ -97,7 +97,7 @@ def without_null(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {**schema, **(kinds[0] if kinds else {})}
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a value as messages show it: its kind, and short ones themselves."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
@@ -154,7 +154,7 @@ class Row:
 
 
 @dataclass
-class Work:
+class ModelInputs:
     """Inputs as rows of the graph, with what is needed to make results of their outputs."""
 
     rows: list[Row]
@@ -162,7 +162,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Described:
+class ResultDescription:
     """A result in words for people, and as plain values for programs."""
 
     words: dict[str, str]
@@ -200,7 +200,7 @@ class RowTask(ABC):
         """
 
     @abstractmethod
-    def preprocess(self, inputs: Any, options: Any) -> Work:
+    def preprocess(self, inputs: Any, options: Any) -> ModelInputs:
         """Return the rows of inputs, one or more each.
 
         Raises:
@@ -222,7 +222,7 @@ class RowTask(ABC):
         """
 
     @abstractmethod
-    def postprocess(self, work: Work, outputs: Sequence[Any], options: Any) -> Any:
+    def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> Any:
         """Return a result for each input, from what `split` gave for each row."""
 
     def batch_key(self, row: Row) -> Hashable:
@@ -247,15 +247,15 @@ class RowTask(ABC):
         """Return how many inputs these are."""
         return len(inputs)
 
-    def count_decoded(self, work: Work, options: Any) -> int:
+    def count_decoded(self, work: ModelInputs, options: Any) -> int:
         """Return how many texts postprocessing decodes."""
         return 0
 
-    def preprocess_weight(self, inputs: Any) -> Weight:
+    def preprocess_cost(self, inputs: Any) -> ProcessingCost:
         """Return how long preprocessing these inputs may take."""
         return "heavy"
 
-    def postprocess_weight(self, work: Work, options: Any) -> Weight:
+    def postprocess_cost(self, work: ModelInputs, options: Any) -> ProcessingCost:
         """Return how long postprocessing may take."""
         return "light"
 
@@ -270,7 +270,7 @@ class Task(RowTask):
 
     verb: ClassVar[str]
     """The name of the task here, and of the method of a model: `embed`."""
-    does: ClassVar[str]
+    purpose: ClassVar[str]
     """What a model of it does, for messages: `embeds texts`."""
     tasks: ClassVar[tuple[str, ...]]
     """The tasks of transformers that are answered so."""
@@ -294,7 +294,7 @@ class Task(RowTask):
         return list(cls.graph_outputs)
 
     @abstractmethod
-    def postprocess(self, work: Work, outputs: Sequence[Any], options: Any) -> list[Any]:
+    def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> list[Any]:
         """Return a result for each input, from what `split` gave for each row."""
 
     def collect(self, results: Sequence[Any]) -> Any:
@@ -324,7 +324,7 @@ class Task(RowTask):
         """Return a result's value for each of `arrow_fields`, and perhaps more behind them."""
 
     @abstractmethod
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Return each result in words."""
 
     def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from enginery.core.model_files import ModelConfig
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile
 from enginery.runtime.profiles import sizes_of
-from enginery.runtime.tasks.task import Arrays, Row, RowTask, Weight, Work
+from enginery.runtime.tasks.task import Arrays, ModelInputs, ProcessingCost, Row, RowTask
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Tensors(RowTask):
         firsts = {spec.dims[0] if spec.dims else 1 for spec in specs}
         return len(firsts) == 1 and isinstance(next(iter(firsts)), str)
 
-    def preprocess(self, inputs: Arrays, _options: Any) -> Work:
+    def preprocess(self, inputs: Arrays, _options: Any) -> ModelInputs:
         """Return the rows of tensors by name, or one row of all of them.
 
         Raises:
@@ -53,9 +53,9 @@ class Tensors(RowTask):
         """
         self._check(inputs)
         if not self.has_rows:
-            return Work([self._row(inputs)])
+            return ModelInputs([self._row(inputs)])
         count = next(iter(inputs.values())).shape[0]
-        return Work([
+        return ModelInputs([
             self._row({name: array[index : index + 1] for name, array in inputs.items()})
             for index in range(count)
         ])  # fmt: skip
@@ -89,7 +89,7 @@ class Tensors(RowTask):
             for index in range(len(rows))
         ]
 
-    def postprocess(self, work: Work, outputs: Sequence[Any], _options: Any) -> Arrays:
+    def postprocess(self, work: ModelInputs, outputs: Sequence[Any], _options: Any) -> Arrays:
         """Return the graph's outputs, by name."""
         if len(outputs) == 1:
             found: Arrays = outputs[0]
@@ -100,7 +100,7 @@ class Tensors(RowTask):
         """Return the rows that are the most of any input."""
         return max((len(array) for array in inputs.values() if array.ndim), default=1)
 
-    def preprocess_weight(self, inputs: Any) -> Weight:
+    def preprocess_cost(self, inputs: Any) -> ProcessingCost:
         """Return that checking is quick."""
         return "light"
 

@@ -16,11 +16,11 @@ from enginery.core.model_files import ModelConfig
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
+    ModelInputs,
+    ProcessingCost,
     Row,
     Task,
     TaskOptions,
-    Weight,
-    Work,
     require_outputs,
 )
 from enginery.runtime.tokenizer import TextTokenizer, TokenIds, check_texts
@@ -72,10 +72,10 @@ class TextTask(Task):
         """Read what else a task needs: notes, and fields of the class."""
         return [], {}
 
-    def preprocess(self, inputs: Sequence[Any], options: Any) -> Work:
+    def preprocess(self, inputs: Sequence[Any], options: Any) -> ModelInputs:
         """Return a row for each text."""
         check_texts(inputs)
-        return Work(self.encode(inputs, options), inputs)
+        return ModelInputs(self.encode(inputs, options), inputs)
 
     def encode(
         self, texts: Sequence[str | tuple[str, str]], options: Any, *, offsets: bool = False
@@ -117,10 +117,10 @@ class TextTask(Task):
 
     def probe(self, tokens: int) -> Row:
         """Return a row of token ids from the middle of the vocabulary."""
-        size = self.tokenizer.texts.get_vocab_size(with_added_tokens=True)
+        size = self.tokenizer.backend.get_vocab_size(with_added_tokens=True)
         return Row(TokenIds([size // 2] * tokens), tokens)
 
-    def preprocess_weight(self, inputs: Sequence[Any]) -> Weight:
+    def preprocess_cost(self, inputs: Sequence[Any]) -> ProcessingCost:
         """Return how long tokenizing takes: never light, because tokenizer.json may loop."""
         return "medium" if self.characters(inputs) <= _LIGHT_CHARACTERS else "heavy"
 
@@ -139,9 +139,11 @@ class TextTask(Task):
     ) -> list[NDArray[Any]]:
         """Return an output for each row's own tokens, without padding: (tokens, …) each."""
         found = output_rows(outputs, name, rows, tokens=True)
-        return [self.tokenizer.unpadded(o, row.content) for o, row in zip(found, rows, strict=True)]
+        return [
+            self.tokenizer.strip_padding(o, row.content) for o, row in zip(found, rows, strict=True)
+        ]
 
-    def scan_weight(self, work: Work) -> Weight:
+    def scan_cost(self, work: ModelInputs) -> ProcessingCost:
         """Return how long it takes to look through the scores of every token."""
         return "light" if sum(row.tokens for row in work.rows) <= _LIGHT_TOKENS else "heavy"
 

@@ -23,7 +23,7 @@ from enginery.runtime.pooling import read_pooling
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT
 from enginery.serve.api.endpoints import Routes, config_of, json_response, registry_of
 from enginery.serve.api.errors import HTTPError
-from enginery.serve.api.requests import Schema, StrictBody
+from enginery.serve.api.requests import Schema, StrictRequestBody
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel
 
@@ -33,7 +33,7 @@ routes = Routes("admin")
 # What TEI calls them.
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _NOT_LOADED = ("loading", "failed")
-_SHOWN_BY_HEALTH = ("providers", "provider", "precision", "verdict")
+_HEALTH_FIELDS = ("providers", "provider", "precision", "verdict")
 
 
 class Status(Schema):
@@ -62,7 +62,7 @@ class ModelInfo(Schema):
     name: str
 
 
-class ReloadRequest(StrictBody):
+class ReloadRequest(StrictRequestBody):
     """Body of /admin/reload."""
 
     model: str | None = None
@@ -90,8 +90,8 @@ async def health(request: Request) -> Response:
     Each with its state, its provider, and whether its validation passed.
     """
     models = registry_of(request)
-    described = {model.name: _health_of(model) for model in models}
-    body = {"status": status_word(models), "models": described}
+    described = {model.name: _model_health(model) for model in models}
+    body = {"status": readiness_status(models), "models": described}
     return json_response(body, 200 if models.ready else 503)
 
 
@@ -106,10 +106,10 @@ async def live(_: Request) -> Response:
 async def ready(request: Request) -> Response:
     """Answer GET /health/ready and /ping: 200 where every model is ready, else 503."""
     models = registry_of(request)
-    return json_response({"status": status_word(models)}, 200 if models.ready else 503)
+    return json_response({"status": readiness_status(models)}, 200 if models.ready else 503)
 
 
-def status_word(models: ModelRegistry) -> str:
+def readiness_status(models: ModelRegistry) -> str:
     """Return `ready`, `draining`, or the state of the first model that is not ready."""
     if models.draining:
         return "draining"
@@ -138,7 +138,7 @@ async def info(request: Request) -> Response:
     body: dict[str, Any] = {"version": __version__, "draining": registry_of(request).draining}
     if len(models) == 1 and models[0].state not in _NOT_LOADED:
         body |= _tei_info(request, models[0])
-    body["models"] = [_described(model) for model in models]
+    body["models"] = [_model_info(model) for model in models]
     return json_response(body)
 
 
@@ -148,7 +148,7 @@ async def model_info(request: Request) -> Response:
     """Answer GET /models/{model}/info."""
     model = registry_of(request).get(request.path_params["model"])
     request.scope["state"]["record"].model = model.name
-    described = _described(model)
+    described = _model_info(model)
     if model.state in _NOT_LOADED:
         return json_response(described)
     return json_response({**_tei_info(request, model), **described})
@@ -171,20 +171,20 @@ async def reload(request: Request, body: ReloadRequest) -> Response:
             do="Start it with --api-key-file, or send it SIGHUP.",
         )
     outcomes = await registry_of(request).reload(body.model or "")
-    found: dict[str, Any] = {"models": {name: each.text for name, each in outcomes.items()}}
+    found: dict[str, Any] = {"models": {name: each.message for name, each in outcomes.items()}}
     failed = [name for name, each in outcomes.items() if not each.swapped]
     if not failed:
         if request.app.state.lifecycle is not None:
             request.app.state.lifecycle.ask_all_to_reload()
         return json_response(found)
     for name in failed:
-        _log.error("%s: %s", name, outcomes[name].text)
+        _log.error("%s: %s", name, outcomes[name].message)
     goes_on = "goes on as it was" if len(failed) == 1 else "go on as they were"
     error = f"not reloaded: {', '.join(failed)}, which {goes_on}."
     return json_response({"error": error, "failed": failed, **found}, 409)
 
 
-def _described(model: ServedModel) -> dict[str, Any]:
+def _model_info(model: ServedModel) -> dict[str, Any]:
     """Return all there is to know of a model, without where on this machine it came from."""
     found = {"name": model.name, "state": model.state, **model.info()}
     if model.state == "loading" or not model.is_loaded:
@@ -199,9 +199,9 @@ def _source_name(source: SourceRecord, served_as: str) -> str:
     return (source.name or served_as) if is_path else source.id
 
 
-def _health_of(model: ServedModel) -> dict[str, Any]:
-    known = _described(model)
-    shown = {name: known[name] for name in _SHOWN_BY_HEALTH if name in known}
+def _model_health(model: ServedModel) -> dict[str, Any]:
+    known = _model_info(model)
+    shown = {name: known[name] for name in _HEALTH_FIELDS if name in known}
     return {"state": model.state, "reason": model.reason, **shown}
 
 

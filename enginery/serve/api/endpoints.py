@@ -169,18 +169,18 @@ def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
     task = require_ready(request, model).task
     if task is not None and (not verbs or task.verb in verbs):
         return task
-    wanted = " or ".join(TASKS[verb].does for verb in verbs)
+    wanted = " or ".join(TASKS[verb].purpose for verb in verbs)
     raise invalid_field(
         f"model '{model.name}' was exported for {model.artifact.manifest.task}"
         + (f", expected a model that {wanted}." if verbs else ", which has no answer in words."),
         field="model",
-        do=f"It {task.does}: POST /predict/{model.name}."
+        do=f"It {task.purpose}: POST /predict/{model.name}."
         if task
         else f"Send it tensors: POST /v2/models/{model.name}/infer.",
     )
 
 
-async def answer(
+async def run_inference(
     request: Request,
     model: ServedModel,
     task: RowTask,
@@ -201,7 +201,7 @@ async def answer(
     Returns:
         A result for each input; of tensors, the graph's outputs by name.
     """
-    result = await model.answer(task, inputs, task.Options.read(options, where=where))
+    result = await model.infer(task, inputs, task.Options.read(options, where=where))
     record = request.scope["state"]["record"]
     record.timings, record.inputs = result.timings, task.count(inputs)
     record.characters = task.characters(inputs)

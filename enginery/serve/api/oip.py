@@ -32,16 +32,16 @@ from enginery.runtime.tasks.task import MAX_RESULTS
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
     Routes,
-    answer,
     json_response,
     registry_of,
     require_ready,
+    run_inference,
 )
 from enginery.serve.api.errors import HTTPError, invalid_body, invalid_field
 from enginery.serve.api.oip_tensors import (
     DATATYPES,
-    Tail,
-    Tensor,
+    BinaryData,
+    InferTensor,
     feeds_from_tensors,
     inputs_from_tensors,
     read_tensor,
@@ -51,14 +51,14 @@ from enginery.serve.api.oip_tensors import (
     tensors_from_results,
 )
 from enginery.serve.api.requests import (
-    Body,
+    RequestBody,
     Schema,
-    StrictBody,
+    StrictRequestBody,
+    invalid_value,
     json_object,
     parse,
-    quoted,
+    quote,
     unknown_field,
-    wrong,
 )
 from enginery.serve.models.served_model import ServedModel
 
@@ -74,21 +74,21 @@ _IGNORED = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeou
 Datatype = Annotated[str, Field(json_schema_extra={"enum": list(DATATYPES)})]
 
 
-class OutputParameters(StrictBody):
+class OutputParameters(StrictRequestBody):
     """How one output is sent."""
 
     binary_data: bool | None = None
     classification: Annotated[int, Field(ge=0, le=MAX_RESULTS)] | None = None
 
 
-class RequestedOutput(Body):
+class RequestOutput(RequestBody):
     """One output that a request names."""
 
     name: str
     parameters: OutputParameters | None = None
 
 
-class InputTensor(Schema):
+class RequestInput(Schema):
     """One tensor."""
 
     name: str
@@ -98,22 +98,22 @@ class InputTensor(Schema):
     parameters: dict[str, Any] | None = None
 
 
-class InferRequest(Body):
+class InferRequest(RequestBody):
     """Body of /infer; tensors are read by `read_tensor`."""
 
     inputs: Annotated[
         list[Any],
         Field(min_length=1, description="a list of tensors"),
-        WithJsonSchema({"type": "array", "items": InputTensor.model_json_schema(), "minItems": 1}),
+        WithJsonSchema({"type": "array", "items": RequestInput.model_json_schema(), "minItems": 1}),
     ]
     id: str | None = None
     parameters: dict[str, Any] | None = None
     outputs: Annotated[
-        list[RequestedOutput] | None, Field(description="a list of objects with a name")
+        list[RequestOutput] | None, Field(description="a list of objects with a name")
     ] = None
 
 
-class OutputTensor(InputTensor):
+class ResponseOutput(RequestInput):
     """One tensor of an answer."""
 
 
@@ -122,7 +122,7 @@ class InferResponse(Schema):
 
     model_name: str
     model_version: str
-    outputs: list[OutputTensor]
+    outputs: list[ResponseOutput]
     id: str | None = None
 
 
@@ -172,7 +172,7 @@ class ModelReady(Schema):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class OutputSelection:
     """One output that a request asks for."""
 
     name: str
@@ -196,8 +196,8 @@ async def infer(request: Request) -> Response:
     parameters = dict(body.parameters or {})
     binary = parameters.pop("binary_data_output", None)
     if binary is not None and not isinstance(binary, bool):
-        raise wrong("parameters.binary_data_output", "true or false", binary)
-    wanted = _wanted(body, binary=bool(binary))
+        raise invalid_value("parameters.binary_data_output", "true or false", binary)
+    wanted = _selected_outputs(body, binary=bool(binary))
     options = {name: value for name, value in parameters.items() if name not in _IGNORED}
     graph_inputs = {spec.name for spec in model.backend.runner.record.inputs}
     if model.task and not graph_inputs & {tensor.name for tensor in tensors}:
@@ -265,10 +265,10 @@ async def model_metadata(request: Request) -> Response:
 async def _infer_task(
     request: Request,
     model: ServedModel,
-    tensors: list[Tensor],
+    tensors: list[InferTensor],
     options: dict[str, Any],
-    wanted: list[Wanted],
-) -> list[Tensor]:
+    wanted: list[OutputSelection],
+) -> list[InferTensor]:
     task = model.task
     if task is None:
         raise AssertionError("only called for a model that answers a task")
@@ -277,14 +277,16 @@ async def _infer_task(
         options["top_k"] = classes
     inputs = inputs_from_tensors(tensors, task, model.backend.runner.record.inputs)
     _check_outputs(wanted, [output.name for output in task.outputs])
-    results = await answer(request, model, task, inputs, options, "parameters.")
+    results = await run_inference(request, model, task, inputs, options, "parameters.")
     return tensors_from_results(task, results)
 
 
-async def _infer_graph(request: Request, model: ServedModel, tensors: list[Tensor]) -> list[Tensor]:
+async def _infer_graph(
+    request: Request, model: ServedModel, tensors: list[InferTensor]
+) -> list[InferTensor]:
     record = model.backend.runner.record
     feeds = feeds_from_tensors(tensors, record.inputs)
-    outputs = await answer(request, model, model.backend.tensors, feeds, {})
+    outputs = await run_inference(request, model, model.backend.tensors, feeds, {})
     return tensors_from_outputs(outputs, record.outputs)
 
 
@@ -293,57 +295,57 @@ def _model(request: Request) -> ServedModel:
     model = registry_of(request).get(request.path_params["model"])
     if version != VERSION:
         raise HTTPError(
-            404, f"model '{model.name}' has no version {quoted(version)}, expected '{VERSION}'."
+            404, f"model '{model.name}' has no version {quote(version)}, expected '{VERSION}'."
         )
     return model
 
 
-async def _split(request: Request) -> tuple[dict[str, Any], Tail]:
+async def _split(request: Request) -> tuple[dict[str, Any], BinaryData]:
     """Return the JSON of a request, and the bytes behind it."""
     body, given = request.scope["state"]["body"], request.headers.get(HEADER_LENGTH)
     if given is None:
-        return json_object(body), Tail(b"")
+        return json_object(body), BinaryData(b"")
     if not (given.isascii() and given.isdigit() and len(given) < 16 and int(given) <= len(body)):
         raise invalid_body(
-            f"{HEADER_LENGTH} is {quoted(given)}, expected a whole number up to the body's "
+            f"{HEADER_LENGTH} is {quote(given)}, expected a whole number up to the body's "
             f"{len(body)} bytes."
         )
-    return json_object(body[: int(given)]), Tail(body[int(given) :])
+    return json_object(body[: int(given)]), BinaryData(body[int(given) :])
 
 
-def _tensors(body: InferRequest, tail: Tail) -> list[Tensor]:
-    tensors: dict[str, Tensor] = {}
+def _tensors(body: InferRequest, tail: BinaryData) -> list[InferTensor]:
+    tensors: dict[str, InferTensor] = {}
     for index, item in enumerate(body.inputs):
         path = f"inputs[{index}]"
         if not isinstance(item, dict):
-            raise wrong(path, "an object with name, datatype, shape, data", item)
+            raise invalid_value(path, "an object with name, datatype, shape, data", item)
         tensor = read_tensor(item, tail, path)
         if tensor.name in tensors:
-            raise invalid_field(f"input {quoted(tensor.name)} occurs twice.", field="inputs")
+            raise invalid_field(f"input {quote(tensor.name)} occurs twice.", field="inputs")
         tensors[tensor.name] = tensor
     tail.end()
     return list(tensors.values())
 
 
-def _wanted(body: InferRequest, *, binary: bool) -> list[Wanted]:
+def _selected_outputs(body: InferRequest, *, binary: bool) -> list[OutputSelection]:
     """Return the outputs that are asked for; none for all."""
-    wanted: list[Wanted] = []
+    wanted: list[OutputSelection] = []
     names: set[str] = set()
     for output in body.outputs or ():
         if output.name in names:
-            raise invalid_field(f"outputs: {quoted(output.name)} occurs twice.", field="outputs")
+            raise invalid_field(f"outputs: {quote(output.name)} occurs twice.", field="outputs")
         names.add(output.name)
         parameters = output.parameters or OutputParameters()
         as_binary = binary if parameters.binary_data is None else parameters.binary_data
-        wanted.append(Wanted(output.name, as_binary, parameters.classification or 0))
+        wanted.append(OutputSelection(output.name, as_binary, parameters.classification or 0))
     return wanted
 
 
-def _check_outputs(wanted: list[Wanted], names: list[str]) -> None:
+def _check_outputs(wanted: list[OutputSelection], names: list[str]) -> None:
     for want in wanted:
         if want.name not in names:
             raise invalid_field(
-                f"there is no output {quoted(want.name)}{nearest(want.name[:100], names)}",
+                f"there is no output {quote(want.name)}{nearest(want.name[:100], names)}",
                 field="outputs",
                 do=f"Outputs: {', '.join(names)}.",
             )
@@ -352,14 +354,14 @@ def _check_outputs(wanted: list[Wanted], names: list[str]) -> None:
 def _respond(
     model: ServedModel,
     request_id: str,
-    outputs: list[Tensor],
-    wanted: list[Wanted],
+    outputs: list[InferTensor],
+    wanted: list[OutputSelection],
     *,
     binary: bool,
 ) -> Response:
     by_name = {tensor.name: tensor for tensor in outputs}
     _check_outputs(wanted, list(by_name))
-    wanted = wanted or [Wanted(name, binary, 0) for name in by_name]
+    wanted = wanted or [OutputSelection(name, binary, 0) for name in by_name]
     graph_outputs = {spec.name for spec in model.backend.runner.record.outputs}
     described: list[dict[str, Any]] = []
     pieces: list[bytes] = []
@@ -389,7 +391,7 @@ def _respond(
     )  # fmt: skip
 
 
-def _classified(tensor: Tensor, classes: int, model: ServedModel) -> Tensor:
+def _classified(tensor: InferTensor, classes: int, model: ServedModel) -> InferTensor:
     """Return the best of the last axis as `score:index:label`, as Triton writes them."""
     values: NDArray[Any] = np.atleast_1d(np.asarray(tensor.values))
     order = np.argsort(-values.astype(np.float64), axis=-1, kind="stable")[..., :classes]
@@ -399,4 +401,4 @@ def _classified(tensor: Tensor, classes: int, model: ServedModel) -> Tensor:
         f"{score:.6f}:{index}:{names[index]}".encode()
         for score, index in zip(scores.reshape(-1), order.reshape(-1).tolist(), strict=True)
     ]
-    return Tensor(tensor.name, "BYTES", order.shape, items)
+    return InferTensor(tensor.name, "BYTES", order.shape, items)

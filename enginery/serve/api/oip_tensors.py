@@ -1,6 +1,6 @@
 r"""Tensors of the Open Inference Protocol: as JSON, as bytes, and as inputs and outputs of tasks.
 
->>> Tensor("text", "BYTES", (1,), [b"warm"]).raw()
+>>> InferTensor("text", "BYTES", (1,), [b"warm"]).raw()
 b'\x04\x00\x00\x00warm'
 
 Numbers are little-endian and row-major; an element of BYTES is its length in four bytes, then
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import nearest
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.tasks.task import Task, shown
+from enginery.runtime.tasks.task import Task, describe_value
 from enginery.serve.api.errors import empty_input, invalid_body, invalid_field
-from enginery.serve.api.requests import image_from_base64, quoted, unknown_field, wrong
+from enginery.serve.api.requests import image_from_base64, invalid_value, quote, unknown_field
 
 DATATYPES: dict[str, str] = {
     "BOOL": "bool", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64",
@@ -43,7 +43,7 @@ _IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8", b"GIF8", b"RIFF", b"II*\0", b"MM\0*", 
 
 
 @dataclass(frozen=True)
-class Tensor:
+class InferTensor:
     """A named tensor."""
 
     name: str
@@ -71,7 +71,7 @@ class Tensor:
         return flat.astype(np.float32) if flat.dtype == np.float16 else flat
 
 
-class Tail:
+class BinaryData:
     """The bytes behind a request's JSON, taken piece by piece."""
 
     def __init__(self, data: bytes) -> None:
@@ -94,7 +94,7 @@ class Tail:
             raise invalid_body(f"{left} bytes behind the JSON belong to no input.")
 
 
-def read_tensor(given: dict[str, Any], tail: Tail, path: str) -> Tensor:
+def read_tensor(given: dict[str, Any], tail: BinaryData, path: str) -> InferTensor:
     """Return one input of a request.
 
     Args:
@@ -107,18 +107,18 @@ def read_tensor(given: dict[str, Any], tail: Tail, path: str) -> Tensor:
             are fewer bytes than the input says.
     """
     name = _string(given, "name", path)
-    where = f"input {quoted(name)}"
+    where = f"input {quote(name)}"
     datatype = _string(given, "datatype", path)
     if datatype not in DATATYPES:
         raise invalid_field(
-            f"{where}: datatype {quoted(datatype)} is not known{nearest(datatype[:20], DATATYPES)}",
+            f"{where}: datatype {quote(datatype)} is not known{nearest(datatype[:20], DATATYPES)}",
             field=f"{path}.datatype",
             do=f"Known: {', '.join(DATATYPES)}.",
         )
     shape = _shape(given.get("shape"), where, path)
     parameters = given.get("parameters") or {}
     if not isinstance(parameters, dict):
-        raise wrong(f"{path}.parameters", "an object", parameters)
+        raise invalid_value(f"{path}.parameters", "an object", parameters)
     for key in parameters:
         if key != "binary_data_size":
             raise unknown_field(key, ("binary_data_size",), f"{path}.parameters.")
@@ -126,7 +126,7 @@ def read_tensor(given: dict[str, Any], tail: Tail, path: str) -> Tensor:
     if size is not None:
         if type(size) is not int or size < 0:
             expected = "a whole number of 0 or more"
-            raise wrong(f"{path}.parameters.binary_data_size", expected, size)
+            raise invalid_value(f"{path}.parameters.binary_data_size", expected, size)
         if data is not None:
             raise invalid_field(
                 f"{where} has data and binary_data_size, expected one of them.",
@@ -141,27 +141,29 @@ def read_tensor(given: dict[str, Any], tail: Tail, path: str) -> Tensor:
             f"{where}: element {index} is {values.reshape(-1)[index]}, expected finite numbers.",
             field=f"{path}.data",
         )
-    return Tensor(name, datatype, shape, values)
+    return InferTensor(name, datatype, shape, values)
 
 
 def _string(given: dict[str, Any], name: str, path: str) -> str:
     value = given.get(name)
     if not isinstance(value, str):
-        raise wrong(f"{path}.{name}", "a string", value)
+        raise invalid_value(f"{path}.{name}", "a string", value)
     return value
 
 
 def _shape(shape: Any, where: str, path: str) -> tuple[int, ...]:
     field = f"{path}.shape"
     if not isinstance(shape, list):
-        raise wrong(field, "a list of sizes", shape)
+        raise invalid_value(field, "a list of sizes", shape)
     if len(shape) > _MAX_DIMS:
         raise invalid_field(
             f"{where} has {len(shape)} dims, expected {_MAX_DIMS} at most.", field=field
         )
     for index, size in enumerate(shape):
         if type(size) is not int or not 0 <= size <= _MAX_ELEMENTS:
-            raise wrong(f"{field}[{index}]", f"a whole number from 0 to {_MAX_ELEMENTS}", size)
+            raise invalid_value(
+                f"{field}[{index}]", f"a whole number from 0 to {_MAX_ELEMENTS}", size
+            )
     count = math.prod(shape)
     if count > _MAX_ELEMENTS:
         raise invalid_field(f"{where}: a shape of {count} elements is too large.", field=field)
@@ -242,14 +244,14 @@ def _from_json(
             values = np.array(flat, dtype=np.float64).astype(dtype).reshape(shape)
         if datatype != "BF16":
             return values
-        rounded = Tensor("", "BF16", shape, values).raw()
+        rounded = InferTensor("", "BF16", shape, values).raw()
         return _from_bytes(memoryview(rounded), "BF16", shape, where)
     _check_kinds(kinds, {int}, "whole numbers", flat, where)
     limits = np.iinfo(DATATYPES[datatype])
     if min(flat) < limits.min or max(flat) > limits.max:
-        wrong = next(item for item in flat if not limits.min <= item <= limits.max)
+        outside = next(item for item in flat if not limits.min <= item <= limits.max)
         raise invalid_field(
-            f"{where}: found {wrong}, expected {limits.min} to {limits.max} for {datatype}.",
+            f"{where}: found {outside}, expected {limits.min} to {limits.max} for {datatype}.",
             field="data",
         )
     return np.array(flat, dtype=DATATYPES[datatype]).reshape(shape)
@@ -258,7 +260,9 @@ def _from_json(
 def _flattened(data: Any, shape: tuple[int, ...], where: str) -> list[Any]:
     """Return the elements of data that is flat or nested as the shape is."""
     if type(data) is not list:
-        raise invalid_field(f"{where}: data is {shown(data)}, expected a list.", field="data")
+        raise invalid_field(
+            f"{where}: data is {describe_value(data)}, expected a list.", field="data"
+        )
     if not data or type(data[0]) is not list:
         return data
     rows: list[Any] = [data]
@@ -278,7 +282,8 @@ def _check_kinds(
         return
     index = next(i for i, item in enumerate(flat) if type(item) not in allowed)
     raise invalid_field(
-        f"{where}: data[{index}]: found {shown(flat[index])}, expected {expected}.", field="data"
+        f"{where}: data[{index}]: found {describe_value(flat[index])}, expected {expected}.",
+        field="data",
     )
 
 
@@ -321,7 +326,7 @@ def tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
 
 
 def inputs_from_tensors(
-    tensors: Sequence[Tensor], task: Task, graph: Sequence[TensorSpec]
+    tensors: Sequence[InferTensor], task: Task, graph: Sequence[TensorSpec]
 ) -> list[Any]:
     """Return the inputs of a task from tensors of BYTES.
 
@@ -334,7 +339,7 @@ def inputs_from_tensors(
         if tensor.name not in names:
             known = [spec.name for spec in graph]
             raise invalid_field(
-                f"there is no input {quoted(tensor.name)}"
+                f"there is no input {quote(tensor.name)}"
                 f"{nearest(tensor.name[:100], names + known)}",
                 field="inputs",
                 do=f"Send {' and '.join(names)}; or the graph's own: {', '.join(known)}.",
@@ -352,7 +357,7 @@ def inputs_from_tensors(
     return list(zip(*(columns[name] for name in names), strict=True))
 
 
-def _column(tensor: Tensor, task: Task) -> list[Any]:
+def _column(tensor: InferTensor, task: Task) -> list[Any]:
     where = f"input '{tensor.name}'"
     if not isinstance(tensor.values, list):
         raise invalid_field(
@@ -384,14 +389,14 @@ def _image(item: bytes, where: str) -> bytes:
     return image_from_base64(item.decode("ascii"), where)
 
 
-def tensors_from_results(task: Task, results: Sequence[Any]) -> list[Tensor]:
+def tensors_from_results(task: Task, results: Sequence[Any]) -> list[InferTensor]:
     """Return the results of a task as tensors."""
     tensors = []
     for name, array in task.tensors(results).items():
         if array.dtype == object:
-            tensors.append(Tensor(name, "BYTES", array.shape, array.reshape(-1).tolist()))
+            tensors.append(InferTensor(name, "BYTES", array.shape, array.reshape(-1).tolist()))
         else:
-            tensors.append(Tensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
+            tensors.append(InferTensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
     return tensors
 
 
@@ -399,7 +404,7 @@ def tensors_from_results(task: Task, results: Sequence[Any]) -> list[Tensor]:
 
 
 def feeds_from_tensors(
-    tensors: Sequence[Tensor], inputs: Sequence[TensorSpec]
+    tensors: Sequence[InferTensor], inputs: Sequence[TensorSpec]
 ) -> dict[str, NDArray[Any]]:
     """Return the feeds of a graph.
 
@@ -413,11 +418,11 @@ def feeds_from_tensors(
         spec = specs.get(tensor.name)
         if spec is None:
             raise invalid_field(
-                f"there is no input {quoted(tensor.name)}{nearest(tensor.name[:100], specs)}",
+                f"there is no input {quote(tensor.name)}{nearest(tensor.name[:100], specs)}",
                 field="inputs",
                 do=f"The graph takes: {'; '.join(map(str, specs.values()))}.",
             )
-        feeds[spec.name] = _fitting(tensor, spec)
+        feeds[spec.name] = _checked_values(tensor, spec)
         _check_dims(tensor, spec, sizes)
     if missing := [name for name in specs if name not in feeds]:
         raise invalid_field(
@@ -428,7 +433,7 @@ def feeds_from_tensors(
     return feeds
 
 
-def _fitting(tensor: Tensor, spec: TensorSpec) -> NDArray[Any]:
+def _checked_values(tensor: InferTensor, spec: TensorSpec) -> NDArray[Any]:
     # BF16 is part of FP32: nothing is lost on the way.
     widens = tensor.datatype == "BF16" and spec.dtype in ("float32", "bfloat16")
     if isinstance(tensor.values, list) or (DATATYPES[tensor.datatype] != spec.dtype and not widens):
@@ -440,7 +445,7 @@ def _fitting(tensor: Tensor, spec: TensorSpec) -> NDArray[Any]:
     return tensor.values
 
 
-def _check_dims(tensor: Tensor, spec: TensorSpec, sizes: dict[str, tuple[int, str]]) -> None:
+def _check_dims(tensor: InferTensor, spec: TensorSpec, sizes: dict[str, tuple[int, str]]) -> None:
     """Raise HTTPError where a fixed dim, or one that another input has too, differs."""
     expected = f"expected ({', '.join(map(str, spec.dims))})"
     where = f"input '{spec.name}' has the shape {list(tensor.shape)}"
@@ -458,17 +463,17 @@ def _check_dims(tensor: Tensor, spec: TensorSpec, sizes: dict[str, tuple[int, st
 
 def tensors_from_outputs(
     values: Mapping[str, NDArray[Any]], outputs: Sequence[TensorSpec]
-) -> list[Tensor]:
+) -> list[InferTensor]:
     """Return the graph's outputs as tensors."""
     dtypes = {spec.name: spec.dtype for spec in outputs}
     tensors = []
     for name, value in values.items():
         array = np.asarray(value)
         if dtypes.get(name) == "bfloat16":
-            tensors.append(Tensor(name, "BF16", array.shape, array.astype(np.float32)))
+            tensors.append(InferTensor(name, "BF16", array.shape, array.astype(np.float32)))
         elif array.dtype == object:
             items = [str(item).encode() for item in array.reshape(-1)]
-            tensors.append(Tensor(name, "BYTES", array.shape, items))
+            tensors.append(InferTensor(name, "BYTES", array.shape, items))
         else:
-            tensors.append(Tensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
+            tensors.append(InferTensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
     return tensors

@@ -24,14 +24,14 @@ from starlette.responses import Response
 from enginery.core.errors import nearest
 from enginery.serve.api.endpoints import (
     Routes,
-    answer,
     has_task,
     json_response,
     registry_of,
     require_task,
+    run_inference,
 )
 from enginery.serve.api.errors import HTTPError
-from enginery.serve.api.requests import Body, Dimensions, Schema, TextsOrIds, quoted
+from enginery.serve.api.requests import Dimensions, RequestBody, Schema, TextsOrIds, quote
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel
 
@@ -41,7 +41,7 @@ MAX_INPUTS = 2048
 """Of one request; OpenAI's own limit."""
 
 
-class EmbeddingsRequest(Body):
+class EmbeddingsRequest(RequestBody):
     """Body of /v1/embeddings."""
 
     input: TextsOrIds
@@ -106,7 +106,7 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
             do="Send several requests.",
         )
     options = {"normalize": True, "dimensions": body.dimensions}
-    vectors = await answer(request, model, task, body.input, options)
+    vectors = await run_inference(request, model, task, body.input, options)
     as_base64 = body.encoding_format == "base64"
     tokens = request.scope["state"]["record"].timings.tokens
     return json_response({
@@ -127,7 +127,7 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
 @routes.get("/v1/models", summary="All models", response=ModelsResponse, statuses=(503,))
 async def list_models(request: Request) -> Response:
     """Answer GET /v1/models."""
-    data = [_described(model) for model in registry_of(request)]
+    data = [_model_object(model) for model in registry_of(request)]
     return json_response({"object": "list", "data": data})
 
 
@@ -137,7 +137,7 @@ async def show_model(request: Request) -> Response:
     """Answer GET /v1/models/{model}."""
     model = find_model(registry_of(request), request.path_params["model"].removesuffix("/"))
     request.scope["state"]["record"].model = model.name
-    return json_response(_described(model))
+    return json_response(_model_object(model))
 
 
 def find_model(registry: ModelRegistry, name: str) -> ServedModel:
@@ -157,7 +157,7 @@ def find_model(registry: ModelRegistry, name: str) -> ServedModel:
             return model
     raise HTTPError(
         404,
-        f"there is no model {quoted(name)}{nearest(name[:200], registry.names)}",
+        f"there is no model {quote(name)}{nearest(name[:200], registry.names)}",
         do=f"This server has: {', '.join(registry.names)}.",
         field="model",
         code="model_not_found",
@@ -169,7 +169,7 @@ def _base64(vector: NDArray[np.float32]) -> str:
     return binascii.b2a_base64(np.asarray(vector, "<f4").tobytes(), newline=False).decode("ascii")
 
 
-def _described(model: ServedModel) -> dict[str, Any]:
+def _model_object(model: ServedModel) -> dict[str, Any]:
     stages = model.artifact.manifest.stages
     created = 0
     if stages:

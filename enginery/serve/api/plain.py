@@ -23,22 +23,22 @@ from enginery.runtime.tasks.task import Task
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
     Routes,
-    answer,
     config_of,
     json_response,
     registry_of,
     require_task,
+    run_inference,
 )
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
 from enginery.serve.api.requests import (
     FieldValueError,
     Schema,
-    StrictBody,
+    StrictRequestBody,
     image_from_base64,
+    invalid_value,
     json_object,
     token_ids,
     unknown_field,
-    wrong,
 )
 
 routes = Routes("plain")
@@ -48,7 +48,7 @@ _MAX_FORM_PARTS = 4096
 _FILE = {"type": "string", "contentMediaType": "application/octet-stream"}
 
 
-class PredictAnyRequest(StrictBody):
+class PredictAnyRequest(StrictRequestBody):
     """Body of /predict/{model}."""
 
     inputs: str | dict[str, Any] | list[Any]
@@ -64,7 +64,7 @@ class PredictAnyResponse(Schema):
     """Inputs that were cut to what the model takes."""
 
 
-class Inputs:
+class PredictInputs:
     """The inputs of a request, and how they came."""
 
     def __init__(self, items: list[Any], parameters: dict[str, Any], *, single: bool) -> None:
@@ -87,7 +87,9 @@ async def predict_any(request: Request) -> Response:
     model = registry_of(request).get(request.path_params["model"])
     task = require_task(request, model)
     inputs = await _read(request, task)
-    results = await answer(request, model, task, inputs.items, inputs.parameters, "parameters.")
+    results = await run_inference(
+        request, model, task, inputs.items, inputs.parameters, "parameters."
+    )
     return json_response({
         "model": model.name,
         "outputs": results[0] if inputs.single else results,
@@ -95,7 +97,7 @@ async def predict_any(request: Request) -> Response:
     })  # fmt: skip
 
 
-async def _read(request: Request, task: Task) -> Inputs:
+async def _read(request: Request, task: Task) -> PredictInputs:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_form = kind == "multipart/form-data"
     if is_form or kind.startswith("image/"):
@@ -121,15 +123,15 @@ async def _read(request: Request, task: Task) -> Inputs:
             raise unknown_field(name, tuple(PredictAnyRequest.model_fields))
     parameters = values.get("parameters") or {}
     if not isinstance(parameters, dict):
-        raise wrong("parameters", "an object", parameters)
+        raise invalid_value("parameters", "an object", parameters)
     if values.get("inputs") is None:
         state = "null" if "inputs" in values else "missing"
         raise invalid_field(f"inputs is {state}, expected {expected_inputs(task)}.", field="inputs")
     items, single = read_inputs(task, values["inputs"])
-    return Inputs(items, parameters, single=single)
+    return PredictInputs(items, parameters, single=single)
 
 
-async def _read_image(request: Request) -> Inputs:
+async def _read_image(request: Request) -> PredictInputs:
     body = request.scope["state"]["body"]
     if not body:
         raise empty_input("inputs", "the body is empty, expected an image file.")
@@ -139,10 +141,10 @@ async def _read_image(request: Request) -> Inputs:
             parameters[name] = orjson.loads(text)
         except orjson.JSONDecodeError:
             parameters[name] = text
-    return Inputs([body], parameters, single=True)
+    return PredictInputs([body], parameters, single=True)
 
 
-async def _read_form(request: Request) -> Inputs:
+async def _read_form(request: Request) -> PredictInputs:
     """Return the images of a form, whatever their fields are called."""
     images: list[Any] = []
     parameters: dict[str, Any] = {}
@@ -167,7 +169,7 @@ async def _read_form(request: Request) -> Inputs:
         await parts.close()
     if not images:
         raise empty_input("inputs", "the form has no file, expected images.")
-    return Inputs(images, parameters, single=len(images) == 1)
+    return PredictInputs(images, parameters, single=len(images) == 1)
 
 
 def read_inputs(task: Task, value: Any) -> tuple[list[Any], bool]:
@@ -212,10 +214,10 @@ def _read_input(task: Task, value: Any, name: str, expected: str) -> Any:
         except FieldValueError as error:
             if error.is_empty:
                 raise empty_input(name) from None
-            raise wrong(f"{name}{error.path}", error.expected, error.value) from None
+            raise invalid_value(f"{name}{error.path}", error.expected, error.value) from None
     if not isinstance(value, str):
         item = "a string or a list of token ids" if task.takes_token_ids else "a string"
-        raise wrong(name, expected if name == "inputs" else item, value)
+        raise invalid_value(name, expected if name == "inputs" else item, value)
     return image_from_base64(value, name) if task.takes_images else value
 
 
@@ -230,7 +232,7 @@ def _read_parts(task: Task, value: Any, name: str, expected: str) -> Any:
         parts = [_part(value, field.name, name, optional=field.optional) for field in task.inputs]
         return parts[0] if parts[1] is None else tuple(parts)
     if name == "inputs" or not isinstance(value, list):
-        raise wrong(name, expected.partition(", or a list")[0], value)
+        raise invalid_value(name, expected.partition(", or a list")[0], value)
     if len(value) != 2 or not all(isinstance(text, str) for text in value):
         raise invalid_field(
             f"{name}: found a list of {len(value)}, expected two strings.", field=name
@@ -247,5 +249,5 @@ def _part(values: dict[str, Any], key: str, name: str, *, optional: bool) -> str
             raise invalid_field(
                 f"{name}.{key} is missing, expected a string.", field=f"{name}.{key}"
             )
-        raise wrong(f"{name}.{key}", "a string", value)
+        raise invalid_value(f"{name}.{key}", "a string", value)
     return value

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from enginery.core.errors import nearest
-from enginery.runtime.tasks.task import expected_values, shown, without_null
+from enginery.runtime.tasks.task import describe_value, expected_values, without_null
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -38,13 +38,13 @@ class Schema(BaseModel):
     model_config = ConfigDict(defer_build=True)
 
 
-class Body(Schema):
+class RequestBody(Schema):
     """Base of the bodies; unknown fields are ignored, as other servers ignore them."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-class StrictBody(Body):
+class StrictRequestBody(RequestBody):
     """Base of the bodies that take no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -106,31 +106,31 @@ def token_ids(value: list[Any], path: str = "") -> list[int]:
     return value
 
 
-def either(*schemas: dict[str, Any]) -> dict[str, Any]:
+def any_of(*schemas: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON schema of one of several."""
     return {"anyOf": list(schemas)}
 
 
-def array(items: dict[str, Any], least: int = 0) -> dict[str, Any]:
+def array_of(items: dict[str, Any], least: int = 0) -> dict[str, Any]:
     """Return the JSON schema of a list."""
     return {"type": "array", "items": items, **({"minItems": least} if least else {})}
 
 
 STRING = {"type": "string"}
 TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
-TOKEN_IDS = array(TOKEN_ID, 1)
+TOKEN_IDS = array_of(TOKEN_ID, 1)
 
 Texts = Annotated[
     list[str],
     BeforeValidator(_one_or_more),
-    WithJsonSchema(either(STRING, array(STRING, 1))),
+    WithJsonSchema(any_of(STRING, array_of(STRING, 1))),
     Field(description="a string or a list of strings"),
 ]
 ListOfTexts = Annotated[list[str], Field(min_length=1, description="a list of strings")]
 TextsOrIds = Annotated[
     list[Any],
     PlainValidator(_texts_or_ids),
-    WithJsonSchema(either(STRING, array(either(STRING, TOKEN_IDS), 1), TOKEN_IDS)),
+    WithJsonSchema(any_of(STRING, array_of(any_of(STRING, TOKEN_IDS), 1), TOKEN_IDS)),
     Field(description="a string, a list of strings, or token ids"),
 ]
 Dimensions = Annotated[int, Field(ge=1)]
@@ -148,7 +148,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise invalid_body(f"the body is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise invalid_body(f"the body is {shown(value)}, expected a JSON object.")
+        raise invalid_body(f"the body is {describe_value(value)}, expected a JSON object.")
     return value
 
 
@@ -177,7 +177,7 @@ def parse(kind: type[BodyType], values: dict[str, Any]) -> BodyType:
         path += found.path
         if found.is_empty:
             raise empty_input(path, f"{path} is empty, expected {found.expected}.")
-        raise wrong(path, found.expected, found.value)
+        raise invalid_value(path, found.expected, found.value)
     if first["type"] == "extra_forbidden":
         where = f"{path}." if path else ""
         raise unknown_field(str(first["loc"][-1]), tuple(owner.model_fields), where)
@@ -186,26 +186,26 @@ def parse(kind: type[BodyType], values: dict[str, Any]) -> BodyType:
         raise invalid_field(f"{path} is missing, expected {expected}.", field=path)
     if first["type"] == "too_short":
         raise empty_input(path)
-    raise wrong(path, expected, first["input"])
+    raise invalid_value(path, expected, first["input"])
 
 
-def wrong(path: str, expected: str, value: Any) -> HTTPError:
+def invalid_value(path: str, expected: str, value: Any) -> HTTPError:
     """Return the error for a field whose value cannot be used."""
     if value is None and not path.endswith("]"):
         return invalid_field(f"{path} is null, expected {expected}.", field=path)
-    return invalid_field(f"{path}: found {shown(value)}, expected {expected}.", field=path)
+    return invalid_field(f"{path}: found {describe_value(value)}, expected {expected}.", field=path)
 
 
 def unknown_field(name: str, known: Sequence[str], where: str = "") -> HTTPError:
     """Return the error for a field that is not known."""
     return invalid_field(
-        f"{quoted(where + name)} is not known here{nearest(name[:_NAME_LENGTH], known)}",
+        f"{quote(where + name)} is not known here{nearest(name[:_NAME_LENGTH], known)}",
         field=f"{where}{name[:_NAME_LENGTH]}",
         do=f"Known: {', '.join(known) or 'none'}.",
     )
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Return a client's words for a message: quoted, and not many of them."""
     return repr(text if len(text) <= _NAME_LENGTH else f"{text[:_NAME_LENGTH]}…")
 

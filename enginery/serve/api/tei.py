@@ -20,32 +20,32 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from enginery.core.errors import InputError
-from enginery.runtime.tasks.task import Weight
+from enginery.runtime.tasks.task import ProcessingCost
 from enginery.runtime.tasks.text import TextTask
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
     Routes,
-    answer,
     config_of,
     has_task,
     json_response,
     registry_of,
     require_ready,
+    run_inference,
     select_model,
 )
 from enginery.serve.api.errors import HTTPError, invalid_field
 from enginery.serve.api.requests import (
     STRING,
     TOKEN_IDS,
-    Body,
     Dimensions,
     FieldValueError,
     ListOfTexts,
+    RequestBody,
     Schema,
     Texts,
     TextsOrIds,
-    array,
-    either,
+    any_of,
+    array_of,
     json_object,
     parse,
     token_ids,
@@ -59,7 +59,7 @@ _SHORT_CHARACTERS = 2048
 """Characters or token ids that should take about a millisecond."""
 
 
-class Truncation(Body):
+class Truncation(RequestBody):
     """How long texts are cut."""
 
     truncate: bool | None = None
@@ -113,7 +113,7 @@ def _pair(value: Any, path: str) -> Pair:
     return (value[0], value[1]) if len(value) == 2 else str(value[0])
 
 
-_PAIR = {**array(STRING, 1), "maxItems": 2}
+_PAIR = {**array_of(STRING, 1), "maxItems": 2}
 
 
 class PredictRequest(Truncation):
@@ -121,8 +121,8 @@ class PredictRequest(Truncation):
 
     inputs: Annotated[
         Any,
-        PlainValidator(lambda value: (_pairs(value), not _are_several(value))),
-        WithJsonSchema(either(STRING, _PAIR, array(_PAIR, 1))),
+        PlainValidator(lambda value: (_pairs(value), not _is_batch(value))),
+        WithJsonSchema(any_of(STRING, _PAIR, array_of(_PAIR, 1))),
         Field(description="a string, a pair [string, string], or a list of such lists"),
     ]
     raw_scores: bool | None = None
@@ -139,7 +139,7 @@ class RerankRequest(Truncation):
     model: str | None = None
 
 
-class Sentences(Body):
+class Sentences(RequestBody):
     """One text and others."""
 
     source_sentence: str
@@ -152,7 +152,7 @@ class SimilarityParameters(Truncation):
     prompt_name: str | None = None
 
 
-class SimilarityRequest(Body):
+class SimilarityRequest(RequestBody):
     """Body of /similarity."""
 
     inputs: Annotated[Sentences, Field(description="an object with source_sentence and sentences")]
@@ -160,7 +160,7 @@ class SimilarityRequest(Body):
     model: str | None = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(RequestBody):
     """Body of /tokenize."""
 
     inputs: Texts
@@ -183,13 +183,13 @@ def _ids(value: Any) -> list[list[int]]:
     return value
 
 
-class DecodeRequest(Body):
+class DecodeRequest(RequestBody):
     """Body of /decode."""
 
     ids: Annotated[
         Any,
         PlainValidator(_ids),
-        WithJsonSchema(either(TOKEN_IDS, array(TOKEN_IDS, 1))),
+        WithJsonSchema(any_of(TOKEN_IDS, array_of(TOKEN_IDS, 1))),
         Field(description="a list of token ids, or a list of those"),
     ]
     skip_special_tokens: bool | None = None
@@ -221,7 +221,7 @@ class Token(Schema):
     stop: int | None
 
 
-class AnyBody(Body):
+class RootRequest(RequestBody):
     """A body that is read by the only model's task."""
 
     model: str | None = None
@@ -240,7 +240,7 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
         "prompt_name": body.prompt_name,
         "truncate": body.to_option(),
     }
-    return json_response(await answer(request, model, task, body.inputs, options))
+    return json_response(await run_inference(request, model, task, body.inputs, options))
 
 
 @routes.post(
@@ -257,7 +257,7 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
         "prompt_name": parameters.prompt_name,
         "truncate": parameters.to_option(),
     }
-    vectors = np.stack(await answer(request, model, task, texts, options))
+    vectors = np.stack(await run_inference(request, model, task, texts, options))
     return json_response(vectors[1:] @ vectors[0])
 
 
@@ -270,7 +270,7 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     model, task = select_model(request, body.model, "classify")
     inputs, is_single = body.inputs
     options = {"activation": "none" if body.raw_scores else "auto", "truncate": body.to_option()}
-    results = await answer(request, model, task, inputs, options)
+    results = await run_inference(request, model, task, inputs, options)
     answers = [
         [{"score": label.score, "label": label.label} for label in result.labels]
         for result in results
@@ -284,7 +284,7 @@ async def predict(request: Request, body: PredictRequest) -> Response:
 )  # fmt: skip
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Answer POST /rerank: texts by how well they answer a query."""
-    model, task = select_model(request, body.model, "classify", fits=_ranks)
+    model, task = select_model(request, body.model, "classify", fits=_is_reranker)
     if not _has_one_label(model):
         raise invalid_field(
             f"model '{model.name}' has several labels, expected a re-ranker, which has one.",
@@ -295,7 +295,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     options = {
         "activation": "none" if body.raw_scores else "sigmoid", "truncate": body.to_option(),
     }  # fmt: skip
-    results = await answer(request, model, task, pairs, options)
+    results = await run_inference(request, model, task, pairs, options)
     scores = [result.score for result in results]
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return json_response([
@@ -310,13 +310,13 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 
 @routes.post(
     "/", "/invocations", summary="/embed, /predict or /rerank, as the only model answers",
-    body=AnyBody, other_bodies={"application/json": {"type": "object"}}, response=list[Any],
+    body=RootRequest, other_bodies={"application/json": {"type": "object"}}, response=list[Any],
     statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def root(request: Request) -> Response:
     """Answer POST /: what the only model is for."""
     values = json_object(request.scope["state"]["body"])
-    name = parse(AnyBody, values).model
+    name = parse(RootRequest, values).model
     model, task = select_model(request, name, "embed", "classify")
     values["model"] = model.name
     if task.verb == "embed":
@@ -346,11 +346,11 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     special = body.add_special_tokens is not False
 
     def tokens() -> list[list[dict[str, Any]]]:
-        encodings = task.tokenizer.encode_whole(texts, special=special)
+        encodings = task.tokenizer.encode_untruncated(texts, special=special)
         return [_tokens(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
-    weight: Weight = "medium" if sum(map(len, texts)) <= _SHORT_CHARACTERS else "heavy"
-    return json_response(await model.in_thread(tokens, inputs=len(texts), weight=weight))
+    cost: ProcessingCost = "medium" if sum(map(len, texts)) <= _SHORT_CHARACTERS else "heavy"
+    return json_response(await model.in_thread(tokens, inputs=len(texts), cost=cost))
 
 
 @routes.post(
@@ -360,7 +360,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 async def decode(request: Request, body: DecodeRequest) -> Response:
     """Answer POST /decode: token ids as texts."""
     model, task = _text_model(request, body.model)
-    vocabulary = task.tokenizer.texts.get_vocab_size()
+    vocabulary = task.tokenizer.backend.get_vocab_size()
     for row in body.ids:
         if max(row) >= vocabulary:
             raise invalid_field(
@@ -372,8 +372,8 @@ async def decode(request: Request, body: DecodeRequest) -> Response:
     def texts() -> list[str]:
         return [task.tokenizer.decode(row, skip_special=skip) for row in body.ids]
 
-    weight: Weight = "medium" if sum(map(len, body.ids)) <= _SHORT_CHARACTERS else "heavy"
-    return json_response(await model.in_thread(texts, inputs=len(body.ids), weight=weight))
+    cost: ProcessingCost = "medium" if sum(map(len, body.ids)) <= _SHORT_CHARACTERS else "heavy"
+    return json_response(await model.in_thread(texts, inputs=len(body.ids), cost=cost))
 
 
 def _text_model(request: Request, name: str | None) -> tuple[ServedModel, TextTask]:
@@ -393,11 +393,11 @@ def _check_count(request: Request, count: int) -> None:
         )
 
 
-def _are_several(value: Any) -> bool:
+def _is_batch(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and not isinstance(value[0], str)
 
 
-def _ranks(model: ServedModel) -> bool:
+def _is_reranker(model: ServedModel) -> bool:
     """Whether a model scores pairs with one number."""
     return has_task(model, ("classify",)) and _has_one_label(model)
 
@@ -408,7 +408,7 @@ def _has_one_label(model: ServedModel) -> bool:
 
 
 def _tokens(text: str, encoding: Any) -> list[dict[str, Any]]:
-    places = _byte_places(text)
+    places = _byte_offsets(text)
     tokens = []
     for token_id, token, (start, stop), special in zip(
         encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True
@@ -423,7 +423,7 @@ def _tokens(text: str, encoding: Any) -> list[dict[str, Any]]:
     return tokens
 
 
-def _byte_places(text: str) -> Sequence[int]:
+def _byte_offsets(text: str) -> Sequence[int]:
     """Return where each character begins in UTF-8, and the end."""
     if text.isascii():
         return range(len(text) + 1)

@@ -34,7 +34,7 @@ class BatchCost:
     seconds_per_token: float
 
     @property
-    def fixed_tokens(self) -> float:
+    def fixed_cost_tokens(self) -> float:
         """Return how many tokens take as long as the fixed part."""
         return self.fixed_seconds / self.seconds_per_token if self.seconds_per_token else 0.0
 
@@ -73,7 +73,7 @@ def measure_cost(run: Callable[[int], float], *, limit: int) -> BatchCost:
     return fit_cost([(tokens, run(tokens)) for _ in range(RUNS) for tokens in {small, large}])
 
 
-class LiveCost:
+class CostEstimator:
     """A line through the batches that run, later ones weighing more. Thread-safe."""
 
     def __init__(self, measured: BatchCost, *, keep: float = 0.99) -> None:
@@ -109,12 +109,12 @@ class LiveCost:
             return BatchCost(0.0, y / x)
         return BatchCost(fixed, slope)
 
-    def fixed_tokens(self) -> float:
+    def fixed_cost_tokens(self) -> float:
         """Return how many tokens take as long as a batch's fixed part.
 
         Batches of nearly one size say little of it: it stays within four times what was measured.
         """
-        found, measured = self.cost().fixed_tokens, self._measured.fixed_tokens
+        found, measured = self.cost().fixed_cost_tokens, self._measured.fixed_cost_tokens
         if not measured:
             return found
         return min(max(found, measured / _MAX_DRIFT), measured * _MAX_DRIFT)
@@ -130,13 +130,13 @@ class LiveCost:
         self._sums = [self._keep * old + one for old, one in zip(self._sums, new, strict=True)]
 
 
-def choose_tokens(cost: BatchCost, *, on_cpu: bool) -> tuple[int, str]:
+def choose_max_tokens(cost: BatchCost, *, on_cpu: bool) -> tuple[int, str]:
     """Return how many tokens a batch should have at most, and why."""
     if on_cpu:
         return _CPU_TOKENS, (
             f"{_CPU_TOKENS} tokens: on a CPU larger batches are slower a token; measured {cost}"
         )
-    wanted = int(cost.fixed_tokens * (1 - _FIXED_SHARE) / _FIXED_SHARE)
+    wanted = int(cost.fixed_cost_tokens * (1 - _FIXED_SHARE) / _FIXED_SHARE)
     tokens = min(max(wanted, _LEAST_TOKENS), _MOST_TOKENS)
     return tokens, (
         f"{tokens} tokens: from {wanted} on the fixed part is below {_FIXED_SHARE:.0%}, within "

@@ -24,25 +24,25 @@ from enginery.serve.batching.queue import ClosedError, OverloadedError
 
 Result = TypeVar("Result")
 
-_SHORT_THREADS = 8
+_MEDIUM_THREADS = 8
 """They mostly sleep. It takes as many texts that do not come to an end to hold up short ones."""
-_LONG_THREADS = 2
+_HEAVY_THREADS = 2
 """More of them would take the cores from the model."""
-_PIECE = 64
+_CHUNK_TEXTS = 64
 """Texts of a list that one thread tokenizes at a time: milliseconds."""
 
 
-class _DaemonThreads:
+class _DaemonThreadPool:
     """Daemon threads, started as they are needed.
 
     The process does not wait for them when it ends, as it does for those of an executor of the
     standard library: one that does not come back would keep it.
     """
 
-    def __init__(self, most: int, name: str) -> None:
-        self.places = 0
-        """How many places are taken of those that may wait; for the event loop."""
-        self._most, self._name = most, name
+    def __init__(self, max_threads: int, name: str) -> None:
+        self.slots = 0
+        """How many slots are taken of those that may wait; for the event loop."""
+        self._max_threads, self._name = max_threads, name
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._since: list[float] = []
         """When each thread began what it does; 0 for one that waits."""
@@ -56,11 +56,11 @@ class _DaemonThreads:
         with self._lock:
             if not self._closed:
                 self._unfinished += 1
-                place = len(self._since)
-                if place < min(self._unfinished, self._most):
+                index = len(self._since)
+                if index < min(self._unfinished, self._max_threads):
                     self._since.append(0.0)
                     threading.Thread(
-                        target=self._work, args=(place,), daemon=True, name=f"{self._name}-{place}"
+                        target=self._work, args=(index,), daemon=True, name=f"{self._name}-{index}"
                     ).start()
                 self._jobs.put((job, work))
                 return job
@@ -79,13 +79,13 @@ class _DaemonThreads:
             for _ in self._since:
                 self._jobs.put(None)
 
-    def _work(self, place: int) -> None:
+    def _work(self, index: int) -> None:
         while (taken := self._jobs.get()) is not None:
             job, work = taken
             if job.set_running_or_notify_cancel():
-                self._since[place] = time.perf_counter()
+                self._since[index] = time.perf_counter()
                 _run(job, work)
-                self._since[place] = 0.0
+                self._since[index] = 0.0
             with self._lock:
                 self._unfinished -= 1
             del taken, job, work  # they may be large, and the next may be long in coming
@@ -102,14 +102,14 @@ def _run(job: Future[Result], work: Callable[[], Result]) -> None:
 class PreprocessPool:
     """Preprocesses the inputs of one model in threads."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, most: int, name: str) -> None:
-        """Start no thread yet; `most` inputs may be preprocessed or wait at the same time."""
-        self._loop, self._most, self._name = loop, most, name
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, max_inputs: int, name: str) -> None:
+        """Start no thread yet; `max_inputs` inputs may be preprocessed or wait at the same time."""
+        self._loop, self._max_inputs, self._name = loop, max_inputs, name
         self._closed = False
         self._awaited: set[asyncio.Future[Any]] = set()
-        self._short = _DaemonThreads(_SHORT_THREADS, f"enginery-preprocess-{name}")
-        self._long = _DaemonThreads(_LONG_THREADS, f"enginery-preprocess-long-{name}")
-        self._pieces = _DaemonThreads(usable_cores(), f"enginery-preprocess-list-{name}")
+        self._medium = _DaemonThreadPool(_MEDIUM_THREADS, f"enginery-preprocess-{name}")
+        self._heavy = _DaemonThreadPool(_HEAVY_THREADS, f"enginery-preprocess-long-{name}")
+        self._list_threads = _DaemonThreadPool(usable_cores(), f"enginery-preprocess-list-{name}")
 
     @property
     def is_busy(self) -> bool:
@@ -119,7 +119,7 @@ class PreprocessPool:
     @property
     def inputs(self) -> int:
         """Return how many are being preprocessed or wait to be, without those of short work."""
-        return self._long.places
+        return self._heavy.slots
 
     async def run(
         self,
@@ -144,18 +144,18 @@ class PreprocessPool:
         """
         if self._closed:
             raise ClosedError(f"{self._name} is being closed.")
-        threads, places = (self._short, 1) if short else (self._long, inputs)
-        if threads.places and threads.places + places + (0 if short else waiting) > self._most:
+        threads, slots = (self._medium, 1) if short else (self._heavy, inputs)
+        if threads.slots and threads.slots + slots + (0 if short else waiting) > self._max_inputs:
             what = "requests" if short else "inputs"
             raise OverloadedError(
-                f"{threads.places} {what} are being preprocessed and {waiting} wait, expected "
-                f"{self._most} at most.",
+                f"{threads.slots} {what} are being preprocessed and {waiting} wait, expected "
+                f"{self._max_inputs} at most.",
                 retry_after_seconds=1.0,
             )
         made: asyncio.Future[Result] = self._loop.create_future()
 
         def deliver(job: Future[Result]) -> None:
-            threads.places -= places
+            threads.slots -= slots
             if made.done() or job.cancelled():
                 return
             error = job.exception()
@@ -168,7 +168,7 @@ class PreprocessPool:
             with suppress(RuntimeError):  # the loop was closed
                 self._loop.call_soon_threadsafe(deliver, job)
 
-        threads.places += places
+        threads.slots += slots
         self._awaited.add(made)
         made.add_done_callback(self._awaited.discard)
         job = threads.submit(work)
@@ -179,21 +179,25 @@ class PreprocessPool:
             job.cancel()
             raise
 
-    def spread(self, encode: Callable[[list[Any]], list[Any]], texts: list[Any]) -> list[Any]:
+    def encode_in_parallel(
+        self, encode: Callable[[list[Any]], list[Any]], texts: list[Any]
+    ) -> list[Any]:
         """Encode a list of texts on all cores, in threads of this model alone.
 
         Those of `tokenizers` are shared by all models: texts that do not come to an end would hold
         up the lists of every one. They are switched off when the server starts.
         """
-        if len(texts) < 2 * _PIECE or usable_cores() == 1:
+        if len(texts) < 2 * _CHUNK_TEXTS or usable_cores() == 1:
             return encode(texts)
-        pieces = [texts[start : start + _PIECE] for start in range(0, len(texts), _PIECE)]
-        jobs = [self._pieces.submit(partial(encode, piece)) for piece in pieces]
+        pieces = [
+            texts[start : start + _CHUNK_TEXTS] for start in range(0, len(texts), _CHUNK_TEXTS)
+        ]
+        jobs = [self._list_threads.submit(partial(encode, piece)) for piece in pieces]
         return [encoding for job in jobs for encoding in job.result()]
 
     def busy_seconds(self) -> float:
         """Return how long the longest-running work has been running."""
-        return max(self._short.busy_seconds(), self._long.busy_seconds())
+        return max(self._medium.busy_seconds(), self._heavy.busy_seconds())
 
     def close(self) -> None:
         """Take nothing more; requests that still wait for a result get an error."""
@@ -201,5 +205,5 @@ class PreprocessPool:
         for made in list(self._awaited):
             if not made.done():
                 made.set_exception(ClosedError(f"{self._name} is being closed."))
-        for threads in (self._short, self._long, self._pieces):
+        for threads in (self._medium, self._heavy, self._list_threads):
             threads.close()

@@ -20,13 +20,13 @@ from operator import attrgetter
 from typing import Any
 
 from enginery.core.errors import EngineryError
-from enginery.serve.batching.planner import MAX_DIVIDED, BatchRules, choose_batch
+from enginery.serve.batching.planner import MAX_PARTITIONED_ROWS, BatchRules, choose_batch
 
-_KEPT = 0.98
+_DECAY = 0.98
 """What a wait weighs when the next one is learned."""
-_LEARNED_SHARE = 0.1
+_OBSERVED_SHARE = 0.1
 """Of the longest wait that is taken. Shorter waits say little: what runs is not in an estimate."""
-_MOST_STRETCH = 4.0
+_MAX_STRETCH = 4.0
 
 
 class OverloadedError(EngineryError):
@@ -47,7 +47,7 @@ class QueueEntry:
 
     request: Any
     """All rows of one request are cancelled at once."""
-    place: int
+    index: int
     """Among the rows of its request."""
     key: Hashable
     """Rows of one key may share a batch."""
@@ -92,7 +92,7 @@ class BatchQueue:
         self._max_wait_seconds = max_wait_seconds
         # Sums over past requests: what the tokens before them took, and how long they waited. They
         # begin as if one short wait had been just as long as that.
-        self._estimated = self._waited = max_wait_seconds * _LEARNED_SHARE
+        self._estimated_sum = self._waited_sum = max_wait_seconds * _OBSERVED_SHARE
         self._lanes: dict[Hashable, list[QueueEntry]] = {}
         self._due: list[tuple[float, int, QueueEntry]] = []
         self._count = 0
@@ -104,27 +104,27 @@ class BatchQueue:
         its core's caches."""
 
     @property
-    def wait_seconds(self) -> float:
+    def estimated_wait_seconds(self) -> float:
         """Return how long a request that comes now would wait."""
-        stretch = self._waited / self._estimated if self._estimated else 1.0
-        return self.work_seconds * min(max(stretch, 1.0), _MOST_STRETCH)
+        stretch = self._waited_sum / self._estimated_sum if self._estimated_sum else 1.0
+        return self.backlog_seconds * min(max(stretch, 1.0), _MAX_STRETCH)
 
     @property
-    def work_seconds(self) -> float:
+    def backlog_seconds(self) -> float:
         """Return how long the workers would take for what waits."""
         return self.tokens * self.seconds_per_token
 
-    def learn_wait(self, work_seconds: float, waited: float) -> None:
+    def observe_wait(self, backlog_seconds: float, waited: float) -> None:
         """Learn from a request that has run.
 
         Args:
-            work_seconds: when it came.
+            backlog_seconds: when it came.
             waited: until the last of its batches began, in seconds.
         """
-        if work_seconds < self._max_wait_seconds * _LEARNED_SHARE:
+        if backlog_seconds < self._max_wait_seconds * _OBSERVED_SHARE:
             return
-        self._estimated = self._estimated * _KEPT + work_seconds
-        self._waited = self._waited * _KEPT + waited
+        self._estimated_sum = self._estimated_sum * _DECAY + backlog_seconds
+        self._waited_sum = self._waited_sum * _DECAY + waited
 
     def put(self, entries: Sequence[QueueEntry], *, now: float, admitted: bool = False) -> None:
         """Take all of some rows, or none.
@@ -159,7 +159,7 @@ class BatchQueue:
 
     def _admit(self, rows: int, tokens: int) -> None:
         """Raise OverloadedError where a request of so many rows and tokens is too much."""
-        wait = self.wait_seconds
+        wait = self.estimated_wait_seconds
         if self.rows + rows > self.max_rows or self.tokens + tokens > self.max_tokens:
             raise OverloadedError(
                 f"the queue is full: {self.rows} inputs with {self.tokens} tokens wait, expected "
@@ -182,7 +182,7 @@ class BatchQueue:
                     if self._state != "open":
                         return []
                     self._sleep()
-                return self._next()
+                return self._next_batch()
             finally:
                 self._idle -= 1
 
@@ -193,10 +193,10 @@ class BatchQueue:
             for entry in found:
                 lane = self._lanes[entry.key]
                 del lane[bisect_left(lane, entry.order, key=_ORDER)]
-                self._forget(entry)
+                self._mark_taken(entry)
                 if not lane:
                     del self._lanes[entry.key]
-            self._drop_taken()
+            self._pop_taken()
             return len(found)
 
     def close(self, *, drain: bool) -> list[QueueEntry]:
@@ -211,7 +211,7 @@ class BatchQueue:
             if not drain:
                 dropped = [entry for _, _, entry in self._due if not entry.taken]
                 for entry in dropped:
-                    self._forget(entry)
+                    self._mark_taken(entry)
                 self._lanes.clear()
                 self._due.clear()
             while self._sleeping:
@@ -229,38 +229,38 @@ class BatchQueue:
         finally:
             self._lock.acquire()
 
-    def _next(self) -> list[QueueEntry]:
+    def _next_batch(self) -> list[QueueEntry]:
         oldest = self._due[0][2]
         lane = self._lanes[oldest.key]
         low, high = 0, 1
         if len(lane) > 1:
-            place = bisect_left(lane, oldest.order, key=_ORDER)
+            position = bisect_left(lane, oldest.order, key=_ORDER)
             # Workers that are free as well get their share.
             most = -(-self.rows // max(self._idle, 1))
-            few = len(lane) <= MAX_DIVIDED
-            lengths = [entry.length for entry in lane] if few else _Lengths(lane)
-            low, high = choose_batch(lengths, oldest=place, most=most, rules=self.rules)
+            few = len(lane) <= MAX_PARTITIONED_ROWS
+            lengths = [entry.length for entry in lane] if few else _LaneLengths(lane)
+            low, high = choose_batch(lengths, oldest=position, max_rows=most, rules=self.rules)
         batch = lane[low:high]
         del lane[low:high]
         for entry in batch:
-            self._forget(entry)
+            self._mark_taken(entry)
         if not lane:
             del self._lanes[oldest.key]
-        self._drop_taken()
+        self._pop_taken()
         return batch
 
-    def _drop_taken(self) -> None:
+    def _pop_taken(self) -> None:
         """Drop entries that were taken from the front of the due list."""
         while self._due and self._due[0][2].taken:
             heapq.heappop(self._due)
 
-    def _forget(self, entry: QueueEntry) -> None:
+    def _mark_taken(self, entry: QueueEntry) -> None:
         entry.taken = True
         self.rows -= 1
         self.tokens -= entry.tokens
 
 
-class _Lengths(Sequence[int]):
+class _LaneLengths(Sequence[int]):
     """The lengths of a lane, read one by one."""
 
     __slots__ = ("_lane",)
@@ -271,5 +271,5 @@ class _Lengths(Sequence[int]):
     def __len__(self) -> int:
         return len(self._lane)
 
-    def __getitem__(self, place: Any) -> Any:
-        return self._lane[place].length
+    def __getitem__(self, index: Any) -> Any:
+        return self._lane[index].length

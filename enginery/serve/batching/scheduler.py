@@ -125,18 +125,22 @@ class BatchScheduler:
             EngineryError: the first that a row raised.
         """
         queue = self.queue
-        now, work_seconds = time.perf_counter(), queue.work_seconds
+        now, backlog_seconds = time.perf_counter(), queue.backlog_seconds
         pending = _PendingRequest(self._loop.create_future(), [None] * len(entries), now, now)
         for entry in entries:
             entry.request = pending
         sent: list[QueueEntry] = []
         self._pending.add(pending)
         try:
-            parts = _parts(entries, queue.max_rows, queue.max_tokens) if entries[1:] else [entries]
+            parts = (
+                _split_request(entries, queue.max_rows, queue.max_tokens)
+                if entries[1:]
+                else [entries]
+            )
             for part in parts:
                 if sent:
-                    work_seconds = 0.0  # it waits for its own parts, which says nothing
-                    await self._put_later(part, pending, len(sent) - len(part) // 2)
+                    backlog_seconds = 0.0  # it waits for its own parts, which says nothing
+                    await self._put_next_part(part, pending, len(sent) - len(part) // 2)
                 else:
                     queue.put(part, now=now)
                 sent += part
@@ -152,10 +156,10 @@ class BatchScheduler:
             self._pending.discard(pending)
         timings.queue_seconds = pending.started - pending.arrived
         timings.inference_seconds = pending.inference_seconds
-        queue.learn_wait(work_seconds, timings.queue_seconds)
+        queue.observe_wait(backlog_seconds, timings.queue_seconds)
         return pending.outputs
 
-    async def _put_later(
+    async def _put_next_part(
         self, part: Sequence[QueueEntry], pending: _PendingRequest, done: int
     ) -> None:
         """Put a further part of a request once so many of its rows are done."""
@@ -181,7 +185,7 @@ class BatchScheduler:
                 if isinstance(output, BaseException):
                     self._fail(pending, output)
                     continue
-                pending.outputs[entry.place] = output
+                pending.outputs[entry.index] = output
                 pending.done += 1
                 pending.progress.set()
                 pending.started = max(pending.started, result.started)
@@ -189,9 +193,9 @@ class BatchScheduler:
                 if pending.done == len(pending.outputs):
                     pending.future.set_result(None)
         finally:  # behind the requests that have waited for it
-            self._loop.call_soon(self._account, result)
+            self._loop.call_soon(self._report_batch, result)
 
-    def _account(self, result: BatchResult) -> None:
+    def _report_batch(self, result: BatchResult) -> None:
         lengths = [entry.length for entry in result.batch]
         tokens = sum(entry.tokens for entry in result.batch)
         self._on_batch(
@@ -204,17 +208,17 @@ class BatchScheduler:
             pending.progress.set()
 
 
-def _parts(
+def _split_request(
     entries: Sequence[QueueEntry], max_rows: int, max_tokens: int
 ) -> Iterator[Sequence[QueueEntry]]:
     """Yield the rows of a request, as many at once as it may have of the queue."""
     rows = max(max_rows // _QUEUE_SHARE, 1)
     start = tokens = 0
-    for place, entry in enumerate(entries):
-        full = place - start >= rows or tokens + entry.tokens > max_tokens // _QUEUE_SHARE
-        if full and place > start:
-            yield entries[start:place]
-            start, tokens = place, 0
+    for index, entry in enumerate(entries):
+        full = index - start >= rows or tokens + entry.tokens > max_tokens // _QUEUE_SHARE
+        if full and index > start:
+            yield entries[start:index]
+            start, tokens = index, 0
         tokens += entry.tokens
     if entries:
         yield entries[start:]

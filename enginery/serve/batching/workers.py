@@ -57,9 +57,9 @@ class Workers:
         self._since: list[float] = [0.0] * count
         self._threads = [
             threading.Thread(
-                target=self._work, args=(place,), daemon=True, name=f"enginery-{name}-{place}"
+                target=self._work, args=(index,), daemon=True, name=f"enginery-{name}-{index}"
             )
-            for place in range(count)
+            for index in range(count)
         ]
         for thread in self._threads:
             thread.start()
@@ -81,11 +81,11 @@ class Workers:
             thread.join(max(ends - time.perf_counter(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _work(self, place: int) -> None:
+    def _work(self, index: int) -> None:
         while batch := self._queue.take():
-            started = self._since[place] = time.perf_counter()
+            started = self._since[index] = time.perf_counter()
             outputs = self._outputs(batch)
-            self._since[place] = 0.0
+            self._since[index] = 0.0
             try:
                 self._deliver(BatchResult(batch, outputs, started, time.perf_counter() - started))
             except Exception:  # a bug, which must not take the worker along

@@ -32,12 +32,12 @@ class ModelChoiceError(InputError):
 
 
 @dataclass(frozen=True)
-class Reloaded:
+class ReloadResult:
     """What happened to a model that was to be reloaded."""
 
     swapped: bool
     """Whether the new one has taken its place; else it goes on as it was."""
-    text: str
+    message: str
 
 
 class ModelRegistry:
@@ -140,7 +140,7 @@ class ModelRegistry:
                 raise failed
         self._watching = self._loop.create_task(self._watch())
 
-    async def reload(self, name: str = "") -> dict[str, Reloaded]:
+    async def reload(self, name: str = "") -> dict[str, ReloadResult]:
         """Open artifacts again from where they are, and swap those that load.
 
         Requests that wait are answered by the model that they were sent to; new ones go to the new
@@ -165,37 +165,37 @@ class ModelRegistry:
             if self._models[each].state == "loading":
                 raise UnavailableError(f"{each} is still being loaded.")
         # A client that has gone must not leave a model half swapped.
-        return await asyncio.shield(self._begin(self._reload_all(names)))
+        return await asyncio.shield(self._spawn(self._reload_all(names)))
 
-    async def _reload_all(self, names: Sequence[str]) -> dict[str, Reloaded]:
+    async def _reload_all(self, names: Sequence[str]) -> dict[str, ReloadResult]:
         async with self._reloading:
             return {name: await self._reload(name) for name in names}
 
-    async def _reload(self, name: str) -> Reloaded:
+    async def _reload(self, name: str) -> ReloadResult:
         old = self._models[name]
-        before = _content(old)
+        before = _content_prefix(old)
         new = self._new(name, old.path)
         try:
             await self._loop.run_in_executor(None, new.load)
         except EngineryError as error:
             await new.close(drain=False)
-            return Reloaded(swapped=False, text=f"not reloaded: {error}")
+            return ReloadResult(swapped=False, message=f"not reloaded: {error}")
         except BaseException:
             await new.close(drain=False)
             raise
         if self.draining:
             await new.close(drain=False)
-            return Reloaded(swapped=False, text="not reloaded: the server is about to end")
+            return ReloadResult(swapped=False, message="not reloaded: the server is about to end")
         self._models[name] = new
-        self._begin(old.retire(timeout_seconds=max(self._config.grace, _DRAIN_SECONDS)))
-        now = _content(new)
+        self._spawn(old.retire(timeout_seconds=max(self._config.grace, _DRAIN_SECONDS)))
+        now = _content_prefix(new)
         same = before == now
-        return Reloaded(
+        return ReloadResult(
             swapped=True,
-            text="reloaded, of the same content" if same else f"reloaded: {before} → {now}",
+            message="reloaded, of the same content" if same else f"reloaded: {before} → {now}",
         )
 
-    def _begin(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+    def _spawn(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Start a task of the server's own, which is held until it ends."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
@@ -224,7 +224,7 @@ class ModelRegistry:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             for model in self:
-                model.watch()
+                model.check_health()
                 if model.state not in ("stuck", "failed"):
                     reported.discard(model.name)
                 elif model.name not in reported:
@@ -237,6 +237,6 @@ class ModelRegistry:
         return ServedModel(name, path, self._config, self._loop, on_batch=self._on_batch)
 
 
-def _content(model: ServedModel) -> str:
+def _content_prefix(model: ServedModel) -> str:
     """Return the artifact's content by its first digits."""
     return model.artifact.content_sha256()[:12] if model.is_loaded else "nothing"

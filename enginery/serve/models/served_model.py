@@ -29,12 +29,12 @@ from enginery.runtime.provider_wish import parse_wishes
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
-from enginery.runtime.tasks.task import Row, RowTask, Task, TaskOptions, Weight
+from enginery.runtime.tasks.task import ProcessingCost, Row, RowTask, Task, TaskOptions
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.tokenizer import Encode
 from enginery.runtime.tokenizer_files import is_panic
-from enginery.serve.batching.cost import BatchCost, LiveCost, choose_tokens, measure_cost
+from enginery.serve.batching.cost import BatchCost, CostEstimator, choose_max_tokens, measure_cost
 from enginery.serve.batching.planner import BatchRules
 from enginery.serve.batching.preprocess_pool import PreprocessPool
 from enginery.serve.batching.queue import QueueEntry
@@ -52,7 +52,7 @@ _MAX_IMAGES_CPU = 8
 """Images of a batch on a CPU: they gain little from sharing, and wait for each other."""
 _MAX_DECODED = 20_000
 """Texts that a request may have decoded: each takes up to a millisecond, and nothing stops it."""
-_RULES_EVERY = 64
+_RULES_UPDATE_BATCHES = 64
 """Batches, after which the rules follow what those cost."""
 _MEASURING = Lock()
 """Models that are measured at the same time would measure each other."""
@@ -92,7 +92,7 @@ class ModelBackend:
         artifact: Artifact,
         runner: OrtRunner,
         options: ServeConfig,
-        spread: Callable[[Encode, list[Any]], list[Any]] | None = None,
+        parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None,
     ) -> None:
         self.artifact, self.runner, self.options = artifact, runner, options
         self.config = ModelConfig.read(artifact.path)
@@ -103,7 +103,9 @@ class ModelBackend:
         if definition is not None:
             self.task = definition.open(artifact, runner.record)
         if isinstance(self.task, TextTask):
-            self.task = replace(self.task, tokenizer=replace(self.task.tokenizer, spread=spread))
+            self.task = replace(
+                self.task, tokenizer=replace(self.task.tokenizer, parallel_encode=parallel_encode)
+            )
         elif isinstance(self.task, ImageTask):
             self.task = replace(self.task, max_pixels=options.max_pixels)
         tasks: list[RowTask] = [self.tensors, *([self.task] if self.task else [])]
@@ -112,7 +114,7 @@ class ModelBackend:
         self.workers = options.workers or (usable_cores() if self.on_cpu else 1)
         self.dim = 0
         """The size of vectors, once it has run."""
-        self._cost = LiveCost(BatchCost(0.0, 0.0))
+        self._cost = CostEstimator(BatchCost(0.0, 0.0))
         self._explanation = ""
         self.placement: dict[str, Any] = self._known_placement()
         """Which provider runs how much, as `Placement.as_json`."""
@@ -123,14 +125,14 @@ class ModelBackend:
         cls,
         path: Path,
         options: ServeConfig,
-        spread: Callable[[Encode, list[Any]], list[Any]] | None = None,
+        parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None,
     ) -> ModelBackend:
         """Open an artifact and its session.
 
         Args:
             path: the artifact's directory.
             options: of the server.
-            spread: runs the tokenizing of a list of texts.
+            parallel_encode: runs the tokenizing of a list of texts.
 
         Raises:
             ArtifactError: not an artifact, or a file that answers cannot be made from.
@@ -152,7 +154,7 @@ class ModelBackend:
             spinning=threads == 1 or (on_cpu and alone),
         )  # fmt: skip
         try:
-            return cls(artifact, runner, options, spread)
+            return cls(artifact, runner, options, parallel_encode)
         except BaseException:
             runner.close()
             raise
@@ -206,7 +208,7 @@ class ModelBackend:
                 if self.task.verb == "embed":
                     self.dim = int(output.shape[0])
             else:
-                self.runner(self._made_up_feeds())
+                self.runner(self._synthetic_feeds())
         except InputError as error:
             raise ProviderError(f"{self.artifact.path} does not run: {error.message}") from error
 
@@ -226,14 +228,14 @@ class ModelBackend:
             return time.perf_counter() - started
 
         with contextlib.suppress(EngineryError):  # engines that do not take these lengths
-            self._cost = LiveCost(measure_cost(run, limit=self.limit))
+            self._cost = CostEstimator(measure_cost(run, limit=self.limit))
         self.rules = self._rules()
 
-    def learn(self, batch: BatchStatistics) -> bool:
+    def observe_batch(self, batch: BatchStatistics) -> bool:
         """Learn from a batch that ran; return whether the rules have changed."""
         cost = self._cost
         cost.add(batch.padded_tokens, batch.seconds)
-        if cost.batches % _RULES_EVERY:
+        if cost.batches % _RULES_UPDATE_BATCHES:
             return False
         self.rules = self._rules()
         return True
@@ -293,7 +295,7 @@ class ModelBackend:
             raise AssertionError("only texts are probed")
         return self._batches[type(self.task)].run([self.task.probe(tokens)])
 
-    def _made_up_feeds(self, tokens: int = 16) -> dict[str, Any]:
+    def _synthetic_feeds(self, tokens: int = 16) -> dict[str, Any]:
         limits = FeedLimits.from_config(self.config)
         sizes = {name: limits.sizes.get(name, max(limits.min_sequence, tokens))
                  for name in dynamic_dims(self.runner.record.inputs)}  # fmt: skip
@@ -322,11 +324,11 @@ class ModelBackend:
             return BatchRules(max_tokens=rows, max_rows=rows, max_padding=0.0)
         tokens, why = options.batch_tokens, "as --batch-tokens says"
         if not tokens:
-            tokens, why = choose_tokens(self.cost, on_cpu=self.on_cpu)
+            tokens, why = choose_max_tokens(self.cost, on_cpu=self.on_cpu)
         self._explanation = why
         rules = BatchRules(
             max_tokens=tokens, max_rows=options.batch_rows, max_padding=options.max_padding,
-            fixed_tokens=self._cost.fixed_tokens(),
+            fixed_cost_tokens=self._cost.fixed_cost_tokens(),
         )  # fmt: skip
         if self.task is not None:
             rules = replace(
@@ -336,7 +338,8 @@ class ModelBackend:
         if self.runner.profiles:
             # An engine's own maximum is what it was built for.
             rules = replace(
-                rules, rows_at=lambda length: self.runner.most_rows(spec, (length,)) or 1
+                rules,
+                max_rows_for_length=lambda length: self.runner.most_rows(spec, (length,)) or 1,
             )
         return rules
 
@@ -371,7 +374,7 @@ class ServedModel:
         self._scheduler: BatchScheduler | None = None
         self._requests = 0
         """How many are being answered."""
-        self._pool = PreprocessPool(loop, most=config.queue_inputs, name=name)
+        self._pool = PreprocessPool(loop, max_inputs=config.queue_inputs, name=name)
         self._probed_at = 0.0
 
     @property
@@ -410,7 +413,7 @@ class ServedModel:
             "queue": {
                 "inputs": queue.rows + self._pool.inputs if queue else 0,
                 "tokens": queue.tokens if queue else 0,
-                "wait_seconds": round(queue.wait_seconds, 3) if queue else 0.0,
+                "wait_seconds": round(queue.estimated_wait_seconds, 3) if queue else 0.0,
                 "max_inputs": self._config.queue_inputs, "max_tokens": self._config.queue_tokens,
                 "max_wait": self._config.max_wait,
             },
@@ -419,7 +422,7 @@ class ServedModel:
 
     # -- answering ----------------------------------------------------------------------------
 
-    async def answer(self, task: RowTask, inputs: Any, options: TaskOptions) -> InferenceResult:
+    async def infer(self, task: RowTask, inputs: Any, options: TaskOptions) -> InferenceResult:
         """Answer inputs by a task of the model: its own, or `backend.tensors`.
 
         Args:
@@ -441,12 +444,12 @@ class ServedModel:
         self._requests += 1
         try:
             started = time.perf_counter()
-            weight = task.preprocess_weight(inputs)
-            if weight == "light":
+            cost = task.preprocess_cost(inputs)
+            if cost == "light":
                 work = task.preprocess(inputs, options)
             else:
                 work = await self.in_thread(
-                    partial(task.preprocess, inputs, options), inputs=count, weight=weight
+                    partial(task.preprocess, inputs, options), inputs=count, cost=cost
                 )
             timings = Timings(tokenize_seconds=time.perf_counter() - started)
             if len(work.rows) > count:
@@ -461,12 +464,12 @@ class ServedModel:
                 timings.tokens += row.tokens
                 timings.truncated += row.truncated
             outputs = await self.scheduler.run(entries, timings) if entries else []
-            weight = task.postprocess_weight(work, options)
-            if weight == "light":
+            cost = task.postprocess_cost(work, options)
+            if cost == "light":
                 results = task.postprocess(work, outputs, options)
             else:
                 results = await self.in_thread(
-                    partial(task.postprocess, work, outputs, options), weight=weight
+                    partial(task.postprocess, work, outputs, options), cost=cost
                 )
         finally:
             self._requests -= 1
@@ -479,21 +482,21 @@ class ServedModel:
         return InferenceResult(results, timings)
 
     async def in_thread(
-        self, work: Callable[[], Result], *, inputs: int = 0, weight: Weight
+        self, work: Callable[[], Result], *, inputs: int = 0, cost: ProcessingCost
     ) -> Result:
         """Run work in a thread of the model's own.
 
         Args:
             work: called in the thread.
             inputs: that it is for; they have their places in the queue meanwhile.
-            weight: how long it may take.
+            cost: how long it may take.
 
         Raises:
             OverloadedError: too much is being preprocessed already.
         """
         try:
             return await self._pool.run(
-                work, inputs=inputs, waiting=self.scheduler.queue.rows, short=weight != "heavy"
+                work, inputs=inputs, waiting=self.scheduler.queue.rows, short=cost != "heavy"
             )
         except BaseException as error:
             if is_panic(error):  # of Rust code: no Exception, which would end the server
@@ -516,7 +519,7 @@ class ServedModel:
             EngineryError: it cannot be loaded; `state` is then failed, and `reason` says why.
         """
         try:
-            backend = ModelBackend.open(self.path, self._config, self._pool.spread)
+            backend = ModelBackend.open(self.path, self._config, self._pool.encode_in_parallel)
             try:
                 backend.warm_up()
             except BaseException:
@@ -530,13 +533,13 @@ class ServedModel:
         self._scheduler = BatchScheduler(
             self._run_batch, backend.rules, self._loop, workers=backend.workers,
             max_rows=config.queue_inputs, max_tokens=config.queue_tokens,
-            max_wait_seconds=config.max_wait, on_batch=self._learn, name=self.name,
+            max_wait_seconds=config.max_wait, on_batch=self._observe_batch, name=self.name,
         )  # fmt: skip
         self.state, self.reason = "ready", ""
         # Beside the first requests, and of several models one after the other.
         Thread(target=self._measure, name=f"enginery-measure-{self.name}", daemon=True).start()
 
-    def watch(self) -> None:
+    def check_health(self) -> None:
         """Look whether a batch or a text is stuck, or a worker gone; `state` then says so."""
         if self.state not in ("ready", "stuck") or self._scheduler is None:
             return
@@ -604,15 +607,15 @@ class ServedModel:
                 raise UnavailableError(f"{self.name}: {self.reason}") from error
             raise
 
-    def _learn(self, batch: BatchStatistics) -> None:
+    def _observe_batch(self, batch: BatchStatistics) -> None:
         """Follow what batches cost."""
-        if self.backend.learn(batch):
-            self._follow_rules()
+        if self.backend.observe_batch(batch):
+            self._apply_rules()
         self.scheduler.queue.seconds_per_token = self.backend.seconds_per_token
         if self._on_batch:
             self._on_batch(self.name, batch)
 
-    def _follow_rules(self) -> None:
+    def _apply_rules(self) -> None:
         self.scheduler.queue.rules = self.backend.rules
         self.scheduler.queue.seconds_per_token = self.backend.seconds_per_token
 
@@ -623,4 +626,4 @@ class ServedModel:
                 self.backend.measure()
             except Exception:  # a bug; it answers all the same
                 _log.exception("%s could not be measured", self.name)
-        self._follow_rules()
+        self._apply_rules()

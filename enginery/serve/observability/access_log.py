@@ -5,7 +5,7 @@
     {"time":"2026-01-01T12:00:00.000Z","client":"10.0.0.7:51234","method":"POST","path":"/embed",…}
 
 A request only puts its record into a queue; a listener's thread makes lines of them and writes.
-Where nobody reads the pipe, the thread waits and the server goes on: at most `LINES` records are
+Where nobody reads the pipe, the thread waits and the server goes on: at most `MAX_WAITING_LINES` records are
 kept, those beyond are counted, and a line says how many when the pipe moves again. A line never has
 a body, a key or a query; what a client chose is escaped to ASCII, so that it cannot begin a line of
 its own.
@@ -29,10 +29,10 @@ import orjson
 
 from enginery.serve.observability.record import RequestRecord
 
-LINES = 20_000
+MAX_WAITING_LINES = 20_000
 """The most lines that wait to be written."""
-LONGEST = 1024
-"""Characters of a path that are kept: with `LINES` it bounds the memory."""
+MAX_PATH_CHARACTERS = 1024
+"""Characters of a path that are kept: with `MAX_WAITING_LINES` it bounds the memory."""
 _TOGETHER_SECONDS = 0.05
 """The listener sleeps for so long once it has written all, or each request would wake it up."""
 
@@ -40,7 +40,7 @@ _TOGETHER_SECONDS = 0.05
 class AccessLog:
     """Writes lines to a file descriptor from a thread of its own."""
 
-    def __init__(self, descriptor: int = 1, *, lines: int = LINES) -> None:
+    def __init__(self, descriptor: int = 1, *, lines: int = MAX_WAITING_LINES) -> None:
         """Start the thread.
 
         Args:
@@ -166,7 +166,7 @@ class _JsonFormatter(logging.Formatter):
             "time": _utc(record.created),
             "client": found.client,
             "method": found.method,
-            "path": found.path[:LONGEST],
+            "path": found.path[:MAX_PATH_CHARACTERS],
             "route": found.route,
             "model": found.model,
             "status": found.status,

@@ -26,7 +26,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
-from enginery.serve.observability.record import RequestRecord, reason_of
+from enginery.serve.observability.record import RequestRecord, refusal_reason
 
 if TYPE_CHECKING:
     from enginery.serve.models.served_model import ServedModel
@@ -52,12 +52,12 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._looked_at = _ModelCollector()
-        self._registry.register(self._looked_at)
+        self._models = _ModelCollector()
+        self._registry.register(self._models)
         ProcessCollector(registry=self._registry)
         self._requests: dict[tuple[str, str, int], Histogram] = {}
-        self._replies: dict[str, _Reply] = {}
-        self._batches: dict[str, _Batch] = {}
+        self._inferences: dict[str, _InferenceMetrics] = {}
+        self._batches: dict[str, _BatchMetrics] = {}
         # In several processes files hold the counts, and this registry none of them.
         self._counts = CollectorRegistry() if MULTIPROCESS in os.environ else self._registry
         self._duration = self._histogram(
@@ -93,8 +93,8 @@ class Metrics:
                 self._requests[key] = child
         child.observe(record.seconds)
         if record.timings is not None:
-            self._reply(record.model, record.timings, record.inputs)
-        if reason := reason_of(record):
+            self._observe_inference(record.model, record.timings, record.inputs)
+        if reason := refusal_reason(record):
             self._refused.labels(self._known(record.model), reason).inc()
 
     def observe_batch(self, model: str, batch: BatchStatistics) -> None:
@@ -102,7 +102,7 @@ class Metrics:
         children = self._batches.get(model)
         if children is None:
             known = self._known(model)
-            children = _Batch(*(family.labels(known) for family in self._batch))
+            children = _BatchMetrics(*(family.labels(known) for family in self._batch))
             if known == model:
                 self._batches[model] = children
         children.inputs.observe(batch.rows)
@@ -116,11 +116,11 @@ class Metrics:
 
         Until then every request counts as one without a model.
         """
-        self._looked_at.models = models
+        self._models.models = models
 
     def watch_dropped_lines(self, dropped: Callable[[], int]) -> None:
         """Say how many lines the access log has dropped so far."""
-        self._looked_at.dropped = dropped
+        self._models.dropped = dropped
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """Return the body of `/metrics` and its content type.
@@ -138,19 +138,19 @@ class Metrics:
 
             collector: Any = MultiProcessCollector
             registries.append(collector(None))
-        return encode(_Undated(registries)), content_type
+        return encode(_WithoutCreated(registries)), content_type
 
-    def _reply(self, model: str, timings: Timings, inputs: int) -> None:
-        children = self._replies.get(model)
+    def _observe_inference(self, model: str, timings: Timings, inputs: int) -> None:
+        children = self._inferences.get(model)
         if children is None:
             known = self._known(model)
-            children = _Reply(
+            children = _InferenceMetrics(
                 self._tokenize.labels(known), self._queue.labels(known),
                 self._inference.labels(known), self._inputs.labels(known),
                 self._tokens.labels(known), self._truncated.labels(known),
             )  # fmt: skip
             if known == model:
-                self._replies[model] = children
+                self._inferences[model] = children
         children.tokenize.observe(timings.tokenize_seconds)
         children.queue.observe(timings.queue_seconds)
         children.inference.observe(timings.inference_seconds)
@@ -159,7 +159,7 @@ class Metrics:
         children.truncated.inc(timings.truncated)
 
     def _known(self, model: str) -> str:
-        return model if any(each.name == model for each in self._looked_at.models()) else NO_MODEL
+        return model if any(each.name == model for each in self._models.models()) else NO_MODEL
 
     def _histogram(
         self, name: str, text: str, bounds: tuple[float, ...], labels: tuple[str, ...] = _BY_MODEL
@@ -170,7 +170,7 @@ class Metrics:
         return Counter(f"enginery_{name}", text, labels, registry=self._counts)
 
 
-class _Reply(NamedTuple):
+class _InferenceMetrics(NamedTuple):
     """What one model's replies are counted by, looked up once."""
 
     tokenize: Histogram
@@ -181,7 +181,7 @@ class _Reply(NamedTuple):
     truncated: Counter
 
 
-class _Batch(NamedTuple):
+class _BatchMetrics(NamedTuple):
     """What one model's batches are counted by, looked up once."""
 
     inputs: Histogram
@@ -236,7 +236,7 @@ class _ModelCollector(Collector):
         )
 
 
-class _Undated(Collector):
+class _WithoutCreated(Collector):
     """What several collectors have, without when each series began: nobody asks for it."""
 
     def __init__(self, collectors: Iterable[Collector]) -> None:

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from enginery.serve.lifecycle import Activity
-from enginery.serve.observability.record import CLIENT_GONE, RequestRecord
+from enginery.serve.observability.record import CLIENT_CLOSED_REQUEST, RequestRecord
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -143,7 +143,7 @@ class ObservabilityMiddleware:
         if not record.ended:
             record.ended = perf_counter()
         if not record.status:  # the application has seen that nobody waits for the response
-            record.status = CLIENT_GONE
+            record.status = CLIENT_CLOSED_REQUEST
             record.timings = None
         for observe in self._observers:
             observe(record)

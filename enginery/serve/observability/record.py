@@ -15,7 +15,7 @@ from enginery.serve.batching.scheduler import Timings
 Protocol = Literal["oip", "tei", "openai", "plain", "admin"]
 """Whose shapes requests and errors have."""
 
-CLIENT_GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that went before its answer."""
 
 _REASONS = {
@@ -28,7 +28,7 @@ _REASONS = {
     422: "invalid",
     429: "overloaded",
     503: "unavailable",
-    CLIENT_GONE: "cancelled",
+    CLIENT_CLOSED_REQUEST: "cancelled",
 }
 
 
@@ -68,7 +68,7 @@ class RequestRecord:
         return self.ended - self.started
 
 
-def reason_of(record: RequestRecord) -> str:
+def refusal_reason(record: RequestRecord) -> str:
     """Return why the request was refused, as metrics count it; empty for one that was not.
 
     500 is a fault of the server, not a refusal.
