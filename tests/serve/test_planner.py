@@ -140,7 +140,7 @@ def test_every_batch_keeps_every_bound(seed, worth):
     lengths = sorted(chance.randint(1, 128) for _ in range(chance.randint(1, 60)))
     for oldest in range(len(lengths)):
         most = chance.randint(1, 20)
-        found = batch(lengths, oldest, max_rows=most, rules=rules)
+        found = batch(lengths, oldest, most=most, rules=rules)
         assert len(found) <= most
         if len(found) > 1:
             tokens = max(found) * len(found)

@@ -1,6 +1,6 @@
-"""Labelled stretches of texts: names, places, parts of speech.
+"""Token classification: find labelled spans of a text, such as names or parts of speech.
 
-Scores and grouping are those of transformers' token-classification pipeline.
+Scores and grouping follow transformers' token-classification pipeline.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Aggregation = Literal["none", "simple", "first", "average", "max"]
 
 @dataclass(frozen=True)
 class TokenSpan(Result):
-    """A stretch of a text with one label: `text[start:end]`, in Python characters."""
+    """A span of a text with one label: `text[start:end]`, in Python characters."""
 
     label: str
     score: float
@@ -45,13 +45,14 @@ class TagOptions(TextOptions):
     """Options of `tag`."""
 
     aggregation: Aggregation = "simple"
-    """How tokens become spans, as in transformers' pipeline: `none` gives tokens, `simple` joins
-    neighbours of one label; `first`, `average` and `max` let the tokens of a word agree first."""
+    """How tokens are grouped into spans, as in transformers' pipeline: `none` returns tokens,
+    `simple` joins adjacent tokens of one label; `first`, `average` and `max` give the tokens of a
+    word one label before that."""
 
 
 @dataclass
 class Tag(TextTask):
-    """Labelled stretches of texts, with character offsets."""
+    """Find labelled spans of texts, with character offsets."""
 
     verb = "tag"
     purpose = "tags texts"
@@ -63,7 +64,7 @@ class Tag(TextTask):
     Options = TagOptions
 
     def preprocess(self, inputs: Sequence[str], options: TagOptions) -> ModelInputs:
-        """Return a row for each text."""
+        """Tokenize each text into one row, with offsets."""
         check_texts(inputs)
         return ModelInputs(self.encode(inputs, options, offsets=True), inputs)
 
@@ -86,11 +87,11 @@ class Tag(TextTask):
         ]
 
     def postprocess_cost(self, work: ModelInputs, options: TagOptions) -> ProcessingCost:
-        """Return how long it takes to look at every token."""
+        """Return the cost of scoring every token."""
         return self.scan_cost(work)
 
     def is_finite(self, result: Any) -> bool:
-        """Whether every score is finite."""
+        """Return True if every score is finite."""
         return are_finite(span.score for span in result)
 
     def tensors(self, results: Sequence[Any]) -> Arrays:
@@ -114,7 +115,7 @@ class Tag(TextTask):
         return ([vars(span) for span in result],)
 
     def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
-        """Return each text's spans."""
+        """Describe the spans of each text."""
         return [
             ResultDescription(
                 {"answer": "; ".join(f"{s.text} ({s.label} {s.score:.2f})" for s in spans)
@@ -127,7 +128,7 @@ class Tag(TextTask):
 
 @dataclass(frozen=True)
 class _Piece:
-    """A token, or the tokens of one word, with the scores of all labels."""
+    """A token, or the tokens of one word: half-open character range and scores (labels,)."""
 
     start: int
     end: int
@@ -152,16 +153,15 @@ def spans_from_logits(
     *,
     aggregation: Aggregation,
 ) -> list[TokenSpan]:
-    """Return the labelled stretches of one text, without those labelled O.
+    """Return the labelled spans of one text, except those labelled O.
 
     Args:
-        text: what was encoded.
-        encoding: its `tokenizers.Encoding`.
+        text: the text.
+        encoding: the text's `tokenizers.Encoding`.
         logits: (tokens of the encoding, labels).
-        names: one a label.
-        tokenizer: what encoded it.
-        aggregation: `none` gives tokens; `simple` joins neighbours of one label; `first`,
-            `average` and `max` let the tokens of a word agree before that.
+        names: the names of the labels.
+        tokenizer: the tokenizer that made the encoding.
+        aggregation: see `TagOptions.aggregation`.
     """
     combine = _COMBINATIONS.get(aggregation)
     pieces = _pieces(text, encoding, softmax(logits.astype(np.float32, copy=False)), tokenizer)
@@ -183,7 +183,7 @@ def _pieces(
             continue
         start, end = encoding.offsets[index]
         if prefix:
-            # A piece inside a word is longer than the text it stands for: "##ing".
+            # A token that continues a word is longer than its text, by its prefix: "##ing".
             continues = len(token) != end - start
         else:
             continues = start > 0 and " " not in text[start - 1 : start + 1]
@@ -220,7 +220,7 @@ def _tag(piece: _Piece, names: Sequence[str]) -> _Tagged:
 
 
 def _groups(tagged: Sequence[_Tagged]) -> list[list[_Tagged]]:
-    """Join neighbours of one label; `B-` begins a new group."""
+    """Join adjacent tokens of one label; `B-` starts a new group."""
     groups: list[list[_Tagged]] = []
     for tag in tagged:
         begins = tag.label.startswith("B-")
@@ -237,7 +237,7 @@ def _kind(label: str) -> str:
 
 def _span(text: str, group: Sequence[_Tagged], *, whole: bool) -> TokenSpan:
     start, end = group[0].start, group[-1].end
-    # The pipeline drops whatever stands before the first hyphen of a group's name.
+    # The pipeline drops everything before the first hyphen from the label of a group.
     label = group[0].label if whole else group[0].label.split("-", 1)[-1]
     score = float(np.mean([tag.score for tag in group]))
     return TokenSpan(label, score, start, end, text[start:end])
