@@ -175,7 +175,7 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
     """
     trust = options["trust_remote_code"]
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust, local_files_only=True)
-    # For these tasks transformers has several classes per model type: use the one config.json names.
+    # For these tasks transformers has several classes per model type: take that of config.json.
     several = task in ("automatic-speech-recognition", "reinforcement-learning")
     named = (config.architectures or [None])[0] if several else None
     model_class = TasksManager.get_model_class_for_task(
@@ -189,7 +189,7 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
 
 
 class TorchRunner(Closing):
-    """A PyTorch model as the reference for one graph. A context manager; closing frees the model."""
+    """A PyTorch model as the reference for one graph. A context manager; closing frees it."""
 
     def __init__(
         self,

@@ -1,10 +1,9 @@
-"""Threads that preprocess the inputs of one model: they tokenize texts and decode images.
+"""Thread pools that preprocess the inputs of one model: tokenize texts, decode images.
 
-Every text is tokenized in a thread, a short one too: how long that takes is up to the rules of the
-model's tokenizer.json, and some of those never come to an end. The event loop and the other models
-go on meanwhile, and `busy_seconds` says how long it has been. Inputs that are being preprocessed
-have their places in the queue, so that no more is taken in than may wait. Work that has
-not begun when its client goes is dropped.
+Even short texts are tokenized in a thread: the rules in a model's tokenizer.json determine how long
+that takes, and some rules never terminate. A thread that hangs blocks neither the event loop nor
+other models, and `busy_seconds` reports it. Inputs in preprocessing count towards the limit of the
+queue. If a client disconnects, its work is dropped unless it has started.
 """
 
 from __future__ import annotations
@@ -25,33 +24,34 @@ from enginery.serve.batching.queue import ClosedError, OverloadedError
 Result = TypeVar("Result")
 
 _MEDIUM_THREADS = 8
-"""They mostly sleep. It takes as many texts that do not come to an end to hold up short ones."""
+"""Number of threads for short work. They mostly sleep; it takes this many texts that never finish
+to block short ones."""
 _HEAVY_THREADS = 2
-"""More of them would take the cores from the model."""
+"""Number of threads for longer work. More would take the cores from the model."""
 _CHUNK_TEXTS = 64
-"""Texts of a list that one thread tokenizes at a time: milliseconds."""
+"""Number of texts of a list that a thread tokenizes at a time, in milliseconds."""
 
 
 class _DaemonThreadPool:
-    """Daemon threads, started as they are needed.
+    """A pool of daemon threads, which are started on demand.
 
-    The process does not wait for them when it ends, as it does for those of an executor of the
-    standard library: one that does not come back would keep it.
+    At exit the process does not wait for daemon threads. It would wait for those of a
+    `ThreadPoolExecutor`, for ever if one of them hangs.
     """
 
     def __init__(self, max_threads: int, name: str) -> None:
         self.slots = 0
-        """How many slots are taken of those that may wait; for the event loop."""
+        """Number of slots in use; only the event loop changes it."""
         self._max_threads, self._name = max_threads, name
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._since: list[float] = []
-        """When each thread began what it does; 0 for one that waits."""
+        """When each thread started its current work; 0 for an idle thread."""
         self._unfinished = 0
         self._closed = False
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Run `work` in a thread as soon as one is free; after `close`, in this one."""
+        """Run `work` in the next free thread; after `close`, in the calling thread."""
         job: Future[Result] = Future()
         with self._lock:
             if not self._closed:
@@ -68,12 +68,12 @@ class _DaemonThreadPool:
         return job
 
     def busy_seconds(self) -> float:
-        """Return how long the longest-running work has been running."""
+        """Return how long the longest-running work has been running, in seconds."""
         now = time.perf_counter()
         return max((now - since for since in self._since if since), default=0.0)
 
     def close(self) -> None:
-        """End the threads when all that was submitted is done."""
+        """End the threads once all submitted work is done."""
         with self._lock:
             self._closed = True
             for _ in self._since:
@@ -88,11 +88,11 @@ class _DaemonThreadPool:
                 self._since[index] = 0.0
             with self._lock:
                 self._unfinished -= 1
-            del taken, job, work  # they may be large, and the next may be long in coming
+            del taken, job, work  # free their memory while this thread waits for the next job
 
 
 def _run(job: Future[Result], work: Callable[[], Result]) -> None:
-    """Run `work` and put its result, or what it raised, into a future."""
+    """Run `work` and set its result or exception on a future."""
     try:
         job.set_result(work())
     except BaseException as error:
@@ -100,10 +100,16 @@ def _run(job: Future[Result], work: Callable[[], Result]) -> None:
 
 
 class PreprocessPool:
-    """Preprocesses the inputs of one model in threads."""
+    """The thread pools that preprocess the inputs of one model."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, max_inputs: int, name: str) -> None:
-        """Start no thread yet; `max_inputs` inputs may be preprocessed or wait at the same time."""
+        """Create the pools without starting a thread.
+
+        Args:
+            loop: the event loop of the requests.
+            max_inputs: maximum number of inputs in preprocessing and in the queue together.
+            name: name of the model, for threads and error messages.
+        """
         self._loop, self._max_inputs, self._name = loop, max_inputs, name
         self._closed = False
         self._awaited: set[asyncio.Future[Any]] = set()
@@ -113,12 +119,12 @@ class PreprocessPool:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a result is waited for."""
+        """True while a request waits for a result."""
         return bool(self._awaited)
 
     @property
     def inputs(self) -> int:
-        """Return how many are being preprocessed or wait to be, without those of short work."""
+        """Number of inputs in preprocessing or waiting for it, without those of short work."""
         return self._heavy.slots
 
     async def run(
@@ -132,24 +138,24 @@ class PreprocessPool:
         """Run work in a thread.
 
         Args:
-            work: called in the thread, unless nobody waits for the result any more by then.
-            inputs: how many it is for.
-            waiting: inputs in the queue, for the same bound.
-            short: it should take about a millisecond, and does not wait for longer work. It takes
-                one place, however many inputs it has.
+            work: called in the thread, unless the request is cancelled before that.
+            inputs: number of inputs that the work is for.
+            waiting: number of inputs in the queue, which count towards the same limit.
+            short: the work takes about a millisecond. It runs in separate threads, so that it does
+                not wait for longer work, and counts as one input.
 
         Raises:
-            OverloadedError: too much is being preprocessed already.
-            ClosedError: the model was closed.
+            OverloadedError: too many inputs are in preprocessing or in the queue.
+            ClosedError: the model is shutting down.
         """
         if self._closed:
-            raise ClosedError(f"{self._name} is being closed.")
+            raise ClosedError(f"model '{self._name}' is shutting down.")
         threads, slots = (self._medium, 1) if short else (self._heavy, inputs)
         if threads.slots and threads.slots + slots + (0 if short else waiting) > self._max_inputs:
             what = "requests" if short else "inputs"
             raise OverloadedError(
-                f"{threads.slots} {what} are being preprocessed and {waiting} wait, expected "
-                f"{self._max_inputs} at most.",
+                f"too many {what}: {threads.slots} in preprocessing and {waiting} in the queue, "
+                f"expected at most {self._max_inputs}.",
                 retry_after_seconds=1.0,
             )
         made: asyncio.Future[Result] = self._loop.create_future()
@@ -182,10 +188,10 @@ class PreprocessPool:
     def encode_in_parallel(
         self, encode: Callable[[list[Any]], list[Any]], texts: list[Any]
     ) -> list[Any]:
-        """Encode a list of texts on all cores, in threads of this model alone.
+        """Encode a list of texts on all cores, in threads that only this model uses.
 
-        Those of `tokenizers` are shared by all models: texts that do not come to an end would hold
-        up the lists of every one. They are switched off when the server starts.
+        The threads of `tokenizers` are shared by all models, so texts that never finish would block
+        them for every model. The server disables them (TOKENIZERS_PARALLELISM).
         """
         if len(texts) < 2 * _CHUNK_TEXTS or usable_cores() == 1:
             return encode(texts)
@@ -196,14 +202,14 @@ class PreprocessPool:
         return [encoding for job in jobs for encoding in job.result()]
 
     def busy_seconds(self) -> float:
-        """Return how long the longest-running work has been running."""
+        """Return how long the longest-running work has been running, in seconds."""
         return max(self._medium.busy_seconds(), self._heavy.busy_seconds())
 
     def close(self) -> None:
-        """Take nothing more; requests that still wait for a result get an error."""
+        """Accept no more work; raise ClosedError in requests that still wait for a result."""
         self._closed = True
         for made in list(self._awaited):
             if not made.done():
-                made.set_exception(ClosedError(f"{self._name} is being closed."))
+                made.set_exception(ClosedError(f"model '{self._name}' is shutting down."))
         for threads in (self._medium, self._heavy, self._list_threads):
             threads.close()
