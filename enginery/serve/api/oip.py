@@ -5,12 +5,12 @@
     {"model_name":"mood","model_version":"1","outputs":[{"name":"label",…},{"name":"score",…}]}
 
 A request has either the inputs of the model's task (`text`; `text` and `text_pair`; `question` and
-`context`; `image`, in JSON as base64) and gets its results, or the graph's own inputs and gets its
-outputs. Options of the task are the request's `parameters`. There is one version of a model at a
-time, "1": which content it has says /info, by its hash.
+`context`; `image`, base64 in JSON) and gets the task's results, or the graph's own inputs and gets
+the graph's outputs. Options of the task are `parameters` of the request. Every model has a single
+version, "1"; /info has the hash of its content.
 
-Source: the protocol of KServe (open-inference-protocol), and Triton's extensions for binary data
-and classification.
+Sources: KServe's Open Inference Protocol, and Triton's extensions for binary data and
+classification.
 """
 
 from __future__ import annotations
@@ -67,29 +67,28 @@ routes = Routes("oip")
 VERSION = "1"
 EXTENSIONS = ("binary_tensor_data", "classification")
 HEADER_LENGTH = "inference-header-content-length"
-# What Triton's clients send for things that this server does not do: it keeps no sequences, and
-# takes requests in its own order.
+# Parameters that Triton's clients send for features of Triton: sequences and priorities.
 _IGNORED = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 
 Datatype = Annotated[str, Field(json_schema_extra={"enum": list(DATATYPES)})]
 
 
 class OutputParameters(StrictRequestBody):
-    """How one output is sent."""
+    """Parameters of a requested output."""
 
     binary_data: bool | None = None
     classification: Annotated[int, Field(ge=0, le=MAX_RESULTS)] | None = None
 
 
 class RequestOutput(RequestBody):
-    """One output that a request names."""
+    """An output that a request names ($request_output in the protocol)."""
 
     name: str
     parameters: OutputParameters | None = None
 
 
 class RequestInput(Schema):
-    """One tensor."""
+    """An input tensor of a request ($request_input in the protocol)."""
 
     name: str
     datatype: Datatype
@@ -114,11 +113,11 @@ class InferRequest(RequestBody):
 
 
 class ResponseOutput(RequestInput):
-    """One tensor of an answer."""
+    """An output tensor of a response ($response_output in the protocol)."""
 
 
 class InferResponse(Schema):
-    """Answer of /infer."""
+    """Response of /infer."""
 
     model_name: str
     model_version: str
@@ -127,7 +126,7 @@ class InferResponse(Schema):
 
 
 class ServerMetadata(Schema):
-    """The server."""
+    """Name, version and protocol extensions of the server."""
 
     name: str
     version: str
@@ -135,7 +134,7 @@ class ServerMetadata(Schema):
 
 
 class TensorMetadata(Schema):
-    """An input or output; -1 in its shape for a dim that varies."""
+    """An input or output of a model; -1 in its shape for a dynamic dim."""
 
     name: str
     datatype: Datatype
@@ -153,19 +152,19 @@ class ModelMetadata(Schema):
 
 
 class Live(Schema):
-    """Whether the server answers."""
+    """Liveness of the server."""
 
     live: bool
 
 
 class Ready(Live):
-    """Whether every model is ready."""
+    """Readiness of all models."""
 
     ready: bool
 
 
 class ModelReady(Schema):
-    """Whether a model is ready."""
+    """Readiness of one model."""
 
     name: str
     ready: bool
@@ -173,17 +172,19 @@ class ModelReady(Schema):
 
 @dataclass(frozen=True)
 class OutputSelection:
-    """One output that a request asks for."""
+    """An output to return, and how."""
 
     name: str
     binary: bool
+    """Append the data as bytes, instead of as JSON."""
     classes: int
-    """Triton's classification: how many best, as `score:index:label`; 0 for the tensor itself."""
+    """Triton's classification: number of best classes to return as `score:index:label`; 0 for the
+    tensor itself."""
 
 
 @routes.post(
     "/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer",
-    summary="Tensors in, tensors out; texts as BYTES", body=InferRequest, response=InferResponse,
+    summary="Inference on tensors; texts are BYTES", body=InferRequest, response=InferResponse,
     response_types=("application/json", "application/octet-stream"), statuses=INFERENCE_STATUSES,
     other_bodies={"application/octet-stream": {}},
 )  # fmt: skip
@@ -209,36 +210,36 @@ async def infer(request: Request) -> Response:
     return _respond(model, body.id or "", outputs, wanted, binary=bool(binary))
 
 
-@routes.get("/v2", summary="The server", response=ServerMetadata)
+@routes.get("/v2", summary="Server metadata", response=ServerMetadata)
 async def server_metadata(_: Request) -> Response:
-    """Answer GET /v2."""
+    """Answer GET /v2: name, version and protocol extensions of the server."""
     return json_response(
         {"name": "enginery", "version": __version__, "extensions": list(EXTENSIONS)}
     )
 
 
-@routes.get("/v2/health/live", summary="Whether the server answers", response=Live, public=True)
+@routes.get("/v2/health/live", summary="Liveness of the server", response=Live, public=True)
 async def live(_: Request) -> Response:
-    """Answer GET /v2/health/live: 200 as long as the server answers."""
+    """Answer GET /v2/health/live: 200 as long as the server responds."""
     return json_response({"live": True})
 
 
-@routes.get("/v2/health/ready", summary="Whether every model is ready", response=Ready,
+@routes.get("/v2/health/ready", summary="Readiness of all models", response=Ready,
             public=True, is_readiness=True)  # fmt: skip
 async def ready(request: Request) -> Response:
-    """Answer GET /v2/health/ready: 200 where every model is ready, else 503."""
+    """Answer GET /v2/health/ready: 200 if every model is ready, else 503."""
     is_ready = registry_of(request).ready
-    # The protocol's schema of this answer has the key `live`, which is true of whoever answers.
+    # The protocol's schema of this response also has the key `live`.
     return json_response({"ready": is_ready, "live": True}, 200 if is_ready else 503)
 
 
 @routes.get(
     "/v2/models/{model}/ready", "/v2/models/{model}/versions/{version}/ready",
-    summary="Whether a model is ready", response=ModelReady, statuses=(404,), public=True,
+    summary="Readiness of a model", response=ModelReady, statuses=(404,), public=True,
     is_readiness=True,
 )  # fmt: skip
 async def model_ready(request: Request) -> Response:
-    """Answer GET /v2/models/{model}/ready: 200 where it is, else 503."""
+    """Answer GET /v2/models/{model}/ready: 200 if the model is ready, else 503."""
     model = _model(request)
     is_ready = model.state == "ready" and not registry_of(request).draining
     return json_response({"name": model.name, "ready": is_ready}, 200 if is_ready else 503)
@@ -246,7 +247,7 @@ async def model_ready(request: Request) -> Response:
 
 @routes.get(
     "/v2/models/{model}", "/v2/models/{model}/versions/{version}",
-    summary="The inputs and outputs of a model", response=ModelMetadata, statuses=(404, 503),
+    summary="Inputs and outputs of a model", response=ModelMetadata, statuses=(404, 503),
 )  # fmt: skip
 async def model_metadata(request: Request) -> Response:
     """Answer GET /v2/models/{model}: inputs and outputs of the task, then those of the graph."""
@@ -301,7 +302,7 @@ def _model(request: Request) -> ServedModel:
 
 
 async def _split(request: Request) -> tuple[dict[str, Any], BinaryData]:
-    """Return the JSON of a request, and the bytes behind it."""
+    """Split a body into its JSON object and the binary data after it."""
     body, given = request.scope["state"]["body"], request.headers.get(HEADER_LENGTH)
     if given is None:
         return json_object(body), BinaryData(b"")
@@ -328,7 +329,7 @@ def _tensors(body: InferRequest, tail: BinaryData) -> list[InferTensor]:
 
 
 def _selected_outputs(body: InferRequest, *, binary: bool) -> list[OutputSelection]:
-    """Return the outputs that are asked for; none for all."""
+    """Return the outputs that the request names; an empty list for all."""
     wanted: list[OutputSelection] = []
     names: set[str] = set()
     for output in body.outputs or ():
@@ -392,7 +393,7 @@ def _respond(
 
 
 def _classified(tensor: InferTensor, classes: int, model: ServedModel) -> InferTensor:
-    """Return the best of the last axis as `score:index:label`, as Triton writes them."""
+    """Return the best classes along the last axis in Triton's format, `score:index:label`."""
     values: NDArray[Any] = np.atleast_1d(np.asarray(tensor.values))
     order = np.argsort(-values.astype(np.float64), axis=-1, kind="stable")[..., :classes]
     names = label_names(model.backend.config, values.shape[-1])

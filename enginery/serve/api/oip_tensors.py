@@ -1,11 +1,11 @@
-r"""Tensors of the Open Inference Protocol: as JSON, as bytes, and as inputs and outputs of tasks.
+r"""Convert tensors of the Open Inference Protocol from and to JSON, bytes, task inputs and results.
 
 >>> InferTensor("text", "BYTES", (1,), [b"warm"]).raw()
 b'\x04\x00\x00\x00warm'
 
-Numbers are little-endian and row-major; an element of BYTES is its length in four bytes, then
-itself; BF16 is the upper half of a float32. Source: the protocol's "Tensor Data" and Triton's
-extension_binary_data.md.
+Binary numbers are little-endian, in row-major order. An element of BYTES is its length in four
+bytes, followed by its content. BF16 is the upper half of a float32. Sources: the protocol's "Tensor
+Data" and Triton's extension_binary_data.md.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ DATATYPES: dict[str, str] = {
     "INT8": "int8", "INT16": "int16", "INT32": "int32", "INT64": "int64", "FP16": "float16",
     "FP32": "float32", "FP64": "float64", "BF16": "bfloat16", "BYTES": "object",
 }  # fmt: skip
-"""The protocol's names, and what numpy calls them."""
+"""The protocol's datatypes with numpy's dtypes."""
 DATATYPE_OF = {dtype: name for name, dtype in DATATYPES.items()}
 
 _MAX_DIMS = 8
 _MAX_ELEMENTS = 2**31 - 1
 _LENGTH = struct.Struct("<I")
 _DATATYPE_OF_OUTPUT = {"float32": "FP32", "int64": "INT64", "string": "BYTES"}
-# How PNG, JPEG, GIF, WebP, TIFF, BMP and AVIF begin; none of it is base64.
+# First bytes of PNG, JPEG, GIF, WebP, TIFF, BMP and AVIF files.
 _IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8", b"GIF8", b"RIFF", b"II*\0", b"MM\0*", b"BM", b"\0\0\0")
 
 
@@ -50,21 +50,22 @@ class InferTensor:
     datatype: str
     shape: tuple[int, ...]
     values: NDArray[Any] | list[bytes]
-    """A list of the elements for BYTES; float32 for BF16, which numpy does not have."""
+    """An array of `shape`; for BYTES a flat list of the elements; for BF16, which numpy lacks, an
+    array of float32."""
 
     def raw(self) -> bytes:
-        """Return the elements as bytes."""
+        """Encode the elements as binary data."""
         if isinstance(self.values, list):
             return b"".join(_LENGTH.pack(len(item)) + item for item in self.values)
         values: NDArray[Any] = np.ascontiguousarray(self.values)
         if self.datatype == "BF16":
             bits = values.astype("<f4").view("<u4")
-            # To the nearest, ties to even, as float32 becomes bfloat16 everywhere.
+            # Round to nearest, ties to even.
             values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
         return bytes(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
 
     def plain(self) -> Any:
-        """Return the elements as JSON holds them, flat."""
+        """Return the elements as a flat list or array for JSON."""
         if isinstance(self.values, list):
             return [item.decode("utf-8", "replace") for item in self.values]
         flat = np.ascontiguousarray(self.values).reshape(-1)
@@ -72,14 +73,14 @@ class InferTensor:
 
 
 class BinaryData:
-    """The bytes behind a request's JSON, taken piece by piece."""
+    """The binary data after a request's JSON, which is read in pieces."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
         self._at = 0
 
     def take(self, size: int, name: str) -> memoryview:
-        """Return the next bytes; raise HTTPError where there are fewer."""
+        """Return the next `size` bytes; raise HTTPError if there are fewer."""
         piece = self._data[self._at : self._at + size]
         if len(piece) < size:
             raise invalid_body(
@@ -89,31 +90,31 @@ class BinaryData:
         return piece
 
     def end(self) -> None:
-        """Raise HTTPError where bytes are left."""
+        """Raise HTTPError if bytes are left."""
         if left := len(self._data) - self._at:
-            raise invalid_body(f"{left} bytes behind the JSON belong to no input.")
+            raise invalid_body(f"{left} bytes after the JSON belong to no input.")
 
 
 def read_tensor(given: dict[str, Any], tail: BinaryData, path: str) -> InferTensor:
-    """Return one input of a request.
+    """Parse one input of a request.
 
     Args:
-        given: name, datatype, shape, and data or parameters.
-        tail: the bytes behind the JSON.
-        path: of the input in messages, `inputs[0]`.
+        given: the JSON object: name, datatype, shape, and data or parameters.
+        tail: the binary data after the JSON.
+        path: path of the input for error messages, such as `inputs[0]`.
 
     Raises:
-        HTTPError: a field is missing or wrong, the data does not fit datatype and shape, or there
-            are fewer bytes than the input says.
+        HTTPError: a field is missing or invalid, the data do not match datatype and shape, or the
+            binary data are too short.
     """
     name = _string(given, "name", path)
     where = f"input {quote(name)}"
     datatype = _string(given, "datatype", path)
     if datatype not in DATATYPES:
         raise invalid_field(
-            f"{where}: datatype {quote(datatype)} is not known{nearest(datatype[:20], DATATYPES)}",
+            f"{where}: unknown datatype {quote(datatype)}{nearest(datatype[:20], DATATYPES)}",
             field=f"{path}.datatype",
-            do=f"Known: {', '.join(DATATYPES)}.",
+            do=f"Supported: {', '.join(DATATYPES)}.",
         )
     shape = _shape(given.get("shape"), where, path)
     parameters = given.get("parameters") or {}
@@ -157,7 +158,7 @@ def _shape(shape: Any, where: str, path: str) -> tuple[int, ...]:
         raise invalid_value(field, "a list of sizes", shape)
     if len(shape) > _MAX_DIMS:
         raise invalid_field(
-            f"{where} has {len(shape)} dims, expected {_MAX_DIMS} at most.", field=field
+            f"{where} has {len(shape)} dims, expected at most {_MAX_DIMS}.", field=field
         )
     for index, size in enumerate(shape):
         if type(size) is not int or not 0 <= size <= _MAX_ELEMENTS:
@@ -166,7 +167,10 @@ def _shape(shape: Any, where: str, path: str) -> tuple[int, ...]:
             )
     count = math.prod(shape)
     if count > _MAX_ELEMENTS:
-        raise invalid_field(f"{where}: a shape of {count} elements is too large.", field=field)
+        raise invalid_field(
+            f"{where}: found a shape of {count} elements, expected at most {_MAX_ELEMENTS}.",
+            field=field,
+        )
     if count == 0:
         raise empty_input(field, f"{where}: shape {shape} has no elements.")
     return tuple(shape)
@@ -191,7 +195,7 @@ def _from_bytes(
     if datatype == "BOOL":
         return np.frombuffer(data, np.uint8).astype(bool).reshape(shape)
     dtype = np.dtype(DATATYPES[datatype])
-    # A copy: aligned, and its own, where the body is freed.
+    # `astype` copies, so that the array is aligned and does not keep the body in memory.
     return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype).reshape(shape)
 
 
@@ -201,14 +205,15 @@ def _elements(data: memoryview, count: int, shape: Sequence[int], where: str) ->
     while at < len(data):
         if len(data) - at < _LENGTH.size:
             raise invalid_field(
-                f"{where}: {len(data) - at} bytes are left where a length of four is expected.",
+                f"{where}: found {len(data) - at} bytes at the end, expected the 4 bytes of a "
+                "length.",
                 field="binary_data_size",
             )
         (length,) = _LENGTH.unpack_from(data, at)
         at += _LENGTH.size
         if length > len(data) - at:
             raise invalid_field(
-                f"{where}: element {len(items)} says {length} bytes, found {len(data) - at}.",
+                f"{where}: element {len(items)} declares {length} bytes, found {len(data) - at}.",
                 field="binary_data_size",
             )
         items.append(bytes(data[at : at + length]))
@@ -240,7 +245,7 @@ def _from_json(
     if datatype in ("FP16", "FP32", "FP64", "BF16"):
         _check_kinds(kinds, {int, float}, "numbers", flat, where)
         dtype = np.float32 if datatype == "BF16" else np.dtype(DATATYPES[datatype])
-        with np.errstate(over="ignore"):  # found with the infinities
+        with np.errstate(over="ignore"):  # `read_tensor` rejects infinity
             values = np.array(flat, dtype=np.float64).astype(dtype).reshape(shape)
         if datatype != "BF16":
             return values
@@ -258,7 +263,7 @@ def _from_json(
 
 
 def _flattened(data: Any, shape: tuple[int, ...], where: str) -> list[Any]:
-    """Return the elements of data that is flat or nested as the shape is."""
+    """Flatten data that is nested according to the shape; return flat data unchanged."""
     if type(data) is not list:
         raise invalid_field(
             f"{where}: data is {describe_value(data)}, expected a list.", field="data"
@@ -269,7 +274,7 @@ def _flattened(data: Any, shape: tuple[int, ...], where: str) -> list[Any]:
     for size in shape:
         if not all(type(row) is list and len(row) == size for row in rows):
             raise invalid_field(
-                f"{where}: data is nested otherwise than shape {list(shape)} says.", field="data"
+                f"{where}: the nesting of data does not match shape {list(shape)}.", field="data"
             )
         rows = list(itertools.chain.from_iterable(rows))
     return rows
@@ -291,11 +296,11 @@ def _check_kinds(
 
 
 def task_metadata(task: Task | None, dim: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the inputs and outputs of a task; none where only tensors are answered.
+    """Return the metadata of a task's inputs and outputs; empty lists without a task.
 
     Args:
-        task: how the artifact's task is answered.
-        dim: the size of its vectors; 0 where it is not known.
+        task: the artifact's task.
+        dim: the size of its vectors; 0 if unknown.
     """
     if task is None:
         return [], []
@@ -317,7 +322,7 @@ def task_metadata(task: Task | None, dim: int) -> tuple[list[dict[str, Any]], li
 
 
 def tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
-    """Return an input or output of the graph; -1 for a dim that varies."""
+    """Return the metadata of an input or output of the graph; -1 for a dynamic dim."""
     shape = [dim if isinstance(dim, int) else -1 for dim in spec.dims]
     datatype = DATATYPE_OF.get(spec.dtype, "BYTES")
     return {
@@ -328,10 +333,15 @@ def tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
 def inputs_from_tensors(
     tensors: Sequence[InferTensor], task: Task, graph: Sequence[TensorSpec]
 ) -> list[Any]:
-    """Return the inputs of a task from tensors of BYTES.
+    """Convert BYTES tensors to the inputs of a task.
+
+    Args:
+        tensors: the request's tensors, one per part of an input.
+        task: the task.
+        graph: the graph's inputs, for error messages.
 
     Raises:
-        HTTPError: a tensor is missing, unknown, no list of BYTES, or no text.
+        HTTPError: a tensor is missing, unknown, not a list of BYTES, or not UTF-8.
     """
     names = [field.name for field in task.inputs]
     columns: dict[str, list[Any]] = {}
@@ -342,7 +352,7 @@ def inputs_from_tensors(
                 f"there is no input {quote(tensor.name)}"
                 f"{nearest(tensor.name[:100], names + known)}",
                 field="inputs",
-                do=f"Send {' and '.join(names)}; or the graph's own: {', '.join(known)}.",
+                do=f"Send {' and '.join(names)}, or the graph's inputs: {', '.join(known)}.",
             )
         columns[tensor.name] = _column(tensor, task)
     for field in task.inputs:
@@ -382,15 +392,15 @@ def _column(tensor: InferTensor, task: Task) -> list[Any]:
 
 
 def _image(item: bytes, where: str) -> bytes:
-    """Return an image file; from JSON, which holds no bytes, in base64."""
-    # "RIFF", "GIF8" and "BM" are letters of base64, in which an image begins otherwise.
+    """Return the content of an image file, which in JSON is base64."""
+    # "RIFF", "GIF8" and "BM" are valid base64, but no image file in base64 starts with them.
     if item.startswith(_IMAGE_STARTS) or not item.isascii():
         return item
     return image_from_base64(item.decode("ascii"), where)
 
 
 def tensors_from_results(task: Task, results: Sequence[Any]) -> list[InferTensor]:
-    """Return the results of a task as tensors."""
+    """Convert the results of a task to tensors."""
     tensors = []
     for name, array in task.tensors(results).items():
         if array.dtype == object:
@@ -406,10 +416,10 @@ def tensors_from_results(task: Task, results: Sequence[Any]) -> list[InferTensor
 def feeds_from_tensors(
     tensors: Sequence[InferTensor], inputs: Sequence[TensorSpec]
 ) -> dict[str, NDArray[Any]]:
-    """Return the feeds of a graph.
+    """Convert a request's tensors to the feeds of a graph.
 
     Raises:
-        HTTPError: an input is missing or unknown, or has another datatype or shape.
+        HTTPError: an input is missing or unknown, or has the wrong datatype or shape.
     """
     specs = {spec.name: spec for spec in inputs}
     feeds: dict[str, NDArray[Any]] = {}
@@ -434,7 +444,7 @@ def feeds_from_tensors(
 
 
 def _checked_values(tensor: InferTensor, spec: TensorSpec) -> NDArray[Any]:
-    # BF16 is part of FP32: nothing is lost on the way.
+    # BF16 converts to FP32 without loss.
     widens = tensor.datatype == "BF16" and spec.dtype in ("float32", "bfloat16")
     if isinstance(tensor.values, list) or (DATATYPES[tensor.datatype] != spec.dtype and not widens):
         raise invalid_field(
@@ -446,7 +456,7 @@ def _checked_values(tensor: InferTensor, spec: TensorSpec) -> NDArray[Any]:
 
 
 def _check_dims(tensor: InferTensor, spec: TensorSpec, sizes: dict[str, tuple[int, str]]) -> None:
-    """Raise HTTPError where a fixed dim, or one that another input has too, differs."""
+    """Raise HTTPError if a fixed dim, or a named dim that several inputs share, differs."""
     expected = f"expected ({', '.join(map(str, spec.dims))})"
     where = f"input '{spec.name}' has the shape {list(tensor.shape)}"
     if len(tensor.shape) != len(spec.dims):
@@ -464,7 +474,7 @@ def _check_dims(tensor: InferTensor, spec: TensorSpec, sizes: dict[str, tuple[in
 def tensors_from_outputs(
     values: Mapping[str, NDArray[Any]], outputs: Sequence[TensorSpec]
 ) -> list[InferTensor]:
-    """Return the graph's outputs as tensors."""
+    """Convert the graph's outputs to tensors."""
     dtypes = {spec.name: spec.dtype for spec in outputs}
     tensors = []
     for name, value in values.items():

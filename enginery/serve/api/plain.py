@@ -1,12 +1,13 @@
-"""POST /predict/{model}: every task by one route.
+"""POST /predict/{model}: one route for every task.
 
     $ curl -d '{"inputs": "The pump runs again.", "parameters": {"top_k": 1}}' \
         localhost:8000/predict/mood
     {"model":"mood","outputs":{"labels":[{"label":"glad","score":0.97}]},"truncated":0}
 
-One input has one result, a list of inputs a list of results. A body of the type image/png (or any
-other image) is one image, with the parameters in the query: `/predict/photos?top_k=3`. A form has
-images as files, and the parameters as JSON in a field `parameters`.
+One input gets one result, a list of inputs a list of results. A body with the content type of an
+image, such as image/png, is one image, with the parameters in the query string:
+`/predict/photos?top_k=3`. A multipart form has images as files, and the parameters as JSON in the
+field `parameters`.
 """
 
 from __future__ import annotations
@@ -56,23 +57,23 @@ class PredictAnyRequest(StrictRequestBody):
 
 
 class PredictAnyResponse(Schema):
-    """Answer of /predict/{model}: one result, or one for each input of a list."""
+    """Response of /predict/{model}: one result, or a list with one per input."""
 
     model: str
     outputs: dict[str, Any] | list[Any]
     truncated: int
-    """Inputs that were cut to what the model takes."""
+    """Number of inputs that were truncated."""
 
 
 class PredictInputs:
-    """The inputs of a request, and how they came."""
+    """The inputs and parameters of a request; `single` if the request has one input, not a list."""
 
     def __init__(self, items: list[Any], parameters: dict[str, Any], *, single: bool) -> None:
         self.items, self.parameters, self.single = items, parameters, single
 
 
 @routes.post(
-    "/predict/{model}", summary="The results of a model, whatever its task",
+    "/predict/{model}", summary="Run a model of any task",
     body=PredictAnyRequest, response=PredictAnyResponse, statuses=INFERENCE_STATUSES,
     other_bodies={
         "multipart/form-data": {
@@ -83,7 +84,7 @@ class PredictInputs:
     },
 )  # fmt: skip
 async def predict_any(request: Request) -> Response:
-    """Answer POST /predict/{model}."""
+    """Answer POST /predict/{model}: run the model's task."""
     model = registry_of(request).get(request.path_params["model"])
     task = require_task(request, model)
     inputs = await _read(request, task)
@@ -110,13 +111,13 @@ async def _read(request: Request, task: Task) -> PredictInputs:
         return await _read_form(request) if is_form else await _read_image(request)
     body = request.scope["state"]["body"]
     if task.takes_images and body[:64].lstrip(b" \t\r\n")[:1] not in _JSON_STARTS:
-        return await _read_image(request)  # curl --data-binary says that a file is a form
+        return await _read_image(request)  # curl --data-binary declares files as forms
     try:
         values = json_object(body)
     except HTTPError as error:
         if not task.takes_images:
             raise
-        do = "To send an image's file itself: content-type image/png."
+        do = "To send an image file itself, set its content type, such as image/png."
         raise invalid_body(error.message, do=do) from None
     for name in values:
         if name not in PredictAnyRequest.model_fields:
@@ -137,7 +138,7 @@ async def _read_image(request: Request) -> PredictInputs:
         raise empty_input("inputs", "the body is empty, expected an image file.")
     parameters: dict[str, Any] = {}
     for name, text in parse_qsl(request.url.query, keep_blank_values=True):
-        try:  # numbers and booleans are read as such
+        try:  # numbers and booleans
             parameters[name] = orjson.loads(text)
         except orjson.JSONDecodeError:
             parameters[name] = text
@@ -145,7 +146,7 @@ async def _read_image(request: Request) -> PredictInputs:
 
 
 async def _read_form(request: Request) -> PredictInputs:
-    """Return the images of a form, whatever their fields are called."""
+    """Read the images of a form, from fields of any name."""
     images: list[Any] = []
     parameters: dict[str, Any] = {}
     try:
@@ -153,7 +154,7 @@ async def _read_form(request: Request) -> PredictInputs:
             max_files=_MAX_FORM_PARTS, max_fields=_MAX_FORM_PARTS,
             max_part_size=config_of(request).max_body_bytes,
         )  # fmt: skip
-    except (ValueError, LookupError) as error:  # a charset that is none
+    except (ValueError, LookupError) as error:  # LookupError: an unknown charset
         raise invalid_body(f"the form cannot be read: {error}.") from error
     try:
         for name, part in parts.multi_items():
@@ -168,20 +169,23 @@ async def _read_form(request: Request) -> PredictInputs:
     finally:
         await parts.close()
     if not images:
-        raise empty_input("inputs", "the form has no file, expected images.")
+        raise empty_input("inputs", "the form has no file, expected one image or more.")
     return PredictInputs(images, parameters, single=len(images) == 1)
 
 
 def read_inputs(task: Task, value: Any) -> tuple[list[Any], bool]:
-    """Return the inputs of a task as a client wrote them in JSON, and whether it is one alone.
+    """Parse the inputs of a task from JSON.
 
     Args:
-        task: says what an input consists of.
-        value: an input, or a list of inputs: a text, token ids, an image in base64, or for an
-            input of two parts [first, second] or an object with their names.
+        task: the task.
+        value: an input or a list of inputs. An input is a text, token ids, or an image in base64;
+            with two parts, [first, second] or an object with their names.
+
+    Returns:
+        The inputs, and True if `value` is a single input instead of a list.
 
     Raises:
-        HTTPError: an input cannot be used.
+        HTTPError: an input is invalid.
     """
     expected = expected_inputs(task)
     if not isinstance(value, list):
@@ -195,7 +199,7 @@ def read_inputs(task: Task, value: Any) -> tuple[list[Any], bool]:
 
 
 def expected_inputs(task: Task) -> str:
-    """Return in words what a task takes."""
+    """Describe the inputs that a task takes, for error messages."""
     if task.takes_token_ids:
         return "a string, a list of strings, or token ids"
     if len(task.inputs) == 1:

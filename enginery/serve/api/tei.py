@@ -1,12 +1,12 @@
-"""The routes of Hugging Face's text-embeddings-inference, in its shapes.
+"""Routes compatible with Hugging Face's text-embeddings-inference (TEI).
 
     $ curl -d '{"inputs": "The engine is warm."}' localhost:8000/embed
     [[0.0123,…]]
 
-Source: docs/openapi.json and router/src/http of text-embeddings-inference 1.9. With several models,
-the body's `model` or the path, `/models/{model}/embed`, says which one; where neither does, the
-only one answers that is for what the route does. What that server does and this one refuses:
-cutting texts on the left. A model of another task is 422 here, 424 there.
+Source: docs/openapi.json and router/src/http of text-embeddings-inference 1.9. If the server has
+several models, the body's `model` or the path, `/models/{model}/embed`, names one; without a name,
+the only model that supports the route is used. Differences: truncating texts on the left is not
+supported, and a model of another task is an error with status 422 instead of 424.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ routes = Routes("tei")
 Pair = str | tuple[str, str]
 
 _SHORT_CHARACTERS = 2048
-"""Characters or token ids that should take about a millisecond."""
+"""Number of characters or token ids that take about a millisecond."""
 
 
 class Truncation(RequestBody):
-    """How long texts are cut."""
+    """Base of bodies with TEI's options for truncation."""
 
     truncate: bool | None = None
     truncation_direction: Literal["right", "Right", "left", "Left"] | None = None
 
     def to_option(self) -> bool | None:
-        """Return whether to cut long texts; None for what the server does by itself."""
+        """Return the task's option `truncate`; None for the server's default."""
         if (self.truncation_direction or "right").lower() == "left":
             raise invalid_field(
                 "truncation_direction: found left, expected right.",
                 field="truncation_direction",
-                do="Cut the text on the left before sending it.",
+                do="Truncate the text on the left before sending it.",
             )
         return self.truncate
 
@@ -87,9 +87,10 @@ class EmbedRequest(Truncation):
 
 
 def _pairs(value: Any) -> list[Pair]:
-    """Return the inputs of /predict.
+    """Parse the inputs of /predict.
 
-    "text" and ["text"] and ["text", "its pair"] are one; [["text"], ["text", "its pair"]] several.
+    "text", ["text"] and ["text", "its pair"] are one input; [["text"], ["text", "its pair"]] is a
+    list of inputs.
     """
     if isinstance(value, str):
         return [value]
@@ -140,7 +141,7 @@ class RerankRequest(Truncation):
 
 
 class Sentences(RequestBody):
-    """One text and others."""
+    """A text, and the sentences to compare it with."""
 
     source_sentence: str
     sentences: ListOfTexts
@@ -196,15 +197,15 @@ class DecodeRequest(RequestBody):
     model: str | None = None
 
 
-class Label(Schema):
-    """One label of an input."""
+class Prediction(Schema):
+    """A label and its score."""
 
     label: str
     score: float
 
 
 class Rank(Schema):
-    """One text of a reranking."""
+    """A text's index and score."""
 
     index: int
     score: float
@@ -212,7 +213,7 @@ class Rank(Schema):
 
 
 class Token(Schema):
-    """One token; `start` and `stop` count bytes of UTF-8."""
+    """A token; `start` and `stop` are offsets in bytes of UTF-8."""
 
     id: int
     text: str
@@ -222,17 +223,17 @@ class Token(Schema):
 
 
 class RootRequest(RequestBody):
-    """A body that is read by the only model's task."""
+    """Body of /, whose other fields depend on the model's task."""
 
     model: str | None = None
 
 
 @routes.post(
-    "/embed", "/models/{model}/embed", summary="Vectors of texts", body=EmbedRequest,
+    "/embed", "/models/{model}/embed", summary="Embed texts", body=EmbedRequest,
     response=list[list[float]], statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def embed(request: Request, body: EmbedRequest) -> Response:
-    """Answer POST /embed: vectors of texts or token ids."""
+    """Answer POST /embed: embed texts or token ids."""
     model, task = select_model(request, body.model, "embed")
     options = {
         "normalize": True if body.normalize is None else body.normalize,
@@ -244,11 +245,11 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
 
 
 @routes.post(
-    "/similarity", "/models/{model}/similarity", summary="Cosines of one text and others",
+    "/similarity", "/models/{model}/similarity", summary="Cosine similarity of one text to others",
     body=SimilarityRequest, response=list[float], statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def similarity(request: Request, body: SimilarityRequest) -> Response:
-    """Answer POST /similarity: cosines of one text and others."""
+    """Answer POST /similarity: cosine similarity of one text to others."""
     model, task = select_model(request, body.model, "embed")
     parameters = body.parameters or SimilarityParameters()
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
@@ -262,11 +263,12 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
 
 
 @routes.post(
-    "/predict", "/models/{model}/predict", summary="Labels of texts, or of pairs of texts",
-    body=PredictRequest, response=list[Label] | list[list[Label]], statuses=INFERENCE_STATUSES,
+    "/predict", "/models/{model}/predict", summary="Classify texts or pairs of texts",
+    body=PredictRequest, response=list[Prediction] | list[list[Prediction]],
+    statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def predict(request: Request, body: PredictRequest) -> Response:
-    """Answer POST /predict: labels of texts or pairs of texts, best first."""
+    """Answer POST /predict: classify texts or pairs of texts, best label first."""
     model, task = select_model(request, body.model, "classify")
     inputs, is_single = body.inputs
     options = {"activation": "none" if body.raw_scores else "auto", "truncate": body.to_option()}
@@ -279,15 +281,15 @@ async def predict(request: Request, body: PredictRequest) -> Response:
 
 
 @routes.post(
-    "/rerank", "/models/{model}/rerank", summary="Texts by how well they answer a query",
+    "/rerank", "/models/{model}/rerank", summary="Rank texts by relevance to a query",
     body=RerankRequest, response=list[Rank], statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def rerank(request: Request, body: RerankRequest) -> Response:
-    """Answer POST /rerank: texts by how well they answer a query."""
+    """Answer POST /rerank: rank texts by relevance to a query."""
     model, task = select_model(request, body.model, "classify", fits=_is_reranker)
     if not _has_one_label(model):
         raise invalid_field(
-            f"model '{model.name}' has several labels, expected a re-ranker, which has one.",
+            f"model '{model.name}' has several labels, expected a reranker, which has one.",
             field="model",
             do="Send pairs to /predict.",
         )
@@ -309,12 +311,12 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 
 
 @routes.post(
-    "/", "/invocations", summary="/embed, /predict or /rerank, as the only model answers",
+    "/", "/invocations", summary="/embed, /predict or /rerank, depending on the model",
     body=RootRequest, other_bodies={"application/json": {"type": "object"}}, response=list[Any],
     statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def root(request: Request) -> Response:
-    """Answer POST /: what the only model is for."""
+    """Answer POST / like /embed, /predict or /rerank, depending on the model."""
     values = json_object(request.scope["state"]["body"])
     name = parse(RootRequest, values).model
     model, task = select_model(request, name, "embed", "classify")
@@ -327,21 +329,21 @@ async def root(request: Request) -> Response:
 
 
 @routes.post(
-    "/tokenize", "/models/{model}/tokenize", summary="The tokens of texts", body=TokenizeRequest,
+    "/tokenize", "/models/{model}/tokenize", summary="Tokenize texts", body=TokenizeRequest,
     response=list[list[Token]], statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-    """Answer POST /tokenize: the tokens of texts, not cut."""
+    """Answer POST /tokenize: tokenize texts without truncation."""
     model, task = _text_model(request, body.model)
     if body.prompt_name:
         raise invalid_field(
-            "prompt_name: prompts are for /embed, expected none.",
+            "prompt_name is not supported by /tokenize.",
             field="prompt_name",
-            do="Put the prompt before the text.",
+            do="Put the prompt in front of the text.",
         )
     texts = body.inputs
     _check_count(request, len(texts))
-    if task.tokenizer.lower_case:  # as the model gets them
+    if task.tokenizer.lower_case:  # as for inference
         texts = [text.lower() for text in texts]
     special = body.add_special_tokens is not False
 
@@ -354,11 +356,11 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
 
 @routes.post(
-    "/decode", "/models/{model}/decode", summary="Token ids as texts", body=DecodeRequest,
+    "/decode", "/models/{model}/decode", summary="Decode token ids", body=DecodeRequest,
     response=list[str], statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def decode(request: Request, body: DecodeRequest) -> Response:
-    """Answer POST /decode: token ids as texts."""
+    """Answer POST /decode: decode token ids to texts."""
     model, task = _text_model(request, body.model)
     vocabulary = task.tokenizer.backend.get_vocab_size()
     for row in body.ids:
@@ -381,7 +383,7 @@ def _text_model(request: Request, name: str | None) -> tuple[ServedModel, TextTa
     model = registry_of(request).select(named, lambda model: isinstance(model.task, TextTask))
     task = require_ready(request, model).task
     if not isinstance(task, TextTask):
-        raise InputError(f"model '{model.name}' takes no texts, so it has no tokenizer.")
+        raise InputError(f"model '{model.name}' does not take texts, and has no tokenizer.")
     return model, task
 
 
@@ -389,7 +391,7 @@ def _check_count(request: Request, count: int) -> None:
     most = config_of(request).max_inputs
     if count > most:
         raise HTTPError(
-            413, f"found {count} inputs, expected {most} at most.", do="Send several requests."
+            413, f"found {count} inputs, expected at most {most}.", do="Send several requests."
         )
 
 
@@ -398,12 +400,12 @@ def _is_batch(value: Any) -> bool:
 
 
 def _is_reranker(model: ServedModel) -> bool:
-    """Whether a model scores pairs with one number."""
+    """Return True if a model scores pairs of texts with one number."""
     return has_task(model, ("classify",)) and _has_one_label(model)
 
 
 def _has_one_label(model: ServedModel) -> bool:
-    # transformers takes two where config.json does not say.
+    # Without id2label in config.json, transformers assumes two labels.
     return len(model.backend.config.id2label or (0, 1)) == 1
 
 
@@ -424,7 +426,7 @@ def _tokens(text: str, encoding: Any) -> list[dict[str, Any]]:
 
 
 def _byte_offsets(text: str) -> Sequence[int]:
-    """Return where each character begins in UTF-8, and the end."""
+    """Return the UTF-8 byte offset of each character, and of the end."""
     if text.isascii():
         return range(len(text) + 1)
     places = [0]
