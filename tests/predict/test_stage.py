@@ -188,7 +188,7 @@ def test_images_of_a_folder_with_one_that_is_none(predict, rows, tmp_path, tiny)
     found = rows()
     assert [row["path"] for row in found] == [f"{index}.png" for index in range(5)]
     assert [bool(row["label"]) for row in found] == [True, True, True, False, True]
-    assert "is not a whole image" in found[3]["error"]
+    assert "is not a complete image" in found[3]["error"]
     assert report.bad_rows == 1
     with load_model(model) as loaded:
         expected = loaded.classify_images([folder / "4.png"])[0]

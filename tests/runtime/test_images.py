@@ -154,7 +154,7 @@ def test_vectors_are_what_the_note_says(tiny, kind):
     elif "first token" in note:
         expected = output.last_hidden_state[:, 0]
     else:
-        assert "mean over all places" in note
+        assert "mean over all positions" in note
         axes = (2, 3) if output.last_hidden_state.ndim == 4 else 1
         expected = output.last_hidden_state.mean(axes)
     found = model.embed_images(images)
@@ -227,7 +227,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     path = tmp_path / "broken.png"
     Image.fromarray(photo(40, 40)).save(path)
     path.write_bytes(b"not an image" if damage == "text" else path.read_bytes()[:600])
-    with pytest.raises(InputError, match=r"broken\.png is not a whole image"):
+    with pytest.raises(InputError, match=r"broken\.png is not a complete image"):
         load_image(path)
 
 
@@ -248,7 +248,7 @@ def test_a_processor_that_does_not_fit_the_graph_is_an_error(tiny, altered):
     fixed = type(pixels)(pixels.name, pixels.dtype, ("batch", 3, 32, 32))
     record = graph.model_copy(update={"inputs": (fixed,)})
     manifest = other.manifest.model_copy(update={"graphs": (record,)})
-    with pytest.raises(InputError, match=r"image 0 becomes 3 × 40 × 32 .* takes pixel_values"):
+    with pytest.raises(InputError, match=r"image 0: .* produces 3 × 40 × 32, .* takes pixel_values"):
         load_model(type(other)(other.path, manifest)).classify_images([photo(20, 20)])
 
 

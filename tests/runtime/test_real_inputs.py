@@ -116,7 +116,7 @@ def test_a_text_that_is_none_is_named_by_its_place_among_all(bert, monkeypatch):
     feeder = TextFeeder.open(bert, graph(bert))
     with pytest.raises(InputError, match="text 4 is a int"):
         feeder.lengths(["a", "b", "c", "d", 5])
-    with pytest.raises(InputError, match="text 3 holds a lone surrogate"):
+    with pytest.raises(InputError, match="text 3 contains a lone surrogate"):
         feeder.lengths(["a", "b", "c", "\ud800"])
 
 
@@ -159,7 +159,7 @@ def test_pixels_are_of_the_graphs_dtype(vit):
 def test_a_damaged_image_is_named_by_its_place(vit, tmp_path):
     (tmp_path / "a.png").write_bytes(b"no image")
     feeder = ImageFeeder.open(vit, graph(vit))
-    with pytest.raises(InputError, match=r"image 2.*a\.png is not a whole image"):
+    with pytest.raises(InputError, match=r"image 2.*a\.png is not a complete image"):
         feeder.by_shape([*synthetic_images(2), tmp_path / "a.png"])
 
 

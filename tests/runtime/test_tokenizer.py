@@ -168,7 +168,7 @@ def _edit(file, **changes):
 
 
 def test_text_with_a_lone_surrogate_is_refused_by_its_index():
-    with pytest.raises(InputError, match="text 1 holds a lone surrogate"):
+    with pytest.raises(InputError, match="text 1 contains a lone surrogate"):
         check_texts(["fine", "broken \udcff"])
 
 

@@ -84,7 +84,7 @@ def test_past_of_a_decoder_changes_its_answer_and_comes_back(tiny_model, home):
     artifact = export_model(str(source), task="text-generation-with-past")
     feeds = feeds_for(artifact, past_sequence=5)
     with runner(artifact) as reference:
-        assert reference.notes == ["the reference is PyTorch through Optimum's cut of the model"]
+        assert reference.notes == ["the reference is PyTorch through Optimum's submodels"]
         found = reference(feeds)
         past = {n: np.zeros_like(a) if n.startswith("past_") else a for n, a in feeds.items()}
         other = reference(past)

@@ -135,7 +135,7 @@ class Application:
         self.ready = False
 
     async def reload(self):
-        log.info("%d: reloaded, of the same content", os.getpid())
+        log.info("%d: reloaded, content unchanged", os.getpid())
 
 
 def main():

@@ -161,7 +161,7 @@ def test_reload_that_fails_is_409_and_names_the_model(caplog):
     app = application(models, keys=(b"one",))
     found = ask(app, "POST", "/admin/reload", headers=KEY)
     assert (found.status, found.json) == (409, {
-        "error": "not reloaded: b, which goes on as it was.", "failed": ["b"],
+        "error": "not reloaded: b, which keeps serving as before.", "failed": ["b"],
         "models": {"a": "reloaded", "b": "not reloaded: build/b has no manifest.json."},
     })  # fmt: skip
     (record,) = caplog.records

@@ -41,7 +41,7 @@ def test_any_of_the_keys_lets_in(headers):
 
 @pytest.mark.parametrize(
     ("headers", "message"),
-    [({}, "an API key is needed."), ({"authorization": "Bearer tw"}, "not one of this server's"),
+    [({}, "an API key is required."), ({"authorization": "Bearer tw"}, "the API key is invalid"),
      ({"authorization": "Basic two"}, "not one"), ({"x-api-key": ""}, "not one"),
      ({"x-api-key": b"\xe9\xff"}, "not one")],
 )  # fmt: skip

@@ -45,7 +45,7 @@ def test_on_a_gpu_batches_grow_until_their_fixed_part_is_small():
 def test_on_a_cpu_batches_stay_small():
     tokens, why = choose_max_tokens(BatchCost(0.001, 0.000001), on_cpu=True)
     assert tokens == 256
-    assert "1.00 ms + 0.001 ms a token" in why
+    assert "1.00 ms + 0.001 ms per token" in why
 
 
 def test_batches_that_run_move_the_line():

@@ -64,7 +64,7 @@ def test_models_that_cannot_be_loaded_end_it_with_2(start, restart):
     assert status == 2
     assert "error: m: found no manifest.json. Export it with: enginery export" in said
     assert "Traceback" not in said
-    assert "another one is started" not in said
+    assert "it is replaced" not in said
 
 
 @MODES
@@ -161,7 +161,7 @@ def test_two_interrupts_in_a_row_end_at_once(start):
 def test_sighup_reloads(start, restart):
     server = start(config={"restart": restart}).ready()
     server.send(signal.SIGHUP)
-    assert server.hear_until("reloaded") == f"{server.pid()}: reloaded, of the same content"
+    assert server.hear_until("reloaded") == f"{server.pid()}: reloaded, content unchanged"
     assert server.end()[0] == 0
 
 
@@ -175,7 +175,7 @@ def test_stuck_worker_is_replaced_and_its_requests_answered(start):
     assert received(waiting).startswith(b"HTTP/1.1 503 ")
     assert "a batch has run for 60 seconds." in server.hear_until("ending at once")
     assert server.pid() != before
-    server.hear_until("ended itself, because it was stuck; another one is started at once.")
+    server.hear_until("exited because it was stuck; it is replaced immediately.")
     assert server.end()[0] == 0
 
 

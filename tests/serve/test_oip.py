@@ -232,7 +232,7 @@ IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]
         ({"inputs": [TEXT], "outputs": "score"}, "outputs: found the string"),
         ({"inputs": [TEXT], "outputs": [{}]}, "outputs[0].name is missing, expected a string"),
         ({"inputs": [TEXT], "outputs": [{"name": "score", "parameters": {"binary_date": True}}]},
-         "'outputs[0].parameters.binary_date' is not known here; did you mean 'binary_data'?"),
+         "unknown field 'outputs[0].parameters.binary_date'; did you mean 'binary_data'?"),
         ({"inputs": [TEXT], "outputs": [{"name": "score", "parameters": {"classification": -1}}]},
          "outputs[0].parameters.classification: found the number -1, expected a whole number from"),
         ({"inputs": [TEXT], "parameters": {"topk": 1}}, "did you mean 'top_k'?"),

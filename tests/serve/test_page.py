@@ -98,7 +98,7 @@ class Server:
                 elif self.path == "/health":
                     self.answer(stub.health, b"{}", "application/json")
                 elif stub.key and self.headers.get("authorization") != f"Bearer {stub.key}":
-                    self.answer(401, b'{"error":"an API key is needed."}', "application/json")
+                    self.answer(401, b'{"error":"an API key is required."}', "application/json")
                 elif self.path == "/metrics":
                     self.answer(200, *stub.metrics.exposition())
                 elif self.path == "/info":
@@ -354,7 +354,7 @@ def test_key_is_sent_and_kept_nowhere(page, server):
     server.key = "s3cret"
     page.browser.ask("Page.navigate", session=True, url=server.url)
     page.until("document.readyState === 'complete' && !$('live').hidden")
-    assert "401: an API key is needed." in page.run("$('live').innerText")
+    assert "401: an API key is required." in page.run("$('live').innerText")
     page.type("key", "s3cret")
     page.run("$('key').dispatchEvent(new Event('change'))")
     page.until("document.querySelector('#model option')")

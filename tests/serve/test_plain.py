@@ -247,7 +247,7 @@ def test_texts_are_not_images(running, images):
 @pytest.mark.parametrize(
     ("name", "body", "message"),
     [
-        ("mood", {"input": "a"}, "'input' is not known here; did you mean 'inputs'?"),
+        ("mood", {"input": "a"}, "unknown field 'input'; did you mean 'inputs'?"),
         ("mood", {"inputs": "a", "parameters": {"topk": 1}}, "did you mean 'parameters.top_k'"),
         ("mood", {"inputs": "a", "parameters": {"top_k": -1}}, "parameters.top_k"),
         ("mood", {"inputs": "a", "parameters": {"top_k": True}}, "found true"),
@@ -266,7 +266,7 @@ def test_texts_are_not_images(running, images):
         ("reader", {"inputs": {"question": "", "context": "a"}}, "is empty"),
         ("filler", {"inputs": "no mask"}, "has no [MASK]"),
         ("vectors", {"inputs": "a", "parameters": {"dimensions": 99}},
-         "found 99, expected 32 at most"),
+         "found 99, expected at most 32"),
         ("pictures", {"inputs": "YQ==", "parameters": {"dimensions": 0}}, "dimensions"),
     ],
 )  # fmt: skip

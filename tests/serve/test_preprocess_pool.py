@@ -78,9 +78,9 @@ def test_closing_answers_who_waits_for_what_does_not_end():
         while not made.busy_seconds():
             await asyncio.sleep(0.001)
         made.close()
-        with pytest.raises(ClosedError, match="m is being closed"):
+        with pytest.raises(ClosedError, match="model 'm' is shutting down"):
             await stuck
-        with pytest.raises(ClosedError, match="m is being closed"):
+        with pytest.raises(ClosedError, match="model 'm' is shutting down"):
             await made.run(lambda: None, inputs=1)
         assert made.busy_seconds()
 
@@ -100,7 +100,7 @@ def test_no_more_is_taken_in_than_may_wait_and_who_goes_gives_the_place_back():
         await asyncio.sleep(0)
         assert made.inputs == 4
         with pytest.raises(
-            OverloadedError, match="4 inputs are being preprocessed and 0 wait, expected 4"
+            OverloadedError, match="too many inputs: 4 in preprocessing and 0 in the queue, expected at most 4"
         ):
             await made.run(lambda: None, inputs=1)
         waits.cancel()

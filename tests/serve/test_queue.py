@@ -76,7 +76,7 @@ def test_a_request_that_would_wait_too_long_is_refused_and_told_how_long():
     queue.put(rows("a", 16), now=0)  # 8 seconds
     queue.put(rows("b", 8), now=0)  # which would wait for 8, and makes it 12
     with pytest.raises(
-        OverloadedError, match=r"would wait 12\.0 s, expected 10 s at most"
+        OverloadedError, match=r"would wait 12\.0 s, expected at most 10 s"
     ) as refused:
         queue.put(rows("c", 1), now=0)
     assert refused.value.retry_after_seconds == 12

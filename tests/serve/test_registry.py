@@ -26,7 +26,7 @@ def test_models_are_found_by_name(exported):
         assert models.get("two").task.verb == models.select("two").task.verb == "fill"
         with pytest.raises(UnknownModelError, match="no model 'on'; did you mean 'one'"):
             models.get("on")
-        with pytest.raises(ModelChoiceError, match="2 models, and none was named"):
+        with pytest.raises(ModelChoiceError, match="2 models, but the request names none"):
             models.select()
         models.draining = True
         assert not models.ready

@@ -42,7 +42,7 @@ def test_killed_worker_is_replaced_and_answers_within_seconds(start, spawn):
     after = server.pid()
     assert time.monotonic() - killed_at < 5
     assert after not in {before, server.process.pid}
-    said = server.hear_until("another one is started at once")
+    said = server.hear_until("it is replaced immediately")
     assert f"warning: worker process {before} was killed (signal 9)" in said
     assert server.end()[0] == 0
 
@@ -52,17 +52,17 @@ def test_crash_within_a_request_is_named_and_others_are_served(start):
     with suppress(ConnectionError):
         received(server.raw(GET % b"kill/11"))
     assert server.get("echo").status_code == 200
-    server.hear_until("crashed with signal 11; another one is started at once.")
+    server.hear_until("crashed with signal 11; it is replaced immediately.")
     assert server.end()[0] == 0
 
 
 def test_worker_that_cannot_start_again_is_tried_with_pauses(start, tmp_path):
     server = start(fails_again=str(tmp_path / "loaded")).ready()
     os.kill(server.pid(), signal.SIGKILL)
-    server.hear_until("another one is started at once")
+    server.hear_until("it is replaced immediately")
     server.hear_until("error: m: found no manifest.json.")
-    server.hear_until("ended with status 2; another one is started in 0.5 seconds.")
-    server.hear_until("another one is started in 1 seconds.")
+    server.hear_until("ended with status 2; it is replaced in 0.5 seconds.")
+    server.hear_until("it is replaced in 1 seconds.")
     (tmp_path / "loaded").unlink()  # the cause passes
     server.ready()
     assert server.end()[0] == 0
@@ -73,7 +73,7 @@ def test_worker_that_is_ended_alone_leaves_the_address_to_the_next(start, proces
     server = start(config={"processes": processes}).ready()
     pid = server.pid()
     psutil.Process(pid).terminate()
-    server.hear_until("another one is started")
+    server.hear_until("it is replaced")
     for _ in range(20):
         with server.raw(GET % b"echo") as client:
             client.settimeout(20)
@@ -85,7 +85,7 @@ def test_worker_that_is_ended_alone_leaves_the_address_to_the_next(start, proces
 def test_sigterm_between_two_workers_ends_with_0(start, tmp_path):
     server = start(fails_again=str(tmp_path / "loaded")).ready()
     os.kill(server.pid(), signal.SIGKILL)
-    server.hear_until("another one is started in 2 seconds.")
+    server.hear_until("it is replaced in 2 seconds.")
     server.send(signal.SIGTERM)
     assert server.rest()[0] == 0  # whatever the last worker ended with
     assert not psutil.pid_exists(server.process.pid)
@@ -102,7 +102,7 @@ def test_two_processes_answer_and_reload_together(start):
     reloaded = {int(server.hear_until("reloaded").partition(":")[0]) for _ in range(2)}
     assert reloaded == pids
     os.kill(min(pids), signal.SIGKILL)
-    server.hear_until("another one is started at once")
+    server.hear_until("it is replaced immediately")
     wait_until(lambda: server.pid() not in pids)
     assert server.pid()
     assert server.end()[0] == 0
@@ -118,7 +118,7 @@ def test_metrics_of_two_processes_are_one(start):
         before += 1
     assert answered(server) >= before
     os.kill(min(pids), signal.SIGKILL)
-    server.hear_until("another one is started at once")
+    server.hear_until("it is replaced immediately")
     wait_until(lambda: server.pid() not in pids)
     assert answered(server) > before  # what a worker counted outlives it
     (directory,) = {
@@ -157,7 +157,7 @@ def test_worker_that_does_not_end_is_killed(start):
     worker.suspend()
     status, said = server.end()
     assert status == 128 + signal.SIGKILL
-    assert f"error: worker process {worker.pid} does not end; it is killed." in said
+    assert f"error: worker process {worker.pid} did not exit in time; killing it." in said
     assert gone(worker.pid)
 
 

@@ -144,7 +144,7 @@ def test_two_processes_answer_and_take_a_reload_together(exported):
             assert answer.status_code in (200, 503)  # one may load for longer than the other
         server.process.send_signal(signal.SIGHUP)
         ends = time.monotonic() + WAIT
-        while sum("reloaded, of the same content" in line for line in server.lines) < 2:
+        while sum("reloaded, content unchanged" in line for line in server.lines) < 2:
             assert time.monotonic() < ends, server.lines
             time.sleep(0.02)
         server.process.terminate()
@@ -225,8 +225,8 @@ def test_failed_validation_is_warned_of_and_missing_one_said(tiny_paths, tmp_pat
         server.says(warning)
         server.says("ready: new, text-classification, fp32 on CPUExecutionProvider, not validated")
         server.process.send_signal(signal.SIGHUP)
-        server.says("bad: reloaded, of the same content, validation failed")
-        server.says("new: reloaded, of the same content, not validated")
+        server.says("bad: reloaded, content unchanged, validation failed")
+        server.says("new: reloaded, content unchanged, not validated")
         assert server.lines.count(warning) == 2
 
 
@@ -349,9 +349,9 @@ def test_a_port_that_is_taken_is_named(exported):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ([], OptionError, "no artifact is named"),
+        ([], OptionError, "no artifact was given"),
         (["nowhere"], ArtifactError, "nowhere is not an artifact"),
-        (["a={good}", "a={good}"], OptionError, "two artifacts are called 'a'"),
+        (["a={good}", "a={good}"], OptionError, "two artifacts have the name 'a'"),
         (["a/b={good}"], OptionError, "model name 'a/b' is invalid"),
         (["={good}"], OptionError, "model name '' is invalid"),
     ],
@@ -376,7 +376,7 @@ def test_a_model_is_called_by_its_directory_or_as_one_says(exported, tmp_path, m
         ({"max_padding": 1.0}, "'max_padding' is 1, expected less than 1"),
         ({"workers": -1}, "'workers' is -1, expected a finite number from 0 on"),
         ({"grace": float("nan")}, "'grace' is nan"),
-        ({"api_key": "a", "api_key_file": "b"}, "both give a key"),
+        ({"api_key": "a", "api_key_file": "b"}, "are both set"),
     ],
 )
 def test_options_that_nothing_can_be_served_with(change, message):

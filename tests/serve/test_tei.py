@@ -61,7 +61,7 @@ def test_without_a_name_those_that_fit_are_named(running):
     found = running("POST", "/predict", {"inputs": "a"})
     assert (found.status, found.json["error_type"]) == (422, "Validation")
     assert found.json["error"] == (
-        "the server has 2 models that can answer, and none was named. Name one of mood, ranker."
+        "the server has 2 models for this route, but the request names none. Name one of mood, ranker."
     )
     found = running("POST", "/", {"inputs": "a"})
     assert "Name one of vectors, mood, ranker." in found.json["error"]
@@ -71,12 +71,12 @@ def test_without_a_name_and_a_model_that_fits_all_are_named():
     mood, photos = StandInModel("mood", "classify"), StandInModel("photos", "classify_images")
     found = ask(application(mood, photos), "POST", "/embed", {"inputs": "a"})
     assert (found.status, found.json["error"]) == (
-        422, "none of the server's 2 models answers this route. "
+        422, "none of the server's 2 models supports this route. "
         "Models: mood (text-classification), photos (image-classification).",
     )  # fmt: skip
     labels = {"id2label": {"0": "a", "1": "b"}}
     two = application(StandInModel("mood", "classify", config=labels), StandInModel("words"))
-    assert "answers this route" in ask(two, "POST", "/rerank", QUERY).json["error"]
+    assert "supports this route" in ask(two, "POST", "/rerank", QUERY).json["error"]
     only = ask(application(photos), "POST", "/embed", {"inputs": "a"})
     assert "expected a model that embeds texts" in only.json["error"]
 

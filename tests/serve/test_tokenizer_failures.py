@@ -103,7 +103,7 @@ def test_text_that_never_ends_has_the_process_replaced(spoiled, body):
     endless = spoiled("never_returns")
     with serving(f"m={endless}", options=("--stuck-after", "1")) as server:
         sent = Sent(server, "/predict/m", body)
-        assert server.says("ended itself, because it was stuck; another one is started")
+        assert server.says("exited because it was stuck; it is replaced")
         assert server.says("m is stuck: tokenizing a text has been running for")
         assert sent.wait().status_code == 503
         server.wait_ready()
