@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 # Pillow's modes of 8 bits per channel, which convert to RGB.
-_CONVERTED = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "La",
-              "RGBa")  # fmt: skip
+_SUPPORTED_MODES = (
+    "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "La", "RGBa",
+)  # fmt: skip
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Pillow's names of the supported formats; PPM includes PBM and PGM."""
 
-_NO_IMAGE = (OSError, SyntaxError, ValueError)
+_DECODE_ERRORS = (OSError, SyntaxError, ValueError)
 """Errors that Pillow raises for a damaged file."""
 
 
@@ -60,7 +61,7 @@ def load_image(source: Any, *, name: str = "image", max_pixels: int = 0) -> Imag
             f"{name} is a {type(source).__name__}, expected a path, a file's "
             "bytes, a Pillow image or an array."
         )
-    if image.mode not in _CONVERTED:
+    if image.mode not in _SUPPORTED_MODES:
         raise InputError(
             f"{name} has Pillow's mode {image.mode}, expected 8 bits per channel.",
             do="Convert it to 8 bits first, scaled from the value range of your images.",
@@ -77,10 +78,10 @@ def _from_file(path: Path, name: str, max_pixels: int) -> Image:
     if path.exists() and not path.is_file():  # opening a named pipe would block
         raise InputError(f"{name}: {path} is not a regular file.")
     try:
-        return _opened(path, name, max_pixels)
+        return _open(path, name, max_pixels)
     except FileNotFoundError:
         raise InputError(f"{name}: file {path} does not exist.") from None
-    except _NO_IMAGE as error:
+    except _DECODE_ERRORS as error:
         raise InputError(f"{name}: {path} is not a complete image: {error}.") from error
 
 
@@ -88,17 +89,17 @@ def _from_bytes(content: bytes, name: str, max_pixels: int) -> Image:
     from PIL import UnidentifiedImageError
 
     try:
-        return _opened(BytesIO(content), name, max_pixels)
+        return _open(BytesIO(content), name, max_pixels)
     except UnidentifiedImageError:  # its message contains a memory address
         raise InputError(
             f"{name} is not an image of a supported format.",
             do=f"Supported: {', '.join(FORMATS)}.",
         ) from None
-    except _NO_IMAGE as error:
+    except _DECODE_ERRORS as error:
         raise InputError(f"{name} is not a complete image: {error}.") from error
 
 
-def _opened(source: Path | BytesIO, name: str, max_pixels: int) -> Image:
+def _open(source: Path | BytesIO, name: str, max_pixels: int) -> Image:
     from PIL import Image as Pillow
     from PIL import ImageOps
 

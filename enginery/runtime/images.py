@@ -81,7 +81,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _CHANNELS = 3
 # ConvNeXt crops only below this size; from this size on it resizes the whole image to a square.
 _CROP_BELOW = 384
-_MAX_PREPARED_PIXELS = MAX_IMAGE_EDGE**2
+_MAX_INTERMEDIATE_PIXELS = MAX_IMAGE_EDGE**2
 """Maximum number of pixels of an intermediate image, unless the image itself has more."""
 
 
@@ -125,10 +125,10 @@ class ImageProcessor:
         settings |= {name: value for name, value in given.items() if value is not None}
         by_edge = "shortest_edge" in _DEFAULTS[kind]["size"]
         if found.size is not None:
-            settings["size"] = _size(file, "size", found.size, by_edge=by_edge)
+            settings["size"] = _parse_size(file, "size", found.size, by_edge=by_edge)
         if settings.get("do_center_crop"):
             crop = found.crop_size or ImageSize(edge=settings["crop_size"])
-            settings["crop_size"] = _size(file, "crop_size", crop, by_edge=False)
+            settings["crop_size"] = _parse_size(file, "crop_size", crop, by_edge=False)
         for name in ("image_mean", "image_std"):
             if np.ndim(settings[name]) and len(settings[name]) not in (1, _CHANNELS):
                 raise ArtifactError(
@@ -154,7 +154,7 @@ class ImageProcessor:
         """
         settings = self.settings
         if settings["do_resize"]:
-            image = self._resized(image, name)
+            image = self._resize(image, name)
         pixels = np.asarray(image)
         if self.kind == "ConvNext" and settings["do_resize"]:
             edge = settings["size"]["shortest_edge"]
@@ -162,9 +162,9 @@ class ImageProcessor:
         elif settings.get("do_center_crop"):
             crop = settings["crop_size"]
             pixels = center_crop(pixels, crop["height"], crop["width"], name)
-        return self._scaled(pixels).transpose(2, 0, 1)
+        return self._normalize(pixels).transpose(2, 0, 1)
 
-    def _resized(self, image: Image, name: str) -> Image:
+    def _resize(self, image: Image, name: str) -> Image:
         size = self.settings["size"]
         if "height" in size:
             width, height = size["width"], size["height"]
@@ -178,9 +178,9 @@ class ImageProcessor:
                 short, long = sorted(image.size)
                 other = int(edge * long / short)
                 width, height = (edge, other) if image.width <= image.height else (other, edge)
-        return resized(image, (width, height), self.settings["resample"], name)
+        return resize(image, (width, height), self.settings["resample"], name)
 
-    def _scaled(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
+    def _normalize(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
         settings = self.settings
         scaled = pixels.astype(np.float32)
         if settings["do_rescale"]:
@@ -197,7 +197,7 @@ class ImageProcessor:
         return np.asarray(scaled, dtype=np.float32)
 
 
-def resized(image: Image, size: tuple[int, int], resample: int | None, name: str) -> Image:
+def resize(image: Image, size: tuple[int, int], resample: int | None, name: str) -> Image:
     """Resize an image.
 
     Args:
@@ -211,7 +211,7 @@ def resized(image: Image, size: tuple[int, int], resample: int | None, name: str
     """
     width, height = size
     # Pillow resizes the rows first: between its two passes an image still has its old height.
-    _require_fit(name, image.size, width, max(height, image.height))
+    _check_pixels(name, image.size, width, max(height, image.height))
     return image.resize(size, resample=resample)
 
 
@@ -223,7 +223,7 @@ def center_crop(pixels: NDArray[Any], height: int, width: int, name: str = "imag
     """
     rows, columns = pixels.shape[:2]
     padded_rows, padded_columns = max(rows, height), max(columns, width)
-    _require_fit(name, (columns, rows), padded_columns, padded_rows)
+    _check_pixels(name, (columns, rows), padded_columns, padded_rows)
     # The rounding here and below follows transformers' center_crop.
     row_before = math.ceil((padded_rows - rows) / 2)
     column_before = math.ceil((padded_columns - columns) / 2)
@@ -234,9 +234,9 @@ def center_crop(pixels: NDArray[Any], height: int, width: int, name: str = "imag
     return padded[max(0, top) : top + height, max(0, left) : left + width]
 
 
-def _require_fit(name: str, size: tuple[int, int], width: int, height: int) -> None:
+def _check_pixels(name: str, size: tuple[int, int], width: int, height: int) -> None:
     """Raise InputError if a step would turn an image of `size` into one with too many pixels."""
-    most = max(_MAX_PREPARED_PIXELS, size[0] * size[1])
+    most = max(_MAX_INTERMEDIATE_PIXELS, size[0] * size[1])
     if width * height > most:
         raise InputError(
             f"{name} has {size[0]} × {size[1]} pixels; to resize it, an image of {width} × "
@@ -245,7 +245,7 @@ def _require_fit(name: str, size: tuple[int, int], width: int, height: int) -> N
         )
 
 
-def _size(file: Path, name: str, size: ImageSize, *, by_edge: bool) -> dict[str, int]:
+def _parse_size(file: Path, name: str, size: ImageSize, *, by_edge: bool) -> dict[str, int]:
     """Return a size as {height, width} or {shortest_edge}."""
     if size.longest > MAX_IMAGE_EDGE:
         raise ArtifactError(

@@ -63,10 +63,10 @@ def in_batches(items: Sequence[Item], rows: int, record: GraphRecord) -> list[li
     """Split items into batches of up to `rows`; if the graph's batch is fixed, of exactly that."""
     rows = fixed_batch(record) or rows
     parts = [items[start : start + rows] for start in range(0, len(items), rows)]
-    return [filled(part, record) for part in parts]
+    return [pad_batch(part, record) for part in parts]
 
 
-def filled(items: Sequence[Item], record: GraphRecord) -> list[Item]:
+def pad_batch(items: Sequence[Item], record: GraphRecord) -> list[Item]:
     """Repeat the last item to fill the graph's fixed batch; without one return items unchanged."""
     missing = (fixed_batch(record) or 0) - len(items)
     return [*items, *[items[-1]] * missing]

@@ -249,10 +249,10 @@ class TextTokenizer:
 
         def encode(items: Sequence[Any]) -> list[Any]:
             cut = [
-                self._cut(text) if isinstance(text, str) and len(text) > most else text
+                self._shorten(text) if isinstance(text, str) and len(text) > most else text
                 for text in items
             ]
-            return encode_batch(cut) if len(cut) == 1 else self._run(encode_batch, cut)
+            return encode_batch(cut) if len(cut) == 1 else self._encode_list(encode_batch, cut)
 
         try:
             return encode(texts)
@@ -279,7 +279,7 @@ class TextTokenizer:
             encodings: list[Any] = self._untruncated.encode_batch(items, add_special_tokens=special)
             return encodings
 
-        return _encode_each(lambda items: self._run(encode, items), texts)
+        return _encode_each(lambda items: self._encode_list(encode, items), texts)
 
     def encode_ids(self, ids: Sequence[int], index: int = 0) -> TokenIds:
         """Add the model's special tokens around a client's token ids and truncate to `limit`.
@@ -309,7 +309,7 @@ class TextTokenizer:
                 )
         return TokenIds([*before, *inner, *after], ("cut",) if cut else ())
 
-    def _run(self, encode: Encode, texts: list[Any]) -> list[Any]:
+    def _encode_list(self, encode: Encode, texts: list[Any]) -> list[Any]:
         """Encode a list of texts without blocking other Python threads.
 
         `encode_batch` releases the GIL; `Tokenizer.encode` does not. `encode_batch` encodes a
@@ -346,24 +346,24 @@ class TextTokenizer:
         last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
         return encoding.ids[:first], encoding.ids[last:]
 
-    def _cut(self, text: str) -> str:
+    def _shorten(self, text: str) -> str:
         """Return the beginning of a long text, enough of it to fill the limit with the same tokens.
 
         A text of megabytes would take long to tokenize, only to be truncated afterwards. So try a
         short beginning, and a four times longer one until its tokens exceed the limit by a margin.
         A text that has too few tokens even then (whitespace, one endless word) is cut there.
         """
-        letters = self.limit * _CHARACTERS_PER_TOKEN
+        characters = self.limit * _CHARACTERS_PER_TOKEN
         truncation = self.backend.truncation
-        if len(text) <= letters or not truncation or truncation["direction"] != "right":
+        if len(text) <= characters or not truncation or truncation["direction"] != "right":
             return text
         most = self.limit * _MAX_CHARACTERS_PER_TOKEN
-        while letters < min(len(text), most):
-            beginning = text[:letters]
+        while characters < min(len(text), most):
+            beginning = text[:characters]
             (encoding,) = self.backend.encode_batch([beginning])
             if len(encoding) + sum(len(e) for e in encoding.overflowing) > self.limit + _MARGIN:
                 return beginning
-            letters *= 4
+            characters *= 4
         return text[:most]
 
     def prepare(self, text: str) -> str:
@@ -385,7 +385,7 @@ class TextTokenizer:
         """
         tokenizer = self.load_pair_backend()
         try:
-            return self._run(tokenizer.encode_batch, list(pairs))
+            return self._encode_list(tokenizer.encode_batch, list(pairs))
         except BaseException as error:
             reason = failure_reason(error)
             for index, pair in enumerate(pairs):
@@ -444,7 +444,8 @@ class TextTokenizer:
                 lacking = "graph has no attention_mask"
             raise InputError(f"a text must be padded to {width} tokens, but the {lacking}.")
         return {
-            name: self._column(name, encodings, width, spec.dtype) for name, spec in specs.items()
+            name: self._padded_input(name, encodings, width, spec.dtype)
+            for name, spec in specs.items()
         }
 
     def can_pad(self, inputs: Iterable[TensorSpec]) -> bool:
@@ -469,7 +470,9 @@ class TextTokenizer:
             raise InputError(f"token ids cannot be decoded: {failure_reason(error)}.") from error
         return _clean_up_tokenization(text) if self.clean_up else text
 
-    def _column(self, name: str, encodings: Sequence[Any], width: int, dtype: str) -> NDArray[Any]:
+    def _padded_input(
+        self, name: str, encodings: Sequence[Any], width: int, dtype: str
+    ) -> NDArray[Any]:
         """Return one input of the graph, padded: (len(encodings), width)."""
         padding = 0
         if name == "input_ids":

@@ -234,9 +234,9 @@ class TorchRunner(Closing):
             device=device,
         )
         cut = len(graphs) > 1 or any("past" in spec.name for spec in self.record.inputs)
-        self._parts: dict[str, tuple[Any, Any]] = {}
+        self._submodels: dict[str, tuple[Any, Any]] = {}
         if cut:
-            self._parts = _optimum_parts(self._model, manifest, precision)
+            self._submodels = _optimum_submodels(self._model, manifest, precision)
             self.notes.append("the reference is PyTorch through Optimum's submodels")
 
     def __call__(self, feeds: Feeds) -> Outputs:
@@ -251,7 +251,7 @@ class TorchRunner(Closing):
         tensors = {name: self._tensor(array) for name, array in feeds.items()}
         try:
             with torch.inference_mode(), _quiet(), self._precision():
-                found = self._run_part(tensors) if self._parts else self._run_whole(tensors)
+                found = self._run_submodel(tensors) if self._submodels else self._run_whole(tensors)
         except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
             first = _first_line(error)
@@ -265,7 +265,7 @@ class TorchRunner(Closing):
     def close(self) -> None:
         """Free the model."""
         self._model = None
-        self._parts = {}
+        self._submodels = {}
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Return the context manager that upcasts weights on use, or one that does nothing."""
@@ -281,15 +281,15 @@ class TorchRunner(Closing):
             return {"logits": self._model(tensors["pixel_values"])}
         return dict(self._model(**tensors, return_dict=True).items())
 
-    def _run_part(self, tensors: dict[str, Any]) -> dict[str, Any]:
+    def _run_submodel(self, tensors: dict[str, Any]) -> dict[str, Any]:
         stem = Path(self.record.file).stem
         if "use_cache_branch" in tensors:  # Optimum's merged decoder has both branches
             with_past = bool(tensors.pop("use_cache_branch").item())
             stem = "decoder_with_past_model" if with_past else "decoder_model"
             if not with_past:
                 tensors = {n: t for n, t in tensors.items() if not n.startswith("past_")}
-        model, config = self._parts[stem]
-        inputs = _as_traced(tensors, config)
+        model, config = self._submodels[stem]
+        inputs = _submodel_inputs(tensors, config)
         if "encoder_outputs" in config.torch_to_onnx_input_map.keys() - inputs.keys():
             # With a past, the encoder's keys and values come from the cache. PyTorch still needs
             # encoder outputs, of any value, to know that the encoder has run.
@@ -309,7 +309,9 @@ class TorchRunner(Closing):
         return flat
 
 
-def _optimum_parts(model: Any, manifest: Manifest, precision: str) -> dict[str, tuple[Any, Any]]:
+def _optimum_submodels(
+    model: Any, manifest: Manifest, precision: str
+) -> dict[str, tuple[Any, Any]]:
     """Return each graph's PyTorch module and Optimum's ONNX config, by the graph's file stem."""
     import optimum.exporters.onnx.model_configs  # noqa: F401  registers the model types
     from optimum.exporters.onnx.utils import _get_submodels_and_onnx_configs
@@ -331,7 +333,7 @@ def _optimum_parts(model: Any, manifest: Manifest, precision: str) -> dict[str, 
     return dict(parts)
 
 
-def _as_traced(tensors: dict[str, Any], config: Any) -> dict[str, Any]:
+def _submodel_inputs(tensors: dict[str, Any], config: Any) -> dict[str, Any]:
     """Convert the graph's inputs to the arguments of Optimum's patched models.
 
     Inputs get PyTorch's names; the encoder's output becomes a tuple, and `past_key_values.0.key`, …

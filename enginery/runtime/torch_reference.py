@@ -65,8 +65,8 @@ class TorchReference(Closing):
         """
         # Do not reuse a process in which a model's own code has run.
         self._alone = trust_remote_code
-        self._worker: ChildWorker | None = _start() if self._alone else _take()
-        self.notes: list[str] = self._ask(
+        self._worker: ChildWorker | None = _start_worker() if self._alone else _take_worker()
+        self.notes: list[str] = self._request(
             "load",
             path=str(source.path),
             pickled=source.pickled,
@@ -97,8 +97,8 @@ class TorchReference(Closing):
             with file.open("wb") as stream:
                 np.savez(stream, allow_pickle=False, **feeds)
         except OSError as error:
-            raise _full(directory, error) from error
-        found = self._ask("run", feeds=str(file), directory=str(directory))
+            raise _write_error(directory, error) from error
+        found = self._request("run", feeds=str(file), directory=str(directory))
         file.unlink()
         return {name: directory / file for name, file in found["files"].items()}
 
@@ -118,9 +118,9 @@ class TorchReference(Closing):
         if held_bytes > _LARGE_BYTES:
             worker.close()
         else:
-            _keep(worker)
+            _keep_worker(worker)
 
-    def _ask(self, does: str, **values: Any) -> Answer:
+    def _request(self, does: str, **values: Any) -> Answer:
         if self._worker is None:
             raise ExportError("the PyTorch reference is closed.")
         worker = self._worker
@@ -132,7 +132,7 @@ class TorchReference(Closing):
             self._worker = None
             refused = does == "load" and isinstance(error, ExportError | ArtifactError)
             if refused and worker.is_alive and not self._alone:
-                _keep(worker)
+                _keep_worker(worker)
             else:  # the process may be damaged: do not reuse it
                 worker.close()
             raise
@@ -142,7 +142,7 @@ _idle: list[ChildWorker] = []
 _idle_lock = threading.Lock()
 
 
-def _start() -> ChildWorker:
+def _start_worker() -> ChildWorker:
     handle, name = tempfile.mkstemp(prefix="enginery-reference-", suffix=".log")
     os.close(handle)
     log = Path(name)
@@ -159,7 +159,7 @@ def _start() -> ChildWorker:
         atexit.register(log.unlink, missing_ok=True)
 
 
-def _take() -> ChildWorker:
+def _take_worker() -> ChildWorker:
     """Return an idle process, or a new one."""
     with _idle_lock:
         while _idle:
@@ -167,19 +167,19 @@ def _take() -> ChildWorker:
             if worker.is_alive:
                 return worker
             worker.close()
-    return _start()
+    return _start_worker()
 
 
-def _keep(worker: ChildWorker) -> None:
+def _keep_worker(worker: ChildWorker) -> None:
     """Keep a process for the next model, for `_IDLE_SECONDS`."""
     with _idle_lock:
         _idle.append(worker)
-    timer = threading.Timer(_IDLE_SECONDS, _end, [worker])
+    timer = threading.Timer(_IDLE_SECONDS, _end_worker, [worker])
     timer.daemon = True
     timer.start()
 
 
-def _end(worker: ChildWorker) -> None:
+def _end_worker(worker: ChildWorker) -> None:
     with _idle_lock:
         if worker not in _idle:
             return
@@ -188,12 +188,12 @@ def _end(worker: ChildWorker) -> None:
 
 
 @atexit.register
-def _end_all() -> None:
+def _end_all_workers() -> None:
     for worker in _idle:
-        _end(worker)
+        _end_worker(worker)
 
 
-def _full(directory: Path, error: OSError) -> EngineryError:
+def _write_error(directory: Path, error: OSError) -> EngineryError:
     return EngineryError(
         f"PyTorch's outputs cannot be written to {directory}: {error.strerror or error}.",
         do="Set TMPDIR to a directory with more space, or validate smaller profiles.",
@@ -245,7 +245,7 @@ class _Child:
                 files[name] = f"{index}.npy"
                 np.save(Path(request["directory"], files[name]), array, allow_pickle=False)
         except OSError as error:
-            raise _full(Path(request["directory"]), error) from error
+            raise _write_error(Path(request["directory"]), error) from error
         return {"files": files}
 
     def unload(self, request: Answer) -> Answer:  # noqa: ARG002

@@ -44,7 +44,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
         # With port 0 the first socket chooses the port for all.
         chosen = sockets[0].getsockname()[1] if sockets else port
         try:
-            sockets.append(_listening(family, (name, chosen, *scope)))
+            sockets.append(_listen(family, (name, chosen, *scope)))
         except OSError as error:
             failures.append(error)
             # Machines without IPv6 may still resolve localhost to an IPv6 address.
@@ -104,7 +104,7 @@ def _addresses(host: str, port: int) -> list[tuple[int, Any]]:
     return sorted(unique, key=lambda each: each[0] != socket.AF_INET)
 
 
-def _listening(family: int, address: tuple[str | int, ...]) -> socket.socket:
+def _listen(family: int, address: tuple[str | int, ...]) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         if os.name == "posix":  # on Windows SO_REUSEADDR would let two servers share a port

@@ -158,7 +158,7 @@ class ProcessLifecycle:
         if self._supervised and self._loop is not None:
             self._loop.call_soon_threadsafe(self._replace, reason, refuse_all)
 
-    def ask_all_to_reload(self) -> None:
+    def reload_all_processes(self) -> None:
         """Ask the parent to make all worker processes reload their models, this one included.
 
         Do nothing if there is no parent or no other worker.

@@ -139,7 +139,7 @@ def run(
         0 after SIGTERM or SIGINT, 130 after a second SIGINT, 2 if the application cannot start,
         128 plus the signal's number if a worker had to be killed.
     """
-    _allow_open_files()
+    _raise_open_files_limit()
     addresses = ", ".join(urls(sockets))
     if not config.restart or not hasattr(os, "fork"):
         server = uvicorn.Server(server_config)
@@ -460,7 +460,7 @@ def _shared_metrics(processes: int) -> Iterator[None]:
             del os.environ["PROMETHEUS_MULTIPROC_DIR"]
 
 
-def _allow_open_files() -> None:
+def _raise_open_files_limit() -> None:
     if sys.platform == "win32":
         return
     import resource

@@ -25,8 +25,8 @@ from enginery.runtime.real_inputs import (
     ImageFeeder,
     Text,
     TextFeeder,
-    filled,
     fixed_batch,
+    pad_batch,
     takes_images,
     takes_real_inputs,
 )
@@ -113,5 +113,5 @@ def _cases(
     for start in range(0, len(items), rows):
         part = items[start : start + rows]
         name = f"{what} {start + 1}–{start + len(part)}" if len(part) > 1 else f"{what} {start + 1}"
-        cases.append(Case(name, "real", partial(feed, filled(part, record))))
+        cases.append(Case(name, "real", partial(feed, pad_batch(part, record))))
     return cases

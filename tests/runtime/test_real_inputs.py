@@ -12,9 +12,9 @@ from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images
 from enginery.runtime.real_inputs import (
     ImageFeeder,
     TextFeeder,
-    filled,
     fixed_batch,
     in_batches,
+    pad_batch,
     takes_images,
     takes_real_inputs,
     takes_texts,
@@ -75,8 +75,8 @@ def test_batches_are_full_where_the_graph_wants_it(bert):
     assert (fixed_batch(free), fixed_batch(three)) == (None, 3)
     assert in_batches(range(5), 2, free) == [[0, 1], [2, 3], [4]]
     assert in_batches(range(5), 2, three) == [[0, 1, 2], [3, 4, 4]]
-    assert filled([7], free) == [7]
-    assert filled([7], three) == [7, 7, 7]
+    assert pad_batch([7], free) == [7]
+    assert pad_batch([7], three) == [7, 7, 7]
 
 
 def test_lengths_are_those_that_are_fed(bert):

@@ -93,7 +93,7 @@ class Application:
             await self.refused()
             return 503, b"the model is stuck."
         elif name == "reload":
-            self.lifecycle.ask_all_to_reload()
+            self.lifecycle.reload_all_processes()
         return 200, path.encode()
 
     async def refused(self):

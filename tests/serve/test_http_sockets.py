@@ -55,7 +55,7 @@ def test_privileged_port_is_an_option_error(monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(socket.socket, "bind", refused)
-    with pytest.raises(OptionError, match="no permission to listen on .* port 80"):
+    with pytest.raises(OptionError, match=r"no permission to listen on .* port 80"):
         bind("127.0.0.1", 80)
 
 

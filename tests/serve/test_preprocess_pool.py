@@ -100,7 +100,8 @@ def test_no_more_is_taken_in_than_may_wait_and_who_goes_gives_the_place_back():
         await asyncio.sleep(0)
         assert made.inputs == 4
         with pytest.raises(
-            OverloadedError, match="too many inputs: 4 in preprocessing and 0 in the queue, expected at most 4"
+            OverloadedError,
+            match="4 in preprocessing and 0 in the queue, expected at most 4",
         ):
             await made.run(lambda: None, inputs=1)
         waits.cancel()

@@ -61,7 +61,8 @@ def test_without_a_name_those_that_fit_are_named(running):
     found = running("POST", "/predict", {"inputs": "a"})
     assert (found.status, found.json["error_type"]) == (422, "Validation")
     assert found.json["error"] == (
-        "the server has 2 models for this route, but the request names none. Name one of mood, ranker."
+        "the server has 2 models for this route, but the request names none. "
+        "Name one of mood, ranker."
     )
     found = running("POST", "/", {"inputs": "a"})
     assert "Name one of vectors, mood, ranker." in found.json["error"]

@@ -97,7 +97,7 @@ class VectorResults:
 
     def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Describe each input by its nearest neighbour among the others."""
-        return _neighbours(inputs, self.collect(results))
+        return _describe_neighbours(inputs, self.collect(results))
 
 
 @dataclass
@@ -270,7 +270,9 @@ def unit_vector(vector: Vectors) -> Vectors:
     return np.asarray(vector / length, np.float32)
 
 
-def _neighbours(inputs: Sequence[str], vectors: NDArray[np.float32]) -> list[ResultDescription]:
+def _describe_neighbours(
+    inputs: Sequence[str], vectors: NDArray[np.float32]
+) -> list[ResultDescription]:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     units = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
     cosines = units @ units.T

@@ -164,16 +164,18 @@ def spans_from_logits(
         aggregation: see `TagOptions.aggregation`.
     """
     combine = _COMBINATIONS.get(aggregation)
-    pieces = _pieces(text, encoding, softmax(logits.astype(np.float32, copy=False)), tokenizer)
+    pieces = _split_pieces(
+        text, encoding, softmax(logits.astype(np.float32, copy=False)), tokenizer
+    )
     if combine:
-        pieces = [_word(word, combine) for word in _words(pieces)]
+        pieces = [_merge_word(word, combine) for word in _group_words(pieces)]
     tagged = [_tag(piece, names) for piece in pieces]
-    groups = [[tag] for tag in tagged] if aggregation == "none" else _groups(tagged)
+    groups = [[tag] for tag in tagged] if aggregation == "none" else _group_tags(tagged)
     spans = [_span(text, group, whole=aggregation == "none") for group in groups]
     return [span for span in spans if span.label != "O"]
 
 
-def _pieces(
+def _split_pieces(
     text: str, encoding: Any, scores: NDArray[Any], tokenizer: TextTokenizer
 ) -> list[_Piece]:
     prefix = getattr(tokenizer.backend.model, "continuing_subword_prefix", None)
@@ -193,7 +195,7 @@ def _pieces(
     return pieces
 
 
-def _words(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+def _group_words(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     words: list[list[_Piece]] = []
     for piece in pieces:
         if words and piece.continues_word:
@@ -210,7 +212,7 @@ _COMBINATIONS: dict[str, Callable[[list[_Piece]], NDArray[Any]]] = {
 }
 
 
-def _word(word: list[_Piece], combine: Callable[[list[_Piece]], NDArray[Any]]) -> _Piece:
+def _merge_word(word: list[_Piece], combine: Callable[[list[_Piece]], NDArray[Any]]) -> _Piece:
     return _Piece(word[0].start, word[-1].end, combine(word), continues_word=False)
 
 
@@ -219,19 +221,19 @@ def _tag(piece: _Piece, names: Sequence[str]) -> _Tagged:
     return _Tagged(names[best], float(piece.scores[best]), piece.start, piece.end)
 
 
-def _groups(tagged: Sequence[_Tagged]) -> list[list[_Tagged]]:
+def _group_tags(tagged: Sequence[_Tagged]) -> list[list[_Tagged]]:
     """Join adjacent tokens of one label; `B-` starts a new group."""
     groups: list[list[_Tagged]] = []
     for tag in tagged:
         begins = tag.label.startswith("B-")
-        if groups and not begins and _kind(tag.label) == _kind(groups[-1][-1].label):
+        if groups and not begins and _entity_type(tag.label) == _entity_type(groups[-1][-1].label):
             groups[-1].append(tag)
         else:
             groups.append([tag])
     return groups
 
 
-def _kind(label: str) -> str:
+def _entity_type(label: str) -> str:
     return label[2:] if label.startswith(("B-", "I-")) else label
 
 

@@ -177,7 +177,7 @@ async def reload(request: Request, body: ReloadRequest) -> Response:
     failed = [name for name, each in outcomes.items() if not each.swapped]
     if not failed:
         if request.app.state.lifecycle is not None:
-            request.app.state.lifecycle.ask_all_to_reload()
+            request.app.state.lifecycle.reload_all_processes()
         return json_response(found)
     for name in failed:
         _log.error("%s: %s", name, outcomes[name].message)

@@ -198,16 +198,16 @@ async def infer(request: Request) -> Response:
     binary = parameters.pop("binary_data_output", None)
     if binary is not None and not isinstance(binary, bool):
         raise invalid_value("parameters.binary_data_output", "true or false", binary)
-    wanted = _selected_outputs(body, binary=bool(binary))
+    selections = _selected_outputs(body, binary=bool(binary))
     options = {name: value for name, value in parameters.items() if name not in _IGNORED}
     graph_inputs = {spec.name for spec in model.backend.runner.record.inputs}
     if model.task and not graph_inputs & {tensor.name for tensor in tensors}:
-        outputs = await _infer_task(request, model, tensors, options, wanted)
+        outputs = await _infer_task(request, model, tensors, options, selections)
     else:
         for name in options:
             raise unknown_field(name, (), "parameters.")
         outputs = await _infer_graph(request, model, tensors)
-    return _respond(model, body.id or "", outputs, wanted, binary=bool(binary))
+    return _respond(model, body.id or "", outputs, selections, binary=bool(binary))
 
 
 @routes.get("/v2", summary="Server metadata", response=ServerMetadata)
@@ -268,16 +268,16 @@ async def _infer_task(
     model: ServedModel,
     tensors: list[InferTensor],
     options: dict[str, Any],
-    wanted: list[OutputSelection],
+    selections: list[OutputSelection],
 ) -> list[InferTensor]:
     task = model.task
     if task is None:
         raise AssertionError("only called for a model that answers a task")
-    classes = max((want.classes for want in wanted), default=0)
+    classes = max((selection.classes for selection in selections), default=0)
     if classes and "top_k" not in options and issubclass(task.Options, LabelOptions):
         options["top_k"] = classes
     inputs = inputs_from_tensors(tensors, task, model.backend.runner.record.inputs)
-    _check_outputs(wanted, [output.name for output in task.outputs])
+    _check_outputs(selections, [output.name for output in task.outputs])
     results = await run_inference(request, model, task, inputs, options, "parameters.")
     return tensors_from_results(task, results)
 
@@ -330,7 +330,7 @@ def _tensors(body: InferRequest, tail: BinaryData) -> list[InferTensor]:
 
 def _selected_outputs(body: InferRequest, *, binary: bool) -> list[OutputSelection]:
     """Return the outputs that the request names; an empty list for all."""
-    wanted: list[OutputSelection] = []
+    selections: list[OutputSelection] = []
     names: set[str] = set()
     for output in body.outputs or ():
         if output.name in names:
@@ -338,15 +338,15 @@ def _selected_outputs(body: InferRequest, *, binary: bool) -> list[OutputSelecti
         names.add(output.name)
         parameters = output.parameters or OutputParameters()
         as_binary = binary if parameters.binary_data is None else parameters.binary_data
-        wanted.append(OutputSelection(output.name, as_binary, parameters.classification or 0))
-    return wanted
+        selections.append(OutputSelection(output.name, as_binary, parameters.classification or 0))
+    return selections
 
 
-def _check_outputs(wanted: list[OutputSelection], names: list[str]) -> None:
-    for want in wanted:
-        if want.name not in names:
+def _check_outputs(selections: list[OutputSelection], names: list[str]) -> None:
+    for selection in selections:
+        if selection.name not in names:
             raise invalid_field(
-                f"there is no output {quote(want.name)}{nearest(want.name[:100], names)}",
+                f"there is no output {quote(selection.name)}{nearest(selection.name[:100], names)}",
                 field="outputs",
                 do=f"Outputs: {', '.join(names)}.",
             )
@@ -356,24 +356,24 @@ def _respond(
     model: ServedModel,
     request_id: str,
     outputs: list[InferTensor],
-    wanted: list[OutputSelection],
+    selections: list[OutputSelection],
     *,
     binary: bool,
 ) -> Response:
     by_name = {tensor.name: tensor for tensor in outputs}
-    _check_outputs(wanted, list(by_name))
-    wanted = wanted or [OutputSelection(name, binary, 0) for name in by_name]
+    _check_outputs(selections, list(by_name))
+    selections = selections or [OutputSelection(name, binary, 0) for name in by_name]
     graph_outputs = {spec.name for spec in model.backend.runner.record.outputs}
     described: list[dict[str, Any]] = []
     pieces: list[bytes] = []
-    for want in wanted:
-        tensor = by_name[want.name]
-        if want.classes and tensor.name in graph_outputs:
-            tensor = _classified(tensor, want.classes, model)
+    for selection in selections:
+        tensor = by_name[selection.name]
+        if selection.classes and tensor.name in graph_outputs:
+            tensor = _classified(tensor, selection.classes, model)
         entry: dict[str, Any] = {
             "name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape),
         }  # fmt: skip
-        if want.binary:
+        if selection.binary:
             pieces.append(tensor.raw())
             entry["parameters"] = {"binary_data_size": len(pieces[-1])}
         else:

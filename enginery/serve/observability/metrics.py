@@ -91,7 +91,7 @@ class Metrics:
         key = (record.route, record.model, record.status)
         child = self._requests.get(key)
         if child is None:
-            known = self._known(record.model)
+            known = self._model_label(record.model)
             child = self._duration.labels(record.route, known, str(record.status))
             if known == record.model:  # else clients could fill the memory with names
                 self._requests[key] = child
@@ -99,7 +99,7 @@ class Metrics:
         if record.timings is not None:
             self._observe_inference(record.model, record.timings, record.inputs)
         if reason := refusal_reason(record):
-            self._refused.labels(self._known(record.model), reason).inc()
+            self._refused.labels(self._model_label(record.model), reason).inc()
 
     def observe_batch(self, model: str, batch: BatchStatistics) -> None:
         """Count a batch that ran.
@@ -110,7 +110,7 @@ class Metrics:
         """
         children = self._batches.get(model)
         if children is None:
-            known = self._known(model)
+            known = self._model_label(model)
             children = _BatchMetrics(*(family.labels(known) for family in self._batch))
             if known == model:
                 self._batches[model] = children
@@ -153,7 +153,7 @@ class Metrics:
     def _observe_inference(self, model: str, timings: Timings, inputs: int) -> None:
         children = self._inferences.get(model)
         if children is None:
-            known = self._known(model)
+            known = self._model_label(model)
             children = _InferenceMetrics(
                 self._tokenize.labels(known), self._queue.labels(known),
                 self._inference.labels(known), self._inputs.labels(known),
@@ -168,7 +168,7 @@ class Metrics:
         children.tokens.inc(timings.tokens)
         children.truncated.inc(timings.truncated)
 
-    def _known(self, model: str) -> str:
+    def _model_label(self, model: str) -> str:
         return model if any(each.name == model for each in self._models.models()) else NO_MODEL
 
     def _histogram(
