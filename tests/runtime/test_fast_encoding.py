@@ -37,7 +37,7 @@ def test_pairs_are_as_with_offsets(tokenizer):
     assert [e.type_ids for e in quick] == [e.type_ids for e in plain]
 
 
-def test_plain_ascii_goes_past_berts_normalizer(tmp_path):
+def test_plain_ascii_skips_berts_normalizer(tmp_path):
     artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "bert")
     quick = FastEncoder.from_tokenizer(TextTokenizer.open(artifact.path).backend)
     seen = []
@@ -83,7 +83,7 @@ def test_an_added_token_that_the_normalizer_changes_is_found(tmp_path, token):
     ]
 
 
-def test_a_tokenizer_that_keeps_case_has_no_short_way(tmp_path):
+def test_cased_tokenizer_has_no_fast_path(tmp_path):
     from tokenizers import normalizers
 
     artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "bert")

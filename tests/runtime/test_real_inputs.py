@@ -48,7 +48,7 @@ def with_inputs(record, *names):
     return record.model_copy(update={"inputs": inputs})
 
 
-def test_a_graph_takes_texts_images_or_neither(bert, vit):
+def test_graph_takes_texts_or_images_or_neither(bert, vit):
     assert takes_texts(graph(bert))
     assert not takes_images(graph(bert))
     assert takes_images(graph(vit))
@@ -70,7 +70,7 @@ def test_real_inputs_need_the_file_that_makes_them(exported, copied, kind, task,
     assert not takes_real_inputs(artifact, graph(artifact))
 
 
-def test_batches_are_full_where_the_graph_wants_it(bert):
+def test_batches_are_padded_to_a_fixed_batch(bert):
     free, three = graph(bert), with_dims(graph(bert), 3, "sequence")
     assert (fixed_batch(free), fixed_batch(three)) == (None, 3)
     assert in_batches(range(5), 2, free) == [[0, 1], [2, 3], [4]]
@@ -79,7 +79,7 @@ def test_batches_are_full_where_the_graph_wants_it(bert):
     assert pad_batch([7], three) == [7, 7, 7]
 
 
-def test_lengths_are_those_that_are_fed(bert):
+def test_lengths_equal_those_of_the_feeds(bert):
     feeder = TextFeeder.open(bert, graph(bert))
     lengths = feeder.lengths(TEXT)
     assert len(set(lengths)) > 1
@@ -111,7 +111,7 @@ def test_no_more_than_a_part_of_the_texts_is_tokenized_at_one_time(bert, monkeyp
     assert max(sizes) == 4
 
 
-def test_a_text_that_is_none_is_named_by_its_place_among_all(bert, monkeypatch):
+def test_invalid_text_is_named_by_its_index(bert, monkeypatch):
     monkeypatch.setattr(real_inputs, "_TOKENIZED", 2)
     feeder = TextFeeder.open(bert, graph(bert))
     with pytest.raises(InputError, match="text 4 is a int"):
@@ -120,7 +120,7 @@ def test_a_text_that_is_none_is_named_by_its_place_among_all(bert, monkeypatch):
         feeder.lengths(["a", "b", "c", "\ud800"])
 
 
-def test_questions_go_with_their_contexts(exported):
+def test_questions_are_encoded_with_their_contexts(exported):
     artifact = exported("bert", "question-answering")
     feeder = TextFeeder.open(artifact, graph(artifact))
     feeds = feeder([("Who?", "Ada."), ("Where is the pump?", TEXT[0])])
@@ -129,7 +129,7 @@ def test_questions_go_with_their_contexts(exported):
     assert feeds["input_ids"][0, : len(expected)].tolist() == expected
 
 
-def test_a_graph_with_more_than_texts_is_an_error(bert):
+def test_graph_with_other_inputs_is_an_error(bert):
     feeder = TextFeeder.open(bert, with_inputs(graph(bert), "input_ids", "bbox"))
     with pytest.raises(ArtifactError, match="bbox"):
         feeder(["text"])

@@ -70,7 +70,7 @@ def counted(uncounted):
 # A new task is one module
 
 
-def test_task_that_is_not_there_is_not_answered(uncounted, tmp_path):
+def test_unsupported_task_is_an_error(uncounted, tmp_path):
     with pytest.raises(ArtifactError, match="exported for token-counting, which is not"):
         load_model(uncounted)
     (tmp_path / "in.txt").write_text("warm\n")
@@ -160,7 +160,7 @@ def test_new_task_has_sample_predictions_and_a_snippet(counting, counted, monkey
 # The tasks
 
 
-def test_every_task_says_all_that_its_users_read():
+def test_every_task_has_all_class_attributes():
     for verb, task in TASKS.items():
         assert task.verb == verb
         assert not inspect.isabstract(task)
@@ -177,7 +177,7 @@ def test_every_task_says_all_that_its_users_read():
     [("bert", "feature-extraction"), ("bert", "fill-mask"), ("vit", "feature-extraction"),
      ("vit", "image-classification")],
 )  # fmt: skip
-def test_made_up_row_runs(tiny, kind, task):
+def test_probe_row_runs(tiny, kind, task):
     with load_model(tiny.artifact(kind, task)) as model:
         row = model.definition.probe(5)
         assert row.tokens == (1 if model.definition.takes_images else 5)
@@ -305,7 +305,7 @@ def test_options_of_predict_are_those_of_the_task(tiny, tmp_path):
         ({"scale": (), "text": ("batch", 2)}, {"logits": ("batch", 3)}),
     ],
 )
-def test_tensors_whose_rows_are_no_rows_of_the_graph_are_run_and_returned_whole(inputs, outputs):
+def test_tensors_without_a_batch_axis_run_as_one_row(inputs, outputs):
     """Of CLIP, say, whose texts and images are counted apart."""
     record = SimpleNamespace(
         inputs=tuple(TensorSpec(name, "float32", dims) for name, dims in inputs.items()),

@@ -158,7 +158,7 @@ def test_batches_hold_every_input_once_within_bounds():
     assert plan_batches([]) == []
 
 
-def test_equal_lengths_are_kept_apart_from_others():
+def test_only_equal_lengths_share_a_batch():
     batches = plan_batches([2, 3, 2, 3], equal_lengths=True)
     assert sorted(map(sorted, batches)) == [[0, 2], [1, 3]]
 
@@ -172,7 +172,7 @@ def test_text_with_a_lone_surrogate_is_refused_by_its_index():
         check_texts(["fine", "broken \udcff"])
 
 
-def test_long_text_is_whole_where_the_tokenizer_does_not_cut(directories):
+def test_long_text_is_complete_without_truncation(directories):
     tokenizer = TextTokenizer.open(directories["bert"])
     tokenizer.backend.no_truncation()  # as lengths of data are measured
     (encoding,) = tokenizer.encode(["pump " * 5000])

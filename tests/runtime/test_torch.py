@@ -42,7 +42,7 @@ def test_answers_are_transformers_own(bert, tiny_model):
     np.testing.assert_allclose(found["logits"], expected.logits.numpy(), atol=OUTPUTS)
 
 
-def test_precisions_are_apart_by_about_their_roundoff(bert):
+def test_precisions_differ_by_about_their_roundoff(bert):
     feeds = feeds_for(bert)
     answers = {}
     for precision in ("fp64", "fp32", "fp16", "bf16"):
@@ -63,7 +63,7 @@ def test_inputs_that_the_model_rejects_are_an_error_with_their_shapes(bert):
         reference(feeds_for(bert, sequence=200))
 
 
-def test_unknown_graph_names_those_there_are(bert):
+def test_unknown_graph_names_the_known_ones(bert):
     with pytest.raises(ArtifactError, match=r"no graph 'x\.onnx'; there are model\.onnx"):
         runner(bert, graph="x.onnx")
 
@@ -112,7 +112,7 @@ def test_both_branches_of_a_merged_decoder_answer(tiny_model, home):
 @pytest.mark.parametrize(
     "kind", ["bert", "deberta-v2", "modernbert", "mpnet", "vit", "resnet", "swin"]
 )
-def test_weights_widened_as_they_are_used_answer_as_fp64_does(tiny_model, kind, monkeypatch):
+def test_weights_upcast_on_use_equal_fp64(tiny_model, kind, monkeypatch):
     """A large model's weights are never in memory in FP64; its answers are the same."""
     import torch
 

@@ -9,7 +9,7 @@ from enginery.serve.batching.cost import (
 )
 
 
-def test_the_line_goes_through_the_quickest_runs():
+def test_line_goes_through_the_fastest_runs():
     cost = fit_cost([(8, 0.010), (8, 0.004), (96, 0.9), (96, 0.048)])
     assert cost.seconds_per_token == pytest.approx(0.0005)
     assert cost.fixed_seconds == pytest.approx(0.0)
@@ -22,7 +22,7 @@ def test_noise_makes_no_negative_cost():
     assert cost.fixed_cost_tokens == 0
 
 
-def test_a_model_of_few_tokens_is_measured_with_what_it_takes():
+def test_measured_sizes_respect_the_models_limit():
     asked = []
 
     def run(tokens):
@@ -34,7 +34,7 @@ def test_a_model_of_few_tokens_is_measured_with_what_it_takes():
     assert cost.seconds_per_token == pytest.approx(0.001)
 
 
-def test_on_a_gpu_batches_grow_until_their_fixed_part_is_small():
+def test_on_a_gpu_batches_grow_until_their_fixed_cost_is_small():
     tokens, why = choose_max_tokens(BatchCost(0.001, 0.000001), on_cpu=False)
     assert tokens == 9000
     assert "10%" in why
@@ -48,7 +48,7 @@ def test_on_a_cpu_batches_stay_small():
     assert "1.00 ms + 0.001 ms per token" in why
 
 
-def test_batches_that_run_move_the_line():
+def test_estimate_follows_batches_that_run():
     live = CostEstimator(BatchCost(0.002, 0.0002))
     assert live.cost().seconds_per_token == pytest.approx(0.0002)
     for _ in range(600):
@@ -59,7 +59,7 @@ def test_batches_that_run_move_the_line():
     assert live.batches == 1200
 
 
-def test_batches_of_one_size_say_nothing_of_the_fixed_part():
+def test_batches_of_one_size_do_not_determine_the_fixed_cost():
     live = CostEstimator(BatchCost(0.0, 0.0))
     assert live.cost() == BatchCost(0.0, 0.0)
     for _ in range(10):
@@ -68,7 +68,7 @@ def test_batches_of_one_size_say_nothing_of_the_fixed_part():
     assert live.cost().seconds_per_token == pytest.approx(0.0002)
 
 
-def test_batches_of_nearly_one_size_do_not_run_away_with_what_is_measured():
+def test_batches_of_similar_size_keep_the_fixed_cost_near_the_measured_one():
     live = CostEstimator(BatchCost(0.0012, 0.00015))
     assert live.fixed_cost_tokens() == pytest.approx(8)
     for turn in range(2000):  # the small difference in size is noise in time

@@ -29,7 +29,7 @@ def test_ipv6_address_is_written_in_brackets():
     close(sockets)
 
 
-def test_taken_port_names_who_holds_it():
+def test_port_in_use_names_its_owner():
     held = bind("127.0.0.1", 0)
     port = held[0].getsockname()[1]
     try:
@@ -45,7 +45,7 @@ def test_taken_port_names_who_holds_it():
     ("host", "words"),
     [("192.0.2.1", "no address of this machine"), ("no-such-host.invalid", "no address is known")],
 )
-def test_host_that_is_not_ours_is_an_option_error(host, words):
+def test_host_of_another_machine_is_an_option_error(host, words):
     with pytest.raises(OptionError, match=words):
         bind(host, 0)
 
@@ -60,7 +60,7 @@ def test_privileged_port_is_an_option_error(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="packet filters of Linux")
-def test_who_has_connected_is_accepted_and_nobody_else_connects():
+def test_waiting_connections_are_accepted_and_new_ones_dropped():
     (listening,) = bind("127.0.0.1", 0)
     address = listening.getsockname()
     with listening, socket.create_connection(address) as early:

@@ -107,7 +107,7 @@ def test_top_k_comes_as_parameter_or_as_tritons_classification(client):
     assert client.infer("mood", text, outputs=asked).as_numpy("label").shape == (2, 2)
 
 
-def test_output_that_is_asked_for_twice_is_refused(client):
+def test_duplicate_output_is_rejected(client):
     twice = [triton.InferRequestedOutput("label"), triton.InferRequestedOutput("label")]
     with pytest.raises(InferenceServerException, match="'label' occurs twice"):
         client.infer("mood", [bytes_input("text", TEXTS)], outputs=twice)
@@ -129,7 +129,7 @@ def test_spans_and_fillings_are_json(client):
     assert len(json.loads(found.as_numpy("fillings")[0])["masks"][0]) == 2
 
 
-def test_questions_are_answered_and_short_lists_filled_up(client):
+def test_answers_are_padded_to_the_longest_list(client):
     contexts = ["Marie", "Marie Curie lived in Paris for long."]
     inputs = [bytes_input("question", ["Who?", "Where?"]), bytes_input("context", contexts)]
     found = client.infer("reader", inputs, parameters={"top_k": 3})
@@ -156,7 +156,7 @@ def test_image_comes_as_bytes_or_in_base64(client, running):
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_graphs_inputs_give_its_outputs(client, running, binary):
+def test_graph_inputs_return_graph_outputs(client, running, binary):
     inputs, feeds = ids(binary=binary)
     found = client.infer("mood", inputs).as_numpy("logits")
     direct = running.models.get("mood").backend.runner(feeds)["logits"]
@@ -281,7 +281,7 @@ def test_ids_outside_the_vocabulary_are_the_clients_error(client):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_pixels_that_are_no_numbers_are_refused(client, value):
+def test_nan_pixels_are_rejected(client, value):
     pixels = np.zeros((1, 3, 32, 32), np.float32)
     pixels[0, 0, 0, 5] = value
     with pytest.raises(InferenceServerException, match="element 5 is") as caught:
@@ -365,7 +365,7 @@ def test_bf16_rounds_to_the_nearest_and_ties_to_even():
     )
 
 
-def test_lengths_of_bytes_that_lie_are_refused():
+def test_wrong_lengths_of_bytes_elements_are_rejected():
     for raw in (struct.pack("<I", 9) + b"abc", b"\x01\x00", struct.pack("<I", 2**32 - 1)):
         with pytest.raises(HTTPError, match="input 'x'"):
             tensor_of("BYTES", (1,), raw=raw)

@@ -124,20 +124,20 @@ def test_more_than_2048_inputs_are_too_many():
 @pytest.mark.parametrize(
     "name", ["", "minilm", "sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2"]
 )
-def test_model_goes_by_its_name_and_by_its_source(name):
+def test_model_is_found_by_name_and_by_source(name):
     body = {"input": "a", **({"model": name} if name else {})}
     found = ask(application(), "POST", "/v1/embeddings", body)
     assert (found.status, found.json["model"]) == (200, "minilm")
 
 
-def test_another_model_is_not_answered_by_the_only_one():
+def test_unknown_model_is_not_replaced_by_the_only_one():
     body = {"input": "a", "model": "text-embedding-3-small"}
     found = ask(application(), "POST", "/v1/embeddings", body)
     assert found.status == 404
     assert found.json["error"]["message"].endswith("This server has: minilm.")
 
 
-def test_several_models_that_embed_want_a_name(running):
+def test_several_embedding_models_require_a_name(running):
     assert running("POST", "/v1/embeddings", {"input": "a"}).json["model"] == "vectors"
     app = application(StandInModel("a"), StandInModel("b"), StandInModel("c", "classify"))
     found = ask(app, "POST", "/v1/embeddings", {"input": "a"})

@@ -160,7 +160,7 @@ def test_images_come_as_base64_as_files_and_as_the_body(running, tiny_paths, ima
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "application/octet-stream",
                                   "application/json", "text/plain", None])  # fmt: skip
-def test_image_is_known_whatever_its_content_type_says(running, images, kind):
+def test_image_is_recognized_with_any_content_type(running, images, kind):
     headers = {} if kind is None else {"content-type": kind}
     jpeg = io.BytesIO()
     Image.open(io.BytesIO(images[0])).save(jpeg, "JPEG")
@@ -223,7 +223,7 @@ PART = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r
         (b'{"inputs": "data:image/png,abc"}', {}, 422, "without base64"),
     ],
 )  # fmt: skip
-def test_images_that_are_none_are_refused(running, body, headers, status, message):
+def test_invalid_images_are_rejected(running, body, headers, status, message):
     found = running("POST", "/predict/photos", body, headers=headers)
     assert (found.status, message in found.json["error"]) == (status, True), found.json
 
@@ -282,7 +282,7 @@ def test_unknown_model_names_the_nearest(running):
     assert (found.status, "did you mean 'mood'?" in found.json["error"]) == (404, True)
 
 
-def test_task_without_words_is_sent_to_tensors():
+def test_unsupported_task_refers_to_the_tensor_route():
     found = ask(application(StandInModel(verb="")), "POST", "/predict/minilm", {"inputs": "a"})
     assert (found.status, "/v2/models/minilm/infer" in found.json["error"]) == (422, True)
 
@@ -290,7 +290,7 @@ def test_task_without_words_is_sent_to_tensors():
 # A task that is one module
 
 
-def test_new_task_is_answered_by_every_route_that_knows_no_task(tiny_paths, tmp_path, monkeypatch):
+def test_new_task_works_on_task_independent_routes(tiny_paths, tmp_path, monkeypatch):
     source = Artifact.open(tiny_paths("vectors")["vectors"])
     shutil.copytree(source.path, tmp_path / "counting")
     counted = source.manifest.model_copy(update={"task": "token-counting"})

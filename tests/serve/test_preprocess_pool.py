@@ -25,7 +25,7 @@ def with_pool(ask, *, most=2048):
     return asyncio.run(run())
 
 
-def test_list_is_encoded_in_pieces_and_comes_back_in_order(monkeypatch):
+def test_list_is_encoded_in_chunks_and_keeps_its_order(monkeypatch):
     monkeypatch.setattr(preprocess_pool, "usable_cores", lambda: 3)
     pieces = []
 
@@ -41,7 +41,7 @@ def test_list_is_encoded_in_pieces_and_comes_back_in_order(monkeypatch):
     assert sorted(pieces) == [40] + [64] * 15
 
 
-def test_error_of_a_piece_is_that_of_the_list(monkeypatch):
+def test_error_of_a_chunk_fails_the_list(monkeypatch):
     monkeypatch.setattr(preprocess_pool, "usable_cores", lambda: 2)
 
     def encode(texts):
@@ -56,7 +56,7 @@ def test_error_of_a_piece_is_that_of_the_list(monkeypatch):
         with_pool(ask)
 
 
-def test_quick_inputs_do_not_wait_for_slow_ones_that_do_not_end():
+def test_short_work_does_not_wait_for_work_that_hangs():
     go = threading.Event()
 
     async def ask(made):
@@ -70,7 +70,7 @@ def test_quick_inputs_do_not_wait_for_slow_ones_that_do_not_end():
     with_pool(ask)
 
 
-def test_closing_answers_who_waits_for_what_does_not_end():
+def test_closing_fails_requests_that_wait_for_work_that_hangs():
     go = threading.Event()
 
     async def ask(made):
@@ -90,7 +90,7 @@ def test_closing_answers_who_waits_for_what_does_not_end():
         go.set()
 
 
-def test_no_more_is_taken_in_than_may_wait_and_who_goes_gives_the_place_back():
+def test_inputs_are_limited_and_cancelled_requests_free_their_slots():
     go = threading.Event()
 
     async def ask(made):

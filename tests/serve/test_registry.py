@@ -80,7 +80,7 @@ def test_reloading_swaps_the_artifact_and_loses_no_request(exported, tmp_path):
     asyncio.run(scenario())
 
 
-def test_what_cannot_be_reloaded_changes_nothing(exported, tmp_path):
+def test_failed_reload_keeps_the_old_model(exported, tmp_path):
     place = tmp_path / "served"
     shutil.copytree(exported("bert", "feature-extraction").path, place)
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_reloaded_changes_nothing(exported, tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_client_that_goes_leaves_no_model_half_swapped(exported):
+def test_disconnect_during_reload_completes_the_replacement(exported):
     path = exported("bert", "feature-extraction").path
 
     async def scenario():

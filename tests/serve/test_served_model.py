@@ -118,7 +118,7 @@ def test_images_are_labelled_and_become_vectors(exported):
         assert near(list(asyncio.run(scenario()).results), expected)
 
 
-def test_an_image_that_is_none_is_refused_by_its_place(exported):
+def test_invalid_image_is_rejected_by_its_index(exported):
     async def scenario():
         async with serving(exported("vit", "image-classification")) as served:
             await ask(served, [photo(), b"not an image"])
@@ -127,7 +127,7 @@ def test_an_image_that_is_none_is_refused_by_its_place(exported):
         asyncio.run(scenario())
 
 
-def test_token_ids_are_as_good_as_their_text(exported):
+def test_token_ids_equal_their_text(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction")) as served:
             ids = served.task.tokenizer.backend.encode("the pump runs").ids
@@ -197,7 +197,7 @@ def test_tensors_with_nan_are_refused(exported):
         asyncio.run(scenario())
 
 
-def test_one_bad_input_does_not_spoil_the_batch_that_it_is_in(exported):
+def test_invalid_input_does_not_affect_its_batch(exported):
     async def scenario():
         async with serving(exported("bert", "text-classification")) as served:
             run = served.backend.runner._run
@@ -259,7 +259,7 @@ def test_pixels_count_as_images_and_not_as_tokens(exported):
     assert len(asyncio.run(scenario())) == 60
 
 
-def test_a_long_list_leaves_room_for_others_and_others_for_it(exported):
+def test_long_list_and_other_requests_leave_space_for_each_other(exported):
     async def scenario():
         artifact = exported("bert", "feature-extraction")
         async with serving(artifact, queue_inputs=16, workers=1, batch_tokens=8) as served:
@@ -298,7 +298,7 @@ def test_a_list_that_is_cancelled_half_way_leaves_nothing_behind(exported):
     asyncio.run(scenario())
 
 
-def test_images_that_are_read_have_their_places_in_the_queue(exported):
+def test_images_in_preprocessing_count_towards_the_queue(exported):
     async def scenario():
         artifact = exported("vit", "image-classification")
         async with serving(artifact, queue_inputs=4, max_inputs=100) as served:
@@ -323,7 +323,7 @@ def test_an_image_of_too_many_pixels_is_not_decoded(exported):
         asyncio.run(scenario())
 
 
-def test_vectors_are_as_they_were_pooled_where_they_are_not_to_be_normalized(exported, minilm):
+def test_vectors_are_unnormalized_if_the_model_does_not_normalize(exported, minilm):
     from enginery import export_model
 
     async def scenario():
@@ -337,7 +337,7 @@ def test_vectors_are_as_they_were_pooled_where_they_are_not_to_be_normalized(exp
     assert pooled > 1.5
 
 
-def test_a_worker_that_ends_makes_the_model_unready(exported):
+def test_dead_worker_thread_makes_the_model_unready(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction"), workers=1) as served:
             served.scheduler.queue.take = list
@@ -352,7 +352,7 @@ def test_a_worker_that_ends_makes_the_model_unready(exported):
     asyncio.run(scenario())
 
 
-def test_a_batch_that_cannot_be_delivered_does_not_take_the_worker_along(exported, caplog):
+def test_undeliverable_batch_does_not_end_the_worker(exported, caplog):
     async def scenario():
         async with serving(exported("bert", "feature-extraction"), workers=1) as served:
             deliver = served.scheduler.workers._deliver
@@ -378,7 +378,7 @@ def test_a_batch_that_cannot_be_delivered_does_not_take_the_worker_along(exporte
     [({"workers": 2}, 1, True), ({"workers": 2, "threads": 2}, 2, False),
      ({"workers": 1}, 0, True), ({"workers": 1, "threads": 3}, 3, True)],
 )  # fmt: skip
-def test_threads_wait_in_busy_loops_where_nobody_else_wants_the_cores(
+def test_threads_spin_only_if_they_have_the_cores_alone(
     exported, monkeypatch, options, threads, spinning
 ):
     opened = []
@@ -394,7 +394,7 @@ def test_threads_wait_in_busy_loops_where_nobody_else_wants_the_cores(
     assert opened == [(threads, spinning)]
 
 
-def test_a_batch_is_accounted_for_behind_its_answer(exported):
+def test_batch_is_reported_after_its_requests(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction"), workers=1) as served:
             answered, seen = [], []
@@ -407,7 +407,7 @@ def test_a_batch_is_accounted_for_behind_its_answer(exported):
     assert asyncio.run(scenario()) == [(1, ["a"])]
 
 
-def test_what_is_learned_of_batches_moves_the_rules(exported):
+def test_cost_estimate_updates_the_rules(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction"), workers=1) as served:
             while not served.scheduler.queue.seconds_per_token:  # it is being measured
@@ -486,7 +486,7 @@ def test_a_request_that_is_cancelled_leaves_the_queue(exported):
     asyncio.run(scenario())
 
 
-def test_a_batch_that_does_not_end_makes_the_model_stuck_until_it_does(exported):
+def test_model_is_stuck_while_a_batch_hangs(exported):
     async def scenario():
         artifact = exported("bert", "feature-extraction")
         async with serving(artifact, workers=1, stuck_after=0.1) as served:
@@ -526,7 +526,7 @@ def test_closing_does_not_wait_for_a_batch_that_is_stuck(exported):
     asyncio.run(scenario())
 
 
-def test_a_provider_that_is_gone_is_no_fault_of_the_client(exported):
+def test_lost_provider_is_a_server_error(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction")) as served:
 
@@ -544,7 +544,7 @@ def test_a_provider_that_is_gone_is_no_fault_of_the_client(exported):
     asyncio.run(scenario())
 
 
-def test_closing_answers_what_a_batch_that_does_not_end_holds_up(exported):
+def test_closing_fails_requests_behind_a_batch_that_hangs(exported):
     async def run():
         free = threading.Event()
         async with serving(exported("bert", "feature-extraction"), workers=1) as model:
@@ -576,7 +576,7 @@ def test_fillings_are_bounded_by_request(exported):
     asyncio.run(run())
 
 
-def test_closing_answers_what_waits(exported):
+def test_closing_answers_waiting_requests(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction"), workers=1) as served:
             held = Held(served)
@@ -592,7 +592,7 @@ def test_closing_answers_what_waits(exported):
     asyncio.run(scenario())
 
 
-def test_what_cannot_be_loaded_says_why(exported, tmp_path):
+def test_load_failure_has_a_reason(exported, tmp_path):
     async def scenario():
         model = ServedModel("tiny", tmp_path, ServeConfig(), asyncio.get_running_loop())
         with pytest.raises(UnavailableError, match="is being loaded"):
@@ -606,7 +606,7 @@ def test_what_cannot_be_loaded_says_why(exported, tmp_path):
     asyncio.run(scenario())
 
 
-def test_info_says_what_runs_where_and_how_it_is_batched(exported):
+def test_info_has_providers_and_batching(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction")) as served:
             for _ in range(200):

@@ -56,7 +56,7 @@ def test_crash_within_a_request_is_named_and_others_are_served(start):
     assert server.end()[0] == 0
 
 
-def test_worker_that_cannot_start_again_is_tried_with_pauses(start, tmp_path):
+def test_worker_that_cannot_restart_is_retried_with_delays(start, tmp_path):
     server = start(fails_again=str(tmp_path / "loaded")).ready()
     os.kill(server.pid(), signal.SIGKILL)
     server.hear_until("it is replaced immediately")
@@ -69,7 +69,7 @@ def test_worker_that_cannot_start_again_is_tried_with_pauses(start, tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_worker_that_is_ended_alone_leaves_the_address_to_the_next(start, processes):
+def test_worker_that_ends_alone_leaves_the_socket_to_its_replacement(start, processes):
     server = start(config={"processes": processes}).ready()
     pid = server.pid()
     psutil.Process(pid).terminate()
@@ -182,7 +182,7 @@ def test_parent_is_small_and_imports_nothing_heavy(start):
     assert server.end()[0] == 0
 
 
-def test_parent_lets_go_of_its_sockets_when_the_end_begins(start):
+def test_parent_closes_its_sockets_at_shutdown(start):
     server = start(config={"drain_delay": 0.0}).ready()
     client = server.running(b"sleep/2")
     server.send(signal.SIGTERM)
@@ -201,7 +201,7 @@ def refuses(server):
     return False
 
 
-def test_pauses_grow_from_none_to_half_a_minute():
+def test_restart_delays_grow_from_0_to_30_seconds():
     assert [restart_delay_seconds(n) for n in range(10)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
@@ -243,7 +243,7 @@ def test_lines_are_text_or_json(record):
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_quiet_says_errors_alone(quiet, capfd):
+def test_quiet_logs_only_errors(quiet, capfd):
     import subprocess
     import sys
 
