@@ -197,7 +197,7 @@ def test_parameters_do_what_they_do_in_the_library(mood, exported, serve):
     np.testing.assert_allclose(found["score"][0], [x.score for x in wanted.labels], atol=OUTPUTS)
     long = {"text": texts([" ".join(ASKED * 30)])}
     assert server.infer("m", long)["score"].shape == (1, 3)
-    with pytest.raises(TritonError, match=r"input 0 has more than the 128 tokens"):
+    with pytest.raises(TritonError, match=r"input 0 is too long: expected at most 128 tokens"):
         server.infer("m", long, {"truncate": False})
 
 

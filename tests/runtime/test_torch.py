@@ -124,7 +124,7 @@ def test_weights_upcast_on_use_equal_fp64(tiny_model, kind, monkeypatch):
     feeds = feeds_for(artifact, height=64, width=64)
     with runner(artifact, precision="fp64") as whole:
         expected = whole(feeds)
-    monkeypatch.setattr(reference, "_WIDENED_AS_USED_BYTES", 0)
+    monkeypatch.setattr(reference, "_UPCAST_ON_USE_BYTES", 0)
     with runner(artifact, precision="fp64") as widened:
         assert widened._model.dtype == torch.float32
         found = widened(feeds)

@@ -142,7 +142,7 @@ def main():
     options = json.loads(sys.argv[1])
     if options.get("spawn"):
         server._START_METHOD = "spawn"
-    server._PATIENCE_SECONDS = options.get("patience", server._PATIENCE_SECONDS)
+    server._KILL_AFTER_SECONDS = options.get("patience", server._KILL_AFTER_SECONDS)
     server.HANG_SECONDS = options.get("hang", server.HANG_SECONDS)
     lifecycle.CLOSE_SECONDS = options.get("close", lifecycle.CLOSE_SECONDS)
     config = ServeConfig(port=0, **options.get("config", {}))

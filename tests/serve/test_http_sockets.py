@@ -43,7 +43,10 @@ def test_port_in_use_names_its_owner():
 
 @pytest.mark.parametrize(
     ("host", "words"),
-    [("192.0.2.1", "no address of this machine"), ("no-such-host.invalid", "no address is known")],
+    [
+        ("192.0.2.1", "not an address of this machine"),
+        ("no-such-host.invalid", "cannot be resolved"),
+    ],
 )
 def test_host_of_another_machine_is_an_option_error(host, words):
     with pytest.raises(OptionError, match=words):

@@ -191,7 +191,7 @@ def test_simultaneous_signals_turn_readiness_off(monkeypatch):
     """Draining has not begun to run when the second one has it end at once."""
     happened = []
     # Its timer would end the process of the tests.
-    monkeypatch.setattr(ProcessLifecycle, "_limit", lambda self, seconds: None)
+    monkeypatch.setattr(ProcessLifecycle, "_exit_after", lambda self, seconds: None)
 
     async def whole():
         server = uvicorn.Server(uvicorn_config(None, ServeConfig()))
@@ -237,7 +237,7 @@ def test_connections_in_the_backlog_are_taken_when_listening_stops():
         clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
         for _, writer in clients:
             writer.write(GET % b"echo")
-        await lifecycle._take_waiting()
+        await lifecycle._accept_pending()
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
         for reader, writer in clients:

@@ -96,7 +96,7 @@ def test_failed_reload_keeps_the_old_model(exported, tmp_path):
         with pytest.raises(UnknownModelError):
             await models.reload("other")
         await models.close()
-        with pytest.raises(UnavailableError, match="about to end"):
+        with pytest.raises(UnavailableError, match="shutting down"):
             await models.reload()
 
     asyncio.run(scenario())

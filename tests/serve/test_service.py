@@ -220,7 +220,7 @@ def test_failed_validation_is_a_warning_and_missing_one_is_logged(tiny_paths, tm
     with serving(*given, options=("--allow-failed",)) as server:
         server.says("ready: bad, feature-extraction, fp32 on CPUExecutionProvider, "
                     "validation failed")  # fmt: skip
-        warning = ("warning: bad failed its validation and is served because of --allow-failed: "
+        warning = ("warning: bad failed its validation; it is served because of --allow-failed: "
                    "1 of 9 cases differs.")  # fmt: skip
         server.says(warning)
         server.says("ready: new, text-classification, fp32 on CPUExecutionProvider, not validated")
@@ -374,7 +374,7 @@ def test_model_is_named_by_its_directory_or_explicitly(exported, tmp_path, monke
     [
         ({"port": 70000}, "'port' is 70000"),
         ({"max_padding": 1.0}, "'max_padding' is 1, expected less than 1"),
-        ({"workers": -1}, "'workers' is -1, expected a finite number from 0 on"),
+        ({"workers": -1}, "'workers' is -1, expected a finite number of 0 or more"),
         ({"grace": float("nan")}, "'grace' is nan"),
         ({"api_key": "a", "api_key_file": "b"}, "are both set"),
     ],

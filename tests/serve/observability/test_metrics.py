@@ -148,7 +148,7 @@ def test_text_from_clients_never_becomes_a_label(metrics):
         metrics.observe_batch(name, BatchStatistics(1, 1, 1, 0.1))
     body = metrics.exposition()[0].decode()
     assert "no-such-model" not in body
-    assert len(metrics._requests) + len(metrics._replies) + len(metrics._batches) == 0
+    assert len(metrics._requests) + len(metrics._inferences) + len(metrics._batches) == 0
     labels = {"route": "/predict/{model}", "model": "", "status": "404"}
     assert value(metrics, "request_duration_seconds_count", **labels) == 1000
 
