@@ -165,7 +165,7 @@ def test_worker_that_hangs_is_replaced(start):
     server = start(hang=1.0).ready()
     worker = psutil.Process(server.pid())
     worker.suspend()
-    server.hear_until(f"worker process {worker.pid} did not answer for 1 seconds; another one is")
+    server.hear_until(f"worker process {worker.pid} did not answer for 1 seconds; it is replaced")
     assert server.pid() != worker.pid
     assert server.end()[0] == 0
 
