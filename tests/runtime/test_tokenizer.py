@@ -107,7 +107,7 @@ def test_padding_is_on_the_side_that_the_tokenizer_names(directories, tmp_path):
     encodings = tokenizer.encode(["the pump", "the"])
     feeds = tokenizer.feeds(encodings, INPUTS)
     assert feeds["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
-    assert tokenizer.unpadded(feeds["input_ids"][1], encodings[1]).tolist() == encodings[1].ids
+    assert tokenizer.strip_padding(feeds["input_ids"][1], encodings[1]).tolist() == encodings[1].ids
 
 
 def test_only_the_inputs_of_the_graph_are_fed(directories):

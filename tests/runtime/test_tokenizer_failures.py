@@ -90,7 +90,7 @@ def test_token_ids_are_refused_where_no_text_shows_the_special_tokens(plain, tmp
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     del tokenizer["model"]["vocab"]["a"]
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(InputError, match=r"token ids cannot be taken: .*the text 'a'.*Missing"):
+    with pytest.raises(InputError, match=r"token ids cannot be used: .*the text 'a'.*Missing"):
         TextTokenizer.open(directory).encode_ids([5, 6])
 
 
