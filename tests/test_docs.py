@@ -17,7 +17,7 @@ from PIL import Image
 
 import enginery
 from enginery import cli, export_model, validate_model
-from enginery.runtime.builtin_inputs import made_images
+from enginery.runtime.builtin_inputs import synthetic_images
 from enginery.runtime.tensorrt.process import has_tensorrt
 from tests.test_readme import PAGES, ROOT, commands
 from tests.tiny import TEXT, save_tiny
@@ -98,7 +98,7 @@ class Shelf:
             return shutil.copy(self.has(GRAPHS[name]) / "model.onnx", path)
         if name == "photos":
             path.mkdir()
-            for index, image in enumerate(made_images(3)):
+            for index, image in enumerate(synthetic_images(3)):
                 Image.fromarray(image).save(path / f"{index}.png")
             return path
         if name == "recipe.yaml":

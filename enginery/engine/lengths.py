@@ -42,7 +42,7 @@ def token_lengths(artifact: Artifact, texts: Iterable[str]) -> NDArray[np.int32]
         InputError: an item is not a text.
     """
     tokenizer = TextTokenizer.open(artifact.path)
-    tokenizer.texts.no_truncation()
+    tokenizer.backend.no_truncation()
     remaining = iter(texts)
     lengths: list[int] = []
     while chunk := list(islice(remaining, _CHUNK)):

@@ -25,7 +25,7 @@ from enginery.core.manifest import GraphRecord
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.optimize.config import OptimizeConfig
-from enginery.runtime.builtin_inputs import SENTENCES, made_images
+from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images
 from enginery.runtime.real_inputs import (
     ImageFeeder,
     TextFeeder,
@@ -83,7 +83,7 @@ def _image_feeds(
     artifact: Artifact, record: GraphRecord, config: OptimizeConfig
 ) -> tuple[list[Feeds], str]:
     feeder = ImageFeeder.open(artifact, record)
-    images: list[Any] = [*made_images(2), *_extreme_images()]
+    images: list[Any] = [*synthetic_images(2), *_extreme_images()]
     origin = "built-in images"
     if config.data:
         path = Path(config.data).expanduser()

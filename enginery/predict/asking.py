@@ -13,7 +13,7 @@ from enginery.core.datasets.batches import Values
 from enginery.core.errors import ArtifactError, InputError, OptionError
 from enginery.predict.config import PredictConfig
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
-from enginery.runtime.tasks import answered_tasks, manifest_task
+from enginery.runtime.tasks import manifest_task, supported_tasks
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
 from enginery.runtime.tokenizer import check_texts
 
@@ -51,7 +51,7 @@ def require_task(artifact: Artifact, config: PredictConfig) -> type[Task]:
     if task is None:
         raise ArtifactError(
             f"{artifact.path} was exported for {name}; predict answers "
-            f"{', '.join(answered_tasks())}."
+            f"{', '.join(supported_tasks())}."
         )
     read_options(task, config)
     return task

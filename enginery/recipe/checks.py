@@ -43,7 +43,7 @@ from enginery.recipe.model import Recipe, Step
 from enginery.recipe.stages import BenchStage, KserveStage, PredictStage, PublishStage, TritonStage
 from enginery.runtime.providers.gpus import visible_gpus
 from enginery.runtime.providers.specification import check_run_options, parse_providers
-from enginery.runtime.tasks import answered_tasks, task_of
+from enginery.runtime.tasks import find_task, supported_tasks
 from enginery.validate import config as validate
 
 _TEXTS = ("text-classification", "token-classification", "fill-mask", "question-answering")
@@ -246,8 +246,8 @@ def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
     from enginery.predict.columns import AnswerColumns
     from enginery.predict.stage import input_options
 
-    task = task_of(name, takes_images=name in _IMAGES or kind == "images")
-    if task is None and name in answered_tasks():
+    task = find_task(name, takes_images=name in _IMAGES or kind == "images")
+    if task is None and name in supported_tasks():
         raise InputError(
             f"input '{options.input}' is images, but the model does {name} of texts.",
             do="Name a file of texts.",
@@ -255,7 +255,7 @@ def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
         )
     if task is None:
         raise ArtifactError(
-            f"predict follows an export for {name}; it answers {', '.join(answered_tasks())}.",
+            f"predict follows an export for {name}; it answers {', '.join(supported_tasks())}.",
             do="Leave predict out, or export for another task.",
         )
     of_task = read_options(task, options)

@@ -23,13 +23,13 @@ from enginery.core.datasets.samples import ARRAY_SUFFIXES, read_arrays, read_tex
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
-from enginery.runtime.builtin_inputs import SENTENCES, made_images
+from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images
 from enginery.runtime.real_inputs import (
     ImageFeeder,
     Text,
     TextFeeder,
-    filled,
     fixed_batch,
+    pad_batch,
     takes_images,
     takes_real_inputs,
 )
@@ -114,7 +114,7 @@ def _text_cases(artifact: Artifact, record: GraphRecord, config: ValidateConfig)
 
 def _image_cases(artifact: Artifact, record: GraphRecord, config: ValidateConfig) -> list[Case]:
     feeder = ImageFeeder.open(artifact, record)
-    images: list[Any] = list(made_images())
+    images: list[Any] = list(synthetic_images())
     if config.data:
         images = list(list_images(Path(config.data).expanduser(), rows=config.rows))
     by_shape = feeder.by_shape(images)
@@ -138,5 +138,5 @@ def _cases(
     for start in range(0, len(items), rows):
         part = items[start : start + rows]
         name = f"{what} {start + 1}–{start + len(part)}" if len(part) > 1 else f"{what} {start + 1}"
-        cases.append(Case(name, "real", partial(feed, filled(part, record))))
+        cases.append(Case(name, "real", partial(feed, pad_batch(part, record))))
     return cases

@@ -30,7 +30,7 @@ from enginery.deploy.triton.steps import TextSteps, open_text_task
 from enginery.deploy.triton.tensors import has_batch_dim, tensor_fields
 from enginery.deploy.triton.text import Word, config_text, entries
 from enginery.pipeline import export_triton
-from enginery.runtime.tasks import task_of
+from enginery.runtime.tasks import find_task
 from enginery.runtime.tasks.tag import TokenSpan
 from tests.core.artifacts import start, verdict
 from tests.deploy.triton_server import (
@@ -197,7 +197,7 @@ def test_parameters_do_what_they_do_in_the_library(mood, exported, serve):
     np.testing.assert_allclose(found["score"][0], [x.score for x in wanted.labels], atol=OUTPUTS)
     long = {"text": texts([" ".join(ASKED * 30)])}
     assert server.infer("m", long)["score"].shape == (1, 3)
-    with pytest.raises(TritonError, match=r"input 0 has more than the 128 tokens"):
+    with pytest.raises(TritonError, match=r"input 0 is too long: expected at most 128 tokens"):
         server.infer("m", long, {"truncate": False})
 
 
@@ -237,10 +237,10 @@ def text_steps(artifact, **changes):
 def asked_of(task, graph, **changes):
     """Inputs of the answers: two texts, and what a graph that gives zeros gives for them."""
     asked = texts([f"{text} [MASK]" for text in ASKED[:2]])
-    inputs = {field.name: asked for field in task_of(task).inputs if not field.optional}
+    inputs = {field.name: asked for field in find_task(task).inputs if not field.optional}
     width = text_steps(graph).tokenize(inputs, {})["input_ids"].shape[1]
     specs = [s for s in graph.manifest.graphs[0].outputs
-             if s.name in task_of(task).outputs_read(graph.manifest.graphs[0])]  # fmt: skip
+             if s.name in find_task(task).outputs_read(graph.manifest.graphs[0])]  # fmt: skip
     sizes = {spec.name: [d if isinstance(d, int) else width for d in spec.dims[1:]]
              for spec in specs}  # fmt: skip
     return inputs | {n: np.zeros((2, *size), np.float32) for n, size in sizes.items()}

@@ -188,7 +188,7 @@ def test_images_of_a_folder_with_one_that_is_none(predict, rows, tmp_path, tiny)
     found = rows()
     assert [row["path"] for row in found] == [f"{index}.png" for index in range(5)]
     assert [bool(row["label"]) for row in found] == [True, True, True, False, True]
-    assert "is not a whole image" in found[3]["error"]
+    assert "is not a complete image" in found[3]["error"]
     assert report.bad_rows == 1
     with load_model(model) as loaded:
         expected = loaded.classify_images([folder / "4.png"])[0]
@@ -359,15 +359,15 @@ def test_a_provider_that_does_not_fit_is_an_error_and_nothing_is_opened(
 
 
 def test_where_a_token_is_is_found_only_for_spans(predict, tiny, reviews, monkeypatch):
-    from enginery.runtime.tokenizer import QuickEncoder
+    from enginery.runtime.tokenizer import FastEncoder
 
-    real, quick = QuickEncoder.encode, []
+    real, quick = FastEncoder.encode, []
 
     def encode(self, texts):
         quick.append(len(texts))
         return real(self, texts)
 
-    monkeypatch.setattr(QuickEncoder, "encode", encode)
+    monkeypatch.setattr(FastEncoder, "encode", encode)
     predict(tiny("bert", "token-classification"), reviews, "spans.jsonl")
     assert not quick
     predict(tiny("bert", "text-classification"), reviews, "labels.jsonl")

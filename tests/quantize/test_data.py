@@ -155,7 +155,7 @@ def test_more_rows_of_one_length_do_not_make_larger_batches(bert):
 
 
 def test_a_lone_surrogate_is_named(bert):
-    with pytest.raises(InputError, match="text 1 holds a lone surrogate"):
+    with pytest.raises(InputError, match="text 1 contains a lone surrogate"):
         read(bert, ["a", "\ud800"])
 
 

@@ -14,7 +14,7 @@ from enginery.core.engine import Engine
 from enginery.core.engine_record import engine_directories
 from enginery.core.errors import RecipeError
 from enginery.recipe import Recipe
-from enginery.runtime.builtin_inputs import made_images
+from enginery.runtime.builtin_inputs import synthetic_images
 from enginery.runtime.tensorrt.process import has_tensorrt
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -137,7 +137,7 @@ def test_release_runs(run, tiny_model, reviews, tmp_path, monkeypatch):
 @needs_tensorrt
 def test_vit_fp16_runs(run, tiny_model, tmp_path, monkeypatch):
     (tmp_path / "photos").mkdir()
-    for index, image in enumerate(made_images(4)):
+    for index, image in enumerate(synthetic_images(4)):
         Image.fromarray(image).save(tmp_path / "photos" / f"{index}.png")
     monkeypatch.setenv("IMAGES", str(tmp_path / "photos"))
     model = str(tiny_model("vit", "image-classification"))

@@ -207,7 +207,7 @@ def test_folder_of_images_is_compared(exported, copied, tmp_path):
     assert names(report, "real") == ["images 1–4", "images 5"]
 
     (folder / "5.png").write_bytes((folder / "0.png").read_bytes()[:60])
-    with pytest.raises(InputError, match=r"5\.png.*not a whole image"):
+    with pytest.raises(InputError, match=r"5\.png.*not a complete image"):
         validate_model(artifact, data=str(folder))
     verdict = Artifact.open(artifact.path).manifest.verdict("validate")
     assert verdict.passed, "damaged data are no fault of the artifact"

@@ -26,7 +26,7 @@ from enginery.core.staging import write_beside
 from enginery.deploy.kserve.manifest import MADE_BY, inference_service, is_image, manifest_text
 from enginery.deploy.kserve.options import MOST_LETTERS_KNATIVE, KserveConfig
 from enginery.runtime.engines import read_engines
-from enginery.runtime.tasks import answered_tasks, manifest_task
+from enginery.runtime.tasks import manifest_task, supported_tasks
 from enginery.runtime.tensorrt.options import CLASSIC
 
 FILE = "inferenceservice.yaml"
@@ -71,7 +71,7 @@ def run(
     if config.runtime == "enginery" and manifest_task(artifact.manifest) is None:
         raise OptionError(
             f"{artifact.path} was exported for {artifact.manifest.task}, and `enginery serve` "
-            f"answers {', '.join(answered_tasks())}.",
+            f"answers {', '.join(supported_tasks())}.",
             do="Use --runtime triton.",
         )
     if config.provider == "tensorrt":

@@ -29,7 +29,7 @@ from enginery.core.shapes import Profile
 from enginery.runtime.batching import fill_rows
 from enginery.runtime.profiles import padded_sizes, sizes_of
 from enginery.runtime.tasks import require_task
-from enginery.runtime.tasks.task import Row, TaskOptions, Work
+from enginery.runtime.tasks.task import ModelInputs, Row, TaskOptions
 from enginery.runtime.tasks.text import TextTask
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -93,7 +93,7 @@ class TextSteps:
 
     def _preprocess(
         self, inputs: Arrays, parameters: Mapping[str, Any]
-    ) -> tuple[Work, TaskOptions]:
+    ) -> tuple[ModelInputs, TaskOptions]:
         columns = {
             field.name: _texts(field.name, inputs[field.name])
             for field in self.task.inputs

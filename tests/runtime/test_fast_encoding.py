@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from enginery.runtime.tokenizer import QuickEncoder, TextTokenizer
+from enginery.runtime.tokenizer import FastEncoder, TextTokenizer
 from tests.tiny import TEXT_KINDS, tiny_artifact
 
 PIECES = ["the pump", "IS Warm", "  ", "again,", "[MASK]", "[mask]", "</s>", "<mask>", "#tag", "[",
@@ -37,9 +37,9 @@ def test_pairs_are_as_with_offsets(tokenizer):
     assert [e.type_ids for e in quick] == [e.type_ids for e in plain]
 
 
-def test_plain_ascii_goes_past_berts_normalizer(tmp_path):
+def test_plain_ascii_skips_berts_normalizer(tmp_path):
     artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "bert")
-    quick = QuickEncoder.of(TextTokenizer.open(artifact.path).texts)
+    quick = FastEncoder.from_tokenizer(TextTokenizer.open(artifact.path).backend)
     seen = []
 
     class Spy:
@@ -47,7 +47,7 @@ def test_plain_ascii_goes_past_berts_normalizer(tmp_path):
             seen.extend(texts)
             return quick.plain.encode_batch_fast(texts)
 
-    spied = QuickEncoder(quick.tokenizer, Spy(), quick.added)
+    spied = FastEncoder(quick.tokenizer, Spy(), quick.added)
     spied.encode(["The Pump", "caf\u00e9", "a [MASK]", "tab\there", ("a", "b"), ""])
     for text in ("One Pump", "caf\u00e9"):
         spied.encode([text])
@@ -60,9 +60,9 @@ def test_plain_ascii_goes_past_berts_normalizer(tmp_path):
 )  # fmt: skip
 def test_ids_are_right_with_any_number_of_added_tokens(tmp_path, count, letters, is_quick):
     artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "bert")
-    texts = TextTokenizer.open(artifact.path).texts
+    texts = TextTokenizer.open(artifact.path).backend
     texts.add_tokens([f"<{'x' * letters}Extra_{n}>" for n in range(count)])
-    quick = QuickEncoder.of(texts)
+    quick = FastEncoder.from_tokenizer(texts)
     assert (quick.plain is not None) == is_quick
     assert len(quick.added) <= 1_000
     sentences = [f"the <{'X' * letters}extra_{n}> Pump" for n in range(0, count, 1 + count // 50)]
@@ -75,21 +75,21 @@ def test_ids_are_right_with_any_number_of_added_tokens(tmp_path, count, letters,
 @pytest.mark.parametrize("token", ["\u00c9", "\u212a", "\x00the"])
 def test_an_added_token_that_the_normalizer_changes_is_found(tmp_path, token):
     artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "bert")
-    texts = TextTokenizer.open(artifact.path).texts
+    texts = TextTokenizer.open(artifact.path).backend
     texts.add_tokens([token])
     sentences = ["the Pump", "e k E K", "pumpe"]
-    assert [e.ids for e in QuickEncoder.of(texts).encode(sentences)] == [
+    assert [e.ids for e in FastEncoder.from_tokenizer(texts).encode(sentences)] == [
         e.ids for e in texts.encode_batch(sentences)
     ]
 
 
-def test_a_tokenizer_that_keeps_case_has_no_short_way(tmp_path):
+def test_cased_tokenizer_has_no_fast_path(tmp_path):
     from tokenizers import normalizers
 
     artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "bert")
-    texts = TextTokenizer.open(artifact.path).texts
+    texts = TextTokenizer.open(artifact.path).backend
     texts.normalizer = normalizers.BertNormalizer(lowercase=False)
-    quick = QuickEncoder.of(texts)
+    quick = FastEncoder.from_tokenizer(texts)
     assert quick.plain is None
     sentences = ["The Pump", "the pump"]
     assert [e.ids for e in quick.encode(sentences)] == [
