@@ -10,7 +10,7 @@ from enginery.core.external_data import external_data_files
 from enginery.core.model_files import ModelConfig
 from enginery.core.screening import screen_model
 from enginery.export.config import ExportConfig
-from enginery.export.exported import Exported
+from enginery.export.protocol import Exported
 from enginery.export.side_files import copy_side_file, copy_side_files
 from enginery.runtime.graph_limits import check_allocations
 

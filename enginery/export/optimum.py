@@ -14,7 +14,7 @@ from pathlib import Path
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
 from enginery.core.model_files import ModelConfig, PreprocessorConfig
 from enginery.export.config import ExportConfig
-from enginery.export.exported import Exported
+from enginery.export.protocol import Exported
 from enginery.export.side_files import copy_side_files
 
 try:

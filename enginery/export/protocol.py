@@ -5,9 +5,10 @@ It imports next to nothing: what the child holds while it traces adds to the pea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from enginery.core.model_files import ModelConfig
 from enginery.export.config import ExportConfig
 
 PHASE = "\x1ephase "
@@ -36,3 +37,19 @@ class WorkerResult:
     graphs: list[dict[str, Any]]
     notes: list[str]
     peak_rss_bytes: int
+
+
+@dataclass
+class Exported:
+    """Graphs just written, not yet checked."""
+
+    files: list[str]
+    """ONNX files relative to the staging directory."""
+    task: str
+    model_type: str
+    library: str
+    fixed_dims: dict[str, int] = field(default_factory=dict)
+    """Dims that the tracer left dynamic but the weights fix: the channels of an image."""
+    config: ModelConfig = field(default_factory=ModelConfig)
+    """The model's config.json, with the image size of its processor where it has none itself."""
+    notes: list[str] = field(default_factory=list)

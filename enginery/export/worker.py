@@ -20,8 +20,7 @@ from enginery.core.child import answer_parent
 from enginery.core.feeds import FeedLimits
 from enginery.core.memory import peak_rss_bytes
 from enginery.export.config import ExportConfig
-from enginery.export.exported import Exported
-from enginery.export.protocol import PHASE, WorkerRequest, WorkerResult
+from enginery.export.protocol import PHASE, Exported, WorkerRequest, WorkerResult
 
 
 def phase(name: str) -> None:

@@ -25,7 +25,7 @@ from enginery.optimize.fusions import fuse_graphs
 from enginery.optimize.guard import GuardRecord, cast_guarded
 from enginery.optimize.inputs import range_feeds
 from enginery.passes.cleanup import clean_graph, standard_only
-from enginery.passes.dynamic import quantize_dynamically
+from enginery.passes.dynamic_quantization import quantize_dynamically
 from enginery.passes.graph_file import check_graph, read_graph, weights_outside, write_graph
 from enginery.passes.nodes import infer_types
 

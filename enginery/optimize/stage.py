@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,13 +30,14 @@ from enginery.core.fingerprint import (
     runtime_version,
     tool_versions,
 )
+from enginery.core.json_file import json_bytes
 from enginery.core.manifest import GraphRecord, Manifest, StageRecord, Verdict
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import TensorSpec
 from enginery.optimize.config import OptimizeConfig, check_options
 from enginery.optimize.graphs import Made, make_graphs
-from enginery.optimize.report import OptimizationReport, summarize
+from enginery.optimize.guard import GuardRecord
 
 STAGE = "optimize"
 STAGE_VERSION = "3"
@@ -44,6 +45,25 @@ STAGE_VERSION = "3"
 REPORT = f"{REPORTS}/optimization.json"
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
 _FUSION_TOOLS = ("optimum", "optimum-onnx", "transformers")
+
+
+@dataclass(frozen=True)
+class OptimizationReport:
+    """The whole of `reports/optimization.json`."""
+
+    passed: bool
+    summary: str
+    target: str
+    precision: str
+    notes: list[str]
+    graphs: list[GuardRecord]
+    """One for each graph that was cast."""
+    seconds: float
+    schema_version: int = field(default=1)
+
+    def to_json(self) -> bytes:
+        """JSON without NaN, which JSON does not have: a number that is none becomes null."""
+        return json_bytes(asdict(self))
 
 
 def fingerprint(artifact: Artifact, config: OptimizeConfig) -> Fingerprint:
@@ -126,6 +146,20 @@ def run(
         commit_artifact(directory, _manifest(artifact, config, made, directory, stage, verdict))
     progress.say(f"optimize: {report.summary}")
     return Artifact.open(out)
+
+
+def summarize(target: str, precision: str, records: list[GuardRecord]) -> str:
+    """One sentence: what is wrong, or what was made."""
+    failed = [record for record in records if not record.passed]
+    if failed:
+        return failed[0].describe()
+    islands = sum(len(record.islands) for record in records)
+    if not records:
+        return f"{precision} for {target}"
+    agreements = [agreement for record in records for agreement in record.agreements]
+    worst = max(agreements, key=lambda a: a.max_abs / a.limit if a.limit else 0.0, default=None)
+    said = f"{precision} for {target}, {islands} nodes kept FP32 for their range"
+    return f"{said}; {worst.describe()}" if worst else said
 
 
 def _tools(config: OptimizeConfig) -> tuple[str, ...]:

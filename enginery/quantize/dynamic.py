@@ -21,7 +21,7 @@ from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, CheckFailedError
 from enginery.core.manifest import GraphRecord
 from enginery.core.progress import Progress
-from enginery.passes.dynamic import integer_nodes, quantize_dynamically
+from enginery.passes.dynamic_quantization import integer_nodes, quantize_dynamically
 from enginery.quantize.accuracy import Accuracy, Judge
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import CalibrationData, make_batches
