@@ -21,7 +21,7 @@ from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.export.config import ExportConfig
 from enginery.export.optimum import choose_task, fixed_dims, with_image_size
-from enginery.export.protocol import Exported
+from enginery.export.protocol import ExportedModel
 from enginery.export.side_files import copy_side_files
 from enginery.runtime.torch import load_pytorch
 
@@ -34,10 +34,10 @@ def export_with_dynamo(
     source: Path,
     config: ExportConfig,
     out: Path,
-    phase: Callable[[str], None],
+    report_phase: Callable[[str], None],
     *,
     pickled: bool,
-) -> Exported:
+) -> ExportedModel:
     """Traces the model with `torch.export` and named dynamic dims.
 
     Raises:
@@ -64,11 +64,11 @@ def export_with_dynamo(
     inputs = _inputs(model, described, config.dtype)
     limits = FeedLimits.from_config(described)
     feeds = make_feeds(inputs, _sizes(limits), limits, seed=0)
-    phase(f"tracing {settings.model_type or 'the model'} for {task} with dynamo")
+    report_phase(f"tracing {settings.model_type or 'the model'} for {task} with dynamo")
     _trace(model, inputs, feeds, config, out / "model.onnx")
     model.config.save_pretrained(out)
     copy_side_files(source, out, code=config.trust_remote_code)
-    return Exported(
+    return ExportedModel(
         files=["model.onnx"],
         task=task,
         model_type=settings.model_type or "unknown",

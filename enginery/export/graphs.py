@@ -4,7 +4,7 @@ Takes the path of an ONNX file (weights of any size: external data stays on disk
 file with dims named as a person would name them, or raises.
 
     >>> model = name_dims(Path("model.onnx"), fixed={"channels": 3})
-    >>> check(Path("model.onnx"), model)
+    >>> check_exported_graph(Path("model.onnx"), model)
 
 Each function reads the file itself, or takes the `onnx.ModelProto` that was read from it: weights
 lie in it unless they are external, and reading them again takes time and memory.
@@ -86,7 +86,7 @@ def name_dims(path: Path, fixed: Mapping[str, int]) -> Any:
     return model
 
 
-def check(path: Path, model: Any = None) -> None:
+def check_exported_graph(path: Path, model: Any = None) -> None:
     """Raises ExportError unless the graph is valid ONNX and ONNX Runtime loads it.
 
     A graph without nodes, a dim without a name and a name of the exporter's own making
@@ -141,7 +141,7 @@ def float_precision(path: Path, model: Any = None) -> str:
     return max(counts, key=lambda name: counts[name])
 
 
-def check_against_task(task: str, records: Sequence[GraphRecord]) -> None:
+def check_task_outputs(task: str, records: Sequence[GraphRecord]) -> None:
     """Raises ExportError if no graph has an output that the task's answers are read from."""
     wanted = _TASK_OUTPUTS.get(task)
     found = [spec.name for record in records for spec in record.outputs]
@@ -158,7 +158,7 @@ def check_against_task(task: str, records: Sequence[GraphRecord]) -> None:
             )
 
 
-def write_interface(path: Path, changes: Mapping[str, Sequence[Dim]]) -> None:
+def set_interface_dims(path: Path, changes: Mapping[str, Sequence[Dim]]) -> None:
     """Sets the dims of the inputs and outputs named in `changes`."""
     model = load_graph(path)
     for value in [*model.graph.input, *model.graph.output]:

@@ -10,12 +10,12 @@ from enginery.core.external_data import external_data_files
 from enginery.core.model_files import ModelConfig
 from enginery.core.screening import screen_model
 from enginery.export.config import ExportConfig
-from enginery.export.protocol import Exported
+from enginery.export.protocol import ExportedModel
 from enginery.export.side_files import copy_side_file, copy_side_files
 from enginery.runtime.graph_limits import check_allocations
 
 
-def import_onnx(source: Path, config: ExportConfig, out: Path) -> Exported:
+def import_onnx(source: Path, config: ExportConfig, out: Path) -> ExportedModel:
     """Copies the graph as `model.onnx`, its external data under their own names, and side files.
 
     Raises:
@@ -41,7 +41,7 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> Exported:
     if has_side_files:
         copy_side_files(source.parent, out, code=False)
         copy_side_file(source.parent, ModelConfig.FILE, out)
-    return Exported(
+    return ExportedModel(
         files=["model.onnx"],
         task=config.task if config.task != "auto" else "unknown",
         model_type=settings.model_type or "unknown",

@@ -14,7 +14,7 @@ from pathlib import Path
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
 from enginery.core.model_files import ModelConfig, PreprocessorConfig
 from enginery.export.config import ExportConfig
-from enginery.export.protocol import Exported
+from enginery.export.protocol import ExportedModel
 from enginery.export.side_files import copy_side_files
 
 try:
@@ -34,10 +34,10 @@ def export_with_optimum(
     source: Path,
     config: ExportConfig,
     out: Path,
-    phase: Callable[[str], None],
+    report_phase: Callable[[str], None],
     *,
     pickled: bool,
-) -> Exported:
+) -> ExportedModel:
     """Traces the model with Optimum's configuration of its type.
 
     Raises:
@@ -55,13 +55,13 @@ def export_with_optimum(
     task = choose_task(config.task, settings)
     if library == "transformers":
         task = _supported_task(model_type, task, asked=config.task)
-    phase(f"tracing {model_type} for {task}")
+    report_phase(f"tracing {model_type} for {task}")
     _export(source, config, out, task=task, library=library, pickled=pickled)
     gc.collect()
     copy_side_files(source, out, code=config.trust_remote_code)
     _convert_tokenizer(source, out)
     files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.onnx"))
-    return Exported(
+    return ExportedModel(
         files=files,
         task=task,
         model_type=model_type,

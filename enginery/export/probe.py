@@ -20,7 +20,7 @@ from enginery.core.errors import ExportError
 from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Dim, dim_terms, dynamic_dims
-from enginery.export.graphs import write_interface
+from enginery.export.graphs import set_interface_dims
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -64,7 +64,7 @@ def probe_dims(
     for spec in record.outputs:
         changes[spec.name] = _output_dims(spec.name, spec.dims, before, varied, names)
     if changes != {s.name: list(s.dims) for s in (*record.inputs, *record.outputs)}:
-        write_interface(path, changes)
+        set_interface_dims(path, changes)
     corrected = {
         "inputs": tuple(replace(spec, dims=tuple(changes[spec.name])) for spec in record.inputs),
         "outputs": tuple(replace(spec, dims=tuple(changes[spec.name])) for spec in record.outputs),

@@ -40,7 +40,7 @@ class WorkerResult:
 
 
 @dataclass
-class Exported:
+class ExportedModel:
     """Graphs just written, not yet checked."""
 
     files: list[str]

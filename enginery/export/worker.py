@@ -20,10 +20,10 @@ from enginery.core.child import answer_parent
 from enginery.core.feeds import FeedLimits
 from enginery.core.memory import peak_rss_bytes
 from enginery.export.config import ExportConfig
-from enginery.export.protocol import PHASE, Exported, WorkerRequest, WorkerResult
+from enginery.export.protocol import PHASE, ExportedModel, WorkerRequest, WorkerResult
 
 
-def phase(name: str) -> None:
+def report_phase(name: str) -> None:
     """Tells the parent what happens now."""
     print(f"{PHASE}{name}", flush=True)  # noqa: T201  the parent reads this line
 
@@ -37,12 +37,12 @@ def export(request: WorkerRequest) -> WorkerResult:
     from enginery.export import graphs
     from enginery.export.probe import probe_dims
 
-    phase("checking the graphs")
+    report_phase("checking the graphs")
     limits = FeedLimits.from_config(exported.config)
     records, precisions = [], []
     for path in (out / file for file in exported.files):
         model = graphs.name_dims(path, exported.fixed_dims)
-        graphs.check(path, model)
+        graphs.check_exported_graph(path, model)
         record = graphs.record_graph(path, out, model)
         precisions.append(graphs.float_precision(path, model))
         del model  # its weights and the probing session's would be in memory together
@@ -52,7 +52,7 @@ def export(request: WorkerRequest) -> WorkerResult:
             record, notes = probe_dims(path, record, limits)
         records.append(record)
         exported.notes.extend(notes)
-    graphs.check_against_task(exported.task, records)
+    graphs.check_task_outputs(exported.task, records)
     return WorkerResult(
         task=exported.task,
         model_type=exported.model_type,
@@ -64,13 +64,13 @@ def export(request: WorkerRequest) -> WorkerResult:
     )
 
 
-def _trace(request: WorkerRequest, source: Path, out: Path) -> Exported:
+def _trace(request: WorkerRequest, source: Path, out: Path) -> ExportedModel:
     if request.kind == "onnx":
         from enginery.export import onnx_file
 
-        phase("importing the ONNX file")
+        report_phase("importing the ONNX file")
         return onnx_file.import_onnx(source, request.config, out)
-    phase("loading PyTorch and Optimum")
+    report_phase("loading PyTorch and Optimum")
     if not request.config.trust_remote_code:
         # All files are here. With trust, the model's code may lie in another repository.
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -81,10 +81,10 @@ def _trace(request: WorkerRequest, source: Path, out: Path) -> Exported:
 
     gc.freeze()  # modules stay to the end: no collection need look through them again
     with guarded(source, trust_remote_code=config.trust_remote_code, writable=[out]):
-        return exporter(source, config, out, phase, pickled=request.pickled)
+        return exporter(source, config, out, report_phase, pickled=request.pickled)
 
 
-def _import_exporter(name: str) -> Callable[..., Exported]:
+def _import_exporter(name: str) -> Callable[..., ExportedModel]:
     if name == "dynamo":
         from enginery.export.dynamo import export_with_dynamo
 
@@ -105,7 +105,7 @@ def _load_transformers() -> None:
     del sys.modules["sklearn"]
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def handle_request(request: dict[str, Any]) -> dict[str, Any]:
     """Runs one request, from JSON and to JSON."""
     return asdict(export(WorkerRequest(**{**request, "config": ExportConfig(**request["config"])})))
 
@@ -115,4 +115,4 @@ if __name__ == "__main__":
     # them after every 700 new ones takes a tenth of the time of loading.
     gc.set_threshold(20_000)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # it warns about forks, which nobody makes
-    answer_parent(answer, what="exporting")
+    answer_parent(handle_request, what="exporting")

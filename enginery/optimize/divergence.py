@@ -2,7 +2,7 @@
 
 Takes the paths of both and one batch; leaves nothing on disk.
 
-    >>> first_divergences(fp32, simulated, batches[0], fixed=islands)[0]
+    >>> find_divergences(fp32, simulated, batches[0], fixed=islands)[0]
     Divergence(node='/layer.2/Pow', tensor='/layer.2/Pow_output_0', error=inf, before=3.1e-4, …)
 
 Errors are those of single tensors, so that a graph need not be cut apart to find the node.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.optimize.agreement import input_types, kept, typed
+from enginery.optimize.comparison import cast_feeds, drop_padding, input_types
 from enginery.passes.graph_file import read_graph
 from enginery.passes.nodes import all_nodes, infer_types
 from enginery.passes.op_types import FLOAT, has_subgraph
@@ -46,7 +46,7 @@ class Divergence:
     """The node is FP32 already."""
 
 
-def first_divergences(
+def find_divergences(
     fp32: Path, simulated: Path, feeds: Feeds, *, fixed: Collection[str]
 ) -> list[Divergence]:
     """The nodes where the cast graph leaves the FP32 one, the most telling first.
@@ -67,10 +67,10 @@ def first_divergences(
     for start in range(0, len(names), _GROUP):
         group = names[start : start + _GROUP]
         with GraphTracer(fp32, group) as trace:
-            expected = {name: kept(array, feeds) for name, array in trace(feeds).items()}
+            expected = {name: drop_padding(array, feeds) for name, array in trace(feeds).items()}
         with GraphTracer(simulated, group) as trace:
-            found = {name: kept(array, feeds)
-                     for name, array in trace(typed(feeds, types)).items()}  # fmt: skip
+            found = {name: drop_padding(array, feeds)
+                     for name, array in trace(cast_feeds(feeds, types)).items()}  # fmt: skip
         errors |= {name: relative_error(found[name], expected[name])
                    for name in group if expected[name].dtype.kind == "f"}  # fmt: skip
     candidates = []

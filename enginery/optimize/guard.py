@@ -24,14 +24,24 @@ from numpy.typing import NDArray
 
 from enginery.core.precision import Tolerance
 from enginery.core.progress import SILENT, Progress
-from enginery.optimize.agreement import Agreement, compare_outputs, outputs_of, round_weights
+from enginery.optimize.comparison import (
+    OutputComparison,
+    compare_outputs,
+    round_weights,
+    run_on_batches,
+)
 from enginery.optimize.config import OptimizeConfig
-from enginery.optimize.divergence import Divergence, first_divergences
+from enginery.optimize.divergence import Divergence, find_divergences
 from enginery.passes.cast import CastResult, cast_graph
 from enginery.passes.graph_file import check_graph, read_graph, write_graph
 from enginery.passes.nodes import all_nodes, infer_types
-from enginery.passes.overflow import Island, find_islands, mask_floor
-from enginery.passes.ranges import TensorRange, float_tensors, measure_ranges, name_apart
+from enginery.passes.overflow import Fp32Node, find_fp32_nodes, mask_floor
+from enginery.passes.ranges import (
+    TensorRange,
+    float_tensors,
+    make_value_names_unique,
+    measure_ranges,
+)
 from enginery.passes.simulation import simulate_cast
 
 Feeds = Mapping[str, NDArray[Any]]
@@ -60,7 +70,7 @@ class GuardRecord:
     shared: list[str]
     rounds: int
     """How often islands grew after the check."""
-    agreements: list[Agreement]
+    agreements: list[OutputComparison]
     not_run: str = ""
     """Why the cast graph itself was not run, but only its simulation; empty where it was."""
     unrepaired: list[Divergence] = field(default_factory=list)
@@ -135,7 +145,7 @@ def cast_guarded(
     """
     with tempfile.TemporaryDirectory(prefix="enginery-guard-") as scratch:
         return _cast_guarded(
-            _named_apart(fp32, Path(scratch)), out, precision, batches, config, feeds_origin,
+            _with_unique_names(fp32, Path(scratch)), out, precision, batches, config, feeds_origin,
             Path(scratch), progress,
         )  # fmt: skip
 
@@ -154,28 +164,28 @@ def _cast_guarded(
     infer_types(model)
     outputs = [value.name or "" for value in model.graph.outputs]
     ranges: dict[str, TensorRange] = {}
-    islands: dict[str, Island] = {}
+    islands: dict[str, Fp32Node] = {}
     if precision == "fp16":
         with progress.task(f"measuring ranges, {fp32.name}"):
             ranges = measure_ranges(
                 fp32, float_tensors(model.graph), batches, mask_floor=mask_floor(model)
             )
-        islands = find_islands(model.graph, ranges)
+        islands = find_fp32_nodes(model.graph, ranges)
         progress.say(f"optimize: {len(islands)} nodes leave FP16's range")
     op_types = {node.name or "": node.op_type for node in all_nodes(model)}
     del model
     tolerance = Tolerance.for_precision(precision)
     limit = None if isinstance(config.max_error, str) else config.max_error
-    expected = outputs_of(fp32, outputs, batches)
+    expected = run_on_batches(fp32, outputs, batches)
     rounds = 0
     simulated = scratch / "simulated.onnx"
     round_weights(fp32, simulated, precision)
     # FP32 arithmetic on narrow weights: nothing in the precision can do better.
-    noise = outputs_of(simulated, outputs, batches)
+    noise = run_on_batches(simulated, outputs, batches)
     while True:
         _simulate(fp32, simulated, precision, islands, config)
         agreements = compare_outputs(
-            expected, outputs_of(simulated, outputs, batches), tolerance,
+            expected, run_on_batches(simulated, outputs, batches), tolerance,
             noise=noise, max_error=limit,
         )  # fmt: skip
         unrepaired: list[Divergence] = []
@@ -183,19 +193,19 @@ def _cast_guarded(
             break
         worst = next(a for a in agreements if not a.passed)
         fixed = {*islands, *config.keep_fp32}
-        found = first_divergences(fp32, simulated, batches[worst.batch], fixed=fixed)
+        found = find_divergences(fp32, simulated, batches[worst.batch], fixed=fixed)
         repairable = [one for one in found if not one.fixed][: 1 << rounds]
         unrepaired = repairable or found[:1]
         if rounds >= config.max_rounds or not repairable:
             break
         for one in repairable:
-            islands[one.node] = _grown(op_types[one.node], one, ranges)
+            islands[one.node] = _diverging_node(op_types[one.node], one, ranges)
         rounds += 1
         progress.say(f"optimize: {worst.describe()}; {len(repairable)} more nodes stay FP32")
     result, data_files = _cast(fp32, out, precision, islands, config)
     not_run = ""
     if precision == "fp16":
-        outputs_of(out, outputs, batches[:1])  # ONNX Runtime loads and runs it
+        run_on_batches(out, outputs, batches[:1])  # ONNX Runtime loads and runs it
     else:
         not_run = "ONNX Runtime has no BF16 kernels on the CPU"
     return _record(
@@ -204,14 +214,14 @@ def _cast_guarded(
     )  # fmt: skip
 
 
-def _named_apart(fp32: Path, scratch: Path) -> Path:
+def _with_unique_names(fp32: Path, scratch: Path) -> Path:
     """The graph, or a copy of it in which no two branches use the same names."""
     model = read_graph(fp32)
     infer_types(model)
-    if not name_apart(model):
+    if not make_value_names_unique(model):
         return fp32
     path = scratch / fp32.name
-    write_graph(model, path, inside_bytes=1 << 20)
+    write_graph(model, path, max_inline_bytes=1 << 20)
     return path
 
 
@@ -219,21 +229,21 @@ def _simulate(
     fp32: Path,
     out: Path,
     precision: Literal["fp16", "bf16"],
-    islands: Mapping[str, Island],
+    islands: Mapping[str, Fp32Node],
     config: OptimizeConfig,
 ) -> None:
     model = read_graph(fp32)
     simulate_cast(
         model, precision, keep_fp32={*islands, *config.keep_fp32}, io_dtype=config.io_dtype
     )
-    write_graph(model, out, inside_bytes=1 << 20)
+    write_graph(model, out, max_inline_bytes=1 << 20)
 
 
 def _cast(
     fp32: Path,
     out: Path,
     precision: Literal["fp16", "bf16"],
-    islands: Mapping[str, Island],
+    islands: Mapping[str, Fp32Node],
     config: OptimizeConfig,
 ) -> tuple[CastResult, tuple[str, ...]]:
     model = read_graph(fp32)
@@ -245,9 +255,9 @@ def _cast(
     return result, data_files
 
 
-def _grown(op_type: str, found: Divergence, ranges: Mapping[str, TensorRange]) -> Island:
+def _diverging_node(op_type: str, found: Divergence, ranges: Mapping[str, TensorRange]) -> Fp32Node:
     known = ranges.get(found.tensor)
-    return Island(
+    return Fp32Node(
         found.node,
         op_type,
         found.tensor,
@@ -263,10 +273,10 @@ def _record(
     feeds_origin: str,
     batches: Sequence[Feeds],
     ranges: Mapping[str, TensorRange],
-    islands: Mapping[str, Island],
+    islands: Mapping[str, Fp32Node],
     result: CastResult,
     rounds: int,
-    agreements: list[Agreement],
+    agreements: list[OutputComparison],
     not_run: str,
     unrepaired: list[Divergence],
     data_files: tuple[str, ...],

@@ -59,7 +59,7 @@ def range_feeds(
             "the artifact has no tokenizer or image processor for them.",
             do="Leave the data out; ranges are measured on made-up inputs then.",
         )
-    return _made_feeds(artifact, record), "made-up numbers"
+    return _generated_feeds(artifact, record), "made-up numbers"
 
 
 def _text_feeds(
@@ -101,7 +101,7 @@ def _extreme_images() -> list[NDArray[np.uint8]]:
     return [np.repeat(board[..., None], 3, axis=-1), np.zeros((96, 96, 3), np.uint8)]
 
 
-def _made_feeds(artifact: Artifact, record: GraphRecord) -> list[Feeds]:
+def _generated_feeds(artifact: Artifact, record: GraphRecord) -> list[Feeds]:
     """Two batches of made-up numbers: one padded, one of a single row."""
     limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     names = dynamic_dims(record.inputs)

@@ -1,4 +1,4 @@
-"""The optimize stage: an FP32 artifact -> one made ready for CUDA, TensorRT or the CPU.
+"""The optimize stage: an FP32 artifact -> one optimized ready for CUDA, TensorRT or the CPU.
 
 Takes an artifact; leaves another with cast or fused graphs, the same side files, and
 `reports/optimization.json`.
@@ -7,8 +7,8 @@ Takes an artifact; leaves another with cast or fused graphs, the same side files
     >>> artifact.manifest.precision, artifact.manifest.target
     ('fp16', 'tensorrt')
 
-A graph that cannot be made right in the precision is left marked as failed: later stages refuse it,
-and the report says at which node it parts from FP32.
+A graph that stays too far from FP32 yields an artifact with a failed verdict: later stages reject
+it, and the report names the node at which the results diverge.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from enginery.core.memory import peak_rss_bytes
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import TensorSpec
 from enginery.optimize.config import OptimizeConfig, check_options
-from enginery.optimize.graphs import Made, make_graphs
+from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs
 from enginery.optimize.guard import GuardRecord
 
 STAGE = "optimize"
@@ -111,22 +111,23 @@ def run(
     if artifact.manifest.precision != "fp32":
         raise OptionError(
             f"{artifact.path} is {artifact.manifest.precision} already; optimize starts from fp32.",
-            do="Optimize the FP32 artifact that it was made from.",
+            do="Optimize the FP32 artifact that it was optimized from.",
         )
     with (
         staging(out) as directory,
         tempfile.TemporaryDirectory(prefix="enginery-optimize-") as scratch,
     ):
         artifact.copy_side_files(directory)
-        made = make_graphs(artifact, config, directory, Path(scratch), progress=progress)
+        optimized = optimize_graphs(artifact, config, directory, Path(scratch), progress=progress)
         seconds = round(time.monotonic() - started, 3)
         report = OptimizationReport(
-            passed=made.passed,
-            summary=made.problem or summarize(config.target, config.precision, made.records),
+            passed=optimized.passed,
+            summary=optimized.problem
+            or summarize(config.target, config.precision, optimized.records),
             target=config.target,
             precision=config.precision,
-            notes=made.notes,
-            graphs=made.records,
+            notes=optimized.notes,
+            graphs=optimized.records,
             seconds=seconds,
         )
         (directory / REPORTS).mkdir()
@@ -139,17 +140,19 @@ def run(
             tools={**runtime_version(), **tool_versions(_tools(config))},
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=seconds,
-            peak_rss_bytes=max(peak_rss_bytes(), made.peak_rss_bytes),
-            notes=tuple(made.notes),
+            peak_rss_bytes=max(peak_rss_bytes(), optimized.peak_rss_bytes),
+            notes=tuple(optimized.notes),
         )
         verdict = Verdict.of(key, passed=report.passed, summary=report.summary, report=REPORT)
-        commit_artifact(directory, _manifest(artifact, config, made, directory, stage, verdict))
+        commit_artifact(
+            directory, _manifest(artifact, config, optimized, directory, stage, verdict)
+        )
     progress.say(f"optimize: {report.summary}")
     return Artifact.open(out)
 
 
 def summarize(target: str, precision: str, records: list[GuardRecord]) -> str:
-    """One sentence: what is wrong, or what was made."""
+    """One sentence: what is wrong, or what was optimized."""
     failed = [record for record in records if not record.passed]
     if failed:
         return failed[0].describe()
@@ -169,13 +172,13 @@ def _tools(config: OptimizeConfig) -> tuple[str, ...]:
 def _manifest(
     artifact: Artifact,
     config: OptimizeConfig,
-    made: Made,
+    optimized: OptimizedGraphs,
     directory: Path,
     stage: StageRecord,
     verdict: Verdict,
 ) -> Manifest:
     graphs = tuple(
-        _graph_record(record, directory, made.data_files.get(record.file, ()))
+        _graph_record(record, directory, optimized.data_files.get(record.file, ()))
         for record in artifact.manifest.graphs
     )
     return artifact.manifest.model_copy(
@@ -184,7 +187,7 @@ def _manifest(
             "target": config.target,
             "graphs": graphs,
             "stages": (*artifact.manifest.stages, stage),
-            # Those of the artifact that this one was made from say nothing about it.
+            # Those of the artifact that this one was optimized from say nothing about it.
             "verdicts": (verdict,),
         }
     )

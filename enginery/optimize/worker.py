@@ -75,7 +75,7 @@ def _basic(model: Path, files: list[str], kind: str, out: Path) -> list[str]:
     return [f"no fusions: Optimum has none for {kind}; ONNX Runtime's level 1 alone"]
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def handle_request(request: dict[str, Any]) -> dict[str, Any]:
     """Runs one request, from JSON and to JSON."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about code that is not ours
@@ -85,4 +85,4 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    answer_parent(answer, what="fusing")
+    answer_parent(handle_request, what="fusing")

@@ -22,8 +22,14 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, LiftConstantsToInitializersPass
 
 from enginery.passes.cast_plan import CastPlan, plan_cast
-from enginery.passes.low_precision import low_tensor, low_type, out_of_range
-from enginery.passes.nodes import UnusedNames, all_graphs, all_nodes, infer_types, raise_opset
+from enginery.passes.low_precision import cast_tensor, low_precision_type, overflow_limits
+from enginery.passes.nodes import (
+    NameAllocator,
+    all_graphs,
+    all_nodes,
+    infer_types,
+    raise_opset_for_bf16,
+)
 from enginery.passes.op_types import FLOAT
 
 
@@ -63,50 +69,50 @@ def cast_graph(
     Raises:
         OptionError: the precision is not a narrow one.
     """
-    low = low_type(precision)
+    low = low_precision_type(precision)
     if model.functions:
         InlinePass()(model)
     # A Constant's attribute says its type; as an initializer it can be read in both.
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     if low == ir.DataType.BFLOAT16:
-        raise_opset(model)
+        raise_opset_for_bf16(model)
     infer_types(model)
-    narrow_io = io_dtype == "same"
-    plan = plan_cast(model, low, keep=frozenset(keep_fp32), narrow_io=narrow_io)
-    return _Caster(model, low, precision, plan, narrow_io=narrow_io).run()
+    low_io = io_dtype == "same"
+    plan = plan_cast(model, low, keep=frozenset(keep_fp32), low_io=low_io)
+    return _GraphCaster(model, low, precision, plan, low_io=low_io).run()
 
 
-class _Caster:
+class _GraphCaster:
     """Carries out the plan for one model."""
 
     def __init__(
-        self, model: ir.Model, low: ir.DataType, precision: str, plan: CastPlan, *, narrow_io: bool
+        self, model: ir.Model, low: ir.DataType, precision: str, plan: CastPlan, *, low_io: bool
     ) -> None:
         self.model, self.low, self.precision, self.plan = model, low, precision, plan
-        self.narrow_io = narrow_io
-        self.unused = UnusedNames(model)
-        self.made: dict[tuple[ir.Value, ir.DataType, ir.Graph], ir.Value] = {}
-        self.was_float: set[ir.Value] = set()
+        self.low_io = low_io
+        self.unused = NameAllocator(model)
+        self.cast_values: dict[tuple[ir.Value, ir.DataType, ir.Graph], ir.Value] = {}
+        self.lowered: set[ir.Value] = set()
         self.casts = 0
         self.clamped: list[str] = []
         self.shared: list[str] = []
 
     def run(self) -> CastResult:
         graphs = list(all_graphs(self.model.graph))
-        if self.narrow_io:
+        if self.low_io:
             for value in self.model.graph.inputs:
                 if value.dtype == FLOAT:
-                    self._narrow(value)
+                    self._lower(value)
         for node in all_nodes(self.model):
             self._retype(node)
         for graph in graphs:
-            self._store(graph)
+            self._convert_initializers(graph)
         for graph in graphs:
             for node in list(graph):
-                self._connect(node, graph)
+                self._cast_inputs(node, graph)
         for graph in graphs:
-            self._finish_outputs(graph)
-        _drop_idle_casts(graphs)
+            self._cast_outputs(graph)
+        _remove_redundant_casts(graphs)
         return CastResult(
             self.precision,
             sum(ports.any for ports in self.plan.ports.values()),
@@ -116,8 +122,8 @@ class _Caster:
             tuple(self.shared),
         )
 
-    def _narrow(self, value: ir.Value) -> None:
-        self.was_float.add(value)
+    def _lower(self, value: ir.Value) -> None:
+        self.lowered.add(value)
         value.dtype = self.low
 
     def _retype(self, node: ir.Node) -> None:
@@ -125,7 +131,7 @@ class _Caster:
         ports = self.plan.ports[node]
         for value, follows in zip(node.outputs, ports.outputs, strict=False):
             if follows:
-                self._narrow(value)
+                self._lower(value)
         if not any(ports.outputs):
             return
         # Cast says its type as `to`, Q and DQ of opset 23 theirs as `output_dtype`.
@@ -138,51 +144,51 @@ class _Caster:
             # ONNX's default is a zero.
             tensor = given.as_tensor() if given is not None else ir.tensor([0.0], dtype=FLOAT)
             self._note_clamped(tensor, node.name or "")
-            node.attributes["value"] = ir.AttrTensor("value", low_tensor(tensor, self.low))
+            node.attributes["value"] = ir.AttrTensor("value", cast_tensor(tensor, self.low))
 
-    def _store(self, graph: ir.Graph) -> None:
+    def _convert_initializers(self, graph: ir.Graph) -> None:
         """Gives every initializer the type of those that read it, or both."""
         for value in list(graph.initializers.values()):
             tensor, name = value.const_value, value.name or ""
             if value.dtype != FLOAT or value.is_graph_input() or tensor is None:
                 continue
-            narrow = [use for use in value.uses() if self.plan.narrows(use.node, use.idx)]
-            if not narrow:
+            low_uses = [use for use in value.uses() if self.plan.is_low_input(use.node, use.idx)]
+            if not low_uses:
                 continue
             self._note_clamped(tensor, name)
-            if len(narrow) == len(value.uses()) and not value.is_graph_output():
-                value.const_value = low_tensor(tensor, self.low)
-                self._narrow(value)
+            if len(low_uses) == len(value.uses()) and not value.is_graph_output():
+                value.const_value = cast_tensor(tensor, self.low)
+                self._lower(value)
                 continue
             self.shared.append(name)
             copy = ir.Value(
                 name=self.unused(f"{name}_{self.precision}"),
                 shape=value.shape,
                 type=ir.TensorType(self.low),
-                const_value=low_tensor(tensor, self.low),
+                const_value=cast_tensor(tensor, self.low),
             )
             graph.register_initializer(copy)
-            for use in narrow:
+            for use in low_uses:
                 use.node.replace_input_with(use.idx, copy)
 
     def _note_clamped(self, tensor: ir.TensorProtocol, name: str) -> None:
-        if self.low == ir.DataType.FLOAT16 and out_of_range(tensor):
+        if self.low == ir.DataType.FLOAT16 and overflow_limits(tensor):
             self.clamped.append(name)
 
-    def _connect(self, node: ir.Node, graph: ir.Graph) -> None:
+    def _cast_inputs(self, node: ir.Node, graph: ir.Graph) -> None:
         """Puts a Cast before each input that is of the other type."""
         for index, value in enumerate(node.inputs):
             if value is None:
                 continue
-            if self.plan.narrows(node, index) and value.dtype == FLOAT:
-                node.replace_input_with(index, self._as(value, self.low, graph))
-            elif value in self.was_float and not self.plan.narrows(node, index):
-                node.replace_input_with(index, self._as(value, FLOAT, graph))
+            if self.plan.is_low_input(node, index) and value.dtype == FLOAT:
+                node.replace_input_with(index, self._cast_value(value, self.low, graph))
+            elif value in self.lowered and not self.plan.is_low_input(node, index):
+                node.replace_input_with(index, self._cast_value(value, FLOAT, graph))
 
-    def _as(self, value: ir.Value, dtype: ir.DataType, graph: ir.Graph) -> ir.Value:
+    def _cast_value(self, value: ir.Value, dtype: ir.DataType, graph: ir.Graph) -> ir.Value:
         """The value in another type: one Cast for all that read it in this graph."""
         key = (value, dtype, graph)
-        if key not in self.made:
+        if key not in self.cast_values:
             suffix = "fp32" if dtype == FLOAT else self.precision
             output = ir.Value(
                 name=self.unused(f"{value.name}_{suffix}"),
@@ -198,26 +204,26 @@ class _Caster:
                 graph.insert_before(graph[0], cast)
             else:
                 graph.append(cast)
-            self.made[key] = output
+            self.cast_values[key] = output
             self.casts += 1
-        return self.made[key]
+        return self.cast_values[key]
 
-    def _finish_outputs(self, graph: ir.Graph) -> None:
+    def _cast_outputs(self, graph: ir.Graph) -> None:
         """Gives the graph's outputs their types, under the names that they had."""
-        narrow = self.narrow_io and graph is self.model.graph
+        low = self.low_io and graph is self.model.graph
         for index, value in enumerate(graph.outputs):
-            wrong = value.dtype == FLOAT if narrow else value in self.was_float
+            wrong = value.dtype == FLOAT if low else value in self.lowered
             if not wrong:
                 continue
-            result = self._as(value, self.low if narrow else FLOAT, graph)
+            result = self._cast_value(value, self.low if low else FLOAT, graph)
             graph.outputs[index] = result
             if value.graph is graph and value.producer() is not None:
-                name, suffix = value.name, "fp32" if narrow else self.precision
+                name, suffix = value.name, "fp32" if low else self.precision
                 value.name = self.unused(f"{name}_{suffix}")
                 result.name = name
 
 
-def _drop_idle_casts(graphs: list[ir.Graph]) -> None:
+def _remove_redundant_casts(graphs: list[ir.Graph]) -> None:
     """Removes the model's own casts that have become casts to the same type."""
     for node in [node for graph in graphs for node in graph if node.op_type == "Cast"]:
         source, result, graph = node.inputs[0], node.outputs[0], node.graph

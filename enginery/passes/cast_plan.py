@@ -1,6 +1,6 @@
 """Which nodes of a graph become narrow, and which stay FP32 for what reason.
 
-    >>> plan = plan_cast(model, ir.DataType.FLOAT16, keep={"/encoder/ReduceMean"}, narrow_io=False)
+    >>> plan = plan_cast(model, ir.DataType.FLOAT16, keep={"/encoder/ReduceMean"}, low_io=False)
     >>> plan.kept["/block.0/SelfAttention/Log"]
     'its values become integers'
 
@@ -17,8 +17,8 @@ import onnx_ir as ir
 
 from enginery.passes.low_precision import SCHEMA_NAMES
 from enginery.passes.nodes import all_graphs
-from enginery.passes.op_types import NONE, FloatPorts, float_ports, opset_of
-from enginery.passes.positions import position_nodes
+from enginery.passes.op_types import NO_FLOAT_PORTS, FloatPorts, float_ports, opset_of
+from enginery.passes.positions import find_position_nodes
 
 # Work worth a Cast on both sides: these run on tensor cores, or are what attention is fused from.
 _HEAVY = frozenset({
@@ -36,21 +36,21 @@ class CastPlan:
     kept: dict[str, str] = field(default_factory=dict)
     """FP32 nodes with the reason."""
 
-    def narrows(self, node: ir.Node, index: int) -> bool:
+    def is_low_input(self, node: ir.Node, index: int) -> bool:
         """Whether the node's input of this index is to be narrow."""
         ports = self.ports[node]
         return ports.any and ports.inputs[index]
 
-    def makes_narrow(self, value: ir.Value, narrow_inputs: Collection[ir.Value]) -> bool:
+    def is_low_output(self, value: ir.Value, low_inputs: Collection[ir.Value]) -> bool:
         """Whether the value will be narrow where it is made."""
         producer, index = value.producer(), value.index()
         if producer is None or index is None:
-            return value in narrow_inputs
+            return value in low_inputs
         return any(self.ports[producer].outputs[index : index + 1])
 
 
 def plan_cast(
-    model: ir.Model, low: ir.DataType, *, keep: Collection[str], narrow_io: bool
+    model: ir.Model, low: ir.DataType, *, keep: Collection[str], low_io: bool
 ) -> CastPlan:
     """Decides for every node of the model, whose values must have their types.
 
@@ -58,28 +58,28 @@ def plan_cast(
         model: is not changed.
         low: the narrow type.
         keep: names of nodes that stay FP32.
-        narrow_io: the graph's inputs will be narrow, too.
+        low_io: the graph's inputs will be narrow, too.
     """
     plan = CastPlan()
     graphs = list(all_graphs(model.graph))
     for graph in graphs:
-        _choose(plan, graph, low, keep, dict(model.opset_imports))
-    _close_gaps(plan, graphs)
-    _choose_readers(plan, graphs, list(model.graph.inputs) if narrow_io else [])
+        _plan_graph(plan, graph, low, keep, dict(model.opset_imports))
+    _fill_gaps(plan, graphs)
+    _plan_consumers(plan, graphs, list(model.graph.inputs) if low_io else [])
     return plan
 
 
-def _choose(
+def _plan_graph(
     plan: CastPlan,
     graph: ir.Graph,
     low: ir.DataType,
     keep: Collection[str],
     opsets: dict[str, int],
 ) -> None:
-    positions = position_nodes(graph)
+    positions = find_position_nodes(graph)
     for node in graph:
         ports = float_ports(node, opset_of(node, opsets))
-        plan.ports[node] = NONE
+        plan.ports[node] = NO_FLOAT_PORTS
         name = node.name or ""
         if not ports.any:
             continue
@@ -93,7 +93,7 @@ def _choose(
             plan.ports[node] = ports
 
 
-def _close_gaps(plan: CastPlan, graphs: Iterable[ir.Graph]) -> None:
+def _fill_gaps(plan: CastPlan, graphs: Iterable[ir.Graph]) -> None:
     """A cheap node between FP32 nodes alone joins them: a Cast on each side costs more."""
     nodes = [node for graph in graphs for node in graph]
     changed = True
@@ -101,7 +101,7 @@ def _close_gaps(plan: CastPlan, graphs: Iterable[ir.Graph]) -> None:
         changed = False
         for node in nodes:
             if plan.ports[node].any and _in_a_gap(plan, node):
-                plan.ports[node] = NONE
+                plan.ports[node] = NO_FLOAT_PORTS
                 plan.kept[node.name or ""] = "between FP32 nodes"
                 changed = True
 
@@ -119,8 +119,8 @@ def _in_a_gap(plan: CastPlan, node: ir.Node) -> bool:
     )
 
 
-def _choose_readers(
-    plan: CastPlan, graphs: Iterable[ir.Graph], narrow_inputs: Collection[ir.Value]
+def _plan_consumers(
+    plan: CastPlan, graphs: Iterable[ir.Graph], low_inputs: Collection[ir.Value]
 ) -> None:
     """A node that makes no floats (a comparison, Shape) reads them as they are made."""
     for node in (node for graph in graphs for node in graph):
@@ -129,8 +129,8 @@ def _choose_readers(
         if not ports.any or any(ports.outputs) or node.op_type == "QuantizeLinear":
             continue
         sources = _float_sources(plan, node)
-        if not sources or not all(plan.makes_narrow(value, narrow_inputs) for value in sources):
-            plan.ports[node] = NONE
+        if not sources or not all(plan.is_low_output(value, low_inputs) for value in sources):
+            plan.ports[node] = NO_FLOAT_PORTS
 
 
 def _float_sources(plan: CastPlan, node: ir.Node) -> list[ir.Value]:

@@ -33,7 +33,7 @@ _OUTPUT_ELEMENTS = 262_144
 
 
 @dataclass(frozen=True)
-class Cleaned:
+class CleanupSummary:
     """How many nodes there were and are."""
 
     before: int
@@ -47,19 +47,19 @@ class Cleaned:
         return f"clean-up: {self.before} → {self.after} nodes" + (f" ({most})" if most else "")
 
 
-def clean_graph(model: ir.Model) -> Cleaned:
+def clean_graph(model: ir.Model) -> CleanupSummary:
     """Cleans the graph in place.
 
     Raises:
         ExportError: an input or output would have changed; that is a bug of a pass.
     """
     interface = _interface(model)
-    counts = _ops(model)
-    with _silence():
+    counts = _count_ops(model)
+    with _quiet_loggers():
         if model.functions:
             InlinePass()(model)
         _fold(model)
-        _drop_idle_nodes(model)
+        _remove_redundant_nodes(model)
         CommonSubexpressionEliminationPass()(model)
         RemoveUnusedNodesPass()(model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -69,12 +69,12 @@ def clean_graph(model: ir.Model) -> Cleaned:
             f"clean-up changed the graph's interface from {interface} to {changed}.",
             do="Please report this model; nothing was saved.",
         )
-    left = _ops(model)
+    left = _count_ops(model)
     removed = {op: count for op, count in (counts - left).most_common() if op != "Constant"}
-    return Cleaned(counts.total(), left.total(), removed)
+    return CleanupSummary(counts.total(), left.total(), removed)
 
 
-def standard_only(model: ir.Model) -> list[str]:
+def non_standard_nodes(model: ir.Model) -> list[str]:
     """The nodes, as `name (domain::op)`, whose ops are not ONNX's own."""
     return [
         f"{node.name} ({node.domain}::{node.op_type})"
@@ -95,7 +95,7 @@ def _fold(model: ir.Model) -> None:
     )
 
 
-def _drop_idle_nodes(model: ir.Model) -> None:
+def _remove_redundant_nodes(model: ir.Model) -> None:
     """Removes Identity, and casts to the type that a value has: Softmax is often followed by one.
 
     What makes an output of a graph stays: the output would take another name.
@@ -104,13 +104,13 @@ def _drop_idle_nodes(model: ir.Model) -> None:
         if node.domain not in ("", "ai.onnx") or not node.inputs or node.graph is None:
             continue
         source, result = node.inputs[0], node.outputs[0]
-        idle = node.op_type == "Identity" or (
+        redundant = node.op_type == "Identity" or (
             node.op_type == "Cast"
             and source is not None
             and source.dtype is not None
             and source.dtype == node.attributes["to"].as_int()
         )
-        if idle and source is not None and not result.is_graph_output():
+        if redundant and source is not None and not result.is_graph_output():
             result.replace_all_uses_with(source)
             node.graph.remove(node, safe=True)
 
@@ -122,12 +122,12 @@ def _interface(model: ir.Model) -> list[tuple[str, str, str]]:
     ]
 
 
-def _ops(model: ir.Model) -> Counter[str]:
+def _count_ops(model: ir.Model) -> Counter[str]:
     return Counter(node.op_type for node in model.graph.all_nodes())
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def _quiet_loggers() -> Iterator[None]:
     """The passes warn of every node that they leave alone."""
     loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]

@@ -4,7 +4,7 @@ Takes an FP32 ONNX file; leaves another one.
 
     >>> quantize_dynamically(Path("minilm/model.onnx"), Path("int8/model.onnx"))
     ()
-    >>> integer_nodes(Path("int8/model.onnx"))
+    >>> count_integer_nodes(Path("int8/model.onnx"))
     {'MatMulInteger': 36}
 """
 
@@ -40,7 +40,7 @@ def quantize_dynamically(source: Path, out: Path) -> tuple[str, ...]:
     return tuple(external_data_files(out))
 
 
-def integer_nodes(path: Path) -> dict[str, int]:
+def count_integer_nodes(path: Path) -> dict[str, int]:
     """How many nodes of a graph multiply integers, by op."""
     found = Counter(node.op_type for node in load_graph(path).graph.node)
     return {op: found[op] for op in _INTEGER_OPS if found[op]}

@@ -58,7 +58,7 @@ def _load_constants(model: ir.Model) -> None:
                     node.attributes[name] = ir.AttrTensor(name, inside)
 
 
-def weights_outside(path: Path, folder: Path) -> Path:
+def externalize_weights(path: Path, folder: Path) -> Path:
     """The same graph with its weights outside the file, written to `folder` unless they are.
 
     Who loads a graph with its weights inside holds them two or three times over.
@@ -74,7 +74,7 @@ def weights_outside(path: Path, folder: Path) -> Path:
         return path
     target = folder / path.name
     folder.mkdir(parents=True, exist_ok=True)
-    write_graph(model, target, inside_bytes=0)
+    write_graph(model, target, max_inline_bytes=0)
     return target
 
 
@@ -89,19 +89,19 @@ def weight_bytes(model: ir.Model) -> int:
 
 
 def write_graph(
-    model: ir.Model, path: Path, *, inside_bytes: int = _INSIDE_BYTES
+    model: ir.Model, path: Path, *, max_inline_bytes: int = _INSIDE_BYTES
 ) -> tuple[str, ...]:
     """Writes the graph; weights go to `model.onnx.data` beside it when they are large.
 
     Args:
         model: stays as it is; it may read from files, but not from those that are written.
         path: the ONNX file.
-        inside_bytes: up to this size weights are stored inside the file.
+        max_inline_bytes: up to this size weights are stored inside the file.
 
     Returns:
         The names of the external data files, of which there is at most one.
     """
-    if weight_bytes(model) <= inside_bytes:
+    if weight_bytes(model) <= max_inline_bytes:
         ir.external_data.load_to_model(model)
         ir.save(model, path)
         return ()

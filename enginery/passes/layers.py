@@ -2,7 +2,7 @@
 
 Takes an `onnx_ir.Model`; leaves it as it is.
 
-    >>> [layer.name for layer in find_layers(model) if not layer.obstacle][:1]
+    >>> [layer.name for layer in find_layers(model) if not layer.skip_reason][:1]
     ['/encoder/layer.0/attention/self/query/MatMul']
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-_LEAST_WIDTH = 16
+_MIN_GEMM_SIZE = 16
 """Tensor cores work on tiles of 16; narrower products gain nothing from INT8."""
 
 
@@ -28,11 +28,11 @@ class Layer:
     activation: str
     weight: str
     output: str
-    inner: int
+    reduction_size: int
     """Multiply-adds of one output element, K."""
-    channels: int
+    in_channels: int
     """Input channels of one output channel: K, for a convolution without its kernel's area."""
-    outer: int
+    out_channels: int
     """Output channels, N."""
     weight_axis: int
     """The weight's axis of output channels."""
@@ -40,7 +40,7 @@ class Layer:
     """The stored vector that is added to the output; empty where there is none."""
     split: bool
     """Its output is cut apart along the channels, as GPT-2's query, key and value are."""
-    obstacle: str
+    skip_reason: str
     """Why it cannot be INT8; empty where it can."""
 
     @property
@@ -55,7 +55,7 @@ def find_layers(model: ir.Model) -> tuple[Layer, ...]:
     return tuple(layer for layer in found if layer is not None)
 
 
-def stored(value: ir.Value | None) -> ir.TensorProtocol | None:
+def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     """The tensor of a value that the graph stores: an initializer, or a Constant's.
 
     Through Identity as well, which is how exporters share one weight between nodes.
@@ -67,21 +67,21 @@ def stored(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 def operands(node: ir.Node) -> tuple[ir.Value, NDArray[np.float32]]:
     """The activation and the stored weight of a layer's node."""
-    source, tensor = node.inputs[0], stored(node.inputs[1])
+    source, tensor = node.inputs[0], constant_tensor(node.inputs[1])
     if source is None or tensor is None:
         raise ValueError(f"{node.name} is no layer: it has no activation, or no stored weight")
     return source, np.asarray(tensor.numpy(), dtype=np.float32)
 
 
-def _bias(node: ir.Node, outer: int) -> str:
+def _bias(node: ir.Node, out_channels: int) -> str:
     """The stored vector (N,) that a layer's output gets, if that is all the output is for."""
     if node.op_type in ("Gemm", "Conv"):
         value = node.inputs[2] if len(node.inputs) > 2 else None
     else:
         add = following_add(node)
         value = None if add is None else _other_input(add, node.outputs[0])
-    tensor = stored(value)
-    if value is None or tensor is None or list(tensor.shape.numpy()) != [outer]:
+    tensor = constant_tensor(value)
+    if value is None or tensor is None or list(tensor.shape.numpy()) != [out_channels]:
         return ""
     return value.name or ""
 
@@ -91,7 +91,7 @@ def _is_split(output: ir.Value, depth: int = 4) -> bool:
     for user in (use.node for use in output.uses()):
         if user.op_type in ("Split", "Slice"):
             return True
-        biased = user.op_type == "Add" and stored(_other_input(user, output)) is not None
+        biased = user.op_type == "Add" and constant_tensor(_other_input(user, output)) is not None
         moved = user.op_type in ("Reshape", "Transpose") and user.inputs[0] is output
         if depth and (biased or moved) and _is_split(user.outputs[0], depth - 1):
             return True
@@ -113,38 +113,40 @@ def _other_input(add: ir.Node, value: ir.Value) -> ir.Value | None:
 def _layer(node: ir.Node) -> Layer | None:
     if node.op_type not in ("MatMul", "Gemm", "Conv") or node.domain not in ("", "ai.onnx"):
         return None
-    weight = stored(node.inputs[1])
+    weight = constant_tensor(node.inputs[1])
     source = node.inputs[0]
-    if weight is None or source is None or stored(source) is not None:
+    if weight is None or source is None or constant_tensor(source) is not None:
         return None
     shape = [int(size) for size in weight.shape.numpy()]
-    obstacle = "" if weight.dtype == ir.DataType.FLOAT else f"its weight is {weight.dtype.name}"
+    skip_reason = "" if weight.dtype == ir.DataType.FLOAT else f"its weight is {weight.dtype.name}"
     axis = len(shape) - 1
     if node.op_type == "Conv":
         axis, groups = 0, _int(node, "group", 1)
-        inner, outer, narrow = int(np.prod(shape[1:])), shape[0], shape[0] // groups
-        channels = shape[1]
+        reduction_size, out_channels, narrow = int(np.prod(shape[1:])), shape[0], shape[0] // groups
+        in_channels = shape[1]
     else:
         if node.op_type == "Gemm" and _int(node, "transB", 0):
             axis = 0
-        inner, outer = shape[1 - axis] if len(shape) == 2 else 0, shape[axis]
-        channels, narrow = inner, outer
-        obstacle = obstacle or _product_obstacle(node, shape)
-    if not obstacle and min(inner, narrow) < _LEAST_WIDTH:
-        obstacle = f"K = {inner} and N = {narrow}: below {_LEAST_WIDTH} INT8 gains nothing"
+        reduction_size, out_channels = shape[1 - axis] if len(shape) == 2 else 0, shape[axis]
+        in_channels, narrow = reduction_size, out_channels
+        skip_reason = skip_reason or _product_obstacle(node, shape)
+    if not skip_reason and min(reduction_size, narrow) < _MIN_GEMM_SIZE:
+        skip_reason = (
+            f"K = {reduction_size} and N = {narrow}: below {_MIN_GEMM_SIZE} INT8 gains nothing"
+        )
     return Layer(
         name=node.name or "",
         op_type=node.op_type,
         activation=source.name or "",
         weight=node.inputs[1].name or "" if node.inputs[1] else "",
         output=node.outputs[0].name or "",
-        inner=inner,
-        channels=channels,
-        outer=outer,
+        reduction_size=reduction_size,
+        in_channels=in_channels,
+        out_channels=out_channels,
         weight_axis=axis,
-        bias=_bias(node, outer),
+        bias=_bias(node, out_channels),
         split=_is_split(node.outputs[0]),
-        obstacle=obstacle,
+        skip_reason=skip_reason,
     )
 
 

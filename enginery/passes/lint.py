@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 from enginery.core.errors import OptionError, ProviderError, nearest
 from enginery.passes import lint_cuda, lint_operators, lint_placement, lint_quantization
-from enginery.passes.lint_findings import LintFinding, LintReport, ordered
+from enginery.passes.lint_findings import LintFinding, LintReport, sort_findings
 from enginery.passes.lint_graph import LintGraph
 from enginery.runtime.tensorrt import ParseReport, has_tensorrt, parse_onnx
 from enginery.runtime.tensorrt_parse import MERGED_REMEDY
@@ -41,8 +41,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         lint_quantization.quantized_types,
         lint_quantization.scales,
         lint_placement.channel_axes,
-        lint_placement.pairs,
-        lint_placement.placement,
+        lint_placement.unpaired_nodes,
+        lint_placement.misplaced_nodes,
     ),
     "cuda": (
         lint_cuda.foreign_operators,
@@ -91,12 +91,12 @@ def lint_onnx(path: Path, *, target: Target = "tensorrt", parser: bool = True) -
     findings = [found for rule in RULES[target] for found in rule(graph)]
     words = ""
     if target == "tensorrt" and parser:
-        asked, words = _ask_parser(path)
+        asked, words = _run_parser(path)
         findings.extend(asked)
-    return LintReport(str(path), target, ordered(findings), words)
+    return LintReport(str(path), target, sort_findings(findings), words)
 
 
-def _ask_parser(path: Path) -> tuple[list[LintFinding], str]:
+def _run_parser(path: Path) -> tuple[list[LintFinding], str]:
     """The parser's findings, and in a few words what it said."""
     if not has_tensorrt():
         return [], "TensorRT itself was not asked: pip install 'enginery[tensorrt-rtx]'"

@@ -42,9 +42,9 @@ def operators_on_the_cpu(graph: LintGraph) -> Iterator[LintFinding]:
 
 def quantized_products(graph: LintGraph) -> Iterator[LintFinding]:
     """Q/DQ in front of a product, which the CUDA provider computes in floating point."""
-    for node in graph.of(*PRODUCTS):
-        makers = (value.producer() for value in node.inputs[:2] if value is not None)
-        if any(maker is not None and maker.op_type == DEQUANTIZE for maker in makers):
+    for node in graph.nodes_of(*PRODUCTS):
+        producers = (value.producer() for value in node.inputs[:2] if value is not None)
+        if any(producer is not None and producer.op_type == DEQUANTIZE for producer in producers):
             yield LintFinding(
                 "quantization", "warning", label(node),
                 f"{node.op_type} behind DequantizeLinear; CUDA dequantizes and multiplies in "
@@ -69,7 +69,7 @@ def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
 
 def control_flow(graph: LintGraph) -> Iterator[LintFinding]:
     """Branches and loops, which rule out CUDA graphs."""
-    for node in graph.of("If", "Loop", "Scan"):
+    for node in graph.nodes_of("If", "Loop", "Scan"):
         yield LintFinding(
             "control-flow", "warning", label(node),
             f"{node.op_type}: its condition is read on the host, and CUDA graphs are ruled out.",

@@ -94,7 +94,7 @@ class LintReport:
             raise CheckFailedError(f"{self.path} is not fit for {self.target}: {self.summary}")
 
 
-def ordered(findings: Iterable[LintFinding]) -> tuple[LintFinding, ...]:
+def sort_findings(findings: Iterable[LintFinding]) -> tuple[LintFinding, ...]:
     """Errors first; within a severity the order stays. Each finding once."""
     return tuple(sorted(dict.fromkeys(findings), key=lambda found: found.severity != "error"))
 

@@ -1,7 +1,7 @@
 """A graph as the lint rules look at it: every node, also inside branches, loops and functions.
 
 >>> graph = LintGraph.read(Path("model.onnx"))
->>> [place.name for place in graph.of("QuantizeLinear")]
+>>> [place.name for place in graph.nodes_of("QuantizeLinear")]
 ['/embeddings/LayerNorm_output_0_QuantizeLinear']
 """
 
@@ -67,7 +67,7 @@ class LintGraph:
         inside = (node for function in functions for node in function.all_nodes())
         return (*self.model.graph.all_nodes(), *inside)
 
-    def of(self, *op_types: str) -> Iterator[ir.Node]:
+    def nodes_of(self, *op_types: str) -> Iterator[ir.Node]:
         """The nodes of some operators, of ONNX's own domain or of ONNX Runtime's copy of it."""
         domains = (*STANDARD_DOMAINS, MICROSOFT)
         return (n for n in self.nodes if n.op_type in op_types and n.domain in domains)
@@ -90,12 +90,12 @@ def is_qoperator(node: ir.Node) -> bool:
     return str(node.op_type).startswith("QLinear") or node.op_type in _QOPERATORS
 
 
-def entry(node: ir.Node, index: int) -> ir.Value | None:
+def input_at(node: ir.Node, index: int) -> ir.Value | None:
     """An input, None where the node has not got it."""
     return node.inputs[index] if index < len(node.inputs) else None
 
 
-def constant(value: ir.Value | None) -> NDArray[Any] | None:
+def constant_value(value: ir.Value | None) -> NDArray[Any] | None:
     """What a stored value or a Constant node holds; None for anything computed."""
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None
     return None if tensor is None else np.asarray(tensor.numpy())
@@ -111,7 +111,7 @@ def is_constant(value: ir.Value | None) -> bool:
     )
 
 
-def made_by(value: ir.Value | None) -> str:
+def producer_type(value: ir.Value | None) -> str:
     """The operator that computes a value; empty for inputs and stored tensors."""
     producer = value.producer() if value is not None else None
     return producer.op_type if producer is not None else ""
@@ -131,15 +131,15 @@ def dtype_of(value: ir.Value | None) -> str:
         return ""
     if producer.op_type == QUANTIZE:
         return quantized_dtype(producer)
-    return dtype_of(entry(producer, 1)) if producer.op_type == DEQUANTIZE else ""
+    return dtype_of(input_at(producer, 1)) if producer.op_type == DEQUANTIZE else ""
 
 
 def quantized_dtype(node: ir.Node) -> str:
     """The integer type of a Q or DQ node: UINT8 where a QuantizeLinear names none (ONNX)."""
-    if node.op_type == DEQUANTIZE and (found := dtype_of(entry(node, 0))):
+    if node.op_type == DEQUANTIZE and (found := dtype_of(input_at(node, 0))):
         return found
     output = node.attributes.get("output_dtype")
     if output is not None and output.as_int():
         return str(ir.DataType(output.as_int()).name)
-    zero_point = entry(node, 2)
+    zero_point = input_at(node, 2)
     return dtype_of(zero_point) if zero_point is not None else "UINT8"

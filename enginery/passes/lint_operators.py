@@ -21,7 +21,7 @@ from enginery.passes.lint_graph import (
     STANDARD_DOMAINS,
     LintGraph,
     dtype_of,
-    entry,
+    input_at,
     is_qoperator,
     label,
 )
@@ -67,8 +67,8 @@ def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
 
 def control_flow(graph: LintGraph) -> Iterator[LintFinding]:
     """Branches and loops; Optimum's merged decoder is one."""
-    for node in graph.of("If"):
-        condition = entry(node, 0)
+    for node in graph.nodes_of("If"):
+        condition = input_at(node, 0)
         if condition is not None and condition.name == "use_cache_branch":
             yield LintFinding(
                 "control-flow", "error", label(node),
@@ -78,7 +78,7 @@ def control_flow(graph: LintGraph) -> Iterator[LintFinding]:
             )  # fmt: skip
         else:
             yield _branches(node)
-    for node in graph.of("Loop", "Scan"):
+    for node in graph.nodes_of("Loop", "Scan"):
         yield _branches(node)
 
 
@@ -94,7 +94,9 @@ def _branches(node: ir.Node) -> LintFinding:
 def types(graph: LintGraph) -> Iterator[LintFinding]:
     """Types that TensorRT lacks, of inputs, outputs, stored tensors and casts."""
     named = [(value.name or "", dtype_of(value)) for value in _declared(graph)]
-    casts = ((label(n), ir.DataType(n.attributes["to"].as_int()).name) for n in graph.of("Cast"))
+    casts = (
+        (label(n), ir.DataType(n.attributes["to"].as_int()).name) for n in graph.nodes_of("Cast")
+    )
     for name, dtype in (*named, *casts):
         if dtype == "DOUBLE":
             yield LintFinding(
@@ -120,15 +122,15 @@ def _declared(graph: LintGraph) -> Iterator[ir.Value]:
 
 
 def _zero_points(graph: LintGraph) -> set[int]:
-    nodes = list(graph.of(QUANTIZE, DEQUANTIZE))
-    values = [entry(node, index) for node in nodes for index in (0, 2)]
+    nodes = list(graph.nodes_of(QUANTIZE, DEQUANTIZE))
+    values = [input_at(node, index) for node in nodes for index in (0, 2)]
     return {id(value) for value in values if value is not None}
 
 
 def attention_operators(graph: LintGraph) -> Iterator[LintFinding]:
     """ONNX's Attention operator (opset 23), which TensorRT builds in FP16 and BF16 alone."""
-    for node in graph.of("Attention"):
-        if node.domain in STANDARD_DOMAINS and dtype_of(entry(node, 0)) == "FLOAT":
+    for node in graph.nodes_of("Attention"):
+        if node.domain in STANDARD_DOMAINS and dtype_of(input_at(node, 0)) == "FLOAT":
             yield LintFinding(
                 "attention", "warning", label(node),
                 "is the Attention operator in FP32; TensorRT builds it in FP16 and BF16 alone.",

@@ -22,45 +22,46 @@ from enginery.passes.lint_graph import (
     PRODUCTS,
     QUANTIZE,
     LintGraph,
-    constant,
-    entry,
+    constant_value,
+    input_at,
     is_constant,
     label,
 )
 
 # Operators that gain nothing from integers and lose precision, or part what TensorRT fuses.
-_UNWANTED = ("LayerNormalization", "InstanceNormalization", "GroupNormalization", "Softmax",
+_FLOAT_ONLY = ("LayerNormalization", "InstanceNormalization", "GroupNormalization", "Softmax",
              "Gather", "Where", "Gelu", "Erf", "Tanh", "Sigmoid")  # fmt: skip
 
 
-def pairs(graph: LintGraph) -> Iterator[LintFinding]:
+def unpaired_nodes(graph: LintGraph) -> Iterator[LintFinding]:
     """A QuantizeLinear without its DequantizeLinear, the reverse, and pairs that differ."""
-    for node in graph.of(QUANTIZE):
-        stranger = next((u for u in node.outputs[0].consumers() if u.op_type != DEQUANTIZE), None)
-        if stranger is not None or node.outputs[0].is_graph_output():
-            into = f"{stranger.op_type} {label(stranger)}" if stranger else "an output of the graph"
+    for node in graph.nodes_of(QUANTIZE):
+        other = next((u for u in node.outputs[0].consumers() if u.op_type != DEQUANTIZE), None)
+        if other is not None or node.outputs[0].is_graph_output():
+            into = f"{other.op_type} {label(other)}" if other else "an output of the graph"
             yield LintFinding(
                 "unpaired", "warning", label(node),
                 f"goes into {into}, not into a DequantizeLinear; "
                 "TensorRT makes INT8 layers of whole Q/DQ pairs.",
                 "Put the DequantizeLinear directly behind it.",
             )  # fmt: skip
-    for node in graph.of(DEQUANTIZE):
-        value = entry(node, 0)
-        maker = value.producer() if value is not None else None
-        if maker is not None and maker.op_type == QUANTIZE:
-            yield from _differences(maker, node)
+    for node in graph.nodes_of(DEQUANTIZE):
+        value = input_at(node, 0)
+        producer = value.producer() if value is not None else None
+        if producer is not None and producer.op_type == QUANTIZE:
+            yield from _differences(producer, node)
         elif not is_constant(value):
+            source = f"the output of {producer.op_type}" if producer else "an input of the graph"
             yield LintFinding(
                 "unpaired", "warning", label(node),
-                f"takes {f'the output of a {maker.op_type}' if maker else 'an input of the graph'},"
-                " not of a QuantizeLinear; TensorRT makes INT8 layers of whole Q/DQ pairs.",
+                f"reads {source}, not of a QuantizeLinear; "
+                "TensorRT builds INT8 layers only from complete Q/DQ pairs.",
                 "Put the QuantizeLinear directly in front of it.",
             )  # fmt: skip
 
 
 def _differences(quantize: ir.Node, dequantize: ir.Node) -> Iterator[LintFinding]:
-    first, second = constant(entry(quantize, 1)), constant(entry(dequantize, 1))
+    first, second = constant_value(input_at(quantize, 1)), constant_value(input_at(dequantize, 1))
     if first is None or second is None:
         return
     if first.dtype != second.dtype:
@@ -80,8 +81,8 @@ def _differences(quantize: ir.Node, dequantize: ir.Node) -> Iterator[LintFinding
 
 def channel_axes(graph: LintGraph) -> Iterator[LintFinding]:
     """Per-channel scales along an axis that a GEMM or a convolution cannot apply afterwards."""
-    for node in graph.of(DEQUANTIZE):
-        value, scale = entry(node, 0), constant(entry(node, 1))
+    for node in graph.nodes_of(DEQUANTIZE):
+        value, scale = input_at(node, 0), constant_value(input_at(node, 1))
         if value is None or scale is None or scale.size <= 1 or "block_size" in node.attributes:
             continue
         if _quantized_activation(value):
@@ -122,7 +123,7 @@ def _quantized_activation(value: ir.Value) -> bool:
     return (
         producer is not None
         and producer.op_type == QUANTIZE
-        and not is_constant(entry(producer, 0))
+        and not is_constant(input_at(producer, 0))
     )
 
 
@@ -138,37 +139,39 @@ def _output_axis(node: ir.Node, index: int, rank: int) -> int | None:
     return 0 if transposed and node.attributes["transB"].as_int() else rank - 1
 
 
-def placement(graph: LintGraph) -> Iterator[LintFinding]:
+def misplaced_nodes(graph: LintGraph) -> Iterator[LintFinding]:
     """Q/DQ where TensorRT gains nothing from it, and where it stops a fusion."""
-    for node in graph.of(QUANTIZE):
-        maker = node.inputs[0].producer() if node.inputs[0] is not None else None
-        if maker is None:
+    for node in graph.nodes_of(QUANTIZE):
+        producer = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if producer is None:
             continue
-        takers = [taker for pair in node.outputs[0].consumers() for taker in _takers(pair)]
-        others = [taker for taker in takers if taker not in PRODUCTS]
-        if maker.op_type in PRODUCTS and others:
+        consumers = [
+            consumer for pair in node.outputs[0].consumers() for consumer in _consumer_types(pair)
+        ]
+        others = [consumer for consumer in consumers if consumer not in PRODUCTS]
+        if producer.op_type in PRODUCTS and others:
             yield LintFinding(
                 "output-qdq", "warning", label(node),
-                f"rounds the output of {maker.op_type} to INT8 for {others[0]}; between the two "
+                f"rounds the output of {producer.op_type} to INT8 for {others[0]}; between the two "
                 "products of an attention that stops the fused kernel.",
                 "Quantize inputs alone: OpTypesToExcludeOutputQuantization of quantize_static.",
             )  # fmt: skip
-        elif maker.op_type == "Softmax" and others:
-            yield _unwanted(node, maker.op_type)
-    for node in graph.of(DEQUANTIZE):
+        elif producer.op_type == "Softmax" and others:
+            yield _misplaced(node, producer.op_type)
+    for node in graph.nodes_of(DEQUANTIZE):
         for user in node.outputs[0].consumers():
-            if user.op_type in _UNWANTED:
-                yield _unwanted(node, user.op_type)
+            if user.op_type in _FLOAT_ONLY:
+                yield _misplaced(node, user.op_type)
 
 
-def _takers(dequantize: ir.Node) -> list[str]:
+def _consumer_types(dequantize: ir.Node) -> list[str]:
     """The operators that take what a DequantizeLinear gives; `the caller` for a graph's output."""
     output = dequantize.outputs[0]
     found = [user.op_type for user in output.consumers()]
     return [*found, "the caller"] if output.is_graph_output() else found
 
 
-def _unwanted(node: ir.Node, operator: str) -> LintFinding:
+def _misplaced(node: ir.Node, operator: str) -> LintFinding:
     return LintFinding(
         "misplaced-qdq", "warning", label(node),
         f"quantizes around {operator}, which TensorRT computes in floating point: "

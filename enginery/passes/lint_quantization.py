@@ -23,13 +23,13 @@ from enginery.passes.lint_graph import (
     QUANTIZE,
     STANDARD_DOMAINS,
     LintGraph,
-    constant,
+    constant_value,
     dtype_of,
-    entry,
+    input_at,
     is_constant,
     is_qoperator,
     label,
-    made_by,
+    producer_type,
     quantized_dtype,
 )
 
@@ -48,8 +48,8 @@ _KNOWN_TYPES = ("INT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1", "")  # "": the gra
 
 def zero_points(graph: LintGraph) -> Iterator[LintFinding]:
     """Asymmetric quantization: a zero point other than 0."""
-    for node in graph.of(QUANTIZE, DEQUANTIZE):
-        values = constant(entry(node, 2))
+    for node in graph.nodes_of(QUANTIZE, DEQUANTIZE):
+        values = constant_value(input_at(node, 2))
         # Types below a byte and FP8 have no asymmetric form worth reading.
         if values is None or values.dtype.kind not in "iu" or not values.any():
             continue
@@ -63,8 +63,8 @@ def zero_points(graph: LintGraph) -> Iterator[LintFinding]:
 
 def quantized_biases(graph: LintGraph) -> Iterator[LintFinding]:
     """A bias stored as INT32 with a DequantizeLinear behind it."""
-    for node in graph.of(DEQUANTIZE):
-        if dtype_of(entry(node, 0)) == "INT32":
+    for node in graph.nodes_of(DEQUANTIZE):
+        if dtype_of(input_at(node, 0)) == "INT32":
             yield LintFinding(
                 "quantized-bias", "error", label(node),
                 "dequantizes an INT32 bias; TensorRT dequantizes INT8, INT4, FP8 and FP4 alone.",
@@ -74,7 +74,7 @@ def quantized_biases(graph: LintGraph) -> Iterator[LintFinding]:
 
 def dynamic_quantization(graph: LintGraph) -> Iterator[LintFinding]:
     """Scales computed at run time, and integer products."""
-    for node in graph.of(*DYNAMIC_OPERATORS):
+    for node in graph.nodes_of(*DYNAMIC_OPERATORS):
         yield LintFinding(
             "dynamic-quantization", "error", label(node),
             f"{node.op_type} belongs to dynamic quantization; TensorRT has no such operator.",
@@ -95,7 +95,7 @@ def integer_operators(graph: LintGraph) -> Iterator[LintFinding]:
 
 def quantized_types(graph: LintGraph) -> Iterator[LintFinding]:
     """Integer types other than INT8."""
-    for node in graph.of(QUANTIZE, DEQUANTIZE):
+    for node in graph.nodes_of(QUANTIZE, DEQUANTIZE):
         dtype = quantized_dtype(node)
         if dtype in _KNOWN_TYPES or (dtype == "INT32" and node.op_type == DEQUANTIZE):
             continue  # the latter is a bias, which has a rule of its own
@@ -112,8 +112,8 @@ def quantized_types(graph: LintGraph) -> Iterator[LintFinding]:
 
 def scales(graph: LintGraph) -> Iterator[LintFinding]:
     """Scales of a type that ONNX does not allow there, and scales that are computed."""
-    for node in graph.of(QUANTIZE, DEQUANTIZE):
-        value = entry(node, 1)
+    for node in graph.nodes_of(QUANTIZE, DEQUANTIZE):
+        value = input_at(node, 1)
         dtype = dtype_of(value)
         standard = node.domain in STANDARD_DOMAINS
         if dtype in ("FLOAT16", "BFLOAT16") and standard and 0 < graph.opset < 19:
@@ -122,14 +122,18 @@ def scales(graph: LintGraph) -> Iterator[LintFinding]:
                 f"has a {dtype} scale at opset {graph.opset}; ONNX allows that from opset 19 on.",
                 "Export at opset 20: `enginery export --opset 20`.",
             )  # fmt: skip
-        taken = dtype_of(entry(node, 0)) if node.op_type == QUANTIZE else ""
+        taken = dtype_of(input_at(node, 0)) if node.op_type == QUANTIZE else ""
         if dtype and taken.startswith(("FLOAT", "BFLOAT")) and taken != dtype:
             yield LintFinding(
                 "scale-type", "error", label(node),
                 f"quantizes {taken} with a {dtype} scale; ONNX wants the tensor's own type.",
                 f"Store the scale as {taken}.",
             )  # fmt: skip
-        if value is not None and not is_constant(value) and made_by(value) not in DYNAMIC_OPERATORS:
+        if (
+            value is not None
+            and not is_constant(value)
+            and producer_type(value) not in DYNAMIC_OPERATORS
+        ):
             yield LintFinding(
                 "scale", "warning", label(node),
                 "its scale is computed; TensorRT uses INT8 kernels for stored scales alone.",

@@ -1,6 +1,6 @@
 """Stored FP32 tensors as FP16 or BF16, one at a time and when they are written.
 
-    >>> low_tensor(ir.tensor(np.float32([-3.4e38, 1e-12, np.inf])), ir.DataType.FLOAT16).numpy()
+    >>> cast_tensor(ir.tensor(np.float32([-3.4e38, 1e-12, np.inf])), ir.DataType.FLOAT16).numpy()
     array([-6.55e+04,  5.96e-08,       inf], dtype=float16)
 
 A finite number stays finite: the lowest FP32 number, which masks are filled with, becomes the
@@ -31,24 +31,24 @@ SCHEMA_NAMES = {ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"
 _CHUNK = 1 << 22
 
 
-def low_type(precision: str) -> ir.DataType:
+def low_precision_type(precision: str) -> ir.DataType:
     """The ONNX type of a precision; raises OptionError where it is not a narrow one."""
     if precision not in LOW_TYPES:
         raise OptionError(f"precision '{precision}': expected {' or '.join(LOW_TYPES)}.")
     return LOW_TYPES[precision]
 
 
-def low_tensor(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.LazyTensor:
+def cast_tensor(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.LazyTensor:
     """The FP32 tensor in a narrow type, converted each time that it is read."""
 
     def convert() -> ir.TensorProtocol:
-        return ir.Tensor(low_array(values_of(tensor), dtype), dtype=dtype, name=tensor.name)
+        return ir.Tensor(cast_array(read_values(tensor), dtype), dtype=dtype, name=tensor.name)
 
     shape = ir.Shape(tensor.shape.numpy())
     return ir.LazyTensor(convert, dtype, shape, name=tensor.name)
 
 
-def low_array(values: NDArray[Any], dtype: ir.DataType) -> NDArray[Any]:
+def cast_array(values: NDArray[Any], dtype: ir.DataType) -> NDArray[Any]:
     """FP32 values rounded to FP16 or BF16; finite stays finite, and what is not zero stays so."""
     flat = np.ravel(values)
     result = np.empty(flat.shape, dtype.numpy())
@@ -66,7 +66,7 @@ def low_array(values: NDArray[Any], dtype: ir.DataType) -> NDArray[Any]:
     return result.reshape(values.shape)
 
 
-def out_of_range(tensor: ir.TensorProtocol) -> tuple[float, float] | None:
+def overflow_limits(tensor: ir.TensorProtocol) -> tuple[float, float] | None:
     """The lowest and the highest finite element beyond FP16's range; None where all fit."""
     low, high = 0.0, 0.0
     for part in _chunks(tensor):
@@ -78,7 +78,7 @@ def out_of_range(tensor: ir.TensorProtocol) -> tuple[float, float] | None:
 
 def is_mask_constant(tensor: ir.TensorProtocol) -> bool:
     """Whether all that lies beyond FP16's range is one negative number, as in attention masks."""
-    limits = out_of_range(tensor)
+    limits = overflow_limits(tensor)
     if limits is None or limits[1] > FP16_MAX:
         return False
     return all(
@@ -87,7 +87,7 @@ def is_mask_constant(tensor: ir.TensorProtocol) -> bool:
     )
 
 
-def values_of(tensor: ir.TensorProtocol) -> NDArray[Any]:
+def read_values(tensor: ir.TensorProtocol) -> NDArray[Any]:
     """A stored tensor's values, read anew where they lie outside the graph.
 
     `tensor.numpy()` would map the whole file, and keep it mapped as long as the graph lives.
@@ -102,7 +102,7 @@ def values_of(tensor: ir.TensorProtocol) -> NDArray[Any]:
 
 
 def _chunks(tensor: ir.TensorProtocol) -> Iterator[NDArray[Any]]:
-    flat = np.ravel(values_of(tensor))
+    flat = np.ravel(read_values(tensor))
     for start in range(0, flat.size, _CHUNK):
         yield flat[start : start + _CHUNK]
 

@@ -36,7 +36,7 @@ def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
 
 def infer_types(model: ir.Model) -> None:
     """Gives every value its type and, where known, its shape; nodes that lack a name get one."""
-    name_nodes(model)
+    ensure_unique_node_names(model)
     logger = logging.getLogger("onnx_ir")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -50,7 +50,7 @@ def infer_types(model: ir.Model) -> None:
         infer_missing_types(graph, dict(model.opset_imports))
 
 
-def name_nodes(model: ir.Model) -> None:
+def ensure_unique_node_names(model: ir.Model) -> None:
     """Every node gets a name that no other has: islands are named by it."""
     taken = {node.name for node in all_nodes(model) if node.name}
     seen: set[str] = set()
@@ -67,7 +67,7 @@ def name_nodes(model: ir.Model) -> None:
 _BF16_OPSET = 22
 
 
-def raise_opset(model: ir.Model) -> None:
+def raise_opset_for_bf16(model: ir.Model) -> None:
     """Convolution and pooling have BF16 from opset 22 on.
 
     From 20 to 22 ops gained types; GroupNormalization alone changed its meaning.
@@ -78,7 +78,7 @@ def raise_opset(model: ir.Model) -> None:
         model.opset_imports[""] = _BF16_OPSET
 
 
-class UnusedNames:
+class NameAllocator:
     """Names for new nodes and values that no other has."""
 
     def __init__(self, model: ir.Model) -> None:

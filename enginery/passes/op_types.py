@@ -20,7 +20,7 @@ FLOAT = ir.DataType.FLOAT
 MICROSOFT = "com.microsoft"
 
 # Their type is an attribute of their own and their values are drawn, not computed.
-_OWN_TYPE = frozenset({
+_RANDOM_OR_EYE = frozenset({
     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
     "Multinomial", "EyeLike",
 })  # fmt: skip
@@ -46,7 +46,7 @@ class FloatPorts:
         return self.any and dtype in self.allowed
 
 
-NONE = FloatPorts((), (), frozenset())
+NO_FLOAT_PORTS = FloatPorts((), (), frozenset())
 
 
 def opset_of(node: ir.Node, opsets: dict[str, int]) -> int:
@@ -60,13 +60,13 @@ def float_ports(node: ir.Node, opset: int) -> FloatPorts:
 
     Nodes with subgraphs, with unknown ops, and those that draw random numbers have none.
     """
-    if node.op_type in _OWN_TYPE or has_subgraph(node):
-        return NONE
+    if node.op_type in _RANDOM_OR_EYE or has_subgraph(node):
+        return NO_FLOAT_PORTS
     schema = _schema(node.domain, node.op_type, opset)
     if schema is None:
-        return NONE
-    inputs = _variables(schema.inputs, len(node.inputs))
-    outputs = _variables(schema.outputs, len(node.outputs))
+        return NO_FLOAT_PORTS
+    inputs = _type_variables(schema.inputs, len(node.inputs))
+    outputs = _type_variables(schema.outputs, len(node.outputs))
     bound = {
         variable
         for values, variables in ((node.inputs, inputs), (node.outputs, outputs))
@@ -103,11 +103,11 @@ def infer_missing_types(graph: ir.Graph, opsets: dict[str, int]) -> None:
         bound = {
             variable: value.dtype
             for value, variable in zip(
-                node.inputs, _variables(schema.inputs, len(node.inputs)), strict=True
+                node.inputs, _type_variables(schema.inputs, len(node.inputs)), strict=True
             )
             if value is not None and value.dtype is not None
         }
-        variables = _variables(schema.outputs, len(node.outputs))
+        variables = _type_variables(schema.outputs, len(node.outputs))
         for value, variable in zip(node.outputs, variables, strict=True):
             if value.dtype is None and bound.get(variable) is not None:
                 value.dtype = bound[variable]
@@ -133,18 +133,20 @@ class _Schema:
 def _schema(domain: str, op_type: str, opset: int) -> _Schema | None:
     domain = "" if domain == "ai.onnx" else domain
     if domain == MICROSOFT:
-        found = _runtime_schemas().get(op_type)
-        return None if found is None else _read(found, "typeStr", "type_param_str")
+        found = _onnxruntime_schemas().get(op_type)
+        return None if found is None else _read_schema(found, "typeStr", "type_param_str")
     import onnx.defs
 
     try:
-        return _read(onnx.defs.get_schema(op_type, opset, domain), "type_str", "type_param_str")
+        return _read_schema(
+            onnx.defs.get_schema(op_type, opset, domain), "type_str", "type_param_str"
+        )
     except onnx.defs.SchemaError:
         return None
 
 
 @cache
-def _runtime_schemas() -> dict[str, Any]:
+def _onnxruntime_schemas() -> dict[str, Any]:
     from onnxruntime.capi import onnxruntime_pybind11_state as runtime
 
     newest: dict[str, Any] = {}
@@ -154,7 +156,7 @@ def _runtime_schemas() -> dict[str, Any]:
     return newest
 
 
-def _read(schema: Any, type_name: str, variable_name: str) -> _Schema:
+def _read_schema(schema: Any, type_name: str, variable_name: str) -> _Schema:
     def ports(formal: Any) -> tuple[tuple[str, bool], ...]:
         return tuple(
             (str(getattr(port, type_name)), str(port.option).endswith("Variadic"))
@@ -174,7 +176,7 @@ def _read(schema: Any, type_name: str, variable_name: str) -> _Schema:
     )
 
 
-def _variables(formal: tuple[tuple[str, bool], ...], count: int) -> list[str]:
+def _type_variables(formal: tuple[tuple[str, bool], ...], count: int) -> list[str]:
     """The type variable of each actual port; the last formal one repeats where it is variadic."""
     found = [variable for variable, _ in formal][:count]
     while len(found) < count:

@@ -1,6 +1,6 @@
 """Which nodes FP16 would break, by the ranges that were measured: the islands that stay FP32.
 
-    >>> islands = find_islands(model.graph, ranges)
+    >>> islands = find_fp32_nodes(model.graph, ranges)
     >>> islands["/block.3/layer_norm/Pow"].reason
     'its output reaches 1.2e+06, FP16 ends at 65504'
 
@@ -30,7 +30,7 @@ from enginery.passes.low_precision import (
     FP16_MAX,
     FP16_MIN_NORMAL,
     is_mask_constant,
-    out_of_range,
+    overflow_limits,
 )
 from enginery.passes.nodes import all_graphs
 from enginery.passes.op_types import FLOAT, has_subgraph
@@ -56,7 +56,7 @@ _MASK_FLOOR_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Island:
+class Fp32Node:
     """One node that stays FP32, and the measurement that says so."""
 
     node: str
@@ -84,19 +84,19 @@ def mask_floor(model: ir.Model) -> float:
         limits[0]
         for graph in model.graphs()
         for tensor in _constants(graph)
-        if (limits := out_of_range(tensor)) and is_mask_constant(tensor)
+        if (limits := overflow_limits(tensor)) and is_mask_constant(tensor)
     ]
     return max(lowest) * _MASK_FLOOR_SHARE if lowest else -math.inf
 
 
-def find_islands(graph: ir.Graph, ranges: Mapping[str, TensorRange]) -> dict[str, Island]:
+def find_fp32_nodes(graph: ir.Graph, ranges: Mapping[str, TensorRange]) -> dict[str, Fp32Node]:
     """The nodes of the graph that stay FP32, by name; those in branches and bodies too.
 
     Args:
         graph: the FP32 graph, its values with types.
         ranges: by tensor name, of the graph's inputs and node outputs, see `measure_ranges`.
     """
-    islands: dict[str, Island] = {}
+    islands: dict[str, Fp32Node] = {}
     for node in graph:
         if not has_subgraph(node):
             found = _unmeasured(node, ranges) or _in_range_problem(node, ranges)
@@ -104,21 +104,21 @@ def find_islands(graph: ir.Graph, ranges: Mapping[str, TensorRange]) -> dict[str
                 islands[node.name or ""] = found
             continue
         for attribute in node.attributes.values():
-            for inner in graphs_of(attribute):
-                islands |= find_islands(inner, ranges) if node.op_type == "If" else {
+            for inner in subgraphs_of(attribute):
+                islands |= find_fp32_nodes(inner, ranges) if node.op_type == "If" else {
                     found.node: found for found in _unmeasurable(inner, node)
                 }  # fmt: skip
     return islands
 
 
-def graphs_of(attribute: ir.Attr) -> list[ir.Graph]:
+def subgraphs_of(attribute: ir.Attr) -> list[ir.Graph]:
     """The graphs that an attribute of a node holds."""
     if attribute.type == ir.AttributeType.GRAPH:
         return [attribute.as_graph()]
     return list(attribute.as_graphs()) if attribute.type == ir.AttributeType.GRAPHS else []
 
 
-def _unmeasured(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | None:
+def _unmeasured(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node | None:
     """A node that no number went through, on any input."""
     for value in node.outputs:
         found = ranges.get(value.name or "")
@@ -127,7 +127,7 @@ def _unmeasured(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | No
     return None
 
 
-def _unmeasurable(graph: ir.Graph, outer: ir.Node) -> Iterator[Island]:
+def _unmeasurable(graph: ir.Graph, outer: ir.Node) -> Iterator[Fp32Node]:
     """Every node of a body that cannot be measured."""
     unknown = TensorRange(math.nan, math.nan, math.nan, 0)
     reason = f"it is inside the {outer.op_type} {outer.name}, where ranges cannot be measured"
@@ -137,7 +137,7 @@ def _unmeasurable(graph: ir.Graph, outer: ir.Node) -> Iterator[Island]:
             yield _island(node, value, unknown, reason)
 
 
-def _in_range_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | None:
+def _in_range_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node | None:
     """Why a node cannot be FP16, if it cannot."""
     for what, values in (("output", node.outputs), ("input", node.inputs)):
         for value in values:
@@ -152,7 +152,7 @@ def _in_range_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Islan
     return _sum_problem(node, ranges) or _small_problem(node, ranges)
 
 
-def _sum_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | None:
+def _sum_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node | None:
     """Sums inside a node that leave FP16's range although its inputs and outputs do not."""
     source = node.inputs[0] if node.inputs else None
     if source is None or source.dtype != FLOAT:
@@ -175,7 +175,7 @@ def _sum_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | N
             f"sums with logarithms up to {_LOG_SUM_MAX:.3g}"
         )
         return _island(node, source, before, reason)
-    square = before.row_square * (_width(source) if node.op_type == "LpNormalization" else 1)
+    square = before.row_mean_square * (_width(source) if node.op_type == "LpNormalization" else 1)
     if node.op_type in (*_SQUARE_NORMS, "LpNormalization") and square * HEADROOM > FP16_MAX:
         reason = f"the squares inside come to {square:.3g}, FP16 ends at {FP16_MAX:.0f}"
         return _island(node, source, before, reason)
@@ -193,7 +193,7 @@ def _width(value: ir.Value) -> int:
     return last if isinstance(last, int) else 1
 
 
-def _small_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | None:
+def _small_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node | None:
     """Numbers below FP16's normal range, where their relative error counts."""
     index = _SENSITIVE.get(node.op_type)
     if node.op_type == "Pow" and _is_negative(node.inputs[1]):
@@ -218,7 +218,7 @@ def _is_negative(exponent: ir.Value | None) -> bool:
 
 def _constant_range(tensor: ir.TensorProtocol) -> TensorRange | None:
     """The range of a stored tensor, if it is beyond FP16 and no mask; that one is clamped."""
-    limits = out_of_range(tensor)
+    limits = overflow_limits(tensor)
     if limits is None or is_mask_constant(tensor):
         return None
     return TensorRange(max(-limits[0], limits[1]), 0.0, 0.0, tensor.size)
@@ -236,7 +236,7 @@ def _constants(graph: ir.Graph) -> Iterable[ir.TensorProtocol]:
                 yield tensor
 
 
-def _island(node: ir.Node, value: ir.Value, found: TensorRange, reason: str) -> Island:
-    return Island(
+def _island(node: ir.Node, value: ir.Value, found: TensorRange, reason: str) -> Fp32Node:
+    return Fp32Node(
         node.name or "", node.op_type, value.name or "", found.largest, found.smallest, reason
     )

@@ -1,6 +1,6 @@
 """Nodes that compute positions, angles and counts: FP16 is too coarse for them, and no faster.
 
-    >>> position_nodes(model.graph)
+    >>> find_position_nodes(model.graph)
     {'/block.0/SelfAttention/Log': 'its values become integers', …}
 
 FP16 counts to 2048 without gaps. T5 buckets distances by a logarithm that is then cut to an
@@ -22,7 +22,7 @@ _ANGLES = ("Sin", "Cos")
 _LOOKUPS = ("Gather", "GatherND", "GatherElements")
 
 
-def position_nodes(graph: ir.Graph) -> dict[str, str]:
+def find_position_nodes(graph: ir.Graph) -> dict[str, str]:
     """The names of such nodes of one graph, with the reason. Values must have their types."""
     nodes = list(graph)
     data = _data_values(graph, nodes)

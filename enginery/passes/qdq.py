@@ -2,9 +2,9 @@
 
 Takes an `onnx_ir.Model` in FP32; leaves it with INT8 or FP8 weights and Q/DQ pairs.
 
-    >>> chosen = [layer for layer in find_layers(model) if not layer.obstacle]
+    >>> chosen = [layer for layer in find_layers(model) if not layer.skip_reason]
     >>> insert_qdq(model, chosen, ranges)
-    Inserted(layers=36, activations=24, smoothed=24)
+    QdqSummary(layers=36, activations=24, smoothed=24)
 
 The placement is TensorRT's: the activation and the weight that enter a MatMul, Gemm or Conv, both
 symmetric; no bias and no output, which would part the GEMM from what follows it. Source: TensorRT
@@ -21,15 +21,15 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from enginery.passes.layers import Layer, following_add, operands, stored
+from enginery.passes.layers import Layer, constant_tensor, following_add, operands
 from enginery.passes.scheme import INT8, Scheme, Vector
 
-LEAST_SCALE = 2.0**-20
+MIN_SCALE = 2.0**-20
 """FP16 still holds four significand bits here; a channel of zeros needs some scale."""
 
 
 @dataclass(frozen=True)
-class ActivationRange:
+class ActivationQuantParams:
     """How an activation is quantized: round((x * multiplier + offset) / scale)."""
 
     scale: float
@@ -40,7 +40,7 @@ class ActivationRange:
 
 
 @dataclass(frozen=True)
-class Inserted:
+class QdqSummary:
     """What `insert_qdq` did."""
 
     layers: int
@@ -52,11 +52,11 @@ class Inserted:
 def insert_qdq(
     model: ir.Model,
     layers: Sequence[Layer],
-    ranges: Mapping[str, ActivationRange],
+    ranges: Mapping[str, ActivationQuantParams],
     *,
     scheme: Scheme = INT8,
     bias_deltas: Mapping[str, Vector] | None = None,
-) -> Inserted:
+) -> QdqSummary:
     """Quantizes the layers, in place.
 
     Args:
@@ -72,22 +72,22 @@ def insert_qdq(
     quantized: dict[str, ir.Value] = {}
     for node in [nodes[name] for name in nodes if name in chosen]:
         layer = chosen[node.name or ""]
-        ready = ranges[layer.activation]
+        params = ranges[layer.activation]
         source, weight = operands(node)
         if layer.activation not in quantized:
-            quantized[layer.activation] = _quantize_activation(graph, node, source, ready, scheme)
-        scaled = scale_weight(layer, weight, ready)
-        delta = bias_shift(layer, scaled, ready)
+            quantized[layer.activation] = _quantize_activation(graph, node, source, params, scheme)
+        scaled = scale_weight(layer, weight, params)
+        delta = bias_shift(layer, scaled, params)
         if bias_deltas is not None and layer.name in bias_deltas:
             delta = delta + bias_deltas[layer.name]
         if np.any(delta):
             add_to_bias(graph, node, layer, delta)
         node.replace_input_with(0, quantized[layer.activation])
-        steps = _steps(layer, scaled, scheme)
-        if _is_parted(layer, scheme):
+        steps = _channel_scales(layer, scaled, scheme)
+        if _has_shared_scale(layer, scheme):
             # TensorRT moves the split into the weights and then multiplies in float, unless their
             # scale is one number. The channels' own scales go behind the product instead.
-            shared, factors = _parted(steps)
+            shared, factors = _split_scales(steps)
             weights = _quantize_weight(graph, node, layer, scaled, scheme, shared, factors)
             node.replace_input_with(1, weights)
             _scale_output(graph, node, layer, factors)
@@ -96,57 +96,57 @@ def insert_qdq(
             node.replace_input_with(1, weights)
     used = [ranges[name] for name in quantized]
     smoothed = sum(r.multiplier is not None or r.offset is not None for r in used)
-    return Inserted(layers=len(chosen), activations=len(quantized), smoothed=smoothed)
+    return QdqSummary(layers=len(chosen), activations=len(quantized), smoothed=smoothed)
 
 
-def scale_weight(layer: Layer, weight: Vector, ready: ActivationRange) -> Vector:
+def scale_weight(layer: Layer, weight: Vector, params: ActivationQuantParams) -> Vector:
     """The weight that gives the same product with the scaled activation: W[k] / multiplier[k]."""
-    if ready.multiplier is None:
+    if params.multiplier is None:
         return weight
     shape = (1, -1) if layer.weight_axis == 0 else (-1, 1)
-    return np.asarray(weight / ready.multiplier.reshape(shape), dtype=np.float32)
+    return np.asarray(weight / params.multiplier.reshape(shape), dtype=np.float32)
 
 
-def bias_shift(layer: Layer, scaled: Vector, ready: ActivationRange) -> Vector:
+def bias_shift(layer: Layer, scaled: Vector, params: ActivationQuantParams) -> Vector:
     """(N,): what the bias takes up for the offset of the activation, -offset @ W."""
-    if ready.offset is None:
-        return np.zeros(layer.outer, dtype=np.float32)
+    if params.offset is None:
+        return np.zeros(layer.out_channels, dtype=np.float32)
     matrix = scaled.T if layer.weight_axis == 0 else scaled
-    return np.asarray(-(ready.offset.astype(np.float64) @ matrix), dtype=np.float32)
+    return np.asarray(-(params.offset.astype(np.float64) @ matrix), dtype=np.float32)
 
 
 def weight_scales(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
     """(N,), or () for one scale: the step of each output channel, exactly as the graph has it."""
-    steps = _steps(layer, weight, scheme)
-    if _is_parted(layer, scheme):
-        shared, factors = _parted(steps)
+    steps = _channel_scales(layer, weight, scheme)
+    if _has_shared_scale(layer, scheme):
+        shared, factors = _split_scales(steps)
         return np.asarray(shared * factors, dtype=np.float32)
     return steps
 
 
-def _steps(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
+def _channel_scales(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
     others = tuple(axis for axis in range(weight.ndim) if axis != layer.weight_axis)
-    reach = np.abs(weight).max(axis=others if scheme.per_channel else None)
-    return fp16_scale(reach / scheme.largest)
+    max_abs = np.abs(weight).max(axis=others if scheme.per_channel else None)
+    return fp16_scale(max_abs / scheme.largest)
 
 
-def _is_parted(layer: Layer, scheme: Scheme) -> bool:
+def _has_shared_scale(layer: Layer, scheme: Scheme) -> bool:
     return scheme.per_channel and layer.split and layer.linear
 
 
-def _parted(steps: Vector) -> tuple[Vector, Vector]:
+def _split_scales(steps: Vector) -> tuple[Vector, Vector]:
     """One scale for all channels, and (N,) what each channel's own is of it."""
     shared = fp16_scale(np.exp(np.log(steps).mean()))
     return shared, (steps / shared).astype(np.float16).astype(np.float32)
 
 
 def fp16_scale(scale: Any) -> Vector:
-    """Scales that FP16 holds exactly, none below `LEAST_SCALE`: the graph may be cast later."""
-    floored = np.maximum(np.asarray(scale, dtype=np.float32), LEAST_SCALE)
+    """Scales that FP16 holds exactly, none below `MIN_SCALE`: the graph may be cast later."""
+    floored = np.maximum(np.asarray(scale, dtype=np.float32), MIN_SCALE)
     return floored.astype(np.float16).astype(np.float32)
 
 
-def quantized_weight(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
+def fake_quantize_weight(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
     """The weight as the quantized layer has it, in float32: rounded to the scheme's numbers."""
     steps = _broadcast(layer, weight, weight_scales(layer, weight, scheme))
     return np.asarray(scheme.nearest(weight / steps) * steps, dtype=np.float32)
@@ -165,32 +165,32 @@ def add_to_bias(graph: ir.Graph, node: ir.Node, layer: Layer, delta: Vector) -> 
         index = next(
             i for i, value in enumerate(holder.inputs) if value and value.name == layer.bias
         )
-        tensor = stored(holder.inputs[index])
+        tensor = constant_tensor(holder.inputs[index])
         total = delta if tensor is None else tensor.numpy().astype(np.float32) + delta
-        holder.replace_input_with(index, _store(graph, f"{layer.name}/bias", total))
+        holder.replace_input_with(index, _add_initializer(graph, f"{layer.name}/bias", total))
         return
     shape = (-1, 1, 1) if layer.op_type == "Conv" else (-1,)
-    vector = _store(graph, f"{layer.name}/bias", delta.reshape(shape))
+    vector = _add_initializer(graph, f"{layer.name}/bias", delta.reshape(shape))
     output = node.outputs[0]
     made = _node("Add", [output, vector], f"{layer.name}/add_bias", like=output)
     graph.insert_after(node, made)
-    _redirect(graph, output, [made])
+    _replace_uses(graph, output, [made])
 
 
 def _scale_output(graph: ir.Graph, node: ir.Node, layer: Layer, factors: Vector) -> None:
     """Multiplies the product's channels, before the bias."""
     output = node.outputs[0]
-    factor = _store(graph, f"{layer.name}/weight_factors", factors)
+    factor = _add_initializer(graph, f"{layer.name}/weight_factors", factors)
     made = [_node("Mul", [output, factor], f"{layer.name}/scale_output", like=output)]
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
         scaled = [made[0].outputs[0], node.inputs[2]]
         made.append(_node("Add", scaled, f"{layer.name}/add_bias", like=output))
         node.resize_inputs(2)
     graph.insert_after(node, made)
-    _redirect(graph, output, made)
+    _replace_uses(graph, output, made)
 
 
-def _redirect(graph: ir.Graph, old: ir.Value, made: Sequence[ir.Node]) -> None:
+def _replace_uses(graph: ir.Graph, old: ir.Value, made: Sequence[ir.Node]) -> None:
     """Everything that took `old` takes the last new node's output, graph outputs included."""
     new = made[-1].outputs[0]
     for use in list(old.uses()):
@@ -203,21 +203,25 @@ def _redirect(graph: ir.Graph, old: ir.Value, made: Sequence[ir.Node]) -> None:
 
 
 def _quantize_activation(
-    graph: ir.Graph, before: ir.Node, source: ir.Value, ready: ActivationRange, scheme: Scheme
+    graph: ir.Graph,
+    before: ir.Node,
+    source: ir.Value,
+    params: ActivationQuantParams,
+    scheme: Scheme,
 ) -> ir.Value:
     """Inserts scaling, shift and Q/DQ before the first layer that takes them."""
     name, value = source.name or "", source
     made = []
-    if ready.multiplier is not None:
-        factor = _store(graph, f"{name}/multiplier", ready.multiplier)
+    if params.multiplier is not None:
+        factor = _add_initializer(graph, f"{name}/multiplier", params.multiplier)
         made.append(_node("Mul", [value, factor], f"{name}/scale_channels", like=source))
         value = made[-1].outputs[0]
-    if ready.offset is not None:
-        shift = _store(graph, f"{name}/offset", ready.offset)
+    if params.offset is not None:
+        shift = _add_initializer(graph, f"{name}/offset", params.offset)
         made.append(_node("Add", [value, shift], f"{name}/shift_channels", like=source))
         value = made[-1].outputs[0]
-    step = _store(graph, f"{name}/scale", fp16_scale(ready.scale).reshape(()))
-    zero = _store(graph, f"{name}/zero_point", scheme.zeros(()))
+    step = _add_initializer(graph, f"{name}/scale", fp16_scale(params.scale).reshape(()))
+    zero = _add_initializer(graph, f"{name}/zero_point", scheme.zeros(()))
     made.append(_node("QuantizeLinear", [value, step, zero], f"{name}/quantize", like=source,
                       dtype=scheme.dtype))  # fmt: skip
     made.append(_node("DequantizeLinear", [made[-1].outputs[0], step, zero],
@@ -241,9 +245,9 @@ def _quantize_weight(
     """
     whole = steps if factors is None else np.asarray(steps * factors, dtype=np.float32)
     numbers = scheme.stored(weight / _broadcast(layer, weight, whole))
-    rounded = _store(graph, f"{layer.name}/weight", numbers)
-    step = _store(graph, f"{layer.name}/weight_scale", steps)
-    zero = _store(graph, f"{layer.name}/weight_zero_point", scheme.zeros(steps.shape))
+    rounded = _add_initializer(graph, f"{layer.name}/weight", numbers)
+    step = _add_initializer(graph, f"{layer.name}/weight_scale", steps)
+    zero = _add_initializer(graph, f"{layer.name}/weight_zero_point", scheme.zeros(steps.shape))
     made = _node("DequantizeLinear", [rounded, step, zero], f"{layer.name}/dequantize_weight",
                  attributes={"axis": layer.weight_axis} if steps.ndim else {})  # fmt: skip
     made.outputs[0].shape = ir.Shape(weight.shape)
@@ -251,7 +255,7 @@ def _quantize_weight(
     return made.outputs[0]
 
 
-def _store(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
+def _add_initializer(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
     # Not ascontiguousarray, which makes a vector of a scalar.
     tensor = ir.tensor(np.asarray(array, order="C"), name=name)
     value = ir.Value(

@@ -26,18 +26,24 @@ from onnx_ir.passes.common import ShapeInferencePass
 from enginery.core.errors import InputError
 from enginery.core.external_data import load_graph
 from enginery.passes.graph_file import read_graph
-from enginery.passes.nodes import UnusedNames, all_graphs, all_nodes, infer_types
+from enginery.passes.nodes import NameAllocator, all_graphs, all_nodes, infer_types
 from enginery.passes.op_types import FLOAT, has_subgraph
-from enginery.passes.segments import Segment, alive_bytes, cut_graph, segment_model
-from enginery.passes.tensor_range import TensorRange, range_of
+from enginery.passes.segments import Segment, peak_live_bytes, segment_model, split_graph
+from enginery.passes.tensor_range import TensorRange, array_range
 from enginery.runtime.providers import choose_providers, parse_providers
 from enginery.runtime.tracing import open_in_memory
 
-__all__ = ["GROUP_BYTES", "TensorRange", "float_tensors", "measure_ranges", "name_apart",
-           "range_of"]  # fmt: skip
+__all__ = [
+    "GROUP_BYTES",
+    "TensorRange",
+    "array_range",
+    "float_tensors",
+    "make_value_names_unique",
+    "measure_ranges",
+]  # fmt: skip
 
 Feeds = Mapping[str, NDArray[Any]]
-_Place = tuple[str, int, str]
+_FetchKey = tuple[str, int, str]
 """A tensor's name, its segment, and the output that it was fetched from."""
 
 GROUP_BYTES = 256 << 20
@@ -73,25 +79,25 @@ def measure_ranges(
     names = dict.fromkeys(value.name or "" for value in tensors)
     # Where two branches have values of one name and of different types, neither can be fetched.
     wanted = [name for name in names if types.get(name) != ir.DataType.UNDEFINED]
-    segments = cut_graph(
+    segments = split_graph(
         proto.graph,
         {name: sizes.get(name, 4 * _UNKNOWN_ELEMENTS) for name in wanted},
-        typed=types,
-        most_bytes=group_bytes,
+        typed_values=types,
+        max_bytes=group_bytes,
     )
-    at_once = max(1, group_bytes // max(1, alive_bytes(segments, sizes)))
-    ranges: dict[_Place, TensorRange] = {}
+    at_once = max(1, group_bytes // max(1, peak_live_bytes(segments, sizes)))
+    ranges: dict[_FetchKey, TensorRange] = {}
     for start in range(0, len(batches), at_once):
         part = batches[start : start + at_once]
-        for place, array in _values_of_part(path, proto, segments, types, part):
-            found = range_of(array, mask_floor=mask_floor)
-            ranges[place] = ranges[place].widest(found) if place in ranges else found
+        for place, array in _run_segments(path, proto, segments, types, part):
+            found = array_range(array, mask_floor=mask_floor)
+            ranges[place] = ranges[place].merge(found) if place in ranges else found
         for feeds in part:
             for name in names.keys() & feeds.keys():
-                found = range_of(feeds[name], mask_floor=mask_floor)
+                found = array_range(feeds[name], mask_floor=mask_floor)
                 place = (name, -1, "")
-                ranges[place] = ranges[place].widest(found) if place in ranges else found
-    return _by_tensor(ranges, names)
+                ranges[place] = ranges[place].merge(found) if place in ranges else found
+    return _merge_by_name(ranges, names)
 
 
 def float_tensors(graph: ir.Graph) -> list[ir.Value]:
@@ -100,15 +106,15 @@ def float_tensors(graph: ir.Graph) -> list[ir.Value]:
     Those in the branches of an If are among them. What is inside a Loop or a Scan is not: it has
     values of another size each time round, and cannot be fetched from outside.
     """
-    return [value for value in (*graph.inputs, *_made(graph)) if value.dtype == FLOAT]
+    return [value for value in (*graph.inputs, *_node_outputs(graph)) if value.dtype == FLOAT]
 
 
-def name_apart(model: ir.Model) -> bool:
+def make_value_names_unique(model: ir.Model) -> bool:
     """Gives every value a name that no other has, in place; returns whether any was changed.
 
     ONNX lets the two branches of an If use the same names. Ranges and errors are kept by name.
     """
-    unused = UnusedNames(model)
+    unused = NameAllocator(model)
     seen: set[str] = set()
     changed = False
     for graph in all_graphs(model.graph):
@@ -121,16 +127,16 @@ def name_apart(model: ir.Model) -> bool:
     return changed
 
 
-def _made(graph: ir.Graph) -> Iterator[ir.Value]:
+def _node_outputs(graph: ir.Graph) -> Iterator[ir.Value]:
     for node in graph:
         if node.op_type == "If" and has_subgraph(node):
             for attribute in node.attributes.values():
-                yield from _made(attribute.as_graph())
+                yield from _node_outputs(attribute.as_graph())
         yield from (value for value in node.outputs if value.name)
 
 
-def _by_tensor(
-    ranges: Mapping[_Place, TensorRange], wanted: Iterable[str]
+def _merge_by_name(
+    ranges: Mapping[_FetchKey, TensorRange], wanted: Iterable[str]
 ) -> dict[str, TensorRange]:
     """One range a name. Of two branches that use a name one may not have been taken: unknown."""
     found: dict[str, list[TensorRange]] = {}
@@ -139,7 +145,7 @@ def _by_tensor(
     return {
         name: TensorRange(0.0, 0.0, 0.0, 0)
         if not all(one.elements for one in found.get(name, ())) or name not in found
-        else functools.reduce(TensorRange.widest, found[name])
+        else functools.reduce(TensorRange.merge, found[name])
         for name in wanted
     }
 
@@ -179,20 +185,20 @@ def _types_and_sizes(path: Path, feeds: Feeds) -> tuple[dict[str, int], dict[str
     return types, sizes
 
 
-def _values_of_part(
+def _run_segments(
     path: Path,
     proto: Any,
     segments: Sequence[Segment],
     types: Mapping[str, int],
     batches: Sequence[Feeds],
-) -> Iterator[tuple[_Place, NDArray[Any]]]:
+) -> Iterator[tuple[_FetchKey, NDArray[Any]]]:
     """What the nodes make of the batches, a segment after the other."""
     provider = choose_providers(parse_providers("cpu"))
     alive: list[dict[str, NDArray[Any]]] = [dict(feeds) for feeds in batches]
-    last_read = {name: index for index, segment in enumerate(segments) for name in segment.reads}
+    last_read = {name: index for index, segment in enumerate(segments) for name in segment.inputs}
     for index, segment in enumerate(segments):
         for number, group in enumerate(segment.groups):
-            passed_on = segment.passes_on if number == 0 else ()
+            passed_on = segment.outputs if number == 0 else ()
             fetch = tuple(dict.fromkeys((*group, *passed_on)))
             if not fetch:
                 continue
@@ -203,7 +209,7 @@ def _values_of_part(
             )  # fmt: skip
             outputs = [output.name for output in model.graph.output]
             for held, feeds in zip(alive, batches, strict=True):
-                found = _run(session, outputs, {name: held[name] for name in segment.reads}, feeds)
+                found = _run(session, outputs, {name: held[name] for name in segment.inputs}, feeds)
                 for name in group:
                     for source in sources[name]:
                         yield (name, index, source), found[source]

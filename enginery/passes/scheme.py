@@ -40,7 +40,7 @@ class Scheme:
         return ir.DataType.INT8 if self.name == "int8" else ir.DataType.FLOAT8E4M3FN
 
     @property
-    def runs_fused(self) -> bool:
+    def supports_fusions(self) -> bool:
         """Whether ONNX Runtime's fusions can be on: its CPU kernels have none for FP8."""
         return self.name == "int8"
 

@@ -22,8 +22,8 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, LiftConstantsToInitializersPass
 
 from enginery.passes.cast_plan import CastPlan, plan_cast
-from enginery.passes.low_precision import low_array, low_type, values_of
-from enginery.passes.nodes import UnusedNames, all_graphs, infer_types, raise_opset
+from enginery.passes.low_precision import cast_array, low_precision_type, read_values
+from enginery.passes.nodes import NameAllocator, all_graphs, infer_types, raise_opset_for_bf16
 from enginery.passes.op_types import FLOAT
 
 
@@ -39,25 +39,25 @@ def simulate_cast(
     The types of inputs and outputs stay FP32 in any case; with `same` their values are rounded.
     Raises OptionError for a precision that is not narrow.
     """
-    low = low_type(precision)
+    low = low_precision_type(precision)
     if model.functions:
         InlinePass()(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     opset = model.opset_imports.get("", 1)
     if low == ir.DataType.BFLOAT16:
-        raise_opset(model)
+        raise_opset_for_bf16(model)
     infer_types(model)
-    plan = plan_cast(model, low, keep=frozenset(keep_fp32), narrow_io=io_dtype == "same")
+    plan = plan_cast(model, low, keep=frozenset(keep_fp32), low_io=io_dtype == "same")
     # The plan needed the newer schemas; FP32 does not.
     model.opset_imports[""] = opset
-    unused = UnusedNames(model)
+    unused = NameAllocator(model)
     for graph in list(all_graphs(model.graph)):
         nodes = list(graph)
         for value in list(graph.initializers.values()):
             _round_weight(value, plan, graph, low, unused)
-        narrow_io = io_dtype == "same" and graph is model.graph
+        low_io = io_dtype == "same" and graph is model.graph
         for value in list(graph.inputs):
-            _round_input(value, plan, graph, low, unused, all_uses=narrow_io)
+            _round_input(value, plan, graph, low, unused, all_uses=low_io)
         for node in nodes:
             given = node.attributes.get("value")
             if node.op_type == "ConstantOfShape" and given and any(plan.ports[node].outputs):
@@ -65,7 +65,7 @@ def simulate_cast(
                 node.attributes["value"] = ir.AttrTensor("value", rounded)
             narrow = [*plan.ports[node].outputs, *[False] * len(node.outputs)]
             for value, follows in zip(node.outputs, narrow, strict=False):
-                if follows or (narrow_io and value.dtype == FLOAT and value.is_graph_output()):
+                if follows or (low_io and value.dtype == FLOAT and value.is_graph_output()):
                     _round_output(value, graph, low, unused, all_uses=follows, plan=plan)
                 else:
                     # An FP32 node's result is cast for the narrow nodes that read it.
@@ -76,20 +76,20 @@ def round_tensor(tensor: ir.TensorProtocol, low: ir.DataType) -> ir.LazyTensor:
     """The FP32 tensor with the values that a narrow type has, still as FP32."""
 
     def convert() -> ir.TensorProtocol:
-        values = low_array(values_of(tensor), low).astype(np.float32)
+        values = cast_array(read_values(tensor), low).astype(np.float32)
         return ir.Tensor(values, dtype=FLOAT, name=tensor.name)
 
     return ir.LazyTensor(convert, FLOAT, ir.Shape(tensor.shape.numpy()), name=tensor.name)
 
 
 def _round_weight(
-    value: ir.Value, plan: CastPlan, graph: ir.Graph, low: ir.DataType, unused: UnusedNames
+    value: ir.Value, plan: CastPlan, graph: ir.Graph, low: ir.DataType, unused: NameAllocator
 ) -> None:
     tensor = value.const_value
     if value.dtype != FLOAT or tensor is None or value.is_graph_input():
         return
     uses = list(value.uses())
-    narrow = [use for use in uses if plan.narrows(use.node, use.idx)]
+    narrow = [use for use in uses if plan.is_low_input(use.node, use.idx)]
     if not narrow:
         return
     if len(narrow) == len(uses) and not value.is_graph_output():
@@ -111,17 +111,17 @@ def _round_input(
     plan: CastPlan,
     graph: ir.Graph,
     low: ir.DataType,
-    unused: UnusedNames,
+    unused: NameAllocator,
     *,
     all_uses: bool = False,
 ) -> None:
     """Rounds a value that is FP32 itself for the narrow nodes that read it, or for all."""
     if value.dtype != FLOAT:
         return
-    narrow = [use for use in value.uses() if all_uses or plan.narrows(use.node, use.idx)]
+    narrow = [use for use in value.uses() if all_uses or plan.is_low_input(use.node, use.idx)]
     if not narrow:
         return
-    down, up = _pair(value, low, unused)
+    down, up = _cast_pair(value, low, unused)
     rounded = up.outputs[0]
     producer = value.producer()
     if producer is not None:
@@ -136,7 +136,7 @@ def _round_output(
     value: ir.Value,
     graph: ir.Graph,
     low: ir.DataType,
-    unused: UnusedNames,
+    unused: NameAllocator,
     *,
     all_uses: bool,
     plan: CastPlan,
@@ -149,8 +149,8 @@ def _round_output(
     if producer is None:
         return
     name = value.name
-    uses = [use for use in value.uses() if all_uses or plan.narrows(use.node, use.idx)]
-    down, up = _pair(value, low, unused)
+    uses = [use for use in value.uses() if all_uses or plan.is_low_input(use.node, use.idx)]
+    down, up = _cast_pair(value, low, unused)
     graph.insert_after(producer, [down, up])
     rounded = up.outputs[0]
     for use in uses:
@@ -162,7 +162,7 @@ def _round_output(
     rounded.name = name
 
 
-def _pair(value: ir.Value, low: ir.DataType, unused: UnusedNames) -> tuple[ir.Node, ir.Node]:
+def _cast_pair(value: ir.Value, low: ir.DataType, unused: NameAllocator) -> tuple[ir.Node, ir.Node]:
     """Down to the narrow type and up again."""
     narrow = ir.Value(
         name=unused(f"{value.name}_narrow"), shape=value.shape, type=ir.TensorType(low)

@@ -1,9 +1,9 @@
 """The range of one array: how large, how small, how long a sum of its rows.
 
-    >>> range_of(np.float32([[0, 1e-3, -5]])).largest
+    >>> array_range(np.float32([[0, 1e-3, -5]])).largest
     5.0
 
-Only numbers of fixed size stay of an array of any size; `widest` joins those of two feeds.
+Only numbers of fixed size stay of an array of any size; `merge` joins those of two feeds.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class TensorRange:
     """Of the largest feed; 0 where no feed had any: nothing is known of the tensor then."""
     nonfinite: bool = False
     """It has NaN or an infinity that is no mask."""
-    row_square: float = 0.0
+    row_mean_square: float = 0.0
     """The largest mean of the squares of one row."""
 
-    def widest(self, other: TensorRange) -> TensorRange:
+    def merge(self, other: TensorRange) -> TensorRange:
         """Over two feeds."""
         smalls = [value for value in (self.smallest, other.smallest) if value > 0]
         return TensorRange(
@@ -47,11 +47,11 @@ class TensorRange:
             max(self.row_variance, other.row_variance),
             max(self.elements, other.elements),
             self.nonfinite or other.nonfinite,
-            max(self.row_square, other.row_square),
+            max(self.row_mean_square, other.row_mean_square),
         )
 
 
-def range_of(values: NDArray[Any], *, mask_floor: float = -math.inf) -> TensorRange:
+def array_range(values: NDArray[Any], *, mask_floor: float = -math.inf) -> TensorRange:
     """The range of one array."""
     array = np.asarray(values, np.float32)
     if array.size == 0:
@@ -68,14 +68,14 @@ def range_of(values: NDArray[Any], *, mask_floor: float = -math.inf) -> TensorRa
     step = max(1, counted.size // _SAMPLE)
     sample = np.abs(counted.ravel()[::step])
     sample = sample[sample > 0]
-    row_variance, row_square = _row_moments(counted)
+    row_variance, row_mean_square = _row_moments(counted)
     return TensorRange(
         largest=max(abs(low), abs(high)),
         smallest=float(np.quantile(sample, _SMALL_QUANTILE)) if sample.size else 0.0,
         row_variance=row_variance,
         elements=int(array.size),
         nonfinite=nonfinite,
-        row_square=row_square,
+        row_mean_square=row_mean_square,
     )
 
 

@@ -243,4 +243,4 @@ def test_a_name_that_no_manifest_takes_is_refused(tmp_path):
 def test_a_dim_of_digits_that_are_no_size_is_no_name(tmp_path, name):
     path = with_dims(linear(tmp_path / "mine.onnx"), ("batch", name))
     with pytest.raises(ExportError, match="dim 1 of input 'x' is dynamic and named"):
-        graphs.check(path)
+        graphs.check_exported_graph(path)

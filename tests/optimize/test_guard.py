@@ -11,7 +11,7 @@ from enginery import export_model
 from enginery.cli import main
 from enginery.optimize import stage
 from enginery.optimize.config import OptimizeConfig
-from enginery.optimize.divergence import first_divergences, relative_error
+from enginery.optimize.divergence import find_divergences, relative_error
 from tests.passes.graphs import graph, saved
 
 
@@ -103,10 +103,10 @@ def test_divergence_inside_a_branch_is_found(tmp_path):
         paths.append(tmp_path / f"{number}.onnx")
         onnx.save(model, paths[-1])
     feeds = {"x": np.ones((2, 4), np.float32), "c": np.array([True])}
-    (first, *_) = first_divergences(*paths, feeds, fixed=())
+    (first, *_) = find_divergences(*paths, feeds, fixed=())
     assert (first.tensor, first.error, first.fixed) == ("far", np.inf, False)
-    assert first_divergences(*paths, feeds, fixed={first.node})[0].fixed
-    assert first_divergences(*paths, {**feeds, "c": np.array([False])}, fixed=()) == []
+    assert find_divergences(*paths, feeds, fixed={first.node})[0].fixed
+    assert find_divergences(*paths, {**feeds, "c": np.array([False])}, fixed=()) == []
 
 
 def test_another_shape_is_an_infinite_error():

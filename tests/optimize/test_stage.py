@@ -139,7 +139,7 @@ def test_islands_grow_from_the_node_where_the_graphs_part(
     """Ranges of inputs that never overflow: the check alone finds the node."""
     from enginery.optimize import guard
 
-    monkeypatch.setattr(guard, "find_islands", lambda graph, ranges: {})
+    monkeypatch.setattr(guard, "find_fp32_nodes", lambda graph, ranges: {})
     source = overflowing(exported("bert", "text-classification"), tmp_path / "grown")
     artifact = optimized(source)
     found = report_of(artifact)["graphs"][0]
@@ -153,7 +153,7 @@ def test_graph_that_cannot_be_repaired_is_marked_with_its_node(
 ):
     from enginery.optimize import guard
 
-    monkeypatch.setattr(guard, "find_islands", lambda graph, ranges: {})
+    monkeypatch.setattr(guard, "find_fp32_nodes", lambda graph, ranges: {})
     source = overflowing(exported("bert", "text-classification"), tmp_path / "grown")
     artifact = optimized(source, max_rounds=0)
     verdict = artifact.failed()

@@ -4,8 +4,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from enginery.passes.cleanup import clean_graph, standard_only
-from enginery.passes.nodes import infer_types, name_nodes
+from enginery.passes.cleanup import clean_graph, non_standard_nodes
+from enginery.passes.nodes import ensure_unique_node_names, infer_types
 from tests.passes.graphs import graph, ops, run, saved
 
 TEXT = """
@@ -63,14 +63,14 @@ def test_ops_of_other_domains_are_named():
     fused = ir.node("FusedMatMul", model.graph.node("exp_5").inputs, domain="com.microsoft",
                     name="fused_0")  # fmt: skip
     model.graph.append(fused)
-    assert standard_only(model) == ["fused_0 (com.microsoft::FusedMatMul)"]
+    assert non_standard_nodes(model) == ["fused_0 (com.microsoft::FusedMatMul)"]
 
 
 def test_nodes_get_names_that_no_other_has():
     model = graph("g (float[4] x) => (float[4] y) { a = Exp (x)  b = Exp (a)  y = Exp (b) }")
     for node, name in zip(model.graph, ("", "Exp_1", "Exp_1"), strict=True):
         node.name = name
-    name_nodes(model)
+    ensure_unique_node_names(model)
     names = [node.name for node in model.graph]
     assert len(set(names)) == 3
     assert names[1] == "Exp_1", "the first that has a name keeps it"

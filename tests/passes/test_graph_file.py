@@ -41,7 +41,7 @@ def test_a_graph_that_is_written_elsewhere_needs_none_of_the_files_it_came_from(
     source.mkdir()
     target.mkdir()
     save_with_everything_outside(source / "model.onnx")
-    assert write_graph(read_graph(source / "model.onnx"), target / "model.onnx", inside_bytes=0)
+    assert write_graph(read_graph(source / "model.onnx"), target / "model.onnx", max_inline_bytes=0)
     assert external_data_files(target / "model.onnx") == ["model.onnx.data"]
     feeds = {"x": np.ones((2, 64), dtype=np.float32)}
     before, after = (

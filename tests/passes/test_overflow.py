@@ -7,8 +7,8 @@ import pytest
 
 from enginery.passes.cast import cast_graph
 from enginery.passes.nodes import infer_types
-from enginery.passes.overflow import find_islands, mask_floor
-from enginery.passes.ranges import float_tensors, measure_ranges, range_of
+from enginery.passes.overflow import find_fp32_nodes, mask_floor
+from enginery.passes.ranges import array_range, float_tensors, measure_ranges
 from enginery.passes.simulation import simulate_cast
 from tests.passes.graphs import graph, run, saved
 
@@ -34,10 +34,10 @@ T5_WEIGHTS = {
 X = RNG.normal(size=(4, 8)).astype(np.float32)
 
 
-def islands_of(model, path, batches):
+def fp32_nodes_of(model, path, batches):
     infer_types(model)
     ranges = measure_ranges(path, float_tensors(model.graph), batches, mask_floor=mask_floor(model))
-    return find_islands(model.graph, ranges), ranges
+    return find_fp32_nodes(model.graph, ranges), ranges
 
 
 def test_growing_residual_is_finite_with_islands_and_not_without(tmp_path):
@@ -48,7 +48,7 @@ def test_growing_residual_is_finite_with_islands_and_not_without(tmp_path):
     assert not np.isfinite(run(saved(plain, tmp_path / "plain.onnx"), x=X)[0]).all()
 
     model = graph(T5, **T5_WEIGHTS)
-    islands, ranges = islands_of(model, reference, [{"x": X}])
+    islands, ranges = fp32_nodes_of(model, reference, [{"x": X}])
     assert ranges["residual"].largest > 65504
     result = cast_graph(model, "fp16", keep_fp32=islands)
     found = run(saved(model, tmp_path / "islands.onnx"), x=X)[0]
@@ -73,7 +73,7 @@ def test_large_input_of_layer_normalization_stays_fp32(tmp_path):
     simulate_cast(plain, "fp16")
     assert not np.isfinite(run(saved(plain, tmp_path / "plain.onnx"), x=X)[0]).all()
     model = graph(text, **weights)
-    islands, _ = islands_of(model, reference, [{"x": X}])
+    islands, _ = fp32_nodes_of(model, reference, [{"x": X}])
     cast_graph(model, "fp16", keep_fp32=islands)
     assert set(islands) == {"mul_0", "layernormalization_1"}
     found = run(saved(model, tmp_path / "islands.onnx"), x=X)[0]
@@ -84,7 +84,7 @@ def test_variance_beyond_fp16_counts_although_input_and_output_fit(tmp_path):
     text = """g (float[n, 8] x) => (float[n, 8] y) {
       a = Mul (x, big)  y = LayerNormalization (a, scale) }"""
     model = graph(text, big=np.float32(2e3), scale=np.ones(8))
-    islands, ranges = islands_of(model, saved(model, tmp_path / "m.onnx"), [{"x": X}])
+    islands, ranges = fp32_nodes_of(model, saved(model, tmp_path / "m.onnx"), [{"x": X}])
     assert ranges["a"].largest < 32752
     assert list(islands) == ["layernormalization_1"]
     assert "variance" in islands["layernormalization_1"].reason
@@ -98,9 +98,9 @@ def test_sum_before_a_mean_counts(tmp_path):
     path = saved(model, tmp_path / "m.onnx")
     assert (
         "sum before its mean reaches 4e+05"
-        in islands_of(model, path, [{"x": long}])[0]["reducemean_0"].reason
+        in fp32_nodes_of(model, path, [{"x": long}])[0]["reducemean_0"].reason
     )
-    assert islands_of(model, path, [{"x": short}])[0] == {}
+    assert fp32_nodes_of(model, path, [{"x": short}])[0] == {}
 
 
 def one_node(op_type, tmp_path, values, **attributes):
@@ -110,7 +110,7 @@ def one_node(op_type, tmp_path, values, **attributes):
       y = {op_type} <{options or "keepdims: int = 1"}> (x, axes) }}"""
     model = graph(text, axes=np.array([-1]))
     path = saved(model, tmp_path / f"{op_type}.onnx")
-    return islands_of(model, path, [{"x": np.float32(values)}])[0]
+    return fp32_nodes_of(model, path, [{"x": np.float32(values)}])[0]
 
 
 @pytest.mark.parametrize(
@@ -134,28 +134,28 @@ def test_softmax_takes_the_largest_away_first(tmp_path):
     model = graph(text, scale=np.float32(1e4))
     path = saved(model, tmp_path / "m.onnx")
     x = np.float32([[1, -1, 2, 3, 0, 0.5, -3, 1]])
-    assert islands_of(model, path, [{"x": x}])[0] == {}
+    assert fp32_nodes_of(model, path, [{"x": x}])[0] == {}
     expected = run(path, x=x)[0]
     simulate_cast(model, "fp16")
     np.testing.assert_allclose(run(saved(model, tmp_path / "s.onnx"), x=x)[0], expected, atol=1e-3)
     beyond = graph(text, scale=np.float32(2e4))
     path = saved(beyond, tmp_path / "beyond.onnx")
-    assert set(islands_of(beyond, path, [{"x": x}])[0]) == {"mul_0", "softmax_1"}
+    assert set(fp32_nodes_of(beyond, path, [{"x": x}])[0]) == {"mul_0", "softmax_1"}
 
 
 def test_mean_of_squares_counts_where_no_mean_is_taken_away(tmp_path):
     text = """g (float[n, 8] x) => (float[n, 8] y) { y = RMSNormalization (x, scale) }"""
     model = graph(text, opset=23, scale=np.ones(8))
     infer_types(model)
-    found = {"x": range_of(np.full((1, 8), 300, np.float32)),
-             "y": range_of(np.ones((1, 8), np.float32))}  # fmt: skip
+    found = {"x": array_range(np.full((1, 8), 300, np.float32)),
+             "y": array_range(np.ones((1, 8), np.float32))}  # fmt: skip
     assert found["x"].row_variance < 1
     assert "squares inside come to 9e+04" in (
-        find_islands(model.graph, found)["rmsnormalization_0"].reason
+        find_fp32_nodes(model.graph, found)["rmsnormalization_0"].reason
     )
     plain = graph(text.replace("RMSNormalization", "LayerNormalization"), scale=np.ones(8))
     infer_types(plain)
-    assert find_islands(plain.graph, found) == {}
+    assert find_fp32_nodes(plain.graph, found) == {}
 
 
 def test_simulation_rounds_what_an_island_hands_to_narrow_nodes(tmp_path):
@@ -182,17 +182,17 @@ def test_masked_scores_are_no_overflow(tmp_path):
       s = Where (m, x, low)  y = Softmax (s) }"""
     model = graph(text, low=np.array([np.finfo(np.float32).min]))
     feeds = {"x": np.ones((2, 4), np.float32), "m": np.array([[True] * 4, [True, False] * 2])}
-    islands, ranges = islands_of(model, saved(model, tmp_path / "m.onnx"), [feeds])
+    islands, ranges = fp32_nodes_of(model, saved(model, tmp_path / "m.onnx"), [feeds])
     assert islands == {}
     assert ranges["s"].largest == 1.0
     # The same numbers without a mask constant in the graph are numbers.
-    assert range_of(np.float32([-3e38, 1])).largest == pytest.approx(3e38)
+    assert array_range(np.float32([-3e38, 1])).largest == pytest.approx(3e38)
 
 
 def test_divisor_of_subnormal_numbers_stays_fp32(tmp_path):
     text = "g (float[n, 8] x) => (float[n, 8] y) { a = Mul (x, tiny)  b = Abs (a)  y = Div (a, b) }"
     model = graph(text, tiny=np.float32(1e-7))
-    islands, _ = islands_of(model, saved(model, tmp_path / "m.onnx"), [{"x": X}])
+    islands, _ = fp32_nodes_of(model, saved(model, tmp_path / "m.onnx"), [{"x": X}])
     assert set(islands) == {"div_2"}
     assert "loses bits below" in islands["div_2"].reason
 
@@ -209,9 +209,9 @@ def test_ranges_are_the_same_in_groups_of_any_size(tmp_path):
 
 
 def test_range_of_an_array():
-    found = range_of(np.float32([[0, 1e-3, -5], [np.inf, 2, 3]]))
+    found = array_range(np.float32([[0, 1e-3, -5], [np.inf, 2, 3]]))
     assert found.nonfinite
     assert found.largest > 1e38
-    assert range_of(np.zeros((2, 0), np.float32)).elements == 0
-    assert range_of(np.float32([-np.inf, 2]), mask_floor=-math.inf).nonfinite is False
-    assert range_of(np.float32([[1, 3]])).row_variance == 1.0
+    assert array_range(np.zeros((2, 0), np.float32)).elements == 0
+    assert array_range(np.float32([-np.inf, 2]), mask_floor=-math.inf).nonfinite is False
+    assert array_range(np.float32([[1, 3]])).row_variance == 1.0

@@ -5,7 +5,7 @@ import pytest
 from onnx import TensorProto, checker, helper, numpy_helper
 
 from enginery.passes.layers import find_layers
-from enginery.passes.qdq import ActivationRange, insert_qdq
+from enginery.passes.qdq import ActivationQuantParams, insert_qdq
 from enginery.runtime.sessions import EXACT_INT8
 
 K, N = 32, 48
@@ -61,8 +61,8 @@ def relative_error(mine, theirs):
 
 
 def quantize(graph, ready=None, **options):
-    layers = [layer for layer in find_layers(graph) if not layer.obstacle]
-    ready = ready or ActivationRange(float(np.abs(ROWS).max() / 127))
+    layers = [layer for layer in find_layers(graph) if not layer.skip_reason]
+    ready = ready or ActivationQuantParams(float(np.abs(ROWS).max() / 127))
     return insert_qdq(graph, layers, {layer.activation: ready for layer in layers}, **options)
 
 
@@ -106,7 +106,7 @@ def test_neither_bias_nor_output_is_quantized():
 
 def test_scales_survive_a_cast_to_fp16():
     graph = linear(weight=np.where(np.arange(N) == 3, 0, WEIGHT).astype(np.float32))
-    quantize(graph, ActivationRange(0.0123456789))
+    quantize(graph, ActivationQuantParams(0.0123456789))
     for name, value in graph.graph.initializers.items():
         if name.endswith("scale"):
             scale = value.const_value.numpy()
@@ -123,8 +123,8 @@ def test_scaling_and_shifting_channels_changes_nothing_but_rounding(op):
     offset = (-5 * multiplier).astype(np.float32)
     inner = np.abs(rows * multiplier + offset).max()
     plain, smoothed = linear(op), linear(op)
-    quantize(plain, ActivationRange(float(np.abs(rows).max() / 127)))
-    done = quantize(smoothed, ActivationRange(float(inner / 127), multiplier, offset))
+    quantize(plain, ActivationQuantParams(float(np.abs(rows).max() / 127)))
+    done = quantize(smoothed, ActivationQuantParams(float(inner / 127), multiplier, offset))
     assert done.smoothed == 1
     error = relative_error(run(smoothed, rows)[0], exact)
     assert error < 0.02
@@ -134,7 +134,7 @@ def test_scaling_and_shifting_channels_changes_nothing_but_rounding(op):
 def test_an_offset_without_a_bias_adds_one_and_keeps_the_outputs_name():
     graph = model([helper.make_node("MatMul", ["x", "w"], ["y"], name="layer")], {"w": WEIGHT})
     offset = np.full(K, -1, np.float32)
-    quantize(graph, ActivationRange(4 / 127, None, offset))
+    quantize(graph, ActivationQuantParams(4 / 127, None, offset))
     assert [value.name for value in graph.graph.outputs] == ["y"]
     assert relative_error(run(graph)[0], ROWS @ WEIGHT) < 0.03
 
@@ -189,7 +189,7 @@ def test_a_convolution_has_a_scale_for_each_output_channel():
     make = [helper.make_node("Conv", ["x", "w", "b"], ["y"], name="layer", pads=[1, 1, 1, 1])]
     graph = model(make, {"w": kernel, "b": BIAS}, shape=("batch", 16, 8, 8))
     expected = run(graph, images)[0]
-    quantize(graph, ActivationRange(float(np.abs(images).max() / 127)))
+    quantize(graph, ActivationQuantParams(float(np.abs(images).max() / 127)))
     assert relative_error(run(graph, images)[0], expected) < 0.02
     assert by_name(graph)["layer/dequantize_weight"].attributes["axis"].value == 0
 
@@ -204,14 +204,14 @@ def test_a_convolution_has_a_scale_for_each_output_channel():
 def test_what_gains_nothing_or_cannot_be_is_left_with_a_reason(nodes, weights, reason):
     made = [helper.make_node(op, inputs, ["y"], name="layer", **a) for op, inputs, a in nodes]
     (layer,) = find_layers(model(made, weights))
-    assert reason in layer.obstacle
+    assert reason in layer.skip_reason
 
 
 def test_a_depthwise_convolution_is_left_out():
     kernel = np.ones((32, 1, 7, 7), np.float32)
     made = [helper.make_node("Conv", ["x", "w"], ["y"], name="layer", group=32)]
     (layer,) = find_layers(model(made, {"w": kernel}, shape=("batch", 32, 16, 16)))
-    assert "N = 1" in layer.obstacle
+    assert "N = 1" in layer.skip_reason
 
 
 def test_products_of_two_activations_are_no_layers():

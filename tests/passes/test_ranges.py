@@ -8,10 +8,10 @@ from enginery.core.external_data import load_graph
 from enginery.passes import ranges
 from enginery.passes.cast import cast_graph
 from enginery.passes.nodes import infer_types
-from enginery.passes.overflow import find_islands
-from enginery.passes.ranges import float_tensors, measure_ranges, name_apart
-from enginery.passes.segments import alive_bytes, cut_graph
-from enginery.passes.tensor_range import range_of
+from enginery.passes.overflow import find_fp32_nodes
+from enginery.passes.ranges import float_tensors, make_value_names_unique, measure_ranges
+from enginery.passes.segments import peak_live_bytes, split_graph
+from enginery.passes.tensor_range import array_range
 from tests.passes.graphs import graph, run, saved
 
 RNG = np.random.default_rng(0)
@@ -55,7 +55,7 @@ def measured(model, path, batches, **options):
 
 def branches(tmp_path):
     model = graph(BRANCHES, **WEIGHTS)
-    assert name_apart(model)
+    assert make_value_names_unique(model)
     return model, saved(model, tmp_path / "fp32.onnx")
 
 
@@ -67,7 +67,7 @@ def test_overflow_inside_a_branch_is_measured_and_becomes_an_island(tmp_path):
     model, path = branches(tmp_path)
     found = measured(model, path, [feeds(cached=True), feeds(cached=False)])
     assert found["large"].largest == pytest.approx(np.abs(X).max() * 2 * 6e4)
-    islands = find_islands(model.graph, found)
+    islands = find_fp32_nodes(model.graph, found)
     assert {island.op_type for island in islands.values()} == {"Mul", "LayerNormalization"}
     assert min(island.largest for island in islands.values()) > 65504
     expected = run(path, **feeds(cached=True))[0]
@@ -80,7 +80,7 @@ def test_branch_that_no_input_took_stays_fp32(tmp_path):
     model, path = branches(tmp_path)
     found = measured(model, path, [feeds(cached=False)])
     assert found["large"].elements == 0
-    islands = find_islands(model.graph, found)
+    islands = find_fp32_nodes(model.graph, found)
     assert "its range is unknown" in next(
         island.reason for island in islands.values() if island.op_type == "Mul"
     )
@@ -122,7 +122,7 @@ def test_body_of_a_loop_stays_fp32_and_says_why(tmp_path):
     model = graph(LOOP, big=np.float32(3))
     path = saved(model, tmp_path / "m.onnx")
     found = measured(model, path, [{"x": X[:2], "n": np.array(3)}])
-    islands = find_islands(model.graph, found)
+    islands = find_fp32_nodes(model.graph, found)
     assert [island.op_type for island in islands.values()] == ["Mul"]
     (island,) = islands.values()
     assert "inside the Loop" in island.reason
@@ -174,13 +174,13 @@ def test_each_node_runs_once_a_batch(tmp_path, monkeypatch):
 def test_segments_hold_no_more_than_they_may_and_read_what_others_made(tmp_path):
     proto = load_graph(saved(graph(CHAIN), tmp_path / "m.onnx"))
     sizes = dict.fromkeys("abcdy", 100)
-    segments = cut_graph(proto.graph, sizes, typed={*"abcdy", "size"}, most_bytes=200)
+    segments = split_graph(proto.graph, sizes, typed_values={*"abcdy", "size"}, max_bytes=200)
     assert [(s.start, s.stop) for s in segments] == [(0, 3), (3, 5), (5, 6)]
-    assert [set(s.reads) for s in segments] == [{"x"}, {"a", "b", "size"}, {"d", "x"}]
-    assert [set(s.passes_on) for s in segments] == [{"a", "b", "size"}, {"d"}, set()]
-    assert alive_bytes(segments, sizes) == 300
+    assert [set(s.inputs) for s in segments] == [{"x"}, {"a", "b", "size"}, {"d", "x"}]
+    assert [set(s.outputs) for s in segments] == [{"a", "b", "size"}, {"d"}, set()]
+    assert peak_live_bytes(segments, sizes) == 300
     # A value that is no tensor, or of an unknown type, cannot be handed on.
-    untyped = cut_graph(proto.graph, sizes, typed=set("abcdy"), most_bytes=200)
+    untyped = split_graph(proto.graph, sizes, typed_values=set("abcdy"), max_bytes=200)
     assert [(s.start, s.stop) for s in untyped] == [(0, 5), (5, 6)]
 
 
@@ -188,13 +188,13 @@ def test_batches_go_in_parts_where_much_passes_from_segment_to_segment(tmp_path,
     model = graph(CHAIN)
     path = saved(model, tmp_path / "m.onnx")
     parts = []
-    original = ranges._values_of_part
+    original = ranges._run_segments
 
     def seen(path, proto, segments, types, batches):
         parts.append(len(batches))
         return original(path, proto, segments, types, batches)
 
-    monkeypatch.setattr(ranges, "_values_of_part", seen)
+    monkeypatch.setattr(ranges, "_run_segments", seen)
     measured(model, path, [{"x": X}] * 3, group_bytes=300)
     assert parts == [1, 1, 1]
     parts.clear()
@@ -214,13 +214,13 @@ def test_moments_of_rows_are_those_of_numpy():
     for shape in ((3, 7), (500, 3), (2, 100_000), (5,)):
         values = (RNG.normal(size=shape) * 50 + 10).astype(np.float32)
         rows = values.reshape(-1, shape[-1]).astype(np.float64)
-        found = range_of(values)
+        found = array_range(values)
         assert found.row_variance == pytest.approx(rows.var(axis=1).max(), rel=1e-9)
-        assert found.row_square == pytest.approx((rows**2).mean(axis=1).max(), rel=1e-9)
+        assert found.row_mean_square == pytest.approx((rows**2).mean(axis=1).max(), rel=1e-9)
         assert found.largest == np.abs(values).max()
 
 
 def test_nan_counts_as_no_number():
-    found = range_of(np.float32([np.nan, 1, -4]))
+    found = array_range(np.float32([np.nan, 1, -4]))
     assert found.nonfinite
     assert found.largest == 4

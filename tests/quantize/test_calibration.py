@@ -4,7 +4,7 @@ import pytest
 from enginery.core.errors import InputError
 from enginery.passes.graph_file import read_graph
 from enginery.passes.layers import find_layers
-from enginery.passes.qdq import ActivationRange
+from enginery.passes.qdq import ActivationQuantParams
 from enginery.passes.scheme import INT8
 from enginery.quantize.calibration import (
     Channels,
@@ -76,7 +76,7 @@ def batches(artifact, *, padding):
 
 def test_padded_rows_calibrate_as_bare_ones_do(tiny):
     artifact = tiny("bert", "token-classification")
-    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.obstacle]
+    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.skip_reason]
     bare = observe_channels(artifact.model, layers, batches(artifact, padding=0), seed=0)
     padded = observe_channels(artifact.model, layers, batches(artifact, padding=6), seed=0)
     for name, channels in bare.items():
@@ -87,11 +87,12 @@ def test_padded_rows_calibrate_as_bare_ones_do(tiny):
 
 def test_histograms_cover_exactly_what_was_seen(tiny):
     artifact = tiny("bert", "token-classification")
-    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.obstacle]
+    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.skip_reason]
     inputs = batches(artifact, padding=0)
     seen = observe_channels(artifact.model, layers, inputs, seed=0)
     plain = {
-        name: with_scale(channels, ActivationRange(1.0), INT8) for name, channels in seen.items()
+        name: with_scale(channels, ActivationQuantParams(1.0), INT8)
+        for name, channels in seen.items()
     }
     histograms = observe_magnitudes(artifact.model, layers, inputs, seen, plain)
     for name, histogram in histograms.items():
@@ -102,7 +103,7 @@ def test_histograms_cover_exactly_what_was_seen(tiny):
 
 def test_an_activation_that_is_not_finite_is_an_error_that_names_it(tiny):
     artifact = tiny("vit", "image-classification")
-    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.obstacle]
+    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.skip_reason]
     pixels = np.full((1, 3, 32, 32), np.nan, np.float32)
     with pytest.raises(InputError, match="is not finite on the calibration inputs"):
         observe_channels(

@@ -2,8 +2,8 @@
 
 Takes the paths of both and feeds; leaves nothing on disk.
 
-    >>> expected = outputs_of(fp32, ["logits"], batches)
-    >>> found = outputs_of(cast, ["logits"], batches)
+    >>> expected = run_on_batches(fp32, ["logits"], batches)
+    >>> found = run_on_batches(cast, ["logits"], batches)
     >>> [a.output for a in compare_outputs(expected, found, tolerance) if not a.passed]
     ['logits']
 """
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from enginery.core.precision import Tolerance
 from enginery.passes.graph_file import read_graph, write_graph
-from enginery.passes.low_precision import low_type
+from enginery.passes.low_precision import low_precision_type
 from enginery.passes.op_types import FLOAT
 from enginery.passes.simulation import round_tensor
 from enginery.runtime.tracing import GraphTracer
@@ -33,7 +33,7 @@ Batches = list[dict[str, NDArray[Any]]]
 
 
 @dataclass(frozen=True)
-class Agreement:
+class OutputComparison:
     """One output over all batches."""
 
     output: str
@@ -64,7 +64,7 @@ class Agreement:
         )
 
 
-def outputs_of(path: Path, outputs: Sequence[str], batches: Sequence[Feeds]) -> Batches:
+def run_on_batches(path: Path, outputs: Sequence[str], batches: Sequence[Feeds]) -> Batches:
     """The float outputs of a graph on every batch, without what is padding.
 
     Raises:
@@ -75,9 +75,9 @@ def outputs_of(path: Path, outputs: Sequence[str], batches: Sequence[Feeds]) -> 
     results = []
     with GraphTracer(path, outputs) as trace:
         for feeds in batches:
-            found = trace(typed(feeds, types))
+            found = trace(cast_feeds(feeds, types))
             results.append(
-                {name: kept(array, feeds) for name, array in found.items()
+                {name: drop_padding(array, feeds) for name, array in found.items()
                  if array.dtype.kind == "f"}
             )  # fmt: skip
     return results
@@ -90,11 +90,11 @@ def compare_outputs(
     *,
     noise: Batches | None = None,
     max_error: float | None = None,
-) -> list[Agreement]:
+) -> list[OutputComparison]:
     """One agreement an output.
 
     Args:
-        expected: of the reference, see `outputs_of`.
+        expected: of the reference, see `run_on_batches`.
         found: of the graph in question.
         tolerance: of its precision.
         noise: of the reference with its weights rounded to the precision; how far they are off is
@@ -115,23 +115,25 @@ def compare_outputs(
         least = tolerance.cosine_limit(noise_cosine=noise_cosine)
         if max_error is not None:
             limit, least = max_error * largest, 1.0 - 0.5 * max_error**2
-        agreements.append(_agreement(name, wide, [batch[name] for batch in found], limit, least))
+        agreements.append(
+            _compare_output(name, wide, [batch[name] for batch in found], limit, least)
+        )
     return agreements
 
 
 def round_weights(source: Path, out: Path, precision: str) -> None:
     """Leaves the graph with every weight rounded to a narrow type, and still stored as FP32."""
-    low = low_type(precision)
+    low = low_precision_type(precision)
     model = read_graph(source)
     for graph in model.graphs():
         for value in graph.initializers.values():
             tensor = value.const_value
             if tensor is not None and value.dtype == FLOAT and len(tensor.shape) > 1:
                 value.const_value = round_tensor(tensor, low)
-    write_graph(model, out, inside_bytes=1 << 20)
+    write_graph(model, out, max_inline_bytes=1 << 20)
 
 
-def kept(array: NDArray[Any], feeds: Feeds) -> NDArray[Any]:
+def drop_padding(array: NDArray[Any], feeds: Feeds) -> NDArray[Any]:
     """The array without the positions that the feeds say are padding.
 
     Nobody reads those; a row that is masked throughout is whatever Softmax makes of rounding.
@@ -158,18 +160,18 @@ def input_types(path: Path) -> dict[str, Any]:
     }
 
 
-def typed(feeds: Feeds, types: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+def cast_feeds(feeds: Feeds, types: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """Feeds in the types that a graph takes."""
     return {name: array.astype(types[name], copy=False) for name, array in feeds.items()}
 
 
-def _agreement(
+def _compare_output(
     name: str,
     expected: Sequence[NDArray[Any]],
     found: Sequence[NDArray[Any]],
     limit: float,
     least: float,
-) -> Agreement:
+) -> OutputComparison:
     largest = max((_largest(array) for array in expected), default=0.0)
     worst, worst_batch, cosine, nonfinite = 0.0, 0, 1.0, 0
     for index, (one, other) in enumerate(zip(expected, found, strict=True)):
@@ -186,7 +188,7 @@ def _agreement(
         # A tensor no larger than the error allowed has no direction.
         if _largest(one) > limit:
             cosine = min(cosine, similarity)
-    return Agreement(name, largest, worst, cosine, nonfinite, limit, least, worst_batch)
+    return OutputComparison(name, largest, worst, cosine, nonfinite, limit, least, worst_batch)
 
 
 def _difference(one: NDArray[Any], other: NDArray[Any]) -> tuple[float, float]:
