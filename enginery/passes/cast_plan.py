@@ -1,11 +1,16 @@
-"""Which nodes of a graph become narrow, and which stay FP32 for what reason.
+"""Plan a cast: decide which nodes use the low precision, and which stay FP32 and why.
 
-    >>> plan = plan_cast(model, ir.DataType.FLOAT16, keep={"/encoder/ReduceMean"}, low_io=False)
-    >>> plan.kept["/block.0/SelfAttention/Log"]
-    'its values become integers'
+The plan is made in three steps:
 
-The types of a node follow its op's schema: what may not be FP16 (Range, the scales of Resize) stays
-FP32. So do positions and angles, and cheap nodes between FP32 nodes, which would need two Casts.
+1. A node uses the low precision if its op's schema allows it. It stays FP32 if `keep` names it, if
+   it computes positions or angles (`passes/positions.py`), or if the schema does not allow the type
+   (Range, the scales of Resize).
+2. A cheap node whose producers and consumers all stay FP32 stays FP32 too: the two Casts around it
+   would cost more than FP16 saves. This repeats until nothing changes, because each such node can
+   enclose the next.
+3. A node without float outputs (a comparison, Shape) reads its inputs in the type in which they are
+   computed, so that it needs no Cast. A QuantizeLinear uses the low precision like its
+   DequantizeLinear, because both share one scale.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from enginery.passes.nodes import all_graphs
 from enginery.passes.op_types import NO_FLOAT_PORTS, FloatPorts, float_ports, opset_of
 from enginery.passes.positions import find_position_nodes
 
-# Work worth a Cast on both sides: these run on tensor cores, or are what attention is fused from.
+# Worth a Cast on both sides: they run on tensor cores, or attention kernels are fused from them.
 _HEAVY = frozenset({
     "MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention", "MultiHeadAttention",
     "Softmax", "LSTM", "GRU", "QuantizeLinear", "DequantizeLinear",
@@ -29,20 +34,20 @@ _HEAVY = frozenset({
 
 @dataclass
 class CastPlan:
-    """The decision for every node."""
+    """The decision for every node of a model."""
 
     ports: dict[ir.Node, FloatPorts] = field(default_factory=dict)
-    """The ports that become narrow; none for a node that stays as it is."""
+    """The inputs and outputs to cast; `NO_FLOAT_PORTS` for a node that stays as it is."""
     kept: dict[str, str] = field(default_factory=dict)
-    """FP32 nodes with the reason."""
+    """The nodes that stay FP32, with the reason."""
 
     def is_low_input(self, node: ir.Node, index: int) -> bool:
-        """Whether the node's input of this index is to be narrow."""
+        """Return True if the node reads this input in the low precision."""
         ports = self.ports[node]
         return ports.any and ports.inputs[index]
 
     def is_low_output(self, value: ir.Value, low_inputs: Collection[ir.Value]) -> bool:
-        """Whether the value will be narrow where it is made."""
+        """Return True if the value is computed in the low precision, or among `low_inputs`."""
         producer, index = value.producer(), value.index()
         if producer is None or index is None:
             return value in low_inputs
@@ -52,13 +57,13 @@ class CastPlan:
 def plan_cast(
     model: ir.Model, low: ir.DataType, *, keep: Collection[str], low_io: bool
 ) -> CastPlan:
-    """Decides for every node of the model, whose values must have their types.
+    """Decide for every node of the model. Its values must have types.
 
     Args:
-        model: is not changed.
-        low: the narrow type.
+        model: the FP32 model; it is not changed.
+        low: the low-precision type.
         keep: names of nodes that stay FP32.
-        low_io: the graph's inputs will be narrow, too.
+        low_io: True if the graph's inputs are cast too.
     """
     plan = CastPlan()
     graphs = list(all_graphs(model.graph))
@@ -84,7 +89,7 @@ def _plan_graph(
         if not ports.any:
             continue
         if name in keep:
-            plan.kept[name] = "asked for"
+            plan.kept[name] = "listed in keep_fp32"
         elif name in positions:
             plan.kept[name] = positions[name]
         elif not ports.allows(SCHEMA_NAMES[low]):
@@ -94,7 +99,7 @@ def _plan_graph(
 
 
 def _fill_gaps(plan: CastPlan, graphs: Iterable[ir.Graph]) -> None:
-    """A cheap node between FP32 nodes alone joins them: a Cast on each side costs more."""
+    """Keep cheap nodes between FP32 nodes in FP32 (step 2)."""
     nodes = [node for graph in graphs for node in graph]
     changed = True
     while changed:
@@ -122,10 +127,10 @@ def _in_a_gap(plan: CastPlan, node: ir.Node) -> bool:
 def _plan_consumers(
     plan: CastPlan, graphs: Iterable[ir.Graph], low_inputs: Collection[ir.Value]
 ) -> None:
-    """A node that makes no floats (a comparison, Shape) reads them as they are made."""
+    """Let nodes without float outputs read their inputs in the type they have (step 3)."""
     for node in (node for graph in graphs for node in graph):
         ports = plan.ports[node]
-        # A pair of Q and DQ has scales of one type, so Q follows DQ.
+        # A Q/DQ pair shares one scale, so both have the same type.
         if not ports.any or any(ports.outputs) or node.op_type == "QuantizeLinear":
             continue
         sources = _float_sources(plan, node)
@@ -134,7 +139,7 @@ def _plan_consumers(
 
 
 def _float_sources(plan: CastPlan, node: ir.Node) -> list[ir.Value]:
-    """The computed values that enter the node's float ports."""
+    """Return the computed values that the node's float inputs read."""
     return [
         value
         for value, follows in zip(node.inputs, plan.ports[node].inputs, strict=True)

@@ -1,10 +1,8 @@
-"""A graph cut into consecutive segments: all inner tensors are read, and each node runs once.
+"""Split a graph into consecutive segments, to read all its inner tensors in bounded memory.
 
-    >>> segments = split_graph(proto.graph, sizes, typed_values=types, max_bytes=256 << 20)
-    >>> model = segment_model(proto, segments[0], segments[0].groups[0], types)
-
-A segment's model takes what earlier ones made (`inputs`) and gives the tensors of one group.
-Fetching the same tensors from the whole graph in groups would run it once for each group.
+The model of a segment takes values that earlier segments computed (`inputs`) and returns the
+tensors of one group. Each node runs once. To fetch the groups from the whole graph instead would
+run it once for each group.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ class Segment:
     start: int
     """The index of the first node."""
     stop: int
-    """The index behind the last one."""
+    """The index after the last node."""
     inputs: tuple[str, ...]
-    """Graph inputs and values of earlier segments that the nodes take."""
+    """Graph inputs and values of earlier segments that the nodes read."""
     outputs: tuple[str, ...]
-    """Values made here that later segments take."""
+    """Values computed here that later segments read."""
     groups: tuple[tuple[str, ...], ...]
-    """The tensors to fetch, a run for each group; more than one where a single node makes more than
-    a group holds, as an If does with all that is in its branches."""
+    """The tensors to fetch, one run for each group. There are several groups only if one node
+    computes more than a group holds, as an If does with the tensors of its branches."""
 
 
 def split_graph(
@@ -40,14 +38,18 @@ def split_graph(
     typed_values: Collection[str],
     max_bytes: int,
 ) -> list[Segment]:
-    """Cuts where the tensors to fetch have come to `max_bytes`.
+    """Split a graph so that the tensors to fetch from each segment take at most `max_bytes`.
+
+    The nodes are taken in order. A new segment starts at the first node whose tensors would exceed
+    the limit, unless a value that cannot be passed between models (of unknown type, or no tensor)
+    is alive there: its producer and its consumers must be in one segment.
 
     Args:
         graph: an `onnx.GraphProto`, its nodes in topological order.
-        sizes: bytes of each tensor that is to be fetched, inside branches of If nodes too.
+        sizes: bytes of each tensor to fetch, those in branches of If nodes included.
         typed_values: values that can be passed from one segment to the next. The others have an
             unknown type or are not tensors, so no cut separates their producer from a consumer.
-        max_bytes: of one segment; one node may make more.
+        max_bytes: the limit of one segment; a single node may exceed it.
     """
     reads = [input_names(node) for node in graph.node]
     last_use = {name: index for index, names in enumerate(reads) for name in names}
@@ -79,7 +81,7 @@ def split_graph(
 
 
 def peak_live_bytes(segments: Sequence[Segment], sizes: Mapping[str, int]) -> int:
-    """The most that has to be kept between two segments, for one batch."""
+    """Return the most bytes that must be kept between two segments, for one batch."""
     last = {name: index for index, segment in enumerate(segments) for name in segment.inputs}
     alive = most = 0
     freed = [0] * (len(segments) + 1)
@@ -95,17 +97,17 @@ def peak_live_bytes(segments: Sequence[Segment], sizes: Mapping[str, int]) -> in
 def segment_model(
     proto: Any, segment: Segment, fetch: Sequence[str], types: Mapping[str, int]
 ) -> tuple[Any, dict[str, list[str]]]:
-    """A model of the segment's nodes alone, with the weights that they read.
+    """Build a model of the segment's nodes, with the weights that they read.
 
     Args:
-        proto: the `onnx.ModelProto` that was cut; it is not changed.
-        segment: which nodes.
-        fetch: names of tensors made in the segment.
-        types: ONNX's number of the element type of each value.
+        proto: the `onnx.ModelProto` that was split; it is not changed.
+        segment: the nodes.
+        fetch: names of tensors computed in the segment.
+        types: the ONNX element type of each value, as a number.
 
     Returns:
-        An `onnx.ModelProto`, and for each tensor the outputs that have its values, see
-        `expose_branches`.
+        An `onnx.ModelProto`, and for each tensor the names of the outputs that carry its values
+        (see `expose_branches`).
     """
     import onnx
 
@@ -130,7 +132,7 @@ def segment_model(
 
 
 def input_names(node: Any) -> set[str]:
-    """What a node takes from its graph: its inputs, and what the graphs inside it capture."""
+    """Return the values that a node reads from its graph, also through its subgraphs."""
     names = {name for name in node.input if name}
     for graph in _subgraphs(node):
         own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
@@ -141,7 +143,7 @@ def input_names(node: Any) -> set[str]:
 
 
 def output_names(node: Any) -> Iterator[str]:
-    """A node's outputs, and before them what the branches of an If make."""
+    """Yield the outputs of a node; for an If, those of the nodes in its branches first."""
     if node.op_type == "If" and node.domain in ("", "ai.onnx"):
         for graph in _subgraphs(node):
             for inner in graph.node:
@@ -159,7 +161,7 @@ def _subgraphs(node: Any) -> Iterator[Any]:
 def _no_cut_before(
     graph: Any, last_use: Mapping[str, int], typed_values: Collection[str]
 ) -> set[int]:
-    """Where no segment may begin."""
+    """Return the indices of the nodes at which no segment may start."""
     return {
         index
         for made, node in enumerate(graph.node)

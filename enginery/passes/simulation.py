@@ -1,15 +1,10 @@
-"""An FP16 or BF16 graph as FP32 arithmetic that rounds every value, so that a CPU can tell.
+"""Simulate an FP16 or BF16 graph on the CPU: FP32 arithmetic that rounds every value.
 
-Takes a clean FP32 model; leaves it with a pair of Casts behind everything that `cast_graph` would
-make narrow, under the names that the values have there.
-
-    >>> simulate_cast(model, "fp16", keep_fp32=islands)
-    >>> write_graph(model, scratch / "simulated.onnx")
-
-ONNX Runtime has FP16 kernels for few ops on the CPU. It runs the others in FP32, and takes out the
-casts between two of them: an overflow that a GPU would make infinite is not seen. BF16 it does not
-run at all. A pair of Casts that is written in the graph it keeps. Sums inside an op are FP32 here,
-as tensor cores have them.
+ONNX Runtime has FP16 kernels for few ops on the CPU. It runs the others in FP32 and removes the
+Casts between two of them, so an overflow that yields infinity on a GPU does not show. It does not
+run BF16 at all. So `simulate_cast` inserts two Casts, to the low precision and back, after every
+value that `cast_graph` would cast. ONNX Runtime keeps such pairs. The values keep the names that
+they have in the cast graph. Sums inside an op are FP32, as on tensor cores.
 """
 
 from __future__ import annotations
@@ -34,10 +29,12 @@ def simulate_cast(
     keep_fp32: Collection[str] = (),
     io_dtype: Literal["fp32", "same"] = "fp32",
 ) -> None:
-    """Edits the graph in place; the arguments are those of `cast_graph`.
+    """Insert the rounding in place; the arguments are those of `cast_graph`.
 
-    The types of inputs and outputs stay FP32 in any case; with `same` their values are rounded.
-    Raises OptionError for a precision that is not narrow.
+    The types of inputs and outputs stay FP32; with `io_dtype="same"` their values are rounded.
+
+    Raises:
+        OptionError: the precision is neither `fp16` nor `bf16`.
     """
     low = low_precision_type(precision)
     if model.functions:
@@ -48,7 +45,7 @@ def simulate_cast(
         raise_opset_for_bf16(model)
     infer_types(model)
     plan = plan_cast(model, low, keep=frozenset(keep_fp32), low_io=io_dtype == "same")
-    # The plan needed the newer schemas; FP32 does not.
+    # Only the plan needs the newer schemas.
     model.opset_imports[""] = opset
     unused = NameAllocator(model)
     for graph in list(all_graphs(model.graph)):
@@ -63,17 +60,17 @@ def simulate_cast(
             if node.op_type == "ConstantOfShape" and given and any(plan.ports[node].outputs):
                 rounded = round_tensor(given.as_tensor(), low)
                 node.attributes["value"] = ir.AttrTensor("value", rounded)
-            narrow = [*plan.ports[node].outputs, *[False] * len(node.outputs)]
-            for value, follows in zip(node.outputs, narrow, strict=False):
+            low_outputs = [*plan.ports[node].outputs, *[False] * len(node.outputs)]
+            for value, follows in zip(node.outputs, low_outputs, strict=False):
                 if follows or (low_io and value.dtype == FLOAT and value.is_graph_output()):
                     _round_output(value, graph, low, unused, all_uses=follows, plan=plan)
                 else:
-                    # An FP32 node's result is cast for the narrow nodes that read it.
+                    # The cast graph casts an FP32 result for the low-precision nodes that read it.
                     _round_input(value, plan, graph, low, unused)
 
 
 def round_tensor(tensor: ir.TensorProtocol, low: ir.DataType) -> ir.LazyTensor:
-    """The FP32 tensor with the values that a narrow type has, still as FP32."""
+    """Round the values of an FP32 tensor to a low-precision type; it stays FP32."""
 
     def convert() -> ir.TensorProtocol:
         values = cast_array(read_values(tensor), low).astype(np.float32)
@@ -89,10 +86,10 @@ def _round_weight(
     if value.dtype != FLOAT or tensor is None or value.is_graph_input():
         return
     uses = list(value.uses())
-    narrow = [use for use in uses if plan.is_low_input(use.node, use.idx)]
-    if not narrow:
+    low_uses = [use for use in uses if plan.is_low_input(use.node, use.idx)]
+    if not low_uses:
         return
-    if len(narrow) == len(uses) and not value.is_graph_output():
+    if len(low_uses) == len(uses) and not value.is_graph_output():
         value.const_value = round_tensor(tensor, low)
         return
     copy = ir.Value(
@@ -102,7 +99,7 @@ def _round_weight(
         const_value=round_tensor(tensor, low),
     )
     graph.register_initializer(copy)
-    for use in narrow:
+    for use in low_uses:
         use.node.replace_input_with(use.idx, copy)
 
 
@@ -115,11 +112,11 @@ def _round_input(
     *,
     all_uses: bool = False,
 ) -> None:
-    """Rounds a value that is FP32 itself for the narrow nodes that read it, or for all."""
+    """Round an FP32 value for the low-precision nodes that read it, or for all uses."""
     if value.dtype != FLOAT:
         return
-    narrow = [use for use in value.uses() if all_uses or plan.is_low_input(use.node, use.idx)]
-    if not narrow:
+    low_uses = [use for use in value.uses() if all_uses or plan.is_low_input(use.node, use.idx)]
+    if not low_uses:
         return
     down, up = _cast_pair(value, low, unused)
     rounded = up.outputs[0]
@@ -128,7 +125,7 @@ def _round_input(
         graph.insert_after(producer, [down, up])
     elif len(graph):
         graph.insert_before(graph[0], [down, up])
-    for use in narrow:
+    for use in low_uses:
         use.node.replace_input_with(use.idx, rounded)
 
 
@@ -141,9 +138,10 @@ def _round_output(
     all_uses: bool,
     plan: CastPlan,
 ) -> None:
-    """Rounds a node's result, which gives its name to the rounded one.
+    """Round a node's output; the rounded value takes over its name.
 
-    Not `all_uses`: the node is FP32, and only the graph's output and narrow nodes see it rounded.
+    Without `all_uses` the node is FP32, so only the graph's output and low-precision nodes get the
+    rounded value.
     """
     producer = value.producer()
     if producer is None:
@@ -163,17 +161,17 @@ def _round_output(
 
 
 def _cast_pair(value: ir.Value, low: ir.DataType, unused: NameAllocator) -> tuple[ir.Node, ir.Node]:
-    """Down to the narrow type and up again."""
-    narrow = ir.Value(
-        name=unused(f"{value.name}_narrow"), shape=value.shape, type=ir.TensorType(low)
+    """Create a Cast to the low-precision type and a Cast back to FP32."""
+    lowered = ir.Value(
+        name=unused(f"{value.name}_lowered"), shape=value.shape, type=ir.TensorType(low)
     )
     rounded = ir.Value(
         name=unused(f"{value.name}_rounded"), shape=value.shape, type=ir.TensorType(FLOAT)
     )
     down = ir.node(
-        "Cast", [value], {"to": int(low)}, outputs=[narrow], name=unused(f"{value.name}_down")
+        "Cast", [value], {"to": int(low)}, outputs=[lowered], name=unused(f"{value.name}_down")
     )
     up = ir.node(
-        "Cast", [narrow], {"to": int(FLOAT)}, outputs=[rounded], name=unused(f"{value.name}_up")
+        "Cast", [lowered], {"to": int(FLOAT)}, outputs=[rounded], name=unused(f"{value.name}_up")
     )
     return down, up
