@@ -1,6 +1,6 @@
-"""What the export stage and its child process say to each other, as JSON.
+"""The data that the export stage and its child process exchange, and what exporters return.
 
-It imports next to nothing: what the child holds while it traces adds to the peak.
+The module imports little, because whatever the child holds while it traces adds to peak memory.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from enginery.core.model_files import ModelConfig
 from enginery.export.config import ExportConfig
 
 PHASE = "\x1ephase "
-"""Starts a line of the child's output that names what it does now."""
+"""The prefix of a line in the child's output that names the current phase."""
 
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """What the child process is asked for, as JSON."""
+    """A request to the child process, sent as JSON."""
 
     kind: str
     path: str
@@ -28,7 +28,7 @@ class WorkerRequest:
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """What the child process made, as JSON."""
+    """The result of the child process, sent as JSON."""
 
     task: str
     model_type: str
@@ -41,15 +41,15 @@ class WorkerResult:
 
 @dataclass
 class ExportedModel:
-    """Graphs just written, not yet checked."""
+    """The graphs that an exporter has written, before they are checked."""
 
     files: list[str]
-    """ONNX files relative to the staging directory."""
+    """The ONNX files, relative to the staging directory."""
     task: str
     model_type: str
     library: str
     fixed_dims: dict[str, int] = field(default_factory=dict)
-    """Dims that the tracer left dynamic but the weights fix: the channels of an image."""
+    """Dims that the tracer left dynamic but the weights fix, such as the channels of an image."""
     config: ModelConfig = field(default_factory=ModelConfig)
-    """The model's config.json, with the image size of its processor where it has none itself."""
+    """The model's config.json, with the image size of its processor if it has none."""
     notes: list[str] = field(default_factory=list)
