@@ -1,11 +1,4 @@
-"""The graphs of an artifact, one after the other: prepared for the target, then cast and checked.
-
-Takes an artifact and a staging directory; leaves the new graphs there.
-
-    >>> result = optimize_graphs(artifact, OptimizeConfig(), directory, scratch)
-    >>> result.passed, result.notes
-    (True, ['model.onnx: clean-up: 389 → 271 nodes (…)', …])
-"""
+"""Optimize the graphs of an artifact: prepare each for the target, then cast and check it."""
 
 from __future__ import annotations
 
@@ -29,8 +22,8 @@ from enginery.passes.dynamic_quantization import quantize_dynamically
 from enginery.passes.graph_file import check_graph, externalize_weights, read_graph, write_graph
 from enginery.passes.nodes import infer_types
 
-# Relative to an output's largest magnitude. Sums in another order are off by a few FP32 roundoffs
-# a layer; GELU by tanh is off by up to 5e-4 of its input, a layer.
+# Relative to an output's largest magnitude. Sums in another order differ by a few FP32 roundoffs
+# per layer; the tanh approximation of GELU by up to 5e-4 of its input per layer.
 _MAX_ERROR_REORDERED = 1e-4
 _MAX_ERROR_APPROXIMATED = 3e-2
 _MAX_LISTED = 10
@@ -43,11 +36,11 @@ class OptimizedGraphs:
     records: list[GuardRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     data_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """External data of each graph."""
+    """The names of the external data files of each graph."""
     problem: str = ""
-    """Why an FP32 graph does not answer as before; empty where it does."""
+    """How the outputs of an FP32 graph have changed; empty if they have not."""
     peak_rss_bytes: int = 0
-    """Of the child that fused, if there was one."""
+    """The peak resident memory of the process that fused the graphs; 0 if there was none."""
 
     @property
     def passed(self) -> bool:
@@ -62,18 +55,19 @@ def optimize_graphs(
     *,
     progress: Progress = SILENT,
 ) -> OptimizedGraphs:
-    """Makes every graph of the artifact anew in `directory`.
+    """Optimize every graph of the artifact and write it to `directory`.
 
     Args:
-        artifact: FP32.
-        config: the stage's options.
-        directory: where the graphs go.
-        scratch: for FP32 graphs on the way.
-        progress: who is told.
+        artifact: an FP32 artifact.
+        config: the options of the stage.
+        directory: the directory for the optimized graphs.
+        scratch: a temporary directory for intermediate FP32 graphs.
+        progress: receives progress messages.
 
     Raises:
-        ExportError: a graph cannot be fused or cast, or has ops that the target cannot have.
-        InputError: the data cannot be read, or a graph fails on them.
+        ExportError: a graph cannot be fused or cast, or has ops that the target does not support.
+        InputError: the data cannot be read, or a graph fails on it.
+        OptionError: `keep_fp32` names a node that no graph has.
     """
     result = OptimizedGraphs()
     _check_keep_fp32(artifact, config)
@@ -120,7 +114,7 @@ def optimize_graphs(
 
 
 def _check_keep_fp32(artifact: Artifact, config: OptimizeConfig) -> None:
-    """Raises OptionError where `keep_fp32` names a node that no graph has."""
+    """Raise OptionError if `keep_fp32` names a node that no graph has."""
     if not config.keep_fp32:
         return
     names = {
@@ -144,8 +138,8 @@ def _check_standard_ops(artifact: Artifact) -> None:
             raise ExportError(
                 f"{artifact.path}: {record.file} has {len(others)} nodes that TensorRT cannot "
                 f"parse: {', '.join(others[:_MAX_LISTED])}{more}.",
-                do="Optimize the artifact that came out of export: ONNX Runtime's fused ops are "
-                "for --target cuda and cpu.",
+                do="Optimize the exported artifact instead: ONNX Runtime's fused ops only suit the "
+                "targets cuda and cpu.",
             )
 
 
@@ -155,7 +149,7 @@ def _clean(source: Path, target: Path, result: OptimizedGraphs) -> None:
     cleaned = clean_graph(model)
     infer_types(model)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Outside the file, so that a session over it holds the weights once.
+    # With external weights, a session holds the weights in memory once.
     write_graph(model, target, max_inline_bytes=1 << 20)
     check_graph(target)
     result.notes.append(f"{source.name}: {cleaned.describe()}")
@@ -169,14 +163,15 @@ def _compare_with_source(
     config: OptimizeConfig,
     result: OptimizedGraphs,
 ) -> None:
-    """The prepared FP32 graph must answer as the artifact's own does."""
+    """Compare the prepared FP32 graph with the artifact's, and record a difference as a problem."""
     approximated = config.target != "tensorrt" and config.level in ("O3", "O4")
     limit = _MAX_ERROR_APPROXIMATED if approximated else _MAX_ERROR_REORDERED
     agreements = _compare_graphs(source, fp32, record, batches, limit)
     failed = next((agreement for agreement in agreements if not agreement.passed), None)
     if failed and not result.problem:
-        result.problem = f"{record.file} answers otherwise after clean-up or fusion: " + (
-            failed.describe()
+        result.problem = (
+            f"the outputs of {record.file} have changed after clean-up or fusion: "
+            f"{failed.describe()}"
         )
 
 
@@ -193,7 +188,7 @@ def _compare_graphs(
 
 
 def _parse_with_tensorrt(out: Path, record: GraphRecord, result: OptimizedGraphs) -> None:
-    """What TensorRT for RTX says of the graph, where it is installed."""
+    """Parse the graph with TensorRT for RTX if it is installed, and note the result."""
     from enginery.runtime.tensorrt import has_tensorrt, parse_onnx
 
     if not has_tensorrt():
@@ -201,7 +196,7 @@ def _parse_with_tensorrt(out: Path, record: GraphRecord, result: OptimizedGraphs
         return
     report = parse_onnx(out)
     if report.accepted:
-        result.notes.append(f"{record.file}: TensorRT {report.tensorrt} takes every node")
+        result.notes.append(f"{record.file}: TensorRT {report.tensorrt} accepts every node")
         return
     refused = "; ".join(f"{r.node} ({r.op_type}): {r.reason}" for r in report.refusals[:3])
-    result.notes.append(f"{record.file}: TensorRT {report.tensorrt} refuses {refused}")
+    result.notes.append(f"{record.file}: TensorRT {report.tensorrt} rejects {refused}")
