@@ -39,12 +39,12 @@ from enginery.passes.graph_file import check_graph, read_graph, write_graph
 from enginery.passes.nodes import all_nodes, infer_types
 from enginery.passes.overflow import Fp32Node, find_fp32_nodes, mask_floor
 from enginery.passes.ranges import (
-    TensorRange,
     float_tensors,
     make_value_names_unique,
     measure_ranges,
 )
 from enginery.passes.simulation import simulate_cast
+from enginery.passes.tensor_range import TensorRange
 
 Feeds = Mapping[str, NDArray[Any]]
 

@@ -91,7 +91,7 @@ class _GraphCaster:
     ) -> None:
         self.model, self.low, self.precision, self.plan = model, low, precision, plan
         self.low_io = low_io
-        self.unused = NameAllocator(model)
+        self.new_name = NameAllocator(model)
         self.cast_values: dict[tuple[ir.Value, ir.DataType, ir.Graph], ir.Value] = {}
         self.lowered: set[ir.Value] = set()
         self.casts = 0
@@ -163,7 +163,7 @@ class _GraphCaster:
                 continue
             self.shared.append(name)
             copy = ir.Value(
-                name=self.unused(f"{name}_{self.precision}"),
+                name=self.new_name(f"{name}_{self.precision}"),
                 shape=value.shape,
                 type=ir.TensorType(self.low),
                 const_value=cast_tensor(tensor, self.low),
@@ -192,11 +192,11 @@ class _GraphCaster:
         if key not in self.cast_values:
             suffix = "fp32" if dtype == FLOAT else self.precision
             output = ir.Value(
-                name=self.unused(f"{value.name}_{suffix}"),
+                name=self.new_name(f"{value.name}_{suffix}"),
                 shape=value.shape,
                 type=ir.TensorType(dtype),
             )
-            name = self.unused(f"{value.name}_to_{suffix}")
+            name = self.new_name(f"{value.name}_to_{suffix}")
             cast = ir.node("Cast", [value], {"to": int(dtype)}, outputs=[output], name=name)
             producer = value.producer()
             if producer is not None and producer.graph is graph:
@@ -220,7 +220,7 @@ class _GraphCaster:
             graph.outputs[index] = result
             if value.graph is graph and value.producer() is not None:
                 name, suffix = value.name, "fp32" if low else self.precision
-                value.name = self.unused(f"{name}_{suffix}")
+                value.name = self.new_name(f"{name}_{suffix}")
                 result.name = name
 
 

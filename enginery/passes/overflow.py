@@ -44,7 +44,7 @@ from enginery.passes.low_precision import (
 )
 from enginery.passes.nodes import all_graphs
 from enginery.passes.op_types import FLOAT, has_subgraph
-from enginery.passes.ranges import TensorRange
+from enginery.passes.tensor_range import TensorRange
 
 HEADROOM = 2.0
 """A safety factor: other inputs can yield larger values than the measured ones."""

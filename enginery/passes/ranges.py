@@ -28,15 +28,6 @@ from enginery.passes.tensor_range import TensorRange, array_range
 from enginery.runtime.providers import choose_providers, parse_providers
 from enginery.runtime.tracing import open_in_memory
 
-__all__ = [
-    "GROUP_BYTES",
-    "TensorRange",
-    "array_range",
-    "float_tensors",
-    "make_value_names_unique",
-    "measure_ranges",
-]  # fmt: skip
-
 Feeds = Mapping[str, NDArray[Any]]
 _FetchKey = tuple[str, int, str]
 """The name of a tensor, the index of its segment, and the output from which it was fetched."""
@@ -83,18 +74,18 @@ def measure_ranges(
         typed_values=types,
         max_bytes=group_bytes,
     )
-    at_once = max(1, group_bytes // max(1, peak_live_bytes(segments, sizes)))
+    batches_per_run = max(1, group_bytes // max(1, peak_live_bytes(segments, sizes)))
     ranges: dict[_FetchKey, TensorRange] = {}
-    for start in range(0, len(batches), at_once):
-        part = batches[start : start + at_once]
-        for place, array in _run_segments(path, proto, segments, types, part):
+    for start in range(0, len(batches), batches_per_run):
+        part = batches[start : start + batches_per_run]
+        for key, array in _run_segments(path, proto, segments, types, part):
             found = array_range(array, mask_floor=mask_floor)
-            ranges[place] = ranges[place].merge(found) if place in ranges else found
+            ranges[key] = ranges[key].merge(found) if key in ranges else found
         for feeds in part:
             for name in names.keys() & feeds.keys():
                 found = array_range(feeds[name], mask_floor=mask_floor)
-                place = (name, -1, "")
-                ranges[place] = ranges[place].merge(found) if place in ranges else found
+                key = (name, -1, "")
+                ranges[key] = ranges[key].merge(found) if key in ranges else found
     return _merge_by_name(ranges, names)
 
 
@@ -113,14 +104,14 @@ def make_value_names_unique(model: ir.Model) -> bool:
     ONNX allows the two branches of an If to use the same names, but ranges and errors are recorded
     by name.
     """
-    unused = NameAllocator(model)
+    new_name = NameAllocator(model)
     seen: set[str] = set()
     changed = False
     for graph in all_graphs(model.graph):
         made = [value for node in graph for value in node.outputs if value.name]
         for value in (*graph.inputs, *graph.initializers.values(), *made):
             if value.name in seen and not (value.is_graph_input() and value.is_initializer()):
-                value.name = unused(value.name)
+                value.name = new_name(value.name)
                 changed = True
             seen.add(value.name or "")
     return changed

@@ -47,14 +47,14 @@ def simulate_cast(
     plan = plan_cast(model, low, keep=frozenset(keep_fp32), low_io=io_dtype == "same")
     # Only the plan needs the newer schemas.
     model.opset_imports[""] = opset
-    unused = NameAllocator(model)
+    new_name = NameAllocator(model)
     for graph in list(all_graphs(model.graph)):
         nodes = list(graph)
         for value in list(graph.initializers.values()):
-            _round_weight(value, plan, graph, low, unused)
+            _round_weight(value, plan, graph, low, new_name)
         low_io = io_dtype == "same" and graph is model.graph
         for value in list(graph.inputs):
-            _round_input(value, plan, graph, low, unused, all_uses=low_io)
+            _round_input(value, plan, graph, low, new_name, all_uses=low_io)
         for node in nodes:
             given = node.attributes.get("value")
             if node.op_type == "ConstantOfShape" and given and any(plan.ports[node].outputs):
@@ -63,10 +63,10 @@ def simulate_cast(
             low_outputs = [*plan.ports[node].outputs, *[False] * len(node.outputs)]
             for value, follows in zip(node.outputs, low_outputs, strict=False):
                 if follows or (low_io and value.dtype == FLOAT and value.is_graph_output()):
-                    _round_output(value, graph, low, unused, all_uses=follows, plan=plan)
+                    _round_output(value, graph, low, new_name, all_uses=follows, plan=plan)
                 else:
                     # The cast graph casts an FP32 result for the low-precision nodes that read it.
-                    _round_input(value, plan, graph, low, unused)
+                    _round_input(value, plan, graph, low, new_name)
 
 
 def round_tensor(tensor: ir.TensorProtocol, low: ir.DataType) -> ir.LazyTensor:
@@ -80,7 +80,7 @@ def round_tensor(tensor: ir.TensorProtocol, low: ir.DataType) -> ir.LazyTensor:
 
 
 def _round_weight(
-    value: ir.Value, plan: CastPlan, graph: ir.Graph, low: ir.DataType, unused: NameAllocator
+    value: ir.Value, plan: CastPlan, graph: ir.Graph, low: ir.DataType, new_name: NameAllocator
 ) -> None:
     tensor = value.const_value
     if value.dtype != FLOAT or tensor is None or value.is_graph_input():
@@ -93,7 +93,7 @@ def _round_weight(
         value.const_value = round_tensor(tensor, low)
         return
     copy = ir.Value(
-        name=unused(f"{value.name}_rounded"),
+        name=new_name(f"{value.name}_rounded"),
         shape=value.shape,
         type=ir.TensorType(FLOAT),
         const_value=round_tensor(tensor, low),
@@ -108,7 +108,7 @@ def _round_input(
     plan: CastPlan,
     graph: ir.Graph,
     low: ir.DataType,
-    unused: NameAllocator,
+    new_name: NameAllocator,
     *,
     all_uses: bool = False,
 ) -> None:
@@ -118,7 +118,7 @@ def _round_input(
     low_uses = [use for use in value.uses() if all_uses or plan.is_low_input(use.node, use.idx)]
     if not low_uses:
         return
-    down, up = _cast_pair(value, low, unused)
+    down, up = _cast_pair(value, low, new_name)
     rounded = up.outputs[0]
     producer = value.producer()
     if producer is not None:
@@ -133,7 +133,7 @@ def _round_output(
     value: ir.Value,
     graph: ir.Graph,
     low: ir.DataType,
-    unused: NameAllocator,
+    new_name: NameAllocator,
     *,
     all_uses: bool,
     plan: CastPlan,
@@ -148,7 +148,7 @@ def _round_output(
         return
     name = value.name
     uses = [use for use in value.uses() if all_uses or plan.is_low_input(use.node, use.idx)]
-    down, up = _cast_pair(value, low, unused)
+    down, up = _cast_pair(value, low, new_name)
     graph.insert_after(producer, [down, up])
     rounded = up.outputs[0]
     for use in uses:
@@ -156,22 +156,24 @@ def _round_output(
     for index, output in enumerate(graph.outputs):
         if output is value:
             graph.outputs[index] = rounded
-    value.name = unused(f"{name}_exact")
+    value.name = new_name(f"{name}_exact")
     rounded.name = name
 
 
-def _cast_pair(value: ir.Value, low: ir.DataType, unused: NameAllocator) -> tuple[ir.Node, ir.Node]:
+def _cast_pair(
+    value: ir.Value, low: ir.DataType, new_name: NameAllocator
+) -> tuple[ir.Node, ir.Node]:
     """Create a Cast to the low-precision type and a Cast back to FP32."""
     lowered = ir.Value(
-        name=unused(f"{value.name}_lowered"), shape=value.shape, type=ir.TensorType(low)
+        name=new_name(f"{value.name}_lowered"), shape=value.shape, type=ir.TensorType(low)
     )
     rounded = ir.Value(
-        name=unused(f"{value.name}_rounded"), shape=value.shape, type=ir.TensorType(FLOAT)
+        name=new_name(f"{value.name}_rounded"), shape=value.shape, type=ir.TensorType(FLOAT)
     )
     down = ir.node(
-        "Cast", [value], {"to": int(low)}, outputs=[lowered], name=unused(f"{value.name}_down")
+        "Cast", [value], {"to": int(low)}, outputs=[lowered], name=new_name(f"{value.name}_down")
     )
     up = ir.node(
-        "Cast", [lowered], {"to": int(FLOAT)}, outputs=[rounded], name=unused(f"{value.name}_up")
+        "Cast", [lowered], {"to": int(FLOAT)}, outputs=[rounded], name=new_name(f"{value.name}_up")
     )
     return down, up

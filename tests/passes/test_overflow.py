@@ -8,8 +8,9 @@ import pytest
 from enginery.passes.cast import cast_graph
 from enginery.passes.nodes import infer_types
 from enginery.passes.overflow import find_fp32_nodes, mask_floor
-from enginery.passes.ranges import array_range, float_tensors, measure_ranges
+from enginery.passes.ranges import float_tensors, measure_ranges
 from enginery.passes.simulation import simulate_cast
+from enginery.passes.tensor_range import array_range
 from tests.passes.graphs import graph, run, saved
 
 # A residual stream as in T5: blocks add to it until it exceeds FP16, and RMSNorm squares it.
