@@ -41,7 +41,7 @@ def test_overflowing_output_names_the_node_that_is_fp32_already(large_output, tm
         "NaN or infinite; it diverges from FP32 at the node mul_1, which is FP32 already"
         in verdict.summary
     )
-    assert verdict.summary.endswith("--io-dtype fp32 does")
+    assert verdict.summary.endswith("use --io-dtype fp32")
 
 
 def test_same_output_passes_in_fp32(large_output, tmp_path):
