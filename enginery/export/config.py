@@ -1,4 +1,4 @@
-"""The options of the export stage; importing them is quick, as `enginery --help` is."""
+"""The options of the export stage. The module imports little, to keep `enginery --help` fast."""
 
 from __future__ import annotations
 
@@ -68,30 +68,30 @@ _OPSETS = range(7, 24)
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """How a model becomes an ONNX graph."""
+    """The task, precision, exporter and trust of an export."""
 
     task: str = "auto"
-    """What the model is for, as Optimum names it: text-classification, feature-extraction, …
-    `auto` infers it as Optimum does."""
+    """The task, by Optimum's name: text-classification, feature-extraction, … `auto` infers it as
+    Optimum does."""
     revision: str = "main"
     """The Hub revision: a branch, a tag or a commit."""
     opset: int = 20
-    """ONNX operator set. From 19 on, FP16 and Q/DQ graphs for TensorRT are valid."""
+    """The ONNX operator set. FP16 graphs with Q/DQ nodes require 19 or later."""
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """The type that the model's weights are loaded and exported in."""
+    """The type in which the model's weights are loaded and exported."""
     exporter: Literal["optimum", "dynamo"] = "optimum"
-    """`dynamo` is torch's own exporter, for models that Optimum's registry does not know."""
+    """`dynamo` is torch's exporter, for models that Optimum's registry does not have."""
     device: str = "cpu"
-    """Where PyTorch traces the model: cpu, cuda or cuda:N."""
+    """The device on which PyTorch traces the model: cpu, cuda or cuda:N."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for authors you trust."""
+    """Run Python code that comes with the model. Only use it for authors you trust."""
     allow_pickle: bool = False
     """Load pickled weights, with PyTorch's restricted unpickler."""
     cache_dir: str = ""
-    """Where Hub downloads are kept; empty for the Hub library's own cache."""
+    """The directory for Hub downloads; empty for the default cache of the Hub library."""
     post_process: bool = True
-    """Optimum's post-processing, which merges decoders into one graph with an If node.
-    TensorRT cannot parse that; switch it off for engines."""
+    """Run Optimum's post-processing, which merges decoders into one graph with an If node.
+    TensorRT cannot parse such a graph: switch it off for engines."""
 
 
 def check_options(config: ExportConfig) -> None:

@@ -22,8 +22,8 @@ from enginery.core.fingerprint import sha256_of
 from enginery.core.progress import SILENT, Progress
 from enginery.core.reports import Accuracy
 from enginery.passes.layers import Layer, operands
-from enginery.passes.overflow import find_islands, mask_floor
-from enginery.passes.qdq import ActivationRange, fp16_scale
+from enginery.passes.overflow import find_fp32_nodes, mask_floor
+from enginery.passes.qdq import ActivationQuantParams, fp16_scale
 from enginery.passes.ranges import float_tensors, measure_ranges
 from enginery.passes.scheme import FP8, INT8, Scheme, Vector
 from enginery.quantize.accuracy import Judge
@@ -122,7 +122,7 @@ def calibrate(
         ranges = _with_method(artifact, candidates, batches, seen, ranges, config, scheme, progress)
     # The graph stores scales in FP16, so everything from here on is measured with those.
     ranges = {
-        name: ActivationRange(float(fp16_scale(r.scale)), r.multiplier, r.offset)
+        name: ActivationQuantParams(float(fp16_scale(r.scale)), r.multiplier, r.offset)
         for name, r in ranges.items()
     }
     deltas = {
@@ -170,10 +170,10 @@ def excluded_layers(
             reasons[layer.name] = f"excluded by '{named}'"
         elif vector and layer.linear:
             reasons[layer.name] = "one row an input: a matrix-vector product gains nothing"
-        elif scheme.name == "fp8" and layer.channels < _FP8_CHANNELS:
+        elif scheme.name == "fp8" and layer.in_channels < _FP8_CHANNELS:
             reasons[layer.name] = (
-                f"{layer.channels} input channels: TensorRT multiplies FP8 of {_FP8_CHANNELS} or "
-                "more"
+                f"{layer.in_channels} input channels: TensorRT multiplies FP8 of "
+                f"{_FP8_CHANNELS} or more"
             )
     return reasons
 
@@ -190,8 +190,8 @@ def _smooth(
     config: QuantizeConfig,
     scheme: Scheme,
     progress: Progress,
-) -> tuple[dict[str, ActivationRange], dict[str, Smoothed]]:
-    ranges: dict[str, ActivationRange] = {}
+) -> tuple[dict[str, ActivationQuantParams], dict[str, Smoothed]]:
+    ranges: dict[str, ActivationQuantParams] = {}
     smoothed: dict[str, Smoothed] = {}
     with progress.task("calibrating: smoothing", total=len(seen)) as advance:
         for name, channels in seen.items():
@@ -210,11 +210,11 @@ def _with_method(
     layers: Sequence[Layer],
     batches: Sequence[Batch],
     seen: Mapping[str, Channels],
-    ranges: Mapping[str, ActivationRange],
+    ranges: Mapping[str, ActivationQuantParams],
     config: QuantizeConfig,
     scheme: Scheme,
     progress: Progress,
-) -> dict[str, ActivationRange]:
+) -> dict[str, ActivationQuantParams]:
     with progress.task("calibrating: ranges", total=len(batches)) as advance:
         histograms = observe_magnitudes(
             artifact.model, layers, batches, seen, ranges, advance=advance
@@ -224,7 +224,7 @@ def _with_method(
         for name, histogram in histograms.items()
     }
     return {
-        name: ActivationRange(tops[name] / scheme.largest, ready.multiplier, ready.offset)
+        name: ActivationQuantParams(tops[name] / scheme.largest, ready.multiplier, ready.offset)
         for name, ready in ranges.items()
     }
 
@@ -232,7 +232,7 @@ def _with_method(
 def _search(
     artifact: Artifact,
     layers: Sequence[Layer],
-    ranges: Mapping[str, ActivationRange],
+    ranges: Mapping[str, ActivationQuantParams],
     deltas: Mapping[str, Vector],
     held_out: Sequence[Batch],
     data: CalibrationData,
@@ -271,7 +271,7 @@ def _fp32_nodes(artifact: Artifact, model: ir.Model, batches: Sequence[Batch]) -
         artifact.model, float_tensors(model.graph), feeds,
         mask_floor=mask_floor(model), group_bytes=_RANGE_BYTES,
     )  # fmt: skip
-    return {name: island.reason for name, island in find_islands(model.graph, found).items()}
+    return {name: node.reason for name, node in find_fp32_nodes(model.graph, found).items()}
 
 
 def _few(batches: Sequence[Batch]) -> int:

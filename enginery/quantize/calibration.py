@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from enginery.core.errors import InputError
 from enginery.core.feeds import Feeds
 from enginery.passes.layers import Layer
-from enginery.passes.qdq import ActivationRange
+from enginery.passes.qdq import ActivationQuantParams
 from enginery.passes.scheme import Vector
 from enginery.quantize.data import Batch
 from enginery.quantize.ranges import Histogram
@@ -125,7 +125,7 @@ def observe_magnitudes(
     layers: Sequence[Layer],
     batches: Sequence[Batch],
     seen: Mapping[str, Channels],
-    transforms: Mapping[str, ActivationRange],
+    transforms: Mapping[str, ActivationQuantParams],
     *,
     advance: Advance = lambda: None,
 ) -> dict[str, Histogram]:
@@ -138,14 +138,14 @@ def observe_magnitudes(
     return histograms
 
 
-def transformed(rows: Vector, ready: ActivationRange) -> Vector:
+def transformed(rows: Vector, ready: ActivationQuantParams) -> Vector:
     """Rows (n, K) after the multiplier and the offset."""
     if ready.multiplier is not None:
         rows = rows * ready.multiplier
     return rows if ready.offset is None else rows + ready.offset
 
 
-def largest_magnitude(channels: Channels, ready: ActivationRange) -> float:
+def largest_magnitude(channels: Channels, ready: ActivationQuantParams) -> float:
     """The largest magnitude of the scaled activation: exact, as channels are scaled one by one."""
     ends = np.stack([channels.smallest, channels.largest])
     return float(np.abs(transformed(ends, ready)).max())

@@ -20,7 +20,7 @@ from enginery.core.errors import ArtifactError, CheckFailedError
 from enginery.core.manifest import GraphRecord
 from enginery.core.progress import Progress
 from enginery.core.reports import Accuracy, QuantizationReport
-from enginery.passes.dynamic import integer_nodes, quantize_dynamically
+from enginery.passes.dynamic_quantization import count_integer_nodes, quantize_dynamically
 from enginery.quantize.accuracy import Judge
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import CalibrationData, make_batches
@@ -48,7 +48,7 @@ def make_dynamic(
         path = directory / record.file
         with progress.task(f"quantizing {record.file}"):
             names = quantize_dynamically(source.path / record.file, path)
-        products[record.file] = integer_nodes(path)
+        products[record.file] = count_integer_nodes(path)
         folder = Path(record.file).parent
         data_files = tuple((folder / name).as_posix() for name in names)
         records.append(record.model_copy(update={"data_files": data_files}))

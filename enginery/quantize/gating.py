@@ -28,7 +28,12 @@ from enginery.core.feeds import Feeds
 from enginery.passes.graph_file import read_graph, write_graph
 from enginery.passes.layers import Layer, operands
 from enginery.passes.nodes import infer_types
-from enginery.passes.qdq import ActivationRange, bias_shift, quantized_weight, scale_weight
+from enginery.passes.qdq import (
+    ActivationQuantParams,
+    bias_shift,
+    fake_quantize_weight,
+    scale_weight,
+)
 from enginery.passes.scheme import INT8, Scheme, Vector
 from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.tracing import open_in_memory
@@ -41,7 +46,7 @@ class GatedModel(Closing):
         self,
         model: Path,
         layers: Sequence[Layer],
-        ranges: Mapping[str, ActivationRange],
+        ranges: Mapping[str, ActivationQuantParams],
         bias_deltas: Mapping[str, Vector],
         scheme: Scheme = INT8,
     ) -> None:
@@ -61,9 +66,12 @@ class GatedModel(Closing):
         self.outputs = [value.name or "" for value in graph.graph.outputs]
         _gate(graph, layers, ranges, bias_deltas, self._gates, scheme)
         path = Path(self._scratch.name, "gated.onnx")
-        write_graph(graph, path, inside_bytes=0)
+        write_graph(graph, path, max_inline_bytes=0)
         self._session: Any = open_in_memory(
-            path.read_bytes(), path.parent, choose_providers(["cpu"]), optimized=scheme.runs_fused
+            path.read_bytes(),
+            path.parent,
+            choose_providers(["cpu"]),
+            optimized=scheme.supports_fusions,
         )
 
     def __call__(self, feeds: Feeds, quantized: Collection[str]) -> dict[str, NDArray[Any]]:
@@ -84,7 +92,7 @@ class GatedModel(Closing):
 def _gate(
     model: ir.Model,
     layers: Sequence[Layer],
-    ranges: Mapping[str, ActivationRange],
+    ranges: Mapping[str, ActivationQuantParams],
     bias_deltas: Mapping[str, Vector],
     gates: Mapping[str, str],
     scheme: Scheme,
@@ -96,7 +104,7 @@ def _gate(
         gate = ir.Value(name=gates[layer.name], shape=ir.Shape([]), type=_type(ir.DataType.BOOL))
         model.graph.inputs.append(gate)
         weight = scale_weight(layer, operands(node)[1], ready)
-        rounded = quantized_weight(layer, weight, scheme)
+        rounded = fake_quantize_weight(layer, weight, scheme)
         delta = bias_shift(layer, weight, ready)
         if layer.name in bias_deltas:
             delta = delta + bias_deltas[layer.name]
@@ -123,7 +131,7 @@ def _gate(
 def _quantized_branch(
     stem: str,
     node: ir.Node,
-    ready: ActivationRange,
+    ready: ActivationQuantParams,
     weight: Vector,
     delta: Vector,
     scheme: Scheme,

@@ -20,7 +20,7 @@ import numpy as np
 from enginery.core.errors import InputError
 from enginery.core.json_file import document_bytes, parse_json
 from enginery.passes.layers import Layer
-from enginery.passes.qdq import ActivationRange
+from enginery.passes.qdq import ActivationQuantParams
 from enginery.passes.scheme import Vector
 
 RANGES = "ranges.json"
@@ -44,7 +44,7 @@ class Recorded:
     """Of the FP32 graph: ranges fit no other."""
     scheme: str
     """`int8` or `fp8`: a range is a scale, and a scale is of one of them."""
-    ranges: dict[str, ActivationRange]
+    ranges: dict[str, ActivationQuantParams]
     """By activation."""
     bias_deltas: dict[str, Vector]
     """By layer."""
@@ -122,8 +122,8 @@ def find_ranges(path: str | Path) -> Path:
     raise InputError(f"ranges '{given}': expected a {RANGES}, or an artifact with one.")
 
 
-def _range(record: dict[str, Any]) -> ActivationRange:
-    return ActivationRange(
+def _range(record: dict[str, Any]) -> ActivationQuantParams:
+    return ActivationQuantParams(
         float(record["scale"]), _vector(record["multiplier"]), _vector(record["offset"])
     )
 

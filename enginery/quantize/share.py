@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
-from enginery.passes.layers import Layer, stored
+from enginery.passes.layers import Layer, constant_tensor
 from enginery.quantize.data import Batch
 from enginery.runtime.real_inputs import fixed_batch
 from enginery.runtime.tracing import GraphTracer
@@ -85,9 +85,9 @@ def count_multiply_adds(
             inner = shapes[source.name or ""][-1]
             attention += int(np.prod(shapes[output.name or ""])) * inner // batch
     mask = feeds.get("attention_mask")
-    rows = {x.name: int(np.prod(shapes[x.output])) // x.outer // batch for x in layers}
+    rows = {x.name: int(np.prod(shapes[x.output])) // x.out_channels // batch for x in layers}
     return Arithmetic(
-        by_layer={x.name: rows[x.name] * x.outer * x.inner for x in layers},
+        by_layer={x.name: rows[x.name] * x.out_channels * x.reduction_size for x in layers},
         attention=attention,
         rows_by_layer=rows,
         positions=1 if mask is None else int(mask.shape[1]),
@@ -95,4 +95,4 @@ def count_multiply_adds(
 
 
 def _between(node: ir.Node) -> bool:
-    return all(stored(value) is None for value in node.inputs)
+    return all(constant_tensor(value) is None for value in node.inputs)

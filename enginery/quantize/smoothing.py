@@ -22,7 +22,12 @@ from typing import Literal
 import numpy as np
 
 from enginery.passes.layers import Layer
-from enginery.passes.qdq import ActivationRange, bias_shift, quantized_weight, scale_weight
+from enginery.passes.qdq import (
+    ActivationQuantParams,
+    bias_shift,
+    fake_quantize_weight,
+    scale_weight,
+)
 from enginery.passes.scheme import Scheme, Vector
 from enginery.quantize.calibration import Channels, largest_magnitude, transformed
 
@@ -38,7 +43,7 @@ Weighted = tuple[Layer, Vector]
 class Smoothing:
     """What was chosen for one activation."""
 
-    ready: ActivationRange
+    ready: ActivationQuantParams
     """With its multiplier and offset; its scale is that of the largest magnitude."""
     strength: float
     """How much of the outliers the weights take, 0 to 1; 0 with no multiplier at all."""
@@ -64,7 +69,7 @@ def choose_smoothing(
         strength: `search` tries none and `STRENGTHS`; a number is taken as it is.
         shift: whether centring the channels is tried.
     """
-    unscaled = with_scale(channels, ActivationRange(1.0), scheme)
+    unscaled = with_scale(channels, ActivationQuantParams(1.0), scheme)
     plain = Smoothing(unscaled, 0.0, shifted=False, error=0.0)
     if channels.width == 1 or not all(layer.linear for layer, _ in weighted):
         return plain
@@ -91,30 +96,32 @@ def choose_smoothing(
     return min(found, key=lambda choice: choice.error)
 
 
-def with_scale(channels: Channels, ready: ActivationRange, scheme: Scheme) -> ActivationRange:
+def with_scale(
+    channels: Channels, ready: ActivationQuantParams, scheme: Scheme
+) -> ActivationQuantParams:
     """The same with the scale at which nothing that was seen is clipped."""
     scale = largest_magnitude(channels, ready) / scheme.largest
-    return ActivationRange(scale, ready.multiplier, ready.offset)
+    return ActivationQuantParams(scale, ready.multiplier, ready.offset)
 
 
 def quantized_output(
-    sample: Vector, layer: Layer, weight: Vector, ready: ActivationRange, scheme: Scheme
+    sample: Vector, layer: Layer, weight: Vector, ready: ActivationQuantParams, scheme: Scheme
 ) -> Vector:
     """(rows, N): what the quantized layer gives for the sample, its bias left out."""
     scaled = scale_weight(layer, weight, ready)
-    rounded = quantized_weight(layer, scaled, scheme)
+    rounded = fake_quantize_weight(layer, scaled, scheme)
     product = rounded_rows(sample, ready, scheme) @ _matrix(layer, rounded)
     return np.asarray(product + bias_shift(layer, scaled, ready), dtype=np.float32)
 
 
-def rounded_rows(sample: Vector, ready: ActivationRange, scheme: Scheme) -> Vector:
+def rounded_rows(sample: Vector, ready: ActivationQuantParams, scheme: Scheme) -> Vector:
     """Rows (n, K) scaled, shifted, and rounded to the scheme's numbers."""
     scale = max(ready.scale, 1e-12)
     return np.asarray(scheme.nearest(transformed(sample, ready) / scale) * scale, dtype=np.float32)
 
 
 def mean_error(
-    sample: Vector, layer: Layer, weight: Vector, ready: ActivationRange, scheme: Scheme
+    sample: Vector, layer: Layer, weight: Vector, ready: ActivationQuantParams, scheme: Scheme
 ) -> Vector:
     """(N,): what the quantized layer's outputs lack on average; added to the bias, it is gone.
 
@@ -128,7 +135,7 @@ def mean_error(
 
 def _scaled(
     channels: Channels, weighted: Sequence[Weighted], strength: float, *, shift: bool
-) -> ActivationRange:
+) -> ActivationQuantParams:
     middle = _middle(channels) if shift else np.zeros(channels.width, dtype=np.float32)
     reach = np.maximum(channels.largest - middle, middle - channels.smallest)
     reach = np.maximum(reach, 1e-5 * max(float(reach.max()), 1e-12))
@@ -139,11 +146,11 @@ def _scaled(
     # Exact in FP16, so that casting the graph changes neither the activation nor its weight.
     multiplier = _fp16(1 / np.clip(factor, 1 / _FACTOR_LIMIT, _FACTOR_LIMIT))
     offset = _fp16(-middle * multiplier) if shift else None
-    return ActivationRange(1.0, multiplier, offset)
+    return ActivationQuantParams(1.0, multiplier, offset)
 
 
-def _centred(channels: Channels) -> ActivationRange:
-    return ActivationRange(1.0, None, _fp16(-_middle(channels)))
+def _centred(channels: Channels) -> ActivationQuantParams:
+    return ActivationQuantParams(1.0, None, _fp16(-_middle(channels)))
 
 
 def _middle(channels: Channels) -> Vector:

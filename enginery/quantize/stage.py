@@ -292,7 +292,7 @@ def _check_accuracy(
     """Measures the graph as it is saved; raises CheckFailedError where it breaks the budget."""
     if measured is None:
         return None
-    found = measure_file(graph, measured.judge, fused=scheme_of(config).runs_fused)
+    found = measure_file(graph, measured.judge, fused=scheme_of(config).supports_fusions)
     if not measured.budget.holds(found):
         raise CheckFailedError(
             f"the quantized graph does not keep a {measured.budget}: its mean cosine is "

@@ -4,7 +4,7 @@ import pytest
 from enginery.core.errors import InputError
 from enginery.passes.graph_file import read_graph
 from enginery.passes.layers import find_layers
-from enginery.passes.qdq import ActivationRange
+from enginery.passes.qdq import ActivationQuantParams
 from enginery.passes.scheme import INT8
 from enginery.quantize.calibration import (
     Channels,
@@ -91,7 +91,8 @@ def test_histograms_cover_exactly_what_was_seen(tiny):
     inputs = batches(artifact, padding=0)
     seen = observe_channels(artifact.model, layers, inputs, seed=0)
     plain = {
-        name: with_scale(channels, ActivationRange(1.0), INT8) for name, channels in seen.items()
+        name: with_scale(channels, ActivationQuantParams(1.0), INT8)
+        for name, channels in seen.items()
     }
     histograms = observe_magnitudes(artifact.model, layers, inputs, seen, plain)
     for name, histogram in histograms.items():

@@ -1,11 +1,6 @@
-"""Dynamic INT8 for ONNX Runtime's CPU: INT8 weights, activations quantized as they come.
+"""Dynamic INT8 quantization for ONNX Runtime on the CPU.
 
-Takes an FP32 ONNX file; leaves another one.
-
-    >>> quantize_dynamically(Path("minilm/model.onnx"), Path("int8/model.onnx"))
-    ()
-    >>> integer_nodes(Path("int8/model.onnx"))
-    {'MatMulInteger': 36}
+Weights are stored as INT8; the scales of activations are computed at run time.
 """
 
 from __future__ import annotations
@@ -23,16 +18,16 @@ _INTEGER_OPS = ("MatMulInteger", "ConvInteger", "DynamicQuantizeMatMul", "MatMul
 
 
 def quantize_dynamically(source: Path, out: Path) -> tuple[str, ...]:
-    """Writes the graph with INT8 weights, a scale a column; returns its external data files."""
+    """Write the graph with INT8 weights, one scale per column; return its external data files."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    logging.disable(logging.WARNING)  # it asks each time to be called by another way
+    logging.disable(logging.WARNING)  # it recommends its pre-processing on every call
     try:
         quantize_dynamic(
             source, out, per_channel=True, weight_type=QuantType.QInt8,
             use_external_data_format=bool(external_data_files(source)),
-            # Types behind fused ops cannot be inferred; they are float32.
+            # ONNX cannot infer the output types of fused ops; they are float32.
             extra_options={"MatMulConstBOnly": True, "DefaultTensorType": _FLOAT32},
         )  # fmt: skip
     finally:
@@ -40,7 +35,7 @@ def quantize_dynamically(source: Path, out: Path) -> tuple[str, ...]:
     return tuple(external_data_files(out))
 
 
-def integer_nodes(path: Path) -> dict[str, int]:
-    """How many nodes of a graph multiply integers, by op."""
+def count_integer_nodes(path: Path) -> dict[str, int]:
+    """Count the nodes of a graph that multiply integers, by op."""
     found = Counter(node.op_type for node in load_graph(path).graph.node)
     return {op: found[op] for op in _INTEGER_OPS if found[op]}
