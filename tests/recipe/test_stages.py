@@ -62,7 +62,7 @@ def test_lint_that_fails_refuses_what_follows_and_ends_with_1(write, cli, tmp_pa
     )  # fmt: skip
     status, out, err = cli("run", path, "--json")
     assert status == 1
-    assert "is not fit for tensorrt" in err
+    assert "does not suit tensorrt" in err
     said = json.loads(out)
     assert (said["passed"], said["refused"]) == (False, ["export-triton"])
     assert said["stages"][2]["result"]["graphs"][0]["passed"] is False
