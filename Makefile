@@ -99,7 +99,7 @@ format: setup  ## rewrite the code as the linter wants it
 
 schema: setup  ## write the schemas of manifests and recipes in docs/ anew from the code
 	$(BIN)/python -m enginery.core.manifest > docs/manifest.schema.json
-	$(BIN)/python -m enginery.recipe_schema > docs/recipe.schema.json
+	$(BIN)/python -m enginery.recipe.schema > docs/recipe.schema.json
 
 clean:  ## remove the virtual environment and what tools left; the store stays
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache *.egg-info

@@ -38,8 +38,8 @@ def main() -> None:
             texts = [row["text"] for row in csv.DictReader(stream)]
     mean = statistics.fmean(len(encoding.ids) for encoding in tokenizer.encode(texts))
     ways = {
-        "Tokenizer.encode_batch": tokenizer.texts.encode_batch,
-        "Tokenizer.encode_batch_fast": tokenizer.texts.encode_batch_fast,
+        "Tokenizer.encode_batch": tokenizer.backend.encode_batch,
+        "Tokenizer.encode_batch_fast": tokenizer.backend.encode_batch_fast,
         "TextTokenizer.encode": tokenizer.encode,
         "TextTokenizer.encode(offsets=False)": lambda part: tokenizer.encode(part, offsets=False),
     }

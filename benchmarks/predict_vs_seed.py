@@ -78,7 +78,7 @@ import itertools, json, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from enginery.core.artifact import Artifact
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 threads, budgets, grid = int(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4])
 seconds = {}
 artifact = Artifact.open(sys.argv[1])

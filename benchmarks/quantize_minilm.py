@@ -29,7 +29,7 @@ from enginery.quantize import stage
 from enginery.quantize.accuracy import AccuracyEvaluator
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import CalibrationData, make_batches
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 
 CALIBRATION, UNSEEN, DRAWS = 512, 256, 6
 _FOLDERS = ("", "asyncio", "email", "json", "concurrent/futures", "multiprocessing", "importlib",

@@ -28,7 +28,7 @@ from enginery.bench.statistics import compare
 from enginery.core.artifact import Artifact
 from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.model_files import ModelConfig
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 
 TURN = {1: 10, 8: 4}
 """Calls of a turn by batch; a turn's median is one value."""

@@ -95,7 +95,7 @@ import csv, json, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from enginery.core.artifact import Artifact
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tokenizer import TextTokenizer
 artifact, data, phrases = Artifact.open(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 tokenizer = TextTokenizer.open(artifact.path)

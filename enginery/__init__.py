@@ -61,7 +61,7 @@ _HOMES = {
     "__version__": "enginery.core.version",
     "Artifact": "enginery.core.artifact",
     "EngineryError": "enginery.core.errors",
-    "Recipe": "enginery.recipe",
+    "Recipe": "enginery.recipe.model",
     "bench_model": "enginery.pipeline",
     "build_engine": "enginery.pipeline",
     "export_kserve": "enginery.pipeline",

@@ -13,25 +13,26 @@ Every artifact is made in the store, under the lock of its fingerprint; `out` ge
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from enginery.bench.config import BenchConfig
-from enginery.core.artifact import Artifact, refuse_foreign
-from enginery.core.errors import OptionError
+from enginery.core.artifact import Artifact
 from enginery.core.options import options_from
 from enginery.core.progress import SILENT, Progress
+from enginery.deploy.kserve.options import KserveConfig
+from enginery.deploy.triton.options import TritonConfig
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
 from enginery.publish.config import PublishConfig
-from enginery.publish.kserve_options import KserveConfig
-from enginery.publish.triton_options import TritonConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.recipe import Recipe
+from enginery.recipe.checks import check_recipe
 from enginery.steps import (
     StageResult,
     build_step,
@@ -44,12 +45,12 @@ from enginery.steps import (
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
-    from enginery.bench.result import BenchResult
+    from enginery.core.reports import BenchResult, ValidationReport
+    from enginery.deploy.kserve.stage import KserveExport
+    from enginery.deploy.triton.stage import TritonExport
+    from enginery.passes.lint import LintReport
     from enginery.predict.report import PredictReport
     from enginery.publish.destination import Published
-    from enginery.publish.kserve import KserveExport
-    from enginery.publish.triton import TritonExport
-    from enginery.validate.report import ValidationReport
 
 
 def _as_artifact(artifact: Artifact | str | Path) -> Artifact:
@@ -346,7 +347,7 @@ def export_triton(
         EngineryError: the artifact is damaged or failed its validation, Triton has no such tensors,
             there is no engine that it loads, or a folder there is somebody else's.
     """
-    from enginery.publish import triton
+    from enginery.deploy.triton import stage as triton
 
     config = options_from(TritonConfig, "export-triton", options)
     return triton.run(_as_artifact(artifact), Path(out), config, progress=progress)
@@ -373,7 +374,7 @@ def export_kserve(
         EngineryError: the artifact is damaged or failed its validation, an option does not fit, or
             there is a manifest that this function did not write.
     """
-    from enginery.publish import kserve
+    from enginery.deploy.kserve import stage as kserve
 
     config = options_from(KserveConfig, "export-kserve", options)
     return kserve.run(_as_artifact(artifact), Path(out), config, progress=progress)
@@ -390,67 +391,112 @@ def run_recipe(
 ) -> RunResult:
     """Run a recipe's stages in order; a second run takes every finished result.
 
-    A failed validation is a result, not an error: the artifact is marked, in the store and at the
+    Everything that can be known before is checked before: see `check_recipe`. A check that says no,
+    validate or lint, is a result, not an error: the artifact is marked, in the store and at the
     recipe's `out`, and the stages after it are refused.
 
     Args:
         recipe: a recipe or the path of its YAML file.
         force: run every stage although its result is there.
-        allow_failed: go on after a failed validation.
+        allow_failed: go on after a failed check. Publishing still refuses what failed.
         trust_remote_code: run Python code that comes with the recipe's model. What the recipe
-            grants its export holds for the checks behind it, too: they load the same files.
+            grants its export holds for the stages behind it, too: they load the same files.
         allow_pickle: load pickled weights, likewise.
         progress: who is told what happens.
 
     Raises:
+        RecipeError: `file:line: …`, before anything has run.
         EngineryError: a stage cannot do its work.
     """
     plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-    exports = [step.options for step in plan.steps if isinstance(step.options, ExportConfig)]
-    trust_remote_code |= any(options.trust_remote_code for options in exports)
-    allow_pickle |= any(options.allow_pickle for options in exports)
-    if plan.out:
-        refuse_foreign(Path(plan.out))
-    stages: list[StageResult] = []
+    plan = plan.trusted(trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    check_recipe(plan)
+    export = plan.steps[0].options
+    stages = [export_step(plan.model, export, "", force=force, progress=progress)]
     refused: list[str] = []
-    artifact: Artifact | None = None
-    for step in plan.steps:
+    for step in plan.steps[1:]:
         if not allow_failed and not all(stage.passed for stage in stages):
             progress.say(f"{step.stage}: refused, a check before it failed (--allow-failed)")
             refused.append(step.stage)
             continue
-        if isinstance(step.options, ExportConfig):
-            export = replace(
-                step.options, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
-            )
-            result = export_step(plan.model, export, "", force=force, progress=progress)
-        elif artifact is None:
-            raise OptionError(f"a recipe starts with export, found {step.stage}.")
-        elif isinstance(step.options, OptimizeConfig):
+        options = step.options
+        if allow_failed and hasattr(options, "allow_failed"):
+            options = replace(options, allow_failed=True)
+        artifact = stages[-1].artifact
+        if isinstance(options, OptimizeConfig):
             result = optimize_step(
-                artifact, step.options, "", force=force, allow_failed=allow_failed,
-                progress=progress,
-            )  # fmt: skip
-        elif isinstance(step.options, QuantizeConfig):
-            options = replace(step.options, allow_failed=allow_failed or step.options.allow_failed)
-            result = quantize_step(artifact, options, None, "", force=force, progress=progress)
-        elif isinstance(step.options, BuildConfig):
-            engines = replace(step.options, allow_failed=allow_failed or step.options.allow_failed)
-            result = build_step(artifact, engines, "", force=force, progress=progress)
-        else:
-            # Another model than the export's is trusted by its own options alone.
-            same = not step.options.reference
-            check = replace(
-                step.options,
-                trust_remote_code=step.options.trust_remote_code or (same and trust_remote_code),
-                allow_pickle=step.options.allow_pickle or (same and allow_pickle),
+                artifact, options, "", force=force, allow_failed=allow_failed, progress=progress
             )
-            result = validate_step(artifact, check, force=force, progress=progress)
+        elif isinstance(options, QuantizeConfig):
+            result = quantize_step(artifact, options, None, "", force=force, progress=progress)
+        elif isinstance(options, BuildConfig):
+            result = build_step(artifact, options, "", force=force, progress=progress)
+        elif isinstance(options, ValidateConfig):
+            result = validate_step(artifact, options, force=force, progress=progress)
+        else:
+            result = _use(artifact, step.stage, options, force=force, progress=progress)
         stages.append(result)
-        artifact = result.artifact
-    if artifact is None:
-        raise OptionError("the recipe has no stages.", do="Add at least: stages: [export]")
+    artifact = stages[-1].artifact
     if plan.out:
-        checked = [stage.stage for stage in stages if stage.report]
+        checked = [stage.stage for stage in stages if stage.report or stage.stage == "bench"]
         artifact = deliver(artifact, Path(plan.out), progress, checked=checked)
     return RunResult(artifact, stages, tuple(refused))
+
+
+def _use(
+    artifact: Artifact, stage: str, options: Any, *, force: bool, progress: Progress
+) -> StageResult:
+    """Run a stage of a recipe that takes the artifact and leaves no other."""
+    started = time.monotonic()
+    made: Any
+    worked, problem = True, ""
+    values = dict(vars(options))
+    if stage == "lint":
+        made = lint_model(artifact, **values)
+        problem = next((report.problem for report in made if not report.passed), "")
+    elif stage == "bench":
+        from enginery.bench import stage as bench
+
+        out = values.pop("out")
+        made = None if force else bench.finished(artifact, BenchConfig(**values), out=out)
+        worked = made is None
+        if made is None:
+            made = bench_model(artifact, out=out, progress=progress, **values)
+            artifact = Artifact.open(artifact.path)
+        else:
+            progress.say(
+                f"bench: nothing to do, {artifact.name} was measured with the same options"
+            )
+    elif stage == "predict":
+        files = values.pop("input"), values.pop("output")
+        made = predict_file(artifact, *files, force=force, progress=progress, **values)
+        worked = made.worked
+    elif stage == "publish":
+        made = publish_model(artifact, values.pop("url"), progress=progress, **values)
+        worked = made.is_new
+    else:
+        export = export_triton if stage == "export-triton" else export_kserve
+        made = export(artifact, values.pop("directory"), progress=progress, **values)
+    seconds = time.monotonic() - started
+    return StageResult(stage, artifact, worked, seconds, made=made, problem=problem)
+
+
+def lint_model(
+    model: Artifact | str | Path, *, target: Literal["tensorrt", "cuda"] = "tensorrt"
+) -> list[LintReport]:
+    """Say what TensorRT or CUDA would not take of a model, one report a graph.
+
+    Args:
+        model: an artifact, its directory, or any .onnx file.
+        target: who is to run it.
+
+    Raises:
+        EngineryError: the model cannot be read.
+    """
+    from enginery.passes.lint import lint_onnx
+
+    paths = [Path(model)] if not isinstance(model, Artifact) else []
+    if isinstance(model, Artifact) or paths[0].is_dir():
+        opened = _as_artifact(model)
+        paths = [opened.path / graph.file for graph in opened.manifest.graphs]
+    return [lint_onnx(path, target=target) for path in paths]

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 from enginery.console import human_bytes
 from enginery.core.artifact import Artifact
 from enginery.core.store import StoreEntry
-from enginery.runtime.provider_names import short_name
+from enginery.runtime.providers.known import short_name
 
 if TYPE_CHECKING:
     from enginery.ask import Answer
+    from enginery.core.reports import OutputMetrics, ValidationCaseResult, ValidationReport
     from enginery.pipeline import RunResult
     from enginery.steps import StageResult
-    from enginery.validate.metrics import OutputMetrics
-    from enginery.validate.report import ValidationCaseResult, ValidationReport
 
 Row = dict[str, str]
 
@@ -181,7 +180,7 @@ def report_lines(report: ValidationReport) -> list[str]:
 
 
 def provider_line(report: ValidationReport) -> str:
-    """`provider: cpu (asked for)`, with the choice's reason."""
+    """`provider: cpu (requested)`, with the choice's reason."""
     chosen = (f"{short_name(p['name'])} ({p['reason']})" for p in report.providers)
     return f"provider: {', '.join(chosen)}"
 
@@ -209,9 +208,15 @@ def run_rows(result: RunResult) -> list[Row]:
     return rows + [{"stage": name, "result": "refused", **blank} for name in result.refused]
 
 
+_DONE = {"bench": "measured", "predict": "answered", "publish": "published"}
+"""What a stage did; the others made something, or checked it."""
+
+
 def _stage_row(stage: StageResult) -> Row:
     report = stage.report
-    done = "made" if report is None else ("passed" if report.passed else "failed")
+    done = _DONE.get(stage.stage, "made")
+    if report is not None or stage.stage == "lint":
+        done = "passed" if stage.passed else "failed"
     worst = report.worst() if report else None
     cosines = [o.cosine for case in report.cases for o in case.outputs] if report else []
     names = [short_name(provider["name"]) for provider in report.providers] if report else []
@@ -226,8 +231,8 @@ def _stage_row(stage: StageResult) -> Row:
     }
 
 
-def run_json(result: RunResult, answers: Sequence[Answer]) -> dict[str, Any]:
-    """A run for programs."""
+def run_json(result: RunResult, answers: Sequence[Answer], made: Sequence[Any]) -> dict[str, Any]:
+    """A run for programs, with what its stages made as their commands say it."""
     return {
         "artifact": str(result.artifact.path),
         "passed": result.passed,
@@ -237,8 +242,9 @@ def run_json(result: RunResult, answers: Sequence[Answer]) -> dict[str, Any]:
                 "worked": stage.worked,
                 "seconds": round(stage.seconds, 3),
                 "report": report_json(stage.report) if stage.report else None,
+                "result": each,
             }
-            for stage in result.stages
+            for stage, each in zip(result.stages, made, strict=True)
         ],
         "refused": list(result.refused),
         "answers": [answer.as_json() for answer in answers],

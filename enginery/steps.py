@@ -32,7 +32,7 @@ from enginery.quantize.config import QuantizeConfig
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
-    from enginery.validate.report import ValidationReport
+    from enginery.core.reports import ValidationReport
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class StageResult:
     """False where a finished result was taken."""
     seconds: float
     report: ValidationReport | None = None
+    made: Any = None
+    """What a stage returned that leaves no artifact: a list of LintReport, a BenchResult, a
+    PredictReport, Published, TritonExport or KserveExport."""
+    problem: str = ""
+    """Why a check that marks no artifact said no."""
 
     @property
     def passed(self) -> bool:
@@ -54,6 +59,8 @@ class StageResult:
     @property
     def failure(self) -> str:
         """What the stage's own check said; empty when it passed."""
+        if self.problem:
+            return self.problem
         verdict = self.artifact.manifest.verdict(self.stage)
         return "" if verdict is None or verdict.passed else verdict.summary
 
@@ -254,6 +261,14 @@ def deliver(
     for stage, (verdict, _) in verdicts.items():
         if verdict not in present.manifest.verdicts:
             present = present.annotate(verdict, reports[stage])
+    if "bench" in checked:
+        measured = {
+            name: (artifact.path / name).read_bytes()
+            for name, record in artifact.manifest.reports.items()
+            if name not in {verdict.report for verdict in artifact.manifest.verdicts}
+            and present.manifest.reports.get(name) != record
+        }
+        present = present.annotate(reports=measured) if measured else present
     return present
 
 

@@ -17,16 +17,17 @@ from enginery.bench.config import BenchConfig
 from enginery.cli import COMMANDS as MODULES
 from enginery.cli import commands, main
 from enginery.console import Console
+from enginery.core.artifact import commit_artifact
 from enginery.core.errors import EngineryError
 from enginery.core.store import Store
+from enginery.deploy.kserve.options import KserveConfig
+from enginery.deploy.triton.options import TritonConfig
 from enginery.doctor.config import DoctorConfig
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
 from enginery.publish.config import PublishConfig
-from enginery.publish.kserve_options import KserveConfig
-from enginery.publish.triton_options import TritonConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.serve.config import ServeConfig
 from enginery.validate.config import ValidateConfig
@@ -257,23 +258,23 @@ def test_inspect_doctor_and_store_print_json(cli, artifact, exported):
 def test_inspect_places_the_graph_on_the_providers_that_are_asked_for(cli, artifact, monkeypatch):
     status, out, _ = cli("inspect", artifact, "--placement", "--json")
     placed = json.loads(out)["placement"]
-    assert (status, placed["head"], placed["reason"]) == (0, "CPUExecutionProvider", "asked for")
+    assert (status, placed["head"], placed["reason"]) == (0, "CPUExecutionProvider", "requested")
     status, out, _ = cli(
         "inspect", artifact, "--placement", "--provider", "openvino,cpu", "--provider-option",
         "openvino.device_type=CPU", "--allow-fallback", "--json",
     )  # fmt: skip
     placed = json.loads(out)["placement"]
     assert (status, placed["head"]) == (0, "CPUExecutionProvider")
-    assert placed["reason"].startswith("openvino asked for, but ")
+    assert placed["reason"].startswith("openvino requested, but ")
     monkeypatch.setenv("ENGINERY_PROVIDERS", "openvino")
-    assert "openvino asked for, but" in cli("inspect", artifact, "--placement")[2]
+    assert "openvino requested, but" in cli("inspect", artifact, "--placement")[2]
     status, _, said = cli("inspect", artifact, "--provider", "cpu")
     assert status == 2
     assert "Add --placement." in said
 
 
 @pytest.mark.parametrize("command", ["bench", "predict", "validate"])
-def test_providers_are_wished_for_alike(cli, artifact, tmp_path, command):
+def test_providers_are_named_alike(cli, artifact, tmp_path, command):
     words = [command, artifact, "--provider", "cuda"]
     if command == "predict":
         (tmp_path / "in.txt").write_text("warm")
@@ -464,7 +465,7 @@ def test_build_without_a_gpu_says_which_capabilities_there_are(cli, engine_words
     def none():
         raise ProviderError("no GPU can be used.")
 
-    monkeypatch.setattr("enginery.runtime.tensorrt_capability.visible_gpus", none)
+    monkeypatch.setattr("enginery.runtime.tensorrt.capabilities.visible_gpus", none)
     _, words = engine_words
     status, _, err = cli(*words[:-2])
     assert status == 2
@@ -826,6 +827,7 @@ def test_inspect_says_that_a_list_of_layers_is_damaged(cli, tmp_path, layers):
     engine = write_engine(artifact.path / "engines" / record.directory_name, record)
     assert cli("inspect", engine, "-v")[0] == 0
     (engine / "layers.json").write_text(layers)
+    commit_artifact(artifact.path, artifact.manifest)
     for words in ((engine,), (engine, "-v"), (engine, "--json"), (artifact.path,)):
         status, _, err = cli("inspect", *words)
         assert (status, "layers.json is no list of layers" in err) == (2, True)

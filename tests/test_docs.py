@@ -17,8 +17,8 @@ from PIL import Image
 
 import enginery
 from enginery import cli, export_model, validate_model
-from enginery.runtime.builtin_inputs import made_images
-from enginery.runtime.tensorrt import has_tensorrt
+from enginery.runtime.builtin_inputs import synthetic_images
+from enginery.runtime.tensorrt.process import has_tensorrt
 from tests.test_readme import PAGES, ROOT, commands
 from tests.tiny import TEXT, save_tiny
 
@@ -34,10 +34,10 @@ NOT_RUN = {
     r"--provider cuda$|--provider cuda |--require cuda|--backend tensorrt|--provider tensorrt":
         "needs an NVIDIA GPU",
     r"--engine ray": "needs a Ray: tests/predict/test_on_ray.py",
-    r"mlflow:/": "needs an MLflow server: tests/publish/test_mlflow.py",
-    r"hf://": "needs the Hub: tests/publish/test_hub.py",
-    r"oci://": "needs a registry: tests/publish/test_oci.py",
-    r"run recipes/(?!vit)": "a model of the Hub or a package: tests/test_recipes_shipped.py",
+    r"mlflow:/": "needs an MLflow server: tests/publish/targets/test_mlflow.py",
+    r"hf://": "needs the Hub: tests/publish/targets/test_hub.py",
+    r"oci://": "needs a registry: tests/publish/targets/test_oci.py",
+    r"run recipes/(?!vit)": "a model of the Hub or a package: tests/recipe/test_shipped.py",
 }  # fmt: skip
 """What of the pages' commands is not run here, and why."""
 
@@ -98,7 +98,7 @@ class Shelf:
             return shutil.copy(self.has(GRAPHS[name]) / "model.onnx", path)
         if name == "photos":
             path.mkdir()
-            for index, image in enumerate(made_images(3)):
+            for index, image in enumerate(synthetic_images(3)):
                 Image.fromarray(image).save(path / f"{index}.png")
             return path
         if name == "recipe.yaml":

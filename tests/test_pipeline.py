@@ -9,11 +9,13 @@ from enginery.core.progress import SILENT
 from enginery.core.store import Store
 from enginery.export.config import ExportConfig
 from enginery.recipe import Step
+from enginery.recipe.stages import LintStage
 from enginery.validate.config import ValidateConfig
 
 EXPORT = Step("export", ExportConfig(task="text-classification"))
 VALIDATE = Step("validate", ValidateConfig())
 STRICT = Step("validate", ValidateConfig(max_abs_error=1e-12))
+LINT = Step("lint", LintStage(target="cuda"))
 
 
 class Listener:
@@ -149,25 +151,21 @@ def test_changed_option_is_named_in_words(model):
     assert any("validating anew: seed: 0 → 3" in line for line in listener.said), listener.said
 
 
-def test_failed_check_marks_the_store_and_out_and_refuses_what_follows(
-    model, tmp_path, monkeypatch
-):
-    # No stage builds on an artifact yet: a second validate, which recipes refuse, stands for one.
-    monkeypatch.setattr("enginery.recipe._order_problem", lambda _: None)
+def test_failed_check_marks_the_store_and_out_and_refuses_what_follows(model, tmp_path):
     listener = Listener()
-    plan = Recipe(model, (EXPORT, STRICT, VALIDATE), out=str(tmp_path / "out"))
+    plan = Recipe(model, (EXPORT, STRICT, LINT), out=str(tmp_path / "out"))
     result = run_recipe(plan, progress=listener)
     assert not result.passed
-    assert result.refused == ("validate",)
+    assert result.refused == ("lint",)
     assert [stage.stage for stage in result.stages] == ["export", "validate"]
     assert "differ from PyTorch" in result.failure
     assert Artifact.open(tmp_path / "out").failed().summary == result.failure
     assert result.stages[0].artifact.path.parent == Store().artifacts
     assert Artifact.open(result.stages[0].artifact.path).failed()
-    assert any("validate: refused" in line for line in listener.said)
+    assert any("lint: refused" in line for line in listener.said)
 
     again = run_recipe(plan)
-    assert (again.passed, again.refused) == (False, ("validate",)), "a verdict is taken, not lost"
+    assert (again.passed, again.refused) == (False, ("lint",)), "a verdict is taken, not lost"
     forgiven = run_recipe(plan, allow_failed=True)
     assert (forgiven.passed, forgiven.refused, len(forgiven.stages)) == (False, (), 3)
 

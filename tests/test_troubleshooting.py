@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from enginery.runtime import libraries, obstacles, tensorrt_timing
-from enginery.runtime.tensorrt_options import FLAVORS
+from enginery.runtime.providers import availability, libraries
+from enginery.runtime.tensorrt import timing
+from enginery.runtime.tensorrt.options import FLAVORS
 
 ROOT = Path(__file__).parents[1]
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
-MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8"))
-           for path in sorted((ROOT / "enginery" / "runtime").glob("*.py"))}  # fmt: skip
+RUNTIME = ROOT / "enginery" / "runtime"
+MODULES = {
+    path.relative_to(RUNTIME).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(RUNTIME.rglob("*.py"))
+}
 FUNCTIONS = {node.name: node for tree in MODULES.values() for node in tree.body
              if isinstance(node, ast.FunctionDef)}  # fmt: skip
 CONSTANTS = {
@@ -25,20 +29,20 @@ CONSTANTS = {
 }
 
 SAID_BY_PARTS = {
-    "… was not found": lambda: obstacles.describe_missing(
+    "… was not found": lambda: availability.describe_missing(
         {"libnvinfer.so.10": "libnvinfer.so.10: cannot open shared object file: No such file"}
     ),
-    "… were not found": lambda: obstacles.describe_missing(
+    "… were not found": lambda: availability.describe_missing(
         {name: f"{name}: cannot open shared object file" for name in ("liba.so.1", "libb.so.2")}
     ),
-    "convolutions and other cuDNN operations will fail (…)": lambda: obstacles.find_caveat(
+    "convolutions and other cuDNN operations will fail (…)": lambda: availability.provider_warning(
         "CUDAExecutionProvider"
     ),
     "…, and the installed onnxruntime (…) is built without it": lambda: (
-        obstacles._not_compiled("NnapiExecutionProvider").reason
+        availability._not_compiled("NnapiExecutionProvider").reason
     ),
     "the timing cache … is of another TensorRT or GPU, or is none; it was neither used nor "
-    "changed.": lambda: f"{tensorrt_timing._unfit(Path('timing.cache'))}.",
+    "changed.": lambda: f"{timing._unfit(Path('timing.cache'))}.",
 }
 """Messages that the code puts together of variables; each is made here."""
 
@@ -73,8 +77,8 @@ def wordings(node, module, scope):
 
 def is_about_providers(call, module):
     name = getattr(call.func, "id", "")
-    options = name == "OptionError" and (module.startswith("provider_") or module == "run_fit")
-    return name in ("ProviderError", "Obstacle", "CudaDriver") or options
+    options = name == "OptionError" and module.startswith("providers/")
+    return name in ("ProviderError", "Unavailable", "CudaDriver") or options
 
 
 @cache
@@ -126,6 +130,6 @@ def test_every_message_of_the_page_is_followed_by_what_to_do():
 
 def test_page_has_the_commands_that_the_errors_name():
     said = re.sub(r"\s+", " ", TROUBLESHOOTING)
-    for line in (*obstacles.INSTALL.values(), *(flavor.install for flavor in FLAVORS.values())):
+    for line in (*availability.INSTALL.values(), *(flavor.install for flavor in FLAVORS.values())):
         assert line in said
-    assert f"version {obstacles.MIN_DRIVER} or newer" in said
+    assert f"version {availability.MIN_DRIVER} or newer" in said

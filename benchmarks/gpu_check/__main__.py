@@ -29,7 +29,7 @@ from enginery.core.errors import ProviderError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import json_bytes
 from enginery.core.staging import write_beside
-from enginery.runtime.gpus import visible_gpus
+from enginery.runtime.providers.gpus import visible_gpus
 
 DRY_RUN = "on the CPU: a dry run"
 _DOCS = Path("docs/benchmarks")

@@ -26,8 +26,8 @@ from enginery.core.errors import InputError
 from enginery.core.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.precision import Tolerance
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.providers import ProviderWish, parse_wishes
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 from enginery.validate.metrics import NoiseFloor, compare_output, noise_floor
 from enginery.validate.padding import find_padding_mask
 
@@ -59,12 +59,12 @@ def _compare_model(work: Work, model: str) -> None:
         with work.step(f"{model} in {precision} agrees with PyTorch FP32"):
             noise = _answers(source, _NOISE[precision], work.device, cases)
             exact = work.on_gpu and precision == "fp32"
-            wish = parse_wishes(work.provider, ["cuda.use_tf32=false"] if exact else [])
-            _judge(work, model, precision, artifact, cases, expected, noise, wish, precision)
+            specs = parse_providers(work.provider, ["cuda.use_tf32=false"] if exact else [])
+            _judge(work, model, precision, artifact, cases, expected, noise, specs, precision)
             if exact:
                 narrow = _answers(source, "fp16", work.device, cases)
                 _judge(work, model, "fp32 by TF32", artifact, cases, expected, narrow,
-                       parse_wishes(work.provider), "fp16")  # fmt: skip
+                       parse_providers(work.provider), "fp16")  # fmt: skip
     if "fp16" in artifacts:
         _compare_ways(work, model, artifacts["fp16"])
 
@@ -77,13 +77,13 @@ def _judge(
     cases: list[Feeds],
     expected: list[dict[str, Any]],
     noise: list[dict[str, Any]],
-    wish: tuple[ProviderWish, ...],
+    specs: tuple[ProviderSpec, ...],
     precision: str,
 ) -> None:
     """One runner over all cases; the noise floor is the widest of them."""
     record = artifact.manifest.graphs[0]
     worst: list[dict[str, Any]] = []
-    with OrtRunner(artifact, providers=wish) as runner:
+    with OrtRunner(artifact, providers=specs) as runner:
         for spec in record.outputs:
             floors = [noise_floor(other[spec.name], wide[spec.name],
                                   find_padding_mask(spec, record.inputs, feeds))

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu_check.pytorch import tensors_of, wait
 from enginery.core.feeds import Feeds
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 
 PLAIN, BOUND, GRAPH = "enginery, no IOBinding", "enginery, IOBinding", "enginery, CUDA graph"
 EAGER, SDPA, COMPILED = "PyTorch eager", "PyTorch SDPA", "torch.compile"

@@ -23,8 +23,8 @@ from enginery.core.artifact import Artifact
 from enginery.core.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.precision import Tolerance
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.providers import ProviderWish, parse_wishes
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 
 _RUNS = 7
 _WARM_SIZE = (96, 96)
@@ -40,12 +40,12 @@ def run(work: Work) -> None:
         return
     expected: list[NDArray[Any]] | None = None
     with work.step(f"{CONVOLUTIONS} on the CPU"):
-        expected = _measure(work, artifact, "cpu", parse_wishes("cpu"))
+        expected = _measure(work, artifact, "cpu", parse_providers("cpu"))
     # The one that takes longest is the last, so that the others are measured whatever it takes.
     for search in reversed(SEARCHES) if work.on_gpu else ():
         with work.step(f"{CONVOLUTIONS} on cuda, {search}"):
-            wish = parse_wishes("cuda", [f"cuda.cudnn_conv_algo_search={search}"])
-            found = _measure(work, artifact, search, wish)
+            specs = parse_providers("cuda", [f"cuda.cudnn_conv_algo_search={search}"])
+            found = _measure(work, artifact, search, specs)
             if expected is not None:
                 _compare(work, search, expected, found)
     if not work.on_gpu:
@@ -53,13 +53,13 @@ def run(work: Work) -> None:
 
 
 def _measure(
-    work: Work, artifact: Artifact, name: str, wish: tuple[ProviderWish, ...]
+    work: Work, artifact: Artifact, name: str, specs: tuple[ProviderSpec, ...]
 ) -> list[NDArray[Any]]:
     """First and steady times; returns the answers of the sizes that there was time for."""
     found: dict[str, Any] = {"first_ms": [], "ms": []}
     work.found["searches"][name] = found
     answers: list[NDArray[Any]] = []
-    with OrtRunner(artifact, providers=wish) as runner:
+    with OrtRunner(artifact, providers=specs) as runner:
         runner(_image(artifact, _WARM_SIZE))
         feeds = [_image(artifact, size) for size in work.settings.images]
         for one in feeds:

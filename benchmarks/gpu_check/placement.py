@@ -14,9 +14,9 @@ from enginery.core.errors import InputError
 from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.runtime.multiply_adds import count_node_work
-from enginery.runtime.placement import Placement, read_placement, with_work
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.providers import choose_providers
+from enginery.runtime.onnxruntime.placement import Placement, read_placement, with_work
+from enginery.runtime.providers.known import CPU
+from enginery.runtime.providers.selection import choose_providers
 
 HEAVY = ("MatMul", "Gemm", "Attention", "MultiHeadAttention", "PackedAttention", "Conv",
          "FusedMatMul", "GroupQueryAttention")  # fmt: skip

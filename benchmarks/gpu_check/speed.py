@@ -38,13 +38,13 @@ from enginery.bench.warmup import take_turn, warm_up
 from enginery.core.artifact import Artifact
 from enginery.core.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.model_files import ModelConfig
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 
 CONFIDENCE, SMALLEST = 0.95, 0.02
 _FOR_A_POINT = 7.0
 """Seconds that each point not yet measured keeps from torch.compile."""
 _CAPTURES = 8
-"""Shapes that a runner records, see runtime/binding.py."""
+"""Shapes that a runner records, see runtime/onnxruntime/binding.py."""
 _WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {"io_binding": False}, BOUND: {}, GRAPH: {"cuda_graph": True},
 }  # fmt: skip

@@ -22,10 +22,10 @@ from enginery import build_engine, optimize_model
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ProviderError
 from enginery.core.precision import Tolerance
-from enginery.runtime.gpus import CudaGpu, visible_gpus
-from enginery.runtime.obstacles import find_obstacle
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.tensorrt_options import FLAVORS, Flavor
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.availability import unavailable_reason
+from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
+from enginery.runtime.tensorrt.options import FLAVORS, Flavor
 
 _MODEL = "minilm"
 _POINTS = ((1, 16), (8, 128))
@@ -58,8 +58,8 @@ def why_not(flavor: Flavor) -> str:
     """Why a flavor cannot be expected to run here; empty where it can."""
     if find_spec(flavor.module) is None:
         return f"not installed: there is no module {flavor.module} ({flavor.install})"
-    if obstacle := find_obstacle(flavor.provider):
-        return f"not run: {obstacle.reason} ({obstacle.do})"
+    if unavailable := unavailable_reason(flavor.provider):
+        return f"not run: {unavailable.reason} ({unavailable.do})"
     return ""
 
 

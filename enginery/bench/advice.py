@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from enginery.bench.config import OURS
-from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, Measurement
+from enginery.core.reports import Advice, BenchCase, BenchResult, ContenderRecord, Measurement
 from enginery.runtime import advice as shared
-from enginery.runtime.advice import Advice
-from enginery.runtime.binding import BUCKETS
-from enginery.runtime.provider_names import CUDA, TENSORRT, TENSORRT_RTX, full_name
+from enginery.runtime.onnxruntime.binding import BUCKETS
+from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX, full_name
 
 _GPUS = (
-    CUDA, TENSORRT, TENSORRT_RTX, *map(full_name, ("directml", "rocm", "migraphx", "webgpu")),
-)  # fmt: skip
+    CUDA,
+    TENSORRT,
+    TENSORRT_RTX,
+    *map(full_name, ("directml", "rocm", "migraphx", "webgpu")),
+)
 """Providers of GPUs alone; OpenVINO, for one, runs on CPUs too."""
 _MUCH_PADDING = 0.3
 _MUCH_COPYING = 0.25
@@ -196,26 +198,33 @@ def too_many_threads(result: BenchResult) -> Iterator[Advice]:
     threads = int(result.options.get("threads", 0))
     cores = int(result.machine.get("physical_cores", 0))
     found = shared.too_many_threads(
-        threads, cores,
+        threads,
+        cores,
         evidence=f"{threads} threads on {cores} cores",
         remedy=f"Pass --threads {cores}, or 0 for ONNX Runtime's own choice.",
-    )  # fmt: skip
+    )
     if found:
         yield found
 
 
 RULES: tuple[Callable[[BenchResult], Iterator[Advice]], ...] = (
-    gpu_slower_than_cpu, searching_convolutions, more_shapes_than_profiles,
-    more_shapes_than_buckets, launches_dominate, copies_dominate, int8_slower_than_fp16,
-    much_padding, too_many_threads,
-)  # fmt: skip
+    gpu_slower_than_cpu,
+    searching_convolutions,
+    more_shapes_than_profiles,
+    more_shapes_than_buckets,
+    launches_dominate,
+    copies_dominate,
+    int8_slower_than_fp16,
+    much_padding,
+    too_many_threads,
+)
 
 
 def _why_slow(result: BenchResult, gpu: ContenderRecord) -> Iterator[str]:
     """What of the result slows a GPU."""
     for rule in (searching_convolutions, launches_dominate, copies_dominate):
         yield from (advice.evidence for advice in rule(result))
-    fallen = gpu.facts.get("placement", {}).get("fallen", [])
+    fallen = gpu.placement["fallen"] if gpu.placement else []
     if fallen:
         named = ", ".join(f"{node['name'] or 'unnamed'} ({node['op_type']})" for node in fallen[:3])
         yield f"{len(fallen)} operations run on the CPU under it: {named}"
@@ -254,15 +263,17 @@ def _first_runs(result: BenchResult, name: str) -> str:
     return f"; the first pass over the images took {first:.0f} ms, later ones {again:.0f} ms"
 
 
-Point = tuple[CaseResult, Measurement]
+Point = tuple[BenchCase, Measurement]
 
 
 def _batches(result: BenchResult, name: str) -> Iterator[tuple[Point, Point]]:
     """A case of one row and one of several that is the same else."""
     points: list[Point] = [
-        (case, found) for case in result.cases for found in case.measurements
+        (case, found)
+        for case in result.cases
+        for found in case.measurements
         if found.contender == name
-    ]  # fmt: skip
+    ]
     for one in points:
         for several in points:
             others = [{k: v for k, v in p[0].sizes.items() if k != "batch"} for p in (one, several)]
@@ -270,5 +281,5 @@ def _batches(result: BenchResult, name: str) -> Iterator[tuple[Point, Point]]:
                 yield one, several
 
 
-def _named(case: CaseResult) -> str:
+def _named(case: BenchCase) -> str:
     return ", ".join(f"{name} {size}" for name, size in case.sizes.items()) or "fixed shapes"

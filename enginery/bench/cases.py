@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from enginery.bench.config import AUTO, BenchConfig, read_sizes
+from enginery.bench.config import AUTO, BenchConfig, parse_shape, read_sizes
 from enginery.bench.subject import Subject
 from enginery.core.errors import OptionError, ShapeError, nearest
 from enginery.core.feeds import Feeds, make_feeds
@@ -146,18 +146,8 @@ def _read_shape(text: str, subject: Subject) -> dict[str, int]:
     """Sizes from `batch=1,height=64`; a fixed dim may be named with its own size."""
     names = dynamic_dims(subject.record.inputs)
     fixed = fixed_dims(subject.record.inputs)
-    given: dict[str, int] = {}
-    for part in text.split(","):
-        word, equals, size = part.partition("=")
-        name = canonical_dim(word)
-        if not equals or not name:
-            raise OptionError(
-                f"option 'shape': found '{part}', expected name=size.",
-                do="Write it as --shape batch=1,height=64.",
-            )
-        (value,) = read_sizes(size, "shape")[:1]
-        if name in given:
-            raise OptionError(f"option 'shape': dim '{name}' is given twice in '{text}'.")
+    given = parse_shape(text)
+    for name, value in given.items():
         if name not in names and fixed.get(name) != value:
             if name in fixed:
                 raise ShapeError(
@@ -168,5 +158,4 @@ def _read_shape(text: str, subject: Subject) -> dict[str, int]:
                 f"option 'shape': {subject.name} has no dim '{name}'{nearest(name, names)}",
                 do=f"Its dynamic dims: {', '.join(names) or 'none'}.",
             )
-        given[name] = value
     return {name: size for name, size in given.items() if name in names}

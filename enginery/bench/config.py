@@ -103,13 +103,14 @@ def check_options(config: BenchConfig) -> None:
     ):  # fmt: skip
         if getattr(config, name) < least:
             found = getattr(config, name)
-            raise OptionError(f"option '{name}' is {found}, expected {least} or more.")
+            raise OptionError(f"option '{name}' is {found}, expected {least} or more.", option=name)
     if config.max_rounds < config.min_rounds:
         raise OptionError(
             f"option 'max_rounds' is {config.max_rounds}, expected {config.min_rounds} or more: "
             f"'min_rounds' is {config.min_rounds}.",
             do=f"Lower both: --min-rounds {max(1, config.max_rounds)} "
             f"--max-rounds {max(1, config.max_rounds)}",
+            option="min_rounds" if config.max_rounds == BenchConfig.max_rounds else "max_rounds",
         )
     for name, low, high in (("confidence", 0.5, 1.0), ("precision", 0.0, 1.0),
                             ("smallest_difference", -1e-9, 1.0), ("max_seconds", 0.0, 1e6),
@@ -118,12 +119,14 @@ def check_options(config: BenchConfig) -> None:
             found = getattr(config, name)
             raise OptionError(
                 f"option '{name}' is {found:g}, expected more than {max(low, 0):g} "
-                f"and less than {high:g}."
+                f"and less than {high:g}.",
+                option=name,
             )
     if config.images and config.shape:
         raise OptionError(
             "options 'images' and 'shape' both say what is run.",
             do="Images have the sizes that they have: leave --shape out.",
+            option="images",
         )
 
 
@@ -141,6 +144,7 @@ def contender_names(config: BenchConfig) -> tuple[str, ...]:
             raise OptionError(
                 f"option 'against': unknown contender '{name}'{nearest(name, CONTENDERS)}",
                 do=f"Known: {', '.join(CONTENDERS)}; or auto or none alone.",
+                option="against",
             )
     return names
 
@@ -155,6 +159,33 @@ def read_sizes(text: str, name: str) -> tuple[int, ...]:
     for word in words:
         if not word.isascii() or not word.isdigit() or not 1 <= int(word) < 2**31:
             raise OptionError(
-                f"option '{name}': found '{word}', expected whole numbers from 1 on: 1,8,32."
+                f"option '{name}': found '{word}', expected whole numbers from 1 on: 1,8,32.",
+                option=name,
             )
     return tuple(sorted({int(word) for word in words}))
+
+
+def parse_shape(text: str) -> dict[str, int]:
+    """Sizes by dim from `batch=1,height=64`.
+
+    Raises:
+        OptionError: it is written otherwise, or a dim is there twice.
+    """
+    from enginery.core.shapes import canonical_dim  # which needs pydantic; --help does not
+
+    given: dict[str, int] = {}
+    for part in text.split(","):
+        word, equals, size = part.partition("=")
+        name = canonical_dim(word)
+        if not equals or not name:
+            raise OptionError(
+                f"option 'shape': found '{part}', expected name=size.",
+                do="Write it as --shape batch=1,height=64.",
+                option="shape",
+            )
+        if name in given:
+            raise OptionError(
+                f"option 'shape': dim '{name}' is given twice in '{text}'.", option="shape"
+            )
+        (given[name],) = read_sizes(size, "shape")[:1]
+    return given

@@ -19,12 +19,15 @@ from typing import Any
 from enginery.bench.config import AUTO, CONTENDERS, OURS, BenchConfig, contender_names
 from enginery.bench.subject import Subject
 from enginery.core.errors import ProviderError
-from enginery.runtime.binding import BUCKETS
 from enginery.runtime.engines import choose_with_engines
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
-from enginery.runtime.provider_wish import ProviderWish, parse_wishes
-from enginery.runtime.providers import Provider
-from enginery.runtime.run_fit import require_fit
+from enginery.runtime.onnxruntime.binding import BUCKETS
+from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
+from enginery.runtime.providers.selection import Provider
+from enginery.runtime.providers.specification import (
+    ProviderSpec,
+    check_run_options,
+    parse_providers,
+)
 
 _LABELS = {
     OURS: "enginery's runner",
@@ -47,7 +50,7 @@ class Plan:
     subject: str
     asked: bool
     """Named by the user, so that not running is an error."""
-    providers: tuple[ProviderWish, ...]
+    providers: tuple[ProviderSpec, ...]
     """What is asked for, with the options."""
     device: str
     """Of PyTorch: cpu, or cuda:0, the GPU that the providers are given."""
@@ -67,19 +70,19 @@ class Plan:
         return {**asdict(self), "label": self.label}
 
 
-def wishes_of(config: BenchConfig) -> tuple[ProviderWish, ...]:
+def providers_of(config: BenchConfig) -> tuple[ProviderSpec, ...]:
     """The providers that the options, or the environment, ask for.
 
     Raises:
         ProviderError: a name is unknown, or the first has no CUDA graphs and they are asked for.
         OptionError: an option does not fit its provider, or ways of running exclude each other.
     """
-    wishes = parse_wishes(config.provider, config.provider_option, default="cpu")
-    require_fit(
-        wishes, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
+    specs = parse_providers(config.provider, config.provider_option, default="cpu")
+    check_run_options(
+        specs, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
         shrink_arena=config.shrink_arena,
     )  # fmt: skip
-    return wishes
+    return specs
 
 
 def plan_contenders(
@@ -96,15 +99,15 @@ def plan_contenders(
         buckets: shapes that our runner is to keep buffers and CUDA graphs for.
 
     Raises:
-        OptionError: a contender is unknown, or as `wishes_of`.
+        OptionError: a contender is unknown, or as `providers_of`.
         ProviderError: one that was named cannot run, the provider cannot be had, or as
-            `wishes_of`.
+            `providers_of`.
     """
     named = contender_names(config)
-    wishes = wishes_of(config)
+    specs = providers_of(config)
     heads = {
         subject.name: choose_with_engines(
-            subject.artifact, subject.record, wishes, allow_fallback=config.allow_fallback
+            subject.artifact, subject.record, specs, allow_fallback=config.allow_fallback
         )[0][0]
         for subject in subjects
     }
@@ -114,11 +117,11 @@ def plan_contenders(
     def add(kind: str, subject: Subject, *, asked: bool) -> None:
         name = kind if len(subjects) == 1 else f"{subject.name}: {kind}"
         head = heads[subject.name]
-        providers = wishes
+        providers = specs
         if kind == "enginery-cpu":
-            providers, head = (ProviderWish("cpu"),), Provider(CPU, "to stand beside")
+            providers, head = (ProviderSpec("cpu"),), Provider(CPU, "to stand beside")
         elif kind == "optimum":  # it takes one provider, and falls back to none by itself
-            providers = (ProviderWish(short_name(head.name), head.options),)
+            providers = (ProviderSpec(short_name(head.name), head.options),)
         device = _device(head)
         plans.append(
             Plan(
@@ -140,7 +143,7 @@ def plan_contenders(
         for subject in subjects if repeated else subjects[:1]:
             head = heads[subject.name]
             on_gpu = _device(head) != "cpu"
-            reason = _obstacle(kind, subject, on_gpu=on_gpu)
+            reason = _skip_reason(kind, subject, on_gpu=on_gpu)
             if not reason and not named:
                 reason = _not_by_itself(kind, on_gpu=on_gpu, on_cpu=head.name == CPU)
             if reason and named:
@@ -166,7 +169,7 @@ def for_images(plans: Sequence[Plan], left_out: dict[str, str]) -> list[Plan]:
     return kept
 
 
-def _obstacle(kind: str, subject: Subject, *, on_gpu: bool) -> str:
+def _skip_reason(kind: str, subject: Subject, *, on_gpu: bool) -> str:
     """Why a contender cannot run, as far as that is known without trying."""
     manifest = subject.artifact.manifest
     if kind == "optimum":

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from enginery.bench.result import BenchResult, CaseResult, Measurement
 from enginery.core.figures import Draw
+from enginery.core.reports import BenchCase, BenchResult, Measurement
 
-Point = tuple[CaseResult, Measurement]
+Point = tuple[BenchCase, Measurement]
 
 FIGURES = ("latency-by-batch", "latency-by-sequence", "throughput", "speedup", "images")
 """All that there may be."""
@@ -44,17 +44,19 @@ def draw_figures(result: BenchResult) -> dict[str, Draw]:
 
 
 def reference_of(result: BenchResult) -> str:
-    """Whom ratios are told against: PyTorch where it ran, else the first contender."""
+    """Return the contender that ratios are relative to: PyTorch where it ran, else the first."""
     names = [record.name for record in result.contenders if record.kind == "pytorch"]
     return (names or [result.contenders[0].name])[0]
 
 
 def caption(name: str, result: BenchResult) -> str:
-    """What a figure shows, in words for those who do not see it."""
+    """Return what a figure shows, in words for those who do not see it."""
     batch, sequence = _most_common(result, "batch"), _most_common(result, "sequence")
-    at = {"latency-by-batch": f" at sequence {sequence}" if sequence else "",
-          "latency-by-sequence": f" at batch {batch}" if batch else "",
-          "throughput": f" at sequence {sequence}" if sequence else ""}.get(name, "")  # fmt: skip
+    at = {
+        "latency-by-batch": f" at sequence {sequence}" if sequence else "",
+        "latency-by-sequence": f" at batch {batch}" if batch else "",
+        "throughput": f" at sequence {sequence}" if sequence else "",
+    }.get(name, "")
     words = {
         "latency-by-batch": "Median latency against batch",
         "latency-by-sequence": "Median latency against sequence",
@@ -68,7 +70,7 @@ def caption(name: str, result: BenchResult) -> str:
 
 
 def _most_common(result: BenchResult, dim: str) -> int | None:
-    """The middle one of the sizes that a dim has."""
+    """Return the middle one of the sizes that a dim has."""
     sizes = sorted({case.sizes[dim] for case in result.cases if dim in case.sizes})
     return sizes[len(sizes) // 2] if sizes else None
 
@@ -85,17 +87,27 @@ def _points(result: BenchResult, name: str, fixed: Mapping[str, int | None]) -> 
 
 def _latency(result: BenchResult, axis: str, other: str, fixed: int | None, axes: Any) -> None:
     for record in result.contenders:
-        points = sorted(_points(result, record.name, {other: fixed}),
-                        key=lambda point: point[0].sizes[axis])  # fmt: skip
+        points = sorted(
+            _points(result, record.name, {other: fixed}), key=lambda point: point[0].sizes[axis]
+        )
         if not points:
             continue
         values = [found.latency.median_ms for _, found in points]
-        spans = [found.latency.interval_ms or (value, value)
-                 for (_, found), value in zip(points, values, strict=True)]  # fmt: skip
-        bars = [[value - low for value, (low, _) in zip(values, spans, strict=True)],
-                [high - value for value, (_, high) in zip(values, spans, strict=True)]]  # fmt: skip
-        axes.errorbar([case.sizes[axis] for case, _ in points], values, yerr=bars, capsize=3,
-                      label=record.name)  # fmt: skip
+        spans = [
+            found.latency.interval_ms or (value, value)
+            for (_, found), value in zip(points, values, strict=True)
+        ]
+        bars = [
+            [value - low for value, (low, _) in zip(values, spans, strict=True)],
+            [high - value for value, (_, high) in zip(values, spans, strict=True)],
+        ]
+        axes.errorbar(
+            [case.sizes[axis] for case, _ in points],
+            values,
+            yerr=bars,
+            capsize=3,
+            label=record.name,
+        )
     _log_axes(axes, sorted({case.sizes[axis] for case in result.cases if axis in case.sizes}))
     axes.set(xlabel=axis, ylabel="latency, ms")
     axes.legend(fontsize=9)
@@ -103,10 +115,14 @@ def _latency(result: BenchResult, axis: str, other: str, fixed: int | None, axes
 
 def _throughput(result: BenchResult, fixed: int | None, axes: Any) -> None:
     for record in result.contenders:
-        points = sorted(_points(result, record.name, {"sequence": fixed}),
-                        key=lambda point: point[0].rows)  # fmt: skip
-        axes.plot([case.rows for case, _ in points],
-                  [found.inputs_per_second for _, found in points], label=record.name)  # fmt: skip
+        points = sorted(
+            _points(result, record.name, {"sequence": fixed}), key=lambda point: point[0].rows
+        )
+        axes.plot(
+            [case.rows for case, _ in points],
+            [found.inputs_per_second for _, found in points],
+            label=record.name,
+        )
     _log_axes(axes, sorted({case.rows for case in result.cases}))
     axes.set(xlabel="batch", ylabel="inputs/s")
     axes.legend(fontsize=9)
@@ -143,15 +159,16 @@ def _half_decade(value: float) -> str:
 
 
 def _speedup(result: BenchResult, reference: str, axes: Any) -> None:
-    """A row for each shape, a mark for each contender, with its interval."""
+    """Draw a row for each shape, with a mark and an interval for each contender."""
     names = [record.name for record in result.contenders if record.name != reference]
     labels = []
     labelled: set[str] = set()
     for row, case in enumerate(result.cases):
         labels.append("×".join(str(size) for size in case.sizes.values()) or "fixed")
         for place, name in enumerate(names):
-            found = next((c for c in case.comparisons if {c.contender, c.base}
-                          == {name, reference}), None)  # fmt: skip
+            found = next(
+                (c for c in case.comparisons if {c.contender, c.base} == {name, reference}), None
+            )
             if found is None:
                 continue
             flipped = found.contender == reference
@@ -159,12 +176,20 @@ def _speedup(result: BenchResult, reference: str, axes: Any) -> None:
             low, high = found.interval or (found.speedup, found.speedup)
             low, high = (1 / high, 1 / low) if flipped else (low, high)
             offset = (place - (len(names) - 1) / 2) * 0.6 / max(1, len(names))
-            style = {"color": f"C{place}", "marker": "os^DvPX"[place % 7], "linestyle": "none",
-                     "fillstyle": "full" if found.interval else "none"}  # fmt: skip
+            style = {
+                "color": f"C{place}",
+                "marker": "os^DvPX"[place % 7],
+                "linestyle": "none",
+                "fillstyle": "full" if found.interval else "none",
+            }
             axes.errorbar(
-                [value], [row + offset], xerr=[[max(0, value - low)], [max(0, high - value)]],
-                capsize=2, label=None if name in labelled else name, **style,
-            )  # fmt: skip
+                [value],
+                [row + offset],
+                xerr=[[max(0, value - low)], [max(0, high - value)]],
+                capsize=2,
+                label=None if name in labelled else name,
+                **style,
+            )
             labelled.add(name)
     axes.axvline(1, color="0.5", linewidth=1, linestyle="--")
     axes.set_yticks(range(len(labels)), labels)

@@ -24,7 +24,8 @@ from enginery.core.feeds import Feeds
 from enginery.core.fingerprint import runtime_version, tool_versions
 from enginery.core.manifest import GraphRecord
 from enginery.core.source import resolve_record
-from enginery.runtime.provider_wish import ProviderWish
+from enginery.runtime.providers.selection import REQUESTED
+from enginery.runtime.providers.specification import ProviderSpec
 from enginery.runtime.torch import TorchRunner, guarded, load_pytorch
 
 _CLASSES = {
@@ -154,7 +155,7 @@ class OptimumModel:
         self,
         artifact: Artifact,
         record: GraphRecord,
-        wishes: Sequence[ProviderWish],
+        specs: Sequence[ProviderSpec],
         *,
         threads: int,
         io_binding: bool,
@@ -168,7 +169,7 @@ class OptimumModel:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
-        provider, given = wishes[0].full_name, wishes[0].options
+        provider, given = specs[0].full_name, specs[0].options
         cls = getattr(optimum_ort, f"ORTModelFor{_CLASSES[task]}")
         try:
             with guarded(artifact.path, trust_remote_code=trust_remote_code):
@@ -191,11 +192,11 @@ class OptimumModel:
                 f"optimum runs {artifact.path} on {', '.join(found)}, not on {provider}."
             )
         self.providers = [
-            {"name": name, "reason": "asked for" if name == provider else "added by Optimum",
+            {"name": name, "reason": REQUESTED if name == provider else "added by Optimum",
              "options": given if name == provider else {}} for name in found
         ]  # fmt: skip
         self.tools = {**runtime_version(), **tool_versions(["optimum", "optimum-onnx", "torch"])}
-        whose = ", its default" if io_binding else ", as asked for"
+        whose = ", its default" if io_binding else ", as requested"
         self.notes = [f"IOBinding {'on' if self._model.use_io_binding else 'off'}{whose}"]
 
     def prepared(self, feeds: Feeds) -> Run:

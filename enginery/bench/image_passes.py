@@ -18,10 +18,10 @@ from enginery.bench.config import BenchConfig
 from enginery.bench.images import ImageInputs
 from enginery.bench.measure import Contenders, limits_of, may_fail, plans_of, save_feeds
 from enginery.bench.pairs import comparisons
-from enginery.bench.result import ImagesResult, ImageTimes
 from enginery.bench.rounds import run_rounds
 from enginery.bench.statistics import latency
 from enginery.core.errors import EngineryError
+from enginery.core.reports import ImagesResult, ImageTimes
 
 
 def measure_images(

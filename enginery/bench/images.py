@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from enginery.bench.config import BenchConfig
 from enginery.bench.subject import Subject, image_layout
-from enginery.core.data import list_images
+from enginery.core.datasets.images import list_images
 from enginery.core.errors import OptionError, ShapeError
 from enginery.core.feeds import Feeds
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.image_files import load_image
-from enginery.runtime.images import ImageProcessor, resized
+from enginery.runtime.images import ImageProcessor, resize
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -97,7 +97,7 @@ class ImageInputs:
             rounded = max(1, round(size / self.multiple)) * self.multiple
             sizes[side] = fixed if isinstance(fixed, int) else rounded
         converted = image.convert(_MODES[channels])
-        scaled = resized(converted, (sizes["width"], sizes["height"]), None, name)
+        scaled = resize(converted, (sizes["width"], sizes["height"]), None, name)
         pixels = np.asarray(scaled).reshape(sizes["height"], sizes["width"], channels)[None]
         if self.spec.dtype != "uint8":
             pixels = pixels.astype("float32") / 255

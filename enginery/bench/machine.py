@@ -9,17 +9,18 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict
-from typing import Any
+from typing import cast
 
 from enginery.core.errors import ProviderError
 from enginery.core.fingerprint import runtime_version, tool_versions
-from enginery.runtime.gpus import driver_version, visible_gpus
+from enginery.core.reports import GpuName, Machine
 from enginery.runtime.machine import memory_bytes, physical_cores, read_cpuinfo, usable_cpus
+from enginery.runtime.providers.gpus import driver_version, visible_gpus
 
 _TOOLS = ("enginery", "numpy", "torch", "transformers", "optimum-onnx")
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine() -> Machine:
     """Processor, memory, system, GPUs and versions; what cannot be read is empty or 0.
 
     `load` is the number of processes that wanted to run over the last minute, before anything was
@@ -28,7 +29,7 @@ def describe_machine() -> dict[str, Any]:
     model, flags = read_cpuinfo()
     memory, _ = memory_bytes()
     try:
-        gpus, without = [asdict(gpu) for gpu in visible_gpus()], ""
+        gpus, without = [cast("GpuName", asdict(gpu)) for gpu in visible_gpus()], ""
     except ProviderError as error:
         gpus, without = [], error.message
     return {

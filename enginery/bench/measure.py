@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,13 +20,13 @@ from enginery.bench.config import BenchConfig
 from enginery.bench.contenders import Plan, runs_on_cpu
 from enginery.bench.pairs import comparisons
 from enginery.bench.process import Contender
-from enginery.bench.result import CaseResult, Measurement
 from enginery.bench.rounds import Limits, run_rounds, runs_in_turn
 from enginery.bench.statistics import latency
 from enginery.bench.subject import Subject
 from enginery.core.child import Answer
 from enginery.core.errors import EngineryError
 from enginery.core.feeds import Feeds
+from enginery.core.reports import BenchCase, CopyTimes, Measurement
 
 _GPU_SECONDS = 1.0
 Contenders = Mapping[str, Contender]
@@ -54,7 +54,7 @@ def measure_case(
     subjects: Mapping[str, Subject],
     config: BenchConfig,
     scratch: Path,
-) -> CaseResult:
+) -> BenchCase:
     """All contenders at one shape.
 
     Raises:
@@ -96,13 +96,16 @@ def measure_case(
                 inputs_per_second=1e3 * rows / found.median_ms,
                 tokens_per_second=1e3 * tokens / found.median_ms if tokens else None,
                 joules_per_run=(_told(contender, "energy", unknown) or {}).get("joules"),
-                copies=_told(contender, "copies", unknown, device=_gpu_of(contender))
+                copies=cast(
+                    "CopyTimes | None",
+                    _told(contender, "copies", unknown, device=_gpu_of(contender)),
+                )
                 if contender.plan.kind == "onnxruntime"
                 else None,
                 notes=answer["notes"],
             )
         )
-    return CaseResult(
+    return BenchCase(
         sizes=dict(case.sizes),
         rows=rows,
         tokens=tokens,

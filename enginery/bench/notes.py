@@ -10,18 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from enginery.bench.config import OURS, BenchConfig
-from enginery.bench.result import CaseResult, ContenderRecord
-from enginery.runtime.provider_names import short_name
-from enginery.runtime.run_fit import has_cuda_graphs
+from enginery.core.reports import BenchCase, ContenderRecord
+from enginery.runtime.providers.known import short_name
+from enginery.runtime.providers.selection import REQUESTED
+from enginery.runtime.providers.specification import has_cuda_graphs
 
+_REQUESTED = (REQUESTED, "asked for")
+"""The reason of a provider that is no fallback; the second is in reports of version 0.1.0."""
 _BUSY = 0.5
 """Processes a CPU that wanted to run before anything was measured."""
-_ASKED = "asked for"
 
 
 def stage_notes(
     machine: Mapping[str, Any],
-    cases: Sequence[CaseResult],
+    cases: Sequence[BenchCase],
     contenders: Sequence[ContenderRecord],
     config: BenchConfig,
 ) -> list[str]:
@@ -44,14 +46,14 @@ def stage_notes(
 
 
 def fallback_notes(found: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> list[str]:
-    """`enginery, onnxruntime on cpu: cuda asked for, but …`, for reasons that nobody asked for.
+    """`enginery, onnxruntime on cpu: cuda requested, but …`, for fallbacks.
 
     Args:
         found: each contender with its providers, as a result has them.
     """
     names: dict[tuple[str, str], list[str]] = {}
     for name, providers in found:
-        if providers and providers[0]["reason"] != _ASKED:
+        if providers and providers[0]["reason"] not in _REQUESTED:
             key = (short_name(providers[0]["name"]), providers[0]["reason"])
             names.setdefault(key, []).append(name)
     return [

@@ -18,7 +18,7 @@ from typing import Any
 
 from enginery.core.closing import Closing
 from enginery.core.errors import ProviderError
-from enginery.runtime import libraries
+from enginery.runtime.providers import gpus
 
 _LIBRARY = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
 _NOT_AVAILABLE = 2**64 - 1
@@ -66,14 +66,14 @@ class Nvml(Closing):
         Raises:
             ProviderError: there is no NVML, or no GPU.
         """
-        driver = libraries.cuda_driver()
+        driver = gpus.cuda_driver()
         if driver.problem:
             raise ProviderError(f"{driver.problem}.")
         try:
             library = ctypes.CDLL(_LIBRARY)
         except OSError as error:
             raise ProviderError(f"{error}.") from error
-        return cls(library, _bus_id(ctypes.CDLL(libraries.DRIVER), device_id))
+        return cls(library, _bus_id(ctypes.CDLL(gpus.DRIVER), device_id))
 
     def energy_joules(self) -> float:
         """What the GPU has used since the driver was loaded; raises ProviderError."""

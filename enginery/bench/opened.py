@@ -22,11 +22,11 @@ from enginery.core.feeds import Feeds
 from enginery.core.fingerprint import runtime_version, tool_versions
 from enginery.core.manifest import GraphRecord
 from enginery.core.profile_choice import choose_profile
-from enginery.runtime.binding import run_options
 from enginery.runtime.engines import choose_with_engines, reachable_profile, wrapper_of
-from enginery.runtime.ort import OrtRunner, open_session, shrink_config
+from enginery.runtime.onnxruntime.binding import run_options
+from enginery.runtime.onnxruntime.runner import OrtRunner, open_session, shrink_config
 from enginery.runtime.profiles import sizes_of
-from enginery.runtime.provider_wish import ProviderWish
+from enginery.runtime.providers.specification import ProviderSpec
 
 Run = Callable[[], object]
 
@@ -89,7 +89,7 @@ def open_contender(
         return frameworks.OptimumModel(
             artifact,
             record,
-            wishes_of_plan(plan),
+            providers_of_plan(plan),
             threads=threads,
             io_binding=plan["io_binding"],
             trust_remote_code=trust_remote_code,
@@ -105,13 +105,13 @@ def open_contender(
     )
 
 
-def wishes_of_plan(plan: Mapping[str, Any]) -> tuple[ProviderWish, ...]:
+def providers_of_plan(plan: Mapping[str, Any]) -> tuple[ProviderSpec, ...]:
     """The providers of a plan, with their options."""
-    return tuple(ProviderWish(one["name"], one["options"]) for one in plan["providers"])
+    return tuple(ProviderSpec(one["name"], one["options"]) for one in plan["providers"])
 
 
 class OurRunner:
-    """The artifact through `runtime.ort.OrtRunner`."""
+    """The artifact through `runtime.onnxruntime.runner.OrtRunner`."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class OurRunner:
         allow_fallback: bool,
     ) -> None:
         self._runner = OrtRunner(
-            artifact, graph=record.file, providers=wishes_of_plan(plan),
+            artifact, graph=record.file, providers=providers_of_plan(plan),
             allow_fallback=allow_fallback, threads=threads, io_binding=plan["io_binding"],
             cuda_graph=plan["cuda_graph"], shrink_arena=plan["shrink_arena"],
             buckets=plan["buckets"],
@@ -180,7 +180,7 @@ class BareSession:
         allow_fallback: bool,
     ) -> None:
         chosen, engines = choose_with_engines(
-            artifact, record, wishes_of_plan(plan),
+            artifact, record, providers_of_plan(plan),
             allow_fallback=allow_fallback, allow_build=False,
         )  # fmt: skip
         paths: list[Path] = [wrapper_of(engine) for engine in engines]

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from enginery.bench.config import AUTO, BenchConfig, read_sizes
-from enginery.bench.result import Padding
 from enginery.bench.subject import Subject
-from enginery.core.data import read_texts
+from enginery.core.datasets.samples import read_texts
 from enginery.core.errors import OptionError
+from enginery.core.reports import Padding
 from enginery.runtime.real_inputs import TextFeeder, takes_texts
 
 

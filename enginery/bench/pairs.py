@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from enginery.bench.config import OURS, BenchConfig
 from enginery.bench.contenders import Plan
-from enginery.bench.statistics import Comparison, compare
+from enginery.bench.statistics import compare
+from enginery.core.reports import Comparison
 
 
 def comparisons(

@@ -1,4 +1,4 @@
-"""A bench as rows for the terminal and the page: the same tables, the same words.
+"""Tables of a benchmark, for the terminal and the page: the same rows, the same words.
 
 >>> for title, rows in tables(result).items():
 ...     console.table(title, rows)
@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from enginery.bench.notes import is_overloaded
-from enginery.bench.result import BenchResult
-from enginery.bench.statistics import Latency
-from enginery.runtime.provider_names import short_name
+from enginery.core.reports import BenchResult, Latency, PlacementRecord
+from enginery.runtime.providers.known import short_name
 
 Row = dict[str, str]
 _NOTHING = "–"
@@ -38,7 +36,7 @@ def tables(result: BenchResult) -> dict[str, list[Row]]:
 
 
 def lines(result: BenchResult) -> list[str]:
-    """What the tables do not say."""
+    """Return what the tables do not say, in sentences."""
     machine = result.machine
     gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) or f"no GPU: {machine['no_gpu']}"
     said = [f"on {machine['cpu']}, {machine['physical_cores']} cores; {gpus.rstrip('.')}"]
@@ -61,7 +59,7 @@ def lines(result: BenchResult) -> list[str]:
 
 
 def latency_rows(result: BenchResult) -> list[Row]:
-    """A row for each contender at each shape."""
+    """Return a row for each contender at each shape."""
     found = []
     for case in result.cases:
         for one in case.measurements:
@@ -83,15 +81,17 @@ def latency_rows(result: BenchResult) -> list[Row]:
                 }
             )
         for name, problem in case.problems.items():
-            blank = dict.fromkeys(("interval", "mean", "p90", "p99", "first", "inputs/s",
-                                   "tokens/s", "runs"), _NOTHING)  # fmt: skip
+            blank = dict.fromkeys(
+                ("interval", "mean", "p90", "p99", "first", "inputs/s", "tokens/s", "runs"),
+                _NOTHING,
+            )
             head = {_dims(case.sizes): _shape(case.sizes), "contender": name}
             found.append({**head, "median": problem, **blank})
     return found
 
 
 def comparison_rows(result: BenchResult) -> list[Row]:
-    """A row for each pair at each shape."""
+    """Return a row for each pair at each shape."""
     shaped = [(_shape(case.sizes), c) for case in result.cases for c in case.comparisons]
     shaped += [("all images", c) for c in result.images.comparisons] if result.images else []
     head = _dims(result.cases[0].sizes) if result.cases else "over"
@@ -103,7 +103,7 @@ def comparison_rows(result: BenchResult) -> list[Row]:
 
 
 def image_rows(result: BenchResult) -> list[Row]:
-    """A row for each image."""
+    """Return a row for each image."""
     if result.images is None:
         return []
     names = list(result.images.totals)
@@ -119,7 +119,7 @@ def image_rows(result: BenchResult) -> list[Row]:
 
 
 def image_total_rows(result: BenchResult) -> list[Row]:
-    """A row for each contender over all images."""
+    """Return a row for each contender over all images."""
     images = result.images
     if images is None:
         return []
@@ -138,7 +138,7 @@ def image_total_rows(result: BenchResult) -> list[Row]:
 
 
 def contender_rows(result: BenchResult) -> list[Row]:
-    """What each contender is, and what it took."""
+    """Return what each contender is, and what it took."""
     return [
         {
             "contender": record.name,
@@ -158,7 +158,7 @@ def contender_rows(result: BenchResult) -> list[Row]:
 
 
 def placement_rows(result: BenchResult) -> list[Row]:
-    """How many nodes of each of our runners, and how much of their work, each provider has."""
+    """Return the number of nodes, and the share of the work, of each provider of each contender."""
     found = []
     for name, placed in _placements(result):
         total = sum(part["multiply_adds"] for part in placed["providers"])
@@ -179,7 +179,7 @@ def placement_rows(result: BenchResult) -> list[Row]:
 
 
 def fallen_rows(result: BenchResult) -> list[Row]:
-    """The compute nodes that are on the CPU although another provider was asked for."""
+    """Return the compute nodes that are on the CPU although another provider was asked for."""
     return [
         {
             "contender": name,
@@ -195,7 +195,7 @@ def fallen_rows(result: BenchResult) -> list[Row]:
 
 
 def copy_rows(result: BenchResult) -> list[Row]:
-    """How many Memcpy nodes each run of ours has, and which."""
+    """Return how many Memcpy nodes each run of a contender has, and which."""
     return [
         {
             "contender": name,
@@ -208,16 +208,13 @@ def copy_rows(result: BenchResult) -> list[Row]:
     ]
 
 
-def _placements(result: BenchResult) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """`Placement.as_json` of each of our runners; results of before it was kept whole have none."""
-    for record in result.contenders:
-        placed = record.facts.get("placement")
-        if isinstance(placed, Mapping):
-            yield record.name, placed
+def _placements(result: BenchResult) -> list[tuple[str, PlacementRecord]]:
+    """Return the placement of each contender that has one."""
+    return [(record.name, record.placement) for record in result.contenders if record.placement]
 
 
 def padding_rows(result: BenchResult) -> list[Row]:
-    """A row for each batch size."""
+    """Return a row for each batch size."""
     return [
         {
             "batch": str(found.batch),
@@ -229,7 +226,7 @@ def padding_rows(result: BenchResult) -> list[Row]:
 
 
 def advice_rows(result: BenchResult) -> list[Row]:
-    """What the measurement suggests."""
+    """Return what the measurement suggests."""
     return [
         {"found": advice.finding, "evidence": advice.evidence, "do": advice.remedy}
         for advice in result.advice

@@ -14,6 +14,7 @@ All of them take inputs from the host's memory and leave the outputs there.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,31 +22,38 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from enginery.bench.advice import advise
 from enginery.bench.cases import sweep
 from enginery.bench.config import OURS, BenchConfig, check_options
-from enginery.bench.contenders import Plan, for_images, plan_contenders, wishes_of
+from enginery.bench.contenders import Plan, for_images, plan_contenders, providers_of
 from enginery.bench.image_passes import measure_images
 from enginery.bench.images import ImageInputs
 from enginery.bench.machine import describe_machine
 from enginery.bench.measure import measure_case, on_gpu
 from enginery.bench.notes import fallback_notes, stage_notes
 from enginery.bench.padding import measure_padding
+from enginery.bench.page import store_reports, write_report
 from enginery.bench.process import Contender
-from enginery.bench.report import store_reports, write_report
-from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, ImagesResult
 from enginery.bench.subject import Subject, with_unique_names
 from enginery.core.artifact import REPORTS, Artifact
-from enginery.core.errors import EngineryError, OptionError
+from enginery.core.errors import ArtifactError, EngineryError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
-from enginery.runtime.binding import BUCKETS
-from enginery.runtime.provider_wish import wish_text
+from enginery.core.reports import (
+    BenchCase,
+    BenchResult,
+    ContenderFacts,
+    ContenderRecord,
+    ImagesResult,
+    Machine,
+)
+from enginery.runtime.onnxruntime.binding import BUCKETS
+from enginery.runtime.providers.specification import format_providers
 
 STAGE = "bench"
-REPORT = f"{REPORTS}/benchmark.json"
+REPORT = f"{REPORTS}/{BenchResult.FILE}"
 
 
 def run(
@@ -72,8 +80,7 @@ def run(
     """
     started = time.monotonic()
     check_options(config)
-    # As it is understood: ENGINERY_PROVIDERS may say it, and the result has to.
-    config = replace(config, provider=wish_text(wishes_of(config)), provider_option=())
+    config = _understood(config)
     if not models:
         raise OptionError("no model is named.", do="Name an artifact or an .onnx file.")
     subjects = with_unique_names(
@@ -90,7 +97,7 @@ def run(
         plans = for_images(plans, left_out)
     padding = measure_padding(subjects[0], config)
     machine = describe_machine()
-    results: list[CaseResult] = []
+    results: list[BenchCase] = []
     images: ImagesResult | None = None
     with (
         tempfile.TemporaryDirectory(prefix="enginery-bench-") as scratch,
@@ -124,6 +131,35 @@ def run(
     result = replace(result, advice=advise(result))
     _write(result, subjects, out, progress)
     return result
+
+
+def finished(
+    artifact: Artifact, config: BenchConfig, *, out: str | Path = ""
+) -> BenchResult | None:
+    """Return what an earlier run with the same options found of the artifact on this machine.
+
+    Raises:
+        ProviderError, OptionError: the providers cannot be read.
+    """
+    try:
+        found = BenchResult.below(Path(out) if out else artifact.path)
+    except ArtifactError:  # damaged, or of another version
+        return None
+    if found is None:
+        return None
+    subject = Subject.of(artifact, config.graph, allow_failed=True)
+    now = (subject.as_json(), options_dict(_understood(config)), _without_load(describe_machine()))
+    then = (*found.subjects, found.options, _without_load(found.machine))
+    return found if json.loads(json.dumps(now)) == json.loads(json.dumps(then)) else None
+
+
+def _without_load(machine: Machine) -> dict[str, Any]:
+    return {name: fact for name, fact in machine.items() if name != "load"}
+
+
+def _understood(config: BenchConfig) -> BenchConfig:
+    """Write out the providers: ENGINERY_PROVIDERS may say them, and the result has to."""
+    return replace(config, provider=format_providers(providers_of(config)), provider_option=())
 
 
 @contextmanager
@@ -166,7 +202,7 @@ def _record(contender: Contender, subject: Subject) -> ContenderRecord:
             raise
         found = {"facts": {}, "peak_rss_bytes": loaded["rss_bytes"], "device_memory": error.message}
         notes = [*notes, f"peak memory is that after loading: {error.message}"]
-    facts: dict[str, Any] = dict(found["facts"])
+    facts = cast("ContenderFacts", dict(found["facts"]))
     if plan.kind == OURS:
         facts["convolutions"] = subject.convolutions()
     return ContenderRecord(
@@ -189,7 +225,7 @@ def _record(contender: Contender, subject: Subject) -> ContenderRecord:
 def _unknown(
     contenders: Mapping[str, Contender],
     records: Sequence[ContenderRecord],
-    cases: Sequence[CaseResult],
+    cases: Sequence[BenchCase],
 ) -> dict[str, str]:
     """What was not measured, and why."""
     if not any(on_gpu(contender) for contender in contenders.values()):

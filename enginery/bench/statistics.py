@@ -14,54 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 
-Interval = tuple[float, float]
+from enginery.core.reports import Comparison, Interval, Latency
+
 Turns = Sequence[Sequence[float]]
 """Times in ms of each turn's runs."""
 
 _RUNS_FOR_P99 = 100
 """With fewer runs the 99th percentile is the slowest one, whatever that was."""
-
-
-@dataclass(frozen=True)
-class Latency:
-    """The times of one contender at one shape, in milliseconds."""
-
-    runs: int
-    rounds: int
-    mean_ms: float
-    p50_ms: float
-    p90_ms: float
-    p99_ms: float | None
-    """None for fewer than 100 runs."""
-    median_ms: float
-    """The median of the turns' medians, which `interval_ms` is about."""
-    interval_ms: Interval | None
-    """Where that median lies; None where the turns were too few to say."""
-
-    @property
-    def half_width(self) -> float:
-        """Half the interval's width, as a share of the median; infinite without an interval."""
-        if self.interval_ms is None:
-            return math.inf
-        return (self.interval_ms[1] - self.interval_ms[0]) / 2 / self.median_ms
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How much faster one contender is than another at one shape, by rounds that both ran."""
-
-    contender: str
-    base: str
-    speedup: float
-    """The base's time over the contender's: above 1, the contender is faster."""
-    interval: Interval | None
-    """None where the rounds were too few to say."""
-    different: bool
-    """Whether the interval lies on one side of 1, and beyond the smallest difference."""
-    words: str
 
 
 def latency(turns: Turns, *, confidence: float = 0.95) -> Latency:

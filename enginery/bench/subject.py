@@ -19,8 +19,9 @@ from enginery.core.feeds import FeedLimits
 from enginery.core.fingerprint import sha256_of
 from enginery.core.manifest import GraphRecord, Manifest, SourceRecord
 from enginery.core.model_files import ModelConfig
+from enginery.core.reports import SubjectRecord
 from enginery.core.shapes import Dim, TensorSpec, canonical_dim
-from enginery.runtime.graph_limits import check_allocations
+from enginery.runtime.onnxruntime.graph_limits import check_allocations
 
 _IMAGE_AXES = {"first": ("batch", "channels", "height", "width"),
                "last": ("batch", "height", "width", "channels")}  # fmt: skip
@@ -83,7 +84,7 @@ class Subject:
         graph = onnx.load(str(self.model), load_external_data=False).graph
         return sum(node.op_type in ("Conv", "ConvTranspose", "FusedConv") for node in graph.node)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> SubjectRecord:
         """For the result: what it is, by content."""
         manifest = self.artifact.manifest
         return {

@@ -9,8 +9,9 @@ from cyclopts import Parameter
 
 from enginery.cli.app import OUTPUT, Output
 from enginery.cli.app import application as app
-from enginery.publish.kserve_options import KserveConfig
-from enginery.publish.triton_options import TritonConfig
+from enginery.cli.results import result_json, show_result
+from enginery.deploy.kserve.options import KserveConfig
+from enginery.deploy.triton.options import TritonConfig
 
 _TRITON = TritonConfig()
 
@@ -39,16 +40,8 @@ def export_triton(
 
     console = output.console()
     made = export(artifact, directory, progress=console, **options_dict(config))
-    console.json(
-        {
-            "path": str(made.path),
-            "name": made.name,
-            "models": list(made.models),
-            "max_batch_size": made.max_batch_size,
-            "notes": list(made.notes),
-        }
-    )
-    console.line(f"wrote {made.path}: {', '.join(made.models)}")
+    console.json(result_json("export-triton", made))
+    show_result(console, "export-triton", made)
 
 
 @app.command(name="export-kserve")
@@ -75,12 +68,5 @@ def export_kserve(
 
     console = output.console()
     made = export(artifact, directory, progress=console, **options_dict(config))
-    console.json(
-        {
-            "path": str(made.path),
-            "name": made.name,
-            "model": made.model,
-            "notes": list(made.notes),
-        }
-    )
-    console.line(f"wrote {made.path}: InferenceService {made.name}, model {made.model}")
+    console.json(result_json("export-kserve", made))
+    show_result(console, "export-kserve", made)

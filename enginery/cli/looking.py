@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from enginery.cli.app import OUTPUT, Flag, Output
 from enginery.cli.app import application as app
+from enginery.cli.results import result_json, show_result
 from enginery.core.errors import CheckFailedError, OptionError
 from enginery.doctor.config import DoctorConfig
 from enginery.validate.config import ValidateConfig
@@ -67,19 +68,12 @@ def lint(
     target
         Who is to run it.
     """
-    from enginery.core.artifact import Artifact
-    from enginery.passes.lint import lint_onnx
+    from enginery.pipeline import lint_model
 
     console = output.console()
-    paths = [model]
-    if model.is_dir():
-        opened = Artifact.open(model)
-        paths = [opened.path / graph.file for graph in opened.manifest.graphs]
-    reports = [lint_onnx(path, target=target) for path in paths]
-    console.json({"graphs": [report.as_json() for report in reports]})
-    for report in reports:
-        console.table(report.path, report.rows())
-        console.line(report.summary)
+    reports = lint_model(model, target=target)
+    console.json(result_json("lint", reports))
+    show_result(console, "lint", reports)
     for report in reports:
         report.require_passed()
 
@@ -138,14 +132,14 @@ def inspect(
     engines = [] if is_bare else show_engines.engines_of(opened)
     found, reason = None, ""
     if placement:
-        from enginery.runtime.ort import OrtRunner
-        from enginery.runtime.provider_wish import parse_wishes
+        from enginery.runtime.onnxruntime.runner import OrtRunner
+        from enginery.runtime.providers.specification import parse_providers
 
-        wishes = parse_wishes(provider, provider_option, default="cpu")
+        specs = parse_providers(provider, provider_option, default="cpu")
         with (
             console.task("loading the graph"),
             OrtRunner(
-                opened, graph=graph, providers=wishes, allow_fallback=allow_fallback
+                opened, graph=graph, providers=specs, allow_fallback=allow_fallback
             ) as runner,
         ):
             found, reason = runner.placement(), runner.providers[0].reason

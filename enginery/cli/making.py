@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from enginery.cli.app import OUTPUT, Flag, Out, Output
 from enginery.cli.app import application as app
+from enginery.cli.results import require_answers, result_json, show_result
 from enginery.core.errors import CheckFailedError, OptionError
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
@@ -170,13 +171,14 @@ def run(
     revision: str = "",
     out: Out = "",
     ask: tuple[str, ...] = (),
+    check: Flag = False,
     force: Flag = False,
     allow_failed: Flag = False,
     trust_remote_code: Flag = False,
     allow_pickle: Flag = False,
     output: Output = OUTPUT,
 ) -> None:
-    """Run a recipe: make the artifact, check it, answer a few inputs with it.
+    """Run a recipe: make the artifact, check it, use it, answer a few inputs with it.
 
     Parameters
     ----------
@@ -193,6 +195,8 @@ def run(
     ask
         A text, or the path of an image, to answer at the end instead of the recipe's; repeat the
         option for several.
+    check
+        Check the recipe, the files that it names and this machine, and run nothing.
     force
         Run every stage although its result is there.
     allow_failed
@@ -209,12 +213,23 @@ def run(
     from enginery.ask import builtin_inputs
     from enginery.pipeline import run_recipe
     from enginery.recipe import Recipe
+    from enginery.recipe.checks import check_recipe
 
     console = output.console()
     written = Recipe.load(recipe) if recipe else Recipe.default()
     plan = written.with_model(model=model, task=task, revision=revision)
     asked = tuple(_as_text(words) for words in ask)
-    plan = replace(plan, out=out or plan.out, ask=asked or plan.ask)
+    if out:
+        plan = plan.changed(out=out)
+    plan = replace(plan, ask=asked or plan.ask)
+    if check:
+        plan = plan.trusted(trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+        check_recipe(plan)
+        stages = [step.stage for step in plan.steps]
+        console.json({"recipe": recipe, "model": plan.model, "stages": stages})
+        name = recipe or "the built-in recipe"
+        console.line(f"{name}: no mistake found; it takes {plan.model} through {', '.join(stages)}")
+        return
     result = run_recipe(
         plan,
         force=force,
@@ -228,6 +243,8 @@ def run(
     for report in (stage.report for stage in result.stages if stage.report):
         for line in show.report_lines(report) if console.verbose else ():
             console.line(line)
+    for stage in result.stages:
+        show_result(console, stage.stage, stage.made)
     answers = []
     if result.passed or allow_failed:
         inputs = plan.ask
@@ -235,9 +252,15 @@ def run(
             inputs = builtin_inputs(result.artifact, progress=console)
         answers = answer(result.artifact, inputs, allow_failed=allow_failed, progress=console)
     console.table("Answers", [found.row() for found in answers])
-    console.json(show.run_json(result, answers))
+    made = [result_json(stage.stage, stage.made) for stage in result.stages]
+    console.json(show.run_json(result, answers, made))
     if not result.passed:
-        raise CheckFailedError(f"{result.artifact.path} failed its validation: {result.failure}")
+        failed = next(stage for stage in result.stages if not stage.passed)
+        marked = f"{result.artifact.path} failed its validation: {failed.failure}"
+        raise CheckFailedError(failed.problem or marked)
+    for stage in result.stages:
+        if stage.stage == "predict":
+            require_answers(stage.made)
 
 
 def _show_made(console: Console, artifact: Artifact, done: str) -> None:

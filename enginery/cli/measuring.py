@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from enginery.bench.config import BenchConfig
 from enginery.cli.app import OUTPUT, Out, Output
 from enginery.cli.app import application as app
+from enginery.cli.results import result_json, show_result
 
 _BENCH = BenchConfig()
 
@@ -30,19 +31,13 @@ def bench(
     out
         Where `reports/` goes; empty for the artifacts themselves.
     """
-    import json
-
-    from enginery.bench.rows import lines, tables
     from enginery.core.options import options_dict
     from enginery.pipeline import bench_model
 
     console = output.console()
     result = bench_model(*models, out=out, progress=console, **options_dict(config))
-    console.json(json.loads(result.to_json()))
-    for title, rows in tables(result).items():
-        console.table(title, rows)
-    for line in lines(result):
-        console.line(line)
+    console.json(result_json("bench", result))
+    show_result(console, "bench", result)
 
 
 @app.command
@@ -54,7 +49,7 @@ def report(artifact: Path, *, output: Output = OUTPUT) -> None:
     artifact
         The artifact's directory.
     """
-    from enginery.bench.report import write_report
+    from enginery.bench.page import write_report
 
     console = output.console()
     page = write_report(artifact)

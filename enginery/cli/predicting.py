@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from enginery.cli.app import OUTPUT, Flag, Output
 from enginery.cli.app import application as app
-from enginery.core.errors import BadRowsError
+from enginery.cli.results import require_answers, result_json, show_result
 from enginery.predict.config import PredictConfig
 
 _PREDICT = PredictConfig()
@@ -47,11 +47,6 @@ def predict(
     report = predict_file(
         artifact, input, output_file, force=force, progress=console, **options_dict(config)
     )
-    console.json(report.as_json())
-    console.table(f"Predicted {output_file}", report.table())
-    if report.bad_rows:
-        raise BadRowsError(
-            f"{report.bad_rows:,} of {report.counts.rows:,} rows have no answer; the first: "
-            f"{report.first_bad.rstrip('.')}.",
-            do=f"The column error in {output_file} says why.",
-        )
+    console.json(result_json("predict", report))
+    show_result(console, "predict", report)
+    require_answers(report)

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from enginery.cli.app import OUTPUT, Flag, Output
 from enginery.cli.app import application as app
+from enginery.cli.results import result_json, show_result
 from enginery.publish.config import PublishConfig
 
 _PUBLISH = PublishConfig()
@@ -39,15 +40,8 @@ def publish(
 
     console = output.console()
     published = publish_model(artifact, url, progress=console, **options_dict(config))
-    console.json(
-        {
-            "url": published.url,
-            "version": published.version,
-            "is_new": published.is_new,
-            "notes": list(published.notes),
-        }
-    )
-    console.line(published.url)
+    console.json(result_json("publish", published))
+    show_result(console, "publish", published)
 
 
 @app.command

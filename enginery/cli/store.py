@@ -40,7 +40,8 @@ def prune(
 ) -> None:
     """Remove what is damaged and leftovers, then the least recently used down to a size.
 
-    Artifacts and engines share the size; files that they share count once.
+    Artifacts and engines share the size; files that they share count once. What killed runs of
+    predict left beside their outputs goes, too; finished parts stay, from which they go on.
 
     Parameters
     ----------
@@ -52,6 +53,7 @@ def prune(
     from enginery import show
     from enginery.console import human_bytes, parse_bytes
     from enginery.core.store import Store
+    from enginery.predict.journal import remove_leftovers
 
     if bool(max_size) == everything:
         found = "both" if everything else "neither"
@@ -63,10 +65,10 @@ def prune(
     store, kept = Store(), 0 if everything else parse_bytes(max_size)
     before = store.size_bytes()
     removed = store.prune(max_size_bytes=kept)
-    freed = before - store.size_bytes()
+    freed = before - store.size_bytes() + remove_leftovers()
     console.json({"removed": show.store_json(removed), "freed_bytes": freed})
     console.table("Removed", show.store_rows(removed))
-    console.line(f"Freed {human_bytes(freed)}." if removed else "Nothing to remove.")
+    console.line(f"Freed {human_bytes(freed)}." if removed or freed else "Nothing to remove.")
 
 
 @store_app.command

@@ -154,6 +154,20 @@ class EngineRecord(_Record):
         targets = "-".join(f"sm{capability.replace('.', '')}" for capability in self.capabilities)
         return f"{self.flavor}-{targets or 'portable'}-{self.key[:_KEY_DIGITS]}"
 
+    @property
+    def binding(self) -> str:
+        """Return what the engine is bound to, in the words that every registry gets.
+
+        `hardware-bound: tensorrt-rtx 1.7.1, compute capability 8.9`
+        """
+        targets = ", ".join(self.capabilities)
+        parts = [
+            f"hardware-bound: {self.flavor} {self.tensorrt}",
+            f"compute capability {targets}" if targets else "any compute capability of its flavor",
+            *([f"built on {self.gpu.name}"] if self.gpu.name else []),
+        ]
+        return ", ".join(parts)
+
 
 def plan_name(graph: str) -> str:
     """`model.plan` for `model.onnx`."""

@@ -16,7 +16,8 @@
     ├── CheckFailedError             exit 1: everything ran, and the answer is no
     └── BadRowsError                 exit 3: everything ran, and some rows have no answer
 
-A message says what was found and what was expected; `do` says what to do next.
+A message says what was found and what was expected; `do` says what to do next. `option` names the
+option of the stage that is wrong, so that a recipe can point to its line.
 The command line prints the two and exits; any other exception is a bug.
 """
 
@@ -35,10 +36,11 @@ class EngineryError(Exception):
 
     exit_code = 2
 
-    def __init__(self, message: str, *, do: str = "") -> None:
+    def __init__(self, message: str, *, do: str = "", option: str = "") -> None:
         super().__init__(f"{message} {do}" if do else message)
         self.message = message
         self.do = do
+        self.option = option
 
 
 class OptionError(EngineryError):
@@ -83,6 +85,11 @@ class RegistryError(EngineryError):
 
 class InputError(EngineryError):
     """A text, an image, a tensor or a data file cannot be used."""
+
+    def __init__(self, message: str, *, do: str = "", option: str = "", column: str = "") -> None:
+        super().__init__(message, do=do, option=option)
+        self.column = column
+        """The column that the file does not have."""
 
 
 class MissingPackageError(EngineryError):

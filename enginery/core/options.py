@@ -37,16 +37,22 @@ def options_from(options: type[Options], stage: str, values: Mapping[str, Any]) 
             raise OptionError(
                 f"unknown option '{name}' for {stage}{nearest(name, known)}",
                 do=f"Known options: {', '.join(known)}.",
+                option=name,
             )
     try:
         return TypeAdapter(options).validate_python(dict(values))
     except ValidationError as error:
         problems = error.errors()
-        where = problems[0]["loc"][:1]
+        name = str(problems[0]["loc"][0])
+        if problems[0]["type"] == "missing":
+            raise OptionError(
+                f"option '{name}' for {stage} is missing.", do=f"Add {name}, with its value."
+            ) from None
         # An option that may be a number or a word has one problem for each.
-        words = " or ".join(_lower_first(p["msg"]) for p in problems if p["loc"][:1] == where)
-        name = f"option '{where[0]}' for {stage}" if where else stage
-        raise OptionError(f"{name}: {words}, found {problems[0]['input']!r}.") from error
+        words = " or ".join(_lower_first(p["msg"]) for p in problems if p["loc"][0] == name)
+        raise OptionError(
+            f"option '{name}' for {stage}: {words}, found {problems[0]['input']!r}.", option=name
+        ) from error
 
 
 def _lower_first(text: str) -> str:

@@ -253,17 +253,25 @@ class Profile:
                     if known
                     else "All its shapes are fixed; leave the profile out.",
                 )
-            if name in limits and sizes.max > limits[name]:
-                raise ShapeError(
-                    f"profile '{self}': {name} goes up to {sizes.max}, "
-                    f"but the model's positions end at {limits[name]}.",
-                    do=f"Lower the maximum of {name} to {limits[name]}.",
-                )
+            self._check_limit(name, limits)
         if missing := [name for name in known if name not in self.dims]:
             names = ", ".join(f"'{name}'" for name in missing)
             raise ShapeError(
                 f"profile '{self}' lacks the dim{'s' * (len(missing) > 1)} {names}.",
                 do=f"Add {','.join(f'{name}=min:opt:max' for name in missing)}.",
+            )
+
+    def check_limits(self, limits: Mapping[str, int]) -> None:
+        """Raise ShapeError where a dim goes beyond what the model allows."""
+        for name in self.dims:
+            self._check_limit(name, limits)
+
+    def _check_limit(self, name: str, limits: Mapping[str, int]) -> None:
+        if name in limits and self.dims[name].max > limits[name]:
+            raise ShapeError(
+                f"profile '{self}': {name} goes up to {self.dims[name].max}, "
+                f"but the model's positions end at {limits[name]}.",
+                do=f"Lower the maximum of {name} to {limits[name]}.",
             )
 
     def corners(self) -> Iterator[dict[str, int]]:

@@ -70,8 +70,25 @@ def resolve_source(
     Raises:
         SourceError: nothing by that name, no usable weights, or only pickled weights.
     """
+    path = find_local(model)
+    if path is None:
+        hub_id, _, pinned = model.partition("@")
+        return _from_hub(hub_id, pinned or revision, allow_pickle, cache_dir)
     if model.startswith("package:"):
-        return _from_directory("package", model, _package_directory(model), allow_pickle)
+        return _from_directory("package", model, path, allow_pickle)
+    if path.is_file():
+        return _from_onnx(path)
+    return _from_directory("directory", str(path), path, allow_pickle)
+
+
+def find_local(model: str) -> Path | None:
+    """Return the model's directory or .onnx file on this machine; None for a Hub id.
+
+    Raises:
+        SourceError: it is no Hub id, and there is nothing of that name.
+    """
+    if model.startswith("package:"):
+        return _package_directory(model)
     if not model:
         raise SourceError(f"model '': expected {_EXPECTED}.")
     try:
@@ -79,15 +96,16 @@ def resolve_source(
     except RuntimeError:
         raise SourceError(f"model '{model}': there is no such user.") from None
     if path.suffix == ".onnx":
-        return _from_onnx(path)
+        if not path.is_file():
+            raise SourceError(f"model '{path}': there is no such file.")
+        return path.resolve()
     if path.is_dir():
-        return _from_directory("directory", str(path.resolve()), path.resolve(), allow_pickle)
-    hub_id, _, pinned = model.partition("@")
-    if path.exists() or not _HUB_ID.match(hub_id):
+        return path.resolve()
+    if path.exists() or not _HUB_ID.match(model.partition("@")[0]):
         raise SourceError(
             f"model '{model}': expected {_EXPECTED}; there is no such directory or file."
         )
-    return _from_hub(hub_id, pinned or revision, allow_pickle, cache_dir)
+    return None
 
 
 @dataclass(frozen=True)
@@ -210,10 +228,21 @@ def _package_directory(model: str) -> Path:
     return configs[0].parent
 
 
-def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> ModelSource:
+def check_directory(model: str, path: Path, *, allow_pickle: bool) -> Weights:
+    """Return the weights of a model on this machine.
+
+    Args:
+        model: names it in messages.
+        path: its directory.
+        allow_pickle: take pickled ones.
+
+    Raises:
+        SourceError: it has no config.json, no usable weights, or only pickled ones.
+    """
     if not (path / "config.json").is_file():
         raise SourceError(
-            f"model '{model}': {path} has no config.json, so it is not a Hugging Face model."
+            f"model '{model}': {path} has no config.json, so it is not a Hugging Face model.",
+            do="Name the directory that save_pretrained wrote.",
         )
     weights = find_weights(
         model,
@@ -221,6 +250,11 @@ def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> Mo
         lambda name: read_json(path / name),
     )
     _refuse_pickle(model, weights, allow_pickle=allow_pickle)
+    return weights
+
+
+def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> ModelSource:
+    weights = check_directory(model, path, allow_pickle=allow_pickle)
     names = [
         p.relative_to(path).as_posix()
         for p in path.rglob("*")
@@ -243,9 +277,6 @@ def _refuse_pickle(model: str, weights: Weights, *, allow_pickle: bool) -> None:
 
 
 def _from_onnx(path: Path) -> ModelSource:
-    if not path.is_file():
-        raise SourceError(f"model '{path}': there is no such file.")
-    path = path.resolve()
     read_structure(path, error=SourceError)  # before the package onnx reads all of it
     names = [path.name, *external_data_files(path)]
     files = {name: sha256_of(path.parent / name) for name in names}

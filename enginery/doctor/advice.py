@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from enginery.core.errors import EngineryError
+from enginery.core.reports import Advice
 from enginery.doctor.report import Finding, MachineStatus, NvidiaStatus, ProviderStatus
-from enginery.runtime.advice import Advice, exhaustive_search, too_many_threads
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
-from enginery.runtime.provider_wish import ENVIRONMENT, ProviderWish, parse_wishes
+from enginery.runtime.advice import exhaustive_search, too_many_threads
+from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
+from enginery.runtime.providers.specification import ENVIRONMENT, ProviderSpec, parse_providers
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_WISHED_THREADS = {
+_THREAD_OPTIONS = {
     "OpenVINOExecutionProvider": "num_of_threads",
     "XnnpackExecutionProvider": "intra_op_num_threads",
 }
@@ -35,17 +36,17 @@ def check_settings(
         nvidia: has the GPUs.
         providers: status of each execution provider.
     """
-    wishes: tuple[ProviderWish, ...] = ()
+    specs: tuple[ProviderSpec, ...] = ()
     try:
         if environment.get(ENVIRONMENT, "").strip():
-            wishes = parse_wishes(environment[ENVIRONMENT])
+            specs = parse_providers(environment[ENVIRONMENT])
     except EngineryError as error:
         yield Finding("error", f"{ENVIRONMENT} cannot be used", error.message,
                       error.do or f"Correct it, or unset {ENVIRONMENT}.")  # fmt: skip
     else:
-        yield from _check_gpu(environment, wishes, nvidia, providers)
+        yield from _check_gpu(environment, specs, nvidia, providers)
     for advice in (
-        *_check_convolution_search(wishes), *_check_threads(environment, wishes, machine),
+        *_check_convolution_search(specs), *_check_threads(environment, specs, machine),
         *_check_cpu_limits(machine),
     ):  # fmt: skip
         yield Finding("note", advice.finding, advice.evidence, advice.remedy)
@@ -53,22 +54,22 @@ def check_settings(
 
 def _check_gpu(
     environment: Mapping[str, str],
-    wishes: Sequence[ProviderWish],
+    specs: Sequence[ProviderSpec],
     nvidia: NvidiaStatus,
     providers: Sequence[ProviderStatus],
 ) -> Iterator[Finding]:
-    """A wish that cannot be had, and a GPU that nobody wishes for."""
+    """Report a provider that does not run here, and a GPU that no variable names."""
     by_name = {status.name: status for status in providers}
-    head = wishes[0].full_name if wishes else CPU
+    head = specs[0].full_name if specs else CPU
     if head in by_name and not by_name[head].runs:
         status = by_name[head]
         yield Finding(
-            "error", f"{ENVIRONMENT} asks for {wishes[0].name if wishes else 'cpu'}, which does "
+            "error", f"{ENVIRONMENT} names {specs[0].name if specs else 'cpu'}, which does "
             "not run here", status.reason, status.remedy or f"Unset {ENVIRONMENT}.",
         )  # fmt: skip
     running = [short_name(name) for name in _NVIDIA if name in by_name and by_name[name].runs]
     if head == CPU and running and nvidia.gpus:
-        said = f"is {environment[ENVIRONMENT]}" if wishes else "is not set"
+        said = f"is {environment[ENVIRONMENT]}" if specs else "is not set"
         yield Finding(
             "note", "there is a GPU, but models run on the CPU unless a command names it",
             f"{nvidia.gpus[0].name}, which {' and '.join(running)} can use; {ENVIRONMENT} {said}",
@@ -76,18 +77,18 @@ def _check_gpu(
         )  # fmt: skip
 
 
-def _check_convolution_search(wishes: Sequence[ProviderWish]) -> Iterator[Advice]:
+def _check_convolution_search(specs: Sequence[ProviderSpec]) -> Iterator[Advice]:
     """Check for an exhaustive search of algorithms, which slows down models with convolutions."""
-    for wish in wishes:
-        if wish.options.get("cudnn_conv_algo_search") == "EXHAUSTIVE":
+    for spec in specs:
+        if spec.options.get("cudnn_conv_algo_search") == "EXHAUSTIVE":
             yield exhaustive_search(
-                f"{ENVIRONMENT} has {wish.name}.cudnn_conv_algo_search=EXHAUSTIVE; models without "
+                f"{ENVIRONMENT} has {spec.name}.cudnn_conv_algo_search=EXHAUSTIVE; models without "
                 "convolutions are not concerned"
             )
 
 
 def _check_threads(
-    environment: Mapping[str, str], wishes: Sequence[ProviderWish], machine: MachineStatus
+    environment: Mapping[str, str], specs: Sequence[ProviderSpec], machine: MachineStatus
 ) -> Iterator[Advice]:
     """Check for more threads than cores, in OMP variables and options of providers.
 
@@ -95,9 +96,9 @@ def _check_threads(
     """
     cores = machine.physical_cores
     asked = {name: environment.get(name, "") for name in _THREADS}
-    for wish in wishes:
-        if option := _WISHED_THREADS.get(wish.full_name):
-            asked[f"{wish.name}.{option}"] = wish.options.get(option, "")
+    for spec in specs:
+        if option := _THREAD_OPTIONS.get(spec.full_name):
+            asked[f"{spec.name}.{option}"] = spec.options.get(option, "")
     for name, value in asked.items():
         # OMP accepts a list with one number per nesting level; the first is the outermost.
         first = value.partition(",")[0].strip()

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from enginery.doctor.report import Finding, Gpu, NvidiaStatus
 from enginery.doctor.subprocess_probe import run_probe
-from enginery.runtime.gpus import driver_version
-from enginery.runtime.obstacles import MIN_DRIVER
+from enginery.runtime.providers.availability import MIN_DRIVER
+from enginery.runtime.providers.gpus import driver_version
 
 _QUERY = ("name", "driver_version", "memory.total", "memory.free", "compute_cap")
 _MIB = 1 << 20

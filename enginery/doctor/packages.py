@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginery.doctor.report import Finding, PackageStatus
-from enginery.runtime.libraries import needed_libraries
-from enginery.runtime.onnxruntime_build import (
+from enginery.runtime.providers.availability import (
     cuda_major,
     installed_onnxruntimes,
     provider_library,
     reinstall,
 )
-from enginery.runtime.provider_names import TENSORRT
+from enginery.runtime.providers.known import TENSORRT
+from enginery.runtime.providers.libraries import needed_libraries
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from enginery.runtime import libraries, obstacles, onnxruntime_build
-from enginery.runtime.gpus import gpus_from_driver
-from enginery.runtime.provider_names import CPU, TENSORRT_RTX
+from enginery.runtime.providers import availability, gpus, libraries
+from enginery.runtime.providers.gpus import gpus_from_driver
+from enginery.runtime.providers.known import CPU, TENSORRT_RTX
 
 FEED = np.array([1.0, 2.5], dtype=np.float32)
 EXPECTED = np.array([2.0, 5.0], dtype=np.float32)
@@ -40,8 +40,8 @@ def examine_provider(name: str) -> dict[str, Any]:
         "name": name, "compiled": True, "missing": [],
         "registers": False, "runs": False, "reason": "", "remedy": "",
     }  # fmt: skip
-    if obstacle := obstacles.find_obstacle(name):
-        return status | _obstructed(name, obstacle)
+    if found := availability.unavailable_reason(name):
+        return status | _unavailable(name, found)
     try:
         session = _session(name)
         status["registers"] = name in session.get_providers()
@@ -50,7 +50,7 @@ def examine_provider(name: str) -> dict[str, Any]:
         (answer,) = session.run(None, {"x": FEED})
         placed = _placement(session)
     except Exception as error:
-        remedy = onnxruntime_build.reinstall("onnxruntime-gpu") if name == CPU else ""
+        remedy = availability.reinstall("onnxruntime-gpu") if name == CPU else ""
         return status | {"reason": f"{type(error).__name__}: {error}", "remedy": remedy}
     if placed and name not in placed:
         return status | {"reason": f"the operation ran on {', '.join(sorted(placed))} instead"}
@@ -58,34 +58,34 @@ def examine_provider(name: str) -> dict[str, Any]:
         return status | {
             "reason": f"wrong result: found {answer.tolist()}, expected {EXPECTED.tolist()}"
         }
-    return status | {"runs": True, "reason": obstacles.find_caveat(name)}
+    return status | {"runs": True, "reason": availability.provider_warning(name)}
 
 
 def examine_unavailable(names: Sequence[str]) -> list[dict[str, Any]]:
-    """What stands in the way of each of these, as the fields of `ProviderStatus`; none is tried."""
-    found = []
+    """Return why each provider is unavailable, as fields of `ProviderStatus`; none is probed."""
+    statuses = []
     for name in names:
-        obstacle = obstacles.find_obstacle(name)
-        found.append({
-            "name": name, "compiled": obstacle is None or _is_built_in(name), "missing": [],
+        found = availability.unavailable_reason(name)
+        statuses.append({
+            "name": name, "compiled": found is None or _is_built_in(name), "missing": [],
             "registers": False, "runs": False,
-            "reason": obstacle.reason if obstacle else "it was not tried",
-            "remedy": obstacle.do if obstacle else "",
+            "reason": found.reason if found else "it was not tried",
+            "remedy": found.do if found else "",
         })  # fmt: skip
-    return found
+    return statuses
 
 
 def examine_nvidia() -> dict[str, Any]:
     """Query the driver through libcuda, and the versions of the NVIDIA libraries."""
-    driver = libraries.cuda_driver()
+    driver = gpus.cuda_driver()
     major, minor = driver.cuda_version
-    obstacles.preload_nvidia()
+    availability.preload_nvidia()
     return {
         "driver_cuda": f"{major}.{minor}" if major else "",
         "problem": driver.problem,
-        "gpus": [] if driver.problem else gpu_fields(ctypes.CDLL(libraries.DRIVER)),
-        "libraries": library_versions(onnxruntime_build.cuda_major()),
-        "onnxruntime_cuda": str(onnxruntime_build.cuda_major() or ""),
+        "gpus": [] if driver.problem else gpu_fields(ctypes.CDLL(gpus.DRIVER)),
+        "libraries": library_versions(availability.cuda_major()),
+        "onnxruntime_cuda": str(availability.cuda_major() or ""),
     }
 
 
@@ -125,23 +125,23 @@ def format_version(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def _obstructed(name: str, obstacle: obstacles.Obstacle) -> dict[str, Any]:
-    """The obstacle and, where that is the driver, the libraries that are missing above it."""
-    missing = obstacles.missing_for(name)
-    others = {key: error for key, error in missing.items() if key != libraries.DRIVER}
-    words = obstacles.describe_missing(others)
-    more = bool(words) and words not in obstacle.reason
+def _unavailable(name: str, found: availability.Unavailable) -> dict[str, Any]:
+    """Return the reason and, where that is the driver, the libraries that are missing above it."""
+    missing = availability.missing_for(name)
+    others = {key: error for key, error in missing.items() if key != gpus.DRIVER}
+    words = availability.describe_missing(others)
+    more = bool(words) and words not in found.reason
     return {
-        "compiled": _is_built_in(name) or obstacles.plugin_installed(name),
+        "compiled": _is_built_in(name) or availability.plugin_installed(name),
         "missing": list(missing),
-        "reason": f"{obstacle.reason}; {words}" if more else obstacle.reason,
-        "remedy": f"{obstacle.do} Then: {obstacles.INSTALL[name]}" if more else obstacle.do,
+        "reason": f"{found.reason}; {words}" if more else found.reason,
+        "remedy": f"{found.do} Then: {availability.INSTALL[name]}" if more else found.do,
     }
 
 
 def _is_built_in(name: str) -> bool:
     try:
-        return name in onnxruntime_build.compiled_providers()
+        return name in availability.compiled_providers()
     except ImportError:
         return False
 
@@ -153,7 +153,7 @@ def _session(name: str) -> Any:
     options.log_severity_level = 4  # failures show as an exception or a missing provider
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if name == TENSORRT_RTX and not _is_built_in(name):
-        options.add_provider_for_devices(obstacles.register_plugin(name), {})
+        options.add_provider_for_devices(availability.register_plugin(name), {})
         return onnxruntime.InferenceSession(one_op_model(), options)
     return onnxruntime.InferenceSession(
         one_op_model(), options, providers=[name], enable_fallback=0
@@ -205,7 +205,7 @@ def main(arguments: list[str]) -> None:
     answer: dict[str, Any]
     match arguments:
         case ["compiled"]:
-            answer = {"providers": onnxruntime_build.compiled_providers()}
+            answer = {"providers": availability.compiled_providers()}
         case ["provider", name]:
             answer = examine_provider(name)
         case ["absent", *names]:

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from enginery.core.errors import CheckFailedError
-from enginery.runtime.provider_names import full_name, short_name
-from enginery.runtime.provider_table import known_provider
+from enginery.runtime.providers.known import full_name, known_provider, short_name
+from enginery.runtime.providers.options import is_typed, option_names
 
 Severity = Literal["error", "warning", "note"]
 
@@ -74,7 +74,7 @@ class ProviderStatus:
     @property
     def options(self) -> tuple[str, ...]:
         """Names of its known options."""
-        return known_provider(self.name).options
+        return option_names(self.name)
 
 
 @dataclass(frozen=True)
@@ -210,12 +210,12 @@ class DoctorReport:
 
 def _provider_row(status: ProviderStatus) -> tuple[str, ...]:
     known = known_provider(status.name)
-    options = f"{len(known.options)} {'checked' if known.typed else 'known'}"
+    options = f"{len(status.options)} {'checked' if is_typed(status.name) else 'known'}"
     return (
         f"{short_name(status.name)} ({known.title})",
         status.state,
         status.package or "build from source",
-        options if known.options else "–",
+        options if status.options else "–",
         status.reason,
     )
 

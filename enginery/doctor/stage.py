@@ -15,8 +15,15 @@ from enginery.doctor.packages import examine_packages, installed_version
 from enginery.doctor.report import DoctorReport, Finding, NvidiaStatus, ProviderStatus
 from enginery.doctor.subprocess_probe import ProbeResult, run_probe
 from enginery.doctor.tensorrt import tensorrt_findings
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX, full_name, short_name
-from enginery.runtime.provider_table import TABLE
+from enginery.runtime.providers.known import (
+    CPU,
+    CUDA,
+    KNOWN_PROVIDERS,
+    TENSORRT,
+    TENSORRT_RTX,
+    full_name,
+    short_name,
+)
 
 _ALWAYS = (CPU, CUDA, TENSORRT, TENSORRT_RTX)
 
@@ -42,7 +49,7 @@ def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> DoctorRepor
             answer = run_probe(["provider", name], timeout_seconds=config.timeout_seconds)
             providers.append(provider_status(name, answer))
             advance()
-        absent = [row.name for row in TABLE if row.name not in names]
+        absent = [row.name for row in KNOWN_PROVIDERS if row.name not in names]
         providers += absent_statuses(
             absent, run_probe(["absent", *absent], timeout_seconds=config.timeout_seconds)
         )

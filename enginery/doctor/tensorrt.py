@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from enginery.doctor.report import Finding, NvidiaStatus
-from enginery.runtime.gpus import CudaGpu
-from enginery.runtime.onnxruntime_build import cuda_major
-from enginery.runtime.tensorrt_capability import unsupported_gpu
-from enginery.runtime.tensorrt_library import has_tensorrt
-from enginery.runtime.tensorrt_options import CLASSIC, RTX
+from enginery.runtime.providers.availability import cuda_major
+from enginery.runtime.providers.gpus import CudaGpu
+from enginery.runtime.tensorrt.capabilities import unsupported_gpu
+from enginery.runtime.tensorrt.library import has_tensorrt
+from enginery.runtime.tensorrt.options import CLASSIC, RTX
 
 
 def tensorrt_findings(nvidia: NvidiaStatus) -> Iterator[Finding]:

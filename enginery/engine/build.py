@@ -30,8 +30,8 @@ from enginery.core.store import Store
 from enginery.engine.config import BuildConfig
 from enginery.engine.ep_context import write_wrapper
 from enginery.engine.key import EngineRequest, size_limits
-from enginery.runtime.tensorrt import build_plan, coverage
-from enginery.runtime.tensorrt_options import Flavor, flavor_named
+from enginery.runtime.tensorrt.options import Flavor, flavor_named
+from enginery.runtime.tensorrt.process import build_plan, coverage
 
 LAYER_LIST = "layers.json"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal  # noqa: F401  cyclopts reads the types of inherited options here
 
 from enginery.core.errors import OptionError
-from enginery.runtime.tensorrt_options import (
+from enginery.runtime.tensorrt.options import (
     BuildOptions,
     FlavorName,
     HardwareCompatibility,  # noqa: F401  as above
@@ -75,10 +75,12 @@ def check_config(config: BuildConfig) -> None:
         raise OptionError(
             f"options {found} both set profiles.",
             do="Use one of them: the profiles and their order are part of the engine's cache key.",
+            option=next(name for name, given in ways.items() if given),
         )
     if config.count < 1:
-        raise OptionError(f"option 'count' is {config.count}, expected 1 or more.")
+        raise OptionError(f"option 'count' is {config.count}, expected 1 or more.", option="count")
     if not config.capability.strip():
         raise OptionError(
-            "option 'capability' is empty, expected 8.0,8.9,12.0 or current or portable."
+            "option 'capability' is empty, expected 8.0,8.9,12.0 or current or portable.",
+            option="capability",
         )

@@ -19,7 +19,7 @@ from enginery.core.errors import ArtifactError
 from enginery.core.json_file import require_regular
 from enginery.core.shapes import TensorSpec
 from enginery.core.staging import write_beside
-from enginery.runtime.tensorrt_options import RTX, flavor_named
+from enginery.runtime.tensorrt.options import RTX, flavor_named
 
 ENGINE_HEADER_BYTES = 64
 """Size of the plan's header, `Runtime.engine_header_size` of TensorRT for RTX 1.7. The header says

@@ -19,9 +19,9 @@ from enginery.engine.buckets import LengthBuckets
 from enginery.engine.config import BuildConfig, check_config
 from enginery.engine.lengths import profiles_from_data
 from enginery.engine.profiles import ProfileReport, check_profiles, read_profiles
-from enginery.runtime.tensorrt import key_fields, resolve_capabilities
-from enginery.runtime.tensorrt_library import require_tensorrt
-from enginery.runtime.tensorrt_options import check_options, flavor_named
+from enginery.runtime.tensorrt.library import require_tensorrt
+from enginery.runtime.tensorrt.options import check_options, flavor_named
+from enginery.runtime.tensorrt.process import key_fields, resolve_capabilities
 
 ENGINE_VERSION = "1"
 """Incremented when the same inputs give a different engine; part of the cache key."""

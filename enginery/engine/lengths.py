@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
-from enginery.core.data import read_texts
+from enginery.core.datasets.samples import read_texts
 from enginery.core.errors import OptionError, ShapeError
 from enginery.core.manifest import GraphRecord
 from enginery.core.model_files import ModelConfig
@@ -34,7 +34,7 @@ def token_lengths(artifact: Artifact, texts: Iterable[str]) -> NDArray[np.int32]
         InputError: an item is not a text.
     """
     tokenizer = TextTokenizer.open(artifact.path)
-    tokenizer.texts.no_truncation()
+    tokenizer.backend.no_truncation()
     remaining = iter(texts)
     lengths: list[int] = []
     while chunk := list(islice(remaining, _CHUNK)):

@@ -28,8 +28,8 @@ from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Profile, dim_terms
 from enginery.engine.profiles import check_profiles, read_profiles
 from enginery.runtime.engines import flavor_of
-from enginery.runtime.provider_names import full_name, short_name
-from enginery.runtime.tensorrt_options import CLASSIC, RTX, Flavor
+from enginery.runtime.providers.known import full_name, short_name
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
 
 _ENDS = ("min", "opt", "max")
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from enginery.core.engine import Engine
 from enginery.core.figures import save_figure
+from enginery.core.reports import BuildReport, BuiltEngine
 from enginery.engine.buckets import LengthBuckets
 from enginery.engine.build import GraphCoverage
 from enginery.engine.key import RequestedEngines
@@ -25,66 +25,51 @@ _HEADROOM = 1.8
 """Height of the axis relative to the highest bar; leaves space for the labels."""
 
 
-@dataclass(frozen=True)
-class BuildReport:
-    """The content of `reports/engines.json`."""
+def make_report(
+    engines: Sequence[tuple[Engine, bool]],
+    earlier: Sequence[Engine],
+    left_out: Sequence[GraphCoverage],
+    requested: RequestedEngines,
+    fields: Mapping[str, str],
+) -> BuildReport:
+    """Return the report.
 
-    summary: str
-    notes: tuple[str, ...]
-    """Notes for the user, without duplicates."""
-    document: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        engines: Sequence[tuple[Engine, bool]],
-        earlier: Sequence[Engine],
-        left_out: Sequence[GraphCoverage],
-        requested: RequestedEngines,
-        fields: Mapping[str, str],
-    ) -> BuildReport:
-        """Build the report.
-
-        Args:
-            engines: the requested engines, each with True if it was built now.
-            earlier: the artifact's other engines, from earlier builds.
-            left_out: graphs without an engine, with the reasons.
-            requested: the requests.
-            fields: fields of the stage's fingerprint.
-        """
-        parts = [_describe_count(engines), *(_describe_engine(engine) for engine, _ in engines)]
-        parts += [f"{graph.graph} has no engine: {graph.refused[0]}" for graph in left_out]
-        summary = "; ".join(parts)
-        profiles = {request.graph.file: request.checked for request in requested.requests}
-        notes = [note for found in profiles.values() for note in (*found.warnings, *found.notes)]
-        if any(len(engine.record.profiles) > 1 for engine, _ in engines):
-            notes.append(_FIRST_PROFILE)
-        if requested.buckets:
-            notes.append(f"profiles from data: {requested.buckets}")
-        notes += [
-            f"{graph.graph} stays ONNX: ONNX Runtime runs TensorRT on the {graph.partitions} "
-            "supported subgraphs, and builds their engines when it loads the graph"
-            for graph in left_out
-        ]
-        notes = [*dict.fromkeys(notes)]
-        document: dict[str, Any] = {
-            "summary": summary,
-            "engines": [
-                {"directory": e.name, "from_store": not built, **e.record.model_dump(mode="json")}
-                for e, built in engines
-            ],
-            "earlier_engines": [engine.name for engine in earlier],
-            "left_out": [asdict(graph) for graph in left_out],
-            "profiles": {graph: asdict(found) for graph, found in profiles.items()},
-            "lengths": asdict(requested.buckets) if requested.buckets else None,
-            "notes": notes,
-            "fields": dict(fields),
-        }
-        return cls(summary, tuple(notes), document)
-
-    def to_json(self) -> bytes:
-        """Return the report as JSON."""
-        return json.dumps(self.document, indent=2, ensure_ascii=False).encode() + b"\n"
+    Args:
+        engines: the requested engines, each with True if it was built now.
+        earlier: the artifact's other engines, from earlier builds.
+        left_out: graphs without an engine, with the reasons.
+        requested: the requests.
+        fields: fields of the stage's fingerprint.
+    """
+    parts = [_describe_count(engines), *(_describe_engine(engine) for engine, _ in engines)]
+    parts += [f"{graph.graph} has no engine: {graph.refused[0]}" for graph in left_out]
+    profiles = {request.graph.file: request.checked for request in requested.requests}
+    notes = [note for found in profiles.values() for note in (*found.warnings, *found.notes)]
+    if any(len(engine.record.profiles) > 1 for engine, _ in engines):
+        notes.append(_FIRST_PROFILE)
+    if requested.buckets:
+        notes.append(f"profiles from data: {requested.buckets}")
+    notes += [
+        f"{graph.graph} stays ONNX: ONNX Runtime runs TensorRT on the {graph.partitions} "
+        "supported subgraphs, and builds their engines when it loads the graph"
+        for graph in left_out
+    ]
+    return BuildReport(
+        summary="; ".join(parts),
+        notes=[*dict.fromkeys(notes)],
+        engines=[
+            cast(
+                "BuiltEngine",
+                {"directory": e.name, "from_store": not built, **e.record.model_dump(mode="json")},
+            )
+            for e, built in engines
+        ],
+        earlier_engines=[engine.name for engine in earlier],
+        left_out=[asdict(graph) for graph in left_out],
+        profiles={graph: asdict(found) for graph, found in profiles.items()},
+        lengths=asdict(requested.buckets) if requested.buckets else None,
+        fields=dict(fields),
+    )
 
 
 def _describe_count(engines: Sequence[tuple[Engine, bool]]) -> str:

@@ -28,6 +28,7 @@ from enginery.core.manifest import StageRecord
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
+from enginery.core.reports import BuildReport
 from enginery.core.staging import CARD, LISTING, staging
 from enginery.engine.build import (
     GraphCoverage,
@@ -38,14 +39,14 @@ from enginery.engine.build import (
 )
 from enginery.engine.config import BuildConfig
 from enginery.engine.key import RequestedEngines, resolve_requests
-from enginery.engine.report import BuildReport, save_length_figure
-from enginery.runtime.tensorrt_options import flavor_named
+from enginery.engine.report import make_report, save_length_figure
+from enginery.runtime.tensorrt.options import flavor_named
 
 STAGE = "build"
 STAGE_VERSION = "1"
 """Incremented when the same engines give a different artifact; part of the fingerprint."""
 
-REPORT = f"{REPORTS}/engines.json"
+REPORT = f"{REPORTS}/{BuildReport.FILE}"
 FIGURE = f"{REPORTS}/lengths.svg"
 
 
@@ -148,7 +149,7 @@ def run(
         _copy(source, directory)
         for engine, _ in engines.values():
             place_engine(engine, directory)
-        report = BuildReport.of(list(engines.values()), earlier, left_out, requested, key.fields)
+        report = make_report(list(engines.values()), earlier, left_out, requested, key.fields)
         (directory / REPORTS).mkdir(exist_ok=True)
         (directory / REPORT).write_bytes(report.to_json())
         if requested.buckets:

@@ -1,8 +1,8 @@
-"""Export through torch's own exporter (`torch.onnx.export(dynamo=True)`).
+"""Export a model with torch's own exporter (`torch.onnx.export(dynamo=True)`).
 
-For models that Optimum's registry does not know: encoders that take tokens, an image or audio, in
-one graph. Takes a model directory; leaves `model.onnx` and `config.json` in the staging directory.
-Runs in the child process of the stage.
+It is for models that Optimum's registry does not have: encoders of tokens, an image or audio, in
+one graph. It writes `model.onnx` and `config.json` to the staging directory, and runs in the child
+process of the stage.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.export.config import ExportConfig
-from enginery.export.exported import Exported
 from enginery.export.optimum import choose_task, fixed_dims, with_image_size
+from enginery.export.protocol import ExportedModel
 from enginery.export.side_files import copy_side_files
 from enginery.runtime.torch import load_pytorch
 
-_PROTOBUF_LIMIT_BYTES = 2**31 - 2**26  # protobuf's 2 GiB, less room for the nodes
+_PROTOBUF_LIMIT_BYTES = 2**31 - 2**26  # protobuf's limit of 2 GiB, minus space for the nodes
 
 _TOKENS: tuple[Dim, ...] = ("batch", "sequence")
 
@@ -34,21 +34,28 @@ def export_with_dynamo(
     source: Path,
     config: ExportConfig,
     out: Path,
-    phase: Callable[[str], None],
+    report_phase: Callable[[str], None],
     *,
     pickled: bool,
-) -> Exported:
-    """Traces the model with `torch.export` and named dynamic dims.
+) -> ExportedModel:
+    """Trace the model with `torch.export` and named dynamic dims, and write the graph to `out`.
+
+    Args:
+        source: the model directory.
+        config: the options of the stage.
+        out: the staging directory.
+        report_phase: called with the name of each phase.
+        pickled: True if the weights are pickled.
 
     Raises:
-        ExportError: the model cannot be traced, or takes inputs that this exporter cannot make up.
+        ExportError: the model cannot be traced, or its inputs are not supported.
     """
     settings = ModelConfig.read(source, error=SourceError)
     task = choose_task(config.task, settings)
     if task.endswith("-with-past"):
         raise ExportError(
-            f"the dynamo exporter makes one graph without a past, found task {task}.",
-            do=f"Ask for --task {task.removesuffix('-with-past')}.",
+            f"the dynamo exporter does not support a KV cache, found task {task}.",
+            do=f"Use --task {task.removesuffix('-with-past')}.",
         )
     model = load_pytorch(
         source,
@@ -64,11 +71,11 @@ def export_with_dynamo(
     inputs = _inputs(model, described, config.dtype)
     limits = FeedLimits.from_config(described)
     feeds = make_feeds(inputs, _sizes(limits), limits, seed=0)
-    phase(f"tracing {settings.model_type or 'the model'} for {task} with dynamo")
+    report_phase(f"tracing {settings.model_type or 'the model'} for {task} with dynamo")
     _trace(model, inputs, feeds, config, out / "model.onnx")
     model.config.save_pretrained(out)
     copy_side_files(source, out, code=config.trust_remote_code)
-    return Exported(
+    return ExportedModel(
         files=["model.onnx"],
         task=task,
         model_type=settings.model_type or "unknown",
@@ -76,14 +83,14 @@ def export_with_dynamo(
         fixed_dims=fixed_dims(settings),
         config=described,
         notes=[
-            f"task {task}: {'inferred' if config.task == 'auto' else 'as asked'}",
+            f"task {task}: {'inferred' if config.task == 'auto' else 'from the options'}",
             "exported by torch's dynamo exporter",
         ],
     )
 
 
 def _inputs(model: Any, settings: ModelConfig, dtype: str) -> list[TensorSpec]:
-    """What `forward` takes of the inputs that a tokenizer or a processor makes."""
+    """Return the specs of the tokenizer and processor outputs that `forward` takes."""
     accepted = inspect.signature(model.forward).parameters
     floats = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[dtype]
     known = [
@@ -99,8 +106,8 @@ def _inputs(model: Any, settings: ModelConfig, dtype: str) -> list[TensorSpec]:
         wanted = [spec for spec in wanted if spec.name != "token_type_ids"]
     if model.main_input_name not in names:
         raise ExportError(
-            f"the dynamo exporter knows {', '.join(spec.name for spec in known)} as inputs; "
-            f"this model's main input is {model.main_input_name}."
+            f"the dynamo exporter supports the inputs {', '.join(spec.name for spec in known)}, "
+            f"but this model's main input is {model.main_input_name}."
         )
     channels = fixed_dims(settings).get("channels", 3)
     return [
@@ -110,7 +117,7 @@ def _inputs(model: Any, settings: ModelConfig, dtype: str) -> list[TensorSpec]:
 
 
 def _sizes(limits: FeedLimits) -> dict[str, int]:
-    # torch.export takes a size of 0 or 1 for a constant; 2 and 16 stay dynamic.
+    # torch.export treats sizes of 0 and 1 as constants; 2 and 16 stay dynamic.
     return {**limits.sizes, "batch": 2, "sequence": max(16, limits.min_sequence)}
 
 
@@ -123,7 +130,7 @@ def _trace(
     with torch.no_grad():
         found = model(**tensors, return_dict=True)
     outputs = [name for name, value in found.items() if isinstance(value, torch.Tensor)]
-    # Height and width are constants to most vision models' position embeddings; the batch is not.
+    # The position embeddings of most vision models fix height and width.
     dynamic = tuple(
         {axis: torch.export.Dim(dim) for axis, dim in enumerate(spec.dims)
          if dim in ("batch", "sequence")}
@@ -144,7 +151,7 @@ def _trace(
                 opset_version=config.opset,
                 external_data=size_bytes > _PROTOBUF_LIMIT_BYTES,
             )
-    except Exception as error:  # torch.onnx's own, torch._dynamo's and plain ones
+    except Exception as error:  # torch.onnx and torch._dynamo raise many unrelated types
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise ExportError(
             f"torch's dynamo exporter cannot trace the model: {lines[0] if lines else error!r}"
@@ -152,7 +159,7 @@ def _trace(
 
 
 class _Positional(torch.nn.Module):  # type: ignore[misc]  # torch is not type-checked
-    """The model with positional inputs and a plain tuple of its tensor outputs."""
+    """A wrapper of the model with positional inputs and a tuple of tensors as output."""
 
     def __init__(self, model: Any, inputs: list[str], outputs: list[str]) -> None:
         super().__init__()

@@ -1,13 +1,7 @@
-"""What every exported graph must be before it goes into an artifact.
+"""Check exported graphs, give their dims readable names, and record their interface.
 
-Takes the path of an ONNX file (weights of any size: external data stays on disk); leaves the same
-file with dims named as a person would name them, or raises.
-
-    >>> model = name_dims(Path("model.onnx"), fixed={"channels": 3})
-    >>> check(Path("model.onnx"), model)
-
-Each function reads the file itself, or takes the `onnx.ModelProto` that was read from it: weights
-lie in it unless they are external, and reading them again takes time and memory.
+The functions take the path of an ONNX file, and optionally the `onnx.ModelProto` that was read from
+it, because reading inline weights again takes time and memory. External data stays on disk.
 """
 
 from __future__ import annotations
@@ -47,7 +41,7 @@ _DTYPES = {
     onnx.TensorProto.STRING: "string",
 }
 
-# What an answer to the task is read from. Tasks not named here are not held to names.
+# The outputs from which the result of a task is read. Other tasks may have any outputs.
 _TASK_OUTPUTS = {
     "feature-extraction": (
         "last_hidden_state", "sentence_embedding", "token_embeddings", "pooler_output",
@@ -67,9 +61,10 @@ _SPECS = TypeAdapter(tuple[TensorSpec, ...])
 
 
 def name_dims(path: Path, fixed: Mapping[str, int]) -> Any:
-    """Names every dim of the interface canonically, and fixes those that the weights fix.
+    """Give every dim its canonical name, and set the dims in `fixed` to their sizes; save the file.
 
-    Returns the `onnx.ModelProto` as it is on disk now, without external data.
+    Returns:
+        The `onnx.ModelProto` as it is now on disk, without external data.
     """
     model = load_graph(path)
     values = [*model.graph.input, *model.graph.output, *model.graph.value_info]
@@ -86,11 +81,11 @@ def name_dims(path: Path, fixed: Mapping[str, int]) -> Any:
     return model
 
 
-def check(path: Path, model: Any = None) -> None:
-    """Raises ExportError unless the graph is valid ONNX and ONNX Runtime loads it.
+def check_exported_graph(path: Path, model: Any = None) -> None:
+    """Raise ExportError unless the graph is valid ONNX and its inputs have readable dims.
 
-    A graph without nodes, a dim without a name and a name of the exporter's own making
-    (`Addlogits_dim_1`) on an input are errors, too.
+    An input without a shape, and a dynamic dim of an input without a name or with a generated one
+    (`Addlogits_dim_1`), are errors too.
     """
     try:
         onnx.checker.check_model(str(path), full_check=True)
@@ -99,7 +94,9 @@ def check(path: Path, model: Any = None) -> None:
     model = load_graph(path) if model is None else model
     for value in model.graph.input:
         if not value.type.tensor_type.HasField("shape"):
-            raise ExportError(f"{path.name}: input '{value.name}' has no shape, not even a rank.")
+            raise ExportError(
+                f"{path.name}: input '{value.name}' has no shape; expected one of known rank."
+            )
         for axis, dim in enumerate(_dims(value)):
             if not all(_READABLE.match(term) for term in dim_terms(dim)):
                 raise ExportError(
@@ -109,7 +106,11 @@ def check(path: Path, model: Any = None) -> None:
 
 
 def record_graph(path: Path, root: Path, model: Any = None) -> GraphRecord:
-    """The graph's interface, as the manifest has it."""
+    """Return the record of the graph's interface for the manifest; files are relative to `root`.
+
+    Raises:
+        ExportError: a name or a size does not fit a manifest.
+    """
     model = load_graph(path) if model is None else model
     data = external_data_files(path, model)
     folder = path.parent.relative_to(root)
@@ -124,7 +125,7 @@ def record_graph(path: Path, root: Path, model: Any = None) -> GraphRecord:
 
 
 def float_precision(path: Path, model: Any = None) -> str:
-    """fp32, fp16 or bf16: the type of most of the graph's stored weights."""
+    """Return the type of most of the graph's weights: fp32, fp16 or bf16."""
     model = load_graph(path) if model is None else model
     counts = {"fp32": 0, "fp16": 0, "bf16": 0}
     names = {
@@ -141,13 +142,13 @@ def float_precision(path: Path, model: Any = None) -> str:
     return max(counts, key=lambda name: counts[name])
 
 
-def check_against_task(task: str, records: Sequence[GraphRecord]) -> None:
-    """Raises ExportError if no graph has an output that the task's answers are read from."""
+def check_task_outputs(task: str, records: Sequence[GraphRecord]) -> None:
+    """Raise ExportError if no graph has an output of the task, or a graph has no batch dim."""
     wanted = _TASK_OUTPUTS.get(task)
     found = [spec.name for record in records for spec in record.outputs]
     if wanted and not any(name in wanted for name in found):
         raise ExportError(
-            f"the task {task} is read from the output {' or '.join(wanted)}, "
+            f"the task {task} needs the output {' or '.join(wanted)}, "
             f"but the graph has {', '.join(found)}."
         )
     for record in records:
@@ -158,8 +159,8 @@ def check_against_task(task: str, records: Sequence[GraphRecord]) -> None:
             )
 
 
-def write_interface(path: Path, changes: Mapping[str, Sequence[Dim]]) -> None:
-    """Sets the dims of the inputs and outputs named in `changes`."""
+def set_interface_dims(path: Path, changes: Mapping[str, Sequence[Dim]]) -> None:
+    """Set the dims of the inputs and outputs named in `changes`, and save the file."""
     model = load_graph(path)
     for value in [*model.graph.input, *model.graph.output]:
         if value.name in changes:
@@ -172,7 +173,7 @@ def write_interface(path: Path, changes: Mapping[str, Sequence[Dim]]) -> None:
 
 
 def _specs(path: Path, values: Iterable[Any]) -> tuple[TensorSpec, ...]:
-    """Return inputs or outputs; raises ExportError for one that no manifest may hold."""
+    """Return the specs of inputs or outputs; raise ExportError if one does not fit a manifest."""
     found = [
         {"name": v.name, "dtype": _dtype(v.type.tensor_type.elem_type), "dims": _dims(v)}
         for v in values

@@ -1,4 +1,4 @@
-"""An existing `.onnx` file as an artifact: copied with its external data, then checked."""
+"""Import an existing `.onnx` file with its external data and the files beside it."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ from enginery.core.external_data import external_data_files
 from enginery.core.model_files import ModelConfig
 from enginery.core.screening import screen_model
 from enginery.export.config import ExportConfig
-from enginery.export.exported import Exported
+from enginery.export.protocol import ExportedModel
 from enginery.export.side_files import copy_side_file, copy_side_files
-from enginery.runtime.graph_limits import check_allocations
+from enginery.runtime.onnxruntime.graph_limits import check_allocations
 
 
-def import_onnx(source: Path, config: ExportConfig, out: Path) -> Exported:
-    """Copies the graph as `model.onnx`, its external data under their own names, and side files.
+def import_onnx(source: Path, config: ExportConfig, out: Path) -> ExportedModel:
+    """Copy the graph as `model.onnx`, its external data under their own names, and side files.
 
     Raises:
         ExportError: the external data would overwrite the graph.
-        SourceError: external data is missing or lies outside the model's directory, or the
+        SourceError: external data is missing or is outside the model's directory, or the
             config.json beside the graph is malformed.
-        UntrustedModelError: the files beside the graph ask for what only the user may grant, or
-            lie elsewhere, behind links.
+        UntrustedModelError: the files beside the graph require permissions that only the user may
+            give, or they are links out of the directory.
     """
-    check_allocations(source, error=SourceError)  # before the package onnx reads all of it
+    check_allocations(source, error=SourceError)  # before the package onnx reads the whole file
     data = external_data_files(source)
     has_side_files = (source.parent / ModelConfig.FILE).is_file()
     if has_side_files:
         trust = config.trust_remote_code
         screen_model(source.parent, known_types=_KnownTypes(), trust_remote_code=trust)
     if "model.onnx" in data:
-        raise ExportError(f"{source}: its external data is named model.onnx, as the graph will be.")
+        raise ExportError(
+            f"{source}: its external data is named model.onnx, which will be the graph's name.",
+            do="Save the graph with another name for its external data.",
+        )
     shutil.copyfile(source, out / "model.onnx")
     for name in data:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +44,7 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> Exported:
     if has_side_files:
         copy_side_files(source.parent, out, code=False)
         copy_side_file(source.parent, ModelConfig.FILE, out)
-    return Exported(
+    return ExportedModel(
         files=["model.onnx"],
         task=config.task if config.task != "auto" else "unknown",
         model_type=settings.model_type or "unknown",
@@ -52,11 +55,11 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> Exported:
 
 
 class _KnownTypes:
-    """The types that transformers has classes for, imported where a file names code of its own."""
+    """The model types of transformers, which is only imported when one is looked up."""
 
     def __contains__(self, kind: object) -> bool:
         try:
             from transformers import CONFIG_MAPPING
-        except ImportError:  # an import of a graph needs neither it nor PyTorch
+        except ImportError:  # importing a graph needs neither transformers nor PyTorch
             return False
         return kind in CONFIG_MAPPING

@@ -1,7 +1,7 @@
-"""Export through Optimum's registry of model types and tasks.
+"""Export a model with Optimum's registry of model types and tasks.
 
-Takes a model directory; leaves its graphs and Optimum's `config.json` in the staging directory.
-Runs in the child process of the stage: it imports torch, transformers and optimum.
+It writes the graphs and Optimum's `config.json` to the staging directory. It imports torch,
+transformers and optimum, and runs in the child process of the stage.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
 from enginery.core.model_files import ModelConfig, PreprocessorConfig
-from enginery.export.config import ExportConfig
-from enginery.export.exported import Exported
+from enginery.export.config import ExportConfig, check_options
+from enginery.export.protocol import ExportedModel
 from enginery.export.side_files import copy_side_files
 
 try:
@@ -34,50 +34,54 @@ def export_with_optimum(
     source: Path,
     config: ExportConfig,
     out: Path,
-    phase: Callable[[str], None],
+    report_phase: Callable[[str], None],
     *,
     pickled: bool,
-) -> Exported:
-    """Traces the model with Optimum's configuration of its type.
+) -> ExportedModel:
+    """Trace the model with Optimum's configuration of its type, and write the graphs to `out`.
+
+    Args:
+        source: the model directory.
+        config: the options of the stage.
+        out: the staging directory.
+        report_phase: called with the name of each phase.
+        pickled: True if the weights are pickled.
 
     Raises:
-        ExportError: the registry lacks the model type or the task.
+        OptionError: an option is invalid.
+        ExportError: the registry lacks the model type or the task, or the model cannot be exported
+            in this precision.
     """
-    if config.dtype == "bf16" and config.device == "cpu":
-        raise ExportError(
-            "Optimum runs the graph while it exports, and ONNX Runtime has no BF16 kernels on "
-            "the CPU.",
-            do="Use --device cuda or --exporter dynamo.",
-        )
+    check_options(config)
     settings = ModelConfig.read(source, error=SourceError)
     library = "timm" if settings.architecture else "transformers"
     model_type = settings.model_type or library
     task = choose_task(config.task, settings)
     if library == "transformers":
         task = _supported_task(model_type, task, asked=config.task)
-    phase(f"tracing {model_type} for {task}")
+    report_phase(f"tracing {model_type} for {task}")
     _export(source, config, out, task=task, library=library, pickled=pickled)
     gc.collect()
     copy_side_files(source, out, code=config.trust_remote_code)
     _convert_tokenizer(source, out)
     files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.onnx"))
-    return Exported(
+    return ExportedModel(
         files=files,
         task=task,
         model_type=model_type,
         library=library,
         fixed_dims=fixed_dims(settings),
         config=with_image_size(settings, source),
-        notes=[f"task {task}: {'inferred' if config.task == 'auto' else 'as asked'}"],
+        notes=[f"task {task}: {'inferred' if config.task == 'auto' else 'from the options'}"],
     )
 
 
 def _export(
     source: Path, config: ExportConfig, out: Path, *, task: str, library: str, pickled: bool
 ) -> None:
-    """What Optimum's `main_export` does, on files that are here.
+    """Export local files like Optimum's `main_export`, with less memory.
 
-    It would load tokenizers twice, before and behind the trace, and hold them while memory peaks.
+    `main_export` loads tokenizers before and after the trace, and holds them while memory peaks.
     """
     model = load_pytorch(
         source,
@@ -92,7 +96,7 @@ def _export(
     if task == "text-classification" and getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = _pad_token_id(source)
     model.config.use_cache = task.endswith("with-past")
-    # Optimum saves tokenizers it finds under this name; ours are copied as they are.
+    # Optimum would load and save the tokenizer of this path; the stage copies its files instead.
     model.config._name_or_path = ""  # noqa: SLF001
     takes_pixels = (source / "preprocessor_config.json").is_file()
     onnx_export_from_model(
@@ -102,44 +106,44 @@ def _export(
         task=task,
         device=config.device,
         no_post_process=not config.post_process,
-        # Image sizes are found there; texts need nothing from their tokenizer.
+        # Optimum reads image sizes from the processor; it needs no tokenizer for texts.
         preprocessors=maybe_load_preprocessors(str(source)) if takes_pixels else [],
-        do_validation=False,  # the validate stage is stricter, and fails
+        do_validation=False,  # the validate stage is stricter and raises
     )
 
 
 def _pad_token_id(source: Path) -> int:
-    """The padding id of the tokenizer, for a classifier whose config has none.
+    """Return the tokenizer's padding id, for a classifier whose config has none.
 
     Raises:
-        ExportError: the tokenizer has none either.
+        ExportError: the tokenizer has no padding token either.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(source))
     if tokenizer.pad_token_id is None:
         raise ExportError(
-            f"a text classifier needs a padding token, and neither config.json nor the tokenizer "
-            f"of {source} names one.",
+            f"a text classifier needs a padding token, but neither config.json nor the tokenizer "
+            f"of {source} has one.",
             do="Set pad_token_id in config.json.",
         )
     return int(tokenizer.pad_token_id)
 
 
 def _convert_tokenizer(source: Path, out: Path) -> None:
-    """Makes tokenizer.json for a model that has only its slow tokenizer's files."""
+    """Write tokenizer.json for a model that only has the files of a slow tokenizer."""
     names = ("tokenizer_config.json", "vocab.txt", "spiece.model", "tokenizer.model", "vocab.json")
     if (out / "tokenizer.json").is_file() or not any((source / name).is_file() for name in names):
         return
-    # A tokenizer that has no fast form cannot be converted: load_model says so when asked.
+    # Some tokenizers cannot be converted to fast ones; load_model reports that when it needs one.
     with suppress(Exception):
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(source))
         tokenizer.backend_tokenizer.save(str(out / "tokenizer.json"))
 
 
 def choose_task(asked: str, settings: ModelConfig) -> str:
-    """Optimum's name for the task: a synonym resolved, or inferred from the model's class.
+    """Return Optimum's name of the requested task; `auto` infers it from the model's class.
 
     Raises:
-        ExportError: no such task, or the class does not tell.
+        ExportError: the task is unknown, or cannot be inferred.
     """
     tasks = sorted(TasksManager.get_all_tasks())
     if asked != "auto":
@@ -157,22 +161,26 @@ def choose_task(asked: str, settings: ModelConfig) -> str:
         raise ExportError(
             f"the task cannot be inferred: config.json names the class "
             f"{names[0] if names else '(none)'}, which transformers does not have.",
-            do=f"Name it with --task, one of: {', '.join(tasks)}.",
+            do=f"Set --task to one of: {', '.join(tasks)}.",
         )
     try:
-        # The public question is only answered for Hub ids, and these files are on disk.
+        # The public method only accepts Hub ids, but these files are local.
         task = TasksManager._infer_task_from_model_or_model_class(model_class=model_class)  # noqa: SLF001
     except ValueError as error:
         raise ExportError(
             f"the task cannot be inferred from the class {names[0]}.",
-            do=f"Name it with --task, one of: {', '.join(tasks)}.",
+            do=f"Set --task to one of: {', '.join(tasks)}.",
         ) from error
     return str(task)
 
 
 def _supported_task(model_type: str, task: str, *, asked: str) -> str:
-    """The task as the registry has it for this model type; generation keeps its past by default."""
-    known = TasksManager._SUPPORTED_MODEL_TYPE  # noqa: SLF001  there is no public question for it
+    """Return the registry's task for this model type; `auto` prefers generation with a KV cache.
+
+    Raises:
+        ExportError: the registry lacks the model type or the task.
+    """
+    known = TasksManager._SUPPORTED_MODEL_TYPE  # noqa: SLF001  there is no public accessor
     if model_type not in known:
         raise ExportError(
             f"Optimum's registry has no model type '{model_type}'.",
@@ -187,18 +195,18 @@ def _supported_task(model_type: str, task: str, *, asked: str) -> str:
         raise ExportError(
             f"Optimum exports {model_type} for {', '.join(tasks)}, not for {task}"
             f"{nearest(task, tasks)}",
-            do="Name another --task, or try --exporter dynamo.",
+            do="Choose another --task, or try --exporter dynamo.",
         )
     return task
 
 
 def fixed_dims(settings: ModelConfig) -> dict[str, int]:
-    """Dims that the weights fix although the tracer leaves them dynamic."""
+    """Return the dims that the weights fix although the tracer leaves them dynamic."""
     return {"channels": settings.num_channels} if settings.num_channels else {}
 
 
 def with_image_size(settings: ModelConfig, source: Path) -> ModelConfig:
-    """The config with `image_size`: its own, or else what its image processor makes."""
+    """Return the config with an `image_size`: its own, or that of the image processor."""
     if settings.image_size is not None or not settings.num_channels:
         return settings
     processor = PreprocessorConfig.read(source, error=SourceError)

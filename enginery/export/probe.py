@@ -1,12 +1,10 @@
-"""The true dims of a graph, found by running it.
+"""Determine which dims of a graph are dynamic by running it at several sizes.
 
-Tracers write down the sizes they saw: an image model's height and width are left dynamic although
-its position embeddings take one size only, and a feature map's size is written as a constant
-although it follows the image. A few runs at small sizes tell.
-
-    >>> record, notes = probe_dims(out / "model.onnx", record, FeedLimits.from_config(config))
-    >>> notes
-    ['height and width are fixed at 32 × 32: the model rejects other sizes']
+The dims that a tracer declares are not reliable. It leaves height and width of an image model
+dynamic although the position embeddings only fit one size, and declares the size of a feature map
+as a constant although it depends on that of the image. So the graph runs once at small base sizes,
+and once more for each dynamic dim, with only that dim changed. An output dim that changes is
+dynamic, and one that never changes is a constant.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from enginery.core.errors import ExportError
 from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Dim, dim_terms, dynamic_dims
-from enginery.export.graphs import write_interface
+from enginery.export.graphs import set_interface_dims
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -28,9 +26,10 @@ Shapes = dict[str, tuple[int, ...]]
 def probe_dims(
     path: Path, record: GraphRecord, limits: FeedLimits
 ) -> tuple[GraphRecord, list[str]]:
-    """Runs the graph and corrects its interface on disk.
+    """Run the graph at several sizes, and correct its dims on disk.
 
-    Returns the corrected record, and what was decided, with reasons.
+    Returns:
+        The corrected record, and notes on what was changed and why.
 
     Raises:
         ExportError: ONNX Runtime cannot load the graph.
@@ -64,7 +63,7 @@ def probe_dims(
     for spec in record.outputs:
         changes[spec.name] = _output_dims(spec.name, spec.dims, before, varied, names)
     if changes != {s.name: list(s.dims) for s in (*record.inputs, *record.outputs)}:
-        write_interface(path, changes)
+        set_interface_dims(path, changes)
     corrected = {
         "inputs": tuple(replace(spec, dims=tuple(changes[spec.name])) for spec in record.inputs),
         "outputs": tuple(replace(spec, dims=tuple(changes[spec.name])) for spec in record.outputs),
@@ -79,7 +78,7 @@ def _output_dims(
     varied: Mapping[str, Shapes | str],
     names: list[str],
 ) -> list[Dim]:
-    """The dims of an output: as declared where that holds, else what the runs showed."""
+    """Return the dims of an output: declared names of input dims, else what the runs show."""
     true: list[Dim] = []
     for axis, dim in enumerate(dims):
         follows = [
@@ -99,7 +98,7 @@ def _output_dims(
 
 
 def _axis_name(axis: int, rank: int) -> str:
-    """Feature maps are (batch, channels, height, width); everything else has a sequence."""
+    """Name an axis: feature maps are (batch, channels, height, width), others have a sequence."""
     if rank == 4:
         return ("batch", "channels", "height", "width")[axis]
     return "sequence" if axis == 1 else f"dim_{axis}"
@@ -132,7 +131,7 @@ def _open(path: Path) -> Any:
 def _run(
     session: Any, record: GraphRecord, sizes: Mapping[str, int], limits: FeedLimits
 ) -> Shapes | str:
-    """Output shapes at these sizes, or the words of the failure."""
+    """Return the output shapes at these sizes, or the message of the failure."""
     feeds = make_feeds(record.inputs, sizes, limits, seed=0)
     try:
         values = session.run([spec.name for spec in record.outputs], feeds)

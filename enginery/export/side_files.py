@@ -1,7 +1,7 @@
-"""The files beside a model that its answers depend on: tokenizer, image processor, pooling.
+"""Copy the files beside a model that its results depend on: tokenizer, image processor, pooling.
 
-They are copied byte for byte. Saving them again through transformers would rewrite a tokenizer's
-padding or drop what only sentence-transformers reads.
+They are copied byte for byte. To save them with transformers would change a tokenizer's padding, or
+drop files that only sentence-transformers reads.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from enginery.core.paths import is_inside
 from enginery.core.screening import refuse_linked_out
 
 _COPIED = (".json", ".txt", ".model", ".jinja")
-# The exporter writes these itself, as Optimum's loaders want them.
+# The exporter writes these itself, in the form that Optimum's loaders require.
 _LEFT_OUT = ("config.json", "generation_config.json")
 
 
 def copy_side_files(source: Path, out: Path, *, code: bool) -> None:
-    """Copies preprocessor files of the model directory `source`, and its Python code if allowed.
+    """Copy the side files of the model directory `source`, and with `code` its Python files.
 
-    sentence-transformers keeps its modules in numbered folders (`1_Pooling/config.json`).
+    sentence-transformers stores its modules in numbered folders (`1_Pooling/config.json`).
 
     Raises:
-        UntrustedModelError: a file lies elsewhere, behind a link, or its name is none for a
-            manifest. Copied, it would be published.
+        UntrustedModelError: a file is a link out of the directory, which would publish the linked
+            file, or its name is invalid in a manifest.
     """
     suffixes = (*_COPIED, ".py") if code else _COPIED
     folders = [path for path in source.iterdir() if path.is_dir() and path.name[0].isdigit()]
@@ -39,11 +39,11 @@ def copy_side_files(source: Path, out: Path, *, code: bool) -> None:
 
 
 def copy_side_file(source: Path, name: str, out: Path) -> None:
-    """Copies one file of the model directory `source`; raises what `copy_side_files` raises."""
+    """Copy one file of the model directory `source`; see `copy_side_files` for the errors."""
     if not is_inside(name):
         raise UntrustedModelError(
-            f"{source} holds the file {name!r}, whose name has a backslash or control characters.",
-            do="Rename it, or remove it if the model does not need it.",
+            f"the name of the file {name!r} in {source} has a backslash or control characters.",
+            do="Rename the file, or remove it if the model does not need it.",
         )
     refuse_linked_out(source / name, source)
     (out / name).parent.mkdir(exist_ok=True)

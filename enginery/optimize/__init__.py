@@ -1,1 +1,1 @@
-"""Stage: graph fusions for CUDA; FP16/BF16 for CUDA or TensorRT. Not there yet."""
+"""The optimize stage: graph fusions for ONNX Runtime; FP16 and BF16 for CUDA and TensorRT."""

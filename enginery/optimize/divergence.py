@@ -1,11 +1,7 @@
-"""Where a cast graph parts from the FP32 one that it was made from.
+"""Find the nodes at which a cast graph diverges from its FP32 source.
 
-Takes the paths of both and one batch; leaves nothing on disk.
-
-    >>> first_divergences(fp32, simulated, batches[0], fixed=islands)[0]
-    Divergence(node='/layer.2/Pow', tensor='/layer.2/Pow_output_0', error=inf, before=3.1e-4, …)
-
-Errors are those of single tensors, so that a graph need not be cut apart to find the node.
+Both graphs run on one batch, and all their inner tensors are compared, in groups. So the nodes are
+found without a bisection of the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.optimize.agreement import input_types, kept, typed
+from enginery.optimize.comparison import cast_feeds, drop_padding, input_types
 from enginery.passes.graph_file import read_graph
 from enginery.passes.nodes import all_nodes, infer_types
 from enginery.passes.op_types import FLOAT, has_subgraph
@@ -28,32 +24,40 @@ from enginery.runtime.tracing import GraphTracer
 
 Feeds = Mapping[str, NDArray[Any]]
 
-# Inner tensors of both graphs that are compared in one run.
+# The number of inner tensors that are compared in one run.
 _GROUP = 64
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A node whose output is off."""
+    """A node whose output differs between the two graphs."""
 
     node: str
     tensor: str
+    """The name of the output."""
     error: float
-    """Root mean square of the difference over that of the tensor; infinite for NaN."""
+    """The relative error of the output, see `relative_error`."""
     before: float
-    """The largest such error at the node's inputs."""
+    """The largest relative error at the node's inputs."""
     fixed: bool = False
-    """The node is FP32 already."""
+    """True if the node is FP32 already."""
 
 
-def first_divergences(
+def find_divergences(
     fp32: Path, simulated: Path, feeds: Feeds, *, fixed: Collection[str]
 ) -> list[Divergence]:
-    """The nodes where the cast graph leaves the FP32 one, the most telling first.
+    """Return the nodes at which the cast graph diverges from the FP32 graph, the worst first.
 
-    Those whose outputs are not finite, in the graph's order; or else those that add to the error,
-    by how much. Nodes in the branches of an If are among them. Those that are FP32 already
-    (`fixed`) are marked: no cast of theirs is at fault, only one behind or before them.
+    If nodes with finite inputs have outputs that are not finite, these nodes are returned, in graph
+    order: they overflow. Otherwise the result is the nodes whose output error exceeds that of their
+    inputs, in descending order of the difference. Nodes in the branches of an If are included.
+
+    Args:
+        fp32: the FP32 graph.
+        simulated: the graph that simulates the cast, see `simulate_cast`.
+        feeds: one batch.
+        fixed: names of nodes that are FP32 already. They are marked in the result, because keeping
+            them in FP32 again cannot help: the error comes from a cast at their inputs or outputs.
     """
     reference, other = read_graph(fp32), read_graph(simulated)
     infer_types(reference)
@@ -67,10 +71,10 @@ def first_divergences(
     for start in range(0, len(names), _GROUP):
         group = names[start : start + _GROUP]
         with GraphTracer(fp32, group) as trace:
-            expected = {name: kept(array, feeds) for name, array in trace(feeds).items()}
+            expected = {name: drop_padding(array, feeds) for name, array in trace(feeds).items()}
         with GraphTracer(simulated, group) as trace:
-            found = {name: kept(array, feeds)
-                     for name, array in trace(typed(feeds, types)).items()}  # fmt: skip
+            found = {name: drop_padding(array, feeds)
+                     for name, array in trace(cast_feeds(feeds, types)).items()}  # fmt: skip
         errors |= {name: relative_error(found[name], expected[name])
                    for name in group if expected[name].dtype.kind == "f"}  # fmt: skip
     candidates = []
@@ -92,16 +96,16 @@ def first_divergences(
 
 
 def relative_error(found: NDArray[Any], expected: NDArray[Any]) -> float:
-    """Root mean square of the difference over that of the reference, masks left out.
+    """Return the root mean square of the difference, divided by that of the reference.
 
-    Infinite where one side is not finite and the other is: a mask that was clamped is. Infinite,
-    too, where the shapes differ.
+    Masked values do not count. The error is infinite if the shapes differ, or if a value is finite
+    only in the reference.
     """
     if found.shape != expected.shape:
-        return math.inf  # another branch was taken, or other elements were picked
+        return math.inf  # another branch ran, or other elements were selected
     reference = expected.astype(np.float64)
     values = found.astype(np.float64)
-    # What a mask pushed out of FP16's range is the same to Softmax, wherever it lies.
+    # Softmax yields 0 for all values that a mask has moved beyond FP16's range.
     masked = (reference < -65504 / 2) & (values < -65504 / 2)
     finite = np.isfinite(reference) & ~masked
     if not np.isfinite(values[finite]).all():

@@ -1,10 +1,6 @@
-"""Fused graphs for ONNX Runtime: Optimum's levels, in a child process.
+"""Fuse graphs for ONNX Runtime with Optimum's levels, in a child process.
 
-    >>> notes, peak = fuse_graphs(artifact, "O2", scratch)
-    >>> notes
-    ['fused by Optimum at O2 as bert']
-
-Optimum removes `*_data` files beside the graph that it reads, so it is given files of its own.
+Optimum deletes `*_data` files beside the graph that it reads, so it works on copies or links.
 """
 
 from __future__ import annotations
@@ -20,13 +16,13 @@ from enginery.core.home import enginery_home
 
 
 def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], int]:
-    """Leaves every graph of the artifact, fused, in `out`.
+    """Fuse every graph of the artifact and write it below `out`.
 
     Returns:
-        Notes, and the child's largest resident set in bytes.
+        Notes, and the peak resident memory of the child process in bytes.
 
     Raises:
-        ExportError: the graph cannot be fused.
+        ExportError: a graph cannot be fused.
         MissingPackageError: Optimum is not installed.
     """
     from importlib.util import find_spec
@@ -49,7 +45,9 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
         error=ExportError,
     )
     if missing := [file for file in files if not (fused / file).is_file()]:
-        raise ExportError(f"fusing {artifact.name} left no {missing[0]}.", do=str(log))
+        raise ExportError(
+            f"fusing {artifact.name} did not write {missing[0]}.", do=f"See the log: {log}"
+        )
     for file in files:
         ops = fused_ops(fused / file)
         found["notes"].append(f"{file}: " + (", ".join(f"{n} {op}" for op, n in ops.items())
@@ -58,7 +56,7 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
 
 
 def fused_ops(path: Path) -> dict[str, int]:
-    """How many of which of ONNX Runtime's own ops a graph has, the most first."""
+    """Count the ONNX Runtime ops of a graph by type, in descending order."""
     nodes = load_graph(path).graph.node
     return dict(Counter(node.op_type for node in nodes if node.domain.startswith("com.microsoft"))
                 .most_common())  # fmt: skip

@@ -1,11 +1,4 @@
-"""The graphs of an artifact, one after the other: prepared for the target, then cast and checked.
-
-Takes an artifact and a staging directory; leaves the new graphs there.
-
-    >>> made = make_graphs(artifact, OptimizeConfig(), directory, scratch)
-    >>> made.passed, made.notes
-    (True, ['model.onnx: clean-up: 389 → 271 nodes (…)', …])
-"""
+"""Optimize the graphs of an artifact: prepare each for the target, then cast and check it."""
 
 from __future__ import annotations
 
@@ -19,80 +12,81 @@ from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
 from enginery.core.precision import Tolerance
 from enginery.core.progress import SILENT, Progress
-from enginery.optimize.agreement import Agreement, compare_outputs, outputs_of
+from enginery.optimize.comparison import OutputComparison, compare_outputs, run_on_batches
 from enginery.optimize.config import OptimizeConfig
 from enginery.optimize.fusions import fuse_graphs
 from enginery.optimize.guard import GuardRecord, cast_guarded
 from enginery.optimize.inputs import range_feeds
-from enginery.passes.cleanup import clean_graph, standard_only
-from enginery.passes.dynamic import quantize_dynamically
-from enginery.passes.graph_file import check_graph, read_graph, weights_outside, write_graph
+from enginery.passes.cleanup import clean_graph, non_standard_nodes
+from enginery.passes.dynamic_quantization import quantize_dynamically
+from enginery.passes.graph_file import check_graph, externalize_weights, read_graph, write_graph
 from enginery.passes.nodes import infer_types
 
-# Relative to an output's largest magnitude. Sums in another order are off by a few FP32 roundoffs
-# a layer; GELU by tanh is off by up to 5e-4 of its input, a layer.
-_REARRANGED = 1e-4
-_APPROXIMATED = 3e-2
-_LISTED = 10
+# Relative to an output's largest magnitude. Sums in another order differ by a few FP32 roundoffs
+# per layer; the tanh approximation of GELU by up to 5e-4 of its input per layer.
+_MAX_ERROR_REORDERED = 1e-4
+_MAX_ERROR_APPROXIMATED = 3e-2
+_MAX_LISTED = 10
 
 
 @dataclass
-class Made:
-    """The graphs that were made, and what is to be said of them."""
+class OptimizedGraphs:
+    """The graphs written to the staging directory, with their records and notes."""
 
     records: list[GuardRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     data_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """External data of each graph."""
+    """The names of the external data files of each graph."""
     problem: str = ""
-    """Why an FP32 graph does not answer as before; empty where it does."""
+    """How the outputs of an FP32 graph have changed; empty if they have not."""
     peak_rss_bytes: int = 0
-    """Of the child that fused, if there was one."""
+    """The peak resident memory of the process that fused the graphs; 0 if there was none."""
 
     @property
     def passed(self) -> bool:
         return not self.problem and all(record.passed for record in self.records)
 
 
-def make_graphs(
+def optimize_graphs(
     artifact: Artifact,
     config: OptimizeConfig,
     directory: Path,
     scratch: Path,
     *,
     progress: Progress = SILENT,
-) -> Made:
-    """Makes every graph of the artifact anew in `directory`.
+) -> OptimizedGraphs:
+    """Optimize every graph of the artifact and write it to `directory`.
 
     Args:
-        artifact: FP32.
-        config: the stage's options.
-        directory: where the graphs go.
-        scratch: for FP32 graphs on the way.
-        progress: who is told.
+        artifact: an FP32 artifact.
+        config: the options of the stage.
+        directory: the directory for the optimized graphs.
+        scratch: a temporary directory for intermediate FP32 graphs.
+        progress: receives progress messages.
 
     Raises:
-        ExportError: a graph cannot be fused or cast, or has ops that the target cannot have.
-        InputError: the data cannot be read, or a graph fails on them.
+        ExportError: a graph cannot be fused or cast, or has ops that the target does not support.
+        InputError: the data cannot be read, or a graph fails on it.
+        OptionError: `keep_fp32` names a node that no graph has.
     """
-    made = Made()
-    _require_nodes(artifact, config)
+    result = OptimizedGraphs()
+    _check_keep_fp32(artifact, config)
     if config.target == "tensorrt":
-        _require_standard_ops(artifact)
+        _check_standard_ops(artifact)
         prepared = scratch / "clean"
     else:
-        notes, made.peak_rss_bytes = fuse_graphs(artifact, config.level, scratch)
-        made.notes += notes
+        notes, result.peak_rss_bytes = fuse_graphs(artifact, config.level, scratch)
+        result.notes += notes
         prepared = scratch / "fused"
     for record in artifact.manifest.graphs:
-        source = weights_outside(artifact.path / record.file, scratch / "outside")
+        source = externalize_weights(artifact.path / record.file, scratch / "outside")
         fp32 = prepared / record.file
         if config.target == "tensorrt":
-            _clean(source, fp32, made)
+            _clean(source, fp32, result)
         else:
-            fp32 = weights_outside(fp32, scratch / "fused-outside")
+            fp32 = externalize_weights(fp32, scratch / "fused-outside")
         batches, origin = range_feeds(artifact, record, config)
-        _compare_with_source(source, record, fp32, batches, config, made)
+        _compare_with_source(source, record, fp32, batches, config, result)
         out = directory / record.file
         out.parent.mkdir(parents=True, exist_ok=True)
         if config.precision != "fp32":
@@ -100,27 +94,27 @@ def make_graphs(
                 fp32, out, config.precision, batches, config,
                 feeds_origin=origin, progress=progress,
             )  # fmt: skip
-            made.records.append(guard)
-            made.notes.append(guard.describe())
+            result.records.append(guard)
+            result.notes.append(guard.describe())
             data_files = guard.data_files
         elif config.quantize == "dynamic":
             data_files = quantize_dynamically(fp32, out)
-            agreements = _agreements(fp32, out, record, batches, _APPROXIMATED)
+            agreements = _compare_graphs(fp32, out, record, batches, _MAX_ERROR_APPROXIMATED)
             said = "; ".join(f"{a.output}: largest error {a.max_abs:.3g}, cosine {a.cosine:.5f}"
                              for a in agreements)  # fmt: skip
-            made.notes.append(f"{record.file}: dynamic INT8 against FP32: {said}")
+            result.notes.append(f"{record.file}: dynamic INT8 against FP32: {said}")
         else:
             data_files = write_graph(read_graph(fp32), out)
             check_graph(out)
         folder = Path(record.file).parent
-        made.data_files[record.file] = tuple((folder / name).as_posix() for name in data_files)
+        result.data_files[record.file] = tuple((folder / name).as_posix() for name in data_files)
         if config.target == "tensorrt":
-            _ask_parser(out, record, made)
-    return made
+            _parse_with_tensorrt(out, record, result)
+    return result
 
 
-def _require_nodes(artifact: Artifact, config: OptimizeConfig) -> None:
-    """Raises OptionError where `keep_fp32` names a node that no graph has."""
+def _check_keep_fp32(artifact: Artifact, config: OptimizeConfig) -> None:
+    """Raise OptionError if `keep_fp32` names a node that no graph has."""
     if not config.keep_fp32:
         return
     names = {
@@ -136,29 +130,29 @@ def _require_nodes(artifact: Artifact, config: OptimizeConfig) -> None:
             )
 
 
-def _require_standard_ops(artifact: Artifact) -> None:
+def _check_standard_ops(artifact: Artifact) -> None:
     for record in artifact.manifest.graphs:
-        others = standard_only(read_graph(artifact.path / record.file))
+        others = non_standard_nodes(read_graph(artifact.path / record.file))
         if others:
-            more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+            more = f" and {len(others) - _MAX_LISTED} more" if len(others) > _MAX_LISTED else ""
             raise ExportError(
                 f"{artifact.path}: {record.file} has {len(others)} nodes that TensorRT cannot "
-                f"parse: {', '.join(others[:_LISTED])}{more}.",
-                do="Optimize the artifact that came out of export: ONNX Runtime's fused ops are "
-                "for --target cuda and cpu.",
+                f"parse: {', '.join(others[:_MAX_LISTED])}{more}.",
+                do="Optimize the exported artifact instead: ONNX Runtime's fused ops only suit the "
+                "targets cuda and cpu.",
             )
 
 
-def _clean(source: Path, target: Path, made: Made) -> None:
+def _clean(source: Path, target: Path, result: OptimizedGraphs) -> None:
     model = read_graph(source)
     infer_types(model)
     cleaned = clean_graph(model)
     infer_types(model)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Outside the file, so that a session over it holds the weights once.
-    write_graph(model, target, inside_bytes=1 << 20)
+    # With external weights, a session holds the weights in memory once.
+    write_graph(model, target, max_inline_bytes=1 << 20)
     check_graph(target)
-    made.notes.append(f"{source.name}: {cleaned.describe()}")
+    result.notes.append(f"{source.name}: {cleaned.describe()}")
 
 
 def _compare_with_source(
@@ -167,41 +161,42 @@ def _compare_with_source(
     fp32: Path,
     batches: Sequence[Feeds],
     config: OptimizeConfig,
-    made: Made,
+    result: OptimizedGraphs,
 ) -> None:
-    """The prepared FP32 graph must answer as the artifact's own does."""
+    """Compare the prepared FP32 graph with the artifact's, and record a difference as a problem."""
     approximated = config.target != "tensorrt" and config.level in ("O3", "O4")
-    limit = _APPROXIMATED if approximated else _REARRANGED
-    agreements = _agreements(source, fp32, record, batches, limit)
+    limit = _MAX_ERROR_APPROXIMATED if approximated else _MAX_ERROR_REORDERED
+    agreements = _compare_graphs(source, fp32, record, batches, limit)
     failed = next((agreement for agreement in agreements if not agreement.passed), None)
-    if failed and not made.problem:
-        made.problem = f"{record.file} answers otherwise after clean-up or fusion: " + (
-            failed.describe()
+    if failed and not result.problem:
+        result.problem = (
+            f"the outputs of {record.file} have changed after clean-up or fusion: "
+            f"{failed.describe()}"
         )
 
 
-def _agreements(
+def _compare_graphs(
     reference: Path, graph: Path, record: GraphRecord, batches: Sequence[Feeds], limit: float
-) -> list[Agreement]:
+) -> list[OutputComparison]:
     names = [spec.name for spec in record.outputs]
     return compare_outputs(
-        outputs_of(reference, names, batches),
-        outputs_of(graph, names, batches),
+        run_on_batches(reference, names, batches),
+        run_on_batches(graph, names, batches),
         Tolerance.for_precision("fp32"),
         max_error=limit,
     )
 
 
-def _ask_parser(out: Path, record: GraphRecord, made: Made) -> None:
-    """What TensorRT for RTX says of the graph, where it is installed."""
-    from enginery.runtime.tensorrt import has_tensorrt, parse_onnx
+def _parse_with_tensorrt(out: Path, record: GraphRecord, result: OptimizedGraphs) -> None:
+    """Parse the graph with TensorRT for RTX if it is installed, and note the result."""
+    from enginery.runtime.tensorrt.process import has_tensorrt, parse_onnx
 
     if not has_tensorrt():
-        made.notes.append(f"{record.file}: not parsed: TensorRT for RTX is not installed")
+        result.notes.append(f"{record.file}: not parsed: TensorRT for RTX is not installed")
         return
     report = parse_onnx(out)
     if report.accepted:
-        made.notes.append(f"{record.file}: TensorRT {report.tensorrt} takes every node")
+        result.notes.append(f"{record.file}: TensorRT {report.tensorrt} accepts every node")
         return
     refused = "; ".join(f"{r.node} ({r.op_type}): {r.reason}" for r in report.refusals[:3])
-    made.notes.append(f"{record.file}: TensorRT {report.tensorrt} refuses {refused}")
+    result.notes.append(f"{record.file}: TensorRT {report.tensorrt} rejects {refused}")

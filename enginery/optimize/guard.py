@@ -1,14 +1,16 @@
-"""FP16 without overflow: ranges on real inputs, islands of FP32 where they leave FP16, a check.
+"""Cast a graph to FP16 or BF16 without overflow: measure ranges, cast, check, and repair.
 
-Takes a clean FP32 graph; leaves the cast one, and a record of every island.
+The search for the nodes that must stay FP32 has two parts:
 
-    >>> record = cast_guarded(fp32, out, "fp16", batches, config)
-    >>> record.passed, len(record.islands), record.casts
-    (True, 14, 9)
+1. The FP32 graph runs on real inputs, and the ranges of its tensors say which nodes do not fit FP16
+   (`passes/overflow.py`). BF16 has the range of FP32, so this part is skipped.
+2. The cast graph is compared with the FP32 graph on the same inputs. If an output is not finite or
+   exceeds the tolerance, the nodes at which the graphs diverge (`optimize/divergence.py`) stay FP32
+   too, and the check is repeated. Each round may add twice as many nodes as the one before (1, 2,
+   4, …): one cause costs one node, and many causes still take few rounds.
 
-The check runs on a simulation (`passes/simulation.py`): on the CPU, ONNX Runtime computes most of
-an FP16 graph in FP32 and would hide an overflow. While an output is not finite or too far off, the
-node where the two graphs part joins the islands. BF16 has FP32's range, so nothing is measured.
+The check runs a simulation (`passes/simulation.py`), because ONNX Runtime computes most of an FP16
+graph in FP32 on the CPU and would hide an overflow.
 """
 
 from __future__ import annotations
@@ -24,47 +26,61 @@ from numpy.typing import NDArray
 
 from enginery.core.precision import Tolerance
 from enginery.core.progress import SILENT, Progress
-from enginery.optimize.agreement import Agreement, compare_outputs, outputs_of, round_weights
+from enginery.optimize.comparison import (
+    OutputComparison,
+    compare_outputs,
+    round_weights,
+    run_on_batches,
+)
 from enginery.optimize.config import OptimizeConfig
-from enginery.optimize.divergence import Divergence, first_divergences
+from enginery.optimize.divergence import Divergence, find_divergences
 from enginery.passes.cast import CastResult, cast_graph
 from enginery.passes.graph_file import check_graph, read_graph, write_graph
 from enginery.passes.nodes import all_nodes, infer_types
-from enginery.passes.overflow import Island, find_islands, mask_floor
-from enginery.passes.ranges import TensorRange, float_tensors, measure_ranges, name_apart
+from enginery.passes.overflow import Fp32Node, find_fp32_nodes, mask_floor
+from enginery.passes.ranges import (
+    float_tensors,
+    make_value_names_unique,
+    measure_ranges,
+)
 from enginery.passes.simulation import simulate_cast
+from enginery.passes.tensor_range import TensorRange
 
 Feeds = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class GuardRecord:
-    """What the cast of one graph came to; part of reports/optimization.json."""
+    """The record of one cast, part of reports/optimization.json. Field names are its keys."""
 
     graph: str
     precision: str
     feeds: str
-    """Where the inputs come from that ranges were measured on."""
+    """The origin of the inputs on which ranges were measured."""
     batches: int
     tensors_measured: int
     largest: float
-    """The largest magnitude of any inner tensor, masks left out."""
+    """The largest magnitude of any inner tensor, without masked values."""
     largest_tensor: str
     islands: list[dict[str, Any]]
-    """Nodes that stay FP32 for their ranges, or because the check asked for them."""
+    """The nodes that stay FP32 for their ranges or because of the check, see `Fp32Node`."""
     kept: dict[str, str]
-    """All FP32 nodes with the reason, islands included."""
+    """All nodes that stay FP32, with the reason; `islands` are among them."""
     low_nodes: int
+    """The number of nodes in the low precision."""
     casts: int
     clamped: list[str]
+    """See `CastResult`."""
     shared: list[str]
+    """See `CastResult`."""
     rounds: int
-    """How often islands grew after the check."""
-    agreements: list[Agreement]
+    """The number of times that the check kept more nodes in FP32."""
+    agreements: list[OutputComparison]
+    """The comparison of each output in the last check."""
     not_run: str = ""
-    """Why the cast graph itself was not run, but only its simulation; empty where it was."""
+    """The reason why only the simulation of the cast graph was run; empty if the graph was run."""
     unrepaired: list[Divergence] = field(default_factory=list)
-    """Where the graphs still part after the last round."""
+    """The nodes at which the graphs still diverge after the last round."""
     data_files: tuple[str, ...] = ()
 
     @property
@@ -72,38 +88,37 @@ class GuardRecord:
         return all(agreement.passed for agreement in self.agreements)
 
     def describe(self) -> str:
-        """One sentence for the manifest."""
-        what = (
+        """Return one sentence for the manifest."""
+        cast = (
             f"{self.graph}: {self.low_nodes} nodes in {self.precision}, {len(self.islands)} kept "
-            f"FP32 for their range, {self.casts} casts"
+            f"in FP32 for their range, {self.casts} casts"
         )
         if self.not_run:
-            what += f", simulated only ({self.not_run})"
+            cast += f", only simulated ({self.not_run})"
         worst = max(self.agreements, key=lambda a: a.max_abs / a.limit if a.limit else 0.0,
                     default=None)  # fmt: skip
-        said = worst.describe() if worst else "no float outputs"
         if self.passed:
-            return f"{what}; {said}"
+            return f"{cast}; {worst.describe() if worst else 'no float outputs'}"
         failed = next(a for a in self.agreements if not a.passed)
         after = f"after {self.rounds} round{'' if self.rounds == 1 else 's'}"
-        return f"{what}; {after} {failed.describe()}{self._where()}"
+        return f"{cast}; {after} {failed.describe()}{self._describe_divergence()}"
 
-    def _where(self) -> str:
-        """At which node the graphs still part, and why it was left at that."""
+    def _describe_divergence(self) -> str:
+        """Return the node at which the graphs still diverge, and why it was not repaired."""
         if not self.unrepaired:
             return ""
-        at = self.unrepaired[0]
-        if not at.fixed:
-            return f"; it parts at the node {at.node} (--max-rounds allows no further islands)"
-        if math.isinf(at.error):
+        first = self.unrepaired[0]
+        where = f"; it diverges from FP32 at the node {first.node}"
+        if not first.fixed:
+            return f"{where} (--max-rounds allows no further repair)"
+        if math.isinf(first.error):
             return (
-                f"; it parts at the node {at.node}, which is FP32 already: an input or output of "
-                f"the graph that is {self.precision} does not hold its numbers, --io-dtype fp32 "
-                "does"
+                f"{where}, which is FP32 already: an input or output of the graph overflows in "
+                f"{self.precision}; use --io-dtype fp32"
             )
         return (
-            f"; it parts at the node {at.node}, which is FP32 already; its result is off by "
-            f"{at.error:.3g}, those of its inputs that were computed by {at.before:.3g}"
+            f"{where}, which is FP32 already: the relative error of its output is "
+            f"{first.error:.3g}, that of its computed inputs {first.before:.3g}"
         )
 
 
@@ -117,25 +132,26 @@ def cast_guarded(
     feeds_origin: str = "",
     progress: Progress = SILENT,
 ) -> GuardRecord:
-    """Casts a graph and checks it.
+    """Cast a graph, check the result, and keep more nodes in FP32 until it passes.
 
     Args:
-        fp32: the FP32 graph, its weights inside or beside it.
-        out: where the cast graph goes.
-        precision: the narrow type.
+        fp32: the FP32 graph after clean-up, its weights inline or external.
+        out: the file for the cast graph.
+        precision: the type to cast to.
         batches: feeds of the FP32 graph.
-        config: tolerance, rounds, nodes to keep, types of inputs and outputs.
-        feeds_origin: where the feeds come from, for the record.
-        progress: who is told.
+        config: the tolerance, the number of rounds, the nodes to keep and the types of inputs and
+            outputs.
+        feeds_origin: the origin of the feeds, for the record.
+        progress: receives progress messages.
 
     Raises:
         ExportError: the cast graph is not valid ONNX.
-        ProviderError: ONNX Runtime does not load a graph.
+        ProviderError: ONNX Runtime cannot load a graph.
         InputError: a graph fails on the feeds.
     """
     with tempfile.TemporaryDirectory(prefix="enginery-guard-") as scratch:
         return _cast_guarded(
-            _named_apart(fp32, Path(scratch)), out, precision, batches, config, feeds_origin,
+            _with_unique_names(fp32, Path(scratch)), out, precision, batches, config, feeds_origin,
             Path(scratch), progress,
         )  # fmt: skip
 
@@ -154,64 +170,64 @@ def _cast_guarded(
     infer_types(model)
     outputs = [value.name or "" for value in model.graph.outputs]
     ranges: dict[str, TensorRange] = {}
-    islands: dict[str, Island] = {}
+    fp32_nodes: dict[str, Fp32Node] = {}
     if precision == "fp16":
         with progress.task(f"measuring ranges, {fp32.name}"):
             ranges = measure_ranges(
                 fp32, float_tensors(model.graph), batches, mask_floor=mask_floor(model)
             )
-        islands = find_islands(model.graph, ranges)
-        progress.say(f"optimize: {len(islands)} nodes leave FP16's range")
+        fp32_nodes = find_fp32_nodes(model.graph, ranges)
+        progress.say(f"optimize: {len(fp32_nodes)} nodes exceed FP16's range and stay FP32")
     op_types = {node.name or "": node.op_type for node in all_nodes(model)}
     del model
     tolerance = Tolerance.for_precision(precision)
     limit = None if isinstance(config.max_error, str) else config.max_error
-    expected = outputs_of(fp32, outputs, batches)
+    expected = run_on_batches(fp32, outputs, batches)
     rounds = 0
     simulated = scratch / "simulated.onnx"
     round_weights(fp32, simulated, precision)
-    # FP32 arithmetic on narrow weights: nothing in the precision can do better.
-    noise = outputs_of(simulated, outputs, batches)
+    # The error of FP32 arithmetic on rounded weights is the least that the precision can have.
+    noise = run_on_batches(simulated, outputs, batches)
     while True:
-        _simulate(fp32, simulated, precision, islands, config)
+        _simulate(fp32, simulated, precision, fp32_nodes, config)
         agreements = compare_outputs(
-            expected, outputs_of(simulated, outputs, batches), tolerance,
+            expected, run_on_batches(simulated, outputs, batches), tolerance,
             noise=noise, max_error=limit,
         )  # fmt: skip
         unrepaired: list[Divergence] = []
         if all(agreement.passed for agreement in agreements):
             break
         worst = next(a for a in agreements if not a.passed)
-        fixed = {*islands, *config.keep_fp32}
-        found = first_divergences(fp32, simulated, batches[worst.batch], fixed=fixed)
+        fixed = {*fp32_nodes, *config.keep_fp32}
+        found = find_divergences(fp32, simulated, batches[worst.batch], fixed=fixed)
         repairable = [one for one in found if not one.fixed][: 1 << rounds]
         unrepaired = repairable or found[:1]
         if rounds >= config.max_rounds or not repairable:
             break
         for one in repairable:
-            islands[one.node] = _grown(op_types[one.node], one, ranges)
+            fp32_nodes[one.node] = _diverging_node(op_types[one.node], one, ranges)
         rounds += 1
         progress.say(f"optimize: {worst.describe()}; {len(repairable)} more nodes stay FP32")
-    result, data_files = _cast(fp32, out, precision, islands, config)
+    result, data_files = _cast(fp32, out, precision, fp32_nodes, config)
     not_run = ""
     if precision == "fp16":
-        outputs_of(out, outputs, batches[:1])  # ONNX Runtime loads and runs it
+        run_on_batches(out, outputs, batches[:1])  # ONNX Runtime loads and runs it
     else:
         not_run = "ONNX Runtime has no BF16 kernels on the CPU"
     return _record(
-        fp32, precision, feeds_origin, batches, ranges, islands, result, rounds, agreements,
+        fp32, precision, feeds_origin, batches, ranges, fp32_nodes, result, rounds, agreements,
         not_run, unrepaired, data_files,
     )  # fmt: skip
 
 
-def _named_apart(fp32: Path, scratch: Path) -> Path:
-    """The graph, or a copy of it in which no two branches use the same names."""
+def _with_unique_names(fp32: Path, scratch: Path) -> Path:
+    """Return the graph, or a copy in which all value names are unique."""
     model = read_graph(fp32)
     infer_types(model)
-    if not name_apart(model):
+    if not make_value_names_unique(model):
         return fp32
     path = scratch / fp32.name
-    write_graph(model, path, inside_bytes=1 << 20)
+    write_graph(model, path, max_inline_bytes=1 << 20)
     return path
 
 
@@ -219,35 +235,35 @@ def _simulate(
     fp32: Path,
     out: Path,
     precision: Literal["fp16", "bf16"],
-    islands: Mapping[str, Island],
+    fp32_nodes: Mapping[str, Fp32Node],
     config: OptimizeConfig,
 ) -> None:
     model = read_graph(fp32)
     simulate_cast(
-        model, precision, keep_fp32={*islands, *config.keep_fp32}, io_dtype=config.io_dtype
+        model, precision, keep_fp32={*fp32_nodes, *config.keep_fp32}, io_dtype=config.io_dtype
     )
-    write_graph(model, out, inside_bytes=1 << 20)
+    write_graph(model, out, max_inline_bytes=1 << 20)
 
 
 def _cast(
     fp32: Path,
     out: Path,
     precision: Literal["fp16", "bf16"],
-    islands: Mapping[str, Island],
+    fp32_nodes: Mapping[str, Fp32Node],
     config: OptimizeConfig,
 ) -> tuple[CastResult, tuple[str, ...]]:
     model = read_graph(fp32)
     result = cast_graph(
-        model, precision, keep_fp32={*islands, *config.keep_fp32}, io_dtype=config.io_dtype
+        model, precision, keep_fp32={*fp32_nodes, *config.keep_fp32}, io_dtype=config.io_dtype
     )
     data_files = write_graph(model, out)
     check_graph(out)
     return result, data_files
 
 
-def _grown(op_type: str, found: Divergence, ranges: Mapping[str, TensorRange]) -> Island:
+def _diverging_node(op_type: str, found: Divergence, ranges: Mapping[str, TensorRange]) -> Fp32Node:
     known = ranges.get(found.tensor)
-    return Island(
+    return Fp32Node(
         found.node,
         op_type,
         found.tensor,
@@ -263,16 +279,16 @@ def _record(
     feeds_origin: str,
     batches: Sequence[Feeds],
     ranges: Mapping[str, TensorRange],
-    islands: Mapping[str, Island],
+    fp32_nodes: Mapping[str, Fp32Node],
     result: CastResult,
     rounds: int,
-    agreements: list[Agreement],
+    agreements: list[OutputComparison],
     not_run: str,
     unrepaired: list[Divergence],
     data_files: tuple[str, ...],
 ) -> GuardRecord:
     top = max(ranges, key=lambda name: ranges[name].largest, default="")
-    reasons = {name: islands[name].reason if name in islands else reason
+    reasons = {name: fp32_nodes[name].reason if name in fp32_nodes else reason
                for name, reason in result.kept.items()}  # fmt: skip
     return GuardRecord(
         graph=fp32.name,
@@ -282,7 +298,7 @@ def _record(
         tensors_measured=len(ranges),
         largest=ranges[top].largest if top else 0.0,
         largest_tensor=top,
-        islands=[island.as_json() for island in islands.values()],
+        islands=[node.as_json() for node in fp32_nodes.values()],
         kept=reasons,
         low_nodes=result.low_nodes,
         casts=result.casts,

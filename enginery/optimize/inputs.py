@@ -1,11 +1,7 @@
-"""Real feeds for one graph: the user's texts or images, else built-in ones, else made-up numbers.
+"""Prepare the feeds on which ranges are measured: user data, built-in inputs or generated numbers.
 
-    >>> batches, origin = range_feeds(artifact, record, OptimizeConfig())
-    >>> origin, batches[0]["input_ids"].shape
-    ('built-in sentences', (4, 16))
-
-Ranges are measured on them, so they go through the artifact's own tokenizer or image processor.
-Batches are small: every inner tensor of one is in memory, though not of all of the graph at once.
+Texts and images go through the artifact's own tokenizer or image processor, so that the ranges are
+real. Batches are small, because inner tensors of a graph are held in memory for one batch.
 """
 
 from __future__ import annotations
@@ -17,14 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
-from enginery.core.data import list_images, read_texts
+from enginery.core.datasets.images import list_images
+from enginery.core.datasets.samples import read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.manifest import GraphRecord
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.optimize.config import OptimizeConfig
-from enginery.runtime.builtin_inputs import SENTENCES, made_images
+from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images
 from enginery.runtime.real_inputs import (
     ImageFeeder,
     TextFeeder,
@@ -39,11 +36,14 @@ _ROWS = 4
 def range_feeds(
     artifact: Artifact, record: GraphRecord, config: OptimizeConfig
 ) -> tuple[list[Feeds], str]:
-    """Feeds for one graph, and in words where they come from.
+    """Return feeds for one graph, and a description of their origin.
+
+    If `data` is not given, built-in texts or images are used, and generated numbers if the graph
+    takes neither or its tokenizer or processor cannot be used.
 
     Raises:
-        InputError: data are given and cannot be read, or the graph takes neither texts nor images.
-        ArtifactError: data are given, and the tokenizer or processor for them cannot be used.
+        InputError: `data` cannot be read, or the graph takes neither texts nor images.
+        ArtifactError: the tokenizer or processor for `data` cannot be used.
     """
     if takes_real_inputs(artifact, record):
         make = _image_feeds if takes_images(record) else _text_feeds
@@ -55,23 +55,23 @@ def range_feeds(
     elif config.data and len(artifact.manifest.graphs) == 1:
         names = sorted(spec.name for spec in record.inputs)
         raise InputError(
-            f"data '{config.data}' cannot be used: {record.file} takes {', '.join(names)}, and "
-            "the artifact has no tokenizer or image processor for them.",
-            do="Leave the data out; ranges are measured on made-up inputs then.",
+            f"data '{config.data}' cannot be used: {record.file} takes {', '.join(names)}, but "
+            "the artifact has no tokenizer or image processor that prepares them.",
+            do="Omit --data: ranges are then measured on generated inputs.",
         )
-    return _made_feeds(artifact, record), "made-up numbers"
+    return _generated_feeds(artifact, record), "generated numbers"
 
 
 def _text_feeds(
     artifact: Artifact, record: GraphRecord, config: OptimizeConfig
 ) -> tuple[list[Feeds], str]:
     feeder = TextFeeder.open(artifact, record)
-    # The last is as long as the model takes.
+    # The last text is truncated to the model's maximum length.
     texts, origin = [*SENTENCES, " ".join(SENTENCES) * 4], "built-in sentences"
     if config.data:
         path = Path(config.data).expanduser()
         texts, origin = read_texts(path, config.column, rows=config.rows), f"rows of {path.name}"
-    # Texts of about one length share a batch, and padding is seen, too.
+    # Sorted by length, so that batches contain some padding but not much.
     lengths = feeder.lengths(texts)
     order = sorted(range(len(texts)), key=lambda index: lengths[index])
     parts = in_batches([texts[i] for i in order], _ROWS if feeder.can_pad else 1, record)
@@ -82,7 +82,7 @@ def _image_feeds(
     artifact: Artifact, record: GraphRecord, config: OptimizeConfig
 ) -> tuple[list[Feeds], str]:
     feeder = ImageFeeder.open(artifact, record)
-    images: list[Any] = [*made_images(2), *_extreme_images()]
+    images: list[Any] = [*synthetic_images(2), *_extreme_images()]
     origin = "built-in images"
     if config.data:
         path = Path(config.data).expanduser()
@@ -95,14 +95,14 @@ def _image_feeds(
 
 
 def _extreme_images() -> list[NDArray[np.uint8]]:
-    """RGB images, uint8, that reach both ends of what pixels can be: a checkerboard, and black."""
+    """Return uint8 images (height, width, 3) of extreme pixels: a checkerboard and black."""
     y, x = np.mgrid[0:160, 0:150]
     board = (((x // 12 + y // 12) % 2) * 255).astype(np.uint8)
     return [np.repeat(board[..., None], 3, axis=-1), np.zeros((96, 96, 3), np.uint8)]
 
 
-def _made_feeds(artifact: Artifact, record: GraphRecord) -> list[Feeds]:
-    """Two batches of made-up numbers: one padded, one of a single row."""
+def _generated_feeds(artifact: Artifact, record: GraphRecord) -> list[Feeds]:
+    """Return two batches of generated numbers: one with padding, one of a single row."""
     limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     names = dynamic_dims(record.inputs)
     batches = []
@@ -110,12 +110,12 @@ def _made_feeds(artifact: Artifact, record: GraphRecord) -> list[Feeds]:
         sizes = {}
         for name in names:
             length = min(tokens * limits.min_sequence, limits.max_positions)
-            # Past and present share the positions.
+            # The past and the new tokens share the positions.
             length = max(1, length // 2) if "past" in "".join(names) else length
             natural = limits.sizes.get(canonical_dim(name))
             sizes[name] = batch if name == "batch" else natural or length
         feeds = make_feeds(record.inputs, sizes, limits, seed=batch, ragged=ragged)
-        # A merged decoder chooses its branch by it: each is seen once.
+        # A merged decoder selects its branch with a bool input, so each branch runs once.
         feeds |= {s.name: np.full_like(feeds[s.name], ragged) for s in record.inputs
                   if s.dtype == "bool"}  # fmt: skip
         batches.append(feeds)

@@ -1,14 +1,8 @@
-"""The optimize stage: an FP32 artifact -> one made ready for CUDA, TensorRT or the CPU.
+"""The optimize stage: from an FP32 artifact to an artifact optimized for CUDA, TensorRT or the CPU.
 
-Takes an artifact; leaves another with cast or fused graphs, the same side files, and
-`reports/optimization.json`.
-
-    >>> artifact = run(Artifact.open("minilm"), OptimizeConfig(target="tensorrt"), Path("fp16"))
-    >>> artifact.manifest.precision, artifact.manifest.target
-    ('fp16', 'tensorrt')
-
-A graph that cannot be made right in the precision is left marked as failed: later stages refuse it,
-and the report says at which node it parts from FP32.
+The result has cast or fused graphs, the same side files, and `reports/optimization.json`. If a
+graph's outputs stay too far from FP32, the artifact gets a failed verdict: later stages reject it,
+and the report names the node at which the outputs diverge.
 """
 
 from __future__ import annotations
@@ -16,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,24 +27,44 @@ from enginery.core.fingerprint import (
 from enginery.core.manifest import GraphRecord, Manifest, StageRecord, Verdict
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.progress import SILENT, Progress
+from enginery.core.reports import Report
 from enginery.core.shapes import TensorSpec
 from enginery.optimize.config import OptimizeConfig, check_options
-from enginery.optimize.graphs import Made, make_graphs
-from enginery.optimize.report import OptimizationReport, summarize
+from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs
+from enginery.optimize.guard import GuardRecord
 
 STAGE = "optimize"
 STAGE_VERSION = "3"
-"""Raised when the same inputs would give another artifact; part of the fingerprint."""
-REPORT = f"{REPORTS}/optimization.json"
+"""Incremented when the same inputs yield another artifact; part of the fingerprint."""
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
 _FUSION_TOOLS = ("optimum", "optimum-onnx", "transformers")
 
 
+@dataclass(frozen=True)
+class OptimizationReport(Report):
+    """The content of `reports/optimization.json`, which no other stage reads."""
+
+    FILE = "optimization.json"
+
+    passed: bool
+    summary: str
+    target: str
+    precision: str
+    notes: list[str]
+    graphs: list[GuardRecord]
+    """One record for each graph that was cast."""
+    seconds: float
+    schema_version: int = field(default=1)
+
+
+REPORT = f"{REPORTS}/{OptimizationReport.FILE}"
+
+
 def fingerprint(artifact: Artifact, config: OptimizeConfig) -> Fingerprint:
-    """What the result depends on: the artifact's content, the options, the data, the tools.
+    """Compute the fingerprint from the artifact's content, the options, the data and the tools.
 
     Raises:
-        OptionError: an option cannot be used.
+        OptionError: an option is invalid.
     """
     check_options(config)
     fields = {
@@ -74,39 +88,47 @@ def run(
     allow_failed: bool = False,
     progress: Progress = SILENT,
 ) -> Artifact:
-    """Optimizes every graph and leaves the artifact at `out`, or nothing.
+    """Optimize every graph and write the artifact to `out`; on an error nothing is written.
 
-    An artifact whose graph is too far from FP32 is left with a verdict that says so.
+    If a graph's outputs are too far from FP32, the artifact is written with a failed verdict.
+
+    Args:
+        artifact: the FP32 artifact.
+        config: the options.
+        out: the directory of the new artifact.
+        allow_failed: True to accept an artifact that has failed a check.
+        progress: receives progress messages.
 
     Raises:
-        RejectedArtifactError: the artifact failed a check, and `allow_failed` is off.
-        OptionError: an option cannot be used, or does not suit the artifact.
-        ExportError: a graph cannot be fused or cast, or TensorRT cannot have its ops.
-        InputError: the data cannot be read, or a graph fails on them.
-        MissingPackageError: fusions were asked for and Optimum is not installed.
+        RejectedArtifactError: the artifact has failed a check, and `allow_failed` is False.
+        OptionError: an option is invalid or does not suit the artifact.
+        ExportError: a graph cannot be fused or cast, or has ops that TensorRT does not support.
+        InputError: the data cannot be read, or a graph fails on it.
+        MissingPackageError: the target requires fusions, and Optimum is not installed.
     """
     started = time.monotonic()
     artifact.require_passed(allow_failed=allow_failed)
     key = fingerprint(artifact, config)
     if artifact.manifest.precision != "fp32":
         raise OptionError(
-            f"{artifact.path} is {artifact.manifest.precision} already; optimize starts from fp32.",
-            do="Optimize the FP32 artifact that it was made from.",
+            f"{artifact.path} is {artifact.manifest.precision} already; optimize requires fp32.",
+            do="Optimize the FP32 artifact from which it was made.",
         )
     with (
         staging(out) as directory,
         tempfile.TemporaryDirectory(prefix="enginery-optimize-") as scratch,
     ):
         artifact.copy_side_files(directory)
-        made = make_graphs(artifact, config, directory, Path(scratch), progress=progress)
+        optimized = optimize_graphs(artifact, config, directory, Path(scratch), progress=progress)
         seconds = round(time.monotonic() - started, 3)
         report = OptimizationReport(
-            passed=made.passed,
-            summary=made.problem or summarize(config.target, config.precision, made.records),
+            passed=optimized.passed,
+            summary=optimized.problem
+            or summarize(config.target, config.precision, optimized.records),
             target=config.target,
             precision=config.precision,
-            notes=made.notes,
-            graphs=made.records,
+            notes=optimized.notes,
+            graphs=optimized.records,
             seconds=seconds,
         )
         (directory / REPORTS).mkdir()
@@ -119,13 +141,29 @@ def run(
             tools={**runtime_version(), **tool_versions(_tools(config))},
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=seconds,
-            peak_rss_bytes=max(peak_rss_bytes(), made.peak_rss_bytes),
-            notes=tuple(made.notes),
+            peak_rss_bytes=max(peak_rss_bytes(), optimized.peak_rss_bytes),
+            notes=tuple(optimized.notes),
         )
         verdict = Verdict.of(key, passed=report.passed, summary=report.summary, report=REPORT)
-        commit_artifact(directory, _manifest(artifact, config, made, directory, stage, verdict))
+        commit_artifact(
+            directory, _manifest(artifact, config, optimized, directory, stage, verdict)
+        )
     progress.say(f"optimize: {report.summary}")
     return Artifact.open(out)
+
+
+def summarize(target: str, precision: str, records: list[GuardRecord]) -> str:
+    """Return one sentence on the first failure, or on the precision and the largest error."""
+    failed = [record for record in records if not record.passed]
+    if failed:
+        return failed[0].describe()
+    fp32_nodes = sum(len(record.islands) for record in records)
+    if not records:
+        return f"{precision} for {target}"
+    agreements = [agreement for record in records for agreement in record.agreements]
+    worst = max(agreements, key=lambda a: a.max_abs / a.limit if a.limit else 0.0, default=None)
+    summary = f"{precision} for {target}, {fp32_nodes} nodes kept in FP32 for their range"
+    return f"{summary}; {worst.describe()}" if worst else summary
 
 
 def _tools(config: OptimizeConfig) -> tuple[str, ...]:
@@ -135,13 +173,13 @@ def _tools(config: OptimizeConfig) -> tuple[str, ...]:
 def _manifest(
     artifact: Artifact,
     config: OptimizeConfig,
-    made: Made,
+    optimized: OptimizedGraphs,
     directory: Path,
     stage: StageRecord,
     verdict: Verdict,
 ) -> Manifest:
     graphs = tuple(
-        _graph_record(record, directory, made.data_files.get(record.file, ()))
+        _graph_record(record, directory, optimized.data_files.get(record.file, ()))
         for record in artifact.manifest.graphs
     )
     return artifact.manifest.model_copy(
@@ -150,14 +188,14 @@ def _manifest(
             "target": config.target,
             "graphs": graphs,
             "stages": (*artifact.manifest.stages, stage),
-            # Those of the artifact that this one was made from say nothing about it.
+            # Verdicts on the source artifact do not apply to this one.
             "verdicts": (verdict,),
         }
     )
 
 
 def _graph_record(record: GraphRecord, directory: Path, data_files: tuple[str, ...]) -> GraphRecord:
-    """The record with the file's own opset and types; names and dims are as they were."""
+    """Return the record with the opset and types of the new file; names and dims are unchanged."""
     model = load_graph(directory / record.file)
     types = {
         value.name: value.type.tensor_type.elem_type
@@ -177,5 +215,5 @@ def _graph_record(record: GraphRecord, directory: Path, data_files: tuple[str, .
     )
 
 
-# onnx.TensorProto's numbers for the types that this stage can change an interface to.
+# onnx.TensorProto's numbers for the types that inputs and outputs can have after this stage.
 _DTYPES = {1: "float32", 10: "float16", 16: "bfloat16"}

@@ -1,6 +1,7 @@
-"""The child process that fuses a graph: it imports torch and transformers, and holds all weights.
+"""The child process that fuses graphs. It imports torch and transformers, and loads all weights.
 
-Takes a request file; leaves fused graphs in the directory that it names, and a result file.
+It reads a request file, writes the fused graphs to the directory that the request names, and writes
+a result file.
 
     $ python -m enginery.optimize.worker request.json result.json
 """
@@ -18,13 +19,13 @@ from enginery.core.memory import peak_rss_bytes
 
 
 def fuse(model: Path, files: list[str], level: str, out: Path) -> list[str]:
-    """Write each graph, fused, under its own name to `out`; return notes.
+    """Fuse each graph and write it under its own name to `out`; return notes.
 
     Raises:
         ExportError: Optimum or ONNX Runtime cannot fuse the graph, or the model's configuration
-            asks for foreign code.
+            requires code of the model's author.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the Hub library is imported, just below
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the Hub library is imported below
     from enginery.runtime.torch import guarded
 
     try:
@@ -33,8 +34,8 @@ def fuse(model: Path, files: list[str], level: str, out: Path) -> list[str]:
     except UntrustedModelError as error:
         raise ExportError(
             error.message,
-            do="Fusions follow the class of the configuration, and this one is not loaded. "
-            "--target tensorrt needs none.",
+            do="Fusions depend on the configuration's class, which is not loaded here. Use "
+            "--target tensorrt, which needs no fusions.",
         ) from error
 
 
@@ -44,13 +45,12 @@ def _fuse(model: Path, files: list[str], level: str, out: Path) -> list[str]:
     from optimum.onnxruntime.utils import ORTConfigManager
     from transformers import AutoConfig
 
-    # O4 is O3 in FP16, and FP16 is made afterwards, where ranges are known.
+    # O4 is O3 in FP16; the cast to FP16 follows later, when the ranges are known.
     name = "O3" if level == "O4" else level
     kind = AutoConfig.from_pretrained(model).model_type
     config = AutoOptimizationConfig.with_optimization_level(name, disable_shape_inference=True)
-    # What lies beyond level 1 ONNX Runtime applies when it loads the graph, for the provider that
-    # runs it. Written into the file here, it would be this machine's: some of the CPU's fused ops
-    # have no CUDA kernel.
+    # ONNX Runtime applies its higher levels when it loads the graph, for the provider that runs it.
+    # Applied here, they would suit this machine: some of the CPU's fused ops have no CUDA kernel.
     config.optimization_level = 1
     try:
         ORTConfigManager.check_optimization_supported_model(kind, config)
@@ -65,24 +65,24 @@ def _fuse(model: Path, files: list[str], level: str, out: Path) -> list[str]:
 
 
 def _basic(model: Path, files: list[str], kind: str, out: Path) -> list[str]:
-    """ONNX Runtime's level 1 for a model type whose fusions nobody has written."""
+    """Apply only ONNX Runtime's level 1, for a model type without fusions in Optimum."""
     from onnxruntime.transformers.optimizer import optimize_model
 
     for file in files:
         optimized = optimize_model(str(model / file), opt_level=1, only_onnxruntime=True)
         external = any((model / file).parent.glob(f"{file}*data"))
         optimized.save_model_to_file(str(out / file), use_external_data_format=external)
-    return [f"no fusions: Optimum has none for {kind}; ONNX Runtime's level 1 alone"]
+    return [f"no fusions: Optimum has none for {kind}; only ONNX Runtime's level 1"]
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Runs one request, from JSON and to JSON."""
+def handle_request(request: dict[str, Any]) -> dict[str, Any]:
+    """Run one request; request and result are JSON data."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about code that is not ours
+        warnings.simplefilter("ignore")  # they concern third-party code
         notes = fuse(Path(request["model"]), request["files"], request["level"],
                      Path(request["out"]))  # fmt: skip
     return {"notes": notes, "peak_rss_bytes": peak_rss_bytes()}
 
 
 if __name__ == "__main__":
-    answer_parent(answer, what="fusing")
+    answer_parent(handle_request, what="fusing")

@@ -1,1 +1,1 @@
-"""Graph passes: an `onnx_ir.Model` in, the same model edited out. Stages import them."""
+"""Graph passes: functions that analyze or edit an `onnx_ir.Model` in place. Stages call them."""

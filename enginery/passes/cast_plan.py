@@ -1,11 +1,16 @@
-"""Which nodes of a graph become narrow, and which stay FP32 for what reason.
+"""Plan a cast: decide which nodes use the low precision, and which stay FP32 and why.
 
-    >>> plan = plan_cast(model, ir.DataType.FLOAT16, keep={"/encoder/ReduceMean"}, narrow_io=False)
-    >>> plan.kept["/block.0/SelfAttention/Log"]
-    'its values become integers'
+The plan is made in three steps:
 
-The types of a node follow its op's schema: what may not be FP16 (Range, the scales of Resize) stays
-FP32. So do positions and angles, and cheap nodes between FP32 nodes, which would need two Casts.
+1. A node uses the low precision if its op's schema allows it. It stays FP32 if `keep` names it, if
+   it computes positions or angles (`passes/positions.py`), or if the schema does not allow the type
+   (Range, the scales of Resize).
+2. A cheap node whose producers and consumers all stay FP32 stays FP32 too: the two Casts around it
+   would cost more than FP16 saves. This repeats until nothing changes, because each such node can
+   enclose the next.
+3. A node without float outputs (a comparison, Shape) reads its inputs in the type in which they are
+   computed, so that it needs no Cast. A QuantizeLinear uses the low precision like its
+   DequantizeLinear, because both share one scale.
 """
 
 from __future__ import annotations
@@ -17,10 +22,10 @@ import onnx_ir as ir
 
 from enginery.passes.low_precision import SCHEMA_NAMES
 from enginery.passes.nodes import all_graphs
-from enginery.passes.op_types import NONE, FloatPorts, float_ports, opset_of
-from enginery.passes.positions import position_nodes
+from enginery.passes.op_types import NO_FLOAT_PORTS, FloatPorts, float_ports, opset_of
+from enginery.passes.positions import find_position_nodes
 
-# Work worth a Cast on both sides: these run on tensor cores, or are what attention is fused from.
+# Worth a Cast on both sides: they run on tensor cores, or attention kernels are fused from them.
 _HEAVY = frozenset({
     "MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention", "MultiHeadAttention",
     "Softmax", "LSTM", "GRU", "QuantizeLinear", "DequantizeLinear",
@@ -29,62 +34,62 @@ _HEAVY = frozenset({
 
 @dataclass
 class CastPlan:
-    """The decision for every node."""
+    """The decision for every node of a model."""
 
     ports: dict[ir.Node, FloatPorts] = field(default_factory=dict)
-    """The ports that become narrow; none for a node that stays as it is."""
+    """The inputs and outputs to cast; `NO_FLOAT_PORTS` for a node that stays as it is."""
     kept: dict[str, str] = field(default_factory=dict)
-    """FP32 nodes with the reason."""
+    """The nodes that stay FP32, with the reason."""
 
-    def narrows(self, node: ir.Node, index: int) -> bool:
-        """Whether the node's input of this index is to be narrow."""
+    def is_low_input(self, node: ir.Node, index: int) -> bool:
+        """Return True if the node reads this input in the low precision."""
         ports = self.ports[node]
         return ports.any and ports.inputs[index]
 
-    def makes_narrow(self, value: ir.Value, narrow_inputs: Collection[ir.Value]) -> bool:
-        """Whether the value will be narrow where it is made."""
+    def is_low_output(self, value: ir.Value, low_inputs: Collection[ir.Value]) -> bool:
+        """Return True if the value is computed in the low precision, or among `low_inputs`."""
         producer, index = value.producer(), value.index()
         if producer is None or index is None:
-            return value in narrow_inputs
+            return value in low_inputs
         return any(self.ports[producer].outputs[index : index + 1])
 
 
 def plan_cast(
-    model: ir.Model, low: ir.DataType, *, keep: Collection[str], narrow_io: bool
+    model: ir.Model, low: ir.DataType, *, keep: Collection[str], low_io: bool
 ) -> CastPlan:
-    """Decides for every node of the model, whose values must have their types.
+    """Decide for every node of the model. Its values must have types.
 
     Args:
-        model: is not changed.
-        low: the narrow type.
+        model: the FP32 model; it is not changed.
+        low: the low-precision type.
         keep: names of nodes that stay FP32.
-        narrow_io: the graph's inputs will be narrow, too.
+        low_io: True if the graph's inputs are cast too.
     """
     plan = CastPlan()
     graphs = list(all_graphs(model.graph))
     for graph in graphs:
-        _choose(plan, graph, low, keep, dict(model.opset_imports))
-    _close_gaps(plan, graphs)
-    _choose_readers(plan, graphs, list(model.graph.inputs) if narrow_io else [])
+        _plan_graph(plan, graph, low, keep, dict(model.opset_imports))
+    _fill_gaps(plan, graphs)
+    _plan_consumers(plan, graphs, list(model.graph.inputs) if low_io else [])
     return plan
 
 
-def _choose(
+def _plan_graph(
     plan: CastPlan,
     graph: ir.Graph,
     low: ir.DataType,
     keep: Collection[str],
     opsets: dict[str, int],
 ) -> None:
-    positions = position_nodes(graph)
+    positions = find_position_nodes(graph)
     for node in graph:
         ports = float_ports(node, opset_of(node, opsets))
-        plan.ports[node] = NONE
+        plan.ports[node] = NO_FLOAT_PORTS
         name = node.name or ""
         if not ports.any:
             continue
         if name in keep:
-            plan.kept[name] = "asked for"
+            plan.kept[name] = "listed in keep_fp32"
         elif name in positions:
             plan.kept[name] = positions[name]
         elif not ports.allows(SCHEMA_NAMES[low]):
@@ -93,15 +98,15 @@ def _choose(
             plan.ports[node] = ports
 
 
-def _close_gaps(plan: CastPlan, graphs: Iterable[ir.Graph]) -> None:
-    """A cheap node between FP32 nodes alone joins them: a Cast on each side costs more."""
+def _fill_gaps(plan: CastPlan, graphs: Iterable[ir.Graph]) -> None:
+    """Keep cheap nodes between FP32 nodes in FP32 (step 2)."""
     nodes = [node for graph in graphs for node in graph]
     changed = True
     while changed:
         changed = False
         for node in nodes:
             if plan.ports[node].any and _in_a_gap(plan, node):
-                plan.ports[node] = NONE
+                plan.ports[node] = NO_FLOAT_PORTS
                 plan.kept[node.name or ""] = "between FP32 nodes"
                 changed = True
 
@@ -119,22 +124,22 @@ def _in_a_gap(plan: CastPlan, node: ir.Node) -> bool:
     )
 
 
-def _choose_readers(
-    plan: CastPlan, graphs: Iterable[ir.Graph], narrow_inputs: Collection[ir.Value]
+def _plan_consumers(
+    plan: CastPlan, graphs: Iterable[ir.Graph], low_inputs: Collection[ir.Value]
 ) -> None:
-    """A node that makes no floats (a comparison, Shape) reads them as they are made."""
+    """Let nodes without float outputs read their inputs in the type they have (step 3)."""
     for node in (node for graph in graphs for node in graph):
         ports = plan.ports[node]
-        # A pair of Q and DQ has scales of one type, so Q follows DQ.
+        # A Q/DQ pair shares one scale, so both have the same type.
         if not ports.any or any(ports.outputs) or node.op_type == "QuantizeLinear":
             continue
         sources = _float_sources(plan, node)
-        if not sources or not all(plan.makes_narrow(value, narrow_inputs) for value in sources):
-            plan.ports[node] = NONE
+        if not sources or not all(plan.is_low_output(value, low_inputs) for value in sources):
+            plan.ports[node] = NO_FLOAT_PORTS
 
 
 def _float_sources(plan: CastPlan, node: ir.Node) -> list[ir.Value]:
-    """The computed values that enter the node's float ports."""
+    """Return the computed values that the node's float inputs read."""
     return [
         value
         for value, follows in zip(node.inputs, plan.ports[node].inputs, strict=True)

@@ -1,11 +1,11 @@
-"""Folds constants and removes what does nothing, without a change to the interface.
+"""Fold constants and remove redundant nodes; inputs, outputs and named dims stay the same.
 
-    >>> cleaned = clean_graph(model)
-    >>> cleaned.before, cleaned.after
-    (389, 271)
+>>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
+... g (float[n] x) => (float[n] y) { a = Identity (x)  y = Relu (a) }''')
+>>> clean_graph(model).describe()
+'clean-up: 2 → 1 nodes (1 Identity)'
 
-Takes an `onnx_ir.Model`; leaves it with standard ops alone and with the inputs, outputs and named
-dims that it had. Weights are not folded into new ones: a graph does not grow.
+Weights are not folded into new weights, so the graph does not grow.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from onnx_ir.passes.common import (
 
 from enginery.core.errors import ExportError
 
-# What is folded: a constant made of constants of this size at most. Weights are larger.
+# A node is folded if its constant inputs and its result are no larger. Weights are larger.
 _INPUT_ELEMENTS = 8192
 _OUTPUT_ELEMENTS = 262_144
 
 
 @dataclass(frozen=True)
-class Cleaned:
-    """How many nodes there were and are."""
+class CleanupSummary:
+    """The number of nodes before and after the clean-up."""
 
     before: int
     after: int
     removed: dict[str, int]
-    """By op, the most first."""
+    """The number of removed nodes by op, in descending order."""
 
     def describe(self) -> str:
-        """One line for the manifest."""
+        """Return one line for the manifest."""
         most = ", ".join(f"{count} {op}" for op, count in list(self.removed.items())[:4])
         return f"clean-up: {self.before} → {self.after} nodes" + (f" ({most})" if most else "")
 
 
-def clean_graph(model: ir.Model) -> Cleaned:
-    """Cleans the graph in place.
+def clean_graph(model: ir.Model) -> CleanupSummary:
+    """Clean the graph in place.
 
     Raises:
-        ExportError: an input or output would have changed; that is a bug of a pass.
+        ExportError: a pass has changed an input or output, which is a bug in that pass.
     """
     interface = _interface(model)
-    counts = _ops(model)
-    with _silence():
+    counts = _count_ops(model)
+    with _quiet_loggers():
         if model.functions:
             InlinePass()(model)
         _fold(model)
-        _drop_idle_nodes(model)
+        _remove_redundant_nodes(model)
         CommonSubexpressionEliminationPass()(model)
         RemoveUnusedNodesPass()(model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -67,15 +67,15 @@ def clean_graph(model: ir.Model) -> Cleaned:
     if (changed := _interface(model)) != interface:
         raise ExportError(
             f"clean-up changed the graph's interface from {interface} to {changed}.",
-            do="Please report this model; nothing was saved.",
+            do="This is a bug: please report it with the model. Nothing was saved.",
         )
-    left = _ops(model)
+    left = _count_ops(model)
     removed = {op: count for op, count in (counts - left).most_common() if op != "Constant"}
-    return Cleaned(counts.total(), left.total(), removed)
+    return CleanupSummary(counts.total(), left.total(), removed)
 
 
-def standard_only(model: ir.Model) -> list[str]:
-    """The nodes, as `name (domain::op)`, whose ops are not ONNX's own."""
+def non_standard_nodes(model: ir.Model) -> list[str]:
+    """Return the nodes whose ops are not standard ONNX, as `name (domain::op)`."""
     return [
         f"{node.name} ({node.domain}::{node.op_type})"
         for node in model.graph.all_nodes()
@@ -84,7 +84,7 @@ def standard_only(model: ir.Model) -> list[str]:
 
 
 def _fold(model: ir.Model) -> None:
-    """Constant folding by onnxscript's evaluator; shape computations become constants as well."""
+    """Fold constants, shape computations included, with onnxscript's evaluator."""
     from onnxscript.optimizer import fold_constants_ir
 
     fold_constants_ir(
@@ -95,22 +95,22 @@ def _fold(model: ir.Model) -> None:
     )
 
 
-def _drop_idle_nodes(model: ir.Model) -> None:
-    """Removes Identity, and casts to the type that a value has: Softmax is often followed by one.
+def _remove_redundant_nodes(model: ir.Model) -> None:
+    """Remove Identity nodes, and Casts to the type that the value already has.
 
-    What makes an output of a graph stays: the output would take another name.
+    The producer of a graph output is kept, because the output would change its name.
     """
     for node in list(model.graph.all_nodes()):
         if node.domain not in ("", "ai.onnx") or not node.inputs or node.graph is None:
             continue
         source, result = node.inputs[0], node.outputs[0]
-        idle = node.op_type == "Identity" or (
+        redundant = node.op_type == "Identity" or (
             node.op_type == "Cast"
             and source is not None
             and source.dtype is not None
             and source.dtype == node.attributes["to"].as_int()
         )
-        if idle and source is not None and not result.is_graph_output():
+        if redundant and source is not None and not result.is_graph_output():
             result.replace_all_uses_with(source)
             node.graph.remove(node, safe=True)
 
@@ -122,13 +122,13 @@ def _interface(model: ir.Model) -> list[tuple[str, str, str]]:
     ]
 
 
-def _ops(model: ir.Model) -> Counter[str]:
+def _count_ops(model: ir.Model) -> Counter[str]:
     return Counter(node.op_type for node in model.graph.all_nodes())
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """The passes warn of every node that they leave alone."""
+def _quiet_loggers() -> Iterator[None]:
+    """Silence the passes, which warn about every node that they leave unchanged."""
     loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,9 +1,6 @@
-"""Graphs between disk and memory, with weights of any size.
+"""Read, write and check ONNX files with weights of any size.
 
-    >>> model = read_graph(artifact.model)
-    >>> data_files = write_graph(model, directory / "model.onnx")
-
-Weights outside the file are read when they are needed, and written one at a time.
+External weights are read when they are needed, and written one at a time.
 """
 
 from __future__ import annotations
@@ -17,26 +14,26 @@ import onnx_ir as ir
 from enginery.core.errors import ExportError, SourceError
 from enginery.core.external_data import external_data_files, load_graph
 
-# A protobuf message ends at 2 GB, and while it is written the weights are in memory twice.
+# A protobuf message is limited to 2 GB, and writing it holds the weights in memory twice.
 _INSIDE_BYTES = 256 << 20
 _OUTSIDE_BYTES = 64 << 20
 
 
 def read_graph(path: Path) -> ir.Model:
-    """The graph of a file; external weights stay on disk until they are read.
+    """Read the graph of a file; external weights stay on disk until they are used.
 
     Raises:
-        SourceError: the file is not ONNX, or its external data are missing.
+        SourceError: the file is not ONNX, or its external data is missing or hard-linked.
     """
-    # Graphs have cycles: one that was read before is still in memory, and its files are mapped.
+    # Graphs contain reference cycles: an earlier one may still be in memory with its files mapped.
     gc.collect()
     proto = load_graph(path)
     for name in external_data_files(path, proto):
         if (links := (path.parent / name).stat().st_nlink) > 1:
             raise SourceError(
-                f"{path.parent / name} has {links} hard links, and onnx-ir reads no external data "
-                "that other names lead to.",
-                do=f"Make it a file of its own: cp {name} copy && mv copy {name}",
+                f"{path.parent / name} has {links} hard links, and onnx-ir reads external data "
+                "only from a file with one.",
+                do=f"Replace it with a copy: cp {name} copy && mv copy {name}",
             )
     model = ir.from_proto(proto)
     ir.external_data.set_base_dir(model.graph, path.resolve().parent)
@@ -45,9 +42,9 @@ def read_graph(path: Path) -> ir.Model:
 
 
 def _load_constants(model: ir.Model) -> None:
-    """Read the tensors of Constant nodes, which exporters of large models put outside, too.
+    """Load the external tensors of Constant nodes, which exporters of large models write.
 
-    `ir.save` moves initializers alone: a constant would go on pointing into the file it came from.
+    `ir.save` only moves initializers: a constant would still point into the original file.
     """
     for graph in model.graphs():
         for node in graph:
@@ -58,10 +55,10 @@ def _load_constants(model: ir.Model) -> None:
                     node.attributes[name] = ir.AttrTensor(name, inside)
 
 
-def weights_outside(path: Path, folder: Path) -> Path:
-    """The same graph with its weights outside the file, written to `folder` unless they are.
+def externalize_weights(path: Path, folder: Path) -> Path:
+    """Return a file of the graph with external weights, written to `folder` if needed.
 
-    Who loads a graph with its weights inside holds them two or three times over.
+    Loading a graph with inline weights takes two to three times their memory.
     """
     model = read_graph(path)
     inside = sum(
@@ -74,12 +71,12 @@ def weights_outside(path: Path, folder: Path) -> Path:
         return path
     target = folder / path.name
     folder.mkdir(parents=True, exist_ok=True)
-    write_graph(model, target, inside_bytes=0)
+    write_graph(model, target, max_inline_bytes=0)
     return target
 
 
 def weight_bytes(model: ir.Model) -> int:
-    """The size of all initializers, in bytes."""
+    """Return the size of all initializers in bytes."""
     return sum(
         value.const_value.nbytes
         for graph in model.graphs()
@@ -89,19 +86,19 @@ def weight_bytes(model: ir.Model) -> int:
 
 
 def write_graph(
-    model: ir.Model, path: Path, *, inside_bytes: int = _INSIDE_BYTES
+    model: ir.Model, path: Path, *, max_inline_bytes: int = _INSIDE_BYTES
 ) -> tuple[str, ...]:
-    """Writes the graph; weights go to `model.onnx.data` beside it when they are large.
+    """Write the graph; large weights go to `model.onnx.data` beside it.
 
     Args:
-        model: stays as it is; it may read from files, but not from those that are written.
+        model: the graph, which is not changed. Its external data must not be in the files written.
         path: the ONNX file.
-        inside_bytes: up to this size weights are stored inside the file.
+        max_inline_bytes: weights up to this total size are stored inside the file.
 
     Returns:
-        The names of the external data files, of which there is at most one.
+        The names of the external data files: none or one.
     """
-    if weight_bytes(model) <= inside_bytes:
+    if weight_bytes(model) <= max_inline_bytes:
         ir.external_data.load_to_model(model)
         ir.save(model, path)
         return ()
@@ -111,9 +108,9 @@ def write_graph(
 
 
 def check_graph(path: Path) -> None:
-    """Raises ExportError unless the file is valid ONNX with consistent types.
+    """Raise ExportError unless the file is valid ONNX with consistent types.
 
-    Graphs with ops of another domain are checked as far as ONNX knows them.
+    Ops of other domains are not checked: ONNX has no schemas for them.
     """
     import onnx
 

@@ -1,9 +1,10 @@
-"""The layers of a graph: matrix products and convolutions with stored weights.
+"""Find the layers of a graph that can be quantized: matrix products and convolutions with weights.
 
-Takes an `onnx_ir.Model`; leaves it as it is.
-
-    >>> [layer.name for layer in find_layers(model) if not layer.obstacle][:1]
-    ['/encoder/layer.0/attention/self/query/MatMul']
+>>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
+... g (float[n, 32] x) => (float[n, 8] y) <float[32, 8] w = {0}> { y = MatMul (x, w) }''')
+>>> [layer] = find_layers(model)
+>>> layer.reduction_size, layer.out_channels, layer.skip_reason
+(32, 8, 'K = 32 and N = 8: INT8 gains nothing below 16')
 """
 
 from __future__ import annotations
@@ -15,50 +16,51 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-_LEAST_WIDTH = 16
-"""Tensor cores work on tiles of 16; narrower products gain nothing from INT8."""
+_MIN_GEMM_SIZE = 16
+"""Tensor cores work on tiles of 16, so smaller products gain nothing from INT8."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A MatMul, Gemm or Conv whose weight is stored in the graph."""
+    """A MatMul, Gemm or Conv whose weight is constant."""
 
     name: str
     op_type: str
     activation: str
     weight: str
     output: str
-    inner: int
-    """Multiply-adds of one output element, K."""
-    channels: int
-    """Input channels of one output channel: K, for a convolution without its kernel's area."""
-    outer: int
-    """Output channels, N."""
+    reduction_size: int
+    """K, the number of multiply-adds for one output element."""
+    in_channels: int
+    """Input channels of one output channel: K, divided by the kernel's area for a convolution."""
+    out_channels: int
+    """N, the number of output channels."""
     weight_axis: int
-    """The weight's axis of output channels."""
+    """The axis of the weight that holds the output channels."""
     bias: str
-    """The stored vector that is added to the output; empty where there is none."""
+    """The name of the constant (N,) that is added to the output; empty if there is none."""
     split: bool
-    """Its output is cut apart along the channels, as GPT-2's query, key and value are."""
-    obstacle: str
-    """Why it cannot be INT8; empty where it can."""
+    """True if the output is split along its channels, like the joint query, key and value of
+    GPT-2."""
+    skip_reason: str
+    """The reason why the layer cannot be quantized to INT8; empty if it can."""
 
     @property
     def linear(self) -> bool:
-        """A matrix product over the activation's last axis, so that its channels can be scaled."""
+        """True for a product over the activation's last axis, whose channels can be scaled."""
         return self.op_type != "Conv"
 
 
 def find_layers(model: ir.Model) -> tuple[Layer, ...]:
-    """Every MatMul, Gemm and Conv of the main graph with a stored weight, in graph order."""
+    """Return every MatMul, Gemm and Conv of the main graph with a constant weight, in order."""
     found = (_layer(node) for node in model.graph)
     return tuple(layer for layer in found if layer is not None)
 
 
-def stored(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor of a value that the graph stores: an initializer, or a Constant's.
+def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """Return the tensor of an initializer or of a Constant node; None for a computed value.
 
-    Through Identity as well, which is how exporters share one weight between nodes.
+    Identity nodes are followed to their input: exporters use them to share a weight.
     """
     while value is not None and (maker := value.producer()) and maker.op_type == "Identity":
         value = maker.inputs[0]
@@ -66,32 +68,38 @@ def stored(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 
 def operands(node: ir.Node) -> tuple[ir.Value, NDArray[np.float32]]:
-    """The activation and the stored weight of a layer's node."""
-    source, tensor = node.inputs[0], stored(node.inputs[1])
+    """Return the activation and the constant weight of a layer's node.
+
+    Raises:
+        ValueError: the node has no activation or no constant weight.
+    """
+    source, tensor = node.inputs[0], constant_tensor(node.inputs[1])
     if source is None or tensor is None:
-        raise ValueError(f"{node.name} is no layer: it has no activation, or no stored weight")
+        raise ValueError(
+            f"{node.name} is not a layer: expected an activation and a constant weight as inputs"
+        )
     return source, np.asarray(tensor.numpy(), dtype=np.float32)
 
 
-def _bias(node: ir.Node, outer: int) -> str:
-    """The stored vector (N,) that a layer's output gets, if that is all the output is for."""
+def _bias(node: ir.Node, out_channels: int) -> str:
+    """Return the name of the constant (N,) that is added to a layer's output, or ''."""
     if node.op_type in ("Gemm", "Conv"):
         value = node.inputs[2] if len(node.inputs) > 2 else None
     else:
         add = following_add(node)
         value = None if add is None else _other_input(add, node.outputs[0])
-    tensor = stored(value)
-    if value is None or tensor is None or list(tensor.shape.numpy()) != [outer]:
+    tensor = constant_tensor(value)
+    if value is None or tensor is None or list(tensor.shape.numpy()) != [out_channels]:
         return ""
     return value.name or ""
 
 
 def _is_split(output: ir.Value, depth: int = 4) -> bool:
-    """Whether a value is cut apart, once it has its bias and its heads."""
+    """Return True if a value is split, possibly after a bias, a Reshape and a Transpose."""
     for user in (use.node for use in output.uses()):
         if user.op_type in ("Split", "Slice"):
             return True
-        biased = user.op_type == "Add" and stored(_other_input(user, output)) is not None
+        biased = user.op_type == "Add" and constant_tensor(_other_input(user, output)) is not None
         moved = user.op_type in ("Reshape", "Transpose") and user.inputs[0] is output
         if depth and (biased or moved) and _is_split(user.outputs[0], depth - 1):
             return True
@@ -99,7 +107,7 @@ def _is_split(output: ir.Value, depth: int = 4) -> bool:
 
 
 def following_add(node: ir.Node) -> ir.Node | None:
-    """The Add that alone takes a node's output, if there is one."""
+    """Return the Add that is the only consumer of a node's output, or None."""
     uses = list(node.outputs[0].uses())
     if len(uses) == 1 and not node.outputs[0].is_graph_output():
         return uses[0].node if uses[0].node.op_type == "Add" else None
@@ -113,48 +121,50 @@ def _other_input(add: ir.Node, value: ir.Value) -> ir.Value | None:
 def _layer(node: ir.Node) -> Layer | None:
     if node.op_type not in ("MatMul", "Gemm", "Conv") or node.domain not in ("", "ai.onnx"):
         return None
-    weight = stored(node.inputs[1])
+    weight = constant_tensor(node.inputs[1])
     source = node.inputs[0]
-    if weight is None or source is None or stored(source) is not None:
+    if weight is None or source is None or constant_tensor(source) is not None:
         return None
     shape = [int(size) for size in weight.shape.numpy()]
-    obstacle = "" if weight.dtype == ir.DataType.FLOAT else f"its weight is {weight.dtype.name}"
+    skip_reason = "" if weight.dtype == ir.DataType.FLOAT else f"its weight is {weight.dtype.name}"
     axis = len(shape) - 1
     if node.op_type == "Conv":
         axis, groups = 0, _int(node, "group", 1)
-        inner, outer, narrow = int(np.prod(shape[1:])), shape[0], shape[0] // groups
-        channels = shape[1]
+        reduction_size, out_channels, gemm_n = int(np.prod(shape[1:])), shape[0], shape[0] // groups
+        in_channels = shape[1]
     else:
         if node.op_type == "Gemm" and _int(node, "transB", 0):
             axis = 0
-        inner, outer = shape[1 - axis] if len(shape) == 2 else 0, shape[axis]
-        channels, narrow = inner, outer
-        obstacle = obstacle or _product_obstacle(node, shape)
-    if not obstacle and min(inner, narrow) < _LEAST_WIDTH:
-        obstacle = f"K = {inner} and N = {narrow}: below {_LEAST_WIDTH} INT8 gains nothing"
+        reduction_size, out_channels = shape[1 - axis] if len(shape) == 2 else 0, shape[axis]
+        in_channels, gemm_n = reduction_size, out_channels
+        skip_reason = skip_reason or _product_skip_reason(node, shape)
+    if not skip_reason and min(reduction_size, gemm_n) < _MIN_GEMM_SIZE:
+        skip_reason = (
+            f"K = {reduction_size} and N = {gemm_n}: INT8 gains nothing below {_MIN_GEMM_SIZE}"
+        )
     return Layer(
         name=node.name or "",
         op_type=node.op_type,
         activation=source.name or "",
         weight=node.inputs[1].name or "" if node.inputs[1] else "",
         output=node.outputs[0].name or "",
-        inner=inner,
-        channels=channels,
-        outer=outer,
+        reduction_size=reduction_size,
+        in_channels=in_channels,
+        out_channels=out_channels,
         weight_axis=axis,
-        bias=_bias(node, outer),
+        bias=_bias(node, out_channels),
         split=_is_split(node.outputs[0]),
-        obstacle=obstacle,
+        skip_reason=skip_reason,
     )
 
 
-def _product_obstacle(node: ir.Node, shape: Sequence[int]) -> str:
+def _product_skip_reason(node: ir.Node, shape: Sequence[int]) -> str:
     if len(shape) != 2:
-        return f"its weight has {len(shape)} dims; a matrix is expected"
+        return f"its weight has {len(shape)} dims, expected 2"
     if node.op_type == "Gemm":
         alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
         if _int(node, "transA", 0) or (alpha, beta) != (1.0, 1.0):
-            return "a Gemm that transposes its input or scales its terms"
+            return "a Gemm with transA, or with alpha or beta other than 1"
     return ""
 
 

@@ -1,13 +1,7 @@
-"""Whether a graph is fit for TensorRT or CUDA, in words, before anything is built.
+"""Check an ONNX file for what TensorRT or ONNX Runtime on CUDA rejects, before anything is built.
 
-Takes any ONNX file, also one that another tool made; leaves it as it is.
-
-    >>> report = lint_onnx(Path("model_quantized.onnx"), target="tensorrt")
-    >>> print(report.summary)
-    26 errors, 4 warnings; TensorRT 1.7.1.116 refuses the graph
-
-For TensorRT the rules come first, because they see every node and say what to do; then TensorRT's
-own parser is asked, where the package is installed: it knows best, and stops at its first refusal.
+For TensorRT, the rules run first: they check every node and say what to do. Then TensorRT's own
+parser runs if it is installed. It is the authority, but it may stop at the first error.
 """
 
 from __future__ import annotations
@@ -18,10 +12,10 @@ from typing import Literal, get_args
 
 from enginery.core.errors import OptionError, ProviderError, nearest
 from enginery.passes import lint_cuda, lint_operators, lint_placement, lint_quantization
-from enginery.passes.lint_findings import LintFinding, LintReport, ordered
+from enginery.passes.lint_findings import LintFinding, LintReport, sort_findings
 from enginery.passes.lint_graph import LintGraph
-from enginery.runtime.tensorrt import ParseReport, has_tensorrt, parse_onnx
-from enginery.runtime.tensorrt_parse import MERGED_REMEDY
+from enginery.runtime.tensorrt.parse import MERGED_REMEDY
+from enginery.runtime.tensorrt.process import ParseReport, has_tensorrt, parse_onnx
 
 __all__ = ["LintFinding", "LintReport", "Target", "lint_onnx"]
 
@@ -41,8 +35,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         lint_quantization.quantized_types,
         lint_quantization.scales,
         lint_placement.channel_axes,
-        lint_placement.pairs,
-        lint_placement.placement,
+        lint_placement.unpaired_nodes,
+        lint_placement.misplaced_nodes,
     ),
     "cuda": (
         lint_cuda.foreign_operators,
@@ -52,7 +46,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
 }
 
-# TensorRT's words, and what mends it.
+# Parts of TensorRT's messages, and what to do about them.
 _REMEDIES = {
     "shiftIsAllZeros": lint_quantization.SYMMETRIC_REMEDY,
     "input has type Int32": lint_quantization.BIAS_REMEDY,
@@ -71,15 +65,15 @@ _REMEDIES_BY_OPERATOR = {
 
 
 def lint_onnx(path: Path, *, target: Target = "tensorrt", parser: bool = True) -> LintReport:
-    """Looks for what the target refuses, computes wrongly or runs slowly.
+    """Find the parts of a graph that the target rejects, computes wrongly or runs slowly.
 
     Args:
-        path: the ONNX file.
-        target: `tensorrt` or `cuda` (ONNX Runtime's provider).
-        parser: for TensorRT, ask its own parser as well, where the package is installed.
+        path: the ONNX file; it is not changed.
+        target: `tensorrt`, or `cuda` for ONNX Runtime's provider.
+        parser: for TensorRT, also run its parser if it is installed.
 
     Raises:
-        SourceError: the file is missing, or is no ONNX model.
+        SourceError: the file is missing, or is not an ONNX model.
         OptionError: the target is unknown.
     """
     if target not in RULES:
@@ -89,32 +83,35 @@ def lint_onnx(path: Path, *, target: Target = "tensorrt", parser: bool = True) -
         )
     graph = LintGraph.read(path)
     findings = [found for rule in RULES[target] for found in rule(graph)]
-    words = ""
+    summary = ""
     if target == "tensorrt" and parser:
-        asked, words = _ask_parser(path)
-        findings.extend(asked)
-    return LintReport(str(path), target, ordered(findings), words)
+        refused, summary = _run_parser(path)
+        findings.extend(refused)
+    return LintReport(str(path), target, sort_findings(findings), summary)
 
 
-def _ask_parser(path: Path) -> tuple[list[LintFinding], str]:
-    """The parser's findings, and in a few words what it said."""
+def _run_parser(path: Path) -> tuple[list[LintFinding], str]:
+    """Run TensorRT's parser; return its findings and a summary."""
     if not has_tensorrt():
-        return [], "TensorRT itself was not asked: pip install 'enginery[tensorrt-rtx]'"
+        return [], (
+            "TensorRT's parser did not run, because it is not installed: "
+            "pip install 'enginery[tensorrt-rtx]'"
+        )
     try:
         report = parse_onnx(path)
     except ProviderError as error:
         finding = LintFinding("parser", "error", "", f"{error.message}", error.do)
-        return [finding], "TensorRT did not survive the graph"
-    word = "takes" if report.accepted else "refuses"
-    return list(_refusals(report)), f"TensorRT {report.tensorrt} {word} the graph"
+        return [finding], "TensorRT's parser failed"
+    verb = "accepts" if report.accepted else "rejects"
+    return list(_refusals(report)), f"TensorRT {report.tensorrt} {verb} the graph"
 
 
 def _refusals(report: ParseReport) -> Iterator[LintFinding]:
     for refusal in report.refusals:
         where = f"{refusal.op_type}: " if refusal.op_type else ""
         remedy = next(
-            (remedy for words, remedy in _REMEDIES.items() if words in refusal.reason),
+            (remedy for part, remedy in _REMEDIES.items() if part in refusal.reason),
             _REMEDIES_BY_OPERATOR.get(refusal.op_type, ""),
         )
-        problem = f"{where}TensorRT says: {refusal.reason}"
+        problem = f"{where}TensorRT's parser reports: {refusal.reason}"
         yield LintFinding("parser", "error", refusal.node, problem, remedy)

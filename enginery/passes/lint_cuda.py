@@ -1,9 +1,6 @@
-"""Rules for ONNX Runtime's CUDA provider.
+"""Lint rules for ONNX Runtime's CUDA provider.
 
-Takes a `LintGraph`; each rule yields its findings.
-
-    >>> [str(found) for found in operators_on_the_cpu(graph)]
-    ['warning: x_QuantizeLinear: DynamicQuantizeLinear has no CUDA kernel … [placement]']
+Each rule takes a `LintGraph` and yields findings.
 
 Source: docs/OperatorKernels.md of ONNX Runtime, the table of the CUDA provider.
 """
@@ -29,32 +26,32 @@ _CPU_ONLY = (
 
 
 def operators_on_the_cpu(graph: LintGraph) -> Iterator[LintFinding]:
-    """Integer operators that only the CPU provider has: tensors go to the host and back."""
+    """Find integer operators without a CUDA kernel, whose tensors are copied to the host."""
     for node in graph.nodes:
         if node.op_type in _CPU_ONLY or str(node.op_type).startswith("QLinear"):
             yield LintFinding(
                 "placement", "warning", label(node),
                 f"{node.op_type} has no CUDA kernel; it runs on the CPU, and its tensors are "
-                "copied there and back.",
+                "copied to the host and back.",
                 "Use FP16 on CUDA: `enginery optimize --target cuda --precision fp16`.",
             )  # fmt: skip
 
 
 def quantized_products(graph: LintGraph) -> Iterator[LintFinding]:
-    """Q/DQ in front of a product, which the CUDA provider computes in floating point."""
-    for node in graph.of(*PRODUCTS):
-        makers = (value.producer() for value in node.inputs[:2] if value is not None)
-        if any(maker is not None and maker.op_type == DEQUANTIZE for maker in makers):
+    """Find quantized products, which the CUDA provider computes in floating point."""
+    for node in graph.nodes_of(*PRODUCTS):
+        producers = (value.producer() for value in node.inputs[:2] if value is not None)
+        if any(producer is not None and producer.op_type == DEQUANTIZE for producer in producers):
             yield LintFinding(
                 "quantization", "warning", label(node),
-                f"{node.op_type} behind DequantizeLinear; CUDA dequantizes and multiplies in "
-                "floating point, which is slower than without.",
-                "Run Q/DQ graphs with TensorRT, and FP16 on CUDA.",
+                f"{node.op_type} reads a DequantizeLinear; the CUDA provider dequantizes and "
+                "multiplies in floating point, which is slower than without Q/DQ.",
+                "Run Q/DQ graphs with TensorRT; on CUDA use FP16.",
             )  # fmt: skip
 
 
 def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
-    """Operators that ONNX Runtime has not got."""
+    """Find operators that ONNX Runtime does not have."""
     local = {(key[0], key[1]) for key in graph.model.functions}
     # com.ms.internal.nhwc and com.microsoft.nchwc appear in graphs that ONNX Runtime saved.
     known = (*STANDARD_DOMAINS, MICROSOFT, "ai.onnx.ml", "com.ms.internal.nhwc")
@@ -62,17 +59,17 @@ def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
         if node.domain not in known and (node.domain, node.op_type) not in local:
             yield LintFinding(
                 "domain", "error", label(node),
-                f"{node.domain}::{node.op_type} is neither ONNX's nor ONNX Runtime's own.",
-                "Replace it, or register the library that has it.",
+                f"{node.domain}::{node.op_type} is neither an ONNX nor an ONNX Runtime operator.",
+                "Replace it, or register the custom operator library that implements it.",
             )  # fmt: skip
 
 
 def control_flow(graph: LintGraph) -> Iterator[LintFinding]:
-    """Branches and loops, which rule out CUDA graphs."""
-    for node in graph.of("If", "Loop", "Scan"):
+    """Find branches and loops, which prevent CUDA graphs."""
+    for node in graph.nodes_of("If", "Loop", "Scan"):
         yield LintFinding(
             "control-flow", "warning", label(node),
-            f"{node.op_type}: its condition is read on the host, and CUDA graphs are ruled out.",
-            "Make its condition a constant of the export; for a merged decoder, export with "
+            f"{node.op_type} reads its condition on the host, which prevents CUDA graphs.",
+            "Export with a constant condition; for a merged decoder, export with "
             "--no-post-process.",
         )  # fmt: skip

@@ -1,8 +1,9 @@
-"""What lint finds in a graph.
+"""The findings of lint, and the report that holds them.
 
->>> report = lint_onnx(Path("model_quantized.onnx"))
+>>> finding = LintFinding("type", "error", "x", "is INT16.", "Use INT32.")
+>>> report = LintReport("model.onnx", "tensorrt", (finding,), parser="")
 >>> report.passed, report.summary
-(False, '26 errors, 4 warnings; TensorRT 1.7.1.116 refuses the graph')
+(False, '1 error')
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class LintFinding:
-    """One thing that is wrong with one node."""
+    """A problem of one node."""
 
     rule: str
     severity: Severity
-    """`error`: refused, or computed wrongly. `warning`: slower than it looks, or at risk."""
+    """`error`: the target rejects the node or computes it wrongly. `warning`: the node is slow, or
+    the target may reject it."""
     node: str
-    """The node's name; that of its first output where it has none; of a stored tensor where that
-    is at fault; empty for the graph as a whole."""
+    """The name of the node (of its first output, if the node has none) or of the constant at fault;
+    empty for the whole graph."""
     problem: str
     remedy: str
 
@@ -43,7 +45,7 @@ class LintReport:
     findings: tuple[LintFinding, ...]
     """Errors first, each severity in the order of the rules and of the graph."""
     parser: str
-    """What TensorRT's own parser says, or why it was not asked."""
+    """The result of TensorRT's own parser, or the reason why it did not run."""
 
     @property
     def errors(self) -> tuple[LintFinding, ...]:
@@ -55,7 +57,7 @@ class LintReport:
 
     @property
     def passed(self) -> bool:
-        """No errors; there may be warnings."""
+        """True if there are no errors."""
         return not self.errors
 
     @property
@@ -67,8 +69,15 @@ class LintReport:
         ]
         return "; ".join(part for part in (", ".join(counts) or "no findings", self.parser) if part)
 
+    @property
+    def problem(self) -> str:
+        """Why the graph does not suit the target; empty if it does."""
+        if self.passed:
+            return ""
+        return f"{self.path} does not suit {self.target}: {self.summary}"
+
     def rows(self) -> list[dict[str, str]]:
-        """The findings for a table: nodes with the same words share a row."""
+        """Return the rows of a table; nodes with the same finding share a row."""
         groups: dict[tuple[str, ...], list[LintFinding]] = {}
         for found in self.findings:
             words = (found.severity, found.rule, found.problem, found.remedy)
@@ -85,17 +94,17 @@ class LintReport:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """The whole report, for programs."""
+        """Return the whole report as JSON data."""
         return {**asdict(self), "passed": self.passed, "summary": self.summary}
 
     def require_passed(self) -> None:
-        """Raises CheckFailedError, with the first error, unless there are none."""
-        if self.errors:
-            raise CheckFailedError(f"{self.path} is not fit for {self.target}: {self.summary}")
+        """Raise CheckFailedError if there are errors."""
+        if self.problem:
+            raise CheckFailedError(self.problem)
 
 
-def ordered(findings: Iterable[LintFinding]) -> tuple[LintFinding, ...]:
-    """Errors first; within a severity the order stays. Each finding once."""
+def sort_findings(findings: Iterable[LintFinding]) -> tuple[LintFinding, ...]:
+    """Remove duplicates and put errors first; the order within a severity stays."""
     return tuple(sorted(dict.fromkeys(findings), key=lambda found: found.severity != "error"))
 
 

@@ -1,9 +1,4 @@
-"""A graph as the lint rules look at it: every node, also inside branches, loops and functions.
-
->>> graph = LintGraph.read(Path("model.onnx"))
->>> [place.name for place in graph.of("QuantizeLinear")]
-['/embeddings/LayerNorm_output_0_QuantizeLinear']
-"""
+"""The graph that lint rules check: every node, those in subgraphs and functions included."""
 
 from __future__ import annotations
 
@@ -33,21 +28,21 @@ _QOPERATORS = ("QGemm", "QAttention", "QMoE", "QEmbedLayerNormalization")
 
 @dataclass(frozen=True)
 class LintGraph:
-    """A model, read lazily: weights outside the file stay there."""
+    """A model whose external weights are not read."""
 
     model: ir.Model
 
     @classmethod
     def read(cls, path: Path) -> LintGraph:
-        """Reads an ONNX file.
+        """Read an ONNX file.
 
         Raises:
-            SourceError: the file is missing, or is no ONNX model.
+            SourceError: the file is missing, or is not an ONNX model.
         """
         try:
             require_regular(path)
             model = ir.load(path)
-        except Exception as error:  # protobuf's and onnx_ir's own types, by version
+        except Exception as error:  # the types of protobuf and onnx_ir depend on their versions
             found = "does not exist" if not path.exists() else f"is not an ONNX model: {error}"
             raise SourceError(f"{path} {found}.") from error
         if not model.graph.outputs:
@@ -56,24 +51,24 @@ class LintGraph:
 
     @cached_property
     def opset(self) -> int:
-        """The version of ONNX's own operators; 0 where the graph imports none."""
+        """The version of the standard operator set; 0 if the graph does not import it."""
         imports = self.model.opset_imports
         return next((imports[name] for name in STANDARD_DOMAINS if name in imports), 0)
 
     @cached_property
     def nodes(self) -> tuple[ir.Node, ...]:
-        """Every node of the graph, its subgraphs and its functions."""
+        """All nodes of the graph, its subgraphs and its functions."""
         functions = self.model.functions.values()
         inside = (node for function in functions for node in function.all_nodes())
         return (*self.model.graph.all_nodes(), *inside)
 
-    def of(self, *op_types: str) -> Iterator[ir.Node]:
-        """The nodes of some operators, of ONNX's own domain or of ONNX Runtime's copy of it."""
+    def nodes_of(self, *op_types: str) -> Iterator[ir.Node]:
+        """Yield the nodes of these operators, standard ones and ONNX Runtime's of the same name."""
         domains = (*STANDARD_DOMAINS, MICROSOFT)
         return (n for n in self.nodes if n.op_type in op_types and n.domain in domains)
 
     def initializers(self) -> Iterator[ir.Value]:
-        """Every stored tensor of the graph and its subgraphs, each once."""
+        """Yield each initializer of the graph and its subgraphs."""
         graphs = {id(graph): graph for node in self.nodes if (graph := node.graph) is not None}
         for graph in [self.model.graph, *graphs.values()]:
             if isinstance(graph, ir.Graph):
@@ -81,28 +76,28 @@ class LintGraph:
 
 
 def label(node: ir.Node) -> str:
-    """The node's name, or that of its first output."""
+    """Return the name of the node, or of its first output if it has none."""
     return node.name or next((out.name for out in node.outputs if out.name), "") or node.op_type
 
 
 def is_qoperator(node: ir.Node) -> bool:
-    """Whether a node is of ONNX Runtime's QOperator format, which computes on integers."""
+    """Return True for a node of ONNX Runtime's QOperator format, which computes on integers."""
     return str(node.op_type).startswith("QLinear") or node.op_type in _QOPERATORS
 
 
-def entry(node: ir.Node, index: int) -> ir.Value | None:
-    """An input, None where the node has not got it."""
+def input_at(node: ir.Node, index: int) -> ir.Value | None:
+    """Return an input of the node; None if it is absent."""
     return node.inputs[index] if index < len(node.inputs) else None
 
 
-def constant(value: ir.Value | None) -> NDArray[Any] | None:
-    """What a stored value or a Constant node holds; None for anything computed."""
+def constant_value(value: ir.Value | None) -> NDArray[Any] | None:
+    """Return the array of an initializer or a Constant node; None for a computed value."""
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None
     return None if tensor is None else np.asarray(tensor.numpy())
 
 
 def is_constant(value: ir.Value | None) -> bool:
-    """Whether the value is stored in the graph; its content is not read."""
+    """Return True for an initializer or the output of a Constant node; its data is not read."""
     if value is None:
         return False
     producer = value.producer()
@@ -111,14 +106,14 @@ def is_constant(value: ir.Value | None) -> bool:
     )
 
 
-def made_by(value: ir.Value | None) -> str:
-    """The operator that computes a value; empty for inputs and stored tensors."""
+def producer_type(value: ir.Value | None) -> str:
+    """Return the operator that computes a value; '' for inputs and initializers."""
     producer = value.producer() if value is not None else None
     return producer.op_type if producer is not None else ""
 
 
 def dtype_of(value: ir.Value | None) -> str:
-    """INT8, FLOAT16 …, as far as the graph says or Q/DQ imply it; empty where it does not."""
+    """Return the type of a value, such as INT8, declared or implied by Q/DQ; '' if unknown."""
     if value is None:
         return ""
     tensor = ir.convenience.get_const_tensor(value)
@@ -131,15 +126,15 @@ def dtype_of(value: ir.Value | None) -> str:
         return ""
     if producer.op_type == QUANTIZE:
         return quantized_dtype(producer)
-    return dtype_of(entry(producer, 1)) if producer.op_type == DEQUANTIZE else ""
+    return dtype_of(input_at(producer, 1)) if producer.op_type == DEQUANTIZE else ""
 
 
 def quantized_dtype(node: ir.Node) -> str:
-    """The integer type of a Q or DQ node: UINT8 where a QuantizeLinear names none (ONNX)."""
-    if node.op_type == DEQUANTIZE and (found := dtype_of(entry(node, 0))):
+    """Return the quantized type of a Q or DQ node. ONNX's default for QuantizeLinear is UINT8."""
+    if node.op_type == DEQUANTIZE and (found := dtype_of(input_at(node, 0))):
         return found
     output = node.attributes.get("output_dtype")
     if output is not None and output.as_int():
         return str(ir.DataType(output.as_int()).name)
-    zero_point = entry(node, 2)
+    zero_point = input_at(node, 2)
     return dtype_of(zero_point) if zero_point is not None else "UINT8"

@@ -1,9 +1,6 @@
-"""Rules on operators and types for TensorRT.
+"""Lint rules for TensorRT on operators and types.
 
-Takes a `LintGraph`; each rule yields its findings.
-
-    >>> [str(found) for found in foreign_operators(graph)]
-    ['error: gelu_1: com.microsoft::FastGelu … [domain]']
+Each rule takes a `LintGraph` and yields findings.
 """
 
 from __future__ import annotations
@@ -21,11 +18,11 @@ from enginery.passes.lint_graph import (
     STANDARD_DOMAINS,
     LintGraph,
     dtype_of,
-    entry,
+    input_at,
     is_qoperator,
     label,
 )
-from enginery.runtime.tensorrt_parse import MERGED_REMEDY
+from enginery.runtime.tensorrt.parse import MERGED_REMEDY
 
 DOMAIN_REMEDY = (
     "Use the graph before ONNX Runtime's fusions: `enginery export`, "
@@ -33,7 +30,7 @@ DOMAIN_REMEDY = (
 )
 
 _PLUGIN_DOMAINS = ("trt.plugins", "nv.plugins")
-# TensorRT's parser goes by the operator's name alone and takes these for ONNX's own.
+# TensorRT's parser only looks at the operator's name and treats these as the standard operators.
 _SAME_NAME = (QUANTIZE, DEQUANTIZE, "Gelu", "LayerNormalization", "RMSNormalization", "Attention",
               "RotaryEmbedding")  # fmt: skip
 _REFUSED_TYPES = ("INT16", "UINT16", "UINT32", "UINT64", "STRING", "COMPLEX64", "COMPLEX128",
@@ -41,7 +38,7 @@ _REFUSED_TYPES = ("INT16", "UINT16", "UINT32", "UINT64", "STRING", "COMPLEX64", 
 
 
 def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
-    """Operators of other domains than ONNX's own."""
+    """Find operators outside ONNX's standard domain."""
     local = {(key[0], key[1]) for key in graph.model.functions}
     for node in graph.nodes:
         known = (*STANDARD_DOMAINS, *_PLUGIN_DOMAINS)
@@ -51,61 +48,63 @@ def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
         if node.domain == MICROSOFT and node.op_type in _SAME_NAME:
             yield LintFinding(
                 "domain", "warning", label(node),
-                f"{name} is ONNX Runtime's; TensorRT takes it for ONNX's {node.op_type}, "
-                "whatever its own attributes say.",
+                f"{name} is ONNX Runtime's operator; TensorRT treats it as ONNX's {node.op_type} "
+                "and ignores the attributes that only ONNX Runtime has.",
                 f"Use ONNX's {node.op_type}.",
             )  # fmt: skip
         elif node.op_type not in DYNAMIC_OPERATORS and not is_qoperator(node):
-            # ONNX Runtime's integer operators have rules of their own, which say more
+            # ONNX Runtime's integer operators have their own, more specific rules.
             yield LintFinding(
                 "domain", "error", label(node),
-                f"{name} is not of ONNX's own operators; TensorRT does not know it.",
-                DOMAIN_REMEDY if node.domain == MICROSOFT else "Replace it by ONNX's own operators,"
-                " or write a TensorRT plugin.",
+                f"{name} is not a standard ONNX operator; TensorRT does not have it.",
+                DOMAIN_REMEDY if node.domain == MICROSOFT else "Replace it with standard ONNX "
+                "operators, or write a TensorRT plugin.",
             )  # fmt: skip
 
 
 def control_flow(graph: LintGraph) -> Iterator[LintFinding]:
-    """Branches and loops; Optimum's merged decoder is one."""
-    for node in graph.of("If"):
-        condition = entry(node, 0)
+    """Find branches and loops, such as Optimum's merged decoder."""
+    for node in graph.nodes_of("If"):
+        condition = input_at(node, 0)
         if condition is not None and condition.name == "use_cache_branch":
             yield LintFinding(
                 "control-flow", "error", label(node),
-                "is a merged decoder: its branches give tensors of different shapes, of which "
-                "TensorRT builds no engine.",
+                "is a merged decoder: its branches return tensors of different shapes, which "
+                "TensorRT does not support.",
                 MERGED_REMEDY,
             )  # fmt: skip
         else:
             yield _branches(node)
-    for node in graph.of("Loop", "Scan"):
+    for node in graph.nodes_of("Loop", "Scan"):
         yield _branches(node)
 
 
 def _branches(node: ir.Node) -> LintFinding:
     return LintFinding(
         "control-flow", "warning", label(node),
-        f"{node.op_type}: TensorRT takes it only where its branches give tensors of the same "
-        "shapes, and fuses nothing across its borders.",
-        "Make its condition a constant of the export.",
+        f"{node.op_type}: TensorRT requires that its branches return tensors of the same shapes, "
+        "and fuses nothing across its boundary.",
+        "Export with a constant condition.",
     )  # fmt: skip
 
 
 def types(graph: LintGraph) -> Iterator[LintFinding]:
-    """Types that TensorRT lacks, of inputs, outputs, stored tensors and casts."""
+    """Find inputs, outputs, initializers and Casts of types that TensorRT lacks."""
     named = [(value.name or "", dtype_of(value)) for value in _declared(graph)]
-    casts = ((label(n), ir.DataType(n.attributes["to"].as_int()).name) for n in graph.of("Cast"))
+    casts = (
+        (label(n), ir.DataType(n.attributes["to"].as_int()).name) for n in graph.nodes_of("Cast")
+    )
     for name, dtype in (*named, *casts):
         if dtype == "DOUBLE":
             yield LintFinding(
                 "type", "warning", name,
                 "is FP64; TensorRT computes it in FP32.",
-                "Export in FP32, so that what is checked is what runs.",
+                "Export in FP32, so that validation checks what will run.",
             )  # fmt: skip
         elif dtype in _REFUSED_TYPES:
             yield LintFinding(
                 "type", "error", name,
-                f"is {dtype}, a type that TensorRT does not have.",
+                f"is {dtype}, which TensorRT does not support.",
                 "Use INT32 or INT64, INT8 with Q/DQ, or a floating-point type.",
             )  # fmt: skip
 
@@ -115,22 +114,22 @@ def _declared(graph: LintGraph) -> Iterator[ir.Value]:
     yield from graph.model.graph.inputs
     yield from graph.model.graph.outputs
     for value in graph.initializers():
-        if id(value) not in quantized:  # the rule on quantized types says more about these
+        if id(value) not in quantized:  # they have a rule of their own
             yield value
 
 
 def _zero_points(graph: LintGraph) -> set[int]:
-    nodes = list(graph.of(QUANTIZE, DEQUANTIZE))
-    values = [entry(node, index) for node in nodes for index in (0, 2)]
+    nodes = list(graph.nodes_of(QUANTIZE, DEQUANTIZE))
+    values = [input_at(node, index) for node in nodes for index in (0, 2)]
     return {id(value) for value in values if value is not None}
 
 
 def attention_operators(graph: LintGraph) -> Iterator[LintFinding]:
-    """ONNX's Attention operator (opset 23), which TensorRT builds in FP16 and BF16 alone."""
-    for node in graph.of("Attention"):
-        if node.domain in STANDARD_DOMAINS and dtype_of(entry(node, 0)) == "FLOAT":
+    """Find FP32 Attention operators (opset 23), which TensorRT builds only in FP16 and BF16."""
+    for node in graph.nodes_of("Attention"):
+        if node.domain in STANDARD_DOMAINS and dtype_of(input_at(node, 0)) == "FLOAT":
             yield LintFinding(
                 "attention", "warning", label(node),
-                "is the Attention operator in FP32; TensorRT builds it in FP16 and BF16 alone.",
-                "Make the graph FP16: `enginery optimize --target tensorrt --precision fp16`.",
+                "is an Attention operator in FP32; TensorRT builds it only in FP16 and BF16.",
+                "Cast the graph: `enginery optimize --target tensorrt --precision fp16`.",
             )  # fmt: skip

@@ -1,12 +1,9 @@
-"""Rules on where Q/DQ nodes stand, for TensorRT.
+"""Lint rules for TensorRT on the placement of Q/DQ nodes.
 
-Takes a `LintGraph`; each rule yields its findings.
-
-    >>> [str(found) for found in placement(graph)]
-    ['warning: softmax_QuantizeLinear: quantizes around Softmax … [misplaced-qdq]']
+Each rule takes a `LintGraph` and yields findings.
 
 Sources: TensorRT developer guide, "Q/DQ layer-placement recommendations"; the layers of engines
-that TensorRT for RTX 1.7 built of such graphs.
+that TensorRT for RTX 1.7 built from such graphs.
 """
 
 from __future__ import annotations
@@ -22,73 +19,74 @@ from enginery.passes.lint_graph import (
     PRODUCTS,
     QUANTIZE,
     LintGraph,
-    constant,
-    entry,
+    constant_value,
+    input_at,
     is_constant,
     label,
 )
 
-# Operators that gain nothing from integers and lose precision, or part what TensorRT fuses.
-_UNWANTED = ("LayerNormalization", "InstanceNormalization", "GroupNormalization", "Softmax",
+# Operators that gain nothing from INT8, lose precision, or are part of a fusion that Q/DQ prevents.
+_FLOAT_ONLY = ("LayerNormalization", "InstanceNormalization", "GroupNormalization", "Softmax",
              "Gather", "Where", "Gelu", "Erf", "Tanh", "Sigmoid")  # fmt: skip
 
 
-def pairs(graph: LintGraph) -> Iterator[LintFinding]:
-    """A QuantizeLinear without its DequantizeLinear, the reverse, and pairs that differ."""
-    for node in graph.of(QUANTIZE):
-        stranger = next((u for u in node.outputs[0].consumers() if u.op_type != DEQUANTIZE), None)
-        if stranger is not None or node.outputs[0].is_graph_output():
-            into = f"{stranger.op_type} {label(stranger)}" if stranger else "an output of the graph"
+def unpaired_nodes(graph: LintGraph) -> Iterator[LintFinding]:
+    """Find a QuantizeLinear without a DequantizeLinear, the reverse, and pairs that differ."""
+    for node in graph.nodes_of(QUANTIZE):
+        other = next((u for u in node.outputs[0].consumers() if u.op_type != DEQUANTIZE), None)
+        if other is not None or node.outputs[0].is_graph_output():
+            into = f"{other.op_type} {label(other)}" if other else "an output of the graph"
             yield LintFinding(
                 "unpaired", "warning", label(node),
-                f"goes into {into}, not into a DequantizeLinear; "
-                "TensorRT makes INT8 layers of whole Q/DQ pairs.",
-                "Put the DequantizeLinear directly behind it.",
+                f"feeds {into} instead of a DequantizeLinear; "
+                "TensorRT builds INT8 layers only from complete Q/DQ pairs.",
+                "Put the DequantizeLinear directly after it.",
             )  # fmt: skip
-    for node in graph.of(DEQUANTIZE):
-        value = entry(node, 0)
-        maker = value.producer() if value is not None else None
-        if maker is not None and maker.op_type == QUANTIZE:
-            yield from _differences(maker, node)
+    for node in graph.nodes_of(DEQUANTIZE):
+        value = input_at(node, 0)
+        producer = value.producer() if value is not None else None
+        if producer is not None and producer.op_type == QUANTIZE:
+            yield from _differences(producer, node)
         elif not is_constant(value):
+            source = f"the output of {producer.op_type}" if producer else "an input of the graph"
             yield LintFinding(
                 "unpaired", "warning", label(node),
-                f"takes {f'the output of a {maker.op_type}' if maker else 'an input of the graph'},"
-                " not of a QuantizeLinear; TensorRT makes INT8 layers of whole Q/DQ pairs.",
-                "Put the QuantizeLinear directly in front of it.",
+                f"reads {source} instead of a QuantizeLinear; "
+                "TensorRT builds INT8 layers only from complete Q/DQ pairs.",
+                "Put the QuantizeLinear directly before it.",
             )  # fmt: skip
 
 
 def _differences(quantize: ir.Node, dequantize: ir.Node) -> Iterator[LintFinding]:
-    first, second = constant(entry(quantize, 1)), constant(entry(dequantize, 1))
+    first, second = constant_value(input_at(quantize, 1)), constant_value(input_at(dequantize, 1))
     if first is None or second is None:
         return
     if first.dtype != second.dtype:
         yield LintFinding(
             "scale-type", "warning", label(dequantize),
-            f"its scale is {second.dtype.name}, that of its QuantizeLinear {first.dtype.name}: "
-            "the pair changes the type of the tensor.",
-            "Give both the type of the tensor that is quantized.",
+            f"its scale is {second.dtype.name}, but that of its QuantizeLinear is "
+            f"{first.dtype.name}, so the pair changes the type of the tensor.",
+            "Store both scales in the type of the tensor that is quantized.",
         )  # fmt: skip
     elif first.shape != second.shape or not np.array_equal(first, second):
         yield LintFinding(
             "scale", "warning", label(dequantize),
-            "its scale differs from that of its QuantizeLinear, so that values come back scaled.",
-            "Give both the same scale.",
+            "its scale differs from that of its QuantizeLinear, so the pair scales the values.",
+            "Use the same scale in both.",
         )  # fmt: skip
 
 
 def channel_axes(graph: LintGraph) -> Iterator[LintFinding]:
-    """Per-channel scales along an axis that a GEMM or a convolution cannot apply afterwards."""
-    for node in graph.of(DEQUANTIZE):
-        value, scale = entry(node, 0), constant(entry(node, 1))
+    """Find per-channel scales along an axis that a GEMM or convolution sums over."""
+    for node in graph.nodes_of(DEQUANTIZE):
+        value, scale = input_at(node, 0), constant_value(input_at(node, 1))
         if value is None or scale is None or scale.size <= 1 or "block_size" in node.attributes:
             continue
         if _quantized_activation(value):
             yield LintFinding(
                 "channel-axis", "warning", label(node),
-                f"has {scale.size} scales for an activation; TensorRT multiplies in INT8 only what "
-                "has one scale, and this in floating point.",
+                f"has {scale.size} scales for an activation; TensorRT multiplies in INT8 only with "
+                "one scale, and otherwise in floating point.",
                 "Quantize activations per tensor.",
             )  # fmt: skip
             continue
@@ -109,25 +107,25 @@ def channel_axes(graph: LintGraph) -> Iterator[LintFinding]:
             if expected is not None and axis % len(shape) != expected:
                 yield LintFinding(
                     "channel-axis", "warning", label(node),
-                    f"its scales lie along axis {axis} of the weight of {use.node.op_type} "
-                    f"{label(use.node)}, which is summed over; TensorRT dequantizes the weight "
-                    "and multiplies in floating point.",
+                    f"its scales are along axis {axis} of the weight of {use.node.op_type} "
+                    f"{label(use.node)}, which sums over that axis; TensorRT dequantizes the "
+                    "weight and multiplies in floating point.",
                     f"Quantize per channel along axis {expected}, or per tensor.",
                 )  # fmt: skip
 
 
 def _quantized_activation(value: ir.Value) -> bool:
-    """What a QuantizeLinear makes of something computed; a stored weight may have one, too."""
+    """Return True for the output of a QuantizeLinear that reads a computed value, not a weight."""
     producer = value.producer()
     return (
         producer is not None
         and producer.op_type == QUANTIZE
-        and not is_constant(entry(producer, 0))
+        and not is_constant(input_at(producer, 0))
     )
 
 
 def _output_axis(node: ir.Node, index: int, rank: int) -> int | None:
-    """The axis of output channels of a weight; None where the node has no weight there."""
+    """Return the weight's axis of output channels; None if this input is not a weight."""
     if index != 1 or node.op_type not in PRODUCTS:
         return None
     if node.op_type == "Conv":
@@ -138,40 +136,42 @@ def _output_axis(node: ir.Node, index: int, rank: int) -> int | None:
     return 0 if transposed and node.attributes["transB"].as_int() else rank - 1
 
 
-def placement(graph: LintGraph) -> Iterator[LintFinding]:
-    """Q/DQ where TensorRT gains nothing from it, and where it stops a fusion."""
-    for node in graph.of(QUANTIZE):
-        maker = node.inputs[0].producer() if node.inputs[0] is not None else None
-        if maker is None:
+def misplaced_nodes(graph: LintGraph) -> Iterator[LintFinding]:
+    """Find Q/DQ nodes from which TensorRT gains nothing, or which prevent a fusion."""
+    for node in graph.nodes_of(QUANTIZE):
+        producer = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if producer is None:
             continue
-        takers = [taker for pair in node.outputs[0].consumers() for taker in _takers(pair)]
-        others = [taker for taker in takers if taker not in PRODUCTS]
-        if maker.op_type in PRODUCTS and others:
+        consumers = [
+            consumer for pair in node.outputs[0].consumers() for consumer in _consumer_types(pair)
+        ]
+        others = [consumer for consumer in consumers if consumer not in PRODUCTS]
+        if producer.op_type in PRODUCTS and others:
             yield LintFinding(
                 "output-qdq", "warning", label(node),
-                f"rounds the output of {maker.op_type} to INT8 for {others[0]}; between the two "
-                "products of an attention that stops the fused kernel.",
-                "Quantize inputs alone: OpTypesToExcludeOutputQuantization of quantize_static.",
+                f"rounds the output of {producer.op_type} to INT8 for {others[0]}; between the two "
+                "products of an attention, this prevents the fused kernel.",
+                "Quantize only inputs: OpTypesToExcludeOutputQuantization of quantize_static.",
             )  # fmt: skip
-        elif maker.op_type == "Softmax" and others:
-            yield _unwanted(node, maker.op_type)
-    for node in graph.of(DEQUANTIZE):
+        elif producer.op_type == "Softmax" and others:
+            yield _misplaced(node, producer.op_type)
+    for node in graph.nodes_of(DEQUANTIZE):
         for user in node.outputs[0].consumers():
-            if user.op_type in _UNWANTED:
-                yield _unwanted(node, user.op_type)
+            if user.op_type in _FLOAT_ONLY:
+                yield _misplaced(node, user.op_type)
 
 
-def _takers(dequantize: ir.Node) -> list[str]:
-    """The operators that take what a DequantizeLinear gives; `the caller` for a graph's output."""
+def _consumer_types(dequantize: ir.Node) -> list[str]:
+    """Return the operators that read a DequantizeLinear; `the caller` for a graph output."""
     output = dequantize.outputs[0]
     found = [user.op_type for user in output.consumers()]
     return [*found, "the caller"] if output.is_graph_output() else found
 
 
-def _unwanted(node: ir.Node, operator: str) -> LintFinding:
+def _misplaced(node: ir.Node, operator: str) -> LintFinding:
     return LintFinding(
         "misplaced-qdq", "warning", label(node),
         f"quantizes around {operator}, which TensorRT computes in floating point: "
-        "precision and fusions are lost, nothing is gained.",
-        "Quantize MatMul, Gemm and Conv alone: op_types_to_quantize of quantize_static.",
+        "this loses precision and fusions and gains nothing.",
+        "Quantize only MatMul, Gemm and Conv: op_types_to_quantize of quantize_static.",
     )  # fmt: skip

@@ -1,11 +1,12 @@
-"""Stored FP32 tensors as FP16 or BF16, one at a time and when they are written.
+"""Convert FP32 constants to FP16 or BF16, one at a time, when they are written.
 
-    >>> low_tensor(ir.tensor(np.float32([-3.4e38, 1e-12, np.inf])), ir.DataType.FLOAT16).numpy()
+    >>> cast_tensor(ir.tensor(np.float32([-3.4e38, 1e-12, np.inf])), ir.DataType.FLOAT16).numpy()
     array([-6.55e+04,  5.96e-08,       inf], dtype=float16)
 
-A finite number stays finite: the lowest FP32 number, which masks are filled with, becomes the
-lowest one of the narrow type, since a row of -inf alone would make Softmax NaN. What is not zero
-stays so: an epsilon keeps a divisor from being zero.
+A finite number stays finite: attention masks are filled with the lowest FP32 number, which becomes
+the lowest number of the low-precision type. As -inf it would make Softmax return NaN for a row that
+is masked as a whole. A nonzero number stays nonzero, because an epsilon keeps a divisor from
+being 0.
 """
 
 from __future__ import annotations
@@ -22,34 +23,34 @@ from enginery.core.errors import OptionError
 FP16_MAX = 65504.0
 """The largest finite FP16 number, (2 - 2**-10) * 2**15."""
 FP16_MIN_NORMAL = 2.0**-14
-"""Below it FP16 loses significand bits."""
+"""The smallest normal FP16 number. Smaller ones lose significand bits."""
 
 LOW_TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 SCHEMA_NAMES = {ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
 
-# Of a large weight, this many elements are in memory beside it while it is converted.
+# A large weight is converted in chunks of this many elements, to bound the memory.
 _CHUNK = 1 << 22
 
 
-def low_type(precision: str) -> ir.DataType:
-    """The ONNX type of a precision; raises OptionError where it is not a narrow one."""
+def low_precision_type(precision: str) -> ir.DataType:
+    """Return the ONNX type of `fp16` or `bf16`; raise OptionError for another precision."""
     if precision not in LOW_TYPES:
-        raise OptionError(f"precision '{precision}': expected {' or '.join(LOW_TYPES)}.")
+        raise OptionError(f"unknown precision '{precision}': expected {' or '.join(LOW_TYPES)}.")
     return LOW_TYPES[precision]
 
 
-def low_tensor(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.LazyTensor:
-    """The FP32 tensor in a narrow type, converted each time that it is read."""
+def cast_tensor(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.LazyTensor:
+    """Return an FP32 tensor in a low-precision type; it is converted each time it is read."""
 
     def convert() -> ir.TensorProtocol:
-        return ir.Tensor(low_array(values_of(tensor), dtype), dtype=dtype, name=tensor.name)
+        return ir.Tensor(cast_array(read_values(tensor), dtype), dtype=dtype, name=tensor.name)
 
     shape = ir.Shape(tensor.shape.numpy())
     return ir.LazyTensor(convert, dtype, shape, name=tensor.name)
 
 
-def low_array(values: NDArray[Any], dtype: ir.DataType) -> NDArray[Any]:
-    """FP32 values rounded to FP16 or BF16; finite stays finite, and what is not zero stays so."""
+def cast_array(values: NDArray[Any], dtype: ir.DataType) -> NDArray[Any]:
+    """Round FP32 values to FP16 or BF16; finite values stay finite, and nonzero ones nonzero."""
     flat = np.ravel(values)
     result = np.empty(flat.shape, dtype.numpy())
     largest, smallest = _extremes(dtype)
@@ -66,8 +67,8 @@ def low_array(values: NDArray[Any], dtype: ir.DataType) -> NDArray[Any]:
     return result.reshape(values.shape)
 
 
-def out_of_range(tensor: ir.TensorProtocol) -> tuple[float, float] | None:
-    """The lowest and the highest finite element beyond FP16's range; None where all fit."""
+def overflow_limits(tensor: ir.TensorProtocol) -> tuple[float, float] | None:
+    """Return the lowest and the highest finite element if one is beyond FP16's range, else None."""
     low, high = 0.0, 0.0
     for part in _chunks(tensor):
         finite = part[np.isfinite(part)]
@@ -77,8 +78,8 @@ def out_of_range(tensor: ir.TensorProtocol) -> tuple[float, float] | None:
 
 
 def is_mask_constant(tensor: ir.TensorProtocol) -> bool:
-    """Whether all that lies beyond FP16's range is one negative number, as in attention masks."""
-    limits = out_of_range(tensor)
+    """Return True if one negative number is all that is beyond FP16's range, as in masks."""
+    limits = overflow_limits(tensor)
     if limits is None or limits[1] > FP16_MAX:
         return False
     return all(
@@ -87,10 +88,10 @@ def is_mask_constant(tensor: ir.TensorProtocol) -> bool:
     )
 
 
-def values_of(tensor: ir.TensorProtocol) -> NDArray[Any]:
-    """A stored tensor's values, read anew where they lie outside the graph.
+def read_values(tensor: ir.TensorProtocol) -> NDArray[Any]:
+    """Read the values of a tensor. External data is read from its file each time.
 
-    `tensor.numpy()` would map the whole file, and keep it mapped as long as the graph lives.
+    `tensor.numpy()` would map the whole file and keep it mapped as long as the graph exists.
     """
     if not isinstance(tensor, ir.ExternalTensor):
         return np.asarray(tensor.numpy())
@@ -102,13 +103,13 @@ def values_of(tensor: ir.TensorProtocol) -> NDArray[Any]:
 
 
 def _chunks(tensor: ir.TensorProtocol) -> Iterator[NDArray[Any]]:
-    flat = np.ravel(values_of(tensor))
+    flat = np.ravel(read_values(tensor))
     for start in range(0, flat.size, _CHUNK):
         yield flat[start : start + _CHUNK]
 
 
 def _extremes(dtype: ir.DataType) -> tuple[float, float]:
-    """The largest finite number and the smallest above zero. BF16 has FP32's exponents."""
+    """Return the largest finite number and the smallest positive one. BF16 has FP32's exponents."""
     if dtype == ir.DataType.FLOAT16:
         return FP16_MAX, 2.0**-24
     return (2.0 - 2.0**-7) * 2.0**127, 2.0**-133

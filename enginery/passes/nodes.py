@@ -1,8 +1,10 @@
-"""Every node of a model, inner graphs included; names and types that all of them have.
+"""Iterate over all nodes of a model, subgraphs included, and give them names and types.
 
+>>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
+... g (float[n] x) => (float[n] y) { h = Relu (x)  y = Relu (h) }''')
 >>> infer_types(model)
->>> [node.name for graph in all_graphs(model.graph) for node in graph]
-['/embeddings/Gather', …]
+>>> [(node.name, str(node.outputs[0].dtype)) for node in all_nodes(model)]
+[('Relu_1', 'FLOAT'), ('Relu_2', 'FLOAT')]
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from enginery.passes.op_types import has_subgraph, infer_missing_types
 
 
 def all_graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
-    """A graph and the graphs inside its nodes, outermost first."""
+    """Yield a graph and the subgraphs of its nodes, outermost first."""
     yield graph
     for node in graph:
         if has_subgraph(node):
@@ -30,19 +32,18 @@ def all_graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
 
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
-    """The nodes of all graphs."""
+    """Yield the nodes of all graphs of a model."""
     return (node for graph in all_graphs(model.graph) for node in graph)
 
 
 def infer_types(model: ir.Model) -> None:
-    """Gives every value its type and, where known, its shape; nodes that lack a name get one."""
-    name_nodes(model)
+    """Infer the type and, if known, the shape of every value; name nodes that have no name."""
+    ensure_unique_node_names(model)
     logger = logging.getLogger("onnx_ir")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        # Lenient: graphs with ONNX Runtime's own ops pass here, too, and ONNX knows nothing of
-        # those.
+        # Not strict: ONNX has no schemas for ONNX Runtime's own ops, which graphs may contain.
         ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
     finally:
         logger.setLevel(level)
@@ -50,8 +51,8 @@ def infer_types(model: ir.Model) -> None:
         infer_missing_types(graph, dict(model.opset_imports))
 
 
-def name_nodes(model: ir.Model) -> None:
-    """Every node gets a name that no other has: islands are named by it."""
+def ensure_unique_node_names(model: ir.Model) -> None:
+    """Give every node a unique name, because nodes that stay FP32 are identified by name."""
     taken = {node.name for node in all_nodes(model) if node.name}
     seen: set[str] = set()
     for node in all_nodes(model):
@@ -67,10 +68,11 @@ def name_nodes(model: ir.Model) -> None:
 _BF16_OPSET = 22
 
 
-def raise_opset(model: ir.Model) -> None:
-    """Convolution and pooling have BF16 from opset 22 on.
+def raise_opset_for_bf16(model: ir.Model) -> None:
+    """Raise opset 20 or 21 to 22, the first in which convolution and pooling accept BF16.
 
-    From 20 to 22 ops gained types; GroupNormalization alone changed its meaning.
+    Between opsets 20 and 22 operators only gained types, except GroupNormalization, whose
+    semantics changed. A model that contains it keeps its opset.
     """
     opset = model.opset_imports.get("", 1)
     changed = any(node.op_type == "GroupNormalization" for node in all_nodes(model))
@@ -78,8 +80,8 @@ def raise_opset(model: ir.Model) -> None:
         model.opset_imports[""] = _BF16_OPSET
 
 
-class UnusedNames:
-    """Names for new nodes and values that no other has."""
+class NameAllocator:
+    """Allocates unique names for new nodes and values."""
 
     def __init__(self, model: ir.Model) -> None:
         self._taken = {
@@ -93,7 +95,7 @@ class UnusedNames:
             self._taken |= {value.name or "" for value in graph.inputs}
 
     def __call__(self, name: str) -> str:
-        """The name, with a number where it is taken."""
+        """Return the name, with a number appended if it is taken."""
         candidate, count = name, 1
         while candidate in self._taken:
             candidate, count = f"{name}_{count}", count + 1

@@ -1,11 +1,13 @@
-"""Which inputs and outputs of a node follow its floating-point type, read from the op's schema.
+"""Find the inputs and outputs of a node that share its floating-point type, from the op's schema.
 
->>> ports = float_ports(node, opset=20)
+>>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
+... g (float[4] x, int64[2] i) => (float[2] y) { y = Gather (x, i) }''')
+>>> ports = float_ports(model.graph[0], opset=20)
 >>> ports.inputs, ports.outputs, ports.allows("float16")
-((True, False, False), (True,), True)
+((True, False), (True,), True)
 
-The schemas are ONNX's own; ONNX Runtime's for its `com.microsoft` ops. What no schema says is not
-guessed: such a node keeps its types.
+The schemas come from ONNX, and from ONNX Runtime for its `com.microsoft` ops. A node without a
+schema keeps its types.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import onnx_ir as ir
 FLOAT = ir.DataType.FLOAT
 MICROSOFT = "com.microsoft"
 
-# Their type is an attribute of their own and their values are drawn, not computed.
-_OWN_TYPE = frozenset({
+# The output type of these ops is an attribute.
+_RANDOM_OR_EYE = frozenset({
     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
     "Multinomial", "EyeLike",
 })  # fmt: skip
@@ -28,45 +30,46 @@ _OWN_TYPE = frozenset({
 
 @dataclass(frozen=True)
 class FloatPorts:
-    """The ports of one node that are float32 and change together."""
+    """The float32 inputs and outputs of one node, whose type can only change together."""
 
     inputs: tuple[bool, ...]
-    """For each actual input: it follows a type variable that is float32 in this node."""
+    """For each actual input: True if its type variable is float32 in this node."""
     outputs: tuple[bool, ...]
+    """The same for each output."""
     allowed: frozenset[str]
-    """Types that every such variable may take, as `float16`, `bfloat16`."""
+    """The types that all these variables accept, such as `float16` and `bfloat16`."""
 
     @property
     def any(self) -> bool:
-        """The node has a float32 port that may change."""
+        """True if the node has a float32 input or output whose type may change."""
         return any(self.inputs) or any(self.outputs)
 
     def allows(self, dtype: str) -> bool:
-        """Whether all these ports may be of `dtype`."""
+        """Return True if all these inputs and outputs may have the type `dtype`."""
         return self.any and dtype in self.allowed
 
 
-NONE = FloatPorts((), (), frozenset())
+NO_FLOAT_PORTS = FloatPorts((), (), frozenset())
 
 
 def opset_of(node: ir.Node, opsets: dict[str, int]) -> int:
-    """The version of the node's operator set."""
+    """Return the version of the node's operator set."""
     domain = "" if node.domain in ("", "ai.onnx") else node.domain
     return opsets.get(domain, 1)
 
 
 def float_ports(node: ir.Node, opset: int) -> FloatPorts:
-    """The float32 ports of a node whose values have their types already.
+    """Return the float32 inputs and outputs of a node. Its values must have types.
 
-    Nodes with subgraphs, with unknown ops, and those that draw random numbers have none.
+    Nodes with subgraphs, of unknown ops and of random-number ops have none.
     """
-    if node.op_type in _OWN_TYPE or has_subgraph(node):
-        return NONE
+    if node.op_type in _RANDOM_OR_EYE or has_subgraph(node):
+        return NO_FLOAT_PORTS
     schema = _schema(node.domain, node.op_type, opset)
     if schema is None:
-        return NONE
-    inputs = _variables(schema.inputs, len(node.inputs))
-    outputs = _variables(schema.outputs, len(node.outputs))
+        return NO_FLOAT_PORTS
+    inputs = _type_variables(schema.inputs, len(node.inputs))
+    outputs = _type_variables(schema.outputs, len(node.outputs))
     bound = {
         variable
         for values, variables in ((node.inputs, inputs), (node.outputs, outputs))
@@ -92,9 +95,9 @@ def float_ports(node: ir.Node, opset: int) -> FloatPorts:
 
 
 def infer_missing_types(graph: ir.Graph, opsets: dict[str, int]) -> None:
-    """Gives a type to values behind ops that ONNX's inference does not know: ONNX Runtime's own.
+    """Infer the output types of ops that ONNX's inference does not know: ONNX Runtime's own.
 
-    An output takes the type that its variable has at an input.
+    An output gets the type that its type variable has at an input.
     """
     for node in graph:
         schema = _schema(node.domain, node.op_type, opset_of(node, opsets))
@@ -103,18 +106,18 @@ def infer_missing_types(graph: ir.Graph, opsets: dict[str, int]) -> None:
         bound = {
             variable: value.dtype
             for value, variable in zip(
-                node.inputs, _variables(schema.inputs, len(node.inputs)), strict=True
+                node.inputs, _type_variables(schema.inputs, len(node.inputs)), strict=True
             )
             if value is not None and value.dtype is not None
         }
-        variables = _variables(schema.outputs, len(node.outputs))
+        variables = _type_variables(schema.outputs, len(node.outputs))
         for value, variable in zip(node.outputs, variables, strict=True):
             if value.dtype is None and bound.get(variable) is not None:
                 value.dtype = bound[variable]
 
 
 def has_subgraph(node: ir.Node) -> bool:
-    """Whether the node is an If, a Loop, a Scan or the like."""
+    """Return True if the node has a subgraph, as If, Loop and Scan have."""
     return any(
         attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
         for attribute in node.attributes.values()
@@ -124,7 +127,7 @@ def has_subgraph(node: ir.Node) -> bool:
 @dataclass(frozen=True)
 class _Schema:
     inputs: tuple[tuple[str, bool], ...]
-    """Type variable or literal type, and whether the port repeats."""
+    """Type variable or literal type, and True for a variadic parameter."""
     outputs: tuple[tuple[str, bool], ...]
     constraints: dict[str, frozenset[str]]
 
@@ -133,18 +136,20 @@ class _Schema:
 def _schema(domain: str, op_type: str, opset: int) -> _Schema | None:
     domain = "" if domain == "ai.onnx" else domain
     if domain == MICROSOFT:
-        found = _runtime_schemas().get(op_type)
-        return None if found is None else _read(found, "typeStr", "type_param_str")
+        found = _onnxruntime_schemas().get(op_type)
+        return None if found is None else _read_schema(found, "typeStr", "type_param_str")
     import onnx.defs
 
     try:
-        return _read(onnx.defs.get_schema(op_type, opset, domain), "type_str", "type_param_str")
+        return _read_schema(
+            onnx.defs.get_schema(op_type, opset, domain), "type_str", "type_param_str"
+        )
     except onnx.defs.SchemaError:
         return None
 
 
 @cache
-def _runtime_schemas() -> dict[str, Any]:
+def _onnxruntime_schemas() -> dict[str, Any]:
     from onnxruntime.capi import onnxruntime_pybind11_state as runtime
 
     newest: dict[str, Any] = {}
@@ -154,7 +159,7 @@ def _runtime_schemas() -> dict[str, Any]:
     return newest
 
 
-def _read(schema: Any, type_name: str, variable_name: str) -> _Schema:
+def _read_schema(schema: Any, type_name: str, variable_name: str) -> _Schema:
     def ports(formal: Any) -> tuple[tuple[str, bool], ...]:
         return tuple(
             (str(getattr(port, type_name)), str(port.option).endswith("Variadic"))
@@ -174,8 +179,8 @@ def _read(schema: Any, type_name: str, variable_name: str) -> _Schema:
     )
 
 
-def _variables(formal: tuple[tuple[str, bool], ...], count: int) -> list[str]:
-    """The type variable of each actual port; the last formal one repeats where it is variadic."""
+def _type_variables(formal: tuple[tuple[str, bool], ...], count: int) -> list[str]:
+    """Return the type variable of each actual input or output; a variadic last one repeats."""
     found = [variable for variable, _ in formal][:count]
     while len(found) < count:
         found.append(formal[-1][0] if formal and formal[-1][1] else "")

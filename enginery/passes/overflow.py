@@ -1,20 +1,30 @@
-"""Which nodes FP16 would break, by the ranges that were measured: the islands that stay FP32.
+"""Find the nodes that must stay FP32 in an FP16 graph, from the measured ranges of its tensors.
 
-    >>> islands = find_islands(model.graph, ranges)
-    >>> islands["/block.3/layer_norm/Pow"].reason
-    'its output reaches 1.2e+06, FP16 ends at 65504'
+>>> from enginery.passes.nodes import infer_types
+>>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
+... g (float[n] x) => (float[n] y) { y = Exp (x) }''')
+>>> infer_types(model)
+>>> ranges = {"x": TensorRange(12.0, 1.0, 0.0, 8), "y": TensorRange(1.6e5, 2.7, 0.0, 8)}
+>>> find_fp32_nodes(model.graph, ranges)["Exp_1"].reason
+'its output reaches 1.6e+05, but the largest FP16 number is 65504'
 
-A tensor beyond FP16 stays FP32, and with it the node that makes it and the nodes that read it. So
-does a node whose inner sum leaves the range, and one that divides by or takes the root of numbers
-that FP16 rounds to few bits. What was not measured stays FP32: a branch of an If that no input
-took, and the body of a Loop or a Scan.
+Each node is checked on its own, and stays FP32 in these cases:
 
-Sums inside MatMul, Gemm and Conv are taken as FP32, and only what comes out is held to the range.
-ONNX Runtime's CUDA provider computes FP16 products with CUBLAS_COMPUTE_32F unless the environment
-variable ORT_CUDA_GEMM_OPTIONS says otherwise (github.com/microsoft/onnxruntime/pull/7253).
-TensorRT's strong typing fixes the types of tensors; its documentation does not say which
-accumulator a kernel has, and the kernel is chosen on the GPU. A sum that leaves FP16 on the way is
-for the validation of the engine to see, and for `keep_fp32` to mend.
+- One of its inputs or outputs, times `HEADROOM`, exceeds FP16. So both the producer and the
+  consumers of a large tensor stay FP32.
+- A sum inside the node exceeds FP16 although its inputs and outputs do not: the sum of a mean, the
+  squares or the variance of a norm, the sum under a logarithm. It is computed from the measured
+  values.
+- It divides by, or takes the root or logarithm of, values so small that FP16 represents them with
+  few bits (subnormal numbers).
+- Its range is unknown: no input took its branch of an If, or it is in the body of a Loop or a Scan.
+
+Sums inside MatMul, Gemm and Conv are assumed to be FP32, so only their output is checked. ONNX
+Runtime's CUDA provider computes FP16 products with CUBLAS_COMPUTE_32F unless the environment
+variable ORT_CUDA_GEMM_OPTIONS changes that (github.com/microsoft/onnxruntime/pull/7253). TensorRT's
+strong typing fixes the types of tensors, but its documentation does not name the accumulator type
+of a kernel, and the kernel is chosen on the GPU. Validation of the engine detects a sum that
+overflows there; `keep_fp32` repairs it.
 """
 
 from __future__ import annotations
@@ -30,45 +40,46 @@ from enginery.passes.low_precision import (
     FP16_MAX,
     FP16_MIN_NORMAL,
     is_mask_constant,
-    out_of_range,
+    overflow_limits,
 )
 from enginery.passes.nodes import all_graphs
 from enginery.passes.op_types import FLOAT, has_subgraph
-from enginery.passes.ranges import TensorRange
+from enginery.passes.tensor_range import TensorRange
 
 HEADROOM = 2.0
-"""Inputs that were not measured may reach further than those that were."""
+"""A safety factor: other inputs can yield larger values than the measured ones."""
 _LOG_SUM_MAX = math.log(FP16_MAX / HEADROOM)
+_LIMIT = f"but the largest FP16 number is {FP16_MAX:.0f}"
 
-# The result is a mean; FP16 hardware may hold the sum before it is divided.
+# They compute a mean; a kernel may hold the sum in FP16 before it divides.
 _MEANS = frozenset({"ReduceMean", "GlobalAveragePool", "AveragePool"})
 _NORMS = frozenset({"LayerNormalization", "InstanceNormalization", "GroupNormalization",
                     "SkipLayerNormalization", "MeanVarianceNormalization"})  # fmt: skip
-# They divide by the root of a mean of squares, from which no mean was taken away before.
+# They divide by the root of the mean of squares, without subtracting the mean before.
 _SQUARE_NORMS = frozenset({"RMSNormalization", "SimplifiedLayerNormalization",
                            "SkipSimplifiedLayerNormalization"})  # fmt: skip
-# TensorRT's parser makes Exp, ReduceSum and Log of them, without taking the maximum away before.
+# TensorRT's parser expands them to Exp, ReduceSum and Log, without subtracting the maximum before.
 _LOG_SUMS = frozenset({"ReduceLogSum", "ReduceLogSumExp"})
-# Which input a relative error in small numbers matters to.
+# The index of the input whose relative error matters even if its values are small.
 _SENSITIVE = {"Div": 1, "Reciprocal": 0, "Sqrt": 0, "Log": 0}
-# They hand numbers on as they are, so that a tiny one is as good as zero to what comes after.
+# Values at or below this fraction of a mask constant count as masked: a score is added to the mask.
 _MASK_FLOOR_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Island:
-    """One node that stays FP32, and the measurement that says so."""
+class Fp32Node:
+    """A node that stays FP32, with the measurement that requires it."""
 
     node: str
     op_type: str
     tensor: str
-    """The tensor that was measured."""
+    """The measured tensor: an input or output of the node."""
     largest: float
     smallest: float
     reason: str
 
     def as_json(self) -> dict[str, Any]:
-        """For reports/optimization.json; an infinite number becomes null."""
+        """Return the entry for reports/optimization.json; a number that is not finite is null."""
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(self).items()
@@ -76,69 +87,69 @@ class Island:
 
 
 def mask_floor(model: ir.Model) -> float:
-    """Half the mildest mask constant: what lies at or below it was put there by a mask.
+    """Return half the highest mask constant of a model: values at or below it come from a mask.
 
-    -inf where the graph has no such constant: then only infinities are masks.
+    Return -inf if the graph has no such constant; then only -inf counts as masked.
     """
     lowest = [
         limits[0]
         for graph in model.graphs()
         for tensor in _constants(graph)
-        if (limits := out_of_range(tensor)) and is_mask_constant(tensor)
+        if (limits := overflow_limits(tensor)) and is_mask_constant(tensor)
     ]
     return max(lowest) * _MASK_FLOOR_SHARE if lowest else -math.inf
 
 
-def find_islands(graph: ir.Graph, ranges: Mapping[str, TensorRange]) -> dict[str, Island]:
-    """The nodes of the graph that stay FP32, by name; those in branches and bodies too.
+def find_fp32_nodes(graph: ir.Graph, ranges: Mapping[str, TensorRange]) -> dict[str, Fp32Node]:
+    """Return the nodes of the graph and of its subgraphs that stay FP32, by name.
 
     Args:
-        graph: the FP32 graph, its values with types.
-        ranges: by tensor name, of the graph's inputs and node outputs, see `measure_ranges`.
+        graph: the FP32 graph, whose values have types.
+        ranges: the ranges of the graph's inputs and node outputs by name, see `measure_ranges`.
     """
-    islands: dict[str, Island] = {}
+    fp32_nodes: dict[str, Fp32Node] = {}
     for node in graph:
         if not has_subgraph(node):
-            found = _unmeasured(node, ranges) or _in_range_problem(node, ranges)
+            found = _unmeasured(node, ranges) or _range_problem(node, ranges)
             if found is not None:
-                islands[node.name or ""] = found
+                fp32_nodes[node.name or ""] = found
             continue
         for attribute in node.attributes.values():
-            for inner in graphs_of(attribute):
-                islands |= find_islands(inner, ranges) if node.op_type == "If" else {
+            for inner in subgraphs_of(attribute):
+                fp32_nodes |= find_fp32_nodes(inner, ranges) if node.op_type == "If" else {
                     found.node: found for found in _unmeasurable(inner, node)
                 }  # fmt: skip
-    return islands
+    return fp32_nodes
 
 
-def graphs_of(attribute: ir.Attr) -> list[ir.Graph]:
-    """The graphs that an attribute of a node holds."""
+def subgraphs_of(attribute: ir.Attr) -> list[ir.Graph]:
+    """Return the graphs in an attribute of a node."""
     if attribute.type == ir.AttributeType.GRAPH:
         return [attribute.as_graph()]
     return list(attribute.as_graphs()) if attribute.type == ir.AttributeType.GRAPHS else []
 
 
-def _unmeasured(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | None:
-    """A node that no number went through, on any input."""
+def _unmeasured(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node | None:
+    """Return the node if none of the inputs gave it a value."""
     for value in node.outputs:
         found = ranges.get(value.name or "")
         if value.dtype == FLOAT and found is not None and not found.elements:
-            return _island(node, value, found, "no input gave it a number: its range is unknown")
+            return _fp32_node(node, value, found, "no input reached it, so its range is unknown")
     return None
 
 
-def _unmeasurable(graph: ir.Graph, outer: ir.Node) -> Iterator[Island]:
-    """Every node of a body that cannot be measured."""
+def _unmeasurable(graph: ir.Graph, outer: ir.Node) -> Iterator[Fp32Node]:
+    """Yield every node in the body of a Loop or a Scan, which cannot be measured."""
     unknown = TensorRange(math.nan, math.nan, math.nan, 0)
-    reason = f"it is inside the {outer.op_type} {outer.name}, where ranges cannot be measured"
+    reason = f"it is in the body of {outer.op_type} {outer.name}, where ranges cannot be measured"
     for node in (node for inner in all_graphs(graph) for node in inner):
         value = next((value for value in node.outputs if value.dtype == FLOAT), None)
         if value is not None and not has_subgraph(node):
-            yield _island(node, value, unknown, reason)
+            yield _fp32_node(node, value, unknown, reason)
 
 
-def _in_range_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | None:
-    """Why a node cannot be FP16, if it cannot."""
+def _range_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node | None:
+    """Return the node if its inputs, outputs or inner values do not fit FP16."""
     for what, values in (("output", node.outputs), ("input", node.inputs)):
         for value in values:
             if value is None or value.dtype != FLOAT:
@@ -147,13 +158,13 @@ def _in_range_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Islan
             if found is None and value.const_value is not None:
                 found = _constant_range(value.const_value)
             if found is not None and found.largest * HEADROOM > FP16_MAX:
-                reason = f"its {what} reaches {found.largest:.3g}, FP16 ends at {FP16_MAX:.0f}"
-                return _island(node, value, found, reason)
+                reason = f"its {what} reaches {found.largest:.3g}, {_LIMIT}"
+                return _fp32_node(node, value, found, reason)
     return _sum_problem(node, ranges) or _small_problem(node, ranges)
 
 
-def _sum_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | None:
-    """Sums inside a node that leave FP16's range although its inputs and outputs do not."""
+def _sum_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node | None:
+    """Return the node if a sum inside it exceeds FP16 although its inputs and outputs fit."""
     source = node.inputs[0] if node.inputs else None
     if source is None or source.dtype != FLOAT:
         return None
@@ -164,37 +175,35 @@ def _sum_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | N
     if node.op_type in _MEANS and after.elements:
         total = after.largest * before.elements / after.elements
         if total > FP16_MAX:
-            reason = f"the sum before its mean reaches {total:.3g}, FP16 ends at {FP16_MAX:.0f}"
-            return _island(node, source, before, reason)
+            reason = f"the sum of its mean reaches {total:.3g}, {_LIMIT}"
+            return _fp32_node(node, source, before, reason)
     if node.op_type == "ReduceL2" and after.largest**2 * HEADROOM > FP16_MAX:
-        reason = f"its sum of squares reaches {after.largest**2:.3g}, FP16 ends at {FP16_MAX:.0f}"
-        return _island(node, source, before, reason)
+        reason = f"its sum of squares reaches {after.largest**2:.3g}, {_LIMIT}"
+        return _fp32_node(node, source, before, reason)
     if node.op_type in _LOG_SUMS and after.largest > _LOG_SUM_MAX:
         reason = (
-            f"it is the logarithm of a sum and reaches {after.largest:.3g} from zero; FP16 holds "
-            f"sums with logarithms up to {_LOG_SUM_MAX:.3g}"
+            f"its logarithm of a sum has the magnitude {after.largest:.3g}; FP16 holds sums with "
+            f"logarithms up to {_LOG_SUM_MAX:.3g}"
         )
-        return _island(node, source, before, reason)
-    square = before.row_square * (_width(source) if node.op_type == "LpNormalization" else 1)
+        return _fp32_node(node, source, before, reason)
+    square = before.row_mean_square * (_width(source) if node.op_type == "LpNormalization" else 1)
     if node.op_type in (*_SQUARE_NORMS, "LpNormalization") and square * HEADROOM > FP16_MAX:
-        reason = f"the squares inside come to {square:.3g}, FP16 ends at {FP16_MAX:.0f}"
-        return _island(node, source, before, reason)
+        reason = f"its inner squares reach {square:.3g}, {_LIMIT}"
+        return _fp32_node(node, source, before, reason)
     if node.op_type in _NORMS and before.row_variance * HEADROOM > FP16_MAX:
-        reason = (
-            f"the variance inside reaches {before.row_variance:.3g}, FP16 ends at {FP16_MAX:.0f}"
-        )
-        return _island(node, source, before, reason)
+        reason = f"its inner variance reaches {before.row_variance:.3g}, {_LIMIT}"
+        return _fp32_node(node, source, before, reason)
     return None
 
 
 def _width(value: ir.Value) -> int:
-    """The size of the last axis, as far as the graph says it."""
+    """Return the size of the last axis; 1 if the graph does not state it."""
     last = value.shape[-1] if value.shape is not None and len(value.shape) else 1
     return last if isinstance(last, int) else 1
 
 
-def _small_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island | None:
-    """Numbers below FP16's normal range, where their relative error counts."""
+def _small_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node | None:
+    """Return the node if it is sensitive to values below FP16's normal range, and has them."""
     index = _SENSITIVE.get(node.op_type)
     if node.op_type == "Pow" and _is_negative(node.inputs[1]):
         index = 0
@@ -205,10 +214,9 @@ def _small_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Island |
     if value is None or found is None or not 0 < found.smallest < FP16_MIN_NORMAL:
         return None
     reason = (
-        f"its input has numbers of {found.smallest:.3g}; FP16 loses bits below "
-        f"{FP16_MIN_NORMAL:.3g}"
+        f"its input has values of {found.smallest:.3g}; FP16 loses bits below {FP16_MIN_NORMAL:.3g}"
     )
-    return _island(node, value, found, reason)
+    return _fp32_node(node, value, found, reason)
 
 
 def _is_negative(exponent: ir.Value | None) -> bool:
@@ -217,8 +225,8 @@ def _is_negative(exponent: ir.Value | None) -> bool:
 
 
 def _constant_range(tensor: ir.TensorProtocol) -> TensorRange | None:
-    """The range of a stored tensor, if it is beyond FP16 and no mask; that one is clamped."""
-    limits = out_of_range(tensor)
+    """Return the range of a constant if it exceeds FP16 and is not a mask, which is clamped."""
+    limits = overflow_limits(tensor)
     if limits is None or is_mask_constant(tensor):
         return None
     return TensorRange(max(-limits[0], limits[1]), 0.0, 0.0, tensor.size)
@@ -236,7 +244,7 @@ def _constants(graph: ir.Graph) -> Iterable[ir.TensorProtocol]:
                 yield tensor
 
 
-def _island(node: ir.Node, value: ir.Value, found: TensorRange, reason: str) -> Island:
-    return Island(
+def _fp32_node(node: ir.Node, value: ir.Value, found: TensorRange, reason: str) -> Fp32Node:
+    return Fp32Node(
         node.name or "", node.op_type, value.name or "", found.largest, found.smallest, reason
     )

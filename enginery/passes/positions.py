@@ -1,12 +1,22 @@
-"""Nodes that compute positions, angles and counts: FP16 is too coarse for them, and no faster.
+"""Find the nodes that compute positions, angles and counts, for which FP16 is too coarse.
 
-    >>> position_nodes(model.graph)
-    {'/block.0/SelfAttention/Log': 'its values become integers', …}
+FP16 represents integers exactly only up to 2048. T5 sorts distances into buckets by a logarithm
+that is cast to an integer; rotary embeddings compute the sine of position times frequency; the new
+size of an image is a rounded product. Such values stay FP32, and so do all nodes that compute
+nothing but such values. These tensors are small, so FP16 would save no time.
 
-FP16 counts to 2048 without gaps. T5 buckets distances by a logarithm that is then cut to an
-integer; rotary embeddings take the sine of position times frequency; an image's new size is a
-product that is rounded. A value that only such results are made of stays FP32, and so does what
-makes it.
+The search starts from the consumers. A node is kept if its float outputs do not depend on data, and
+are only read by Casts to integers or by nodes that are kept already. Data are the float inputs of
+the graph and float tables in which integers look something up. Sin and Cos are kept if their input
+does not depend on data.
+
+>>> from enginery.passes.nodes import infer_types
+>>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
+... g (int64[n] i) => (int64[n] j) {
+...   f = Cast <to: int = 1> (i)  h = Log (f)  j = Cast <to: int = 7> (h) }''')
+>>> infer_types(model)
+>>> find_position_nodes(model.graph)
+{'Log_1': 'its values become integers', 'Cast_1': 'its values become integers'}
 """
 
 from __future__ import annotations
@@ -18,12 +28,12 @@ import onnx_ir as ir
 from enginery.passes.op_types import FLOAT, has_subgraph
 
 _ANGLES = ("Sin", "Cos")
-# These look something up in float weights, or multiply by them: what comes out is data.
+# They look up rows of a float table, so their output is data.
 _LOOKUPS = ("Gather", "GatherND", "GatherElements")
 
 
-def position_nodes(graph: ir.Graph) -> dict[str, str]:
-    """The names of such nodes of one graph, with the reason. Values must have their types."""
+def find_position_nodes(graph: ir.Graph) -> dict[str, str]:
+    """Return the names of such nodes of one graph, with the reason. Values must have types."""
     nodes = list(graph)
     data = _data_values(graph, nodes)
     kept: dict[str, str] = {}
@@ -33,7 +43,7 @@ def position_nodes(graph: ir.Graph) -> dict[str, str]:
         if not floats or has_subgraph(node):
             continue
         if node.op_type in _ANGLES and node.inputs[0] not in data:
-            kept[node.name or ""] = "an angle made of positions"
+            kept[node.name or ""] = "an angle computed from positions"
             continue
         if any(value in outputs for value in floats):
             continue
@@ -44,7 +54,7 @@ def position_nodes(graph: ir.Graph) -> dict[str, str]:
 
 
 def _data_values(graph: ir.Graph, nodes: Iterable[ir.Node]) -> set[ir.Value]:
-    """Float values that depend on a float input or on a table looked up by an integer input."""
+    """Return the float values that depend on a float input or on a lookup in a float table."""
     data = {value for value in graph.inputs if value.dtype == FLOAT}
     for node in nodes:
         looks_up = (
@@ -60,14 +70,14 @@ def _data_values(graph: ir.Graph, nodes: Iterable[ir.Node]) -> set[ir.Value]:
 
 
 def _reason(value: ir.Value, data: set[ir.Value], kept: dict[str, str]) -> str:
-    """Why every use of a value wants FP32; empty where one does not."""
+    """Return why all uses of a value need FP32, or '' if one does not."""
     reason = ""
     for use in value.uses():
         node = use.node
         if has_subgraph(node) or node.graph is not value.graph:
             return ""
         if node.name in kept:
-            # An angle is kept whatever it is made of, but data must not become angles' cones.
+            # The node is kept, but data that it reads is not a position.
             if value in data:
                 return ""
             reason = kept[node.name]

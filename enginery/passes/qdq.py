@@ -1,14 +1,20 @@
-"""Explicit quantization: QuantizeLinear and DequantizeLinear just where TensorRT fuses them.
+"""Insert QuantizeLinear and DequantizeLinear nodes where TensorRT fuses them into layers.
 
-Takes an `onnx_ir.Model` in FP32; leaves it with INT8 or FP8 weights and Q/DQ pairs.
+>>> from enginery.passes.layers import find_layers
+>>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
+... g (float[n, 2] x) => (float[n, 2] y) <float[2, 2] w = {1, 2, 3, 4}> { y = MatMul (x, w) }''')
+>>> insert_qdq(model, find_layers(model), {"x": ActivationQuantParams(scale=0.05)})
+QdqSummary(layers=1, activations=1, smoothed=0)
+>>> [node.op_type for node in model.graph]
+['QuantizeLinear', 'DequantizeLinear', 'DequantizeLinear', 'MatMul']
 
-    >>> chosen = [layer for layer in find_layers(model) if not layer.obstacle]
-    >>> insert_qdq(model, chosen, ranges)
-    Inserted(layers=36, activations=24, smoothed=24)
+The activation and the weight of a MatMul, Gemm or Conv are quantized, both symmetrically. Biases
+and outputs are not: Q/DQ nodes behind a GEMM would separate it from the ops that TensorRT fuses
+into it. Source: TensorRT developer guide, "Q/DQ layer-placement recommendations".
 
-The placement is TensorRT's: the activation and the weight that enter a MatMul, Gemm or Conv, both
-symmetric; no bias and no output, which would part the GEMM from what follows it. Source: TensorRT
-developer guide, "Q/DQ layer-placement recommendations".
+An activation can be scaled and shifted per channel before it is quantized (SmoothQuant). The weight
+and the bias then take up the inverse, so that the layer computes the same:
+x @ W + b = (x * m + o) @ (W / m) + (b - o @ (W / m)).
 """
 
 from __future__ import annotations
@@ -21,50 +27,51 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from enginery.passes.layers import Layer, following_add, operands, stored
+from enginery.passes.layers import Layer, constant_tensor, following_add, operands
 from enginery.passes.scheme import INT8, Scheme, Vector
 
-LEAST_SCALE = 2.0**-20
-"""FP16 still holds four significand bits here; a channel of zeros needs some scale."""
+MIN_SCALE = 2.0**-20
+"""The smallest scale, for channels that are all zero. FP16 represents it with four significand
+bits."""
 
 
 @dataclass(frozen=True)
-class ActivationRange:
-    """How an activation is quantized: round((x * multiplier + offset) / scale)."""
+class ActivationQuantParams:
+    """The parameters that quantize an activation: round((x * multiplier + offset) / scale)."""
 
     scale: float
     multiplier: Vector | None = None
-    """(K,); None for no scaling of single channels."""
+    """The factor of each channel, (K,); None if channels are not scaled."""
     offset: Vector | None = None
-    """(K,), after the multiplier; None for no shift."""
+    """The shift of each channel after scaling, (K,); None if channels are not shifted."""
 
 
 @dataclass(frozen=True)
-class Inserted:
-    """What `insert_qdq` did."""
+class QdqSummary:
+    """The numbers of layers and activations that `insert_qdq` quantized."""
 
     layers: int
     activations: int
     smoothed: int
-    """Activations whose channels are scaled or shifted first."""
+    """Activations whose channels are scaled or shifted before they are quantized."""
 
 
 def insert_qdq(
     model: ir.Model,
     layers: Sequence[Layer],
-    ranges: Mapping[str, ActivationRange],
+    ranges: Mapping[str, ActivationQuantParams],
     *,
     scheme: Scheme = INT8,
     bias_deltas: Mapping[str, Vector] | None = None,
-) -> Inserted:
-    """Quantizes the layers, in place.
+) -> QdqSummary:
+    """Quantize the layers in place.
 
     Args:
-        model: with a float32 graph of opset 13 or later, 19 for FP8.
-        layers: those to quantize, as `find_layers` gave them.
-        ranges: by activation.
-        scheme: the type of the numbers.
-        bias_deltas: by layer, (N,): what is added to its bias besides what its offset demands.
+        model: an FP32 model of opset 13 or later, for FP8 of opset 19 or later.
+        layers: the layers to quantize, see `find_layers`.
+        ranges: the parameters of each activation, by name.
+        scheme: the quantized type.
+        bias_deltas: vectors (N,) by layer, to add to the bias besides the one for the offset.
     """
     graph = model.graph
     nodes = {node.name: node for node in graph}
@@ -72,126 +79,126 @@ def insert_qdq(
     quantized: dict[str, ir.Value] = {}
     for node in [nodes[name] for name in nodes if name in chosen]:
         layer = chosen[node.name or ""]
-        ready = ranges[layer.activation]
+        params = ranges[layer.activation]
         source, weight = operands(node)
         if layer.activation not in quantized:
-            quantized[layer.activation] = _quantize_activation(graph, node, source, ready, scheme)
-        scaled = scale_weight(layer, weight, ready)
-        delta = bias_shift(layer, scaled, ready)
+            quantized[layer.activation] = _quantize_activation(graph, node, source, params, scheme)
+        scaled = scale_weight(layer, weight, params)
+        delta = bias_shift(layer, scaled, params)
         if bias_deltas is not None and layer.name in bias_deltas:
             delta = delta + bias_deltas[layer.name]
         if np.any(delta):
             add_to_bias(graph, node, layer, delta)
         node.replace_input_with(0, quantized[layer.activation])
-        steps = _steps(layer, scaled, scheme)
-        if _is_parted(layer, scheme):
-            # TensorRT moves the split into the weights and then multiplies in float, unless their
-            # scale is one number. The channels' own scales go behind the product instead.
-            shared, factors = _parted(steps)
+        scales = _channel_scales(layer, scaled, scheme)
+        if _has_shared_scale(layer, scheme):
+            # TensorRT splits such a weight and then multiplies in floating point, unless the weight
+            # has a single scale. So the scales of the channels are applied to the product instead.
+            shared, factors = _split_scales(scales)
             weights = _quantize_weight(graph, node, layer, scaled, scheme, shared, factors)
             node.replace_input_with(1, weights)
             _scale_output(graph, node, layer, factors)
         else:
-            weights = _quantize_weight(graph, node, layer, scaled, scheme, steps)
+            weights = _quantize_weight(graph, node, layer, scaled, scheme, scales)
             node.replace_input_with(1, weights)
     used = [ranges[name] for name in quantized]
     smoothed = sum(r.multiplier is not None or r.offset is not None for r in used)
-    return Inserted(layers=len(chosen), activations=len(quantized), smoothed=smoothed)
+    return QdqSummary(layers=len(chosen), activations=len(quantized), smoothed=smoothed)
 
 
-def scale_weight(layer: Layer, weight: Vector, ready: ActivationRange) -> Vector:
-    """The weight that gives the same product with the scaled activation: W[k] / multiplier[k]."""
-    if ready.multiplier is None:
+def scale_weight(layer: Layer, weight: Vector, params: ActivationQuantParams) -> Vector:
+    """Return W[k] / multiplier[k], with which the scaled activation yields the same product."""
+    if params.multiplier is None:
         return weight
     shape = (1, -1) if layer.weight_axis == 0 else (-1, 1)
-    return np.asarray(weight / ready.multiplier.reshape(shape), dtype=np.float32)
+    return np.asarray(weight / params.multiplier.reshape(shape), dtype=np.float32)
 
 
-def bias_shift(layer: Layer, scaled: Vector, ready: ActivationRange) -> Vector:
-    """(N,): what the bias takes up for the offset of the activation, -offset @ W."""
-    if ready.offset is None:
-        return np.zeros(layer.outer, dtype=np.float32)
+def bias_shift(layer: Layer, scaled: Vector, params: ActivationQuantParams) -> Vector:
+    """Return the vector (N,) that compensates the activation's offset in the bias: -offset @ W."""
+    if params.offset is None:
+        return np.zeros(layer.out_channels, dtype=np.float32)
     matrix = scaled.T if layer.weight_axis == 0 else scaled
-    return np.asarray(-(ready.offset.astype(np.float64) @ matrix), dtype=np.float32)
+    return np.asarray(-(params.offset.astype(np.float64) @ matrix), dtype=np.float32)
 
 
 def weight_scales(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
-    """(N,), or () for one scale: the step of each output channel, exactly as the graph has it."""
-    steps = _steps(layer, weight, scheme)
-    if _is_parted(layer, scheme):
-        shared, factors = _parted(steps)
+    """Return the scale of each output channel (N,), or of the weight (), as stored in the graph."""
+    scales = _channel_scales(layer, weight, scheme)
+    if _has_shared_scale(layer, scheme):
+        shared, factors = _split_scales(scales)
         return np.asarray(shared * factors, dtype=np.float32)
-    return steps
+    return scales
 
 
-def _steps(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
+def _channel_scales(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
     others = tuple(axis for axis in range(weight.ndim) if axis != layer.weight_axis)
-    reach = np.abs(weight).max(axis=others if scheme.per_channel else None)
-    return fp16_scale(reach / scheme.largest)
+    max_abs = np.abs(weight).max(axis=others if scheme.per_channel else None)
+    return fp16_scale(max_abs / scheme.largest)
 
 
-def _is_parted(layer: Layer, scheme: Scheme) -> bool:
+def _has_shared_scale(layer: Layer, scheme: Scheme) -> bool:
     return scheme.per_channel and layer.split and layer.linear
 
 
-def _parted(steps: Vector) -> tuple[Vector, Vector]:
-    """One scale for all channels, and (N,) what each channel's own is of it."""
-    shared = fp16_scale(np.exp(np.log(steps).mean()))
-    return shared, (steps / shared).astype(np.float16).astype(np.float32)
+def _split_scales(scales: Vector) -> tuple[Vector, Vector]:
+    """Split scales (N,) into a shared one () and the factor of each channel (N,)."""
+    shared = fp16_scale(np.exp(np.log(scales).mean()))
+    return shared, (scales / shared).astype(np.float16).astype(np.float32)
 
 
 def fp16_scale(scale: Any) -> Vector:
-    """Scales that FP16 holds exactly, none below `LEAST_SCALE`: the graph may be cast later."""
-    floored = np.maximum(np.asarray(scale, dtype=np.float32), LEAST_SCALE)
+    """Round scales to FP16 numbers, at least `MIN_SCALE`, because the graph may be cast later."""
+    floored = np.maximum(np.asarray(scale, dtype=np.float32), MIN_SCALE)
     return floored.astype(np.float16).astype(np.float32)
 
 
-def quantized_weight(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
-    """The weight as the quantized layer has it, in float32: rounded to the scheme's numbers."""
-    steps = _broadcast(layer, weight, weight_scales(layer, weight, scheme))
-    return np.asarray(scheme.nearest(weight / steps) * steps, dtype=np.float32)
+def fake_quantize_weight(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
+    """Quantize and dequantize a weight: return the values of the quantized layer as float32."""
+    scales = _broadcast(layer, weight, weight_scales(layer, weight, scheme))
+    return np.asarray(scheme.nearest(weight / scales) * scales, dtype=np.float32)
 
 
-def _broadcast(layer: Layer, weight: Vector, steps: Vector) -> Vector:
+def _broadcast(layer: Layer, weight: Vector, scales: Vector) -> Vector:
     shape = [1] * weight.ndim
     shape[layer.weight_axis] = -1
-    return steps.reshape(shape)
+    return scales.reshape(shape)
 
 
 def add_to_bias(graph: ir.Graph, node: ir.Node, layer: Layer, delta: Vector) -> None:
-    """Adds a vector (N,) to what the layer gives out: to its bias, where it has one."""
+    """Add a vector (N,) to the layer's output: to its bias, or with a new Add if it has none."""
     holder = node if layer.op_type in ("Gemm", "Conv") else following_add(node)
     if layer.bias and holder is not None:
         index = next(
             i for i, value in enumerate(holder.inputs) if value and value.name == layer.bias
         )
-        tensor = stored(holder.inputs[index])
+        tensor = constant_tensor(holder.inputs[index])
         total = delta if tensor is None else tensor.numpy().astype(np.float32) + delta
-        holder.replace_input_with(index, _store(graph, f"{layer.name}/bias", total))
+        holder.replace_input_with(index, _add_initializer(graph, f"{layer.name}/bias", total))
         return
     shape = (-1, 1, 1) if layer.op_type == "Conv" else (-1,)
-    vector = _store(graph, f"{layer.name}/bias", delta.reshape(shape))
+    vector = _add_initializer(graph, f"{layer.name}/bias", delta.reshape(shape))
     output = node.outputs[0]
     made = _node("Add", [output, vector], f"{layer.name}/add_bias", like=output)
     graph.insert_after(node, made)
-    _redirect(graph, output, [made])
+    _replace_uses(graph, output, [made])
 
 
 def _scale_output(graph: ir.Graph, node: ir.Node, layer: Layer, factors: Vector) -> None:
-    """Multiplies the product's channels, before the bias."""
+    """Multiply the channels of the product by factors (N,), before the bias is added."""
     output = node.outputs[0]
-    factor = _store(graph, f"{layer.name}/weight_factors", factors)
+    factor = _add_initializer(graph, f"{layer.name}/weight_factors", factors)
     made = [_node("Mul", [output, factor], f"{layer.name}/scale_output", like=output)]
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
         scaled = [made[0].outputs[0], node.inputs[2]]
         made.append(_node("Add", scaled, f"{layer.name}/add_bias", like=output))
         node.resize_inputs(2)
     graph.insert_after(node, made)
-    _redirect(graph, output, made)
+    _replace_uses(graph, output, made)
 
 
-def _redirect(graph: ir.Graph, old: ir.Value, made: Sequence[ir.Node]) -> None:
-    """Everything that took `old` takes the last new node's output, graph outputs included."""
+def _replace_uses(graph: ir.Graph, old: ir.Value, made: Sequence[ir.Node]) -> None:
+    """Replace all uses of `old`, graph outputs included, with the output of the last new node."""
     new = made[-1].outputs[0]
     for use in list(old.uses()):
         if use.node not in made:
@@ -203,24 +210,28 @@ def _redirect(graph: ir.Graph, old: ir.Value, made: Sequence[ir.Node]) -> None:
 
 
 def _quantize_activation(
-    graph: ir.Graph, before: ir.Node, source: ir.Value, ready: ActivationRange, scheme: Scheme
+    graph: ir.Graph,
+    before: ir.Node,
+    source: ir.Value,
+    params: ActivationQuantParams,
+    scheme: Scheme,
 ) -> ir.Value:
-    """Inserts scaling, shift and Q/DQ before the first layer that takes them."""
+    """Insert scaling, shift, Q and DQ before the first layer that reads the activation."""
     name, value = source.name or "", source
     made = []
-    if ready.multiplier is not None:
-        factor = _store(graph, f"{name}/multiplier", ready.multiplier)
+    if params.multiplier is not None:
+        factor = _add_initializer(graph, f"{name}/multiplier", params.multiplier)
         made.append(_node("Mul", [value, factor], f"{name}/scale_channels", like=source))
         value = made[-1].outputs[0]
-    if ready.offset is not None:
-        shift = _store(graph, f"{name}/offset", ready.offset)
+    if params.offset is not None:
+        shift = _add_initializer(graph, f"{name}/offset", params.offset)
         made.append(_node("Add", [value, shift], f"{name}/shift_channels", like=source))
         value = made[-1].outputs[0]
-    step = _store(graph, f"{name}/scale", fp16_scale(ready.scale).reshape(()))
-    zero = _store(graph, f"{name}/zero_point", scheme.zeros(()))
-    made.append(_node("QuantizeLinear", [value, step, zero], f"{name}/quantize", like=source,
+    scale = _add_initializer(graph, f"{name}/scale", fp16_scale(params.scale).reshape(()))
+    zero = _add_initializer(graph, f"{name}/zero_point", scheme.zeros(()))
+    made.append(_node("QuantizeLinear", [value, scale, zero], f"{name}/quantize", like=source,
                       dtype=scheme.dtype))  # fmt: skip
-    made.append(_node("DequantizeLinear", [made[-1].outputs[0], step, zero],
+    made.append(_node("DequantizeLinear", [made[-1].outputs[0], scale, zero],
                       f"{name}/dequantize", like=source))  # fmt: skip
     graph.insert_before(before, made)
     return made[-1].outputs[0]
@@ -232,27 +243,27 @@ def _quantize_weight(
     layer: Layer,
     weight: Vector,
     scheme: Scheme,
-    steps: Vector,
+    scales: Vector,
     factors: Vector | None = None,
 ) -> ir.Value:
-    """Stores the quantized weight, with a DequantizeLinear before the layer.
+    """Store the quantized weight and insert a DequantizeLinear before the layer.
 
-    `steps` is (N,), or one number with `factors` (N,) that multiply the layer's output.
+    The scales `scales` are (N,), or () with `factors` (N,) that multiply the layer's output.
     """
-    whole = steps if factors is None else np.asarray(steps * factors, dtype=np.float32)
-    numbers = scheme.stored(weight / _broadcast(layer, weight, whole))
-    rounded = _store(graph, f"{layer.name}/weight", numbers)
-    step = _store(graph, f"{layer.name}/weight_scale", steps)
-    zero = _store(graph, f"{layer.name}/weight_zero_point", scheme.zeros(steps.shape))
-    made = _node("DequantizeLinear", [rounded, step, zero], f"{layer.name}/dequantize_weight",
-                 attributes={"axis": layer.weight_axis} if steps.ndim else {})  # fmt: skip
+    channel_scales = scales if factors is None else np.asarray(scales * factors, dtype=np.float32)
+    numbers = scheme.stored(weight / _broadcast(layer, weight, channel_scales))
+    rounded = _add_initializer(graph, f"{layer.name}/weight", numbers)
+    scale = _add_initializer(graph, f"{layer.name}/weight_scale", scales)
+    zero = _add_initializer(graph, f"{layer.name}/weight_zero_point", scheme.zeros(scales.shape))
+    made = _node("DequantizeLinear", [rounded, scale, zero], f"{layer.name}/dequantize_weight",
+                 attributes={"axis": layer.weight_axis} if scales.ndim else {})  # fmt: skip
     made.outputs[0].shape = ir.Shape(weight.shape)
     graph.insert_before(before, made)
     return made.outputs[0]
 
 
-def _store(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
-    # Not ascontiguousarray, which makes a vector of a scalar.
+def _add_initializer(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
+    # Not ascontiguousarray, which turns a scalar into a vector.
     tensor = ir.tensor(np.asarray(array, order="C"), name=name)
     value = ir.Value(
         name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor

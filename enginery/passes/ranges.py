@@ -1,13 +1,8 @@
-"""What the values inside a graph look like on real inputs: how large, how small, how long a sum.
+"""Measure the range of every float tensor of a graph on real inputs.
 
-Takes an ONNX file and feeds; leaves one `TensorRange` a float tensor.
-
-    >>> ranges = measure_ranges(Path("model.onnx"), tensors, batches, mask_floor=-3.3e38)
-    >>> ranges["/layer.3/Add_output_0"].largest
-    71236.0
-
-The graph runs in segments (`passes/segments.py`), each of which makes tensors of a bounded size;
-only numbers of fixed size stay of each tensor.
+All inner tensors of a graph can take far more memory than the model. So the graph runs in segments
+(`passes/segments.py`), whose tensors have a bounded total size. Each tensor is reduced to a
+`TensorRange` of fixed size as soon as it is computed. The ranges of all batches are merged.
 """
 
 from __future__ import annotations
@@ -26,23 +21,20 @@ from onnx_ir.passes.common import ShapeInferencePass
 from enginery.core.errors import InputError
 from enginery.core.external_data import load_graph
 from enginery.passes.graph_file import read_graph
-from enginery.passes.nodes import UnusedNames, all_graphs, all_nodes, infer_types
+from enginery.passes.nodes import NameAllocator, all_graphs, all_nodes, infer_types
 from enginery.passes.op_types import FLOAT, has_subgraph
-from enginery.passes.segments import Segment, alive_bytes, cut_graph, segment_model
-from enginery.passes.tensor_range import TensorRange, range_of
-from enginery.runtime.providers import choose_providers, parse_providers
+from enginery.passes.segments import Segment, peak_live_bytes, segment_model, split_graph
+from enginery.passes.tensor_range import TensorRange, array_range
+from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.tracing import open_in_memory
 
-__all__ = ["GROUP_BYTES", "TensorRange", "float_tensors", "measure_ranges", "name_apart",
-           "range_of"]  # fmt: skip
-
 Feeds = Mapping[str, NDArray[Any]]
-_Place = tuple[str, int, str]
-"""A tensor's name, its segment, and the output that it was fetched from."""
+_FetchKey = tuple[str, int, str]
+"""The name of a tensor, the index of its segment, and the output from which it was fetched."""
 
 GROUP_BYTES = 256 << 20
-"""Inner tensors that are fetched in one run; what passes from segment to segment is as large again
-at most."""
+"""The limit for the inner tensors that are fetched in one run. The values that pass from one
+segment to the next take at most as much again."""
 _UNKNOWN_ELEMENTS = 1 << 20
 
 
@@ -54,14 +46,17 @@ def measure_ranges(
     mask_floor: float = -math.inf,
     group_bytes: int = GROUP_BYTES,
 ) -> dict[str, TensorRange]:
-    """Runs the graph on every batch and records each tensor's range.
+    """Run the graph on every batch and record the range of each tensor.
 
     Args:
         path: the FP32 graph.
         tensors: values of the graph, see `float_tensors`.
-        batches: feeds; the largest sets the size of a segment.
-        mask_floor: numbers at and below it were put there by an attention mask.
-        group_bytes: the most that is fetched in one run; one larger tensor is a run of its own.
+        batches: feeds; the largest determines the segments.
+        mask_floor: values at or below it come from an attention mask.
+        group_bytes: the limit for the tensors fetched in one run; a single tensor may exceed it.
+
+    Returns:
+        The range of each tensor over all batches, by name.
 
     Raises:
         InputError: the graph fails on a batch.
@@ -71,95 +66,96 @@ def measure_ranges(
     largest = max(batches, key=lambda feeds: sum(array.size for array in feeds.values()))
     types, sizes = _types_and_sizes(path, largest)
     names = dict.fromkeys(value.name or "" for value in tensors)
-    # Where two branches have values of one name and of different types, neither can be fetched.
+    # Values of one name and different types in two branches cannot be fetched.
     wanted = [name for name in names if types.get(name) != ir.DataType.UNDEFINED]
-    segments = cut_graph(
+    segments = split_graph(
         proto.graph,
         {name: sizes.get(name, 4 * _UNKNOWN_ELEMENTS) for name in wanted},
-        typed=types,
-        most_bytes=group_bytes,
+        typed_values=types,
+        max_bytes=group_bytes,
     )
-    at_once = max(1, group_bytes // max(1, alive_bytes(segments, sizes)))
-    ranges: dict[_Place, TensorRange] = {}
-    for start in range(0, len(batches), at_once):
-        part = batches[start : start + at_once]
-        for place, array in _values_of_part(path, proto, segments, types, part):
-            found = range_of(array, mask_floor=mask_floor)
-            ranges[place] = ranges[place].widest(found) if place in ranges else found
+    batches_per_run = max(1, group_bytes // max(1, peak_live_bytes(segments, sizes)))
+    ranges: dict[_FetchKey, TensorRange] = {}
+    for start in range(0, len(batches), batches_per_run):
+        part = batches[start : start + batches_per_run]
+        for key, array in _run_segments(path, proto, segments, types, part):
+            found = array_range(array, mask_floor=mask_floor)
+            ranges[key] = ranges[key].merge(found) if key in ranges else found
         for feeds in part:
             for name in names.keys() & feeds.keys():
-                found = range_of(feeds[name], mask_floor=mask_floor)
-                place = (name, -1, "")
-                ranges[place] = ranges[place].widest(found) if place in ranges else found
-    return _by_tensor(ranges, names)
+                found = array_range(feeds[name], mask_floor=mask_floor)
+                key = (name, -1, "")
+                ranges[key] = ranges[key].merge(found) if key in ranges else found
+    return _merge_by_name(ranges, names)
 
 
 def float_tensors(graph: ir.Graph) -> list[ir.Value]:
-    """The float32 outputs of the graph's nodes, and its float inputs, in topological order.
+    """Return the float32 inputs of the graph and the float32 outputs of its nodes, in order.
 
-    Those in the branches of an If are among them. What is inside a Loop or a Scan is not: it has
-    values of another size each time round, and cannot be fetched from outside.
+    Values in the branches of an If are included. Those inside a Loop or a Scan are not: they are
+    computed anew in each iteration and cannot be fetched from outside.
     """
-    return [value for value in (*graph.inputs, *_made(graph)) if value.dtype == FLOAT]
+    return [value for value in (*graph.inputs, *_node_outputs(graph)) if value.dtype == FLOAT]
 
 
-def name_apart(model: ir.Model) -> bool:
-    """Gives every value a name that no other has, in place; returns whether any was changed.
+def make_value_names_unique(model: ir.Model) -> bool:
+    """Give every value a unique name, in place; return True if any name was changed.
 
-    ONNX lets the two branches of an If use the same names. Ranges and errors are kept by name.
+    ONNX allows the two branches of an If to use the same names, but ranges and errors are recorded
+    by name.
     """
-    unused = UnusedNames(model)
+    new_name = NameAllocator(model)
     seen: set[str] = set()
     changed = False
     for graph in all_graphs(model.graph):
         made = [value for node in graph for value in node.outputs if value.name]
         for value in (*graph.inputs, *graph.initializers.values(), *made):
             if value.name in seen and not (value.is_graph_input() and value.is_initializer()):
-                value.name = unused(value.name)
+                value.name = new_name(value.name)
                 changed = True
             seen.add(value.name or "")
     return changed
 
 
-def _made(graph: ir.Graph) -> Iterator[ir.Value]:
+def _node_outputs(graph: ir.Graph) -> Iterator[ir.Value]:
     for node in graph:
         if node.op_type == "If" and has_subgraph(node):
             for attribute in node.attributes.values():
-                yield from _made(attribute.as_graph())
+                yield from _node_outputs(attribute.as_graph())
         yield from (value for value in node.outputs if value.name)
 
 
-def _by_tensor(
-    ranges: Mapping[_Place, TensorRange], wanted: Iterable[str]
+def _merge_by_name(
+    ranges: Mapping[_FetchKey, TensorRange], wanted: Iterable[str]
 ) -> dict[str, TensorRange]:
-    """One range a name. Of two branches that use a name one may not have been taken: unknown."""
+    """Merge the ranges of each name; unknown if one of two branches with the name never ran."""
     found: dict[str, list[TensorRange]] = {}
     for (name, _, _), one in ranges.items():
         found.setdefault(name, []).append(one)
     return {
         name: TensorRange(0.0, 0.0, 0.0, 0)
         if not all(one.elements for one in found.get(name, ())) or name not in found
-        else functools.reduce(TensorRange.widest, found[name])
+        else functools.reduce(TensorRange.merge, found[name])
         for name in wanted
     }
 
 
 def _types_and_sizes(path: Path, feeds: Feeds) -> tuple[dict[str, int], dict[str, int]]:
-    """ONNX's numbers of element types, and sizes in bytes, by the names of values.
+    """Return the element types (as ONNX's numbers) and the sizes in bytes of all values, by name.
 
-    With the feeds' shapes at the inputs, ONNX's inference finds nearly all of the others.
+    ONNX's shape inference derives nearly all of them from the shapes of the feeds.
     """
     model = read_graph(path)
     infer_types(model)
     values = [value for node in all_nodes(model) for value in node.outputs]
     for value in values:
-        value.shape = None  # what the file says has names in place of numbers
+        value.shape = None  # the file's shapes contain names instead of numbers
     for value in model.graph.inputs:
         if value.name in feeds:
             value.shape = ir.Shape(feeds[value.name].shape)
     logger = logging.getLogger("onnx_ir")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of ops that ONNX does not know
+    logger.setLevel(logging.ERROR)  # it warns about ops without a schema
     try:
         ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
     finally:
@@ -179,20 +175,20 @@ def _types_and_sizes(path: Path, feeds: Feeds) -> tuple[dict[str, int], dict[str
     return types, sizes
 
 
-def _values_of_part(
+def _run_segments(
     path: Path,
     proto: Any,
     segments: Sequence[Segment],
     types: Mapping[str, int],
     batches: Sequence[Feeds],
-) -> Iterator[tuple[_Place, NDArray[Any]]]:
-    """What the nodes make of the batches, a segment after the other."""
-    provider = choose_providers(parse_providers("cpu"))
+) -> Iterator[tuple[_FetchKey, NDArray[Any]]]:
+    """Run the batches through one segment after the other; yield the tensors to measure."""
+    provider = choose_providers("cpu")
     alive: list[dict[str, NDArray[Any]]] = [dict(feeds) for feeds in batches]
-    last_read = {name: index for index, segment in enumerate(segments) for name in segment.reads}
+    last_read = {name: index for index, segment in enumerate(segments) for name in segment.inputs}
     for index, segment in enumerate(segments):
         for number, group in enumerate(segment.groups):
-            passed_on = segment.passes_on if number == 0 else ()
+            passed_on = segment.outputs if number == 0 else ()
             fetch = tuple(dict.fromkeys((*group, *passed_on)))
             if not fetch:
                 continue
@@ -203,7 +199,7 @@ def _values_of_part(
             )  # fmt: skip
             outputs = [output.name for output in model.graph.output]
             for held, feeds in zip(alive, batches, strict=True):
-                found = _run(session, outputs, {name: held[name] for name in segment.reads}, feeds)
+                found = _run(session, outputs, {name: held[name] for name in segment.inputs}, feeds)
                 for name in group:
                     for source in sources[name]:
                         yield (name, index, source), found[source]
@@ -222,7 +218,7 @@ def _run(session: Any, outputs: list[str], given: Feeds, feeds: Feeds) -> dict[s
 
 
 def _elements(value: ir.Value, rows: int, longest: int) -> int:
-    """About how many elements: a dim without a number is the batch if first, else the longest."""
+    """Estimate the number of elements; an unknown first dim is the batch, others are `longest`."""
     if value.shape is None:
         return _UNKNOWN_ELEMENTS
     return math.prod(

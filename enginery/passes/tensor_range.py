@@ -1,9 +1,10 @@
-"""The range of one array: how large, how small, how long a sum of its rows.
+"""The range of one tensor: its largest and smallest magnitudes and the moments of its rows.
 
-    >>> range_of(np.float32([[0, 1e-3, -5]])).largest
+    >>> array_range(np.float32([[0, 1e-3, -5]])).largest
     5.0
 
-Only numbers of fixed size stay of an array of any size; `widest` joins those of two feeds.
+A `TensorRange` has a fixed size, however large the array is. `merge` combines the ranges of two
+feeds.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from numpy.typing import NDArray
 
 _SMALL_QUANTILE = 0.01
 _SAMPLE = 1 << 16
-# Elements whose FP64 copy stays in a core's cache.
+# The FP64 copy of this many elements fits the cache of a CPU core.
 _ROWS_AT_ONCE = 1 << 15
 
 
 @dataclass(frozen=True)
 class TensorRange:
-    """One tensor over all feeds. Numbers that a mask put there do not count."""
+    """The range of one tensor over all feeds, without the values of attention masks."""
 
     largest: float
     """The largest magnitude."""
     smallest: float
-    """The 1 % quantile of the magnitudes above zero; 0 where all are zero."""
+    """The 1 % quantile of the nonzero magnitudes; 0 if all are zero."""
     row_variance: float
-    """The largest variance of one row along the last axis, as a normalisation computes it."""
+    """The largest variance of a row along the last axis, as a normalization computes it."""
     elements: int
-    """Of the largest feed; 0 where no feed had any: nothing is known of the tensor then."""
+    """The number of elements in the largest feed. With 0, the range is unknown."""
     nonfinite: bool = False
-    """It has NaN or an infinity that is no mask."""
-    row_square: float = 0.0
-    """The largest mean of the squares of one row."""
+    """True if the tensor has NaN, or an infinity that does not come from a mask."""
+    row_mean_square: float = 0.0
+    """The largest mean of squares of a row along the last axis."""
 
-    def widest(self, other: TensorRange) -> TensorRange:
-        """Over two feeds."""
+    def merge(self, other: TensorRange) -> TensorRange:
+        """Return the range over two feeds."""
         smalls = [value for value in (self.smallest, other.smallest) if value > 0]
         return TensorRange(
             max(self.largest, other.largest),
@@ -47,18 +48,18 @@ class TensorRange:
             max(self.row_variance, other.row_variance),
             max(self.elements, other.elements),
             self.nonfinite or other.nonfinite,
-            max(self.row_square, other.row_square),
+            max(self.row_mean_square, other.row_mean_square),
         )
 
 
-def range_of(values: NDArray[Any], *, mask_floor: float = -math.inf) -> TensorRange:
-    """The range of one array."""
+def array_range(values: NDArray[Any], *, mask_floor: float = -math.inf) -> TensorRange:
+    """Measure the range of one array; values at or below `mask_floor` count as masked."""
     array = np.asarray(values, np.float32)
     if array.size == 0:
         return TensorRange(0.0, 0.0, 0.0, 0)
     low, high = float(array.min()), float(array.max())
     counted, nonfinite = array, False
-    # NaN is no number, and with a floor of -inf, -inf itself is a mask: Softmax makes zero of it.
+    # With a floor of -inf, -inf itself is a mask: Softmax turns it into 0.
     if not (math.isfinite(low) and math.isfinite(high) and low > np.float32(mask_floor)):
         counted = np.where(array <= np.float32(mask_floor), np.float32(0), array)
         nonfinite = not bool(np.isfinite(counted).all())
@@ -68,19 +69,19 @@ def range_of(values: NDArray[Any], *, mask_floor: float = -math.inf) -> TensorRa
     step = max(1, counted.size // _SAMPLE)
     sample = np.abs(counted.ravel()[::step])
     sample = sample[sample > 0]
-    row_variance, row_square = _row_moments(counted)
+    row_variance, row_mean_square = _row_moments(counted)
     return TensorRange(
         largest=max(abs(low), abs(high)),
         smallest=float(np.quantile(sample, _SMALL_QUANTILE)) if sample.size else 0.0,
         row_variance=row_variance,
         elements=int(array.size),
         nonfinite=nonfinite,
-        row_square=row_square,
+        row_mean_square=row_mean_square,
     )
 
 
 def _row_moments(array: NDArray[Any]) -> tuple[float, float]:
-    """The largest variance of a row, and the largest mean of its squares; in FP64."""
+    """Return the largest variance and the largest mean of squares of a row, computed in FP64."""
     width = array.shape[-1] if array.ndim else 1
     rows = array.reshape(-1, width)
     count = max(1, _ROWS_AT_ONCE // width)

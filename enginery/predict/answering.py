@@ -2,7 +2,7 @@
 
     >>> with Answerer(artifact, PredictConfig(), workers=2) as answer:
     ...     columns = answer.columns(reader.schema, reader.names)
-    ...     answer(piece, columns).batch.schema.names
+    ...     answer(window, columns).batch.schema.names
     ['id', 'text', 'embedding', 'error']
 
 It may be called from several threads. Rows are independent: where one cannot be answered, its
@@ -11,36 +11,40 @@ It may be called from several threads. Rows are independent: where one cannot be
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from enginery.core.artifact import Artifact
 from enginery.core.closing import Closing
+from enginery.core.datasets.batches import DatasetReader, RowBatch, Values
 from enginery.core.errors import InputError
 from enginery.predict.asking import (
     column_names,
     find_problem,
     own_message,
+    providers_of,
     read_options,
     require_task,
-    wishes_of,
 )
 from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import PredictConfig
-from enginery.predict.counts import Counts
-from enginery.predict.rows import Piece, Reader, Values
+from enginery.predict.report import Counts
 from enginery.predict.token_batches import Meter, RunPool, WindowModel
-from enginery.predict.workers import in_order
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.run_fit import require_fit
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.known import CPU
+from enginery.runtime.providers.specification import check_run_options
 
 _TEXT_WINDOWS = 2
 """While the batches of one run, the other is tokenized or its answers are written. For images,
 whose preparation takes longer than a thread's run, there is a window for each worker."""
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,14 @@ class Answerer(Closing):
         """How rows are answered."""
         self._names = column_names(self.task, config)
         # A thread each for the batches that run side by side: none of ONNX Runtime's own.
-        wishes = wishes_of(config)
-        on_cpu = wishes[0].full_name == CPU
-        require_fit(
-            wishes, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
+        specs = providers_of(config)
+        on_cpu = specs[0].full_name == CPU
+        check_run_options(
+            specs, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
             shrink_arena=config.shrink_arena,
         )  # fmt: skip
         self._runner = OrtRunner(
-            artifact, providers=wishes, allow_fallback=config.allow_fallback,
+            artifact, providers=specs, allow_fallback=config.allow_fallback,
             threads=1 if on_cpu else 0, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
             shrink_arena=config.shrink_arena, keep_optimized=config.optimized_graph,
         )  # fmt: skip
@@ -140,16 +144,16 @@ class Answerer(Closing):
             dim=self.dim,
         )
 
-    def __call__(self, piece: Piece, columns: AnswerColumns) -> Answered:
+    def __call__(self, window: RowBatch, columns: AnswerColumns) -> Answered:
         """Answer a window, row by row.
 
         Raises:
             EngineryError: what no row is to blame for, as a graph that wants another input.
         """
-        errors = dict(piece.errors)
+        errors = dict(window.errors)
         rows: list[int] = []
         inputs: list[Any] = []
-        for row, values in enumerate(piece.values):
+        for row, values in enumerate(window.values):
             if row in errors:
                 continue
             if problem := find_problem(values, self._names):
@@ -158,23 +162,23 @@ class Answerer(Closing):
             rows.append(row)
             inputs.append(self._input(values))
         meter = Meter()
-        answers: list[Any] = [None] * len(piece.values)
+        answers: list[Any] = [None] * len(window.values)
         self._spread(rows, inputs, answers, errors, meter)
         for row in rows:
             if row not in errors and not self._model.task.is_finite(answers[row]):
                 answers[row], errors[row] = None, "the model answered NaN or infinity"
-        batch = columns.batch(piece.kept, answers, errors)
+        batch = columns.batch(window.kept, answers, errors)
         bad = min(errors) if errors else None
         counts = Counts(
-            rows=len(piece.values), bad_rows=len(errors), truncated=meter.truncated,
+            rows=len(window.values), bad_rows=len(errors), truncated=meter.truncated,
             tokens=meter.tokens, padded_tokens=meter.padded_tokens,
             encode_seconds=meter.encode_seconds, run_seconds=meter.run_seconds,
         )  # fmt: skip
-        first_bad = None if bad is None else (piece.first + bad, errors[bad])
-        return Answered(piece.first, batch, counts, first_bad)
+        first_bad = None if bad is None else (window.first + bad, errors[bad])
+        return Answered(window.first, batch, counts, first_bad)
 
     def stream(
-        self, reader: Reader, columns: AnswerColumns, *, skip: int
+        self, reader: DatasetReader, columns: AnswerColumns, *, skip: int
     ) -> Generator[Answered, None, None]:
         """Yield the rows after the first `skip`, answered, window by window in their order.
 
@@ -221,3 +225,27 @@ class Answerer(Closing):
         if self.takes_images:
             return str(self._base / values[0])
         return values[0] if len(values) == 1 else values
+
+
+def in_order(
+    function: Callable[[Given], Made], stream: Iterator[Given], *, threads: int
+) -> Iterator[Made]:
+    """Yield what `function` makes of each item of a stream, several at a time, in order.
+
+    The stream is read no further than what runs and one more, so that memory does not follow it;
+    `Executor.map` can do that from Python 3.14 on, with its `buffersize`.
+
+    Raises:
+        Whatever the function or the stream raises; what waits is dropped then.
+    """
+    waiting: deque[Future[Made]] = deque()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="enginery-window")
+    try:
+        for item in stream:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from enginery.core.artifact import Artifact
+from enginery.core.datasets.batches import Values
 from enginery.core.errors import ArtifactError, InputError, OptionError
 from enginery.predict.config import PredictConfig
-from enginery.predict.rows import Values
-from enginery.runtime.provider_wish import ProviderWish, parse_wishes
-from enginery.runtime.tasks import answered_tasks, manifest_task
+from enginery.runtime.providers.specification import ProviderSpec, parse_providers
+from enginery.runtime.tasks import manifest_task, supported_tasks
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
 from enginery.runtime.tokenizer import check_texts
 
@@ -51,12 +51,7 @@ def require_task(artifact: Artifact, config: PredictConfig) -> type[Task]:
     if task is None:
         raise ArtifactError(
             f"{artifact.path} was exported for {name}; predict answers "
-            f"{', '.join(answered_tasks())}."
-        )
-    if config.pair_column and "text_pair" not in [field.name for field in task.inputs]:
-        raise OptionError(
-            f"pair_column is '{config.pair_column}', but the model does {name}.",
-            do="It is for models that classify two texts.",
+            f"{', '.join(supported_tasks())}."
         )
     read_options(task, config)
     return task
@@ -80,8 +75,14 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     """Return the options of a task.
 
     Raises:
-        OptionError: the task does not take a value.
+        OptionError: the task does not take a value, or no pairs.
     """
+    if config.pair_column and "text_pair" not in [field.name for field in task.inputs]:
+        raise OptionError(
+            f"pair_column is '{config.pair_column}', but the model does {' or '.join(task.tasks)}.",
+            do="It is for models that classify two texts.",
+            option="pair_column",
+        )
     values = {
         name: getattr(config, option)
         for name, option in _TASK_OPTIONS.items()
@@ -90,13 +91,14 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     try:
         return task.Options.read(values)
     except TaskOptionError as error:
-        message = error.message.replace(error.field, _TASK_OPTIONS[error.field], 1)
-        raise OptionError(message) from error
+        option = _TASK_OPTIONS[error.field]
+        message = error.message.replace(error.field, option, 1)
+        raise OptionError(message, option=option) from error
 
 
-def wishes_of(config: PredictConfig) -> tuple[ProviderWish, ...]:
-    """Return the providers that the options name; raise what `parse_wishes` raises."""
-    return parse_wishes(config.provider, config.provider_option, default="cpu")
+def providers_of(config: PredictConfig) -> tuple[ProviderSpec, ...]:
+    """Return the providers that the options name; raise what `parse_providers` raises."""
+    return parse_providers(config.provider, config.provider_option, default="cpu")
 
 
 def find_problem(values: Values, names: Sequence[str]) -> str:

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from enginery.core.datasets.arrow_arrays import array_of
 from enginery.core.errors import InputError
-from enginery.predict.arrays import array_of
 from enginery.runtime.tasks.task import Task, TaskOptions
 
 ERROR = "error"

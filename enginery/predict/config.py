@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from enginery.core.datasets.batches import Format
 from enginery.core.errors import OptionError
 
-Format = Literal["auto", "csv", "tsv", "jsonl", "parquet", "text", "images"]
 Activation = Literal["auto", "softmax", "sigmoid", "none"]
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 Engine = Literal["local", "ray"]
@@ -98,13 +98,18 @@ class PredictConfig:
         }  # fmt: skip
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
-                raise OptionError(f"{name} is {getattr(self, name)}, expected {smallest} or more.")
+                raise OptionError(
+                    f"{name} is {getattr(self, name)}, expected {smallest} or more.", option=name
+                )
         if not self.part_seconds > 0:
-            raise OptionError(f"part_seconds is {self.part_seconds}, expected more than 0.")
+            raise OptionError(
+                f"part_seconds is {self.part_seconds}, expected more than 0.", option="part_seconds"
+            )
         if self.delimiter != "auto" and len(self.delimiter) != 1:
             raise OptionError(
                 f"delimiter is {self.delimiter!r}, expected one character or auto.",
                 do="A tab is $'\\t' in a shell.",
+                option="delimiter",
             )
         _require_encoding(self.encoding)
         for name in ("ray_address", "ray_actors", "ray_gpus"):
@@ -112,6 +117,7 @@ class PredictConfig:
                 raise OptionError(
                     f"{name} is {getattr(self, name)}, and the engine is local.",
                     do="Say --engine ray, or leave it out.",
+                    option=name,
                 )
 
 
@@ -131,5 +137,7 @@ def _require_encoding(name: str) -> None:
         codecs.lookup(name)
     except (LookupError, ValueError):
         raise OptionError(
-            f"encoding '{name}' is not known.", do="As Python names them: utf-8, cp1252, utf-16."
+            f"encoding '{name}' is not known.",
+            do="As Python names them: utf-8, cp1252, utf-16.",
+            option="encoding",
         ) from None

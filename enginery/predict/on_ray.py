@@ -23,6 +23,7 @@ from typing import Any
 
 from enginery.core.artifact import Artifact
 from enginery.core.closing import Closing
+from enginery.core.datasets.batches import DatasetReader
 from enginery.core.errors import EngineryError, MissingPackageError
 from enginery.predict.answering import Answered
 from enginery.predict.asking import read_options, require_task
@@ -36,7 +37,6 @@ from enginery.predict.ray_work import (
     found_or_raised,
     unpacked,
 )
-from enginery.predict.rows import Reader
 
 
 class RayAnswerer(Closing):
@@ -110,7 +110,7 @@ class RayAnswerer(Closing):
         )
 
     def stream(
-        self, reader: Reader, columns: AnswerColumns, *, skip: int
+        self, reader: DatasetReader, columns: AnswerColumns, *, skip: int
     ) -> Generator[Answered, None, None]:
         """The rows after the first `skip`, answered, window by window in their order.
 

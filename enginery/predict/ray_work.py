@@ -19,11 +19,11 @@ from typing import Any
 
 from enginery.core import errors
 from enginery.core.artifact import Artifact
+from enginery.core.datasets.batches import DatasetReader, RowBatch
 from enginery.core.errors import ArtifactError, EngineryError
 from enginery.predict.answering import Answered, Answerer
 from enginery.predict.columns import AnswerColumns
 from enginery.predict.config import PredictConfig
-from enginery.predict.rows import Piece, Reader
 
 _PROBLEM = "problem"
 
@@ -51,15 +51,15 @@ def describe(path: str, content: str, config: PredictConfig, base: str) -> dict[
 class WindowSource:
     """Reads an input: called once, gives a row with a window each."""
 
-    def __init__(self, reader: Reader, skip: int) -> None:
+    def __init__(self, reader: DatasetReader, skip: int) -> None:
         self._reader, self._skip = reader, skip
 
     def __call__(self, _: Any) -> Iterator[Any]:
         """One table of one row for each window; a problem is the last one."""
         reader = self._reader
         try:
-            for piece in reader.read(self._skip):
-                yield _table({"piece": replace(piece, kept=_bytes_of(piece.kept)),
+            for window in reader.read(self._skip):
+                yield _table({"rows": replace(window, kept=_bytes_of(window.kept)),
                               "done": reader.done()})  # fmt: skip
         except EngineryError as error:
             yield _table(_problem(error))
@@ -80,11 +80,11 @@ class WindowActor:
         found = pickle.loads(table.column("window")[0].as_buffer())  # noqa: S301  our own
         if _PROBLEM in found:
             return table
-        piece: Piece = found["piece"]
+        window: RowBatch = found["rows"]
         try:
             if self._answerer is None:
                 self._answerer = _answerer(*self._given)
-            answered = self._answerer(replace(piece, kept=_batch_of(piece.kept)), self._columns)
+            answered = self._answerer(replace(window, kept=_batch_of(window.kept)), self._columns)
         except EngineryError as error:
             return _table(_problem(error))
         packed = replace(answered, batch=_bytes_of(answered.batch), done=found["done"])

@@ -6,11 +6,36 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from enginery.predict.counts import Counts
+
+@dataclass(frozen=True)
+class Counts:
+    """Sums over rows: of a window, of a part, of a run.
+
+    >>> Counts(rows=2, tokens=14) + Counts(rows=1, tokens=5)
+    Counts(rows=3, bad_rows=0, truncated=0, tokens=19, padded_tokens=0, …)
+    """
+
+    rows: int = 0
+    bad_rows: int = 0
+    """Rows without an answer; their `error` says why."""
+    truncated: int = 0
+    """Texts that were cut because they have more tokens than the model takes."""
+    tokens: int = 0
+    """Special tokens included, padding not."""
+    padded_tokens: int = 0
+    """What the session was given."""
+    encode_seconds: float = 0.0
+    """Tokenizing, as the clock went for the thread that waited for it."""
+    run_seconds: float = 0.0
+    """Of the session, summed over batches that run side by side."""
+
+    def __add__(self, other: Counts) -> Counts:
+        names = [field.name for field in fields(self)]
+        return Counts(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -38,6 +63,8 @@ class PredictReport:
     """Of this process."""
     size_bytes: int
     """Of the output."""
+    sha256: str
+    """Of the output: a byte that is changed later is noticed by the next run."""
     fingerprint: dict[str, str]
     key: str
 

@@ -25,11 +25,11 @@ from enginery.core.closing import Closing
 from enginery.predict.asking import read_options, require_task
 from enginery.predict.config import PredictConfig
 from enginery.predict.encoding_watch import EncodingWatch
-from enginery.runtime.ort import OrtRunner, Outputs
+from enginery.runtime.onnxruntime.runner import OrtRunner, Outputs
 from enginery.runtime.pooling import Vectors
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
-from enginery.runtime.tasks.task import Arrays, Row, Task, TaskOptions, Work
+from enginery.runtime.tasks.task import Arrays, ModelInputs, Row, Task, TaskOptions
 from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.tokenizer import TextTokenizer
 
@@ -137,8 +137,8 @@ class WindowModel:
         """
         if isinstance(self.task, ImageTask):
             # In this thread: preparing an image takes longer than a thread's run of it.
-            rows = self.batches.run_each(self.task.image_rows(inputs))
-            return self.task.postprocess(Work([]), rows, self.options)
+            rows = self.batches.run_stream(self.task.image_rows(inputs))
+            return self.task.postprocess(ModelInputs([]), rows, self.options)
         task = self.watched(meter)
         work = task.preprocess(inputs, self.options)
         results = task.postprocess(work, self._run(work.rows, meter), self.options)
@@ -162,7 +162,7 @@ class WindowModel:
         if self.task.result_type is not Vectors:
             return 0
         limit = self.task.tokenizer.limit if isinstance(self.task, TextTask) else _PROBE_TOKENS
-        work = Work([self.task.probe(min(_PROBE_TOKENS, limit))])
+        work = ModelInputs([self.task.probe(min(_PROBE_TOKENS, limit))])
         (vector,) = self.task.postprocess(work, self.batches.run(work.rows), self.options)
         return len(vector)
 

@@ -5,18 +5,18 @@
     >>> assemble(journal.paths(), Path("out.jsonl"), "jsonl", schema)
 
 A part of Parquet is an Arrow stream, which costs nothing to write and is as typed; parts of CSV and
-JSONL are the bytes of the output. The output is written beside its place and renamed.
+JSONL are the bytes of the output. The output is written beside the parts and renamed.
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import math
 import os
 import shutil
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -24,15 +24,15 @@ from typing import IO, Any, Literal
 import numpy as np
 
 from enginery.core.closing import Closing
+from enginery.core.datasets.arrow_arrays import numbers_in
+from enginery.core.datasets.batches import RAW_LINE
 from enginery.core.errors import InputError
-from enginery.core.staging import STAGING_PREFIX
-from enginery.predict.arrays import numbers_in
-from enginery.predict.rows import RAW_LINE
 
 OutputFormat = Literal["parquet", "csv", "jsonl"]
 _SUFFIXES: dict[str, OutputFormat] = {
     ".parquet": "parquet", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl",
 }  # fmt: skip
+ASSEMBLED = "assembled"
 _GROUP_BYTES = 8 << 20
 """Of a row group before it is compressed: what is in memory while the output is put together."""
 
@@ -80,15 +80,15 @@ class PartWriter(Closing):
         self._stream.close()
 
 
-def assemble(parts: Sequence[Path], output: Path, kind: OutputFormat, schema: Any) -> None:
-    """Puts parts together; the output appears whole.
+def assemble(parts: Sequence[Path], output: Path, kind: OutputFormat, schema: Any) -> str:
+    """Put parts together, beside them, and move the output to its place; return its sha256.
 
     Raises:
         InputError: the output cannot be written.
     """
-    fresh = output.parent / f"{STAGING_PREFIX}{output.name}-{uuid.uuid4().hex[:12]}"
+    fresh = parts[0].with_name(ASSEMBLED)
     try:
-        with fresh.open("xb") as stream:
+        with fresh.open("wb") as stream:
             if kind == "parquet":
                 _write_parquet(parts, stream, schema)
             else:
@@ -99,11 +99,19 @@ def assemble(parts: Sequence[Path], output: Path, kind: OutputFormat, schema: An
                         shutil.copyfileobj(rows, stream, 1 << 20)
             stream.flush()
             os.fsync(stream.fileno())
+        digest = file_sha256(fresh)
         os.replace(fresh, output)
     except OSError as error:
         raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
     finally:
         fresh.unlink(missing_ok=True)
+    return digest
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file, 64 hex digits, read anew."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _write_parquet(parts: Sequence[Path], stream: IO[bytes], schema: Any) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from enginery.core.errors import OptionError
+from enginery.core.names import is_portable_name
 
 LATEST = "latest"
 """What every registry calls the newest version; nobody else's name."""
-_WORD = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9_-])?")
-# With any extension, whatever the case: "Naming Files, Paths, and Namespaces" of Windows.
-_DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -41,23 +38,22 @@ class PublishConfig:
         """Raises OptionError for a value that no registry takes."""
         for option in ("name", "version", "alias"):
             value = getattr(self, option)
-            if value and not is_word(value):
+            if value and not is_portable_name(value):
                 raise OptionError(
                     f"option '{option}' is {value!r}, expected letters, digits, '.', '_' and '-', "
                     "at most 128, the first a letter or a digit, the last no '.', and no name "
-                    "that Windows keeps for a device."
+                    "that Windows keeps for a device.",
+                    option=option,
                 )
         for option in ("version", "alias"):
             if getattr(self, option).casefold() == LATEST:
                 raise OptionError(
-                    f"option '{option}' is '{LATEST}', which is always the newest version."
+                    f"option '{option}' is '{LATEST}', which is always the newest version.",
+                    option=option,
                 )
         for option in ("license", "base_model"):
             value = getattr(self, option)
             if value != value.strip() or not value.isprintable():
-                raise OptionError(f"option '{option}' is {value!r}, expected one line of text.")
-
-
-def is_word(text: str) -> bool:
-    """Whether a text can name a model, a version or an alias in every registry and file system."""
-    return _WORD.fullmatch(text) is not None and not _DEVICE.fullmatch(text)
+                raise OptionError(
+                    f"option '{option}' is {value!r}, expected one line of text.", option=option
+                )

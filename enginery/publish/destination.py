@@ -22,13 +22,14 @@ from enginery.publish.config import PublishConfig
 from enginery.publish.package import Package
 
 _SCHEMES = {
-    "file": ("enginery.publish.folder", "FolderRegistry", "file:///path, or a plain path"),
-    "mlflow": ("enginery.publish.mlflow_registry", "MlflowRegistry", "mlflow:/name"),
-    "hf": ("enginery.publish.hub", "HubRegistry", "hf://org/name"),
-    "oci": ("enginery.publish.oci", "OciRegistry", "oci://registry/name:tag"),
+    "file": ("folder", "FolderRegistry", "file:///path, or a plain path"),
+    "mlflow": ("mlflow.registry", "MlflowRegistry", "mlflow:/name"),
+    "hf": ("hub", "HubRegistry", "hf://org/name"),
+    "oci": ("oci.registry", "OciRegistry", "oci://registry/name:tag"),
 }
-"""Module, class and what an address looks like. Each class is made of an address and the options,
-and is a `Destination`; making one raises MissingPackageError where its client is not installed."""
+"""Module below `targets`, class and what an address looks like. Each class is made of an address
+and the options, and is a `Destination`; making one raises MissingPackageError where its client is
+not installed."""
 # A letter and a colon is a drive of Windows.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
 
@@ -78,6 +79,19 @@ def open_destination(url: str, config: PublishConfig) -> Destination:
         OptionError: the address has an unknown scheme, or is none.
         MissingPackageError: the registry's client is not installed.
     """
+    module, name, _ = _SCHEMES[scheme_of(url)]
+    make: Callable[[str, PublishConfig], Destination] = getattr(
+        import_module(f"enginery.publish.targets.{module}"), name
+    )
+    return make(url, config)
+
+
+def scheme_of(url: str) -> str:
+    """Return the kind of registry that an address names: `file`, also for a plain path.
+
+    Raises:
+        OptionError: the address is empty or has an unknown scheme.
+    """
     if not url.strip():
         raise OptionError("the address to publish to is empty.", do=_known())
     found = _SCHEME.match(url)
@@ -86,9 +100,7 @@ def open_destination(url: str, config: PublishConfig) -> Destination:
         raise OptionError(
             f"address '{url}': unknown scheme '{scheme}'{nearest(scheme, _SCHEMES)}", do=_known()
         )
-    module, name, _ = _SCHEMES[scheme]
-    make: Callable[[str, PublishConfig], Destination] = getattr(import_module(module), name)
-    return make(url, config)
+    return scheme
 
 
 def _known() -> str:

@@ -14,7 +14,6 @@ not, nor is the card's wording. Rights that nobody could read are not known to d
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -25,11 +24,12 @@ from enginery.core.errors import ArtifactError, RegistryError, RejectedArtifactE
 from enginery.core.fingerprint import combined_sha256
 from enginery.core.json_file import json_bytes
 from enginery.core.manifest import FileRecord
-from enginery.publish.card import CardFacts, model_card
-from enginery.publish.card_metrics import metrics
-from enginery.publish.card_reports import Reports
-from enginery.publish.config import PublishConfig, is_word
-from enginery.publish.package_files import PackageFile, files_of, package_file, write_file
+from enginery.core.names import portable_name
+from enginery.core.reports import Reports
+from enginery.publish.card.metrics import metrics
+from enginery.publish.card.model_card import CardFacts, model_card
+from enginery.publish.config import PublishConfig
+from enginery.publish.package_files import PackageFile, files_of, package_file
 from enginery.publish.package_rights import rights_of, rights_record
 from enginery.publish.publication import (
     CARD,
@@ -37,11 +37,10 @@ from enginery.publish.publication import (
     EngineMark,
     Publication,
     Rights,
-    check_file,
     without_rights,
 )
 
-__all__ = ["Package", "PackageFile", "registry_name"]
+__all__ = ["Package", "PackageFile"]
 
 _PLOTS = (".svg", ".png")
 
@@ -106,9 +105,9 @@ class Package:
             )
         found = [Engine.open(path) for path in engine_directories(opened.path)]
         engines = tuple(engine.record for engine in found)
-        reports = Reports.read(opened)
+        reports = Reports.of(opened)
         rights = rights_of(opened, config)
-        name = config.name or registry_name(opened.manifest.source.name)
+        name = config.name or portable_name(opened.manifest.source.name)
         card = model_card(CardFacts(opened, name, rights, reports, engines, problem))
         stated = rights_record(rights)
         content = _content(opened, reports, stated, problem)
@@ -144,10 +143,6 @@ class Package:
         )
 
     @property
-    def size_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.files)
-
-    @property
     def without_rights_sha256(self) -> str:
         """Over `content` but the rights."""
         return without_rights(self.content)
@@ -173,26 +168,6 @@ class Package:
                 "again, cannot be read here.",
                 do="Publish it from where the source can be read.",
             )
-
-    def write_to(self, directory: Path) -> None:
-        """Writes every file into a directory and reads it there; a file that is whole stays.
-
-        Args:
-            directory: an empty one, or one of a run that was killed.
-
-        Raises:
-            ArtifactError: a file has changed since the package was made; the message names it.
-        """
-        for file in self.files:
-            write_file(file, directory / file.name)
-            record = FileRecord(sha256=file.sha256, size_bytes=file.size_bytes)
-            check_file(directory, file.name, record, f"{self.artifact.path}, as it is now")
-
-
-def registry_name(text: str) -> str:
-    """A name for any registry: what is neither letter, digit, `.`, `_` nor `-` becomes `-`."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:128].rstrip(".") or "model"
-    return name if is_word(name) else f"model-{name}"[:128].rstrip(".")
 
 
 def _validation_problem(artifact: Artifact) -> str:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import EngineryError
-from enginery.publish.card_source import SourceCard, read_source_card
+from enginery.publish.card.source import SourceCard, read_source_card
 from enginery.publish.config import PublishConfig
 from enginery.publish.publication import Publication, Rights
 

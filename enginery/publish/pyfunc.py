@@ -29,10 +29,10 @@ class PyfuncConfig:
     """How the model runs: MLflow's `model_config`."""
 
     provider: str = ""
-    """The ordered wish, `tensorrt,cuda,cpu`; empty for what `ENGINERY_PROVIDERS` says, and else
+    """Providers in order, `tensorrt,cuda,cpu`; empty for what `ENGINERY_PROVIDERS` says, and else
     the CPU."""
     allow_fallback: bool = False
-    """Take a later wish when the first cannot be had."""
+    """Take a later provider when the first cannot be had."""
     allow_failed: bool = False
     """Open an artifact whose validation failed."""
     threads: int = 0

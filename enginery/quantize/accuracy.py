@@ -7,7 +7,6 @@ outputs of its graph, without padded positions. The reference is the FP32 graph 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
 from enginery.core.feeds import Feeds
+from enginery.core.reports import AccuracyMetrics
 from enginery.quantize.data import Batch
 from enginery.runtime.pooling import Pooling, read_pooling
 
@@ -28,23 +28,6 @@ Outputs = Mapping[str, NDArray[Any]]
 Graph = Callable[[Feeds], Outputs]
 Rows = list[NDArray[np.float32]]
 """One array per input row: (positions, dim), or (1, dim)."""
-
-
-@dataclass(frozen=True)
-class AccuracyMetrics:
-    """Accuracy of one graph relative to the reference."""
-
-    rows: int
-    cosine: float
-    """Mean over rows; with several outputs, the lowest of their means."""
-    worst_cosine: float
-    """Lowest cosine of any row."""
-    neighbour_agreement: float | None
-    """Share of embeddings whose nearest neighbour is the same; None for other models."""
-    argmax_agreement: float | None
-    """Share of positions with the same argmax; None for embeddings."""
-    label_accuracy: float | None
-    """Share of rows whose argmax is the correct label; None without labels."""
 
 
 class AccuracyEvaluator:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from enginery.core.errors import InputError
 from enginery.core.feeds import Feeds
 from enginery.passes.layers import Layer
-from enginery.passes.qdq import ActivationRange
+from enginery.passes.qdq import ActivationQuantParams
 from enginery.passes.scheme import Vector
 from enginery.quantize.data import Batch
 from enginery.quantize.ranges import Histogram
@@ -124,7 +124,7 @@ def collect_histograms(
     layers: Sequence[Layer],
     batches: Sequence[Batch],
     seen: Mapping[str, ChannelStatistics],
-    transforms: Mapping[str, ActivationRange],
+    transforms: Mapping[str, ActivationQuantParams],
     *,
     advance: Advance = lambda: None,
 ) -> dict[str, Histogram]:
@@ -138,14 +138,14 @@ def collect_histograms(
     return histograms
 
 
-def scale_and_shift(rows: Vector, params: ActivationRange) -> Vector:
+def scale_and_shift(rows: Vector, params: ActivationQuantParams) -> Vector:
     """Apply the multiplier and the offset to rows (n, K)."""
     if params.multiplier is not None:
         rows = rows * params.multiplier
     return rows if params.offset is None else rows + params.offset
 
 
-def largest_scaled_magnitude(channels: ChannelStatistics, params: ActivationRange) -> float:
+def largest_scaled_magnitude(channels: ChannelStatistics, params: ActivationQuantParams) -> float:
     """Return the exact largest magnitude of the activation after scaling and shifting."""
     ends = np.stack([channels.smallest, channels.largest])
     return float(np.abs(scale_and_shift(ends, params)).max())

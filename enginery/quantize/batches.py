@@ -25,9 +25,9 @@ from enginery.runtime.batching import plan_batches
 from enginery.runtime.real_inputs import (
     ImageFeeder,
     TextFeeder,
-    filled,
     fixed_batch,
     in_batches,
+    pad_batch,
 )
 
 _MAX_ROWS = 32
@@ -129,7 +129,7 @@ def _image_batches(
 def _batch(
     feeder: TextFeeder | ImageFeeder, items: Sequence[Any], rows: Sequence[int], record: GraphRecord
 ) -> Batch:
-    places = tuple(filled(rows, record))
+    places = tuple(pad_batch(rows, record))
     return Batch(places, lambda: feeder([items[place] for place in places]))
 
 

@@ -17,12 +17,13 @@ from enginery.core.artifact import Artifact
 from enginery.core.errors import InputError, OptionError, nearest
 from enginery.core.fingerprint import sha256_of
 from enginery.core.progress import SILENT, Progress
+from enginery.core.reports import AccuracyMetrics
 from enginery.passes.layers import Layer, operands
-from enginery.passes.overflow import find_islands, mask_floor
-from enginery.passes.qdq import ActivationRange, fp16_scale
+from enginery.passes.overflow import find_fp32_nodes, mask_floor
+from enginery.passes.qdq import ActivationQuantParams, fp16_scale
 from enginery.passes.ranges import float_tensors, measure_ranges
 from enginery.passes.scheme import FP8, INT8, Scheme, Vector
-from enginery.quantize.accuracy import AccuracyEvaluator, AccuracyMetrics
+from enginery.quantize.accuracy import AccuracyEvaluator
 from enginery.quantize.activation_statistics import (
     ChannelStatistics,
     collect_channel_statistics,
@@ -131,7 +132,7 @@ def calibrate(
         )
     # The graph stores scales in FP16: round them before anything is measured.
     ranges = {
-        name: ActivationRange(float(fp16_scale(r.scale)), r.multiplier, r.offset)
+        name: ActivationQuantParams(float(fp16_scale(r.scale)), r.multiplier, r.offset)
         for name, r in ranges.items()
     }
     deltas = {
@@ -177,15 +178,15 @@ def excluded_layers(
     for layer in layers:
         named = next((p for p in patterns if fnmatchcase(layer.name, p)), "")
         vector = multiply_adds is not None and multiply_adds.rows_by_layer[layer.name] <= 1
-        if layer.obstacle:
-            reasons[layer.name] = layer.obstacle
+        if layer.skip_reason:
+            reasons[layer.name] = layer.skip_reason
         elif named:
             reasons[layer.name] = f"excluded by '{named}'"
         elif vector and layer.linear:
             reasons[layer.name] = "one row per input: a matrix-vector product does not get faster"
-        elif scheme.name == "fp8" and layer.channels < _FP8_CHANNELS:
+        elif scheme.name == "fp8" and layer.in_channels < _FP8_CHANNELS:
             reasons[layer.name] = (
-                f"{layer.channels} input channels; TensorRT's FP8 needs {_FP8_CHANNELS} or more"
+                f"{layer.in_channels} input channels; TensorRT's FP8 needs {_FP8_CHANNELS} or more"
             )
     return reasons
 
@@ -202,8 +203,8 @@ def _choose_smoothing(
     config: QuantizeConfig,
     scheme: Scheme,
     progress: Progress,
-) -> tuple[dict[str, ActivationRange], dict[str, SmoothQuantParams]]:
-    ranges: dict[str, ActivationRange] = {}
+) -> tuple[dict[str, ActivationQuantParams], dict[str, SmoothQuantParams]]:
+    ranges: dict[str, ActivationQuantParams] = {}
     smoothed: dict[str, SmoothQuantParams] = {}
     with progress.task("calibrating: smoothing", total=len(seen)) as advance:
         for name, channels in seen.items():
@@ -222,11 +223,11 @@ def _ranges_by_method(
     layers: Sequence[Layer],
     batches: Sequence[Batch],
     seen: Mapping[str, ChannelStatistics],
-    ranges: Mapping[str, ActivationRange],
+    ranges: Mapping[str, ActivationQuantParams],
     config: QuantizeConfig,
     scheme: Scheme,
     progress: Progress,
-) -> dict[str, ActivationRange]:
+) -> dict[str, ActivationQuantParams]:
     with progress.task("calibrating: ranges", total=len(batches)) as advance:
         histograms = collect_histograms(
             artifact.model, layers, batches, seen, ranges, advance=advance
@@ -236,7 +237,7 @@ def _ranges_by_method(
         for name, histogram in histograms.items()
     }
     return {
-        name: ActivationRange(tops[name] / scheme.largest, params.multiplier, params.offset)
+        name: ActivationQuantParams(tops[name] / scheme.largest, params.multiplier, params.offset)
         for name, params in ranges.items()
     }
 
@@ -244,7 +245,7 @@ def _ranges_by_method(
 def _search(
     artifact: Artifact,
     layers: Sequence[Layer],
-    ranges: Mapping[str, ActivationRange],
+    ranges: Mapping[str, ActivationQuantParams],
     deltas: Mapping[str, Vector],
     held_out: Sequence[Batch],
     data: CalibrationData,
@@ -289,7 +290,7 @@ def _fp32_nodes(artifact: Artifact, model: ir.Model, batches: Sequence[Batch]) -
         artifact.model, float_tensors(model.graph), feeds,
         mask_floor=mask_floor(model), group_bytes=_RANGE_BYTES,
     )  # fmt: skip
-    return {name: island.reason for name, island in find_islands(model.graph, found).items()}
+    return {name: node.reason for name, node in find_fp32_nodes(model.graph, found).items()}
 
 
 def _batches_for_effects(batches: Sequence[Batch]) -> int:

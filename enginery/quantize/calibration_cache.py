@@ -16,7 +16,7 @@ import numpy as np
 from enginery.core.errors import InputError
 from enginery.core.json_file import document_bytes, parse_json
 from enginery.passes.layers import Layer
-from enginery.passes.qdq import ActivationRange
+from enginery.passes.qdq import ActivationQuantParams
 from enginery.passes.scheme import Vector
 
 RANGES = "ranges.json"
@@ -40,7 +40,7 @@ class CalibrationCache:
     """Digest of the FP32 graph; the ranges fit no other."""
     scheme: str
     """`int8` or `fp8`, which the scales are for."""
-    ranges: dict[str, ActivationRange]
+    ranges: dict[str, ActivationQuantParams]
     """Activation name -> range."""
     bias_deltas: dict[str, Vector]
     """Layer name -> correction of its bias, float32 (output channels,)."""
@@ -124,8 +124,8 @@ def find_ranges_file(path: str | Path) -> Path:
     )
 
 
-def _range(record: dict[str, Any]) -> ActivationRange:
-    return ActivationRange(
+def _range(record: dict[str, Any]) -> ActivationQuantParams:
+    return ActivationQuantParams(
         float(record["scale"]), _vector(record["multiplier"]), _vector(record["offset"])
     )
 

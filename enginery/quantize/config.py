@@ -16,7 +16,8 @@ class QuantizeConfig:
     """Options of quantization: calibration data, scheme, target and accuracy budget."""
 
     calibration: str = ""
-    """Calibration data: a CSV, TSV, JSONL, Parquet or text file, or a folder of images."""
+    """Calibration data: a CSV, TSV, JSONL, Parquet or text file, a folder of images,
+    or arrays of the graph's own inputs, `.npz` or `.npy`."""
     column: str = "text"
     """Column of `calibration` with the texts."""
     label_column: str = ""
@@ -89,12 +90,14 @@ def check_options(config: QuantizeConfig) -> None:
             "option 'target' is cuda, but ONNX Runtime has no INT8 matrix products there: those of "
             "dynamic INT8 would run on the CPU, and those between Q and DQ in floating point.",
             do="Quantize for TensorRT, or use FP16: enginery optimize --target cuda",
+            option="target",
         )
     if config.scheme == "dynamic" and config.target == "tensorrt":
         raise OptionError(
             "option 'scheme' is dynamic, but TensorRT does not support dynamic INT8: it expects "
             "scales that are constants of the graph.",
             do="Use --scheme int8 with --calibration FILE, or --scheme dynamic --target cpu.",
+            option="scheme",
         )
     if config.scheme != "dynamic" and config.target == "cpu":
         raise OptionError(
@@ -102,23 +105,27 @@ def check_options(config: QuantizeConfig) -> None:
             "Q/DQ nodes are placed where TensorRT fuses them, and ONNX Runtime's CPU provider "
             "expects them elsewhere.",
             do="Use --scheme dynamic --target cpu, which needs no calibration.",
+            option="target",
         )
     if not config.symmetric:
         raise OptionError(
             "option 'symmetric' is false, but TensorRT requires zero points of 0: its parser "
             "rejects any other (`shiftIsAllZeros(zeroPoint)`).",
             do="Leave it on. 'shift' centers one-sided activations, so no range is lost.",
+            option="symmetric",
         )
     if config.scheme == "fp8" and config.method == "entropy":
         raise OptionError(
             "option 'method' is entropy, but FP8 has unequal steps; expected a method for them.",
             do="Use percentile, minmax, moving-average or mse; entropy is for INT8.",
+            option="method",
         )
     if config.ranges and (config.calibration or config.accuracy_budget):
         given = "calibration" if config.calibration else "accuracy_budget"
         raise OptionError(
             f"options 'ranges' and '{given}' are both set, but with ranges nothing is measured.",
             do="Remove one: 'ranges' makes the same graph again, a calibration makes a new one.",
+            option="ranges",
         )
     if config.scheme == "fp8":
         for capability in list_capabilities(config):
@@ -127,11 +134,13 @@ def check_options(config: QuantizeConfig) -> None:
                     f"option 'scheme' is fp8, but GPUs of compute capability {capability} have no "
                     "FP8 matrix products.",
                     do="FP8 needs 8.9, 12.0 or later; use int8 for older GPUs.",
+                    option="capabilities",
                 )
     if config.label_column and not config.accuracy_budget:
         raise OptionError(
             "option 'label_column' is set without 'accuracy_budget', so the labels have no effect.",
             do="Set the accuracy that may be lost: --accuracy-budget 0.5%",
+            option="label_column",
         )
     if config.accuracy_budget:
         parse_accuracy_budget(config.accuracy_budget)
@@ -139,6 +148,7 @@ def check_options(config: QuantizeConfig) -> None:
             raise OptionError(
                 "options 'accuracy_budget' and 'min_cosine' are both set; expected one of them.",
                 do="Remove one.",
+                option="accuracy_budget",
             )
     _require("rows", config.rows, 1, float("inf"))
     _require("percentile", config.percentile, 50, 100)
@@ -146,6 +156,21 @@ def check_options(config: QuantizeConfig) -> None:
     _require("seed", config.seed, 0, float("inf"))
     if not isinstance(config.smoothing, str):
         _require("smoothing", config.smoothing, 0, 1)
+
+
+def require_calibration(config: QuantizeConfig) -> None:
+    """Check that there are inputs or ranges to calibrate with.
+
+    Raises:
+        OptionError: a static scheme has neither, and random inputs are not allowed.
+    """
+    given = config.calibration or config.ranges or config.allow_random
+    if not given and config.scheme != "dynamic":
+        raise OptionError(
+            "there are no calibration inputs. Ranges from random token ids are of no use: they "
+            "are not those of texts.",
+            do="Name real ones: --calibration reviews.csv --column text",
+        )
 
 
 def list_capabilities(config: QuantizeConfig) -> list[str]:
@@ -174,7 +199,8 @@ def parse_accuracy_budget(budget: str) -> float:
     part = float(found[1]) / 100 if found else -1.0
     if not 0 <= part <= 1:
         raise OptionError(
-            f"option 'accuracy_budget' is '{budget}', expected a percentage, such as 0.5%."
+            f"option 'accuracy_budget' is '{budget}', expected a percentage, such as 0.5%.",
+            option="accuracy_budget",
         )
     return part
 
@@ -183,4 +209,4 @@ def _require(name: str, value: float, low: float, high: float) -> None:
     # NaN fails this comparison.
     if not low <= value <= high:
         expected = f"{low} or more" if high == float("inf") else f"{low} to {high}"
-        raise OptionError(f"option '{name}' is {value}, expected {expected}.")
+        raise OptionError(f"option '{name}' is {value}, expected {expected}.", option=name)

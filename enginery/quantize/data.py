@@ -19,14 +19,21 @@ from typing import Any
 import numpy as np
 
 from enginery.core.artifact import Artifact
-from enginery.core.data import list_images, read_text_rows
+from enginery.core.datasets.images import list_images
+from enginery.core.datasets.samples import (
+    ARRAY_SUFFIXES,
+    iterate,
+    read_arrays,
+    read_text_rows,
+    sample_rows,
+    select_columns,
+)
 from enginery.core.errors import InputError, OptionError
 from enginery.core.fingerprint import combined_sha256, sha256_of
 from enginery.core.model_files import ModelConfig
 from enginery.quantize.batches import Batch, CalibrationData, Kind, make_batches
-from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.config import QuantizeConfig, require_calibration
 from enginery.quantize.labels import index_labels
-from enginery.quantize.rows import iterate, narrowed, read_rows
 from enginery.runtime.images import load_image
 from enginery.runtime.real_inputs import takes_images, takes_texts
 from enginery.runtime.tokenizer import check_texts
@@ -58,12 +65,7 @@ def read_data(
         return _from_file(artifact, config)
     if config.ranges:
         return None
-    if not config.allow_random:
-        raise OptionError(
-            "there are no calibration inputs. Ranges from random token ids are of no use: they "
-            "are not those of texts.",
-            do="Name real ones: --calibration reviews.csv --column text",
-        )
+    require_calibration(config)
     return CalibrationData("random", tuple(range(_RANDOM_ROWS)), (), f"seed {config.seed}",
                            f"{_RANDOM_ROWS} made-up inputs")  # fmt: skip
 
@@ -72,7 +74,7 @@ def _given(artifact: Artifact, config: QuantizeConfig, given: Iterable[Any]) -> 
     _require_iterable(given)
     record = artifact.manifest.graphs[0]
     columns = [name for name in (config.column, config.label_column) if name]
-    given = narrowed(given, columns)
+    given = select_columns(given, columns)
     stream = iterate(given, config.rows)
     first = list(islice(stream, 1))
     if not first:
@@ -121,7 +123,7 @@ def _from_rows(
             f"calibration rows cannot be used: the graph takes {names}.",
             do=f"Hand over dicts with exactly these arrays: {names}.",
         )
-    found = read_rows(
+    found = sample_rows(
         given, stream, config.column, config.label_column, rows=config.rows, images=images
     )
     labels = index_labels(
@@ -177,6 +179,15 @@ def _feed_bytes(item: Mapping[str, Any]) -> bytes:
 def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
     path = Path(config.calibration).expanduser()
     record = artifact.manifest.graphs[0]
+    if path.suffix.lower() in ARRAY_SUFFIXES:
+        if config.label_column:
+            raise OptionError(
+                f"option 'label_column' is '{config.label_column}', but arrays have no columns.",
+                do="Leave it out, or hand over rows in Python: quantize_model(…, rows, …).",
+            )
+        feeds = read_arrays(path, [spec.name for spec in record.inputs], rows=config.rows)
+        described = f"{path.name}: {len(feeds)} rows of arrays"
+        return CalibrationData("feeds", tuple(feeds), (), sha256_of(path), described)
     if takes_images(record):
         if config.label_column:
             raise OptionError(
@@ -194,9 +205,10 @@ def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
         names = ", ".join(sorted(spec.name for spec in record.inputs))
         raise InputError(
             f"calibration '{path}' cannot be used: the graph takes {names}.",
-            do="Hand dicts of arrays to quantize_model(…, data).",
+            do="Save an array for each of them as .npz, or hand dicts of arrays to "
+            "quantize_model(…, data).",
         )
     found = read_text_rows(path, config.column, rows=config.rows, label_column=config.label_column)
     labels = index_labels(found.labels, _label2id(artifact), where=f"data '{path}'")
-    described = _described(path.name, len(found.texts), config.column, found.left_out, "text")
-    return CalibrationData("texts", tuple(found.texts), tuple(labels), sha256_of(path), described)
+    described = _described(path.name, len(found.items), config.column, found.left_out, "text")
+    return CalibrationData("texts", tuple(found.items), tuple(labels), sha256_of(path), described)

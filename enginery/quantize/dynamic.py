@@ -6,19 +6,18 @@ Inputs are optional. If there are any, the accuracy is measured on them and must
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, CheckFailedError
 from enginery.core.manifest import GraphRecord
 from enginery.core.progress import Progress
-from enginery.passes.dynamic import integer_nodes, quantize_dynamically
-from enginery.quantize.accuracy import AccuracyEvaluator, AccuracyMetrics
+from enginery.core.reports import AccuracyMetrics, QuantizationReport
+from enginery.passes.dynamic_quantization import count_integer_nodes, quantize_dynamically
+from enginery.quantize.accuracy import AccuracyEvaluator
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import CalibrationData, make_batches
-from enginery.quantize.report import QuantizationReport, budget_notes, describe_accuracy
+from enginery.quantize.report import budget_notes, describe_accuracy
 from enginery.quantize.search import AccuracyBudget
 from enginery.runtime.tracing import GraphTracer
 
@@ -42,7 +41,7 @@ def quantize_dynamic(
         path = directory / record.file
         with progress.task(f"quantizing {record.file}"):
             names = quantize_dynamically(source.path / record.file, path)
-        products[record.file] = integer_nodes(path)
+        products[record.file] = count_integer_nodes(path)
         folder = Path(record.file).parent
         data_files = tuple((folder / name).as_posix() for name in names)
         records.append(record.model_copy(update={"data_files": data_files}))
@@ -57,18 +56,21 @@ def quantize_dynamic(
         f"{sum(n.values())} integer products in {file}" for file, n in products.items()
     )
     parts = [f"dynamic INT8 for the CPU: {counts}"]
-    document: dict[str, Any] = {
-        "scheme": "dynamic", "products": products, "notes": notes, "fields": dict(fields),
-    }  # fmt: skip
+    accuracy = None
     if data is None:
         notes.append("accuracy was not measured: no inputs were given")
     else:
-        found, budget = _measure(source, directory / records[0].file, config, data)
-        notes += [data.description, *budget_notes(budget, found.rows)]
-        document["accuracy"] = asdict(found)
-        parts.append(describe_accuracy(found))
-    summary = "; ".join(parts)
-    report = QuantizationReport(summary, {"summary": summary, **document})
+        accuracy, budget = _measure(source, directory / records[0].file, config, data)
+        notes += [data.description, *budget_notes(budget, accuracy.rows)]
+        parts.append(describe_accuracy(accuracy))
+    report = QuantizationReport(
+        summary="; ".join(parts),
+        scheme="dynamic",
+        products=products,
+        notes=list(notes),
+        fields=dict(fields),
+        accuracy=accuracy,
+    )
     return tuple(records), report, notes
 
 

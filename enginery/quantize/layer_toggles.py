@@ -23,9 +23,14 @@ from enginery.core.feeds import Feeds
 from enginery.passes.graph_file import read_graph, write_graph
 from enginery.passes.layers import Layer, operands
 from enginery.passes.nodes import infer_types
-from enginery.passes.qdq import ActivationRange, bias_shift, quantized_weight, scale_weight
+from enginery.passes.qdq import (
+    ActivationQuantParams,
+    bias_shift,
+    fake_quantize_weight,
+    scale_weight,
+)
 from enginery.passes.scheme import INT8, Scheme, Vector
-from enginery.runtime.providers import choose_providers
+from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.tracing import open_in_memory
 
 
@@ -36,7 +41,7 @@ class LayerToggleModel(Closing):
         self,
         model: Path,
         layers: Sequence[Layer],
-        ranges: Mapping[str, ActivationRange],
+        ranges: Mapping[str, ActivationQuantParams],
         bias_deltas: Mapping[str, Vector],
         scheme: Scheme = INT8,
     ) -> None:
@@ -56,9 +61,12 @@ class LayerToggleModel(Closing):
         self.outputs = [value.name or "" for value in graph.graph.outputs]
         _insert_toggles(graph, layers, ranges, bias_deltas, self._toggles, scheme)
         path = Path(self._scratch.name, "toggles.onnx")
-        write_graph(graph, path, inside_bytes=0)
+        write_graph(graph, path, max_inline_bytes=0)
         self._session: Any = open_in_memory(
-            path.read_bytes(), path.parent, choose_providers(["cpu"]), optimized=scheme.runs_fused
+            path.read_bytes(),
+            path.parent,
+            choose_providers(["cpu"]),
+            optimized=scheme.supports_fusions,
         )
 
     def __call__(self, feeds: Feeds, quantized: Collection[str]) -> dict[str, NDArray[Any]]:
@@ -83,7 +91,7 @@ class LayerToggleModel(Closing):
 def _insert_toggles(
     model: ir.Model,
     layers: Sequence[Layer],
-    ranges: Mapping[str, ActivationRange],
+    ranges: Mapping[str, ActivationQuantParams],
     bias_deltas: Mapping[str, Vector],
     toggles: Mapping[str, str],
     scheme: Scheme,
@@ -97,7 +105,7 @@ def _insert_toggles(
         )
         model.graph.inputs.append(toggle)
         weight = scale_weight(layer, operands(node)[1], params)
-        rounded = quantized_weight(layer, weight, scheme)
+        rounded = fake_quantize_weight(layer, weight, scheme)
         delta = bias_shift(layer, weight, params)
         if layer.name in bias_deltas:
             delta = delta + bias_deltas[layer.name]
@@ -124,7 +132,7 @@ def _insert_toggles(
 def _quantized_branch(
     stem: str,
     node: ir.Node,
-    params: ActivationRange,
+    params: ActivationQuantParams,
     weight: Vector,
     delta: Vector,
     scheme: Scheme,

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
-from enginery.passes.layers import Layer, stored
+from enginery.passes.layers import Layer, constant_tensor
 from enginery.quantize.data import Batch
 from enginery.runtime.real_inputs import fixed_batch
 from enginery.runtime.tracing import GraphTracer
@@ -77,7 +77,7 @@ def count_multiply_adds(
         InputError: the graph fails on the feeds.
     """
     products = [
-        node for node in model.graph if node.op_type == "MatMul" and _has_stored_operand(node)
+        node for node in model.graph if node.op_type == "MatMul" and _multiplies_activations(node)
     ]
     operands = {node.name: (node.inputs[0], node.outputs[0]) for node in products}
     # Not with `runtime.multiply_adds`, which goes by the node names in the file. Nodes there may
@@ -93,14 +93,14 @@ def count_multiply_adds(
             inner = shapes[source.name or ""][-1]
             attention += int(np.prod(shapes[output.name or ""])) * inner // batch
     mask = feeds.get("attention_mask")
-    rows = {x.name: int(np.prod(shapes[x.output])) // x.outer // batch for x in layers}
+    rows = {x.name: int(np.prod(shapes[x.output])) // x.out_channels // batch for x in layers}
     return MultiplyAddCounts(
-        by_layer={x.name: rows[x.name] * x.outer * x.inner for x in layers},
+        by_layer={x.name: rows[x.name] * x.out_channels * x.reduction_size for x in layers},
         attention=attention,
         rows_by_layer=rows,
         positions=1 if mask is None else int(mask.shape[1]),
     )
 
 
-def _has_stored_operand(node: ir.Node) -> bool:
-    return all(stored(value) is None for value in node.inputs)
+def _multiplies_activations(node: ir.Node) -> bool:
+    return all(constant_tensor(value) is None for value in node.inputs)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from enginery.core.figures import save_figure
-from enginery.core.json_file import json_bytes
+from enginery.core.reports import (
+    AccuracyMetrics,
+    CalibrationRecord,
+    EngineTrial,
+    LayerCounts,
+    MixAccuracy,
+    MultiplyAdds,
+    QuantizationReport,
+    SearchRecord,
+)
 from enginery.passes.layers import Layer
-from enginery.quantize.accuracy import AccuracyMetrics
 from enginery.quantize.calibrate import AccuracySearch
 from enginery.quantize.calibration_cache import CalibrationCache
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import CalibrationData
 from enginery.quantize.search import HEADROOM, AccuracyBudget
-from enginery.quantize.trial import EngineTrial
 
 COUNTED = (
     "multiply-adds of MatMul, Gemm and Conv with constant weights, for one calibration input of "
@@ -24,70 +31,54 @@ COUNTED = (
 )
 
 
-@dataclass(frozen=True)
-class QuantizationReport:
-    """The content of `reports/quantization.json`."""
-
-    summary: str
-    document: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        layers: Sequence[Layer],
-        cache: CalibrationCache,
-        measured: AccuracySearch | None,
-        accuracy: AccuracyMetrics | None,
-        trials: Sequence[EngineTrial],
-        config: QuantizeConfig,
-        data: CalibrationData | None,
-        notes: Sequence[str],
-        fields: Mapping[str, str],
-    ) -> QuantizationReport:
-        """Build the report. `measured` and `accuracy` are None if ranges were reused."""
-        quantized = [layer.name for layer in cache.quantized_layers(layers)]
-        kind = config.scheme.upper()
-        document: dict[str, Any] = {
-            "scheme": config.scheme,
-            "residual": config.residual,
-            "per_channel": config.per_channel,
-            "layers": {"quantized": len(quantized), "all": len(layers)},
-            "quantized_layers": quantized,
-            "left_out": cache.left_out,
-            "fp32_nodes": cache.fp32_nodes,
-            "calibration": {
-                "inputs": data.description if data else "none, ranges were reused",
-                "kind": data.kind if data else "none",
-                "method": config.method,
-            },
-            "activations": _activations(cache),
-            "engines": [asdict(trial) for trial in trials],
-            "notes": list(notes),
-            "fields": dict(fields),
-        }
-        parts = [f"{len(quantized)} of {len(layers)} layers in {kind}"]
-        if measured is not None:
-            document["multiply_adds"] = _multiply_adds(measured, quantized)
-            parts[0] += f", {measured.multiply_adds.share(quantized):.1%} of their multiply-adds"
-            document["search"] = _search(measured)
-        if accuracy is not None:
-            document["accuracy"] = asdict(accuracy)
-            parts.append(
-                describe_accuracy(accuracy, held_out=data is None or data.has_held_out_rows)
-            )
-            if measured is not None and measured.budget.kind == "accuracy":
-                parts[-1] += f" (FP32 {measured.budget.reference:.1%})"
-        parts += [
-            f"TensorRT {trial.tensorrt} for {trial.capability}: {trial.quantized_layers} of "
-            f"{len(quantized)} multiplied in {kind}, {trial.fused_attentions} fused attentions"
-            for trial in trials
-        ]
-        summary = "; ".join(parts)
-        return cls(summary, {"summary": summary, **document})
-
-    def to_json(self) -> bytes:
-        """Return the report as JSON."""
-        return json_bytes(self.document)
+def make_report(
+    layers: Sequence[Layer],
+    cache: CalibrationCache,
+    measured: AccuracySearch | None,
+    accuracy: AccuracyMetrics | None,
+    trials: Sequence[EngineTrial],
+    config: QuantizeConfig,
+    data: CalibrationData | None,
+    notes: Sequence[str],
+    fields: Mapping[str, str],
+) -> QuantizationReport:
+    """Return the report. `measured` and `accuracy` are None if ranges were reused."""
+    quantized = [layer.name for layer in cache.quantized_layers(layers)]
+    kind = config.scheme.upper()
+    parts = [f"{len(quantized)} of {len(layers)} layers in {kind}"]
+    if measured is not None:
+        parts[0] += f", {measured.multiply_adds.share(quantized):.1%} of their multiply-adds"
+    if accuracy is not None:
+        parts.append(describe_accuracy(accuracy, held_out=data is None or data.has_held_out_rows))
+        if measured is not None and measured.budget.kind == "accuracy":
+            parts[-1] += f" (FP32 {measured.budget.reference:.1%})"
+    parts += [
+        f"TensorRT {trial.tensorrt} for {trial.capability}: {trial.quantized_layers} of "
+        f"{len(quantized)} multiplied in {kind}, {trial.fused_attentions} fused attentions"
+        for trial in trials
+    ]
+    return QuantizationReport(
+        summary="; ".join(parts),
+        scheme=config.scheme,
+        residual=config.residual,
+        per_channel=config.per_channel,
+        layers=LayerCounts(quantized=len(quantized), all=len(layers)),
+        quantized_layers=quantized,
+        left_out=cache.left_out,
+        fp32_nodes=cache.fp32_nodes,
+        calibration=CalibrationRecord(
+            inputs=data.description if data else "none, ranges were reused",
+            kind=data.kind if data else "none",
+            method=config.method,
+        ),
+        activations=_activations(cache),
+        engines=list(trials),
+        multiply_adds=_multiply_adds(measured, quantized) if measured else None,
+        search=_search(measured) if measured else None,
+        accuracy=accuracy,
+        notes=list(notes),
+        fields=dict(fields),
+    )
 
 
 def describe_accuracy(accuracy: AccuracyMetrics, *, held_out: bool = True) -> str:
@@ -121,8 +112,14 @@ def save_curve(path: Path, measured: AccuracySearch, scheme: str) -> bool:
 
     def draw(axes: Any) -> None:
         axes.plot(shares, values, label="measured")
-        axes.plot([100 * chosen.share], [budget.value(chosen.accuracy)], linestyle="none",
-                  markersize=11, markerfacecolor="none", label="chosen")  # fmt: skip
+        axes.plot(
+            [100 * chosen.share],
+            [budget.value(chosen.accuracy)],
+            linestyle="none",
+            markersize=11,
+            markerfacecolor="none",
+            label="chosen",
+        )
         least = budget.reference - budget.allowed
         if least > min(values) - 3 * (max(values) - min(values)) - 1e-3:
             axes.axhline(least, color="black", linestyle="--", linewidth=1, label="budget")
@@ -160,28 +157,29 @@ def _activations(cache: CalibrationCache) -> dict[str, Any]:
     }
 
 
-def _multiply_adds(measured: AccuracySearch, quantized: Sequence[str]) -> dict[str, Any]:
+def _multiply_adds(measured: AccuracySearch, quantized: Sequence[str]) -> MultiplyAdds:
     work = measured.multiply_adds
-    return {
-        "counted": COUNTED,
-        "positions": work.positions,
-        "all": sum(work.by_layer.values()),
-        "attention": work.attention,
-        "share": work.share(quantized),
-        "share_with_attention": work.share(quantized, with_attention=True),
-    }
+    return MultiplyAdds(
+        counted=COUNTED,
+        positions=work.positions,
+        all=sum(work.by_layer.values()),
+        attention=work.attention,
+        share=work.share(quantized),
+        share_with_attention=work.share(quantized, with_attention=True),
+    )
 
 
-def _search(measured: AccuracySearch) -> dict[str, Any]:
+def _search(measured: AccuracySearch) -> SearchRecord:
     found = measured.result
-    return {
-        "budget": str(measured.budget),
-        "about": measured.budget.kind,
-        "reference": measured.budget.reference,
-        "allowed": measured.budget.allowed,
-        "simulated": asdict(found.accuracy),
-        "effects": found.effects,
-        "curve": [
-            {"left_out": p.left_out, "share": p.share, **asdict(p.accuracy)} for p in found.curve
+    return SearchRecord(
+        budget=str(measured.budget),
+        about=measured.budget.kind,
+        reference=measured.budget.reference,
+        allowed=measured.budget.allowed,
+        simulated=found.accuracy,
+        effects=found.effects,
+        curve=[
+            MixAccuracy(left_out=p.left_out, share=p.share, **asdict(p.accuracy))
+            for p in found.curve
         ],
-    }
+    )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from enginery.core.errors import CheckFailedError, OptionError
-from enginery.quantize.accuracy import AccuracyMetrics
+from enginery.core.reports import AccuracyMetrics
 from enginery.quantize.config import QuantizeConfig, parse_accuracy_budget
 
 HEADROOM = 0.95

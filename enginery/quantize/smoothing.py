@@ -26,7 +26,12 @@ from typing import Literal
 import numpy as np
 
 from enginery.passes.layers import Layer
-from enginery.passes.qdq import ActivationRange, bias_shift, quantized_weight, scale_weight
+from enginery.passes.qdq import (
+    ActivationQuantParams,
+    bias_shift,
+    fake_quantize_weight,
+    scale_weight,
+)
 from enginery.passes.scheme import Scheme, Vector
 from enginery.quantize.activation_statistics import (
     ChannelStatistics,
@@ -46,7 +51,7 @@ LayerWeight = tuple[Layer, Vector]
 class SmoothingChoice:
     """Smoothing chosen for one activation."""
 
-    params: ActivationRange
+    params: ActivationQuantParams
     """Multiplier, offset, and the scale at which nothing is clipped."""
     strength: float
     """Migration strength, 0 to 1; 0 without a multiplier."""
@@ -73,7 +78,7 @@ def choose_smoothing(
             that strength.
         shift: also try shifting.
     """
-    unscaled = with_minmax_scale(channels, ActivationRange(1.0), scheme)
+    unscaled = with_minmax_scale(channels, ActivationQuantParams(1.0), scheme)
     plain = SmoothingChoice(unscaled, 0.0, shifted=False, error=0.0)
     if channels.width == 1 or not all(layer.linear for layer, _ in layer_weights):
         return plain
@@ -101,24 +106,24 @@ def choose_smoothing(
 
 
 def with_minmax_scale(
-    channels: ChannelStatistics, params: ActivationRange, scheme: Scheme
-) -> ActivationRange:
+    channels: ChannelStatistics, params: ActivationQuantParams, scheme: Scheme
+) -> ActivationQuantParams:
     """Return the range with the scale at which no observed value is clipped."""
     scale = largest_scaled_magnitude(channels, params) / scheme.largest
-    return ActivationRange(scale, params.multiplier, params.offset)
+    return ActivationQuantParams(scale, params.multiplier, params.offset)
 
 
 def simulate_layer(
-    sample: Vector, layer: Layer, weight: Vector, params: ActivationRange, scheme: Scheme
+    sample: Vector, layer: Layer, weight: Vector, params: ActivationQuantParams, scheme: Scheme
 ) -> Vector:
     """Return the quantized layer's output for the sample, without its bias: float32 (rows, N)."""
     scaled = scale_weight(layer, weight, params)
-    rounded = quantized_weight(layer, scaled, scheme)
+    rounded = fake_quantize_weight(layer, scaled, scheme)
     product = fake_quantize(sample, params, scheme) @ _as_matrix(layer, rounded)
     return np.asarray(product + bias_shift(layer, scaled, params), dtype=np.float32)
 
 
-def fake_quantize(sample: Vector, params: ActivationRange, scheme: Scheme) -> Vector:
+def fake_quantize(sample: Vector, params: ActivationQuantParams, scheme: Scheme) -> Vector:
     """Scale, shift, quantize and dequantize rows (n, K)."""
     scale = max(params.scale, 1e-12)
     return np.asarray(
@@ -127,7 +132,7 @@ def fake_quantize(sample: Vector, params: ActivationRange, scheme: Scheme) -> Ve
 
 
 def mean_output_error(
-    sample: Vector, layer: Layer, weight: Vector, params: ActivationRange, scheme: Scheme
+    sample: Vector, layer: Layer, weight: Vector, params: ActivationQuantParams, scheme: Scheme
 ) -> Vector:
     """Return the mean error of each output channel: float32 (N,). Adding it to the bias removes it.
 
@@ -145,7 +150,7 @@ def _smoothed(
     strength: float,
     *,
     shift: bool,
-) -> ActivationRange:
+) -> ActivationQuantParams:
     middle = _midpoints(channels) if shift else np.zeros(channels.width, dtype=np.float32)
     activation_max = np.maximum(channels.largest - middle, middle - channels.smallest)
     # Channels of zeros would have no logarithm.
@@ -159,11 +164,11 @@ def _smoothed(
     # Rounded to FP16, so that casting the graph changes neither the activation nor the weight.
     multiplier = _fp16(1 / np.clip(factor, 1 / _FACTOR_LIMIT, _FACTOR_LIMIT))
     offset = _fp16(-middle * multiplier) if shift else None
-    return ActivationRange(1.0, multiplier, offset)
+    return ActivationQuantParams(1.0, multiplier, offset)
 
 
-def _shifted(channels: ChannelStatistics) -> ActivationRange:
-    return ActivationRange(1.0, None, _fp16(-_midpoints(channels)))
+def _shifted(channels: ChannelStatistics) -> ActivationQuantParams:
+    return ActivationQuantParams(1.0, None, _fp16(-_midpoints(channels)))
 
 
 def _midpoints(channels: ChannelStatistics) -> Vector:

@@ -31,12 +31,13 @@ from enginery.core.manifest import GraphRecord, StageRecord
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
+from enginery.core.reports import AccuracyMetrics, QuantizationReport
 from enginery.passes.cast import cast_graph
 from enginery.passes.graph_file import check_graph, read_graph, write_graph
 from enginery.passes.layers import Layer, find_layers
 from enginery.passes.nodes import infer_types
 from enginery.passes.qdq import insert_qdq
-from enginery.quantize.accuracy import AccuracyEvaluator, AccuracyMetrics
+from enginery.quantize.accuracy import AccuracyEvaluator
 from enginery.quantize.calibrate import (
     AccuracySearch,
     calibrate,
@@ -47,7 +48,7 @@ from enginery.quantize.calibration_cache import RANGES, CalibrationCache, find_r
 from enginery.quantize.config import QuantizeConfig, check_options
 from enginery.quantize.data import CalibrationData, read_data
 from enginery.quantize.dynamic import quantize_dynamic
-from enginery.quantize.report import QuantizationReport, budget_notes, save_curve
+from enginery.quantize.report import budget_notes, make_report, save_curve
 from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.tracing import GraphTracer
 
@@ -55,7 +56,7 @@ STAGE = "quantize"
 STAGE_VERSION = "3"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
-REPORT = f"{REPORTS}/quantization.json"
+REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
 CURVE = f"{REPORTS}/quantization.svg"
 TOOLS = ("onnx", "onnx-ir", "numpy", "ml_dtypes", "tensorrt-rtx-cu13-bindings")
 _MIN_OPSET = 19
@@ -210,9 +211,7 @@ def _quantize_static(
         notes += budget_notes(measured.budget, measured.evaluator.rows)
         if not save_curve(directory / CURVE, measured, config.scheme):
             notes.append(NOT_DRAWN)
-    report = QuantizationReport.of(
-        layers, cache, measured, accuracy, trials, config, data, notes, fields
-    )
+    report = make_report(layers, cache, measured, accuracy, trials, config, data, notes, fields)
     (directory / REPORTS / RANGES).write_bytes(cache.to_json())
     return (record,), report, notes
 
@@ -316,7 +315,9 @@ def _check_accuracy(
     """
     if measured is None:
         return None
-    found = measure_file(graph, measured.evaluator, fused=scheme_from_config(config).runs_fused)
+    found = measure_file(
+        graph, measured.evaluator, fused=scheme_from_config(config).supports_fusions
+    )
     if not measured.budget.is_met_by(found):
         raise CheckFailedError(
             f"the saved graph does not meet the budget, a {measured.budget}: its mean cosine is "

@@ -7,7 +7,6 @@ choose another precision despite Q/DQ nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from enginery.core.artifact import Artifact
@@ -15,32 +14,15 @@ from enginery.core.errors import ProviderError
 from enginery.core.feeds import FeedLimits
 from enginery.core.manifest import GraphRecord
 from enginery.core.model_files import ModelConfig
+from enginery.core.reports import EngineTrial
 from enginery.core.shapes import Profile, dynamic_dims
 from enginery.passes.layers import Layer
 from enginery.passes.lint import lint_onnx
 from enginery.quantize.config import QuantizeConfig, list_capabilities
-from enginery.runtime.tensorrt import RTX, build_plan, parse_onnx, resolve_capabilities
-from enginery.runtime.tensorrt_library import require_tensorrt
+from enginery.runtime.tensorrt.library import require_tensorrt
+from enginery.runtime.tensorrt.process import RTX, build_plan, parse_onnx, resolve_capabilities
 
 _BATCH = (1, 8, 32)
-
-
-@dataclass(frozen=True)
-class EngineTrial:
-    """Results of one trial engine; the engine itself is discarded."""
-
-    capability: str
-    tensorrt: str
-    profiles: tuple[str, ...]
-    layers: dict[str, int]
-    """Kind and precision, such as `gemm int8` -> number of engine layers."""
-    quantized_layers: int
-    """Number of quantized layers that the engine multiplies in INT8 or FP8."""
-    not_quantized: tuple[str, ...]
-    """Quantized layers that run in another precision, or whose kernel the engine does not name."""
-    fused_attentions: int
-    plan_bytes: int
-    seconds: float
 
 
 def check_trial_options(artifact: Artifact, config: QuantizeConfig) -> None:

@@ -8,17 +8,7 @@ The bench says it of what it measured, the doctor of what is set before anything
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What was seen, and what to do about it."""
-
-    rule: str
-    finding: str
-    evidence: str
-    remedy: str
+from enginery.core.reports import Advice
 
 
 def too_many_threads(threads: int, cores: int, *, evidence: str, remedy: str) -> Advice | None:

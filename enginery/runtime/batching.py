@@ -1,4 +1,4 @@
-"""Inputs of unequal length into batches of bounded size, filled up to rows that a graph takes.
+"""Group inputs of different lengths into batches of bounded size.
 
 >>> plan_batches([3, 400, 5, 390], max_rows=2, max_tokens=4096)
 [[1, 3], [2, 0]]
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 MAX_ROWS = 32
 MAX_TOKENS = 4096
-"""Padded tokens of one batch. Beyond some thousand a CPU gains nothing and memory grows."""
+"""Maximum number of padded tokens of a batch. On a CPU larger batches are no faster, but take more
+memory."""
 
 
 def plan_batches(
@@ -24,16 +25,20 @@ def plan_batches(
     max_tokens: int = MAX_TOKENS,
     equal_lengths: bool = False,
 ) -> list[list[int]]:
-    """Indices of the inputs of each batch, longest inputs first.
+    """Return the indices of the inputs of each batch, longest inputs first.
+
+    Inputs are sorted by length, so that inputs of a batch are of similar length and need little
+    padding. Then each batch takes the next input until a limit is reached. The longest inputs come
+    first, so that a batch that does not fit in memory fails at once.
 
     Args:
-        lengths: tokens of each input.
-        max_rows: the most inputs of a batch; a function, by the tokens of its longest.
-        max_tokens: the most tokens of a batch after padding; one input alone may have more.
-        equal_lengths: never put different lengths together, where padding would be seen.
+        lengths: number of tokens of each input.
+        max_rows: maximum batch size; a function of the length of the batch's longest input, or a
+            number.
+        max_tokens: maximum number of tokens of a batch after padding; a single input may have more.
+        equal_lengths: only group inputs of equal length, because the graph cannot pad.
     """
     batches: list[list[int]] = []
-    # The longest come first, so that a batch that does not fit in memory fails at once.
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if batches:
             batch = batches[-1]
@@ -48,7 +53,7 @@ def plan_batches(
 
 
 def fill_rows(feeds: Mapping[str, NDArray[Any]], rows: int) -> dict[str, NDArray[Any]]:
-    """Return the feeds with their last row repeated up to so many rows; never cut."""
+    """Pad feeds to `rows` rows by repeating their last row; return larger ones unchanged."""
     return {
         name: np.concatenate([array, np.repeat(array[-1:], rows - len(array), axis=0)])
         if rows > len(array)
@@ -58,5 +63,5 @@ def fill_rows(feeds: Mapping[str, NDArray[Any]], rows: int) -> dict[str, NDArray
 
 
 def first_rows(outputs: Mapping[str, NDArray[Any]], count: int) -> dict[str, NDArray[Any]]:
-    """Return the outputs without the rows that only filled the batch; a scalar has none."""
+    """Return the first `count` rows of each output; return scalars unchanged."""
     return {name: values[:count] if values.ndim else values for name, values in outputs.items()}

@@ -1,10 +1,10 @@
-"""Inputs to run a model on when no data are given: sentences in many languages, images from code.
+"""Built-in inputs for when the user gives no data: sentences in many languages, synthetic images.
 
-    >>> len(SENTENCES), made_images(2)[0].shape
+    >>> len(SENTENCES), synthetic_images(2)[0].shape
     (16, (96, 160, 3))
 
-The sentences differ in script, length and punctuation, so that tokenizers make ragged batches. Fit
-for comparing two implementations of a model; nothing is calibrated on them.
+The sentences differ in script, length and punctuation, so that batches are ragged. Use them to
+compare two implementations of a model, not to calibrate one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SENTENCES = (
 )
 
 
-def made_images(count: int = 6) -> list[NDArray[np.uint8]]:
-    """RGB images, uint8 (height, width, 3), of different sizes and contents, always the same."""
+def synthetic_images(count: int = 6) -> list[NDArray[np.uint8]]:
+    """Return RGB images, uint8 (height, width, 3), of different sizes; the same in every call."""
     generator = np.random.default_rng(0)
     images = []
     for index in range(count):

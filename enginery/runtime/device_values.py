@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import InputError
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.provider_names import CUDA, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX
 
 # onnx.TensorProto.DataType, from onnx.proto; numpy has no bfloat16, so types go by number.
 ELEMENTS = {

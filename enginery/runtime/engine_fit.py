@@ -1,6 +1,6 @@
 """Whether an engine runs here: on this GPU, with this TensorRT, for this graph.
 
->>> misfit(artifact, artifact.manifest.graphs[0], engine, RTX, visible_gpus()[0], "1.7.1")
+>>> incompatibility(artifact, artifact.manifest.graphs[0], engine, RTX, visible_gpus()[0], "1.7.1")
 'it is not for compute capability 8.6'
 
 A plan runs with the version of TensorRT that built it, on the GPUs that it was built for. Source:
@@ -16,8 +16,8 @@ from enginery.core.artifact import Artifact
 from enginery.core.engine import Engine
 from enginery.core.engine_record import ENGINES, EngineRecord, graph_sha256
 from enginery.core.manifest import GraphRecord
-from enginery.runtime.gpus import CudaGpu
-from enginery.runtime.tensorrt_options import CLASSIC, RTX, Flavor
+from enginery.runtime.providers.gpus import CudaGpu
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
 
 _LIBRARIES = {CLASSIC.name: "libnvinfer.so.10", RTX.name: "libtensorrt_rtx.so.1"}
 _AMPERE = (8, 0)
@@ -40,7 +40,7 @@ def loaded_version(flavor: Flavor) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def misfit(
+def incompatibility(
     artifact: Artifact,
     graph: GraphRecord,
     engine: Engine,
@@ -48,7 +48,7 @@ def misfit(
     gpu: CudaGpu,
     version: str,
 ) -> str:
-    """What speaks against an engine; nothing where it fits."""
+    """Return why an engine cannot run here, or nothing if it can."""
     record = engine.record
     if record.flavor != flavor.name:
         return f"it is of the flavor {record.flavor}"
@@ -61,10 +61,10 @@ def misfit(
         return "version-compatible plans hold code that ONNX Runtime does not allow"
     if version and _first_three(record.tensorrt) != version:
         return f"this machine has TensorRT {version}"
-    return _gpu_misfit(record, flavor, gpu)
+    return _gpu_incompatibility(record, flavor, gpu)
 
 
-def _gpu_misfit(record: EngineRecord, flavor: Flavor, gpu: CudaGpu) -> str:
+def _gpu_incompatibility(record: EngineRecord, flavor: Flavor, gpu: CudaGpu) -> str:
     if flavor.capabilities and gpu.compute_capability not in flavor.capabilities:
         return f"{flavor.title} does not support compute capability {gpu.compute_capability}"
     if record.hardware_compatibility == "ampere-plus":

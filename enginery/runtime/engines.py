@@ -24,11 +24,12 @@ from enginery.core.engine_record import EngineRecord, engine_directories
 from enginery.core.errors import ProviderError
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Profile, dynamic_dims
-from enginery.runtime.engine_fit import loaded_version, misfit
-from enginery.runtime.gpus import CudaGpu, visible_gpus
-from enginery.runtime.provider_names import CPU, short_name
-from enginery.runtime.providers import Provider, ProviderWish, choose_providers, parse_wishes
-from enginery.runtime.tensorrt_options import CLASSIC, FLAVORS, Flavor
+from enginery.runtime.engine_fit import incompatibility, loaded_version
+from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
+from enginery.runtime.providers.known import CPU, short_name
+from enginery.runtime.providers.selection import REQUESTED, Provider, choose_providers
+from enginery.runtime.providers.specification import Providers, parse_providers
+from enginery.runtime.tensorrt.options import CLASSIC, FLAVORS, Flavor
 
 
 def wrapper_of(engine: Engine) -> Path:
@@ -85,7 +86,7 @@ def choose_engines(
     for engine in sorted(read_engines(artifact), key=_generality):
         if engine.record.graph != graph.file:
             continue
-        if problem := misfit(artifact, graph, engine, flavor, gpu, version):
+        if problem := incompatibility(artifact, graph, engine, flavor, gpu, version):
             refused.append(f"{_described(engine)}: {problem}")
         else:
             fitting.setdefault(str(reachable_profile(engine.record)), engine)
@@ -98,7 +99,7 @@ def choose_engines(
 def choose_with_engines(
     artifact: Artifact,
     graph: GraphRecord,
-    wish: Sequence[str | ProviderWish],
+    providers: Providers,
     *,
     allow_fallback: bool = False,
     allow_build: bool = False,
@@ -108,22 +109,23 @@ def choose_with_engines(
     Args:
         artifact: where the engines are.
         graph: which graph.
-        wish: providers in order, as `choose_providers` takes them.
-        allow_fallback: take a later wish when an earlier one, or an engine for it, cannot be had.
+        providers: in order, as `choose_providers` takes them.
+        allow_fallback: take a later provider when an earlier one, or an engine for it, cannot be
+            had.
         allow_build: where no engine fits, leave it to ONNX Runtime to build one.
 
     Raises:
         ProviderError: a provider cannot be had, or no engine runs on this GPU.
         ArtifactError: a file of an engine is missing or altered.
     """
-    wishes = list(parse_wishes(tuple(wish)))
+    specs = parse_providers(providers)
     missed: list[str] = []
     while True:
-        head, *below = choose_providers(wishes, allow_fallback=allow_fallback)
+        head, *below = choose_providers(specs, allow_fallback=allow_fallback)
         flavor = flavor_of(head.name)
         if flavor is None:
             return [_because(head, *missed), *below], []
-        later = wishes[[one.full_name for one in wishes].index(head.name) + 1 :]
+        later = specs[[one.full_name for one in specs].index(head.name) + 1 :]
         try:
             device_id = int(head.options.get("device_id", "0"))
             engines, reason = choose_engines(artifact, graph, flavor, device_id=device_id)
@@ -133,8 +135,8 @@ def choose_with_engines(
                 return [_because(head, *missed, error.message, built), *below], []
             if not allow_fallback or not later:
                 raise
-            missed.append(f"{short_name(head.name)} asked for, but {error.message}")
-            wishes = later
+            missed.append(f"{short_name(head.name)} requested, but {error.message}")
+            specs = later
         else:
             rest = Provider(CPU, "ONNX Runtime adds it; an engine leaves no operations over")
             return [_because(head, *missed, reason), rest], engines
@@ -157,7 +159,7 @@ def gpu_of(device_id: int) -> CudaGpu:
 
 
 def _because(provider: Provider, *reasons: str) -> Provider:
-    said = [reason.rstrip(".") for reason in (*reasons, provider.reason) if reason != "asked for"]
+    said = [reason.rstrip(".") for reason in (*reasons, provider.reason) if reason != REQUESTED]
     return replace(provider, reason="; ".join(said) or provider.reason)
 
 

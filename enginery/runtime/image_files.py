@@ -1,12 +1,9 @@
-"""Whatever a person has as an image, as an upright RGB image.
+"""Load images from paths, bytes, arrays or Pillow images as upright RGB images.
 
-    >>> load_image("cat.jpg").mode
-    'RGB'
-
-As transformers' pipelines load images: turned as the camera's EXIF says, then converted to RGB,
-which drops transparency. What RGB cannot hold (16 bits, floats) is an error instead of a black or
-white picture. Only the formats in `FORMATS` are read: for others Pillow starts programs, as
-Ghostscript for EPS, or has parsers that models have no use for.
+Images are loaded as in transformers' pipelines: rotated by their EXIF orientation, then converted
+to RGB, which drops transparency. Images with more than 8 bits per channel are an error; Pillow
+would convert them to black or white. Only the formats in `FORMATS` are read, because for others
+Pillow starts programs (Ghostscript for EPS) or uses rarely tested parsers.
 """
 
 from __future__ import annotations
@@ -22,28 +19,30 @@ from enginery.core.errors import InputError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Grey, palette, print and camera modes that Pillow converts to RGB without loss of meaning.
-_CONVERTED = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "La",
-              "RGBa")  # fmt: skip
+# Pillow's modes of 8 bits per channel, which convert to RGB.
+_SUPPORTED_MODES = (
+    "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "La", "RGBa",
+)  # fmt: skip
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-"""Pillow's names; PPM stands for PBM and PGM too."""
+"""Pillow's names of the supported formats; PPM includes PBM and PGM."""
 
-_NO_IMAGE = (OSError, SyntaxError, ValueError)
-"""What Pillow raises for a damaged file."""
+_DECODE_ERRORS = (OSError, SyntaxError, ValueError)
+"""Errors that Pillow raises for a damaged file."""
 
 
 def load_image(source: Any, *, name: str = "image", max_pixels: int = 0) -> Image:
-    """An upright RGB image.
+    """Load an image as an upright RGB image.
 
     Args:
-        source: a path, the bytes of a file, a Pillow image, or a uint8 array (height, width),
-            (height, width, 1), 3 or 4 channels.
-        name: what the message calls it, `image 3`.
-        max_pixels: the most pixels of an image from a file; 0 for Pillow's own limit.
+        source: a path, the contents of a file, a Pillow image, or a uint8 array (height, width) or
+            (height, width, channels) with 1, 3 or 4 channels.
+        name: what error messages call the image, such as `image 3`.
+        max_pixels: maximum number of pixels of an image file; 0 for Pillow's own limit.
 
     Raises:
-        InputError: the file is missing or not a whole image, or the pixels are not 8 bits deep.
+        InputError: the file is missing or not a complete image, the image has more than
+            `max_pixels` pixels, or it has more than 8 bits per channel.
     """
     from PIL import Image as Pillow
     from PIL import ImageOps
@@ -62,11 +61,10 @@ def load_image(source: Any, *, name: str = "image", max_pixels: int = 0) -> Imag
             f"{name} is a {type(source).__name__}, expected a path, a file's "
             "bytes, a Pillow image or an array."
         )
-    if image.mode not in _CONVERTED:
+    if image.mode not in _SUPPORTED_MODES:
         raise InputError(
-            f"{name} has Pillow's mode {image.mode}: more than 8 bits a channel, "
-            "which the model's pixels do not have.",
-            do="Convert it to 8 bits first, with the range that your images have.",
+            f"{name} has Pillow's mode {image.mode}, expected 8 bits per channel.",
+            do="Convert it to 8 bits first, scaled from the value range of your images.",
         )
     if 0 in image.size:
         raise InputError(f"{name} is empty: {image.width} × {image.height} pixels.")
@@ -77,30 +75,31 @@ def load_image(source: Any, *, name: str = "image", max_pixels: int = 0) -> Imag
 
 
 def _from_file(path: Path, name: str, max_pixels: int) -> Image:
-    if path.exists() and not path.is_file():  # opening a named pipe waits for a writer
+    if path.exists() and not path.is_file():  # opening a named pipe would block
         raise InputError(f"{name}: {path} is not a regular file.")
     try:
-        return _opened(path, name, max_pixels)
+        return _open(path, name, max_pixels)
     except FileNotFoundError:
-        raise InputError(f"{name}: there is no file {path}.") from None
-    except _NO_IMAGE as error:
-        raise InputError(f"{name}: {path} is not a whole image: {error}.") from error
+        raise InputError(f"{name}: file {path} does not exist.") from None
+    except _DECODE_ERRORS as error:
+        raise InputError(f"{name}: {path} is not a complete image: {error}.") from error
 
 
 def _from_bytes(content: bytes, name: str, max_pixels: int) -> Image:
     from PIL import UnidentifiedImageError
 
     try:
-        return _opened(BytesIO(content), name, max_pixels)
-    except UnidentifiedImageError:  # its message has an address of memory
+        return _open(BytesIO(content), name, max_pixels)
+    except UnidentifiedImageError:  # its message contains a memory address
         raise InputError(
-            f"{name} is not an image of a format that is read.", do=f"Known: {', '.join(FORMATS)}."
+            f"{name} is not an image of a supported format.",
+            do=f"Supported: {', '.join(FORMATS)}.",
         ) from None
-    except _NO_IMAGE as error:
-        raise InputError(f"{name} is not a whole image: {error}.") from error
+    except _DECODE_ERRORS as error:
+        raise InputError(f"{name} is not a complete image: {error}.") from error
 
 
-def _opened(source: Path | BytesIO, name: str, max_pixels: int) -> Image:
+def _open(source: Path | BytesIO, name: str, max_pixels: int) -> Image:
     from PIL import Image as Pillow
     from PIL import ImageOps
 
@@ -108,14 +107,14 @@ def _opened(source: Path | BytesIO, name: str, max_pixels: int) -> Image:
         with Pillow.open(source, formats=FORMATS) as opened:
             if max_pixels and opened.width * opened.height > max_pixels:
                 raise InputError(
-                    f"{name} has {opened.width} × {opened.height} pixels, at most {max_pixels:,} "
-                    "are read."
+                    f"{name} has {opened.width} × {opened.height} pixels, expected at most "
+                    f"{max_pixels:,}."
                 )
             opened.load()
-            # While the file is open: some formats read their EXIF late.
+            # While the file is still open, because some formats read their EXIF late.
             return ImageOps.exif_transpose(opened)
     except Pillow.DecompressionBombError as error:
-        raise InputError(f"{name} has more pixels than are read: {error}") from error
+        raise InputError(f"{name} has too many pixels: {error}") from error
 
 
 def _from_array(array: np.ndarray[Any, Any], name: str) -> Image:

@@ -1,14 +1,11 @@
-"""Images into pixel_values, as the model's own transformers processor makes them.
+"""Preprocess images into pixel_values, as the model's image processor in transformers does.
 
-Takes `preprocessor_config.json`; leaves float32 (channels, height, width) for each image.
+    processor = ImageProcessor.open(artifact.path)    # reads preprocessor_config.json
+    pixels = processor(load_image("cat.jpg"))         # float32 (channels, height, width)
 
-    >>> processor = ImageProcessor.open(artifact.path)
-    >>> processor(load_image("cat.jpg")).shape
-    (3, 224, 224)
-
-The steps are those of the slow processors, which resize with Pillow; the fast ones resize with
-torchvision and differ in the last bits. Rules and
-defaults: transformers 4.57, `models/*/image_processing_*.py`.
+The steps are those of the slow processors, which resize with Pillow. The fast ones resize with
+torchvision, and their results differ in the last bits. Rules and defaults are from transformers
+4.57, `models/*/image_processing_*.py`.
 """
 
 from __future__ import annotations
@@ -43,8 +40,8 @@ _BASE: dict[str, Any] = {
 }  # fmt: skip
 _CROPPED = {"do_center_crop": True, "crop_size": 224}
 
-# What each processor assumes where its config is silent. A bare number as `size` is the shortest
-# edge where the default is one, else a square.
+# Defaults of each processor. A plain number as `size` means the shortest edge if the default has
+# one, else a square.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "ViT": {"size": {"height": 224, "width": 224}},
     "DeiT": {"size": {"height": 256, "width": 256}, "resample": _BICUBIC, **_CROPPED},
@@ -82,34 +79,34 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 _CHANNELS = 3
-# ConvNeXt's rule: from this size on the whole image is squeezed into the square.
+# ConvNeXt crops only below this size; from this size on it resizes the whole image to a square.
 _CROP_BELOW = 384
-_MAX_PREPARED_PIXELS = MAX_IMAGE_EDGE**2
-"""Of an image between two steps, unless it comes with more: the largest size in a config."""
+_MAX_INTERMEDIATE_PIXELS = MAX_IMAGE_EDGE**2
+"""Maximum number of pixels of an intermediate image, unless the image itself has more."""
 
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """One model's image preprocessing."""
+    """The image preprocessing of one model."""
 
     kind: str
-    """The processor's name without its ending: ViT, ConvNext, …"""
+    """Name of the processor's class without `ImageProcessor`: ViT, ConvNext, …"""
     settings: Mapping[str, Any]
-    """preprocessor_config.json over the processor's defaults."""
+    """The settings of preprocessor_config.json, completed by the processor's defaults."""
 
     @classmethod
     def open(cls, directory: Path) -> ImageProcessor:
-        """Reads preprocessor_config.json.
+        """Read preprocessor_config.json.
 
         Raises:
-            ArtifactError: it is missing or malformed, names a processor that is not known here,
-                or asks for sizes that the processor cannot make.
+            ArtifactError: the file is missing or malformed, its processor is not supported, or the
+                processor cannot produce its sizes.
         """
         file = directory / PreprocessorConfig.FILE
         if not file.is_file():
             raise ArtifactError(
-                f"{directory} has no preprocessor_config.json, so it is not known how images "
-                "become pixels.",
+                f"{directory} has no preprocessor_config.json, which is needed to preprocess "
+                "images.",
                 do="Save the model's image processor in its directory and export again.",
             )
         found = PreprocessorConfig.read(directory)
@@ -119,41 +116,45 @@ class ImageProcessor:
             kind = kind.removesuffix(ending)
         if kind not in _DEFAULTS:
             raise ArtifactError(
-                f"{file}: image processor '{name}' is not known{nearest(kind, _DEFAULTS)}",
-                do=f"Known: {', '.join(f'{known}ImageProcessor' for known in _DEFAULTS)}.",
+                f"{file}: image processor '{name}' is not supported{nearest(kind, _DEFAULTS)}",
+                do=f"Supported: {', '.join(f'{known}ImageProcessor' for known in _DEFAULTS)}.",
             )
         settings = {**_BASE, **_DEFAULTS[kind]}
-        # Keys that the processor does not read have no effect: ViT never crops.
+        # Ignore keys that the processor does not have: ViT, for example, never crops.
         given = {name: getattr(found, name) for name in settings}
         settings |= {name: value for name, value in given.items() if value is not None}
         by_edge = "shortest_edge" in _DEFAULTS[kind]["size"]
         if found.size is not None:
-            settings["size"] = _size(file, "size", found.size, by_edge=by_edge)
+            settings["size"] = _parse_size(file, "size", found.size, by_edge=by_edge)
         if settings.get("do_center_crop"):
             crop = found.crop_size or ImageSize(edge=settings["crop_size"])
-            settings["crop_size"] = _size(file, "crop_size", crop, by_edge=False)
+            settings["crop_size"] = _parse_size(file, "crop_size", crop, by_edge=False)
         for name in ("image_mean", "image_std"):
             if np.ndim(settings[name]) and len(settings[name]) not in (1, _CHANNELS):
                 raise ArtifactError(
                     f"{file}: {name} has {len(settings[name])} numbers, expected {_CHANNELS}, one "
-                    "for each channel of an RGB image."
+                    "per channel of an RGB image."
                 )
         if kind == "ConvNext" and "shortest_edge" not in settings["size"]:
-            raise ArtifactError(f"{file}: size {settings['size']}, expected a shortest_edge.")
+            raise ArtifactError(f"{file}: size is {settings['size']}, expected a shortest_edge.")
         return cls(kind, settings)
 
     def __call__(self, image: Image, *, name: str = "image") -> NDArray[np.float32]:
-        """Return the pixels of one RGB image; messages call it `name`.
+        """Preprocess one RGB image.
+
+        Args:
+            image: the image.
+            name: what error messages call it.
 
         Returns:
             float32 (3, height, width).
 
         Raises:
-            InputError: the image is so narrow that a step would make far more pixels of it.
+            InputError: the image is so narrow that an intermediate image would be too large.
         """
         settings = self.settings
         if settings["do_resize"]:
-            image = self._resized(image, name)
+            image = self._resize(image, name)
         pixels = np.asarray(image)
         if self.kind == "ConvNext" and settings["do_resize"]:
             edge = settings["size"]["shortest_edge"]
@@ -161,9 +162,9 @@ class ImageProcessor:
         elif settings.get("do_center_crop"):
             crop = settings["crop_size"]
             pixels = center_crop(pixels, crop["height"], crop["width"], name)
-        return self._scaled(pixels).transpose(2, 0, 1)
+        return self._normalize(pixels).transpose(2, 0, 1)
 
-    def _resized(self, image: Image, name: str) -> Image:
+    def _resize(self, image: Image, name: str) -> Image:
         size = self.settings["size"]
         if "height" in size:
             width, height = size["width"], size["height"]
@@ -177,13 +178,13 @@ class ImageProcessor:
                 short, long = sorted(image.size)
                 other = int(edge * long / short)
                 width, height = (edge, other) if image.width <= image.height else (other, edge)
-        return resized(image, (width, height), self.settings["resample"], name)
+        return resize(image, (width, height), self.settings["resample"], name)
 
-    def _scaled(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
+    def _normalize(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
         settings = self.settings
         scaled = pixels.astype(np.float32)
         if settings["do_rescale"]:
-            # In float64 and then down to float32, as transformers does it.
+            # In float64 and then rounded to float32, as in transformers.
             scaled = (pixels.astype(np.float64) * settings["rescale_factor"]).astype(np.float32)
             if settings.get("rescale_offset"):
                 scaled = scaled - np.float32(1)
@@ -196,28 +197,34 @@ class ImageProcessor:
         return np.asarray(scaled, dtype=np.float32)
 
 
-def resized(image: Image, size: tuple[int, int], resample: int | None, name: str) -> Image:
-    """Return an image of this (width, height); `resample` is Pillow's number of the filter.
+def resize(image: Image, size: tuple[int, int], resample: int | None, name: str) -> Image:
+    """Resize an image.
+
+    Args:
+        image: the image.
+        size: (width, height) in pixels.
+        resample: Pillow's number of the filter.
+        name: what error messages call the image.
 
     Raises:
-        InputError: one of the sizes on the way is too large.
+        InputError: the result, or the image between Pillow's two passes, is too large.
     """
     width, height = size
-    # Pillow resizes rows first: between the two passes an image has its old height.
-    _require_fit(name, image.size, width, max(height, image.height))
+    # Pillow resizes the rows first: between its two passes an image still has its old height.
+    _check_pixels(name, image.size, width, max(height, image.height))
     return image.resize(size, resample=resample)
 
 
 def center_crop(pixels: NDArray[Any], height: int, width: int, name: str = "image") -> NDArray[Any]:
-    """Return the middle of (rows, columns, channels), black around it where it is too small.
+    """Crop the centre of pixels (rows, columns, channels); pad with black if they are too few.
 
     Raises:
-        InputError: the image with what is put around it is too large.
+        InputError: the padded image is too large.
     """
     rows, columns = pixels.shape[:2]
     padded_rows, padded_columns = max(rows, height), max(columns, width)
-    _require_fit(name, (columns, rows), padded_columns, padded_rows)
-    # The rounding here and below is that of transformers' center_crop.
+    _check_pixels(name, (columns, rows), padded_columns, padded_rows)
+    # The rounding here and below follows transformers' center_crop.
     row_before = math.ceil((padded_rows - rows) / 2)
     column_before = math.ceil((padded_columns - columns) / 2)
     padded = np.zeros((padded_rows, padded_columns, pixels.shape[2]), dtype=pixels.dtype)
@@ -227,22 +234,22 @@ def center_crop(pixels: NDArray[Any], height: int, width: int, name: str = "imag
     return padded[max(0, top) : top + height, max(0, left) : left + width]
 
 
-def _require_fit(name: str, size: tuple[int, int], width: int, height: int) -> None:
-    """Raise InputError where a step would make too many pixels of an image of this size."""
-    most = max(_MAX_PREPARED_PIXELS, size[0] * size[1])
+def _check_pixels(name: str, size: tuple[int, int], width: int, height: int) -> None:
+    """Raise InputError if a step would turn an image of `size` into one with too many pixels."""
+    most = max(_MAX_INTERMEDIATE_PIXELS, size[0] * size[1])
     if width * height > most:
         raise InputError(
-            f"{name} has {size[0]} × {size[1]} pixels and would become {width} × {height} on its "
-            f"way to the model's size; at most {most:,} pixels are made.",
-            do="Cut it to about the proportions of the model's images.",
+            f"{name} has {size[0]} × {size[1]} pixels; to resize it, an image of {width} × "
+            f"{height} pixels would be needed, expected at most {most:,} pixels.",
+            do="Crop it to about the proportions of the model's images.",
         )
 
 
-def _size(file: Path, name: str, size: ImageSize, *, by_edge: bool) -> dict[str, int]:
+def _parse_size(file: Path, name: str, size: ImageSize, *, by_edge: bool) -> dict[str, int]:
     """Return a size as {height, width} or {shortest_edge}."""
     if size.longest > MAX_IMAGE_EDGE:
         raise ArtifactError(
-            f"{file}: {name} is {size.longest}, expected {MAX_IMAGE_EDGE} pixels at most."
+            f"{file}: {name} is {size.longest}, expected at most {MAX_IMAGE_EDGE} pixels."
         )
     if size.edge is not None:
         by_name = {"shortest_edge": size.edge}

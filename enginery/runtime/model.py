@@ -1,9 +1,9 @@
-"""An artifact that answers: texts or images in, results out.
-
-Takes an artifact; runs it with onnxruntime, tokenizers, numpy and Pillow alone.
+"""Load an artifact for inference: texts or images in, results out.
 
     with load_model("minilm") as model:
         model.embed(["The engine is warm."]).shape    # (1, 384)
+
+Needs only onnxruntime, tokenizers, numpy and Pillow; no torch or transformers.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 from enginery.core.artifact import Artifact
 from enginery.core.closing import Closing
 from enginery.core.errors import InputError
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.providers import Provider, parse_wishes
-from enginery.runtime.run_fit import require_fit
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.selection import Provider
+from enginery.runtime.providers.specification import parse_providers
 from enginery.runtime.tasks import TASKS, require_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
-from enginery.runtime.tasks.task import Work
+from enginery.runtime.tasks.task import ModelInputs
 
 
 class Model(Closing):
-    """A model that answers. A context manager; closing frees its session.
+    """A model loaded for inference. A context manager; closing it frees the session.
 
-    Its task has a method: `embed`, `classify`, `tag`, `answer`, `fill`, `classify_images` or
-    `embed_images`, with the task's options as keyword arguments (`help(model.embed)` lists them).
-    Every one takes a list and answers in its order; an empty list has an empty answer. Texts
-    longer than the model takes are cut, and counted in `truncated`.
+    It has the method of its task: `embed`, `classify`, `tag`, `answer`, `fill`, `classify_images`
+    or `embed_images`, with the task's options as keyword arguments (`help(model.embed)` lists
+    them). The method takes a list of inputs and returns the results in the same order. Texts that
+    are longer than the model takes are truncated, and counted in `truncated`.
     """
 
     def __init__(self, artifact: Artifact, runner: OrtRunner) -> None:
@@ -42,17 +42,17 @@ class Model(Closing):
         self._runner = runner
         definition = require_task(artifact.manifest, runner.record)
         self.definition = definition.open(artifact, runner.record)
-        """How the task is answered."""
+        """The task, which preprocesses inputs and postprocesses outputs."""
         self.method = definition.verb
-        """The method that answers the task."""
+        """Name of the task's method."""
         self.truncated = 0
-        """How many texts were cut so far because they have more tokens than the model takes."""
+        """Number of texts truncated so far."""
         self._batches = BatchRunner(self.definition, runner)
         self._lock = threading.Lock()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Choices that were made for this model, with their reasons."""
+        """Choices made for this model, with their reasons."""
         return self.definition.notes
 
     @property
@@ -60,24 +60,24 @@ class Model(Closing):
         return self._runner.providers
 
     def __call__(self, inputs: Sequence[Any], **options: Any) -> Any:
-        """Answer inputs.
+        """Run the model's task on inputs.
 
         Args:
-            inputs: texts or pairs of texts; images as paths, bytes, Pillow images or uint8 arrays
-                (height, width, channels); for question answering (question, context) pairs.
-            options: of the task.
+            inputs: texts or pairs of texts; images as paths, file contents, Pillow images or uint8
+                arrays (height, width, channels); (question, context) pairs for question answering.
+            options: options of the task.
 
         Returns:
-            float32 (len(inputs), dim) for embeddings, else a list with one result an input.
+            float32 (len(inputs), dim) for embeddings, else a list with one result per input.
 
         Raises:
-            InputError: an input or an option cannot be used.
+            InputError: an input or an option is invalid; the message has the input's index.
         """
         task = self.definition
         read = task.Options.read(options)
-        if isinstance(task, ImageTask):  # pixels are large: not all images are held at once
-            outputs = self._batches.run_each(task.image_rows(inputs))
-            return task.collect(task.postprocess(Work([]), outputs, read))
+        if isinstance(task, ImageTask):  # pixels are large: do not hold all images in memory
+            outputs = self._batches.run_stream(task.image_rows(inputs))
+            return task.collect(task.postprocess(ModelInputs([]), outputs, read))
         work = task.preprocess(inputs, read)
         with self._lock:
             self.truncated += sum(row.truncated for row in work.rows)
@@ -95,10 +95,10 @@ class Model(Closing):
         return [*super().__dir__(), self.method]
 
     def warm_up(self) -> None:
-        """Run every engine once at its optimum; `load_model` has done so.
+        """Run every engine once at its optimal shape. `load_model` does this.
 
         Raises:
-            ProviderError: an engine fails at its own optimum.
+            ProviderError: an engine fails at its own optimal shape.
         """
         self._runner.warm_up()
 
@@ -114,7 +114,7 @@ class Model(Closing):
 
 
 def _documented(model: Model) -> Callable[..., Any]:
-    """Return the method of a model's task, with its options as signature."""
+    """Build the method of a model's task, with the task's options in its signature."""
     fields = model.definition.Options.model_fields
 
     def method(inputs: Sequence[Any], **options: Any) -> Any:
@@ -148,34 +148,34 @@ def load_model(
     cuda_graph: bool = False,
     shrink_arena: bool = False,
 ) -> Model:
-    """Open an artifact to answer its task; under TensorRT, its engines, and run each once.
+    """Load an artifact for inference; under TensorRT, load its engines and run each once.
 
     Args:
         artifact: the artifact or its directory.
-        provider: providers in order of preference, `tensorrt,cuda,cpu`; empty for what
-            `ENGINERY_PROVIDERS` says, and else the CPU.
-        provider_options: options of the providers, `cuda.gpu_mem_limit=2GiB`.
-        allow_fallback: take a later provider when the first cannot be had.
-        allow_failed: take an artifact whose validation failed.
-        allow_build: where no engine of the artifact fits this GPU, let TensorRT build one while
-            it loads; minutes, and nothing of it is kept.
-        threads: intra-op threads; 0 for ONNX Runtime's choice.
+        provider: providers in order of preference, such as `tensorrt,cuda,cpu`; empty for
+            `ENGINERY_PROVIDERS` or, if that is not set, the CPU.
+        provider_options: options of the providers, such as `cuda.gpu_mem_limit=2GiB`.
+        allow_fallback: use the next provider if the first is unavailable.
+        allow_failed: load an artifact whose validation failed.
+        allow_build: if no engine of the artifact is compatible with this GPU, let TensorRT build
+            one while loading. This takes minutes, and the engine is not stored.
+        threads: number of intra-op threads; 0 for ONNX Runtime's default.
         io_binding: on NVIDIA's providers, keep inputs and outputs in buffers on the GPU.
-        cuda_graph: record each shape's run as a CUDA graph and replay it.
-        shrink_arena: give memory that a run took beyond the arena's first piece back after it.
+        cuda_graph: capture the run of each shape as a CUDA graph and replay it.
+        shrink_arena: after each run, free the memory that it took beyond the arena's initial chunk.
 
     Raises:
-        ArtifactError: not an artifact, or a task or a file that answers cannot be made from.
-        RejectedArtifactError: its validation failed.
-        ProviderError: the provider cannot be had, has no CUDA graphs, or runs no engine of the
-            artifact on this GPU.
-        OptionError: an option of a provider does not fit it, or ways of running exclude each other.
+        ArtifactError: the directory is not an artifact, its task is not supported, or a file that
+            the task needs is missing or malformed.
+        RejectedArtifactError: the artifact's validation failed.
+        ProviderError: the provider is unavailable, does not support CUDA graphs, or cannot run any
+            engine of the artifact on this GPU.
+        OptionError: a provider's option is invalid, or run options exclude each other.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     opened.require_passed(allow_failed=allow_failed)
     require_task(opened.manifest)
-    providers = parse_wishes(provider, provider_options, default="cpu")
-    require_fit(providers, io_binding=io_binding, cuda_graph=cuda_graph, shrink_arena=shrink_arena)
+    providers = parse_providers(provider, provider_options, default="cpu")
     runner = OrtRunner(
         opened, providers=providers, allow_fallback=allow_fallback, allow_build=allow_build,
         threads=threads, io_binding=io_binding, cuda_graph=cuda_graph, shrink_arena=shrink_arena,

@@ -1,12 +1,9 @@
-"""Token vectors to one vector a text, as the model's sentence-transformers modules say.
+"""Pool token vectors into one vector per text, as sentence-transformers does.
 
-Takes `modules.json` and the folders that it names; leaves float32 (batch, dim).
+    pooling = read_pooling(artifact.path)           # reads modules.json and the folders it lists
+    vectors = pooling(tokens, attention_mask)       # float32 (batch, dim)
 
-    >>> pooling = read_pooling(artifact.path)
-    >>> pooling.modes, pooling.normalize
-    (('mean',), True)
-
-Formulas and their order are sentence-transformers' (`models/Pooling.py`, `models/Normalize.py`).
+The formulas are those of sentence-transformers (`models/Pooling.py`, `models/Normalize.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from enginery.core.model_files import PoolingConfig, read_modules
 
 Vectors = NDArray[np.float32]
 
-# In the order in which sentence-transformers concatenates them.
+# In the order in which sentence-transformers concatenates the pooled vectors.
 _MODES = {
     "cls": "pooling_mode_cls_token",
     "max": "pooling_mode_max_tokens",
@@ -34,30 +31,32 @@ _MODES = {
     "lasttoken": "pooling_mode_lasttoken",
 }
 _TINY = 1e-9
-"""sentence-transformers' floor under the number of tokens."""
+"""Lower bound of the number of tokens in sentence-transformers' divisions."""
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How token vectors become one vector."""
+    """The pooling of one model."""
 
     modes: tuple[str, ...]
+    """Pooling modes, whose vectors are concatenated."""
     normalize: bool
+    """Scale vectors to length 1."""
     include_prompt: bool
-    """Whether the tokens of a prompt take part."""
+    """Include the tokens of a prompt."""
     note: str
-    """Where this comes from."""
+    """The file that the pooling comes from, for users."""
 
     def __call__(
         self, tokens: NDArray[Any], mask: NDArray[Any], *, prompt: int | Sequence[int] = 0
     ) -> Vectors:
-        """Pool one batch.
+        """Pool one batch and normalize the vectors if the model does.
 
         Args:
             tokens: (batch, sequence, dim).
             mask: (batch, sequence), 1 for tokens and 0 for padding.
-            prompt: tokens at the start of each text that belong to its prompt; a sequence where
-                the texts have different ones.
+            prompt: number of leading tokens that belong to a prompt; one number for all texts, or
+                one per text.
 
         Returns:
             float32 (batch, dim * len(modes)).
@@ -65,20 +64,20 @@ class Pooling:
         vectors = self.pool(tokens, mask, prompt=prompt)
         if not self.normalize:
             return vectors
-        # In float64: squares of 1e20 are beyond float32.
+        # In float64, because squares of numbers above 1e19 overflow float32.
         wide = vectors.astype(np.float64)
         norms = np.linalg.norm(wide, axis=1, keepdims=True)
-        with np.errstate(invalid="ignore"):  # infinity is answered with NaN
-            # torch.nn.functional.normalize has this floor.
+        with np.errstate(invalid="ignore"):  # infinity becomes NaN
+            # torch.nn.functional.normalize has this lower bound.
             return np.asarray(wide / np.maximum(norms, 1e-12), dtype=np.float32)
 
     def pool(
         self, tokens: NDArray[Any], mask: NDArray[Any], *, prompt: int | Sequence[int] = 0
     ) -> Vectors:
-        """As calling it, before the vectors are made of length 1."""
+        """Pool one batch without normalizing; see `__call__`."""
         tokens = tokens.astype(np.float32, copy=False)
         if not self.include_prompt:
-            # Counted over real tokens: with padding on the left a row does not start at 0.
+            # Count real tokens only: with padding on the left, a text does not start at position 0.
             first = np.asarray(prompt or 0).reshape(-1, 1)
             mask = mask * (np.cumsum(mask, axis=1) > first)
         pooled = [_pool(mode, tokens, mask) for mode in self.modes]
@@ -86,11 +85,10 @@ class Pooling:
 
 
 def read_pooling(directory: Path) -> Pooling:
-    """The pooling of a model's directory.
+    """Read the pooling of a model from its directory.
 
     Raises:
-        ArtifactError: a module is one that is not run here, or a file of it is missing or
-            malformed.
+        ArtifactError: modules.json has an unsupported module, or a file is missing or malformed.
     """
     if not (directory / "modules.json").is_file():
         return Pooling(
@@ -110,14 +108,13 @@ def read_pooling(directory: Path) -> Pooling:
             normalize = True
         elif kind not in ("Transformer", "Dropout"):  # dropout does nothing outside training
             raise ArtifactError(
-                f"{directory / 'modules.json'} has a module {kind or '(no type)'}, which is not "
-                "part of the exported graph and not run here; known are Transformer, Pooling, "
-                "Normalize and Dropout.",
-                do="Run the graph yourself with OrtRunner, and the module after it.",
+                f"{directory / 'modules.json'} has the module {kind or '(no type)'}, which is not "
+                "supported; supported: Transformer, Pooling, Normalize and Dropout.",
+                do="Run the graph with OrtRunner, and apply the module to its outputs.",
             )
     if pooling is None:
         raise ArtifactError(
-            f"{directory / 'modules.json'} has no Pooling module, so no vector can be made."
+            f"{directory / 'modules.json'} has no Pooling module, which is needed to embed texts."
         )
     return Pooling(pooling.modes, normalize, pooling.include_prompt, pooling.note)
 
@@ -126,7 +123,7 @@ def _read_pooling_config(directory: Path) -> Pooling:
     file = directory / PoolingConfig.FILE
     if not file.is_file():
         raise ArtifactError(
-            f"{file} is missing, so the pooling is not known.", do="Export the model again."
+            f"{file} is missing, which specifies the pooling.", do="Export the model again."
         )
     config = PoolingConfig.read(directory)
     modes = tuple(
@@ -138,7 +135,7 @@ def _read_pooling_config(directory: Path) -> Pooling:
     if unknown or not modes:
         raise ArtifactError(
             f"{file}: {f'unknown pooling {unknown[0]!r}' if unknown else 'no pooling is chosen'}; "
-            f"known are {', '.join(_MODES)}."
+            f"supported: {', '.join(_MODES)}."
         )
     return Pooling(
         modes=modes,
@@ -161,12 +158,12 @@ def _pool(mode: str, tokens: Vectors, mask: NDArray[Any]) -> Vectors:
     if mode == "weightedmean":
         positions = np.arange(1, mask.shape[1] + 1, dtype=np.float32)
         weights = weights * positions[None, :]
-    # As a product, which makes no second array of the tokens' size.
+    # A matrix product needs no second array of the size of `tokens`.
     total = np.matmul(weights[:, None, :], tokens)[:, 0]
     count = np.maximum(weights.sum(axis=1, keepdims=True), _TINY)
     return np.asarray(total / (np.sqrt(count) if mode == "mean_sqrt_len_tokens" else count))
 
 
 def _at(tokens: Vectors, positions: NDArray[Any]) -> Vectors:
-    """The token at one position of each row."""
+    """Return the token vector at one position of each row: (batch, dim)."""
     return np.asarray(tokens[np.arange(len(tokens)), positions])

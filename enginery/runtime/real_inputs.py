@@ -1,13 +1,12 @@
-"""Texts and images as the inputs of one graph, through the artifact's own tokenizer or processor.
+"""Convert texts and images to the inputs of a graph, with the artifact's tokenizer or processor.
 
-    >>> feed = TextFeeder.open(artifact, graph)
-    >>> parts = in_batches(texts, 16, graph)
-    >>> feed(parts[0])["input_ids"].shape
-    (16, 31)
+    feed = TextFeeder.open(artifact, graph)
+    batches = in_batches(texts, 16, graph)
+    feed(batches[0])["input_ids"].shape    # (16, 31)
 
-Nothing is kept of a text or an image: its tokens are counted, or its size looked at, and it is
-tokenized or opened again when its batch runs. So memory follows the largest batch, whatever the
-number of inputs.
+Encodings and pixels are not kept: lengths and sizes are computed in a first pass, and each batch is
+tokenized or opened again when it runs. So memory depends on the largest batch, not on the number of
+inputs.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from enginery.runtime.images import ImageProcessor, load_image
 from enginery.runtime.tokenizer import TextTokenizer, check_texts, fixed_sequence
 
 TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids"})
-"""What is made from texts."""
+"""Graph inputs that a tokenizer produces."""
 
 _TOKENIZED = 256
-"""Texts whose encodings, kilobytes each, are in memory at one time."""
+"""Number of texts whose encodings, kilobytes each, are in memory at the same time."""
 
 Item = TypeVar("Item")
 Text = str | tuple[str, str]
@@ -37,73 +36,73 @@ Text = str | tuple[str, str]
 
 
 def takes_texts(record: GraphRecord) -> bool:
-    """Whether all of the graph's inputs are made from texts."""
+    """Return True if a tokenizer produces all inputs of the graph."""
     names = _names(record)
     return "input_ids" in names and names <= TEXT_INPUTS
 
 
 def takes_images(record: GraphRecord) -> bool:
-    """Whether the graph takes pixels alone."""
+    """Return True if pixel_values is the graph's only input."""
     return _names(record) == {"pixel_values"}
 
 
 def takes_real_inputs(artifact: Artifact, record: GraphRecord) -> bool:
-    """Whether the graph's inputs are made from texts or images, by files that the artifact has."""
+    """Return True if the artifact has the tokenizer or image processor for the graph's inputs."""
     if takes_images(record):
         return (artifact.path / "preprocessor_config.json").is_file()
     return takes_texts(record) and (artifact.path / "tokenizer.json").is_file()
 
 
 def fixed_batch(record: GraphRecord) -> int | None:
-    """How many rows the graph takes, no more and no less; None where that is free."""
+    """Return the graph's fixed batch size; None if it is dynamic."""
     batch = record.inputs[0].dims[0]
     return batch if isinstance(batch, int) else None
 
 
 def in_batches(items: Sequence[Item], rows: int, record: GraphRecord) -> list[list[Item]]:
-    """Lists of up to `rows` items; of exactly as many as the graph takes, where that is fixed."""
+    """Split items into batches of up to `rows`; if the graph's batch is fixed, of exactly that."""
     rows = fixed_batch(record) or rows
     parts = [items[start : start + rows] for start in range(0, len(items), rows)]
-    return [filled(part, record) for part in parts]
+    return [pad_batch(part, record) for part in parts]
 
 
-def filled(items: Sequence[Item], record: GraphRecord) -> list[Item]:
-    """The items, with the last one repeated up to the graph's fixed batch if it has one."""
+def pad_batch(items: Sequence[Item], record: GraphRecord) -> list[Item]:
+    """Repeat the last item to fill the graph's fixed batch; without one return items unchanged."""
     missing = (fixed_batch(record) or 0) - len(items)
     return [*items, *[items[-1]] * missing]
 
 
 @dataclass(frozen=True)
 class TextFeeder:
-    """Makes feeds of texts; longer ones are cut where the graph's sequence is fixed."""
+    """A converter of texts to feeds, which truncates texts if the graph's sequence is fixed."""
 
     tokenizer: TextTokenizer
     inputs: tuple[TensorSpec, ...]
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord) -> TextFeeder:
-        """Reads the artifact's tokenizer.
+        """Read the artifact's tokenizer.
 
         Raises:
-            ArtifactError: there is none, or it cannot be read.
+            ArtifactError: the tokenizer is missing or cannot be read.
         """
         return cls(TextTokenizer.open(artifact.path), record.inputs)
 
     @property
     def can_pad(self) -> bool:
-        """Whether texts of different length can share a batch."""
+        """True if texts of different lengths can share a batch."""
         return self.tokenizer.can_pad(self.inputs)
 
     @property
     def width(self) -> int | None:
-        """The graph's sequence where it is fixed."""
+        """The graph's sequence length if it is fixed, else None."""
         return fixed_sequence(self.inputs)
 
     def lengths(self, texts: Sequence[Text]) -> list[int]:
-        """Tokens of each text as it would be fed, special tokens included and padding not.
+        """Return the number of tokens of each text, with special tokens and without padding.
 
         Raises:
-            InputError: an item is no text, or a question leaves no room for its context.
+            InputError: an item is not a text, or a question is too long for its context to fit.
         """
         check_texts(texts, pairs=True)
         return [
@@ -113,11 +112,12 @@ class TextFeeder:
         ]
 
     def __call__(self, texts: Sequence[Text]) -> Feeds:
-        """The graph's inputs, each (len(texts), sequence) and of the graph's dtype.
+        """Return the graph's inputs: (len(texts), sequence) each, of the graph's dtypes.
 
         Raises:
-            InputError: as `lengths`, or a text has to be padded and cannot be.
-            ArtifactError: the graph wants an input that is not made from texts.
+            InputError: see `lengths`; or a text needs padding, but the tokenizer or the graph does
+                not support it.
+            ArtifactError: the graph has an input that does not come from a tokenizer.
         """
         return self.tokenizer.feeds(self._encode(texts), self.inputs)
 
@@ -138,26 +138,26 @@ class TextFeeder:
 
 @dataclass(frozen=True)
 class ImageFeeder:
-    """Makes feeds of images: paths, Pillow images or uint8 arrays."""
+    """A converter of images (paths, Pillow images or uint8 arrays) to feeds."""
 
     processor: ImageProcessor
     dtype: str
-    """Of the graph's pixels: an FP16 graph may take FP16."""
+    """The dtype of the graph's pixel_values; some FP16 graphs take float16."""
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord) -> ImageFeeder:
-        """Reads the artifact's image processor.
+        """Read the artifact's image processor.
 
         Raises:
-            ArtifactError: there is none, or it is not known.
+            ArtifactError: preprocessor_config.json is missing or its processor is not supported.
         """
         return cls(ImageProcessor.open(artifact.path), record.inputs[0].dtype)
 
     def by_shape(self, images: Iterable[Any]) -> dict[tuple[int, ...], list[int]]:
-        """Indices of the images by the shape of their pixels, (channels, height, width).
+        """Group the indices of images by the shape of their pixels, (channels, height, width).
 
-        A processor without a fixed size gives each image its own, and those cannot share a batch.
-        Every image is opened once for it, so that a damaged one is known before anything runs.
+        A processor without a fixed size returns pixels of different shapes, which cannot share a
+        batch. Every image is opened for this, so damaged ones are found before anything runs.
 
         Raises:
             InputError: an image cannot be read; the message has its index.
@@ -170,7 +170,7 @@ class ImageFeeder:
         return found
 
     def __call__(self, images: Sequence[Any]) -> Feeds:
-        """`pixel_values`: (len(images), channels, height, width), of the graph's dtype.
+        """Return `pixel_values`: (len(images), channels, height, width), of the graph's dtype.
 
         Raises:
             InputError: an image cannot be read.

@@ -1,14 +1,14 @@
-"""Texts into the inputs of a graph, with the `tokenizers` package alone.
+"""Tokenize texts into the inputs of a graph, using only the `tokenizers` package.
 
-Takes the tokenizer files of an artifact; behaves as transformers' fast tokenizer on the same files.
+Reads the tokenizer files of an artifact and behaves as transformers' fast tokenizer does with them.
 
-    >>> tokenizer = TextTokenizer.open(artifact.path)
-    >>> encodings = tokenizer.encode(["The engine is warm.", ""])
-    >>> tokenizer.feeds(encodings, graph.inputs)["input_ids"].shape
-    (2, 7)
+    tokenizer = TextTokenizer.open(artifact.path)
+    encodings = tokenizer.encode(["The engine is warm.", ""])
+    tokenizer.feeds(encodings, graph.inputs)["input_ids"].shape    # (2, 7)
 
-Padding and truncation saved in tokenizer.json are dropped: all-MiniLM-L6-v2, for one, ships a fixed
-padding to 128. Texts are cut at the smallest of the limits that the model's own files name.
+Padding and truncation settings in tokenizer.json are ignored, because they are often unsuitable:
+all-MiniLM-L6-v2, for example, pads every text to 128 tokens. Texts are truncated to the smallest of
+the limits in the model's own files.
 """
 
 from __future__ import annotations
@@ -31,77 +31,80 @@ from enginery.core.model_files import (
 )
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.tokenizer_files import (
-    follow_settings,
+    apply_settings,
+    failure_reason,
     length_limit,
     load_tokenizer,
-    special_id,
-    tokenizer_failure,
+    special_token_id,
 )
 
-# As transformers' question-answering pipeline cuts a long context.
+# Window size and overlap with which transformers' question-answering pipeline splits a context.
 _WINDOW = 384
 _WINDOW_OVERLAP = 128
 
-_LETTERS_A_TOKEN = 32
-"""A text is first looked at up to so many letters for each token that the model takes."""
-_MOST_LETTERS_A_TOKEN = 1024
-"""What comes later of a text is not looked at."""
+_CHARACTERS_PER_TOKEN = 32
+"""Number of characters, per token of the limit, that are tokenized of a long text at first."""
+_MAX_CHARACTERS_PER_TOKEN = 1024
+"""Number of characters, per token of the limit, after which a text is ignored."""
 _MARGIN = 64
-"""Tokens beyond the limit which show that the place of the cut, within a word, is of no effect."""
-_MOST_ADDED, _MOST_ADDED_LETTERS = 1000, 2**14
-"""Tokens beside the vocabulary that Python looks for in a text, and their letters together."""
+"""Number of tokens beyond the limit after which a cut within a word no longer affects the tokens
+up to the limit."""
+_MAX_ADDED_TOKENS, _MAX_ADDED_CHARACTERS = 1000, 2**14
+"""Maximum number of added tokens, and of their characters in total, that Python searches for."""
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Ids in place of a `tokenizers.Encoding`, of which no text is known."""
+    """Token ids from a client, with the attributes of `tokenizers.Encoding` that are used here."""
 
     ids: list[int]
     overflowing: tuple[Any, ...] = ()
-    """Not empty where ids were cut."""
+    """Not empty if ids were truncated."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def attention_mask(self) -> list[int]:
-        """1 for each."""
+        """1 for each token."""
         return [1] * len(self.ids)
 
     @property
     def type_ids(self) -> list[int]:
-        """0 for each, as a single text has."""
+        """0 for each token, as for a single text."""
         return [0] * len(self.ids)
 
 
 @dataclass(frozen=True)
-class QuickEncoder:
-    """Token ids as `encode_batch` gives them, without offsets and in less time.
+class FastEncoder:
+    """An encoder that returns the same ids as `encode_batch`, faster and without offsets.
 
-    BERT's normalizer takes a third of the time, and only lowercases plain ASCII, which Python does
-    at once: such texts go past it.
+    BERT's normalizer takes a third of the time, but all it does to ASCII text is to lowercase it.
+    Python's `str.lower` is much faster, so ASCII texts skip the normalizer.
     """
 
     tokenizer: Any
     """`tokenizers.Tokenizer`, with its truncation set."""
     plain: Any
-    """The same without normalizer and added tokens; None where plain texts need no less."""
+    """The same tokenizer without normalizer and added tokens, for ASCII texts; None if ASCII texts
+    need the full tokenizer."""
     added: tuple[str, ...]
-    """The added tokens in lower case; empty without `plain`."""
+    """The added tokens in lower case; empty if `plain` is None."""
 
     @classmethod
-    def of(cls, tokenizer: Any) -> QuickEncoder:
-        """Build it, sharing the tokenizer's vocabulary, of which there may be megabytes."""
+    def from_tokenizer(cls, tokenizer: Any) -> FastEncoder:
+        """Build an encoder that shares the tokenizer's vocabulary, which may take megabytes."""
         from tokenizers import Tokenizer, normalizers
 
         normalizer = tokenizer.normalizer
         if not (isinstance(normalizer, normalizers.BertNormalizer) and normalizer.lowercase):
             return cls(tokenizer, None, ())
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-        # Python looks for them one by one and holds the interpreter's lock; `tokenizers` looks for
-        # all at once, without the lock, and knows what its normalizer makes of other letters.
-        is_short = len(added) <= _MOST_ADDED and sum(map(len, added)) <= _MOST_ADDED_LETTERS
+        # With many added tokens, or ones that are not ASCII, use the full tokenizer: Python has to
+        # search for them one by one while holding the GIL; `tokenizers` searches for all at once,
+        # without the GIL and after normalization.
+        is_short = len(added) <= _MAX_ADDED_TOKENS and sum(map(len, added)) <= _MAX_ADDED_CHARACTERS
         if not (is_short and all(text.isascii() and text.isprintable() for text in added)):
             return cls(tokenizer, None, ())
         plain = Tokenizer(tokenizer.model)
@@ -112,7 +115,7 @@ class QuickEncoder:
         return cls(tokenizer, plain, tuple(text.lower() for text in added))
 
     def encode(self, texts: Sequence[str | tuple[str, str]]) -> list[Any]:
-        """Return a `tokenizers.Encoding` for each text or pair; its offsets have no meaning."""
+        """Return a `tokenizers.Encoding` for each text or pair; its offsets are meaningless."""
         if self.plain is None:
             return list(self.tokenizer.encode_batch_fast(list(texts)))
         places = [place for place, text in enumerate(texts) if self._is_plain(text)]
@@ -130,7 +133,7 @@ class QuickEncoder:
         return encodings
 
     def _is_plain(self, text: str | tuple[str, str]) -> bool:
-        """Whether BERT's normalizer would only lowercase a text, and no token was added."""
+        """Return True if the text is ASCII, without control characters and added tokens."""
         if not (isinstance(text, str) and text.isascii() and text.isprintable()):
             return False
         lowercased = text.lower()
@@ -138,49 +141,50 @@ class QuickEncoder:
 
 
 Encode = Callable[[list[Any]], list[Any]]
-"""One `tokenizers.Encoding` for each text or pair of a list."""
+"""Returns one `tokenizers.Encoding` for each text or pair of a list."""
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """The tokenizer of one model, with what its config files say of it."""
+    """The tokenizer of one model, with the settings of its config files."""
 
-    texts: Any
-    """`tokenizers.Tokenizer` that cuts single texts at `limit`."""
-    pairs: Callable[[], Any]
-    """The same for (question, context), read when it is asked for: a long context becomes
-    overlapping windows."""
+    backend: Any
+    """`tokenizers.Tokenizer` that truncates single texts to `limit` tokens."""
+    load_pair_backend: Callable[[], Any]
+    """Returns the `tokenizers.Tokenizer` for (question, context), which splits a long context into
+    overlapping windows; loaded on the first call."""
     limit: int
-    """The most tokens of one input, special tokens included."""
+    """Maximum number of tokens of an input, including special tokens."""
     limit_source: str
-    """The file that set the limit."""
+    """The setting and file that `limit` comes from."""
     pad_id: int | None
-    """None: no padding token, so texts of different length cannot share a batch."""
+    """Id of the padding token; None if there is none, so that only texts of equal length can share
+    a batch."""
     pad_type_id: int
     pad_left: bool
     unk_id: int | None
     cls_id: int | None
     mask_token: str
-    """Empty where the tokenizer has none."""
+    """The mask token; empty if the tokenizer has none."""
     lower_case: bool
-    """sentence-transformers' own lower-casing, before the tokenizer's."""
+    """Lowercase texts before tokenizing, as sentence_bert_config.json specifies."""
     strip: bool
-    """sentence-transformers strips texts."""
+    """Strip whitespace around texts before tokenizing, as sentence-transformers does."""
     clean_up: bool
-    """Decoded text loses the spaces before punctuation."""
-    spread: Callable[[Encode, list[Any]], list[Any]] | None = None
-    """Runs an encoding of a list of texts, in pieces and in other threads perhaps; None to run it
-    as it is, where a list goes through the threads that all tokenizers of the process share."""
+    """Remove spaces before punctuation from decoded text."""
+    parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None
+    """Runs the encoding of a list of texts, for example in chunks on several threads; None for the
+    threads of `tokenizers`, which all tokenizers of the process share."""
 
     @classmethod
     def open(cls, directory: Path) -> TextTokenizer:
         """Read tokenizer.json and the configs beside it.
 
         Raises:
-            ArtifactError: there is no tokenizer.json, it or a config file cannot be read, or it
-                does not take the settings that the config files have for it.
+            ArtifactError: tokenizer.json is missing, it or a config file cannot be read, or the
+                tokenizer rejects the settings of the config files.
         """
-        texts = load_tokenizer(directory)
+        backend = load_tokenizer(directory)
         settings = TokenizerConfig.read(directory)
         config = ModelConfig.read(directory)
         sentence = SentenceBertConfig.read(directory)
@@ -189,19 +193,19 @@ class TextTokenizer:
 
         def configure(tokenizer: Any, **truncation: Any) -> None:
             try:
-                follow_settings(tokenizer, settings)
+                apply_settings(tokenizer, settings)
                 tokenizer.enable_truncation(**truncation)
             except BaseException as error:
                 raise ArtifactError(
-                    f"{directory / 'tokenizer.json'} does not take the settings of "
+                    f"{directory / 'tokenizer.json'} rejects the settings of "
                     f"tokenizer_config.json and a limit of {truncation['max_length']} tokens: "
-                    f"{tokenizer_failure(error)}."
+                    f"{failure_reason(error)}."
                 ) from error
 
-        configure(texts, max_length=limit, direction=settings.truncation_side)
+        configure(backend, max_length=limit, direction=settings.truncation_side)
 
         @cache
-        def pairs() -> Any:
+        def load_pair_backend() -> Any:
             tokenizer = load_tokenizer(directory)
             window = min(limit, _WINDOW)
             stride = min(window // 2, _WINDOW_OVERLAP)
@@ -209,15 +213,15 @@ class TextTokenizer:
             return tokenizer
 
         return cls(
-            texts=texts,
-            pairs=pairs,
+            backend=backend,
+            load_pair_backend=load_pair_backend,
             limit=limit,
             limit_source=limit_source,
-            pad_id=special_id(texts, special.pad_token),
+            pad_id=special_token_id(backend, special.pad_token),
             pad_type_id=settings.pad_token_type_id,
             pad_left=settings.padding_side == "left",
-            unk_id=special_id(texts, special.unk_token),
-            cls_id=special_id(texts, special.cls_token),
+            unk_id=special_token_id(backend, special.unk_token),
+            cls_id=special_token_id(backend, special.cls_token),
             mask_token=special.mask_token or "",
             lower_case=sentence.do_lower_case,
             strip=(directory / "modules.json").is_file(),
@@ -225,66 +229,78 @@ class TextTokenizer:
         )
 
     def encode(self, texts: Sequence[str | tuple[str, str]], *, offsets: bool = True) -> list[Any]:
-        """One `tokenizers.Encoding` a text, cut at `limit`; a cut one has `overflowing` parts.
+        """Encode texts, truncated to `limit` tokens.
 
-        A pair of texts becomes one encoding, as the model's template joins them. Without `offsets`
-        the ids are the same, and where in the text they are is not known.
+        Args:
+            texts: texts or pairs of texts; a pair becomes one encoding, joined by the model's
+                template.
+            offsets: compute the character offsets of tokens; without them encoding is faster.
+
+        Returns:
+            A `tokenizers.Encoding` per text; `overflowing` is not empty for a truncated one.
 
         Raises:
-            InputError: `texts` is one string, or an item of it is neither a string nor a pair, or
-                cannot be tokenized; the message has its index.
+            InputError: `texts` is one string, or an item is neither a string nor a pair, or cannot
+                be tokenized; the message has its index.
         """
         check_texts(texts, pairs=True)
-        way = self.texts.encode_batch if offsets else self._quick.encode
-        most = self.limit * _LETTERS_A_TOKEN
+        encode_batch = self.backend.encode_batch if offsets else self._fast_encoder.encode
+        most = self.limit * _CHARACTERS_PER_TOKEN
 
         def encode(items: Sequence[Any]) -> list[Any]:
             cut = [
-                self._cut(text) if isinstance(text, str) and len(text) > most else text
+                self._shorten(text) if isinstance(text, str) and len(text) > most else text
                 for text in items
             ]
-            return way(cut) if len(cut) == 1 else self._run(way, cut)
+            return encode_batch(cut) if len(cut) == 1 else self._encode_list(encode_batch, cut)
 
         try:
             return encode(texts)
         except BaseException as error:
-            tokenizer_failure(error)  # raises what is not the tokenizer's
+            failure_reason(error)  # re-raises errors that do not come from `tokenizers`
             return _encode_each(encode, texts)  # finds the text that fails
 
-    def encode_whole(self, texts: Sequence[str], *, special: bool) -> list[Any]:
-        """One `tokenizers.Encoding` a text, not cut; with special tokens around it or without.
+    def encode_untruncated(self, texts: Sequence[str], *, special: bool) -> list[Any]:
+        """Encode texts without truncating them.
+
+        Args:
+            texts: the texts.
+            special: add the model's special tokens.
+
+        Returns:
+            A `tokenizers.Encoding` per text.
 
         Raises:
-            InputError: as `encode`.
+            InputError: see `encode`.
         """
         check_texts(texts)
 
         def encode(items: list[Any]) -> list[Any]:
-            encodings: list[Any] = self._whole.encode_batch(items, add_special_tokens=special)
+            encodings: list[Any] = self._untruncated.encode_batch(items, add_special_tokens=special)
             return encodings
 
-        return _encode_each(lambda items: self._run(encode, items), texts)
+        return _encode_each(lambda items: self._encode_list(encode, items), texts)
 
     def encode_ids(self, ids: Sequence[int], index: int = 0) -> TokenIds:
-        """Ids that another tokenizer made, between the special tokens of this model.
+        """Add the model's special tokens around a client's token ids and truncate to `limit`.
 
         Args:
-            ids: with the model's special tokens around them, or without.
-            index: which input it is, for messages.
+            ids: token ids, with or without the model's special tokens around them.
+            index: index of the input, for error messages.
 
         Raises:
-            InputError: an id is none of this tokenizer.
+            InputError: an id is not in the vocabulary.
         """
-        before, after = self._special_around
+        before, after = self._special_tokens_around
         inner = list(ids)
         ends = len(inner) - len(after)
         if before + after and inner[: len(before)] == before and inner[ends:] == after:
             inner = inner[len(before) : ends]
         room = max(self.limit - len(before) - len(after), 0)
         cut = len(inner) > room
-        left = self.texts.truncation["direction"] == "left"
+        left = self.backend.truncation["direction"] == "left"
         inner = inner[len(inner) - room :] if cut and left else inner[:room]
-        size = self.texts.get_vocab_size(with_added_tokens=True)
+        size = self.backend.get_vocab_size(with_added_tokens=True)
         for found in inner:
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:
                 raise InputError(
@@ -293,83 +309,91 @@ class TextTokenizer:
                 )
         return TokenIds([*before, *inner, *after], ("cut",) if cut else ())
 
-    def _run(self, encode: Encode, texts: list[Any]) -> list[Any]:
-        """Encode a list of texts; other Python threads run meanwhile.
+    def _encode_list(self, encode: Encode, texts: list[Any]) -> list[Any]:
+        """Encode a list of texts without blocking other Python threads.
 
-        `encode_batch` lets go of the interpreter and `Tokenizer.encode` does not. It takes a
-        single text in this thread, and a list through threads that the whole process shares.
+        `encode_batch` releases the GIL; `Tokenizer.encode` does not. `encode_batch` encodes a
+        single text in the calling thread, and a list in a thread pool that the process shares.
         """
-        return encode(texts) if self.spread is None else self.spread(encode, texts)
+        return (
+            encode(texts) if self.parallel_encode is None else self.parallel_encode(encode, texts)
+        )
 
     @cached_property
-    def _quick(self) -> QuickEncoder:
-        return QuickEncoder.of(self.texts)
+    def _fast_encoder(self) -> FastEncoder:
+        return FastEncoder.from_tokenizer(self.backend)
 
     @cached_property
-    def _whole(self) -> Any:
-        """A copy of the tokenizer that does not cut texts."""
-        copy = type(self.texts).from_str(self.texts.to_str())
+    def _untruncated(self) -> Any:
+        """A copy of the tokenizer without truncation."""
+        copy = type(self.backend).from_str(self.backend.to_str())
         copy.no_truncation()
         return copy
 
     @cached_property
-    def _special_around(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the model has before a text and after it."""
+    def _special_tokens_around(self) -> tuple[list[int], list[int]]:
+        """The ids of the special tokens that the model adds before and after a text."""
         try:
-            (encoding,) = self.texts.encode_batch(["a"])
+            (encoding,) = self.backend.encode_batch(["a"])
         except BaseException as error:
             raise InputError(
-                "token ids cannot be taken: the special tokens around a text are found with the "
-                f"text 'a', which cannot be tokenized: {tokenizer_failure(error)}.",
-                do="Send texts.",
+                "token ids cannot be used: to find the model's special tokens, the text 'a' is "
+                f"tokenized, which failed: {failure_reason(error)}.",
+                do="Send texts instead.",
             ) from error
         mask = encoding.special_tokens_mask
         first = mask.index(0) if 0 in mask else len(mask)
         last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
         return encoding.ids[:first], encoding.ids[last:]
 
-    def _cut(self, text: str) -> str:
-        """The beginning of a text that has the same first tokens, and more than the limit.
+    def _shorten(self, text: str) -> str:
+        """Return the beginning of a long text, enough of it to fill the limit with the same tokens.
 
-        A text that has fewer in so many letters, of blanks or of words without end, is cut there.
+        A text of megabytes would take long to tokenize, only to be truncated afterwards. So try a
+        short beginning, and a four times longer one until its tokens exceed the limit by a margin.
+        A text that has too few tokens even then (whitespace, one endless word) is cut there.
         """
-        letters = self.limit * _LETTERS_A_TOKEN
-        truncation = self.texts.truncation
-        if len(text) <= letters or not truncation or truncation["direction"] != "right":
+        characters = self.limit * _CHARACTERS_PER_TOKEN
+        truncation = self.backend.truncation
+        if len(text) <= characters or not truncation or truncation["direction"] != "right":
             return text
-        most = self.limit * _MOST_LETTERS_A_TOKEN
-        while letters < min(len(text), most):
-            beginning = text[:letters]
-            (encoding,) = self.texts.encode_batch([beginning])
+        most = self.limit * _MAX_CHARACTERS_PER_TOKEN
+        while characters < min(len(text), most):
+            beginning = text[:characters]
+            (encoding,) = self.backend.encode_batch([beginning])
             if len(encoding) + sum(len(e) for e in encoding.overflowing) > self.limit + _MARGIN:
                 return beginning
-            letters *= 4
+            characters *= 4
         return text[:most]
 
     def prepare(self, text: str) -> str:
-        """The text as sentence-transformers hands it to the tokenizer."""
+        """Strip and lowercase a text as sentence-transformers does before tokenizing."""
         stripped = text.strip() if self.strip else text
         return stripped.lower() if self.lower_case else stripped
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Any]:
-        """One encoding a (question, context); further windows of it are its `overflowing` parts.
+        """Encode (question, context) pairs.
+
+        Returns:
+            A `tokenizers.Encoding` per pair, of the first window of the context; `overflowing` has
+            the other windows.
 
         Raises:
-            InputError: a question leaves no room for its context, or a pair cannot be tokenized;
-                the message has its index.
-            ArtifactError: the tokenizer cannot cut contexts into windows.
+            InputError: a question is so long that no token of its context fits beside it, or a
+                pair cannot be tokenized; the message has its index.
+            ArtifactError: the tokenizer cannot split contexts into windows.
         """
-        tokenizer = self.pairs()
+        tokenizer = self.load_pair_backend()
         try:
-            return self._run(tokenizer.encode_batch, list(pairs))
+            return self._encode_list(tokenizer.encode_batch, list(pairs))
         except BaseException as error:
-            reason = tokenizer_failure(error)
+            reason = failure_reason(error)
             for index, pair in enumerate(pairs):
                 self._require_pair(tokenizer, pair, index)
             raise InputError(f"the questions cannot be tokenized together: {reason}.") from error
 
     def _require_pair(self, tokenizer: Any, pair: tuple[str, str], index: int) -> None:
-        """Raise InputError where a (question, context) cannot be tokenized."""
+        """Raise InputError if a (question, context) pair cannot be tokenized."""
         for what, text in zip(("question", "context"), pair, strict=True):
             try:
                 self.encode([text])
@@ -380,31 +404,34 @@ class TextTokenizer:
             tokenizer.encode_batch([pair])
         except BaseException as error:
             raise InputError(
-                f"question {index} is too long: in windows of {min(self.limit, _WINDOW)} tokens it "
-                f"leaves no room for its context ({tokenizer_failure(error)}).",
-                do="Ask a shorter question.",
+                f"question {index} is too long: in windows of {min(self.limit, _WINDOW)} tokens no "
+                f"token of its context fits beside it ({failure_reason(error)}).",
+                do="Shorten the question.",
             ) from error
 
     def feeds(
         self, encodings: Sequence[Any], inputs: Iterable[TensorSpec], *, width: int = 1
     ) -> dict[str, NDArray[Any]]:
-        """Encodings padded to the longest, as exactly the inputs that the graph has.
+        """Pad encodings into the inputs that the graph declares.
 
-        Where the graph's sequence is fixed, rows are padded to that; else to `width` at least.
+        Args:
+            encodings: encodings of texts.
+            inputs: the graph's inputs.
+            width: minimum number of tokens to pad to; ignored if the graph's sequence is fixed.
 
         Returns:
-            input_ids, attention_mask, …: (len(encodings), sequence), of the graph's dtype.
+            input_ids, attention_mask, …: (len(encodings), sequence), of the graph's dtypes.
 
         Raises:
-            ArtifactError: the graph wants an input that is not made from texts.
-            InputError: an encoding is longer than the graph's fixed sequence, or a row would
-                have to be padded and cannot be.
+            ArtifactError: the graph has an input that does not come from a tokenizer.
+            InputError: an encoding is longer than the graph's fixed sequence, or needs padding but
+                the tokenizer or graph cannot pad.
         """
         specs = {spec.name: spec for spec in inputs}
         if unknown := next((name for name in specs if name not in _TEXT_INPUTS), None):
             raise ArtifactError(
-                f"the graph wants the input {specs[unknown]}, which is not made from texts; "
-                f"known are {', '.join(_TEXT_INPUTS)}."
+                f"the graph has the input {specs[unknown]}, which no tokenizer produces; "
+                f"expected only {', '.join(_TEXT_INPUTS)}."
             )
         longest = max(map(len, encodings))
         width = fixed_sequence(specs.values()) or max(longest, width)
@@ -415,36 +442,37 @@ class TextTokenizer:
             lacking = "tokenizer has no padding token"
             if self.pad_id is not None:
                 lacking = "graph has no attention_mask"
-            raise InputError(
-                f"a text would have to be padded to {width} tokens, but the {lacking}."
-            )
+            raise InputError(f"a text must be padded to {width} tokens, but the {lacking}.")
         return {
-            name: self._column(name, encodings, width, spec.dtype) for name, spec in specs.items()
+            name: self._padded_input(name, encodings, width, spec.dtype)
+            for name, spec in specs.items()
         }
 
     def can_pad(self, inputs: Iterable[TensorSpec]) -> bool:
-        """Whether texts of different length can share a batch of the graph."""
+        """Return True if texts of different lengths can share a batch of the graph."""
         return self.pad_id is not None and any(spec.name == "attention_mask" for spec in inputs)
 
-    def unpadded(self, row: NDArray[Any], encoding: Any) -> NDArray[Any]:
-        """The part of one output row, (sequence, …), that belongs to the encoding's tokens."""
+    def strip_padding(self, row: NDArray[Any], encoding: Any) -> NDArray[Any]:
+        """Strip the padding from one output row: (sequence, …) to (tokens, …)."""
         length = len(encoding.ids)
         return row[len(row) - length :] if self.pad_left else row[:length]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
-        """Ids as text, as transformers decodes them.
+        """Decode token ids to text as transformers does.
 
         Raises:
-            InputError: they cannot be decoded.
+            InputError: the ids cannot be decoded.
         """
-        try:  # `decode_batch` lets other Python threads run, and `decode` does not
+        try:  # `decode_batch` releases the GIL; `decode` does not
             text: str
-            (text,) = self.texts.decode_batch([list(ids)], skip_special_tokens=skip_special)
+            (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)
         except BaseException as error:
-            raise InputError(f"token ids cannot be decoded: {tokenizer_failure(error)}.") from error
-        return _without_spaces(text) if self.clean_up else text
+            raise InputError(f"token ids cannot be decoded: {failure_reason(error)}.") from error
+        return _clean_up_tokenization(text) if self.clean_up else text
 
-    def _column(self, name: str, encodings: Sequence[Any], width: int, dtype: str) -> NDArray[Any]:
+    def _padded_input(
+        self, name: str, encodings: Sequence[Any], width: int, dtype: str
+    ) -> NDArray[Any]:
         """Return one input of the graph, padded: (len(encodings), width)."""
         padding = 0
         if name == "input_ids":
@@ -466,12 +494,12 @@ class TextTokenizer:
 
 
 def _encode_each(encode: Encode, texts: Sequence[Any], *, first: int = 0) -> list[Any]:
-    """Encode all texts at once; where that fails, find the text that cannot be tokenized.
+    """Encode all texts at once; if that fails, find the text that cannot be tokenized.
 
     Args:
-        encode: encodes a list of texts; raises what `tokenizers` raises.
-        texts: what to encode.
-        first: the index of the first of them, for messages.
+        encode: encodes a list of texts with `tokenizers`.
+        texts: the texts.
+        first: index of the first text, for error messages.
 
     Raises:
         InputError: a text cannot be tokenized; the message has its index.
@@ -479,7 +507,7 @@ def _encode_each(encode: Encode, texts: Sequence[Any], *, first: int = 0) -> lis
     try:
         return encode(list(texts))
     except BaseException as error:
-        reason = tokenizer_failure(error)
+        reason = failure_reason(error)
         if len(texts) == 1:
             raise InputError(f"text {first} cannot be tokenized: {reason}.") from error
         for index, text in enumerate(texts):
@@ -488,12 +516,15 @@ def _encode_each(encode: Encode, texts: Sequence[Any], *, first: int = 0) -> lis
 
 
 def check_texts(texts: Sequence[Any], *, what: str = "text", pairs: bool = False) -> None:
-    """Raise InputError unless `texts` is a list of strings; the message has the index.
+    """Raise InputError, with the index of the item, unless `texts` is a list of strings.
 
-    With `pairs`, a tuple of two strings is as good as a string.
+    Args:
+        texts: the inputs to check.
+        what: what error messages call an item.
+        pairs: also accept tuples of two strings.
     """
     if isinstance(texts, str | bytes):
-        raise InputError(f"found one {what}, expected a list of them.", do=f"Send [{what}].")
+        raise InputError(f"found one {what}, expected a list of them.", do=f"Pass [{what}].")
     for index, item in enumerate(texts):
         is_pair = pairs and isinstance(item, tuple) and len(item) == 2
         for text in item if is_pair else (item,):
@@ -504,19 +535,19 @@ def check_texts(texts: Sequence[Any], *, what: str = "text", pairs: bool = False
                     text.encode()
                 except UnicodeEncodeError:
                     raise InputError(
-                        f"{what} {index} holds a lone surrogate, which is no character.",
-                        do="Decode the text as what it is, UTF-8 or Latin-1, before sending it.",
+                        f"{what} {index} contains a lone surrogate, which is not a character.",
+                        do="Decode the text with its own encoding first, such as UTF-8 or Latin-1.",
                     ) from None
 
 
 def fixed_sequence(inputs: Iterable[TensorSpec]) -> int | None:
-    """The graph's sequence length where it is fixed."""
+    """Return the graph's sequence length if it is fixed, else None."""
     dims = next((spec.dims for spec in inputs if spec.name == "input_ids"), ())
     return dims[1] if len(dims) == 2 and isinstance(dims[1], int) else None
 
 
-def _without_spaces(text: str) -> str:
-    """What transformers calls clean_up_tokenization, in its order."""
+def _clean_up_tokenization(text: str) -> str:
+    """Remove spaces before punctuation, as transformers' `clean_up_tokenization` does."""
     for spaced, joined in (
         (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
         (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),

@@ -1,11 +1,4 @@
-"""What a model's own files say of its tokenizer, as transformers reads them.
-
->>> tokenizer = load_tokenizer(artifact.path)
->>> settings = TokenizerConfig.read(artifact.path)
->>> follow_settings(tokenizer, settings)
->>> length_limit(config, settings, sentence)
-(256, 'max_seq_length of sentence_bert_config.json')
-"""
+"""Load a model's tokenizer and apply the settings of its config files, as transformers does."""
 
 from __future__ import annotations
 
@@ -20,10 +13,11 @@ from enginery.core.model_files import (
     TokenizerConfig,
 )
 
-_LONGEST_REASON = 300
-"""Characters of a failure's reason; a panic may quote the whole text."""
+_MAX_REASON_CHARACTERS = 300
+"""Maximum length of a reason in an error message: a panic may quote the whole text."""
 
-# transformers' classes whose normalizer follows tokenizer_config.json, not tokenizer.json.
+# transformers' classes that take the normalizer's settings from tokenizer_config.json instead of
+# tokenizer.json.
 _BERT_CLASSES = (
     "Bert", "DistilBert", "Electra", "MPNet", "MobileBert", "ConvBert", "Funnel", "LayoutLM",
     "Lxmert", "SqueezeBert", "RetriBert",
@@ -31,17 +25,17 @@ _BERT_CLASSES = (
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """`tokenizers.Tokenizer` of tokenizer.json, without the padding and truncation it may hold.
+    """Load tokenizer.json as a `tokenizers.Tokenizer`, without its padding and truncation.
 
     Raises:
-        ArtifactError: there is no such file, or it cannot be read.
+        ArtifactError: the file is missing or cannot be read.
     """
     import tokenizers
 
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise ArtifactError(
-            f"{directory} has no tokenizer.json, so texts cannot be tokenized.",
+            f"{directory} has no tokenizer.json, which is needed to tokenize texts.",
             do="Save one in the model's directory and export again: "
             "AutoTokenizer.from_pretrained(MODEL).save_pretrained(MODEL).",
         )
@@ -50,36 +44,36 @@ def load_tokenizer(directory: Path) -> Any:
         tokenizer.no_padding()
         tokenizer.no_truncation()
     except BaseException as error:
-        reason = tokenizer_failure(error)
+        reason = failure_reason(error)
         raise ArtifactError(f"{file} cannot be read by tokenizers: {reason}.") from error
     return tokenizer
 
 
 def is_panic(error: BaseException) -> bool:
-    """Tell whether `error` is a panic of Rust code.
+    """Return True if `error` is a panic of Rust code.
 
-    pyo3 raises it as `PanicException`, which is no Exception. Every extension module has its own,
-    and none exports it.
+    PyO3 raises panics as `PanicException`, which derives from BaseException. Every extension module
+    has its own class of that name, and none exports it.
     """
     return not isinstance(error, Exception) and type(error).__name__ == "PanicException"
 
 
-def tokenizer_failure(error: BaseException) -> str:
-    """Return the reason of a failure inside `tokenizers`, without a full stop.
+def failure_reason(error: BaseException) -> str:
+    """Return the message of an error from `tokenizers`, without a full stop.
 
-    `tokenizers` raises bare `Exception`, and panics.
+    `tokenizers` raises bare `Exception`s, and panics.
 
     Raises:
-        BaseException: `error` itself, where it is an interrupt, an exit or an error of ours.
+        BaseException: `error` itself, if it is an interrupt, an exit or an EngineryError.
     """
     if isinstance(error, EngineryError) or not (isinstance(error, Exception) or is_panic(error)):
         raise error
-    reason = str(error).strip().rstrip(".")[:_LONGEST_REASON]
+    reason = str(error).strip().rstrip(".")[:_MAX_REASON_CHARACTERS]
     return reason or type(error).__name__
 
 
-def follow_settings(tokenizer: Any, settings: TokenizerConfig) -> None:
-    """Change a tokenizer as transformers' classes do after reading tokenizer.json."""
+def apply_settings(tokenizer: Any, settings: TokenizerConfig) -> None:
+    """Apply tokenizer_config.json to a tokenizer, in place, as transformers' classes do."""
     from tokenizers import AddedToken, normalizers, pre_tokenizers
 
     name = settings.tokenizer_class.removesuffix("Fast")
@@ -105,7 +99,7 @@ def follow_settings(tokenizer: Any, settings: TokenizerConfig) -> None:
 def length_limit(
     config: ModelConfig, settings: TokenizerConfig, sentence: SentenceBertConfig
 ) -> tuple[int, str]:
-    """Return the fewest tokens that a file allows an input, and which file it is.
+    """Return the smallest of the model's limits on tokens per input, and where it comes from.
 
     Args:
         config: config.json.
@@ -118,13 +112,13 @@ def length_limit(
     ]
     if config.positions:
         limits.append((config.position_limit(), "the positions of config.json"))
-    # transformers writes 1e30 where a tokenizer has no limit.
+    # transformers writes 1e30 if a tokenizer has no limit.
     known = [(n, name) for n, name in limits if 0 < n <= MAX_POSITIONS]
-    # 512 is what nearly every text encoder is trained with.
-    return min(known, default=(512, "no file, so 512"))
+    # Nearly every text encoder is trained with 512 positions.
+    return min(known, default=(512, "default, because no file has a limit"))
 
 
-def special_id(tokenizer: Any, token: str | None) -> int | None:
-    """Return the id of a special token; None where there is none."""
+def special_token_id(tokenizer: Any, token: str | None) -> int | None:
+    """Return the id of a special token; None if the tokenizer does not have it."""
     found: int | None = tokenizer.token_to_id(token) if token else None
     return found

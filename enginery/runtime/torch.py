@@ -1,14 +1,12 @@
-"""The reference: the same model in PyTorch, from the artifact's own source.
+"""Run an artifact's source model in PyTorch, as the reference for validation.
 
-Takes an artifact's manifest and the model's source; feeds in, outputs out, by the graph's names.
+    with guarded(source.path, trust_remote_code=False):
+        with TorchRunner(source, artifact.manifest, precision="fp32") as reference:
+            outputs = reference(feeds)    # both by the graph's names
 
-    >>> with guarded(source.path, trust_remote_code=False):
-    ...     with TorchRunner(source, artifact.manifest, precision="fp32") as reference:
-    ...         outputs = reference(feeds)
-
-A model of one graph runs as it is, with eager attention. A model that Optimum cuts into several
-graphs, or feeds its past, runs through Optimum's own cut of it; `TorchRunner.notes` says so.
-This is the one module of the runtime that imports torch, transformers and optimum.
+A model with one graph runs unchanged, with eager attention. A model that Optimum exports as several
+graphs, or with past key values, runs through Optimum's submodels; `TorchRunner.notes` states that.
+This is the only module of the runtime that imports torch, transformers and optimum.
 """
 
 from __future__ import annotations
@@ -44,7 +42,8 @@ except ImportError as error:
         error.name or "torch", extra="export", purpose="Running the PyTorch reference"
     ) from error
 
-_WIDENED_AS_USED_BYTES = 1 << 30
+_UPCAST_ON_USE_BYTES = 1 << 30
+"""Size of a model's FP32 weights above which FP64 weights are made only as they are used."""
 
 Feeds = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]
@@ -63,11 +62,11 @@ def guarded(
 ) -> Iterator[Confinement | None]:
     """Screen a model's directory, and confine this process while the model is loaded and run.
 
-    With `trust_remote_code` neither is done, and None is given.
+    With `trust_remote_code`, do neither and yield None.
 
     Raises:
-        UntrustedModelError: the model's files ask for what only the user may grant, or something
-            in them tried what no model has a use for.
+        UntrustedModelError: the model's files require permissions that the user did not grant, or
+            the model attempted an operation that no model needs.
     """
     if trust_remote_code:
         yield None
@@ -88,23 +87,23 @@ def load_pytorch(
     device: str,
     attention: str = "eager",
 ) -> Any:
-    """Return the model of a directory in evaluation mode.
+    """Load a model from a directory, in evaluation mode. Call this inside `guarded`.
 
-    Only the weights that `find_weights` found are loaded; pickled ones by PyTorch's restricted
-    unpickler. Call it inside `guarded`.
+    Loads only the weights that `find_weights` found; pickled ones with PyTorch's restricted
+    unpickler.
 
     Args:
         path: the model's directory.
-        task: as Optimum names it.
+        task: the task, by Optimum's name.
         precision: fp64, fp32, fp16 or bf16.
         library: transformers or timm.
-        pickled: the kind of weights that were found.
+        pickled: load pickled weights instead of safetensors.
         trust_remote_code: run Python code that comes with the model.
         device: cpu, cuda or cuda:N.
-        attention: the implementation; empty for the one that transformers chooses.
+        attention: the attention implementation; empty for transformers' default.
 
     Raises:
-        ExportError: PyTorch cannot load it.
+        ExportError: PyTorch cannot load the model.
     """
     options: dict[str, Any] = {
         "torch_dtype": torch.float32 if precision == "fp64" else _DTYPES[precision],
@@ -125,11 +124,11 @@ def load_pytorch(
                 model = _from_transformers(path, task, options, device)
         except EngineryError:
             raise
-        except Exception as error:  # a configuration can lead to any error anywhere in transformers
+        except Exception as error:  # a bad config can cause any error, anywhere in transformers
             first = _first_line(error)
             raise ExportError(f"PyTorch cannot load {path} for {task}: {first}") from error
-    # FP64 weights of a large model would take twice its size: they are made as they are used.
-    large = precision == "fp64" and _weights_bytes(model) > _WIDENED_AS_USED_BYTES
+    # FP64 weights take twice the memory of FP32: for a large model, upcast each as it is used.
+    large = precision == "fp64" and _weights_bytes(model) > _UPCAST_ON_USE_BYTES
     return (model if large else model.to(_DTYPES[precision])).eval()
 
 
@@ -137,11 +136,11 @@ def _weights_bytes(model: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
 
 
-class WidenedWeights(TorchFunctionMode):  # type: ignore[misc]  # torch is not type-checked
-    """Make FP64 of a model's FP32 weights as each operation uses them, and drop it afterwards.
+class UpcastWeights(TorchFunctionMode):  # type: ignore[misc]  # torch is not type-checked
+    """A context manager that upcasts FP32 weights to FP64 as each operation uses them.
 
-    The answers are those of `model.double()`, at the cost of converting every weight in every run,
-    for the memory of one weight in place of all of them. A context manager around the run.
+    Outputs equal those of `model.double()`. It saves memory, because only the weights of one
+    operation are in FP64 at a time, but converts every weight again in every run.
     """
 
     def __init__(self, model: Any) -> None:
@@ -152,31 +151,31 @@ class WidenedWeights(TorchFunctionMode):  # type: ignore[misc]  # torch is not t
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call an operation of torch, or read an attribute, with widened weights."""
+        """Call a torch function, or read an attribute of a tensor, with upcast weights."""
         if getattr(func, "__name__", "") == "__get__":
-            # An attribute of a weight, whose values are not needed.
+            # Reading an attribute needs no values. Report float64 as the dtype of upcast weights.
             is_dtype = func.__self__ is torch.Tensor.dtype
             return torch.float64 if is_dtype and id(args[0]) in self._narrow else func(*args)
-        return func(*self._widened(args), **self._widened(kwargs or {}))
+        return func(*self._upcast(args), **self._upcast(kwargs or {}))
 
-    def _widened(self, value: Any) -> Any:
+    def _upcast(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.double() if id(value) in self._narrow else value
         if type(value) in (list, tuple):
-            return type(value)(self._widened(item) for item in value)
+            return type(value)(self._upcast(item) for item in value)
         if type(value) is dict:
-            return {key: self._widened(item) for key, item in value.items()}
+            return {key: self._upcast(item) for key, item in value.items()}
         return value
 
 
 def _from_transformers(path: Path, task: str, options: dict[str, Any], device: str) -> Any:
-    """Load what Optimum's TasksManager.get_model_from_task loads, and nothing in its place.
+    """Load a model like Optimum's TasksManager.get_model_from_task, without its fallback.
 
-    That one goes on with the weights of TensorFlow where PyTorch's cannot be read.
+    If PyTorch weights cannot be read, Optimum's function falls back to TensorFlow weights.
     """
     trust = options["trust_remote_code"]
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust, local_files_only=True)
-    # Speech models of one type have several classes for one task.
+    # For these tasks transformers has several classes per model type: take that of config.json.
     several = task in ("automatic-speech-recognition", "reinforcement-learning")
     named = (config.architectures or [None])[0] if several else None
     model_class = TasksManager.get_model_class_for_task(
@@ -190,7 +189,7 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
 
 
 class TorchRunner(Closing):
-    """One model in PyTorch, answering for one graph. A context manager; closing frees it."""
+    """A PyTorch model as the reference for one graph. A context manager; closing frees it."""
 
     def __init__(
         self,
@@ -202,23 +201,25 @@ class TorchRunner(Closing):
         trust_remote_code: bool = False,
         device: str = "cpu",
     ) -> None:
-        """Load the model. Call it inside `guarded`.
+        """Load the model. Call this inside `guarded`.
 
         Args:
-            source: the model, as `resolve_record(manifest.source)` finds it.
-            manifest: of the artifact that is compared.
-            graph: which of several graphs; empty for the first.
+            source: the model, as returned by `resolve_record(manifest.source)`.
+            manifest: manifest of the artifact to compare with.
+            graph: file name of the graph; empty for the first.
             precision: fp64, fp32, fp16 or bf16.
             trust_remote_code: run Python code that comes with the model.
             device: cpu, cuda or cuda:N.
 
         Raises:
-            ArtifactError: there is no such graph.
+            ArtifactError: the artifact has no such graph.
             ExportError: PyTorch cannot load the model.
         """
         graphs = {record.file: record for record in manifest.graphs}
         if graph and graph not in graphs:
-            raise ArtifactError(f"there is no graph '{graph}'; there are {', '.join(graphs)}.")
+            raise ArtifactError(
+                f"the artifact has no graph '{graph}', expected one of {', '.join(graphs)}."
+            )
         self.record: GraphRecord = graphs[graph or manifest.graphs[0].file]
         self.notes: list[str] = []
         self._device = device
@@ -233,24 +234,24 @@ class TorchRunner(Closing):
             device=device,
         )
         cut = len(graphs) > 1 or any("past" in spec.name for spec in self.record.inputs)
-        self._parts: dict[str, tuple[Any, Any]] = {}
+        self._submodels: dict[str, tuple[Any, Any]] = {}
         if cut:
-            self._parts = _optimum_parts(self._model, manifest, precision)
-            self.notes.append("the reference is PyTorch through Optimum's cut of the model")
+            self._submodels = _optimum_submodels(self._model, manifest, precision)
+            self.notes.append("the reference is PyTorch through Optimum's submodels")
 
     def __call__(self, feeds: Feeds) -> Outputs:
-        """Runs the model on the feeds of the graph.
+        """Run the model on the feeds of the graph.
 
         Returns:
-            Outputs by the graph's names, as float32 or wider: numpy has no bfloat16.
+            Outputs by the graph's names, as float32 or wider, because numpy has no bfloat16.
 
         Raises:
             InputError: PyTorch itself rejects the feeds.
         """
         tensors = {name: self._tensor(array) for name, array in feeds.items()}
         try:
-            with torch.inference_mode(), _quiet(), self._widened():
-                found = self._run_part(tensors) if self._parts else self._run_whole(tensors)
+            with torch.inference_mode(), _quiet(), self._precision():
+                found = self._run_submodel(tensors) if self._submodels else self._run_whole(tensors)
         except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
             first = _first_line(error)
@@ -262,14 +263,14 @@ class TorchRunner(Closing):
         }
 
     def close(self) -> None:
-        """Frees the model."""
+        """Free the model."""
         self._model = None
-        self._parts = {}
+        self._submodels = {}
 
-    def _widened(self) -> AbstractContextManager[Any]:
-        """Return what makes the model run in the precision that was chosen."""
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Return the context manager that upcasts weights on use, or one that does nothing."""
         narrow = self._float == torch.float64 and self._model.dtype == torch.float32
-        return WidenedWeights(self._model) if narrow else nullcontext()
+        return UpcastWeights(self._model) if narrow else nullcontext()
 
     def _tensor(self, array: NDArray[Any]) -> Any:
         tensor = torch.from_numpy(np.array(array)).to(self._device)
@@ -280,18 +281,18 @@ class TorchRunner(Closing):
             return {"logits": self._model(tensors["pixel_values"])}
         return dict(self._model(**tensors, return_dict=True).items())
 
-    def _run_part(self, tensors: dict[str, Any]) -> dict[str, Any]:
+    def _run_submodel(self, tensors: dict[str, Any]) -> dict[str, Any]:
         stem = Path(self.record.file).stem
-        if "use_cache_branch" in tensors:  # Optimum's merged decoder holds both branches
+        if "use_cache_branch" in tensors:  # Optimum's merged decoder has both branches
             with_past = bool(tensors.pop("use_cache_branch").item())
             stem = "decoder_with_past_model" if with_past else "decoder_model"
             if not with_past:
                 tensors = {n: t for n, t in tensors.items() if not n.startswith("past_")}
-        model, config = self._parts[stem]
-        inputs = _as_traced(tensors, config)
+        model, config = self._submodels[stem]
+        inputs = _submodel_inputs(tensors, config)
         if "encoder_outputs" in config.torch_to_onnx_input_map.keys() - inputs.keys():
-            # With a past, the encoder's keys and values come from there. PyTorch still wants
-            # something to tell it that the encoder has run.
+            # With a past, the encoder's keys and values come from the cache. PyTorch still needs
+            # encoder outputs, of any value, to know that the encoder has run.
             rows, length = tensors["encoder_attention_mask"].shape
             width = self._model.config.hidden_size
             inputs["encoder_outputs"] = (torch.zeros(rows, length, width), None, None)
@@ -308,8 +309,10 @@ class TorchRunner(Closing):
         return flat
 
 
-def _optimum_parts(model: Any, manifest: Manifest, precision: str) -> dict[str, tuple[Any, Any]]:
-    """Each graph's PyTorch module with Optimum's configuration of it, by the graph's stem."""
+def _optimum_submodels(
+    model: Any, manifest: Manifest, precision: str
+) -> dict[str, tuple[Any, Any]]:
+    """Return each graph's PyTorch module and Optimum's ONNX config, by the graph's file stem."""
     import optimum.exporters.onnx.model_configs  # noqa: F401  registers the model types
     from optimum.exporters.onnx.utils import _get_submodels_and_onnx_configs
 
@@ -330,11 +333,11 @@ def _optimum_parts(model: Any, manifest: Manifest, precision: str) -> dict[str, 
     return dict(parts)
 
 
-def _as_traced(tensors: dict[str, Any], config: Any) -> dict[str, Any]:
-    """The graph's inputs as Optimum's patched models take them.
+def _submodel_inputs(tensors: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Convert the graph's inputs to the arguments of Optimum's patched models.
 
-    PyTorch's names, the encoder's output in its tuple, and `past_key_values.0.key`, … as a tuple
-    a layer.
+    Inputs get PyTorch's names; the encoder's output becomes a tuple, and `past_key_values.0.key`, …
+    become a list with one tuple per layer.
     """
     torch_names = {graph: name for name, graph in config.torch_to_onnx_input_map.items()}
     layers: dict[str, list[Any]] = {}
@@ -358,13 +361,13 @@ def _array(tensor: Any) -> NDArray[Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its name where it says nothing."""
+    """Return the first line of an error's message, or the name of its class without a message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' advice on the log; errors still come as exceptions."""
+    """Silence transformers' log messages; errors are raised as exceptions anyway."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

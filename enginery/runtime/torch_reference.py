@@ -1,12 +1,11 @@
-"""The PyTorch reference in a child process, which is confined to loading and running its model.
+"""Run the PyTorch reference in a child process that is confined to loading and running its model.
 
->>> with TorchReference(source, artifact.manifest, precision="fp32") as reference:
-...     files = reference(feeds, scratch / "case-0")
->>> np.load(files["logits"]).shape
-(2, 2)
+    with TorchReference(source, artifact.manifest, precision="fp32") as reference:
+        files = reference(feeds, scratch / "case-0")
+    np.load(files["logits"])
 
-Answers come back as files: those of a large profile are gigabytes. Importing PyTorch, transformers
-and Optimum takes seconds, so a process whose model is gone waits a while for the next one.
+Outputs are returned as files, because those of a large profile take gigabytes. Importing PyTorch,
+transformers and Optimum takes seconds, so a process is kept for a while for the next model.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from enginery.core.source import ModelSource
 
 _IDLE_SECONDS = 30.0
 _LARGE_BYTES = 2 << 30
-"""A process that once held this much is not kept: what it cannot give back would be missed."""
+"""Peak memory above which a process is not kept, because it may not return all of it."""
 
 Feeds = Mapping[str, NDArray[Any]]
 
 
 class TorchReference(Closing):
-    """One model in PyTorch, answering for one graph, in a process of its own."""
+    """A PyTorch model as the reference for one graph, in its own process."""
 
     def __init__(
         self,
@@ -52,21 +51,22 @@ class TorchReference(Closing):
         """Load the model.
 
         Args:
-            source: the model, as `resolve_record(manifest.source)` finds it.
-            manifest: of the artifact that is compared.
-            graph: which of several graphs; empty for the first.
+            source: the model, as returned by `resolve_record(manifest.source)`.
+            manifest: manifest of the artifact to compare with.
+            graph: file name of the graph; empty for the first.
             precision: fp64, fp32, fp16 or bf16.
-            trust_remote_code: run Python code that comes with the model, unconfined.
+            trust_remote_code: run Python code that comes with the model, without confinement.
 
         Raises:
-            UntrustedModelError: the model asks for what was not granted, or tried to do harm.
-            ArtifactError: there is no such graph.
+            UntrustedModelError: the model requires permissions that were not granted, or attempted
+                an operation that no model needs.
+            ArtifactError: the artifact has no such graph.
             ExportError: PyTorch cannot load the model.
         """
-        # Code that ran in a process once stays there.
+        # Do not reuse a process in which a model's own code has run.
         self._alone = trust_remote_code
-        self._worker: ChildWorker | None = _start() if self._alone else _take()
-        self.notes: list[str] = self._ask(
+        self._worker: ChildWorker | None = _start_worker() if self._alone else _take_worker()
+        self.notes: list[str] = self._request(
             "load",
             path=str(source.path),
             pickled=source.pickled,
@@ -81,15 +81,15 @@ class TorchReference(Closing):
 
         Args:
             feeds: arrays by the graph's names.
-            directory: where the answers go; made here.
+            directory: where to write the outputs; it must not exist.
 
         Returns:
             An `.npy` file for each output that PyTorch has, by the graph's names, float32 or wider.
 
         Raises:
             InputError: PyTorch itself rejects the feeds.
-            UntrustedModelError: something in the model tried to do harm.
-            EngineryError: the directory cannot hold the answers.
+            UntrustedModelError: the model attempted an operation that no model needs.
+            EngineryError: the outputs cannot be written to the directory.
         """
         file = directory / "feeds.npz"
         try:
@@ -97,13 +97,13 @@ class TorchReference(Closing):
             with file.open("wb") as stream:
                 np.savez(stream, allow_pickle=False, **feeds)
         except OSError as error:
-            raise _full(directory, error) from error
-        found = self._ask("run", feeds=str(file), directory=str(directory))
+            raise _write_error(directory, error) from error
+        found = self._request("run", feeds=str(file), directory=str(directory))
         file.unlink()
         return {name: directory / file for name, file in found["files"].items()}
 
     def close(self) -> None:
-        """Free the model; the process waits for the next one, or ends."""
+        """Free the model; keep the process for the next one, or end it."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -118,9 +118,9 @@ class TorchReference(Closing):
         if held_bytes > _LARGE_BYTES:
             worker.close()
         else:
-            _keep(worker)
+            _keep_worker(worker)
 
-    def _ask(self, does: str, **values: Any) -> Answer:
+    def _request(self, does: str, **values: Any) -> Answer:
         if self._worker is None:
             raise ExportError("the PyTorch reference is closed.")
         worker = self._worker
@@ -132,8 +132,8 @@ class TorchReference(Closing):
             self._worker = None
             refused = does == "load" and isinstance(error, ExportError | ArtifactError)
             if refused and worker.is_alive and not self._alone:
-                _keep(worker)
-            else:  # nothing of it is left for the next model
+                _keep_worker(worker)
+            else:  # the process may be damaged: do not reuse it
                 worker.close()
             raise
 
@@ -142,7 +142,7 @@ _idle: list[ChildWorker] = []
 _idle_lock = threading.Lock()
 
 
-def _start() -> ChildWorker:
+def _start_worker() -> ChildWorker:
     handle, name = tempfile.mkstemp(prefix="enginery-reference-", suffix=".log")
     os.close(handle)
     log = Path(name)
@@ -155,31 +155,31 @@ def _start() -> ChildWorker:
             environment={"TOKENIZERS_PARALLELISM": "false"},
         )
     finally:
-        # The child holds it open; its last words are in the answer.
+        # The child keeps the file open; its last lines are part of the error of a failed request.
         atexit.register(log.unlink, missing_ok=True)
 
 
-def _take() -> ChildWorker:
-    """Return a process that waits, or a new one."""
+def _take_worker() -> ChildWorker:
+    """Return an idle process, or a new one."""
     with _idle_lock:
         while _idle:
             worker = _idle.pop()
             if worker.is_alive:
                 return worker
             worker.close()
-    return _start()
+    return _start_worker()
 
 
-def _keep(worker: ChildWorker) -> None:
-    """Let a process wait for the next model, for a while."""
+def _keep_worker(worker: ChildWorker) -> None:
+    """Keep a process for the next model, for `_IDLE_SECONDS`."""
     with _idle_lock:
         _idle.append(worker)
-    timer = threading.Timer(_IDLE_SECONDS, _end, [worker])
+    timer = threading.Timer(_IDLE_SECONDS, _end_worker, [worker])
     timer.daemon = True
     timer.start()
 
 
-def _end(worker: ChildWorker) -> None:
+def _end_worker(worker: ChildWorker) -> None:
     with _idle_lock:
         if worker not in _idle:
             return
@@ -188,20 +188,20 @@ def _end(worker: ChildWorker) -> None:
 
 
 @atexit.register
-def _end_all() -> None:
+def _end_all_workers() -> None:
     for worker in _idle:
-        _end(worker)
+        _end_worker(worker)
 
 
-def _full(directory: Path, error: OSError) -> EngineryError:
+def _write_error(directory: Path, error: OSError) -> EngineryError:
     return EngineryError(
-        f"{directory} cannot hold PyTorch's outputs: {error.strerror or error}.",
-        do="Set TMPDIR to a directory with more room, or validate smaller profiles.",
+        f"PyTorch's outputs cannot be written to {directory}: {error.strerror or error}.",
+        do="Set TMPDIR to a directory with more space, or validate smaller profiles.",
     )
 
 
 class _Child:
-    """The other side: holds one model at a time."""
+    """The child process's side, which holds one model at a time."""
 
     def __init__(self) -> None:
         self._held = ExitStack()
@@ -214,7 +214,7 @@ class _Child:
 
     def load(self, request: Answer) -> Answer:
         if not request["trust_remote_code"]:
-            os.environ["HF_HUB_OFFLINE"] = "1"  # read when the Hub library is imported, just below
+            os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
         from enginery.runtime.torch import TorchRunner, guarded
 
         manifest = Manifest.model_validate(request["manifest"])
@@ -245,7 +245,7 @@ class _Child:
                 files[name] = f"{index}.npy"
                 np.save(Path(request["directory"], files[name]), array, allow_pickle=False)
         except OSError as error:
-            raise _full(Path(request["directory"]), error) from error
+            raise _write_error(Path(request["directory"]), error) from error
         return {"files": files}
 
     def unload(self, request: Answer) -> Answer:  # noqa: ARG002
@@ -254,7 +254,7 @@ class _Child:
         return {"peak_rss_bytes": peak_rss_bytes()}
 
     def _require_harmless(self) -> None:
-        """Raise what was stopped even where the model hid the error."""
+        """Raise UntrustedModelError for a blocked operation even if the model caught the error."""
         if self._confinement is not None and self._confinement.stopped:
             raise self._confinement.error()
 

@@ -1,15 +1,12 @@
-"""The values of a graph's inner tensors, batch by batch.
+"""Read the values of a graph's intermediate tensors.
 
-Takes an ONNX file and tensor names; leaves nothing on disk, and the file as it is.
+    with GraphTracer(artifact.model, ["/encoder/layer.0/Add_output_0"]) as trace:
+        trace(feeds)["/encoder/layer.0/Add_output_0"].shape    # (4, 17, 384)
 
-    >>> with GraphTracer(artifact.model, ["/encoder/layer.0/Add_output_0"]) as trace:
-    ...     trace(feeds)["/encoder/layer.0/Add_output_0"].shape
-    (4, 17, 384)
-
-The tensors become outputs of a copy of the graph in memory. Weights outside the file stay there:
-the copy reads them from the file's own directory. ONNX Runtime gives out what the main graph makes;
-a float tensor inside a branch of an If becomes one more output of that If, and is empty where the
-other branch was taken.
+The tensors become outputs of a copy of the graph in memory; the ONNX file is not changed, and
+nothing is written to disk. The copy reads external weights from the file's own directory. ONNX
+Runtime can only output tensors of the main graph, so a float tensor inside a branch of an If
+becomes an additional output of that If, which is empty if the other branch ran.
 """
 
 from __future__ import annotations
@@ -24,16 +21,16 @@ from numpy.typing import NDArray
 from enginery.core.closing import Closing
 from enginery.core.errors import InputError, ProviderError, nearest
 from enginery.core.external_data import load_graph
-from enginery.runtime.provider_names import TENSORRT_RTX
-from enginery.runtime.providers import Provider, choose_providers, parse_providers
-from enginery.runtime.sessions import EXACT_INT8
+from enginery.runtime.onnxruntime.session import EXACT_INT8
+from enginery.runtime.providers.known import TENSORRT_RTX
+from enginery.runtime.providers.selection import Provider, choose_providers
 
 Feeds = Mapping[str, NDArray[Any]]
 Values = dict[str, NDArray[Any]]
 
 
 class GraphTracer(Closing):
-    """An ONNX Runtime session that also gives out inner tensors. A context manager."""
+    """An ONNX Runtime session that also outputs intermediate tensors. A context manager."""
 
     def __init__(
         self,
@@ -43,19 +40,19 @@ class GraphTracer(Closing):
         provider: str = "cpu",
         optimized: bool = False,
     ) -> None:
-        """Opens the session.
+        """Open the session.
 
         Args:
-        model: an ONNX file.
-        tensors: names of node outputs, graph outputs, graph inputs, or float32 tensors made in a
-            branch of an If.
-        provider: the ordered wish; the first is meant.
-        optimized: let ONNX Runtime fuse what lies between the tensors: about twice as fast, and
-            values differ in the last bits.
+            model: an ONNX file.
+            tensors: names of node outputs, graph outputs, graph inputs, or float32 tensors in a
+                branch of an If.
+            provider: providers in order of preference.
+            optimized: let ONNX Runtime fuse the nodes between the tensors: about twice as fast,
+                but values differ in the last bits.
 
         Raises:
-            InputError: the graph has no tensor of a name.
-            ProviderError: the provider cannot be had, or the graph cannot be loaded.
+            InputError: the graph has no tensor of one of the names.
+            ProviderError: the provider is unavailable, or the graph cannot be loaded.
         """
         graph = load_graph(model)
         self.tensors = tuple(dict.fromkeys(tensors))
@@ -67,7 +64,7 @@ class GraphTracer(Closing):
                 raise InputError(
                     f"{model} has no tensor '{name}'{nearest(name, [*made, *self.inputs])}"
                 )
-        # Two branches may have tensors of one name; at most one of them was taken.
+        # Two branches may have tensors of the same name, of which at most one is computed in a run.
         self._sources = {name: inner.get(name, [name]) for name in self.tensors
                          if name not in self.inputs}  # fmt: skip
         self._fetched = [source for sources in self._sources.values() for source in sources]
@@ -76,12 +73,12 @@ class GraphTracer(Closing):
             if name not in present:
                 graph.graph.output.add().name = name
         self._session: Any = open_in_memory(
-            graph.SerializeToString(), model.parent, choose_providers(parse_providers(provider)),
+            graph.SerializeToString(), model.parent, choose_providers(provider),
             optimized=optimized,
         )  # fmt: skip
 
     def __call__(self, feeds: Feeds) -> Values:
-        """The tensors' values for one batch, in the order in which they were named.
+        """Return the values of the tensors for one batch, by name in the requested order.
 
         Raises:
             InputError: the graph fails on the feeds.
@@ -102,20 +99,20 @@ class GraphTracer(Closing):
         return given
 
     def close(self) -> None:
-        """Frees the session and its memory."""
+        """Free the session and its memory."""
         self._session = None
 
 
 def expose_branches(graph: Any, names: Collection[str]) -> dict[str, list[str]]:
-    """Makes float32 tensors inside the branches of If nodes outputs of those nodes, in place.
+    """Make float32 tensors inside the branches of If nodes outputs of those nodes, in place.
 
     Args:
         graph: an `onnx.GraphProto`.
-        names: what is wanted; names that no branch makes are left out.
+        names: names of tensors; names that occur in no branch are ignored.
 
     Returns:
-        For each name that was found the outputs of `graph`'s own nodes that have its values; one
-        for each branch that makes a tensor of that name. It is empty where another was taken.
+        For each name that was found, the outputs of `graph`'s own nodes with its values: one for
+        each branch with a tensor of that name. An output is empty if another branch ran.
     """
     return _expose(graph, frozenset(names), count()) if names else {}
 
@@ -142,7 +139,7 @@ def _expose(graph: Any, names: frozenset[str], numbers: count[int]) -> dict[str,
 
 
 def _add_output(branch: Any, source: str, copy: str) -> None:
-    """An output of its own: the tensor may be one of the branch already, and none is one twice."""
+    """Add a copy of a tensor as an output, since the tensor itself may already be an output."""
     branch.node.add(op_type="Identity", input=[source], output=[copy], name=copy)
     branch.output.add().name = copy
 
@@ -164,23 +161,23 @@ def open_in_memory(
     optimized: bool,
     keep_memory: bool = True,
 ) -> Any:
-    """An `onnxruntime.InferenceSession` over a serialized graph.
+    """Open an `onnxruntime.InferenceSession` on a serialized graph.
 
     Args:
-        model: a serialized `onnx.ModelProto`; its external data stay outside.
-        directory: where its external data lie.
-        providers: what `choose_providers` chose.
-        optimized: whether ONNX Runtime may fuse.
-        keep_memory: keep what one run took for the next; off, it is given back after each.
+        model: a serialized `onnx.ModelProto`, without its external data.
+        directory: the directory of its external data.
+        providers: the result of `choose_providers`.
+        optimized: let ONNX Runtime optimize the graph.
+        keep_memory: keep the memory of a run for the next one; if False, free it after each run.
 
     Raises:
-        ProviderError: the provider cannot take a graph in memory, or the graph cannot be loaded.
+        ProviderError: the provider cannot load a graph from memory, or the graph is invalid.
     """
     import onnxruntime as ort
 
     if any(provider.name == TENSORRT_RTX for provider in providers):
         raise ProviderError(
-            "inner tensors cannot be read on tensorrt-rtx: an engine has none.",
+            "intermediate tensors cannot be read on tensorrt-rtx, because an engine has none.",
             do="Trace on cpu or cuda.",
         )
     options = ort.SessionOptions()
@@ -196,4 +193,4 @@ def open_in_memory(
     try:
         return ort.InferenceSession(model, options, providers=wanted, enable_fallback=0)
     except Exception as error:
-        raise ProviderError(f"the graph cannot be loaded by ONNX Runtime: {error}") from error
+        raise ProviderError(f"ONNX Runtime cannot load the graph: {error}") from error

@@ -1,1 +1,1 @@
-"""Serve: artifacts over HTTP, in the protocols that clients already speak."""
+"""Serve artifacts over HTTP, in the protocols of TEI, OpenAI and the Open Inference Protocol."""

@@ -1,4 +1,4 @@
-"""The server as one ASGI application, for `enginery serve`, any other ASGI server, and tests.
+"""The server's ASGI application, for `enginery serve`, other ASGI servers, and tests.
 
 $ ENGINERY_MODELS=minilm=build/minilm uvicorn --factory enginery.serve.app:create_app
 """
@@ -27,12 +27,13 @@ from starlette.types import Receive, Scope, Send
 
 from enginery.core.errors import EngineryError, OptionError, nearest
 from enginery.core.options import options_from
+from enginery.runtime.providers.selection import REQUESTED
 from enginery.serve.api import admin, oip, openai, plain, tei
 from enginery.serve.api.endpoints import Endpoint
 from enginery.serve.api.errors import HTTPError, error_response, scope_protocol, to_http_error
-from enginery.serve.api.requests import quoted
+from enginery.serve.api.requests import quote
 from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
-from enginery.serve.keys import Keys
+from enginery.serve.keys import ApiKeys
 from enginery.serve.lifecycle import CLOSE_SECONDS, Activity, ProcessLifecycle
 from enginery.serve.middleware import BodyBudget, BufferBody, RequireKey
 from enginery.serve.models.registry import ModelRegistry
@@ -48,7 +49,7 @@ MODELS_VARIABLE = "ENGINERY_MODELS"
 OPTION_PREFIX = "ENGINERY_SERVE_"
 SERVER_OPTIONS = frozenset({"host", "port", "grace", "drain_delay", "restart", "idle_timeout",
                             "processes"})  # fmt: skip
-"""Options that are the ASGI server's own."""
+"""Options of `enginery serve` that other ASGI servers have themselves."""
 ENDPOINTS: tuple[Endpoint, ...] = (
     *tei.routes.endpoints,
     *openai.routes.endpoints,
@@ -59,14 +60,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 
 
 def create_app(environment: Mapping[str, str] = os.environ) -> Starlette:
-    """Return the whole server, set up by environment variables.
+    """Build the application from environment variables.
 
     Args:
-        environment: `ENGINERY_MODELS` has artifacts, `path` or `name=path`, with commas between
-            them; `ENGINERY_SERVE_BATCH_ROWS` and so on are the options of `ServeConfig`.
+        environment: `ENGINERY_MODELS` lists artifacts, `path` or `name=path`, separated by commas;
+            `ENGINERY_SERVE_BATCH_ROWS` and so on set the options of `ServeConfig`.
 
     Raises:
-        OptionError: a variable cannot be used, or there are no models.
+        OptionError: a variable is invalid, or `ENGINERY_MODELS` is empty.
         ArtifactError: a directory is not an artifact.
     """
     require_packages()
@@ -74,7 +75,7 @@ def create_app(environment: Mapping[str, str] = os.environ) -> Starlette:
     artifacts = [word.strip() for word in variable.split(",") if word.strip()]
     if not artifacts:
         raise OptionError(
-            f"{MODELS_VARIABLE} is empty, expected artifacts.",
+            f"{MODELS_VARIABLE} is empty, expected one artifact or more.",
             do=f"Set {MODELS_VARIABLE}=name=path,name=path.",
         )
     config = dataclasses.replace(config_from(environment), restart=False)
@@ -82,10 +83,10 @@ def create_app(environment: Mapping[str, str] = os.environ) -> Starlette:
 
 
 def config_from(environment: Mapping[str, str]) -> ServeConfig:
-    """Return the options that variables give, `ENGINERY_SERVE_` before their names.
+    """Read options from environment variables whose names start with `ENGINERY_SERVE_`.
 
     Raises:
-        OptionError: an option is unknown, is the ASGI server's own, or has a value that is wrong.
+        OptionError: an option is unknown, belongs to the ASGI server, or has an invalid value.
     """
     values: dict[str, Any] = {}
     for variable, value in environment.items():
@@ -94,8 +95,8 @@ def config_from(environment: Mapping[str, str]) -> ServeConfig:
         name = variable.removeprefix(OPTION_PREFIX).lower()
         if name in SERVER_OPTIONS:
             raise OptionError(
-                f"{variable} is set, but option '{name}' is the ASGI server's own.",
-                do="Give it to that server.",
+                f"{variable} is set, but option '{name}' belongs to the ASGI server.",
+                do="Unset the variable, and set the option of that server.",
             )
         values[name] = value.split(",") if name == "provider_option" else value
     config = options_from(ServeConfig, "serve", values)
@@ -108,23 +109,23 @@ def make_app(
     config: ServeConfig,
     lifecycle: ProcessLifecycle | None = None,
     *,
-    keys: Keys | None = None,
+    keys: ApiKeys | None = None,
 ) -> Starlette:
-    """Return the whole server; its lifespan loads the models.
+    """Build the application. Its lifespan loads the models.
 
     Args:
-        paths: artifacts' directories by the names that routes call them.
+        paths: directories of artifacts, by model name.
         config: the options of the server.
-        lifecycle: the process that `enginery serve` runs it in; None under any other server.
-        keys: the API keys; None for those of `config` and the environment.
+        lifecycle: the lifecycle of a worker of `enginery serve`; None under other ASGI servers.
+        keys: the API keys; None to read them from `config` and the environment.
 
     Raises:
         OptionError: the keys cannot be read.
     """
-    # Lists of texts are spread over a pool for each model. Those of tokenizers are one pool for
-    # all: a text that does not come to an end would hold up everybody.
+    # Each model tokenizes lists of texts in its own threads. The threads of `tokenizers` are shared
+    # by all models: a text that never finishes would block every model.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    keys = Keys.from_config(config, os.environ) if keys is None else keys
+    keys = ApiKeys.from_config(config, os.environ) if keys is None else keys
     metrics, activity = Metrics(), Activity()
     access_log = AccessLog.from_option(config.access_log)
     if access_log is not None:
@@ -161,9 +162,9 @@ async def _lifespan(
     lifecycle: ProcessLifecycle | None,
     activity: Any,
 ) -> AsyncIterator[None]:
-    """Load the models at the start, and free them at the end.
+    """Load the models at startup, and free them at shutdown.
 
-    In a process of our own they load in the background, so that health routes answer meanwhile.
+    Under `enginery serve` they load in the background, so that health routes respond meanwhile.
     """
     state = app.state
     config: ServeConfig = state.config
@@ -191,7 +192,7 @@ async def _lifespan(
         if loading is not None:
             loading.cancel()
         registry.begin_drain()
-        with suppress(TimeoutError):  # a model may be stuck
+        with suppress(TimeoutError):  # a model may hang
             await asyncio.wait_for(registry.close(), CLOSE_SECONDS)
         if state.access_log is not None:
             state.access_log.close()
@@ -200,14 +201,14 @@ async def _lifespan(
 
 
 async def load(registry: ModelRegistry) -> None:
-    """Load the models, and say what serves them; raise EngineryError where one cannot be loaded."""
+    """Load the models and log what serves them; raise EngineryError if one cannot be loaded."""
     await registry.load()
     if not gc.isenabled():
-        gc.freeze()  # what is there stays: no collection has to look through it again
+        gc.freeze()  # all objects so far are permanent: exclude them from garbage collections
         gc.enable()
     for model in registry:
         first = model.backend.runner.providers[0]
-        why = "" if first.reason == "asked for" else f" ({first.reason})"
+        why = "" if first.reason == REQUESTED else f" ({first.reason})"
         manifest = model.artifact.manifest
         _log.info(
             "ready: %s, %s, %s on %s%s, %s", model.name, manifest.task, manifest.precision,
@@ -224,13 +225,13 @@ async def _load_or_fail(registry: ModelRegistry, lifecycle: ProcessLifecycle) ->
 
 
 async def _reload(registry: ModelRegistry) -> None:
-    """Open the artifacts again from where they are, and say what happened."""
+    """Load the artifacts again from their directories, and log the result for each."""
     for name, outcome in (await registry.reload()).items():
         if not outcome.swapped:
-            _log.error("%s: %s", name, outcome.text)
+            _log.error("%s: %s", name, outcome.message)
             continue
         model = registry.get(name)
-        _log.info("%s: %s, %s", name, outcome.text, _validation_words(model))
+        _log.info("%s: %s, %s", name, outcome.message, _validation_words(model))
         _warn_if_failed(model)
 
 
@@ -242,13 +243,13 @@ def _validation_words(model: ServedModel) -> str:
 def _warn_if_failed(model: ServedModel) -> None:
     if failed := model.artifact.failed():
         _log.warning(
-            "%s failed its validation and is served because of --allow-failed: %s",
+            "%s failed its validation; it is served because of --allow-failed: %s",
             model.name, failed.summary,
         )  # fmt: skip
 
 
 def _openapi_json(*, with_keys: bool) -> bytes:
-    from enginery.serve.api.openapi import openapi_json  # takes a while, and few read it
+    from enginery.serve.api.openapi import openapi_json  # slow to build and rarely requested
 
     return openapi_json(ENDPOINTS, with_keys=with_keys)
 
@@ -256,25 +257,25 @@ def _openapi_json(*, with_keys: bool) -> bytes:
 # -- routes and errors --------------------------------------------------------------------------
 
 
-def _route(endpoint: Endpoint, keys: Keys, budget: BodyBudget) -> Route:
+def _route(endpoint: Endpoint, keys: ApiKeys, budget: BodyBudget) -> Route:
     middleware = []
     if keys and not endpoint.public:
         middleware.append(Middleware(RequireKey, keys=keys))
     if endpoint.method == "POST":
         middleware.append(Middleware(BufferBody, budget=budget))
     route = Route(endpoint.path, endpoint, methods=[endpoint.method], middleware=middleware)
-    if endpoint.path != "/":  # /embed/ is /embed, without a redirect
+    if endpoint.path != "/":  # accept /embed/ as /embed, without a redirect
         route.path_regex = re.compile(route.path_regex.pattern.removesuffix("$") + "/?$")
     return route
 
 
 async def answer_error(request: Request, error: EngineryError) -> Response:
-    """Answer an expected error in the shape of the route's protocol."""
+    """Convert an expected error to a response in the format of the route's protocol."""
     return error_response(scope_protocol(request.scope), to_http_error(error))
 
 
 async def answer_routing_error(request: Request, error: HTTPException) -> Response:
-    """Answer what Starlette raises: no such route, another method, a form that cannot be read."""
+    """Convert Starlette's errors: unknown route, wrong method, malformed form."""
     path, method = request.url.path, request.method
     allowed = _allowed(request)
     if error.status_code == 405 or (error.status_code == 404 and allowed):
@@ -282,26 +283,26 @@ async def answer_routing_error(request: Request, error: HTTPException) -> Respon
             return Response(status_code=204, headers={"allow": ", ".join(allowed)})
         found = HTTPError(
             405,
-            f"{path[:200]} does not answer {quoted(method)}, expected {' or '.join(allowed)}.",
+            f"{path[:200]} does not support {quote(method)}, expected {' or '.join(allowed)}.",
             headers={"allow": ", ".join(allowed)},
         )
     elif error.status_code == 404:
         known = dict.fromkeys(endpoint.path for endpoint in ENDPOINTS)
         close = nearest(path, known) if len(path) < 200 else "."
-        found = HTTPError(404, f"there is no route {quoted(path)}{close}")
+        found = HTTPError(404, f"there is no route {quote(path)}{close}")
     else:
         found = HTTPError(error.status_code, str(error.detail))
     return await answer_error(request, found)
 
 
 async def answer_shutting_down(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request that the server has cancelled because it ends."""
+    """Respond with 503 to a request that was cancelled because the server shuts down."""
     found = HTTPError(503, "the server is shutting down.", retry_after_seconds=1.0)
     await error_response(scope_protocol(scope), found)(scope, receive, send)
 
 
 def _allowed(request: Request) -> list[str]:
-    """Return the methods of a path; none where no route has it."""
+    """Return the allowed methods of a path; an empty list if no route has this path."""
     methods: set[str] = set()
     for route in request.app.router.routes:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:

@@ -1,4 +1,4 @@
-"""The options of serve, and what is checked before anything starts; importing it is quick."""
+"""The options of `enginery serve`, and the checks before it starts. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -19,79 +19,84 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Where the server listens, how it batches, and what it refuses."""
+    """Options of the server: address, providers, batching, limits and process management."""
 
     host: str = "127.0.0.1"
-    """The address to listen on; 0.0.0.0 for all, as a container needs."""
+    """Address to listen on; 0.0.0.0 for all addresses, as a container needs."""
     port: int = 8000
-    """0 for any free one, which is printed."""
+    """Port to listen on; 0 for any free port, which is printed."""
     provider: str = ""
-    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty for what
-    `ENGINERY_PROVIDERS` says, and else the CPU."""
+    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty for
+    `ENGINERY_PROVIDERS` or, if that is not set, the CPU."""
     provider_option: tuple[str, ...] = ()
-    """An option of a provider, `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
+    """Option of a provider, such as `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
     allow_fallback: bool = False
-    """Take the next provider where the first cannot be had; /health and /info say so."""
+    """Use the next provider if the first is unavailable; /health and /info report it."""
     allow_failed: bool = False
-    """Take an artifact whose validation failed."""
+    """Serve an artifact whose validation failed."""
     workers: int = 0
-    """Batches that run at the same time; 0 for a physical core each on the CPU, 1 on a GPU."""
+    """Number of batches that run at the same time; 0 for one per physical core on the CPU, 1 on a
+    GPU."""
     threads: int = 0
-    """Intra-op threads of a batch; 0 for one on the CPU where there are several workers."""
+    """Intra-op threads per batch; 0 for one on the CPU with several workers, else ONNX Runtime's
+    default."""
     batch_tokens: int = 0
-    """The most tokens of a batch after padding; 0 for what the warm-up measures."""
+    """Maximum number of tokens of a batch after padding; 0 to choose it by measuring."""
     batch_rows: int = 64
-    """The most inputs of a batch."""
+    """Maximum number of inputs of a batch."""
     max_padding: float = 0.1
-    """The most padding in a batch, as a share of its tokens; more where that costs less than
-    another batch."""
+    """Maximum share of padding in a batch's tokens; more is allowed if it costs less than another
+    batch."""
     queue_inputs: int = 2048
-    """The most inputs that wait for a model; beyond it requests are refused with 429."""
+    """Maximum number of inputs that wait for a model; further requests are rejected with 429."""
     max_wait: float = 10.0
-    """Seconds that a request may have to wait for a worker, as the measured cost of batches says;
-    beyond it requests are refused with 429."""
+    """Maximum time that a request may wait for a worker, in seconds, estimated from the measured
+    cost of batches; requests that would wait longer are rejected with 429."""
     queue_tokens: int = 262144
-    """The most tokens that wait for a model; beyond it requests are refused with 429."""
+    """Maximum number of tokens that wait for a model; further requests are rejected with 429."""
     max_inputs: int = 2048
-    """The most inputs of one request."""
+    """Maximum number of inputs of one request."""
     max_body_bytes: int = 8_388_608
-    """The largest body of a request."""
+    """Maximum size of a request's body."""
     max_held_bytes: int = 268_435_456
-    """The most bytes of bodies, of all requests that are arriving or not answered yet; those beyond
-    are refused with 503. One body of the largest is always taken."""
+    """Maximum total size of the bodies of all requests in progress; further requests are rejected
+    with 503. A single body of up to `max_body_bytes` is always accepted."""
     max_pixels: int = 33_177_600
-    """The most pixels of an image, 8K by default: some kilobytes of a file may hold gigabytes."""
+    """Maximum number of pixels of an image, 8K by default. It bounds memory: a file of some
+    kilobytes can decode to gigabytes."""
     truncate: bool = True
-    """Cut texts that are longer than the model takes, where a request does not say."""
+    """Truncate texts that are longer than the model takes, unless the request sets its own
+    option."""
     api_key: str = ""
-    """The key that clients have to send; prefer `api_key_file` or ENGINERY_API_KEY, which other
-    users of the machine cannot read."""
+    """API key that clients must send. Prefer `api_key_file` or ENGINERY_API_KEY, because other
+    users of the machine can read command lines."""
     api_key_file: str = ""
-    """A file with one key a line."""
+    """File with API keys, one per line."""
     grace: float = 30.0
-    """Seconds for requests that run to end after SIGTERM."""
+    """Seconds that running requests get to finish after SIGTERM."""
     drain_delay: float = 0.0
-    """Seconds after SIGTERM for which new connections are still taken, while readiness is off:
-    as long as a load balancer needs to look."""
+    """Seconds after SIGTERM during which the server still accepts connections while it reports that
+    it is not ready; set it to the interval of the load balancer's readiness probes."""
     stuck_after: float = 60.0
-    """Seconds after which a batch that still runs, or a text that is still tokenized, counts as
-    stuck."""
+    """Seconds after which a batch that still runs, or a text that is still being tokenized, counts
+    as stuck."""
     processes: int = 1
-    """Worker processes, each with all models; more than one where Python itself is what limits."""
+    """Number of worker processes, each with all models; use more than one if Python itself is the
+    bottleneck."""
     restart: bool = True
-    """Replace a worker process that dies or is stuck; without it there is one process, which is not
-    replaced."""
+    """Replace a worker process that dies or is stuck; without it there is only one process, which
+    is not replaced."""
     idle_timeout: float = 75.0
-    """Seconds for which a connection may say nothing between requests."""
+    """Seconds after which an idle keep-alive connection is closed."""
     access_log: Literal["json", "off"] = "json"
-    """A line of JSON for each request, on standard output."""
+    """Write one line of JSON per request to standard output."""
     optimized_graph: bool = True
-    """Keep the graph as ONNX Runtime optimizes it for this processor in the store: the next start
-    is faster and smaller."""
+    """Cache the graph that ONNX Runtime optimizes for this processor in the store, so that the next
+    start is faster and takes less memory."""
 
 
 def check_options(config: ServeConfig) -> None:
-    """Raise OptionError for a value that nothing can be served with."""
+    """Raise OptionError for a value out of range, or options that exclude each other."""
     least: tuple[tuple[str, float], ...] = (
         ("workers", 0), ("threads", 0), ("batch_tokens", 0), ("batch_rows", 1), ("max_padding", 0),
         ("queue_inputs", 1), ("queue_tokens", 1), ("max_inputs", 1), ("max_body_bytes", 1),
@@ -102,8 +107,8 @@ def check_options(config: ServeConfig) -> None:
     for name, low in least:
         if not low <= getattr(config, name) < math.inf:  # NaN is not
             raise OptionError(
-                f"option '{name}' is {getattr(config, name):g}, expected a finite number from "
-                f"{low:g} on."
+                f"option '{name}' is {getattr(config, name):g}, expected a finite number of "
+                f"{low:g} or more."
             )
     if not 0 <= config.port < 65536:
         raise OptionError(f"option 'port' is {config.port}, expected 0 to 65535.")
@@ -112,21 +117,26 @@ def check_options(config: ServeConfig) -> None:
     if config.processes > 1 and not config.restart:
         raise OptionError(
             f"option 'processes' is {config.processes}, expected 1 without 'restart'.",
-            do="Leave out --no-restart, or --processes.",
+            do="Remove --no-restart or --processes.",
         )
     if config.api_key and config.api_key_file:
-        raise OptionError("options 'api_key' and 'api_key_file' both give a key.", do="Keep one.")
+        raise OptionError(
+            "options 'api_key' and 'api_key_file' are both set.", do="Set only one of them."
+        )
 
 
 def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
-    """Return artifacts' directories by the names under which they are served.
+    """Return the directories of artifacts by model name.
+
+    Args:
+        artifacts: `path` or `name=path` each; without a name, the last part of the path is used.
 
     Raises:
-        OptionError: there is none, two have one name, or a name cannot stand in a path.
+        OptionError: there is no artifact, two have the same name, or a name is invalid.
         ArtifactError: a directory is not an artifact.
     """
     if not artifacts:
-        raise OptionError("no artifact is named.", do="enginery serve build/minilm")
+        raise OptionError("no artifact was given.", do="Name one: enginery serve build/minilm")
     paths: dict[str, Path] = {}
     for given in artifacts:
         name, equals, rest = str(given).partition("=")
@@ -134,9 +144,9 @@ def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
         if not (path / MANIFEST).is_file():
             raise ArtifactError(
                 f"{path} is not an artifact: it has no {MANIFEST}.",
-                do="Make one: enginery export MODEL --out DIR",
+                do="Create one: enginery export MODEL --out DIR",
             )
-        if not equals:  # a link is called by its own name
+        if not equals:  # a symlink keeps its own name
             name = path.name if path.name not in ("", "..") else path.resolve().name
         if not name or not all(letter.isalnum() or letter in "._-" for letter in name):
             raise OptionError(
@@ -145,8 +155,8 @@ def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
             )
         if name in paths:
             raise OptionError(
-                f"two artifacts are called '{name}': {paths[name]} and {path}.",
-                do=f"Name one of them: other={path}",
+                f"two artifacts have the name '{name}': {paths[name]} and {path}.",
+                do=f"Give one of them another name: other={path}",
             )
         paths[name] = path
     return paths

@@ -1,9 +1,9 @@
-"""The sockets that the server listens on, bound before anything heavy is imported.
+"""Listening sockets, bound before anything heavy is imported.
 
     sockets = bind("127.0.0.1", 8000)
     urls(sockets)                            # ["http://127.0.0.1:8000"]
 
-They outlive the process that serves: a connection that comes while it is replaced waits.
+The parent process keeps them open, so that connections wait while a worker process is replaced.
 """
 
 from __future__ import annotations
@@ -20,53 +20,54 @@ from typing import Any
 from enginery.core.errors import EngineryError, OptionError
 
 BACKLOG = 2048
-"""Connections that wait to be accepted; the kernel may allow fewer, net.core.somaxconn."""
+"""Number of connections that may wait to be accepted; the kernel's net.core.somaxconn also limits
+it."""
 
 _SO_ATTACH_FILTER = 26
-"""Of Linux; Python's socket module does not have it."""
+"""Linux's socket option, which Python's socket module does not define."""
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Listen on every address of `host`; empty for all addresses of the machine.
+    """Listen on every address of `host`.
 
     Args:
-        host: a name or an address, IPv4 or IPv6.
-        port: 0 for a free one, the same for all addresses.
+        host: a name, or an IPv4 or IPv6 address; empty for all addresses of the machine.
+        port: the port; 0 for a free one, which is the same for all addresses.
 
     Raises:
-        OptionError: the host is unknown or not of this machine, or the port is privileged.
-        EngineryError: the port is taken.
+        OptionError: the host is unknown or is not this machine, or the port is privileged.
+        EngineryError: the port is in use.
     """
     sockets: list[socket.socket] = []
     failures: list[OSError] = []
     for family, (name, _, *scope) in _addresses(host, port):
-        # Where any will do, the first socket has chosen for all.
+        # With port 0 the first socket chooses the port for all.
         chosen = sockets[0].getsockname()[1] if sockets else port
         try:
-            sockets.append(_listening(family, (name, chosen, *scope)))
+            sockets.append(_listen(family, (name, chosen, *scope)))
         except OSError as error:
             failures.append(error)
-            # A machine without IPv6 still resolves localhost to it.
+            # Machines without IPv6 may still resolve localhost to an IPv6 address.
             if error.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
                 break
     if sockets and all(f.errno in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT} for f in failures):
         return sockets
     close(sockets)
-    raise _in_words(failures[-1], host, port)
+    raise _bind_error(failures[-1], host, port)
 
 
 def close(sockets: Sequence[socket.socket]) -> None:
-    """Close this process's side of them."""
+    """Close the sockets in this process."""
     for each in sockets:
         each.close()
 
 
-def refuse_new(listening: socket.socket) -> None:
-    """Let nobody connect any more, on Linux; connections that wait can still be accepted.
+def drop_new_connections(listening: socket.socket) -> None:
+    """Drop packets of new connections, on Linux; waiting connections can still be accepted.
 
-    The kernel drops what arrives, and the client tries to connect again. Without this a connection
-    that comes between the last `accept` and `close` is reset, with its request. It holds for all
-    processes that share the socket, and for good.
+    The client's kernel retries to connect. Without this, a connection that arrives between the last
+    `accept` and `close` would be reset, and its request lost. It applies to all processes that
+    share the socket and cannot be undone.
     """
     if sys.platform != "linux":
         return
@@ -81,7 +82,7 @@ def refuse_new(listening: socket.socket) -> None:
 
 
 def urls(sockets: Sequence[socket.socket]) -> list[str]:
-    """Return their addresses: `http://127.0.0.1:8000`."""
+    """Return the URLs of the sockets: `http://127.0.0.1:8000`."""
     found = []
     for each in sockets:
         host, port = each.getsockname()[:2]
@@ -96,19 +97,19 @@ def _addresses(host: str, port: int) -> list[tuple[int, Any]]:
         )
     except (socket.gaierror, UnicodeError) as error:
         raise OptionError(
-            f"option 'host' is {host!r}, which no address is known for: {error}.",
-            do="Give an address of this machine, or 0.0.0.0 for all.",
+            f"option 'host' is {host!r}, which cannot be resolved: {error}.",
+            do="Use an address of this machine, or 0.0.0.0 for all.",
         ) from error
     unique = dict.fromkeys((int(family), address) for family, _, _, _, address in found)
     return sorted(unique, key=lambda each: each[0] != socket.AF_INET)
 
 
-def _listening(family: int, address: tuple[str | int, ...]) -> socket.socket:
+def _listen(family: int, address: tuple[str | int, ...]) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if os.name == "posix":  # on Windows it would let two servers share a port
+        if os.name == "posix":  # on Windows SO_REUSEADDR would let two servers share a port
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:  # IPv4 has a socket of its own
+        if family == socket.AF_INET6:  # IPv4 has its own socket
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind(address)
         made.listen(BACKLOG)
@@ -119,28 +120,28 @@ def _listening(family: int, address: tuple[str | int, ...]) -> socket.socket:
     return made
 
 
-def _in_words(error: OSError, host: str, port: int) -> EngineryError:
+def _bind_error(error: OSError, host: str, port: int) -> EngineryError:
     where = f"{host or 'all addresses'} port {port}"
     if error.errno == errno.EADDRINUSE:
         return EngineryError(
-            f"{where} is taken{_holder(port)}.",
-            do="End what listens there, or choose another port; --port 0 takes a free one.",
+            f"{where} is in use{_port_owner(port)}.",
+            do="Stop the program that uses it, or choose another port; --port 0 takes a free one.",
         )
     if error.errno == errno.EACCES:
         return OptionError(
-            f"{where} may not be listened on: ports below 1024 are the system's.",
+            f"no permission to listen on {where}: ports below 1024 are privileged.",
             do="Choose a higher port, or grant CAP_NET_BIND_SERVICE.",
         )
     if error.errno == errno.EADDRNOTAVAIL:
         return OptionError(
-            f"option 'host' is {host!r}, which is no address of this machine.",
-            do="Give one of its own, or 0.0.0.0 for all.",
+            f"option 'host' is {host!r}, which is not an address of this machine.",
+            do="Use one of its addresses, or 0.0.0.0 for all.",
         )
-    return EngineryError(f"{where} cannot be listened on: {error.strerror or error}.")
+    return EngineryError(f"cannot listen on {where}: {error.strerror or error}.")
 
 
-def _holder(port: int) -> str:
-    """` by process 1234 (nginx)`, as far as the system tells us."""
+def _port_owner(port: int) -> str:
+    """Return ` by process 1234 (nginx)` if the system reveals the owner of a port, else less."""
     import psutil
 
     try:

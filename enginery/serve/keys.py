@@ -1,4 +1,4 @@
-"""The API keys of a server; importing this is quick."""
+"""API keys. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ KEY_VARIABLE = "ENGINERY_API_KEY"
 
 
 @dataclass(frozen=True)
-class Keys:
-    """The API keys of one server; none lets everybody in.
+class ApiKeys:
+    """The API keys of a server. Without keys every request is authorized.
 
-    A key comes as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`.
+    Clients send a key as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`.
     """
 
     keys: tuple[bytes, ...] = field(default=(), repr=False)
 
     @classmethod
-    def from_config(cls, config: ServeConfig, environment: Mapping[str, str]) -> Keys:
-        """Return the keys of `api_key`, else of `api_key_file`, else of ENGINERY_API_KEY.
+    def from_config(cls, config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
+        """Read the keys from `api_key`, else from `api_key_file`, else from ENGINERY_API_KEY.
 
         Raises:
-            OptionError: the file cannot be read or has no key, or a key cannot be sent in a header.
+            OptionError: the file cannot be read or has no key, or a key has invalid characters.
         """
         if config.api_key:
             return cls((_checked(config.api_key, "option 'api_key'"),))
@@ -40,7 +40,7 @@ class Keys:
         return bool(self.keys)
 
     def accept(self, headers: Mapping[str, str]) -> bool:
-        """Return whether a request with these headers is let in."""
+        """Return True if a request with these headers is authorized."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else ""
         return (
@@ -49,7 +49,7 @@ class Keys:
 
     def _are_known(self, given: str) -> bool:
         found = given.encode("utf-8", "surrogateescape")
-        # All of them, every time: how long it takes says nothing of which one was near.
+        # Compare with all keys every time, so that the timing reveals nothing.
         known = [hmac.compare_digest(found, key) for key in self.keys]
         return any(known)
 
@@ -66,15 +66,18 @@ def _read(path: Path) -> tuple[bytes, ...]:
         if line.strip()
     )
     if not keys:
-        raise OptionError(f"option 'api_key_file': {path} has no key.", do="Write one a line.")
+        raise OptionError(
+            f"option 'api_key_file': {path} has no key.", do="Write one key per line."
+        )
     return keys
 
 
 def _checked(key: str, where: str) -> bytes:
-    # Never the key itself in a message: messages are logged.
+    # Never put the key itself into a message, because messages are logged.
     if not all("!" <= letter <= "~" for letter in key):
         raise OptionError(
-            f"{where}: the key has a space or a letter beyond ASCII, which no header can carry.",
+            f"{where}: the key contains a space or a character outside ASCII, which HTTP headers "
+            "do not allow.",
             do="Use letters, digits and punctuation, for example `openssl rand -hex 32`.",
         )
     return key.encode("ascii")

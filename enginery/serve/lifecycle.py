@@ -1,17 +1,18 @@
-"""What connects the application with the process that it runs in: signals, draining, the end.
+"""The lifecycle of a worker process: signals, draining, reloading and exit.
 
     async def lifespan(app):
         lifecycle.start(begin_drain=models.drain, reload=models.reload, activity=activity)
-        loading = asyncio.create_task(load())        # lifecycle.fail_startup(error) where it fails
+        loading = asyncio.create_task(load())        # calls lifecycle.fail_startup(error) on errors
         yield
 
-`server.py` makes one in each worker process and gives it to the application's factory. Under any
-other ASGI server there is none: signals and the end of the process are that server's own.
+`server.py` creates one in each worker process and passes it to the application's factory. Under
+other ASGI servers there is none, because those handle signals and exit themselves.
 
-SIGTERM and SIGINT drain: readiness is off at once, new connections are taken for `drain_delay`
-seconds, and whatever clients have sent by then is answered, what the kernel has accepted and nobody
-has read yet included. What still runs after `grace` seconds is cancelled, which the application
-answers with 503. A second SIGINT cancels at once. SIGHUP reloads the models.
+SIGTERM and SIGINT drain the server: it reports at once that it is not ready, accepts new
+connections for `drain_delay` seconds, and answers all requests that clients have sent by then,
+including those on connections that wait in the kernel. Requests that still run after `grace`
+seconds are cancelled and answered with 503. A second SIGINT cancels at once. SIGHUP reloads the
+models.
 """
 
 from __future__ import annotations
@@ -31,46 +32,48 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from enginery.core.errors import EngineryError
 from enginery.serve.config import ServeConfig
-from enginery.serve.http_sockets import refuse_new
+from enginery.serve.http_sockets import drop_new_connections
 
 if TYPE_CHECKING:
     from uvicorn import Server
 
 STARTUP_FAILURE = 3
-"""The status of a worker that cannot start: uvicorn's, which stops the parent."""
+"""Exit status of a worker that cannot start: uvicorn's own, on which the parent stops."""
 REPLACE = 70
-"""The status of a worker that asks to be replaced: EX_SOFTWARE of sysexits.h."""
+"""Exit status of a worker that needs to be replaced: EX_SOFTWARE of sysexits.h."""
 INTERRUPTED = 128 + signal.SIGINT
+"""Exit status after a second SIGINT."""
 CLOSE_SECONDS = 5.0
-"""How long models may take to be freed at the end."""
+"""Maximum time to free the models at shutdown."""
 
 _TICK_SECONDS = 0.02
 _QUIET_TICKS = 15
-"""A draining server ends once nothing ran and no request began for so many rounds of its loop: a
-client that was just answered may be sending its next request. Rounds are counted, because each one
-reads what has arrived; seconds may pass without one while another thread holds the interpreter."""
+"""Number of iterations of the event loop without a running or new request after which a draining
+server exits; until then a client may send its next request. Iterations are counted instead of
+seconds, because only an iteration reads new data, and another thread may hold the GIL for
+seconds."""
 _CANCEL_SECONDS = 1.0
-"""How long cancelled requests may take to be answered with 503."""
+"""Maximum time to answer cancelled requests with 503."""
 _SPARE_SECONDS = 3.0
-"""Beyond all of these, until a process that does not end by itself is ended."""
+"""Time beyond all of these after which a process that does not exit is killed."""
 
 _log = logging.getLogger("enginery.serve")
 
 
 @dataclass
 class Activity:
-    """What a worker process is doing; whoever receives requests keeps it up to date."""
+    """The requests in progress of a worker process, updated by the outermost middleware."""
 
     in_flight: int = 0
-    """Requests that began and are not answered."""
+    """Number of requests in progress."""
     last_request_at: float = 0.0
-    """When the last request began, by `time.perf_counter`."""
+    """When the last request started, by `time.perf_counter`."""
     draining: bool = False
-    """Answers should carry `connection: close`."""
+    """Responses should carry `connection: close`."""
 
 
 class ProcessLifecycle:
-    """The process of one server; made before its event loop runs."""
+    """The lifecycle of a worker process. Create it before the event loop runs."""
 
     def __init__(
         self,
@@ -82,25 +85,25 @@ class ProcessLifecycle:
         startup_status: int = STARTUP_FAILURE,
         server_ends: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Block SIGTERM, SIGINT and SIGHUP until `start`, so that none is lost on the way there.
+        """Block SIGTERM, SIGINT and SIGHUP until `start`, so that none is lost until then.
 
         Args:
-            server: runs the application; its loop does not run yet.
-            sockets: what it listens on; closed when the process drains.
-            config: `grace` and `drain_delay`.
-            supervised: a parent starts another process when this one ends.
-            startup_status: of the process when `fail_startup` ends it.
-            server_ends: tells whether the server ends, and not this one of its processes alone.
+            server: the uvicorn server, whose loop does not run yet.
+            sockets: the listening sockets, which are closed when the process drains.
+            config: the options; `grace`, `drain_delay` and `processes` are used.
+            supervised: a parent process replaces this one when it exits.
+            startup_status: exit status for `fail_startup`.
+            server_ends: returns True if the whole server shuts down, not only this process.
         """
         self._server, self._sockets, self._config = server, sockets, config
         self._supervised, self._startup_status = supervised, startup_status
         self._server_ends = server_ends
         self._status = 0
-        self._hurried = False
+        self._forcing_exit = False
         self._activity = Activity()
         self._begin_drain: Callable[[], object] = lambda: None
         self._reload: Callable[[], Awaitable[object]] | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._shutdown_task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mask(block=True)
@@ -112,12 +115,12 @@ class ProcessLifecycle:
         reload: Callable[[], Awaitable[object]],
         activity: Activity,
     ) -> None:
-        """Handle SIGTERM, SIGINT and SIGHUP from here on; the loop is running.
+        """Handle SIGTERM, SIGINT and SIGHUP from now on. Call this in the event loop.
 
         Args:
-            begin_drain: turns readiness off; called once, when the process begins to end.
-            reload: loads the models anew and says what happened; EngineryError where it cannot.
-            activity: tells when nothing runs any more; its `draining` is set here.
+            begin_drain: makes the server report that it is not ready; called once, at shutdown.
+            reload: reloads the models and logs the result; raises EngineryError if it cannot.
+            activity: the requests in progress; `draining` is set here.
         """
         self._begin_drain, self._reload, self._activity = begin_drain, reload, activity
         self._loop = asyncio.get_running_loop()
@@ -130,10 +133,10 @@ class ProcessLifecycle:
         self._mask(block=False)
 
     def fail_startup(self, error: Exception) -> NoReturn:
-        """Say why the models cannot be served and end the process, from any task or thread.
+        """Log why the models cannot be served, and exit. Call this from any task or thread.
 
-        A worker that cannot start stops the parent with status 2. The worker that replaces one
-        which served before is tried again: the cause may pass.
+        If a first worker cannot start, the parent exits with status 2. A worker that replaces
+        another one is started again, because the cause may be temporary.
         """
         if isinstance(error, EngineryError):
             _log.error("%s", error)
@@ -142,23 +145,23 @@ class ProcessLifecycle:
         _exit(self._startup_status)
 
     def replace(self, reason: str, refuse_all: Callable[[], object] | None = None) -> None:
-        """End this process for the parent to start another; from any thread.
+        """Exit, so that the parent starts another process. Call this from any thread.
 
-        For a batch that does not end, or a device that is lost: what runs is answered with 503,
-        because it waits for something that will not come. New connections wait for the next
-        process. Without a parent this does nothing.
+        Use it if a batch hangs or a device is lost. Running requests are answered with 503, because
+        they cannot finish. New connections wait for the next process. Without a parent this does
+        nothing.
 
         Args:
-            reason: what happened, in words.
-            refuse_all: answers what runs with 503; whatever is left is cancelled.
+            reason: what happened, for the log.
+            refuse_all: answers running requests with 503; those that remain are cancelled.
         """
         if self._supervised and self._loop is not None:
             self._loop.call_soon_threadsafe(self._replace, reason, refuse_all)
 
-    def ask_all_to_reload(self) -> None:
-        """Have all worker processes of the server reload, this one included, by way of the parent.
+    def reload_all_processes(self) -> None:
+        """Ask the parent to make all worker processes reload their models, this one included.
 
-        Does nothing where there is no parent, or no other worker.
+        Do nothing if there is no parent or no other worker.
         """
         import multiprocessing
 
@@ -167,15 +170,15 @@ class ProcessLifecycle:
             os.kill(parent.pid, signal.SIGHUP)
 
     def run(self) -> NoReturn:
-        """Run the server until it ends, and end the process with its status.
+        """Run the server until it shuts down, then exit with its status.
 
-        The process does not wait for threads: one may be stuck in a provider's code.
+        The process exits without waiting for threads, because one may hang in a provider's code.
         """
         status = 1
         try:
             with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
                 runner.run(self._serve())
-        except SystemExit as ended:  # uvicorn's, where the application has not started
+        except SystemExit as ended:  # raised by uvicorn if the application did not start
             status = ended.code if isinstance(ended.code, int) else 1
             if status == STARTUP_FAILURE:
                 status = self._startup_status
@@ -186,16 +189,16 @@ class ProcessLifecycle:
 
     async def _serve(self) -> None:
         await self._server.serve(list(self._sockets))
-        # Before the runner would wait for the threads of its executor.
+        # Exit here: asyncio.Runner would wait for the threads of its executor.
         _exit(self._status)
 
     def _handlers(self) -> dict[int, Callable[[], None]]:
         found: dict[int, Callable[[], None]] = {
-            signal.SIGTERM: self._end,
-            signal.SIGINT: self._interrupt,
+            signal.SIGTERM: self._handle_sigterm,
+            signal.SIGINT: self._handle_sigint,
         }
         if sys.platform != "win32":
-            found[signal.SIGHUP] = self._hang_up
+            found[signal.SIGHUP] = self._handle_sighup
         return found
 
     def _mask(self, *, block: bool) -> None:
@@ -203,44 +206,44 @@ class ProcessLifecycle:
             how = signal.SIG_BLOCK if block else signal.SIG_UNBLOCK
             signal.pthread_sigmask(how, self._handlers())
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _end(self) -> None:
-        if self._ending is None:
+    def _handle_sigterm(self) -> None:
+        if self._shutdown_task is None:
             _log.info("draining")
-            self._stop_being_ready()
-            self._limit(self._config.drain_delay + self._config.grace)
-            self._ending = self._begin(self._drain())
+            self._turn_unready()
+            self._exit_after(self._config.drain_delay + self._config.grace)
+            self._shutdown_task = self._spawn(self._drain())
 
-    def _interrupt(self) -> None:
-        if self._ending is None:
-            self._end()
+    def _handle_sigint(self) -> None:
+        if self._shutdown_task is None:
+            self._handle_sigterm()
         else:
             self._status = INTERRUPTED
-            self._hurry("interrupted.")
+            self._force_exit("interrupted.")
 
     def _replace(self, reason: str, refuse_all: Callable[[], object] | None) -> None:
-        if self._ending is None:
+        if self._shutdown_task is None:
             self._status = REPLACE
-            self._stop_being_ready()
-        self._hurry(reason, refuse_all)
+            self._turn_unready()
+        self._force_exit(reason, refuse_all)
 
-    def _hurry(self, reason: str, refuse_all: Callable[[], object] | None = None) -> None:
-        if self._hurried:
+    def _force_exit(self, reason: str, refuse_all: Callable[[], object] | None = None) -> None:
+        if self._forcing_exit:
             return
-        self._hurried = True
+        self._forcing_exit = True
         _log.warning("ending at once: %s", reason)
-        if self._ending is not None:
-            self._ending.cancel()
-        self._limit(0.0)
-        self._ending = self._begin(self._finish(0.0, refuse_all))
+        if self._shutdown_task is not None:
+            self._shutdown_task.cancel()
+        self._exit_after(0.0)
+        self._shutdown_task = self._spawn(self._finish(0.0, refuse_all))
 
-    def _hang_up(self) -> None:
-        self._begin(self._do_reload())
+    def _handle_sighup(self) -> None:
+        self._spawn(self._do_reload())
 
     async def _do_reload(self) -> None:
         if self._reload is None:
@@ -252,7 +255,7 @@ class ProcessLifecycle:
         except Exception:
             _log.exception("reloading failed")
 
-    def _stop_being_ready(self) -> None:
+    def _turn_unready(self) -> None:
         self._activity.draining = True
         self._begin_drain()
 
@@ -262,7 +265,7 @@ class ProcessLifecycle:
         while not self._server.started:  # a signal came before it listens
             await asyncio.sleep(_TICK_SECONDS)
         await asyncio.sleep(self._config.drain_delay)
-        await self._take_waiting()
+        await self._accept_pending()
         quiet, last = 0, self._activity.last_request_at
         while quiet < _QUIET_TICKS and loop.time() < until:
             await asyncio.sleep(_TICK_SECONDS)
@@ -270,10 +273,10 @@ class ProcessLifecycle:
             quiet = 0 if began or self._activity.in_flight else quiet + 1
         await self._finish(until - loop.time())
 
-    async def _take_waiting(self) -> None:
-        """Stop listening, and take the connections that the kernel has accepted by then.
+    async def _accept_pending(self) -> None:
+        """Stop listening, and accept the connections that wait in the kernel.
 
-        To close a listening socket would reset them, though their requests may be here already.
+        Closing a listening socket resets waiting connections, whose requests may already be here.
         """
         listening = [each.dup() for each in self._sockets]
         self._stop_listening()
@@ -281,12 +284,12 @@ class ProcessLifecycle:
         for each in listening:
             with each:
                 each.setblocking(False)
-                if self._server_ends():  # else the next process is to accept them
-                    refuse_new(each)
+                if self._server_ends():  # else the next process accepts new connections
+                    drop_new_connections(each)
                 while True:
                     try:
                         accepted, _ = each.accept()
-                    except OSError:  # none is left, or it has gone again
+                    except OSError:  # no connection is left, or the client has disconnected
                         break
                     accepted.setblocking(False)
                     await loop.connect_accepted_socket(self._new_connection, sock=accepted)
@@ -305,11 +308,11 @@ class ProcessLifecycle:
         )
 
     async def _finish(self, left: float, refuse_all: Callable[[], object] | None = None) -> None:
-        """End the server, with so many seconds for answers to be sent.
+        """Shut the server down.
 
         Args:
-            left: 0 or less where it has to end now.
-            refuse_all: answers what runs.
+            left: seconds to send responses; 0 or less to shut down at once.
+            refuse_all: answers running requests with 503.
         """
         while not self._server.started:
             await asyncio.sleep(_TICK_SECONDS)
@@ -325,14 +328,14 @@ class ProcessLifecycle:
             for task in running:
                 task.cancel()
             await self._wait_for(running)
-        # Answers that their clients are slow to read.
+        # Time for responses that clients read slowly.
         self._server.config.timeout_graceful_shutdown = max(1, round(left))
         self._server.should_exit = True
 
-    def _limit(self, seconds: float) -> None:
-        """End the process some seconds later, though a thread holds its loop up.
+    def _exit_after(self, seconds: float) -> None:
+        """Exit after some seconds even if the event loop is blocked.
 
-        Where a provider's code holds the interpreter too, the parent has to do it.
+        If a provider's code holds the GIL, only the parent can end the process.
         """
         seconds += _CANCEL_SECONDS + CLOSE_SECONDS + _SPARE_SECONDS
         timer = threading.Timer(seconds, lambda: _exit(self._status))

@@ -1,4 +1,4 @@
-"""Middlewares around routes: API keys, and bodies within limits."""
+"""Middlewares of routes: check API keys, read bodies within limits."""
 
 from __future__ import annotations
 
@@ -9,62 +9,61 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from enginery.serve.api.errors import HTTPError, invalid_body
 from enginery.serve.config import ServeConfig
-from enginery.serve.keys import Keys
+from enginery.serve.keys import ApiKeys
 
 _WATCH_AFTER_SECONDS = 0.05
-"""A request that takes longer is watched for its client's going; a task for each would cost more
-than it saves."""
+"""Time after which a request is watched for its client's disconnect. A task for every short request
+would cost more than it saves."""
 
 
 class RequireKey:
-    """Refuses requests without an API key, before their bodies are read."""
+    """A middleware that rejects requests without a valid API key before reading their bodies."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raise HTTPError 401 unless the request has a key."""
+        """Raise HTTPError 401 unless the request has a valid key."""
         headers = Headers(scope=scope)
         if not self._keys.accept(headers):
             sent = "authorization" in headers or "x-api-key" in headers
             raise HTTPError(
                 401,
-                "the API key is not one of this server's." if sent else "an API key is needed.",
+                "the API key is invalid." if sent else "an API key is required.",
                 do="Send 'Authorization: Bearer KEY', or 'X-Api-Key: KEY'.",
             )
         await self._app(scope, receive, send)
 
 
 class BodyBudget:
-    """The bytes of bodies that one server holds."""
+    """The number of bytes of request bodies in memory, with its limits."""
 
     def __init__(self, config: ServeConfig) -> None:
         self.max_body_bytes, self.max_held_bytes = config.max_body_bytes, config.max_held_bytes
         self.held_bytes = 0
 
     def take(self, size: int, body_size: int) -> None:
-        """Count bytes that arrive; one body of the largest size is always taken.
+        """Count received bytes. One body of up to the maximum size is always accepted.
 
         Args:
-            size: of what has arrived.
-            body_size: of its body, as far as it is known.
+            size: number of bytes received.
+            body_size: size of their body, as far as it is known.
 
         Raises:
-            HTTPError: 413, the body is too large; 503, all bodies together are.
+            HTTPError: 413 if the body is too large; 503 if all bodies together are.
         """
         if body_size > self.max_body_bytes:
             raise HTTPError(
                 413,
-                f"the body has more than {self.max_body_bytes} bytes, which is the most that is "
-                "taken.",
+                f"the body is too large: expected at most {self.max_body_bytes} bytes.",
                 do="Send it in several requests.",
             )
         held = self.held_bytes + size
         if held > max(self.max_held_bytes, self.max_body_bytes) and self.held_bytes:
             raise HTTPError(
                 503,
-                f"the server holds {self.held_bytes} bytes of other requests, its most is "
-                f"{self.max_held_bytes}.",
+                f"the server holds {self.held_bytes} bytes of other requests, expected at most "
+                f"{self.max_held_bytes} with this one.",
                 do="Send the request again later.",
                 retry_after_seconds=1.0,
             )
@@ -72,27 +71,27 @@ class BodyBudget:
 
 
 class BufferBody:
-    """Reads the whole body within limits, then runs the route until it ends or its client goes.
+    """A middleware that reads the whole body, then runs the route while the client is connected.
 
-    The body is at `scope["state"]["body"]`, and can be received once more.
+    The body is in `scope["state"]["body"]`, and can be received again.
     """
 
     def __init__(self, app: ASGIApp, budget: BodyBudget) -> None:
         self._app, self._budget = app, budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the route, and cancel it when the client disconnects.
+        """Read the body, run the route, and cancel the route if the client disconnects.
 
         Raises:
-            HTTPError: 400, the body is compressed; 413 or 503, it is too large.
+            HTTPError: 400 if the body is compressed; 413 or 503 if it is too large.
         """
         budget, state, held = self._budget, scope["state"], 0
         headers = dict(scope["headers"])
         encoding, declared = headers.get(b"content-encoding"), headers.get(b"content-length", b"0")
         if encoding not in (None, b"", b"identity"):
-            # A few bytes could become gigabytes, which the limit of the body would not see.
+            # A few bytes could decompress to gigabytes, which the limit on the body does not bound.
             raise invalid_body(
-                f"the body is encoded with {encoding[:40].decode('latin-1')!r}, expected none.",
+                f"found content-encoding {encoding[:40].decode('latin-1')!r}, expected none.",
                 do="Send it uncompressed.",
             )
         try:
@@ -141,7 +140,7 @@ class BufferBody:
         except asyncio.CancelledError:
             if not has_gone or route is None:
                 raise
-            route.uncancel()  # the client's going is no reason to end the server's task
+            route.uncancel()  # the client's disconnect must not end the server's task
         finally:
             timer.cancel()
             if watcher is not None:

@@ -1,9 +1,8 @@
-"""The page at `/`: try a model, see where the time went, watch the queue.
+"""The web page at `/`: try a model, see the timings of a request, watch the queue.
 
-It is one HTML document that loads nothing but this server's own routes.
-
-The policy allows the page's own script and style by their hashes, and nothing else: were an answer
-to bring HTML along, it would not run. What the server says goes into the page as text alone.
+It is one HTML document that requests nothing but this server's own routes. Responses are inserted
+as text only. In addition, the content security policy allows only the page's own script and style,
+by their hashes, so that HTML in a response could not run.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def page_html() -> bytes:
 
 @cache
 def page_headers() -> tuple[tuple[str, str], ...]:
-    """Return the headers of the page, the content security policy first (w3.org/TR/CSP3)."""
+    """Return the headers of the page, including its content security policy (w3.org/TR/CSP3)."""
     policy = {
         "default-src": "'none'",
         "script-src": _hash("script"),
@@ -47,13 +46,13 @@ def page_headers() -> tuple[tuple[str, str], ...]:
 
 
 def page_response() -> Response:
-    """Return the page as the answer to `GET /`."""
+    """Return the response to `GET /`."""
     return Response(page_html(), headers=dict(page_headers()), media_type="text/html")
 
 
 def _hash(tag: str) -> str:
-    """Return the one inline element of this name as a source of the policy."""
-    # A browser reads line ends as \n before it hashes: git may have made others of them.
+    """Return the hash of the page's only element of this name, as a source in the policy."""
+    # Browsers normalize line ends to \n before hashing; git may have checked out \r\n.
     text = page_html().replace(b"\r\n", b"\n")
     found = re.findall(rb"<%b>(.*?)</%b>" % ((tag.encode(),) * 2), text, re.DOTALL)
     (inside,) = found

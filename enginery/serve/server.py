@@ -1,11 +1,11 @@
-"""uvicorn's worker processes: their options, their parent, and what they say.
+"""Run uvicorn's worker processes: configuration, supervisor and logging.
 
     options = uvicorn_config(make_application, config, log_config=log_config())
     status = run(options, bind("127.0.0.1", 8000), config)
 
-The parent holds the listening sockets, so that connections wait while a dead worker is replaced. It
-imports nothing heavy: no onnxruntime, no numpy and no event loop is in it. On Linux workers are
-forked: they share its memory, and start without importing everything again.
+The parent process holds the listening sockets, so that connections wait while a dead worker is
+replaced. It is small: it imports neither onnxruntime nor numpy and has no event loop. On Linux
+workers are forked, so they share its memory and do not import everything again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess, Process
 from enginery.core.errors import printable
 from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
 from enginery.serve.http_sockets import bind, urls
-from enginery.serve.keys import Keys
+from enginery.serve.keys import ApiKeys
 from enginery.serve.lifecycle import (
     CLOSE_SECONDS,
     INTERRUPTED,
@@ -49,17 +49,18 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 CANNOT_START = 2
+"""Exit status of the server if it cannot start."""
 HEALTHY_SECONDS = 60.0
-"""A worker that lived for so long was well: the next one starts at once again."""
-LONGEST_PAUSE_SECONDS = 30.0
+"""Uptime after which the failure of a worker no longer delays its replacement."""
+MAX_RESTART_DELAY_SECONDS = 30.0
 HANG_SECONDS = 300.0
-"""A worker that does not answer its parent for so long is killed. A provider's code may hold the
-interpreter for minutes while it builds or loads an engine."""
-_PATIENCE_SECONDS = CLOSE_SECONDS + 10.0
-"""Beyond `drain_delay` and `grace`, until a worker that does not end is killed."""
+"""Time without an answer to the parent's ping after which a worker is killed. A provider's code may
+hold the GIL for minutes while it builds or loads an engine."""
+_KILL_AFTER_SECONDS = CLOSE_SECONDS + 10.0
+"""Time beyond `drain_delay` and `grace` after which a worker that does not exit is killed."""
 _OPEN_FILES = 16_384
-"""What the limit of open files is raised to, where the system allows it: each connection is one."""
-# On macOS the system's own libraries are not safe to use after a fork.
+"""Target for the limit of open files, if the system allows it: each connection is an open file."""
+# On macOS system libraries are not safe to use after a fork.
 _START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 _log = logging.getLogger("enginery.serve")
@@ -72,32 +73,32 @@ def serve_models(
     as_json: bool = False,
     quiet: bool = False,
 ) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit status, as `run` gives it.
+    """Serve until SIGTERM or SIGINT; return the exit status, see `run`.
 
     Args:
-        artifacts: directories, each `path` or `name=path`; the name of a bare path is its last
-            part.
-        config: where to listen, how to batch, what to refuse.
-        as_json: what is said on standard error is a JSON document a line.
-        quiet: errors alone are said.
+        artifacts: directories, each `path` or `name=path`; without a name, the last part of the
+            path is the name.
+        config: the options of the server.
+        as_json: log one JSON document per line.
+        quiet: log only errors.
 
     Raises:
-        OptionError: an option does not fit, or two artifacts have one name.
-        ProviderError: no execution provider has a name that is asked for.
+        OptionError: an option is invalid, or two artifacts have the same name.
+        ProviderError: an execution provider of that name does not exist.
         ArtifactError: a directory is not an artifact.
         MissingPackageError: a package of the extra `serve` is not installed.
-        EngineryError: the address cannot be listened on.
+        EngineryError: the server cannot listen on the address.
     """
     check_options(config)
     require_packages()
     paths = named_paths(artifacts)
-    from enginery.runtime.provider_wish import parse_wishes
+    from enginery.runtime.providers.specification import parse_providers
     from enginery.serve.observability.tracing import trace_endpoint
 
-    # These are checked before anything starts; whether a provider can be had is for the worker to
-    # see, which imports it.
-    Keys.from_config(config, os.environ)
-    parse_wishes(config.provider, config.provider_option, default="cpu")
+    # Check these before anything starts. Whether a provider is available is checked by the worker,
+    # which imports onnxruntime.
+    ApiKeys.from_config(config, os.environ)
+    parse_providers(config.provider, config.provider_option, default="cpu")
     trace_endpoint(os.environ)
     sockets = bind(config.host, config.port)
     options = uvicorn_config(
@@ -112,10 +113,10 @@ def worker_application(
     paths: Mapping[str, Path], config: ServeConfig, lifecycle: ProcessLifecycle
 ) -> Starlette:
     """Return the application of a worker process; its lifespan loads the models."""
-    # Modules are no garbage, and until the models are loaded there is little else to look through.
-    # `app.load` turns it on.
+    # Until the models are loaded, a garbage collection would find only modules. `app.load` enables
+    # it again.
     gc.disable()
-    # pydantic reads the metadata of all installed packages for plugins, which we have none of.
+    # pydantic would read the metadata of all installed packages to find plugins; we use none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from enginery.serve.app import make_app
 
@@ -127,18 +128,18 @@ def run(
 ) -> int:
     """Run an application in `config.processes` worker processes.
 
-    Without `config.restart` it runs in this process, and ends it.
+    Without `config.restart`, run it in this process, which then exits with the server.
 
     Args:
-        server_config: its `app` is a factory, called in the worker with its ProcessLifecycle.
-        sockets: listening ones, from `http_sockets.bind`.
-        config: `restart`, `grace` and `drain_delay`.
+        server_config: uvicorn's options; `app` is a factory, called with the ProcessLifecycle.
+        sockets: listening sockets from `http_sockets.bind`.
+        config: the options of the server.
 
     Returns:
-        0 after SIGTERM or SIGINT, 130 after a second SIGINT, 2 where the application cannot start,
-        128 and the signal where a worker had to be killed at the end.
+        0 after SIGTERM or SIGINT, 130 after a second SIGINT, 2 if the application cannot start,
+        128 plus the signal's number if a worker had to be killed.
     """
-    _allow_open_files()
+    _raise_open_files_limit()
     addresses = ", ".join(urls(sockets))
     if not config.restart or not hasattr(os, "fork"):
         server = uvicorn.Server(server_config)
@@ -159,7 +160,7 @@ def uvicorn_config(
     *,
     log_config: dict[str, Any] | None = None,
 ) -> uvicorn.Config:
-    """Return uvicorn's options for ours; logging is configured with it."""
+    """Convert the options of the server to uvicorn's; this also configures logging."""
     return uvicorn.Config(
         application,
         factory=True,
@@ -182,7 +183,7 @@ def _run_worker(server: uvicorn.Server, lifecycle: ProcessLifecycle) -> NoReturn
 
 
 class Worker(Process):
-    """A process that serves, as its parent sees it; `target` runs in the process itself."""
+    """A worker process, seen from its parent; only `target` runs in the process itself."""
 
     def __init__(
         self,
@@ -193,29 +194,31 @@ class Worker(Process):
         *,
         failures: int = -1,
     ) -> None:
-        """Start nothing yet.
+        """Create the process without starting it.
 
         Args:
-            server_config: of uvicorn.
-            sockets: listening ones.
+            server_config: uvicorn's options.
+            sockets: the listening sockets.
             config: the options of the server.
-            ending: a byte that the parent shares, 1 once the server ends; None with `spawn`.
-            failures: how many of its predecessors in a row died young; -1 for one without any.
+            ending: a byte in memory shared with the parent, 1 once the server shuts down; None with
+                `spawn`.
+            failures: number of consecutive predecessors that died within `HEALTHY_SECONDS`; -1 for
+                a first worker.
         """
         super().__init__(server_config, sockets)
         self.failures = failures
-        self._config, self._sockets, self._ending = config, sockets, ending
+        self._config, self._sockets, self._shutdown_flag = config, sockets, ending
         self._started_at = 0.0
-        self._asked_at: float | None = None
-        # uvicorn's own is spawned: the parent's and each worker's modules would be there twice, and
-        # a process that tracks what they share beside them.
+        self._pinged_at: float | None = None
+        # uvicorn spawns its processes. Forked ones share the parent's modules and need no resource
+        # tracker process.
         context: Any = multiprocessing.get_context(_START_METHOD)
         self.process = context.Process(target=self.target, args=(sockets,))
 
     def start(self) -> None:
-        """Start the process, with the signals that it is to handle blocked until it does."""
+        """Start the process, with SIGTERM, SIGINT and SIGHUP blocked until it can handle them."""
         handled = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-        gc.freeze()  # else the worker's collector would touch, and so copy, every page of ours
+        gc.freeze()  # else the worker's garbage collector would write to, and copy, shared pages
         signal.pthread_sigmask(signal.SIG_BLOCK, handled)
         try:
             super().start()
@@ -224,10 +227,11 @@ class Worker(Process):
         self._started_at = time.monotonic()
 
     def target(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until the process ends."""
+        """Serve until the process exits."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        # In a group of its own, or Ctrl-C would count twice: from the terminal, and handed on.
+        # In its own process group: otherwise Ctrl-C would arrive twice, from the terminal and from
+        # the parent.
         os.setpgid(0, 0)
         from enginery.core.child import end_when_closed
 
@@ -235,44 +239,46 @@ class Worker(Process):
             end_when_closed(parent.sentinel)
         self.config.configure_logging()
         threading.Thread(target=self.always_pong, daemon=True).start()
-        # A worker that replaces one which served is tried again where it cannot start.
+        # If a replacement cannot start, the parent tries again.
         status = STARTUP_FAILURE if self.failures < 0 else CANNOT_START
         lifecycle = ProcessLifecycle(
             self.server, sockets or [], self._config, supervised=True, startup_status=status,
-            server_ends=lambda: self._ending is not None and self._ending[0] == 1,
+            server_ends=lambda: self._shutdown_flag is not None and self._shutdown_flag[0] == 1,
         )  # fmt: skip
         _run_worker(self.server, lifecycle)
 
     def is_alive(self, timeout: float = HANG_SECONDS) -> bool:
-        """Whether the process runs and has answered within `timeout`; waits for nothing."""
+        """Return True if the process runs and answered the last ping in `timeout`; do not block."""
         if not self.process.is_alive():
             return False
         try:
-            if self._asked_at is None:
+            if self._pinged_at is None:
                 self.parent_conn.send(b"ping")
-                self._asked_at = time.monotonic()
+                self._pinged_at = time.monotonic()
             elif self.parent_conn.poll():
                 self.parent_conn.recv()
-                self._asked_at = None
-        except (OSError, EOFError):  # it has just ended
+                self._pinged_at = None
+        except (OSError, EOFError):  # the process has just exited
             return False
-        return self._asked_at is None or time.monotonic() - self._asked_at < timeout
+        return self._pinged_at is None or time.monotonic() - self._pinged_at < timeout
 
     def send(self, number: int) -> None:
-        """Send the process a signal, if it runs."""
+        """Send a signal to the process if it runs."""
         if self.process.is_alive() and self.pid:
             os.kill(self.pid, number)
 
-    def successor(self) -> Worker:
-        """Return the worker that takes the place of this one, which has died."""
+    def replacement(self) -> Worker:
+        """Return a worker to replace this one, which has died."""
         lived = time.monotonic() - self._started_at
         again = self.failures >= 0 and lived < HEALTHY_SECONDS
         failures = self.failures + 1 if again else 0
-        return Worker(self.config, self._sockets, self._config, self._ending, failures=failures)
+        return Worker(
+            self.config, self._sockets, self._config, self._shutdown_flag, failures=failures
+        )
 
 
 class Supervisor(Multiprocess):
-    """The small parent: it starts workers, replaces those that die, and hands signals on."""
+    """The parent process: starts workers, replaces those that die, and forwards signals."""
 
     def __init__(
         self, server_config: uvicorn.Config, sockets: list[socket.socket], config: ServeConfig
@@ -280,20 +286,20 @@ class Supervisor(Multiprocess):
         super().__init__(server_config, sockets)
         self._config = config
         self._interrupted = False
-        self._ending = mmap.mmap(-1, 1) if _START_METHOD == "fork" else None
-        self._due: dict[int, tuple[float, Worker]] = {}
+        self._shutdown_flag = mmap.mmap(-1, 1) if _START_METHOD == "fork" else None
+        self._restarts: dict[int, tuple[float, Worker]] = {}
         self.processes: list[Worker] = []  # type: ignore[assignment]
         for number in set(SIGNALS) - {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
             signal.signal(number, signal.SIG_DFL)
 
     def serve(self) -> int:
-        """Run until the end; return the exit status."""
+        """Run until shutdown; return the exit status."""
         self.run()
-        # One that waits to be replaced has ended before; why does not matter any more.
+        # Ignore workers that died earlier and wait for their replacement.
         statuses = [
             process.exitcode or 0
             for index, process in enumerate(self.processes)
-            if index not in self._due
+            if index not in self._restarts
         ]
         if STARTUP_FAILURE in statuses:
             return CANNOT_START
@@ -305,16 +311,18 @@ class Supervisor(Multiprocess):
     def init_processes(self) -> None:
         """Start the workers."""
         for _ in range(self.processes_num):
-            self.processes.append(Worker(self.config, self.sockets, self._config, self._ending))
+            self.processes.append(
+                Worker(self.config, self.sockets, self._config, self._shutdown_flag)
+            )
             self.processes[-1].start()
 
     def keep_subprocess_alive(self) -> None:
-        """Replace workers that have died or hang; stop where the first ones cannot start."""
+        """Replace workers that have died or hang; stop if a first worker cannot start."""
         for index, process in enumerate(self.processes):
-            if index in self._due:
-                due, new = self._due[index]
+            if index in self._restarts:
+                due, new = self._restarts[index]
                 if time.monotonic() >= due:
-                    del self._due[index]
+                    del self._restarts[index]
                     new.start()
                     self.processes[index] = new
                 continue
@@ -326,29 +334,31 @@ class Supervisor(Multiprocess):
             if process.exitcode == STARTUP_FAILURE:
                 self.should_exit.set()
                 return
-            new = process.successor()
-            pause = pause_seconds(new.failures)
+            new = process.replacement()
+            pause = restart_delay_seconds(new.failures)
             _log.warning(
-                "worker process %s %s; another one is started %s.",
+                "worker process %s %s; it is replaced %s.",
                 process.pid,
                 f"did not answer for {HANG_SECONDS:g} seconds"
                 if hangs
-                else how_it_ended(process.exitcode or 0),
-                f"in {pause:g} seconds" if pause else "at once",
+                else describe_exit(process.exitcode or 0),
+                f"in {pause:g} seconds" if pause else "immediately",
             )
-            self._due[index] = (time.monotonic() + pause, new)
+            self._restarts[index] = (time.monotonic() + pause, new)
 
     def terminate_all(self) -> None:
-        """Begin the end: from here on the workers alone decide for how long they listen."""
+        """Start the shutdown; each worker closes its own copies of the sockets when it drains."""
         for each in self.sockets:
             each.close()
-        if self._ending is not None:
-            self._ending[0] = 1
+        if self._shutdown_flag is not None:
+            self._shutdown_flag[0] = 1
         super().terminate_all()
 
     def join_all(self) -> None:
-        """Wait for the workers; those that do not end in time are killed."""
-        until = time.monotonic() + self._config.drain_delay + self._config.grace + _PATIENCE_SECONDS
+        """Wait for the workers to exit; kill those that do not exit in time."""
+        until = (
+            time.monotonic() + self._config.drain_delay + self._config.grace + _KILL_AFTER_SECONDS
+        )
         while alive := [process for process in self.processes if process.process.is_alive()]:
             self.handle_signals()
             if (
@@ -357,19 +367,19 @@ class Supervisor(Multiprocess):
                 self._forward(signal.SIGINT)
             if time.monotonic() >= until:
                 for process in alive:
-                    _log.error("worker process %s does not end; it is killed.", process.pid)
+                    _log.error("worker process %s did not exit in time; killing it.", process.pid)
                     process.process.kill()
                 until = float("inf")
             connection.wait([process.process.sentinel for process in alive], 0.1)
         super().join_all()
 
     def handle_int(self) -> None:
-        """End the server; the second time without waiting for what runs."""
+        """Shut the server down; at the second call without waiting for running requests."""
         self._interrupted = self.should_exit.is_set()
         self.should_exit.set()
 
     def handle_hup(self) -> None:
-        """Have each worker reload its models in place."""
+        """Forward SIGHUP, so that each worker reloads its models."""
         self._forward(signal.SIGHUP)
 
     def _forward(self, number: int) -> None:
@@ -377,22 +387,26 @@ class Supervisor(Multiprocess):
             process.send(number)
 
 
-def pause_seconds(failures: int) -> float:
-    """Return how long to wait after so many failures in a row: 0, 0.5, 1, 2 … 30 seconds."""
-    return min(LONGEST_PAUSE_SECONDS, 2.0 ** (failures - 2)) if failures > 0 else 0.0
+def restart_delay_seconds(failures: int) -> float:
+    """Return the delay after a number of consecutive failures: 0, 0.5, 1, 2, 4, … 30 seconds.
+
+    >>> [restart_delay_seconds(failures) for failures in (0, 1, 2, 3, 10)]
+    [0.0, 0.5, 1.0, 2.0, 30.0]
+    """
+    return min(MAX_RESTART_DELAY_SECONDS, 2.0 ** (failures - 2)) if failures > 0 else 0.0
 
 
-def how_it_ended(status: int) -> str:
-    """Return in words how a worker ended, from its exit code."""
+def describe_exit(status: int) -> str:
+    """Describe how a worker ended, from its exit status."""
     if status == REPLACE:
-        return "ended itself, because it was stuck"
-    from enginery.core import child  # brings modules that a parent seldom needs
+        return "exited because it was stuck"
+    from enginery.core import child  # imports modules that the parent rarely needs
 
     return child.how_it_ended(status)
 
 
 def log_config(*, as_json: bool = False, quiet: bool = False) -> dict[str, Any]:
-    """Return what the server writes to standard error, for `logging.config.dictConfig`."""
+    """Return the configuration of the server's log, for `logging.config.dictConfig`."""
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -406,7 +420,7 @@ def log_config(*, as_json: bool = False, quiet: bool = False) -> dict[str, Any]:
         },
         "loggers": {
             "enginery": {"level": "INFO"},
-            # Set on the logger itself: uvicorn looks at `level`, and would trace where it is unset.
+            # Set on the logger itself: uvicorn reads `level`, and an unset one (0) enables tracing.
             "uvicorn.error": {"level": "WARNING"},
         },
         "root": {"level": "WARNING", "handlers": ["stderr"]},
@@ -414,7 +428,7 @@ def log_config(*, as_json: bool = False, quiet: bool = False) -> dict[str, Any]:
 
 
 class LineFormatter(logging.Formatter):
-    """A line for each record: `draining`, `error: …`, or a JSON document with its time."""
+    """A formatter that writes one line per record: `draining`, `error: …`, or a JSON document."""
 
     _prefixes = ((logging.ERROR, "error: "), (logging.WARNING, "warning: "))
 
@@ -434,7 +448,7 @@ class LineFormatter(logging.Formatter):
 
 @contextmanager
 def _shared_metrics(processes: int) -> Iterator[None]:
-    """Give several workers a directory in which prometheus_client adds their counts up."""
+    """Create the directory in which prometheus_client adds up the counts of several workers."""
     if processes == 1:
         yield
         return
@@ -446,7 +460,7 @@ def _shared_metrics(processes: int) -> Iterator[None]:
             del os.environ["PROMETHEUS_MULTIPROC_DIR"]
 
 
-def _allow_open_files() -> None:
+def _raise_open_files_limit() -> None:
     if sys.platform == "win32":
         return
     import resource

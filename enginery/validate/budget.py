@@ -39,9 +39,9 @@ from dataclasses import dataclass
 
 from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.errors import ArtifactError, OptionError
-from enginery.core.json_file import load_json
 from enginery.core.manifest import StageRecord
 from enginery.core.precision import Tolerance
+from enginery.core.reports import QuantizationReport
 
 BUILTIN_SLACK = 10.0
 """Factor for built-in inputs, whose languages and images differ from the calibration data."""
@@ -137,9 +137,9 @@ def _promised_cosine(stage: StageRecord) -> float | None:
 
 def _measured_cosine(artifact: Artifact) -> float | None:
     """Return the mean cosine in the stage's report; None if missing, or if ranges were reused."""
-    file = artifact.report("quantization.json")
     try:
-        cosine = load_json(file, error=ArtifactError)["accuracy"]["cosine"] if file else None
-    except (ArtifactError, KeyError, TypeError):
+        report = QuantizationReport.of(artifact)
+    except ArtifactError:
         return None
-    return float(cosine) if isinstance(cosine, int | float) and -1 <= cosine <= 1.000001 else None
+    accuracy = report.accuracy if report else None
+    return accuracy.cosine if accuracy and -1 <= accuracy.cosine <= 1.000001 else None

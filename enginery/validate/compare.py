@@ -17,18 +17,21 @@ from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
 from enginery.core.precision import QuantizedTolerance, Tolerance
 from enginery.core.progress import SILENT, Progress
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.provider_names import CUDA
+from enginery.core.reports import OutputMetrics, ValidationCaseResult
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers import Provider
+from enginery.runtime.providers.known import CUDA
 from enginery.validate.budget import is_quantized, quantization_budget
 from enginery.validate.cases import ValidationCase
 from enginery.validate.config import ValidateConfig
 from enginery.validate.embeddings import EmbeddingComparison
-from enginery.validate.metrics import OutputMetrics, compare_output, unmatched_output
+from enginery.validate.metrics import (
+    compare_output,
+    unmatched_output,
+)
 from enginery.validate.overall import OverallComparison
 from enginery.validate.padding import find_padding_mask
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun
-from enginery.validate.report import ValidationCaseResult
 
 Outputs = dict[str, NDArray[Any]]
 

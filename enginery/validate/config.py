@@ -24,8 +24,8 @@ class ValidateConfig:
     """Shape profile, such as `batch=1:8:32,sequence=8:128:512`; all its corners are compared.
     Can be repeated."""
     data: str = ""
-    """Real inputs: a CSV, TSV, JSONL, Parquet or text file, or a folder of images. If empty,
-    built-in sentences or images."""
+    """Real inputs: a CSV, TSV, JSONL, Parquet or text file, a folder of images, or
+    arrays of the graph's own inputs, `.npz` or `.npy`. If empty, built-in sentences or images."""
     column: str = "text"
     """Column of `data` with the texts."""
     rows: int = 64
@@ -56,10 +56,15 @@ def check_options(config: ValidateConfig) -> None:
     """
     error, cosine = config.max_abs_error, config.min_cosine
     if not isinstance(error, str) and not (math.isfinite(error) and error >= 0):
-        raise OptionError(f"option 'max_abs_error' is {error}, expected a finite number from 0 on.")
+        raise OptionError(
+            f"option 'max_abs_error' is {error}, expected a finite number from 0 on.",
+            option="max_abs_error",
+        )
     if not isinstance(cosine, str) and not -1 <= cosine <= 1:
-        raise OptionError(f"option 'min_cosine' is {cosine}, expected -1 to 1.")
+        raise OptionError(
+            f"option 'min_cosine' is {cosine}, expected -1 to 1.", option="min_cosine"
+        )
     if config.rows < 1:
-        raise OptionError(f"option 'rows' is {config.rows}, expected 1 or more.")
+        raise OptionError(f"option 'rows' is {config.rows}, expected 1 or more.", option="rows")
     if config.seed < 0:
-        raise OptionError(f"option 'seed' is {config.seed}, expected 0 or more.")
+        raise OptionError(f"option 'seed' is {config.seed}, expected 0 or more.", option="seed")

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact import Artifact
 from enginery.core.feeds import Feeds
+from enginery.core.reports import EmbeddingMetrics
 from enginery.runtime.pooling import Pooling, read_pooling
 from enginery.validate.reference import ReferenceOutputs
-from enginery.validate.report import EmbeddingMetrics
 
 _OUTPUT = "last_hidden_state"
 _ROUNDING = 1e-12

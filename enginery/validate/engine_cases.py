@@ -21,20 +21,21 @@ from enginery.core.errors import ProviderError, ShapeError
 from enginery.core.feeds import Feeds, is_padding_mask
 from enginery.core.manifest import GraphRecord
 from enginery.core.profile_choice import choose_profile
+from enginery.core.reports import ValidationCaseResult
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim
 from enginery.runtime.engines import choose_with_engines, reachable_profile
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.provider_wish import ProviderWish
+from enginery.runtime.providers.known import CPU
+from enginery.runtime.providers.specification import ProviderSpec
 from enginery.runtime.real_inputs import fixed_batch
 from enginery.validate.cases import ValidationCase
-from enginery.validate.report import OUTSIDE_PROFILES, ValidationCaseResult
+from enginery.validate.report import OUTSIDE_PROFILES
 
 _ROWS = "batch"
 
 
 def reachable_profiles(
-    artifact: Artifact, wishes: Sequence[ProviderWish], *, allow_fallback: bool
+    artifact: Artifact, specs: Sequence[ProviderSpec], *, allow_fallback: bool
 ) -> dict[str, list[Profile]]:
     """Return the profiles of the engines that will run, by graph file; empty without engines.
 
@@ -45,7 +46,7 @@ def reachable_profiles(
     found: dict[str, list[Profile]] = {}
     for record in artifact.manifest.graphs:
         chosen, engines = choose_with_engines(
-            artifact, record, wishes, allow_fallback=allow_fallback
+            artifact, record, specs, allow_fallback=allow_fallback
         )
         if artifact.manifest.precision == "bf16" and chosen[0].name == CPU:
             raise ProviderError(

@@ -23,7 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.precision import PRECISION_OF_DTYPE, QuantizedTolerance, Tolerance
-from enginery.validate.differences import Differences, argmax_disagreement, compute_differences
+from enginery.core.reports import OutputMetrics
+from enginery.validate.differences import (
+    Differences,
+    argmax_disagreement,
+    compute_differences,
+)
 from enginery.validate.padding import PaddingMask
 
 Array = NDArray[Any]
@@ -39,53 +44,6 @@ class NoiseFloor:
     def wider(self, other: NoiseFloor) -> NoiseFloor:
         """Return the larger of two floors. On a small output, PyTorch may be exact by chance."""
         return NoiseFloor(max(self.max_abs, other.max_abs), min(self.cosine, other.cosine))
-
-
-@dataclass(frozen=True)
-class OutputMetrics:
-    """Comparison of one output of one case with PyTorch. Values that were not measured are NaN."""
-
-    output: str
-    shape: tuple[int, ...]
-    max_abs: float
-    p99_abs: float
-    max_rel: float
-    """Largest absolute error divided by the largest magnitude of the reference."""
-    cosine: float
-    argmax_agreement: float
-    """Share of rows with the same argmax. Ties within twice the limit count as agreement. 1.0 for
-    outputs that are not logits."""
-    nonfinite: int
-    """Number of elements that are NaN or infinite on one side only."""
-    noise_floor: float
-    """PyTorch's own largest error at this precision on the same inputs."""
-    limit: float
-    """Largest absolute error that passes; infinite for no limit."""
-    cosine_limit: float
-    """Smallest cosine that passes; -1 if the output is no larger than the noise, so that its
-    direction means nothing."""
-    problem: str
-    """Reason of the failure; empty if it passes."""
-
-    @property
-    def passed(self) -> bool:
-        return not self.problem
-
-    @property
-    def limit_ratio(self) -> float:
-        """Error as a multiple of its limit, for ranking; failures rank above all that passes.
-
-        Without a limit on the absolute error, 1 - cosine is used.
-        """
-        if not math.isfinite(self.max_abs) or self.nonfinite:
-            return math.inf
-        if math.isfinite(self.limit):
-            error, limit = self.max_abs, self.limit
-        else:
-            error, limit = 1.0 - self.cosine, 1.0 - self.cosine_limit
-        ratio = error / limit if limit else math.inf
-        ratio = 0.0 if error == 0 else ratio
-        return 1.0 + ratio if self.problem else ratio
 
 
 def compare_output(

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
+from enginery.core.reports import OverallMetrics
 from enginery.validate.differences import CosineSums, compute_differences
 from enginery.validate.padding import find_padding_mask
 from enginery.validate.reference import ReferenceOutputs
-from enginery.validate.report import OverallMetrics
 
 
 class OverallComparison:

@@ -11,18 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from enginery.core.artifact import Artifact
-from enginery.core.data import list_images, read_texts
+from enginery.core.datasets.images import list_images
+from enginery.core.datasets.samples import ARRAY_SUFFIXES, read_arrays, read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.feeds import Feeds
 from enginery.core.manifest import GraphRecord
-from enginery.runtime.builtin_inputs import SENTENCES, made_images
+from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images
 from enginery.runtime.real_inputs import (
     ImageFeeder,
     Text,
     TextFeeder,
-    filled,
     fixed_batch,
+    pad_batch,
     takes_images,
     takes_real_inputs,
 )
@@ -53,6 +56,8 @@ def real_cases(
         InputError: the user's data cannot be read or do not fit the graph.
         ArtifactError: the tokenizer or processor for the user's data cannot be loaded.
     """
+    if _is_arrays(config):
+        return _array_cases(record, config), []
     if not takes_real_inputs(artifact, record):
         return [], []
     make = _image_cases if takes_images(record) else _text_cases
@@ -71,13 +76,33 @@ def check_data_usable(artifact: Artifact, config: ValidateConfig) -> None:
         InputError: none does.
     """
     graphs = artifact.manifest.graphs
+    if _is_arrays(config):
+        return
     if config.data and not any(takes_real_inputs(artifact, record) for record in graphs):
         names = sorted(spec.name for spec in graphs[0].inputs)
         raise InputError(
             f"data '{config.data}' cannot be used: the artifact takes {', '.join(names)}, and has "
             "no tokenizer or image processor for them.",
-            do="Leave the data out; the shape sweep still compares the outputs.",
+            do="Leave the data out, the shape sweep still compares the outputs; or save an array "
+            "for each input as .npz.",
         )
+
+
+def _is_arrays(config: ValidateConfig) -> bool:
+    return Path(config.data).suffix.lower() in ARRAY_SUFFIXES
+
+
+def _array_cases(record: GraphRecord, config: ValidateConfig) -> list[ValidationCase]:
+    names = [spec.name for spec in record.inputs]
+    rows = read_arrays(Path(config.data).expanduser(), names, rows=config.rows)
+
+    def feed(part: list[Feeds]) -> Feeds:
+        return {
+            spec.name: np.concatenate([row[spec.name] for row in part]).astype(spec.dtype)
+            for spec in record.inputs
+        }
+
+    return _cases("rows", rows, _ROWS, record, feed)
 
 
 def _text_cases(
@@ -100,7 +125,7 @@ def _image_cases(
     artifact: Artifact, record: GraphRecord, config: ValidateConfig
 ) -> list[ValidationCase]:
     feeder = ImageFeeder.open(artifact, record)
-    images: list[Any] = list(made_images())
+    images: list[Any] = list(synthetic_images())
     if config.data:
         images = list(list_images(Path(config.data).expanduser(), rows=config.rows))
     by_shape = feeder.by_shape(images)
@@ -124,5 +149,5 @@ def _cases(
     for start in range(0, len(items), rows):
         part = items[start : start + rows]
         name = f"{what} {start + 1}–{start + len(part)}" if len(part) > 1 else f"{what} {start + 1}"
-        cases.append(ValidationCase(name, "real", partial(feed, filled(part, record))))
+        cases.append(ValidationCase(name, "real", partial(feed, pad_batch(part, record))))
     return cases

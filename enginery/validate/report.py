@@ -1,112 +1,19 @@
-"""Report of a validation: `reports/validation.json`, and a summary in one sentence."""
+"""Summary of a validation in one sentence."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from enginery.core.json_file import json_bytes, parse_json
-from enginery.validate.metrics import OutputMetrics
+from enginery.core.reports import (
+    EmbeddingMetrics,
+    OutputMetrics,
+    OverallMetrics,
+    ValidationCaseResult,
+)
 
 OUTSIDE_PROFILES = "outside the profiles of all engines: "
 """Start of the reason why a case was skipped that fits no engine."""
-
-
-@dataclass(frozen=True)
-class ValidationCaseResult:
-    """Result of one case on one graph."""
-
-    graph: str
-    name: str
-    kind: str
-    shapes: dict[str, list[int]]
-    """Input name -> shape."""
-    outputs: list[OutputMetrics]
-    problem: str
-    """Reason why nothing could be compared; empty otherwise."""
-    skipped: str = ""
-    """Reason why the case was skipped: PyTorch rejects it, or it fits no engine."""
-
-    @property
-    def passed(self) -> bool:
-        return not self.problem and all(output.passed for output in self.outputs)
-
-
-@dataclass(frozen=True)
-class EmbeddingMetrics:
-    """Comparison of pooled sentence embeddings with PyTorch's."""
-
-    sentences: int
-    min_cosine: float
-    mean_cosine: float
-    neighbour_agreement: float
-    """Share of sentences whose nearest neighbour is the same one, or ties with it."""
-    problem: str = ""
-    """Reason of the failure; empty if they pass."""
-
-
-@dataclass(frozen=True)
-class OverallMetrics:
-    """Comparison of one output of a quantized graph over all real inputs together."""
-
-    graph: str
-    output: str
-    inputs: int
-    """Number of rows: sentences or images."""
-    cosine: float
-    cosine_limit: float
-    problem: str = ""
-    """Reason of the failure; empty if it passes."""
-
-
-@dataclass(frozen=True)
-class ValidationReport:
-    """The content of `reports/validation.json`."""
-
-    passed: bool
-    summary: str
-    precision: str
-    providers: list[dict[str, Any]]
-    reference: dict[str, str]
-    tolerance: dict[str, Any]
-    cases: list[ValidationCaseResult]
-    embeddings: EmbeddingMetrics | None
-    notes: list[str]
-    tools: dict[str, str]
-    seconds: float
-    overall: list[OverallMetrics] = field(default_factory=list)
-    """For a quantized artifact that is checked against its own budget."""
-    schema_version: int = field(default=1)
-
-    def worst(self) -> tuple[ValidationCaseResult, OutputMetrics] | None:
-        """Return the case and output with the largest error in units of its limit."""
-        pairs = [(case, output) for case in self.cases for output in case.outputs]
-        return max(pairs, key=lambda pair: pair[1].limit_ratio, default=None)
-
-    def to_json(self) -> bytes:
-        """Return the report as JSON. NaN, which JSON does not have, becomes null."""
-        return json_bytes(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: bytes) -> ValidationReport:
-        """Read a report that `to_json` wrote.
-
-        Raises:
-            ValueError: the text is not such a report.
-        """
-        from pydantic import TypeAdapter
-
-        return TypeAdapter(cls).validate_python(_nulls_to_nan(parse_json(text)))
-
-
-_FLOATS = frozenset(
-    name
-    for record in (OutputMetrics, EmbeddingMetrics, OverallMetrics)
-    for name, kind in record.__annotations__.items()
-    if kind in ("float", float)
-)
 
 
 def summarize(
@@ -160,13 +67,3 @@ def _nearest_to_fail(output: OutputMetrics, where: str, overall: Sequence[Overal
     if math.isfinite(output.limit):
         return f"largest error {output.max_abs:.2g} of {output.limit:.2g} allowed ({where})"
     return f"cosine {output.cosine:.4f}, at least {output.cosine_limit:.4f} expected ({where})"
-
-
-def _nulls_to_nan(value: Any) -> Any:
-    """Turn null back into NaN in fields that are numbers."""
-    if isinstance(value, dict):
-        return {
-            key: math.nan if item is None and key in _FLOATS else _nulls_to_nan(item)
-            for key, item in value.items()
-        }
-    return [_nulls_to_nan(item) for item in value] if isinstance(value, list) else value

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from enginery.core.artifact import REPORTS, Artifact
 from enginery.core.engine_record import engine_directories
@@ -35,10 +34,16 @@ from enginery.core.manifest import Verdict
 from enginery.core.model_files import ModelConfig
 from enginery.core.precision import QuantizedTolerance
 from enginery.core.progress import SILENT, Progress
+from enginery.core.reports import (
+    OverallMetrics,
+    ProviderRecord,
+    ValidationCaseResult,
+    ValidationReport,
+)
 from enginery.core.source import ModelSource, resolve_record, resolve_source
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.provider_wish import ProviderWish, parse_wishes, wish_text
-from enginery.runtime.providers import choose_providers
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.selection import choose_providers
+from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
 from enginery.validate.budget import is_quantized
 from enginery.validate.cases import LONGEST, profile_cases, profiles_by_graph, sweep_cases
 from enginery.validate.compare import ComparisonLimits, compare_graph
@@ -49,16 +54,11 @@ from enginery.validate.engine_cases import reachable_profiles, split_by_profiles
 from enginery.validate.overall import OverallComparison
 from enginery.validate.real_inputs import check_data_usable, real_cases
 from enginery.validate.reference import run_pytorch
-from enginery.validate.report import (
-    OverallMetrics,
-    ValidationCaseResult,
-    ValidationReport,
-    summarize,
-)
+from enginery.validate.report import summarize
 
 STAGE = "validate"
 STAGE_VERSION = "4"
-REPORT = f"{REPORTS}/validation.json"
+REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
 # Permissions do not change the outputs.
@@ -80,7 +80,7 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
         "task": manifest.task,
         "precision": manifest.precision,
         **option_fields({n: v for n, v in asdict(config).items() if n not in _NOT_IN_KEY}),
-        "provider": wish_text(wish_of(config)),
+        "provider": format_providers(providers_of(config)),
         **runtime_version(),
         **tool_versions(TOOLS),
         "stage version": STAGE_VERSION,
@@ -96,19 +96,19 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
         fields["engines"] = engines
     if config.allow_fallback:
         # The providers that run then depend on the machine.
-        chosen = choose_providers(wish_of(config), allow_fallback=True)
+        chosen = choose_providers(providers_of(config), allow_fallback=True)
         fields["providers"] = ", ".join(provider.name for provider in chosen)
     return Fingerprint(STAGE, fields)
 
 
-def wish_of(config: ValidateConfig) -> tuple[ProviderWish, ...]:
+def providers_of(config: ValidateConfig) -> tuple[ProviderSpec, ...]:
     """Return the providers from the options or the environment."""
-    return parse_wishes(config.provider, config.provider_option, default="cpu")
+    return parse_providers(config.provider, config.provider_option, default="cpu")
 
 
 def _engines(artifact: Artifact, config: ValidateConfig) -> str:
     """Return the names of engines that may run. The digest of the artifact does not cover them."""
-    if not any(wish.name.startswith("tensorrt") for wish in wish_of(config)):
+    if not any(spec.name.startswith("tensorrt") for spec in providers_of(config)):
         return ""
     return ", ".join(path.name for path in engine_directories(artifact.path)) or "none"
 
@@ -126,7 +126,7 @@ def read_current_report(artifact: Artifact, config: ValidateConfig) -> Validatio
         if not _verdict_marker(verdict.key, written).exists():
             return None
         report = ValidationReport.from_json(written)
-    except (OSError, ValueError, RecursionError):  # removed, damaged, or of another version
+    except (OSError, ValueError):  # removed, damaged, or of another version
         return None
     return report if report.passed == verdict.passed else None
 
@@ -147,7 +147,9 @@ def run(
     started = time.monotonic()
     check_declared_precision(artifact)
     key = fingerprint(artifact, config)
-    reached = reachable_profiles(artifact, wish_of(config), allow_fallback=config.allow_fallback)
+    reached = reachable_profiles(
+        artifact, providers_of(config), allow_fallback=config.allow_fallback
+    )
     limits = ComparisonLimits.of(artifact, config)
     source = _reference_source(artifact, config)
     feed_limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
@@ -161,7 +163,7 @@ def run(
     embeddings = _embeddings(artifact, notes)
     overall = OverallComparison() if limits.overall_cosine is not None else None
     results: list[ValidationCaseResult] = []
-    providers: list[dict[str, Any]] = []
+    providers: list[ProviderRecord] = []
     for record in manifest.graphs:
         real, more_notes = real_cases(artifact, record, config)
         promised = [*profiles[record.file], *reached[record.file]]
@@ -182,10 +184,13 @@ def run(
             with OrtRunner(
                 artifact,
                 graph=record.file,
-                providers=wish_of(config),
+                providers=providers_of(config),
                 allow_fallback=config.allow_fallback,
             ) as runner:
-                providers = [asdict(provider) for provider in runner.providers]
+                providers = [
+                    {"name": p.name, "reason": p.reason, "options": p.options}
+                    for p in runner.providers
+                ]
                 limits = limits.where(runner.providers)
                 results += compare_graph(
                     runner, record, cases, pytorch, limits,

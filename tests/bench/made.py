@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from enginery.bench.config import BenchConfig
-from enginery.bench.result import BenchResult, CaseResult, ContenderRecord, Measurement
 from enginery.bench.statistics import compare, latency
+from enginery.core.reports import BenchCase, BenchResult, ContenderRecord, Measurement
 
 QUICK = {
     "min_rounds": 1, "max_rounds": 7, "max_seconds": 4.0, "warm_up_seconds": 0.3, "precision": 0.5,
 }  # fmt: skip
 """Options of a real measurement whose times nobody reads."""
 
-CUDA = {"name": "CUDAExecutionProvider", "reason": "asked for"}
-CPU = {"name": "CPUExecutionProvider", "reason": "asked for"}
+CUDA = {"name": "CUDAExecutionProvider", "reason": "requested"}
+CPU = {"name": "CPUExecutionProvider", "reason": "requested"}
 
 
 def save_detector(path, *, dims=("N", 3, "DynamicDimension.1", "DynamicDimension.2")):
@@ -81,7 +81,7 @@ def made_case(sizes, times_ms, *, pairs=(), copies=None, rounds=10):
         compare(turns[base], turns[name], confidence=0.95, smallest=0.02, names=(name, base))
         for name, base in pairs
     ]
-    return CaseResult(sizes, rows, None, measurements, found, {}, {}, "10 rounds")
+    return BenchCase(sizes, rows, None, measurements, found, {}, {}, "10 rounds")
 
 
 def made_result(*, contenders, cases=(), images=None, padding=(), precisions=None, **options):

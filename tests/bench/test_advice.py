@@ -136,7 +136,7 @@ def test_gpu_slower_than_cpu_says_why():
 
 
 def test_another_provider_of_the_cpu_is_no_gpu():
-    openvino = {"name": "OpenVINOExecutionProvider", "reason": "asked for"}
+    openvino = {"name": "OpenVINOExecutionProvider", "reason": "requested"}
     contenders = [made_contender("enginery", provider=openvino), made_contender("enginery-cpu")]
     times = {"enginery": 100.0, "enginery-cpu": 40.0}
     cases = [made_case({"height": 640}, times, pairs=[("enginery-cpu", "enginery")])]

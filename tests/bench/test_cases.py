@@ -10,9 +10,9 @@ from enginery.bench.pairs import comparisons
 from enginery.bench.subject import Subject, image_layout
 from enginery.core.errors import ArtifactError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.provider_wish import ProviderWish
-from enginery.runtime.providers import Provider
+from enginery.runtime.providers.known import CPU
+from enginery.runtime.providers.selection import Provider
+from enginery.runtime.providers.specification import ProviderSpec
 from tests.bench.made import save_detector
 
 
@@ -171,8 +171,8 @@ def test_pytorch_runs_once_beside_several_artifacts(bert):
 def had(monkeypatch):
     """Whatever is asked for can be had: there is no GPU to ask."""
 
-    def choose(artifact, record, wishes, **_):
-        return [Provider(wishes[0].full_name, "asked for", wishes[0].options)], []
+    def choose(artifact, record, specs, **_):
+        return [Provider(specs[0].full_name, "requested", specs[0].options)], []
 
     monkeypatch.setattr(contenders, "choose_with_engines", choose)
 
@@ -181,7 +181,7 @@ def test_cpu_stands_beside_a_gpu_by_itself(detector, had):
     plans, _ = plan_contenders([detector], BenchConfig(provider="cuda"))
     assert [(plan.kind, plan.providers) for plan in plans][-1] == (
         "enginery-cpu",
-        (ProviderWish("cpu"),),
+        (ProviderSpec("cpu"),),
     )
 
 
@@ -193,9 +193,9 @@ def test_a_provider_of_the_cpu_is_no_gpu_for_pytorch(bert, had):
 
 
 def test_after_a_fallback_nothing_is_planned_for_the_gpu(bert, monkeypatch):
-    def choose(artifact, record, wishes, *, allow_fallback):
+    def choose(artifact, record, specs, *, allow_fallback):
         assert allow_fallback
-        return [Provider(CPU, "cuda asked for, but there is none")], []
+        return [Provider(CPU, "cuda requested, but there is none")], []
 
     monkeypatch.setattr(contenders, "choose_with_engines", choose)
     plans, left_out = plan_contenders(
@@ -206,8 +206,8 @@ def test_after_a_fallback_nothing_is_planned_for_the_gpu(bert, monkeypatch):
     assert {plan.device for plan in plans} == {"cpu"}
     assert not any(plan.cuda_graph for plan in plans)
     # Ours asks again, and so tells the reason; Optimum would not fall back.
-    assert [wish.name for wish in by_kind["enginery"].providers] == ["cuda", "cpu"]
-    assert by_kind["optimum"].providers == (ProviderWish("cpu"),)
+    assert [spec.name for spec in by_kind["enginery"].providers] == ["cuda", "cpu"]
+    assert by_kind["optimum"].providers == (ProviderSpec("cpu"),)
     assert "enginery-cpu" in left_out
 
 

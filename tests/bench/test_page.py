@@ -4,20 +4,29 @@ import base64
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from enginery.bench import page as page_module
+from enginery.bench import page
 from enginery.bench.curves import draw_figures
-from enginery.bench.page import render_page
-from enginery.bench.report import write_report
-from enginery.bench.result import ImagesResult, ImageTimes
-from enginery.bench.sections import Figure, Section, Table, stored_figure
+from enginery.bench.page import write_report
 from enginery.bench.statistics import compare, latency
-from enginery.core.errors import ArtifactError, MissingPackageError
+from enginery.core.errors import ArtifactError
 from enginery.core.figures import figure_svg
-from enginery.runtime.advice import Advice
+from enginery.core.reports import (
+    AccuracyMetrics,
+    Advice,
+    BuildReport,
+    CalibrationRecord,
+    ImagesResult,
+    ImageTimes,
+    MixAccuracy,
+    MultiplyAdds,
+    QuantizationReport,
+    SearchRecord,
+)
 from tests.bench.chromium import Chromium, find_chromium
 from tests.bench.made import made_case, made_contender, made_result
 
@@ -73,30 +82,34 @@ def save_result(directory, result):
 
 def full_artifact(exported, copied):
     """An artifact with every report that a page shows."""
-    from dataclasses import replace
-
     from enginery import validate_model
 
     artifact = copied(exported("bert", "feature-extraction"))
     validate_model(artifact)
     advice = Advice("threads", "too many", "9 threads on 4 cores", "Pass --threads 4.")
     save_result(artifact.path, replace(measured(), advice=[advice]))
-    quantization = {
-        "summary": "36 of 36 layers in INT8", "scheme": "int8", "notes": ["a note"],
-        "calibration": {"inputs": "reviews.csv", "method": "mse"},
-        "multiply_adds": {"share": 1.0},
-        "search": {"budget": "cosine 0.9985",
-                   "curve": [{"share": 0.5, "cosine": 0.9999, "label_accuracy": None}]},
+    accuracy = AccuracyMetrics(64, 0.9999, 0.999, None, None, None)
+    quantization = QuantizationReport(
+        summary="36 of 36 layers in INT8",
+        scheme="int8",
+        notes=["a note"],
+        fields={},
+        calibration=CalibrationRecord("reviews.csv", "texts", "mse"),
+        multiply_adds=MultiplyAdds("all", 1, 1, 1, 1.0, 1.0),
+        search=SearchRecord(
+            "cosine 0.9985", "cosine", 1.0, 0.0015, accuracy, {},
+            [MixAccuracy(64, 0.9999, 0.999, None, None, None, left_out=18, share=0.5)],
+        ),
+    )  # fmt: skip
+    engine = {
+        "directory": "tensorrt-rtx-sm89-" + "8b029eef" * 4, "capabilities": ["8.9"],
+        "profiles": ["batch=1:8:32,sequence=8:128:512"], "layers": {"gemm fp16": 14},
+        "plan_size_bytes": 2922564,
     }  # fmt: skip
-    engines = {
-        "summary": "1 engine", "notes": ["no engine has been run on a GPU yet"],
-        "engines": [{"directory": "tensorrt-rtx-sm89-" + "8b029eef" * 4, "capabilities": ["8.9"],
-                     "profiles": ["batch=1:8:32,sequence=8:128:512"], "layers": {"gemm fp16": 14},
-                     "plan_size_bytes": 2922564}],
-    }  # fmt: skip
+    notes = ["no engine has been run on a GPU yet"]
     reports = artifact.path / "reports"
-    (reports / "quantization.json").write_text(json.dumps(quantization))
-    (reports / "engines.json").write_text(json.dumps(engines))
+    for report in (quantization, BuildReport("1 engine", notes, [engine])):
+        (reports / report.FILE).write_bytes(report.to_json())
     for name in ("quantization.svg", "lengths.svg"):
         (reports / name).write_text(figure_svg(lambda axes: axes.plot([1, 2, 3])))
     return artifact
@@ -132,7 +145,8 @@ def test_damaged_report_is_said_and_the_rest_is_shown(exported, copied):
     artifact.annotate(reports={"reports/validation.json": b"{", "reports/engines.json": b"{}"})
     words = " ".join(Outline(write_report(artifact.path).read_text()).words)
     assert "reports/validation.json cannot be read" in words
-    assert "the report is of another version: KeyError('engines')" in words
+    assert "reports/engines.json cannot be read: summary is missing" in words
+    assert str(artifact.path) not in words.partition("What ran")[0]
     assert "36 of 36 layers" in words
 
 
@@ -146,15 +160,31 @@ def test_nested_report_is_said(exported, copied, name, depth):
     assert f"reports/{name} cannot be read: lists or objects are nested too deeply" in words
 
 
-def test_number_that_no_float_holds_is_a_report_of_another_version(exported, copied):
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("validation.json", {"passed": "yes"}, 'passed: found "yes", expected a valid boolean'),
+        ("validation.json", {"providers": [{}]}, "providers.0.name is missing"),
+        ("quantization.json", {"layers": [1]}, "layers: found [1], expected an object"),
+        ("engines.json", {"engines": 3}, "engines: found 3, expected a valid array"),
+    ],
+)
+def test_report_with_a_wrong_type_is_said_by_its_key(exported, copied, name, change, said):
+    artifact = full_artifact(exported, copied)
+    report = json.loads((artifact.path / "reports" / name).read_bytes())
+    artifact.annotate(reports={f"reports/{name}": json.dumps(report | change).encode()})
+    words = " ".join(Outline(write_report(artifact.path).read_text()).words)
+    assert f"reports/{name} cannot be read: {said}" in words
+
+
+def test_number_that_no_float_holds_is_said(exported, copied):
     artifact = full_artifact(exported, copied)
     report = json.loads((artifact.path / "reports/validation.json").read_bytes())
-    for case in report["cases"]:
-        for output in case["outputs"]:
-            output["max_abs"] = output["limit"] = 10**400
+    report["cases"][0]["outputs"][0]["max_abs"] = 10**400
     artifact.annotate(reports={"reports/validation.json": json.dumps(report).encode()})
     words = " ".join(Outline(write_report(artifact.path).read_text()).words)
-    assert "the report is of another version: OverflowError" in words
+    assert "cases.0.outputs.0.max_abs: found 1000000" in words
+    assert "expected a valid number" in words
 
 
 @pytest.mark.parametrize("content", ['{"schema_version": 9}', "[" * 200_000, "[" * 700 + "]" * 700])
@@ -170,17 +200,21 @@ def test_directory_with_nothing_is_no_artifact(tmp_path):
         write_report(tmp_path)
 
 
-def test_everything_is_escaped():
+def test_everything_is_escaped(exported, copied):
     evil = "<script>alert('x')</script>&\"'"
-    table = Table(evil, [{evil: evil}])
-    figure = Figure("<svg></svg>", evil)
-    section = Section(
-        evil, lead=evil, facts={evil: evil}, tables=[table], notes=[evil], figures=[figure]
-    )
-    text = render_page(evil, evil, [section])
+    artifact = full_artifact(exported, copied)
+    result = measured()
+    contenders = [replace(record, label=evil, notes=[evil]) for record in result.contenders]
+    save_result(artifact.path, replace(result, contenders=contenders, notes=[evil],
+                                       machine={**result.machine, "cpu": evil}))  # fmt: skip
+    for name in ("validation.json", "quantization.json", "engines.json"):
+        report = json.loads((artifact.path / "reports" / name).read_bytes())
+        report |= {"summary": evil, "notes": [evil]}
+        artifact.annotate(reports={f"reports/{name}": json.dumps(report).encode()})
+    text = write_report(artifact.path).read_text()
     assert "<script" not in text
     assert "script" not in Outline(text).tags
-    assert evil in Outline(text).words
+    assert Outline(text).words.count(evil) >= 3 * 2 + 4
 
 
 HOSTILE = [
@@ -194,18 +228,25 @@ HOSTILE = [
 
 @pytest.mark.parametrize("svg", HOSTILE, ids=lambda svg: svg[:12].encode(errors="replace").decode())
 def test_nothing_in_a_page_may_run_or_load_whatever_a_figure_holds(tmp_path, svg):
-    (tmp_path / "reports").mkdir()
-    (tmp_path / "reports" / "lengths.svg").write_bytes(svg.encode(errors="surrogatepass"))
-    figures = stored_figure(tmp_path, "lengths.svg", "figure")
-    text = render_page("title", "", [Section("one", figures=figures)])
+    save_result(tmp_path, made_result(contenders=[made_contender("enginery")]))
+    (tmp_path / "reports/engines.json").write_bytes(BuildReport("none", [], []).to_json())
+    (tmp_path / "reports/lengths.svg").write_bytes(svg.encode(errors="surrogatepass"))
+    text = write_report(tmp_path).read_text()
     outline = Outline(text)
-    assert not {"svg", "script", "a", "image"} & set(outline.tags)
+    assert not {"svg", "script", "image"} & set(outline.tags)
     (address,) = [link for link in outline.links if link.startswith("data:image")]
     held = base64.b64decode(address.removeprefix("data:image/svg+xml;base64,"), validate=True)
     assert held == svg.encode(errors="surrogatepass").decode(errors="replace").encode()
     head = text.partition("</head>")[0]
     assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in head
     assert "script-src" not in head
+
+
+@pytest.mark.parametrize("change", [{"contenders": []}, {"subjects": []}])
+def test_bench_that_contradicts_itself_is_an_error(tmp_path, change):
+    save_result(tmp_path, replace(measured(), **change))
+    with pytest.raises(ArtifactError, match="contradicts itself"):
+        write_report(tmp_path)
 
 
 def test_a_huge_figure_is_said_and_the_rest_is_shown(exported, copied):
@@ -217,18 +258,8 @@ def test_a_huge_figure_is_said_and_the_rest_is_shown(exported, copied):
     assert outline.tags.count("img") == 4 + 1
 
 
-def test_without_jinja_the_error_says_what_to_install(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(MissingPackageError, match=r"enginery\[report\]"):
-        page_module.render_page("a", "b", [])
-
-
 def test_without_matplotlib_the_page_says_so(tmp_path, monkeypatch):
-    from enginery.bench import report
-
-    monkeypatch.setattr(report, "can_draw", lambda: False)
+    monkeypatch.setattr(page, "can_draw", lambda: False)
     text = write_report(save_result(tmp_path, measured())).read_text()
     assert "no figures were drawn" in text
     assert "<img" not in text
@@ -276,8 +307,6 @@ def test_speedups_are_on_a_log_axis_and_hollow_where_there_is_no_interval():
 
 
 def test_pixels_of_images_with_the_channels_last_are_height_by_width():
-    from dataclasses import replace
-
     result = with_images()
     images = [replace(image, shape=[1, 640, 960, 3]) for image in result.images.images]
     last = replace(result, images=replace(result.images, images=images, layout="last"))

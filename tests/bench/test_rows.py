@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from enginery.bench.config import BenchConfig
 from enginery.bench.notes import fallback_notes, stage_notes
 from enginery.bench.rows import lines, tables
-from enginery.runtime.placement import PlacedNode, Placement
-from enginery.runtime.provider_names import CPU, CUDA
+from enginery.runtime.onnxruntime.placement import PlacedNode, Placement
+from enginery.runtime.providers.known import CPU, CUDA
 from tests.bench.made import made_case, made_contender, made_result
 
 PLACED = Placement(
@@ -21,7 +21,7 @@ PLACED = Placement(
     copies=tuple(f"Memcpy_token_{index}" for index in range(9)),
     counted=True,
 ).as_json()
-MISSED = "cuda asked for, but libcudart.so.13 was not found"
+MISSED = "cuda requested, but libcudart.so.13 was not found"
 FELL = {"name": CPU, "reason": MISSED}
 
 
@@ -60,7 +60,7 @@ def test_a_fallback_is_a_note_with_its_reason_and_stands_beside_the_provider():
     ]  # fmt: skip
     assert f"note: {notes[0]}" in lines(replace(result, notes=notes))
     assert [row["because"] for row in tables(result)["Contenders"]] == [MISSED] * 2
-    asked = {"name": CPU, "reason": "asked for"}
+    asked = {"name": CPU, "reason": "requested"}
     assert fallback_notes([("enginery", [asked]), ("pytorch", [])]) == []
 
 

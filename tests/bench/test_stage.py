@@ -9,7 +9,6 @@ import pytest
 
 from enginery.bench.config import BenchConfig
 from enginery.bench.process import Contender
-from enginery.bench.result import BenchResult
 from enginery.bench.rows import lines, tables
 from enginery.bench.stage import run
 from enginery.core.errors import (
@@ -22,6 +21,7 @@ from enginery.core.errors import (
 )
 from enginery.core.fingerprint import Fingerprint
 from enginery.core.manifest import Verdict
+from enginery.core.reports import BenchResult
 from tests.bench.made import QUICK, save_detector, save_photographs
 
 
@@ -218,7 +218,7 @@ def test_a_fallback_is_in_the_result_on_the_terminal_and_on_the_page(bert):
         allow_fallback=True,
     )  # fmt: skip
     reason = result.contender("enginery").providers[0]["reason"]
-    assert reason.startswith("cuda asked for, but")
+    assert reason.startswith("cuda requested, but")
     assert f"enginery, onnxruntime on cpu: {reason}" in result.notes
     assert f"note: enginery, onnxruntime on cpu: {reason}" in lines(result)
     assert reason[:30] in (bert.path / "reports" / "report.html").read_text()

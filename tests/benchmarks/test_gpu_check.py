@@ -19,11 +19,11 @@ from benchmarks.gpu_check.page import page
 from benchmarks.gpu_check.settings import PARTS, TEXT_MODELS, Part, settings_for
 from benchmarks.gpu_check.work import Work
 from enginery.core.errors import ProviderError
-from enginery.runtime import libraries
-from enginery.runtime.gpus import CudaGpu
-from enginery.runtime.placement import PlacedNode, Placement
-from enginery.runtime.provider_names import CPU, CUDA
-from enginery.runtime.tensorrt_options import CLASSIC, RTX
+from enginery.runtime.onnxruntime.placement import PlacedNode, Placement
+from enginery.runtime.providers import gpus
+from enginery.runtime.providers.gpus import CudaGpu
+from enginery.runtime.providers.known import CPU, CUDA
+from enginery.runtime.tensorrt.options import CLASSIC, RTX
 
 H200 = CudaGpu("NVIDIA H200", "9.0", 141 << 30)
 
@@ -96,8 +96,8 @@ def test_a_dry_run_says_so_and_writes_nothing_into_the_documentation(dry_run):
 
 
 def test_without_a_gpu_it_says_what_was_looked_for_and_ends_with_2(monkeypatch, capsys, tmp_path):
-    driver = libraries.CudaDriver(problem="there is no NVIDIA driver: libcuda.so.1 was not found")
-    monkeypatch.setattr(libraries, "cuda_driver", lambda: driver)
+    driver = gpus.CudaDriver(problem="there is no NVIDIA driver: libcuda.so.1 was not found")
+    monkeypatch.setattr(gpus, "cuda_driver", lambda: driver)
     assert command.main(["--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "needs an NVIDIA GPU" in said
@@ -237,7 +237,7 @@ def test_image_sizes_are_measured_on_the_cpu_though_every_search_on_the_gpu_fail
     work, exported, monkeypatch
 ):
     monkeypatch.setattr(
-        libraries, "cuda_driver", lambda: libraries.CudaDriver(problem="there is no NVIDIA driver")
+        gpus, "cuda_driver", lambda: gpus.CudaDriver(problem="there is no NVIDIA driver")
     )
     resnet = exported("resnet", "image-classification")
     given = work("convolutions", device="cuda", artifacts={"resnet": {"onnx": str(resnet.path)}})
@@ -414,7 +414,7 @@ def test_tensorrt_refusing_the_gpus_capability_is_right_and_building_is_not(work
 
 def test_the_build_stage_itself_refuses_an_h200_for_rtx(exported, monkeypatch, work):
     monkeypatch.setattr(tensorrt, "visible_gpus", lambda: (H200,))
-    monkeypatch.setattr("enginery.runtime.tensorrt_capability.visible_gpus", lambda: (H200,))
+    monkeypatch.setattr("enginery.runtime.tensorrt.capabilities.visible_gpus", lambda: (H200,))
     given = work("tensorrt")
     said = tensorrt._refusal(given, exported("bert", "feature-extraction"), RTX, H200)
     assert "no support for 9.0" in said

@@ -8,7 +8,7 @@ from enginery.doctor.advice import check_settings
 from enginery.doctor.config import DoctorConfig
 from enginery.doctor.report import Gpu, MachineStatus, NvidiaStatus, ProviderStatus
 from enginery.doctor.stage import examine
-from enginery.runtime.provider_names import CPU, CUDA
+from enginery.runtime.providers.known import CPU, CUDA
 
 MACHINE = MachineStatus(
     python="3.12", platform="Linux", cpu="A processor", physical_cores=4, usable_cpus=8,
@@ -45,10 +45,10 @@ def test_gpu_that_no_setting_names_is_noted():
     assert found({}, nvidia=WITH_GPU, providers=LOST) == []
 
 
-def test_a_wish_that_does_not_run_here_is_an_error():
+def test_a_named_provider_that_does_not_run_here_is_an_error():
     (finding,) = found({"ENGINERY_PROVIDERS": "cuda,cpu"})
     assert finding.severity == "error"
-    assert finding.problem == "ENGINERY_PROVIDERS asks for cuda, which does not run here"
+    assert finding.problem == "ENGINERY_PROVIDERS names cuda, which does not run here"
     assert (finding.evidence, finding.remedy) == ("libcublas.so.13 was not found", "Install it.")
 
 
@@ -59,7 +59,7 @@ def test_a_wish_that_does_not_run_here_is_an_error():
         ("cuda; cuda.gpu_mem_limit=much", "option 'gpu_mem_limit' for cuda: found 'much'"),
     ],
 )
-def test_a_wish_that_cannot_be_read_is_an_error(text, evidence):
+def test_a_variable_that_cannot_be_read_is_an_error(text, evidence):
     (finding,) = found({"ENGINERY_PROVIDERS": text})
     assert (finding.severity, finding.problem) == ("error", "ENGINERY_PROVIDERS cannot be used")
     assert finding.evidence.startswith(evidence)
@@ -69,9 +69,9 @@ def test_a_wish_that_cannot_be_read_is_an_error(text, evidence):
 @pytest.mark.parametrize(
     ("search", "fires"), [("EXHAUSTIVE", True), ("HEURISTIC", False), ("DEFAULT", False)]
 )
-def test_an_exhaustive_search_that_is_wished_for(search, fires):
-    wish = f"cuda; cuda.cudnn_conv_algo_search={search}"
-    findings = found({"ENGINERY_PROVIDERS": wish}, nvidia=WITH_GPU, providers=RUNS)
+def test_an_exhaustive_search_that_is_requested(search, fires):
+    text = f"cuda; cuda.cudnn_conv_algo_search={search}"
+    findings = found({"ENGINERY_PROVIDERS": text}, nvidia=WITH_GPU, providers=RUNS)
     assert len(findings) == fires
     for finding in findings:
         assert "cuda.cudnn_conv_algo_search=EXHAUSTIVE" in finding.evidence
@@ -92,7 +92,7 @@ def test_more_threads_than_cores(name, value, fires):
     assert found({name: value}, machine=replace(MACHINE, physical_cores=0)) == []
 
 
-def test_threads_of_a_wished_provider():
+def test_threads_of_a_named_provider():
     (finding,) = found({"ENGINERY_PROVIDERS": "openvino; openvino.num_of_threads=64"})
     assert finding.evidence == "openvino.num_of_threads is 64, on 4 cores"
 

@@ -8,8 +8,8 @@ import pytest
 from enginery.doctor import probe_worker
 from enginery.doctor.probe_worker import EXPECTED, FEED, one_op_model
 from enginery.doctor.subprocess_probe import ProbeResult, last_error, run_probe
-from enginery.runtime.obstacles import Obstacle
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT
+from enginery.runtime.providers.availability import Unavailable
+from enginery.runtime.providers.known import CPU, CUDA, TENSORRT
 
 
 @pytest.fixture
@@ -122,11 +122,11 @@ class Session:
 
 @pytest.fixture
 def examined(monkeypatch):
-    """Examines CUDA on a machine without obstacles, with the session given."""
+    """Examines CUDA on a machine where nothing is missing, with the session given."""
 
     def examine(session):
-        monkeypatch.setattr(probe_worker.obstacles, "find_obstacle", lambda name: None)
-        monkeypatch.setattr(probe_worker.obstacles, "find_caveat", lambda name: "")
+        monkeypatch.setattr(probe_worker.availability, "unavailable_reason", lambda name: None)
+        monkeypatch.setattr(probe_worker.availability, "provider_warning", lambda name: "")
         monkeypatch.setattr(probe_worker, "_session", lambda name: session)
         monkeypatch.setattr(probe_worker, "_placement", lambda session: set(session.placed))
         return probe_worker.examine_provider(CUDA)
@@ -165,9 +165,9 @@ def test_missing_libraries_are_named_beside_a_missing_driver(monkeypatch):
         name: f"{name}: cannot open shared object file: No such file or directory"
         for name in ("libcuda.so.1", "libnvinfer.so.10")
     }
-    driver = Obstacle("there is no NVIDIA driver: libcuda.so.1 was not found", "Install it.")
-    monkeypatch.setattr(probe_worker.obstacles, "find_obstacle", lambda name: driver)
-    monkeypatch.setattr(probe_worker.obstacles, "missing_for", lambda name: lost)
+    driver = Unavailable("there is no NVIDIA driver: libcuda.so.1 was not found", "Install it.")
+    monkeypatch.setattr(probe_worker.availability, "unavailable_reason", lambda name: driver)
+    monkeypatch.setattr(probe_worker.availability, "missing_for", lambda name: lost)
     status = probe_worker.examine_provider(TENSORRT)
     assert status["missing"] == list(lost)
     assert status["reason"] == (

@@ -11,13 +11,14 @@ from enginery.doctor.config import DoctorConfig
 from enginery.doctor.machine import machine_findings
 from enginery.doctor.report import Gpu, NvidiaStatus, ProviderStatus
 from enginery.doctor.stage import (
+    absent_statuses,
     examine,
     provider_findings,
     provider_status,
 )
 from enginery.doctor.subprocess_probe import ProbeResult
-from enginery.runtime.libraries import cuda_driver
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers.gpus import cuda_driver
+from enginery.runtime.providers.known import CPU, CUDA, KNOWN_PROVIDERS, TENSORRT, TENSORRT_RTX
 
 GIB = 1 << 30
 WITH_GPU = NvidiaStatus("580.65.06", "13.0", "", (Gpu("NVIDIA L4", "8.9", 0, 0),), {}, "13")
@@ -164,3 +165,22 @@ def test_findings_are_ordered_by_severity(report):
     order = ["error", "warning", "note"]
     found = [order.index(finding.severity) for finding in report.findings]
     assert found == sorted(found)
+
+
+def test_the_doctor_has_a_row_for_every_provider_with_what_brings_it():
+    report = examine(DoctorConfig())
+    assert {status.name for status in report.providers} == {row.name for row in KNOWN_PROVIDERS}
+    plain = {provider["short_name"]: provider for provider in report.as_json()["providers"]}
+    assert plain["openvino"]["package"] == "onnxruntime-openvino"
+    assert "gpu_mem_limit" in plain["cuda"]["options"]
+    for provider in plain.values():
+        assert provider["state"] == "runs" or (provider["reason"] and provider["remedy"])
+    (table,) = [table for table in report.tables() if table.title == "Execution providers"]
+    rows = {row[0].split(" (")[0]: row for row in table.rows}
+    assert rows["cuda"][2:4] == ("onnxruntime-gpu", "23 checked")
+    assert rows["xnnpack"][2] == "build from source"
+
+
+def test_those_that_are_not_here_have_no_answer_where_the_child_died():
+    (status,) = absent_statuses(["CoreMLExecutionProvider"], ProbeResult(reason="the process died"))
+    assert (status.runs, status.reason) == (False, "the process died")

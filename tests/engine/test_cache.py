@@ -20,7 +20,7 @@ from enginery.core.store import Store
 from enginery.engine import build, stage
 from enginery.engine.build import find_engine, obtain_engine
 from enginery.engine.key import resolve_requests
-from enginery.runtime.tensorrt import has_tensorrt
+from enginery.runtime.tensorrt.process import has_tensorrt
 from tests.core.artifacts import start
 from tests.engine.conftest import Said, build_config
 from tests.engine.products import PROFILE, product
@@ -147,7 +147,9 @@ def never_built(monkeypatch):
 def test_another_tensorrt_misses_and_is_named(tmp_path, monkeypatch):
     artifact, said = product(tmp_path / "a"), Said()
     engine, _ = obtain(artifact)
-    monkeypatch.setattr("enginery.runtime.tensorrt_key.tensorrt_version", lambda _: "1.8.0.1")
+    monkeypatch.setattr(
+        "enginery.runtime.tensorrt.engine_key.tensorrt_version", lambda _: "1.8.0.1"
+    )
     assert find_engine(request_of(artifact)) is None
     never_built(monkeypatch)
     with pytest.raises(ProviderError):

@@ -11,7 +11,7 @@ from enginery.core.engine_record import EngineRecord
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.engine.ep_context import ENGINE_HEADER_BYTES, write_wrapper
-from enginery.runtime.tensorrt import build_plan
+from enginery.runtime.tensorrt.process import build_plan
 from tests.engine.made import PLAN, engine_record
 
 needs_tensorrt = pytest.mark.skipif(
@@ -189,7 +189,7 @@ def test_engines_lie_under_their_flavor_targets_and_key(artifact):
 def test_a_real_plan_has_a_header_of_this_length_and_a_wrapper(artifact, tmp_path):
     import tensorrt_rtx_bindings as trt
 
-    from enginery.runtime.tensorrt_library import trt_messages
+    from enginery.runtime.tensorrt.library import trt_messages
 
     built = build_plan(
         artifact.model,

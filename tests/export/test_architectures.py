@@ -1,4 +1,4 @@
-"""Every architecture that is promised: exported by the real stage, validated, loaded elsewhere."""
+"""Every supported architecture: exported by the stage, validated, and loaded by other libraries."""
 
 import pytest
 
@@ -28,7 +28,7 @@ ORT_CLASSES = {
     "text2text-generation-with-past": "ORTModelForSeq2SeqLM",
 }
 
-# Names that a person would use; `encoder_`, `decoder_` and `past_` may stand before `sequence`.
+# Readable names; `sequence` may have the prefix `encoder_`, `decoder_` or `past_`.
 DIMS = {"batch", "sequence", "height", "width"}
 
 

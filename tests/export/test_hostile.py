@@ -1,6 +1,6 @@
-"""Models made to run their author's code, or to bring files along, wherever they are loaded.
+"""Hostile models that try to run their author's code, or to have other files copied.
 
-Every one is met the whole way, through the real stages; a marker file tells whether code ran.
+The tests run the real stages; a marker file shows whether code ran.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def marker(tmp_path, monkeypatch):
 
 @pytest.fixture
 def bert(tiny_model, tmp_path):
-    """`bert(key=value)`: a copy of a tiny model with these keys in its config.json."""
+    """Return a function that copies a tiny model and sets keys in its config.json."""
 
     def make(name="model", **changes):
         out = tmp_path / name
@@ -66,7 +66,7 @@ def test_own_code_does_not_run_without_consent(bert, marker, exporter):
 
 @pytest.mark.parametrize("exporter", ["optimum", "dynamo"])
 def test_code_beside_a_type_of_transformers_is_not_used(bert, marker, exporter):
-    """Many published models have both; transformers' own class is as good, and runs nothing."""
+    """Many published models have both; transformers' own class is sufficient and safe."""
     model = bert(auto_map={"AutoModelForSequenceClassification": "evil.Model"})
     (model / "evil.py").write_text(payload(marker))
     edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", "evil.T"]})
@@ -77,7 +77,7 @@ def test_code_beside_a_type_of_transformers_is_not_used(bert, marker, exporter):
 
 
 def test_code_of_a_nested_configuration_does_not_run(tmp_path, marker):
-    """CVE-2026-5241: a configuration that grants itself trust, for code elsewhere on the disk."""
+    """CVE-2026-5241: a configuration that grants itself trust for code elsewhere on the disk."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "evil.py").write_text(payload(marker))
@@ -120,19 +120,19 @@ def pickled(model, marker):
     torch.save({"weight": _Runs(marker)}, model / "pytorch_model.bin")
 
 
-def test_a_stray_safetensors_file_does_not_vouch_for_pickled_weights(bert, marker):
+def test_stray_safetensors_file_does_not_allow_pickled_weights(bert, marker):
     model = bert()
     (model / "model.safetensors").rename(model / "decoy.safetensors")
     pickled(model, marker)
     with pytest.raises(SourceError, match=r"only pickled weights \(pytorch_model\.bin\)"):
         export_model(str(model))
-    # Allowed, they are read by an unpickler that runs nothing.
+    # If allowed, they are read by an unpickler that runs no code.
     with pytest.raises(EngineryError, match="cannot load"):
         export_model(str(model), allow_pickle=True)
     assert not marker.exists()
 
 
-def test_changed_weights_are_exported_anew_whatever_lies_beside_them(bert):
+def test_changed_weights_are_exported_again_whatever_is_beside_them(bert):
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -149,8 +149,8 @@ def test_changed_weights_are_exported_anew_whatever_lies_beside_them(bert):
     assert export_model(str(model), allow_pickle=True).path != first.path
 
 
-def test_weights_of_tensorflow_do_not_stand_in_for_damaged_ones(bert):
-    """Optimum would load tf_model.h5, which nobody has hashed, with whatever Keras makes of it."""
+def test_tensorflow_weights_do_not_replace_damaged_ones(bert):
+    """Optimum would load tf_model.h5, which is not hashed, with Keras."""
     model = bert()
     (model / "model.safetensors").write_bytes(b"damaged")
     (model / "tf_model.h5").write_bytes(b"anything")
@@ -159,7 +159,7 @@ def test_weights_of_tensorflow_do_not_stand_in_for_damaged_ones(bert):
 
 
 @pytest.mark.parametrize("names", [["../model.safetensors"], ["/etc/passwd"], ["a/b.safetensors"]])
-def test_an_index_of_shards_names_files_of_its_own_directory(bert, names):
+def test_shard_index_only_names_files_of_its_directory(bert, names):
     model = bert()
     (model / "model.safetensors").unlink()
     index = {"weight_map": {str(number): name for number, name in enumerate(names)}}
@@ -168,7 +168,7 @@ def test_an_index_of_shards_names_files_of_its_own_directory(bert, names):
         export_model(str(model))
 
 
-def test_side_files_that_are_links_are_not_brought_along(bert, tmp_path):
+def test_linked_side_files_are_not_copied(bert, tmp_path):
     model = bert()
     (tmp_path / "secret").write_text("secret")
     (model / "added_tokens.json").symlink_to(tmp_path / "secret")
@@ -177,7 +177,7 @@ def test_side_files_that_are_links_are_not_brought_along(bert, tmp_path):
 
 
 def test_code_in_the_working_directory_is_not_imported(bert, marker, tmp_path):
-    """People change into a downloaded model's directory and export what is there."""
+    """Users change into a downloaded model's directory and export it there."""
     model = bert()
     for name in ("torch", "transformers", "onnx", "json"):
         (model / f"{name}.py").write_text(payload(marker) + "raise ImportError\n")
@@ -195,7 +195,7 @@ def test_code_in_the_working_directory_is_not_imported(bert, marker, tmp_path):
 
 @pytest.fixture
 def own_code(tmp_path, marker):
-    """A model of a type of its own, whose code works and leaves a mark."""
+    """Write a model of its own type, whose code works and creates a marker file."""
     import torch
     from safetensors.torch import save_file
 
@@ -219,7 +219,7 @@ def own_code(tmp_path, marker):
 
 
 def test_an_artifact_grants_no_trust_to_its_own_source(own_code, marker):
-    """Its manifest records that the export was allowed the code, and that is no permission."""
+    """Its manifest records that the export was allowed to run the code; that is no permission."""
     artifact = export_model(
         str(own_code), task="text-classification", exporter="dynamo", trust_remote_code=True
     )
@@ -247,7 +247,7 @@ def test_an_artifact_grants_nothing_to_pickled_weights(bert, marker):
     assert validate_model(artifact, allow_pickle=True).passed
 
 
-def test_a_package_above_the_named_one_is_not_imported(tiny_model, tmp_path, monkeypatch, marker):
+def test_parent_package_is_not_imported(tiny_model, tmp_path, monkeypatch, marker):
     root = tmp_path / "site/evilp"
     shutil.copytree(tiny_model("bert", "text-classification"), root / "sub/model")
     (root / "__init__.py").write_text(payload(marker))
@@ -260,7 +260,7 @@ def test_a_package_above_the_named_one_is_not_imported(tiny_model, tmp_path, mon
 
 @pytest.mark.parametrize("report", ["../victim.json", "/tmp/enginery-victim.json"])
 def test_export_over_an_artifact_creates_nothing_outside(bert, tmp_path, report):
-    """A verdict whose report lies elsewhere made `export --out` write there."""
+    """With a verdict whose report was elsewhere, `export --out` used to write there."""
     from tests.core.artifacts import edit_manifest, verdict
 
     model = bert()
@@ -283,8 +283,8 @@ def test_bad_weights_are_an_error_about_the_weights(bert):
     assert "tensorflow" not in str(caught.value).lower()
 
 
-def test_a_process_that_is_stopped_is_a_hostile_model_and_no_crash(tiny_model, tmp_path, marker):
-    """What slips through the screening: here a weakness is planted in the loader itself."""
+def test_stopped_process_is_reported_as_a_hostile_model(tiny_model, tmp_path, marker):
+    """The last defence after screening; the test plants a weakness in the loader."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model("bert", "text-classification"), model)
     (model / "evil.py").write_text(payload(marker))

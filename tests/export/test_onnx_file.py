@@ -1,4 +1,4 @@
-"""Existing .onnx files as artifacts, and what is wrong with some of them."""
+"""Import of .onnx files, and the errors for invalid ones."""
 
 import json
 
@@ -17,7 +17,7 @@ from enginery.export.side_files import copy_side_files
 
 
 def linear(path, *, dims=("batch", 4), external="", output="logits"):
-    """x @ w: a graph of one node."""
+    """Write a graph of one node: x @ w."""
     weight = numpy_helper.from_array(np.arange(12, dtype=np.float32).reshape(4, 3), "w")
     graph = helper.make_graph(
         [helper.make_node("MatMul", ["x", "w"], [output], name="matmul")],
@@ -86,19 +86,19 @@ def test_missing_external_data_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("dim", [None, "Addlogits_dim_1"])
-def test_input_dim_without_a_readable_name_is_refused(tmp_path, dim):
+def test_input_dim_without_a_readable_name_is_rejected(tmp_path, dim):
     path = linear(tmp_path / "mine.onnx", dims=(dim, 4))
     with pytest.raises(ExportError, match="dim 0 of input 'x' is dynamic and"):
         export_model(str(path))
 
 
-def test_output_that_the_task_does_not_have_is_refused(tmp_path):
+def test_output_that_the_task_does_not_have_is_rejected(tmp_path):
     path = linear(tmp_path / "mine.onnx", output="scores")
-    with pytest.raises(ExportError, match="read from the output logits, but the graph has scores"):
+    with pytest.raises(ExportError, match="needs the output logits, but the graph has scores"):
         export_model(str(path), task="text-classification")
 
 
-def test_graph_that_is_not_valid_onnx_is_refused(tmp_path):
+def test_invalid_onnx_is_rejected(tmp_path):
     path = linear(tmp_path / "mine.onnx")
     model = onnx.load(str(path))
     model.graph.node[0].input[1] = "nowhere"
@@ -108,14 +108,14 @@ def test_graph_that_is_not_valid_onnx_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00 this is no model", b"PK\x03\x04"])
-def test_file_that_is_no_onnx_is_refused(tmp_path, content):
+def test_file_that_is_not_onnx_is_rejected(tmp_path, content):
     path = tmp_path / "mine.onnx"
     path.write_bytes(content)
     with pytest.raises(SourceError, match="is not an ONNX model"):
         export_model(str(path))
 
 
-def test_validating_an_imported_graph_asks_for_its_pytorch_model(exported, tiny_model):
+def test_validating_an_imported_graph_requires_its_pytorch_model(exported, tiny_model):
     source = tiny_model("bert", "text-classification")
     original = exported("bert", "text-classification")
     artifact = export_model(str(original.model), task="text-classification")
@@ -126,7 +126,7 @@ def test_validating_an_imported_graph_asks_for_its_pytorch_model(exported, tiny_
 
 @pytest.fixture
 def beside(tmp_path):
-    """`beside(config)`: a folder with mine.onnx and config.json, and a secret beside it."""
+    """Return a function that makes a folder with mine.onnx and config.json, beside a secret."""
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "config.json").write_text('{"password": "1234"}')
 
@@ -150,7 +150,7 @@ def beside(tmp_path):
         ("config.json", "../secret/config.json"),
     ],
 )
-def test_what_lies_elsewhere_is_never_copied(beside, tmp_path, name, target, trust):
+def test_links_out_of_the_directory_are_never_copied(beside, tmp_path, name, target, trust):
     path, out = beside({"model_type": "bert"}), tmp_path / "out"
     link = path.parent / name
     link.parent.mkdir(exist_ok=True)
@@ -162,7 +162,7 @@ def test_what_lies_elsewhere_is_never_copied(beside, tmp_path, name, target, tru
     assert not any("1234" in file.read_text() for file in out.rglob("*.json"))
 
 
-def test_an_import_behind_links_leaves_no_artifact(beside, tmp_path):
+def test_rejected_import_leaves_no_artifact(beside, tmp_path):
     path = beside({"model_type": "bert"})
     (path.parent / "notes.txt").symlink_to("/proc/self/environ")
     with pytest.raises(UntrustedModelError, match=r"notes\.txt is a link"):
@@ -177,13 +177,13 @@ def test_files_beside_an_import_are_screened(beside, tmp_path):
         import_onnx(path, ExportConfig(), tmp_path / "out")
 
 
-def test_code_for_a_type_that_transformers_has_is_no_alarm(beside, tmp_path):
+def test_own_code_for_a_type_of_transformers_is_accepted(beside, tmp_path):
     path = beside({"model_type": "bert", "auto_map": {"AutoConfig": "org/name--x.Config"}})
     (tmp_path / "out").mkdir()
     assert import_onnx(path, ExportConfig(), tmp_path / "out").model_type == "bert"
 
 
-def test_side_files_of_the_hubs_cache_are_copied(tmp_path):
+def test_side_files_in_the_hub_cache_are_copied(tmp_path):
     blobs = tmp_path / "models--org--name" / "blobs"
     snapshot = blobs.parent / "snapshots" / "f00"
     for folder in (blobs, snapshot / "1_Pooling", tmp_path / "out"):
@@ -196,7 +196,7 @@ def test_side_files_of_the_hubs_cache_are_copied(tmp_path):
     assert (tmp_path / "out" / "1_Pooling" / "config.json").read_text() == "{}"
 
 
-def test_a_side_file_whose_name_no_manifest_takes_is_refused(beside, tmp_path):
+def test_side_file_with_an_invalid_name_is_rejected(beside, tmp_path):
     path = beside({"model_type": "bert"})
     (path.parent / "a\x1b[2J.txt").write_text("")
     (tmp_path / "out").mkdir()
@@ -215,7 +215,7 @@ def test_the_structure_is_checked_before_onnx_reads_the_file(tmp_path, monkeypat
 
 
 def with_dims(path, dims):
-    """The file with other dims of its input, canonically named."""
+    """Set the dims of the file's input."""
     model = onnx.load(str(path))
     for dim, new in zip(model.graph.input[0].type.tensor_type.shape.dim, dims, strict=True):
         if isinstance(new, int):
@@ -227,20 +227,20 @@ def with_dims(path, dims):
     return path
 
 
-def test_a_size_that_no_manifest_takes_is_refused(tmp_path):
+def test_dim_beyond_32_bits_is_rejected(tmp_path):
     path = with_dims(linear(tmp_path / "mine.onnx"), ("batch", 2**40))
     with pytest.raises(ExportError, match=r"'x': dims\.1.*less than or equal to 2147483647"):
         graphs.record_graph(path, tmp_path)
 
 
-def test_a_name_that_no_manifest_takes_is_refused(tmp_path):
+def test_name_with_control_characters_is_rejected(tmp_path):
     path = linear(tmp_path / "mine.onnx", output="scores\x1b[2J")
     with pytest.raises(ExportError, match="no control character"):
         graphs.record_graph(path, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["²", "1" * 5000])
-def test_a_dim_of_digits_that_are_no_size_is_no_name(tmp_path, name):
+def test_dim_named_with_digits_is_rejected(tmp_path, name):
     path = with_dims(linear(tmp_path / "mine.onnx"), ("batch", name))
     with pytest.raises(ExportError, match="dim 1 of input 'x' is dynamic and named"):
-        graphs.check(path)
+        graphs.check_exported_graph(path)

@@ -1,4 +1,4 @@
-"""What the export stage leaves, and what it says when it cannot."""
+"""The artifacts of the export stage, and its errors."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_feature_map_of_a_convolutional_model_has_named_dims(exported):
     assert graph.outputs[0].dims[2:] == ("last_hidden_state_height", "last_hidden_state_width")
 
 
-def test_opset_and_precision_are_as_asked(tiny_model):
+def test_opset_and_precision_follow_the_options(tiny_model):
     artifact = export_model(str(tiny_model("bert", "fill-mask")), opset=19, dtype="fp16")
     assert artifact.manifest.graphs[0].opset == 19
     assert artifact.manifest.precision == "fp16"
@@ -84,12 +84,12 @@ def test_unknown_task_names_the_nearest(tiny_model):
         export_model(str(tiny_model("bert", "fill-mask")), task="text-clasification")
 
 
-def test_task_that_the_model_type_lacks_lists_those_it_has(tiny_model):
+def test_unsupported_task_lists_the_supported_ones(tiny_model):
     with pytest.raises(ExportError, match=r"Optimum exports bert for .*fill-mask.*not for"):
         export_model(str(tiny_model("bert", "fill-mask")), task="image-classification")
 
 
-def test_model_type_unknown_to_optimum_is_pointed_to_dynamo(tiny_model, tmp_path):
+def test_error_for_an_unknown_model_type_recommends_dynamo(tiny_model, tmp_path):
     model = edited_config(tiny_model("bert", "fill-mask"), tmp_path / "m", model_type="fnet",
                           architectures=["FNetForMaskedLM"])  # fmt: skip
     with pytest.raises(ExportError, match=r"no model type 'fnet'.*--exporter dynamo"):
@@ -124,7 +124,7 @@ def test_dynamo_exports_a_vision_model(tmp_path):
     assert validate_model(artifact).passed
 
 
-def test_models_own_code_is_refused_unless_asked_for(tiny_model, tmp_path):
+def test_own_code_is_rejected_without_consent(tiny_model, tmp_path):
     model = edited_config(
         tiny_model("bert", "fill-mask"), tmp_path / "m", model_type="bert-of-my-own",
         auto_map={"AutoModel": "modeling_mine.MyModel"},
@@ -133,7 +133,7 @@ def test_models_own_code_is_refused_unless_asked_for(tiny_model, tmp_path):
         export_model(model)
 
 
-def test_pickled_weights_are_refused_unless_allowed(tiny_model, tmp_path):
+def test_pickled_weights_are_rejected_unless_allowed(tiny_model, tmp_path):
     import safetensors.torch
     import torch
 
@@ -148,7 +148,7 @@ def test_pickled_weights_are_refused_unless_allowed(tiny_model, tmp_path):
     assert validate_model(artifact, allow_pickle=True).passed
 
 
-def test_damaged_weights_are_an_error_in_words(tiny_model, tmp_path):
+def test_damaged_weights_are_an_error_with_a_log(tiny_model, tmp_path):
     model = tmp_path / "damaged"
     shutil.copytree(tiny_model("bert", "feature-extraction"), model)
     weights = model / "model.safetensors"
@@ -200,7 +200,7 @@ def test_kill_in_the_middle_leaves_no_artifact_and_the_next_run_succeeds(tiny_mo
     assert not list(Store(home).artifacts.glob(".tmp-*")), "the leftovers are gone"
 
 
-def test_two_processes_exporting_the_same_export_once(tiny_model, tmp_path):
+def test_two_processes_with_the_same_export_run_it_once(tiny_model, tmp_path):
     model, home = tiny_model("bert", "fill-mask"), tmp_path / "home"
     children = [cli("export", model, "--json", home=home) for _ in range(2)]
     results = [child.communicate() for child in children]
@@ -233,7 +233,7 @@ def test_second_export_is_taken_from_the_store_and_a_change_is_named(tiny_model,
     assert any("opset: 20 → 18" in line for line in said), said
 
 
-def test_out_gets_a_copy_and_foreign_directories_are_left_alone(tiny_model, tmp_path):
+def test_out_gets_a_copy_and_other_directories_are_not_overwritten(tiny_model, tmp_path):
     from enginery.core.errors import ArtifactError
 
     model = str(tiny_model("bert", "fill-mask"))

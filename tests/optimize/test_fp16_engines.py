@@ -1,4 +1,4 @@
-"""FP16 graphs of each architecture as engines that TensorRT for RTX really builds."""
+"""Engines that TensorRT for RTX builds from the FP16 graphs of each architecture."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from tests.tiny import tiny_artifact
 
 pytest.importorskip("tensorrt_rtx_bindings")
 
-# Heads of 32: TensorRT fuses no attention whose heads are as narrow as those of the tiny models.
+# Heads of size 32: TensorRT does not fuse attention with the small heads of the tiny models.
 WIDE = {"hidden_size": 128, "intermediate_size": 256}
 
 
@@ -30,13 +30,13 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256}
 def test_fp16_engine_multiplies_in_fp16_alone_and_fuses_attention(
     tmp_path, kind, task, config, gemms, convolutions, attentions
 ):
-    """GEMMs and convolutions at least as many as the network's layers leave after fusion."""
-    from enginery.runtime.tensorrt import build_plan
+    """The engine has at least as many GEMMs and convolutions as remain after fusion."""
+    from enginery.runtime.tensorrt.process import build_plan
 
     source = tiny_artifact(kind, task, tmp_path / "source", **config)
     artifact = stage.run(source, OptimizeConfig(), tmp_path / "out")
     names = dynamic_dims(artifact.manifest.graphs[0].inputs)
-    pixels = "32" if kind == "vit" else "64"  # what the tiny model has positions for
+    pixels = "32" if kind == "vit" else "64"  # the tiny model has positions for this size
     sizes = {"batch": "1:2:4", "height": pixels, "width": pixels}
     profile = Profile.parse(",".join(f"{name}={sizes.get(name, '1:8:16')}" for name in names))
     built = build_plan(artifact.model, profiles=[profile], capabilities=("8.9",))

@@ -1,4 +1,4 @@
-"""What the overflow guard says and does where islands are not enough, and inside branches."""
+"""The overflow guard with graphs that it cannot repair, and with branches."""
 
 import json
 
@@ -11,13 +11,13 @@ from enginery import export_model
 from enginery.cli import main
 from enginery.optimize import stage
 from enginery.optimize.config import OptimizeConfig
-from enginery.optimize.divergence import first_divergences, relative_error
+from enginery.optimize.divergence import find_divergences, relative_error
 from tests.passes.graphs import graph, saved
 
 
 @pytest.fixture
 def large_output(tmp_path):
-    """An artifact whose output is beyond FP16: x -> MatMul -> Mul by a million."""
+    """Export an artifact whose output exceeds FP16: x -> MatMul -> Mul by a million."""
     text = "g (float[batch, 8] x) => (float[batch, 8] y) { h = MatMul (x, w)  y = Mul (h, big) }"
     model = graph(text, w=np.eye(8), big=np.float32(1e6))
     return export_model(str(saved(model, tmp_path / "large.onnx")))
@@ -27,7 +27,7 @@ def record(artifact):
     return json.loads((artifact.path / stage.REPORT).read_text())["graphs"][0]
 
 
-def test_output_beyond_fp16_names_the_node_that_is_fp32_already(large_output, tmp_path):
+def test_overflowing_output_names_the_node_that_is_fp32_already(large_output, tmp_path):
     config = OptimizeConfig(io_dtype="same")
     artifact = stage.run(large_output, config, tmp_path / "out")
     found = record(artifact)
@@ -37,40 +37,43 @@ def test_output_beyond_fp16_names_the_node_that_is_fp32_already(large_output, tm
     verdict = artifact.failed()
     assert verdict is not None
     assert "y: " in verdict.summary
-    assert "NaN or infinite; it parts at the node mul_1, which is FP32 already" in verdict.summary
-    assert verdict.summary.endswith("--io-dtype fp32 does")
+    assert (
+        "NaN or infinite; it diverges from FP32 at the node mul_1, which is FP32 already"
+        in verdict.summary
+    )
+    assert verdict.summary.endswith("use --io-dtype fp32")
 
 
-def test_the_same_output_passes_as_fp32(large_output, tmp_path):
+def test_same_output_passes_in_fp32(large_output, tmp_path):
     artifact = stage.run(large_output, OptimizeConfig(), tmp_path / "out")
     assert artifact.failed() is None
     assert [island["node"] for island in record(artifact)["islands"]] == ["mul_1"]
 
 
-def test_command_line_ends_with_one_and_says_which_node(large_output, tmp_path, capsys):
+def test_command_line_exits_with_1_and_names_the_node(large_output, tmp_path, capsys):
     out = tmp_path / "out"
     command = ["optimize", str(large_output.path), "--io-dtype", "same", "--out", str(out)]
     with pytest.raises(SystemExit) as ended:
         main(command)
     assert ended.value.code == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert "it parts at the node mul_1, which is FP32 already" in said
-    assert "--io-dtype fp32 does" in said
+    assert "it diverges from FP32 at the node mul_1, which is FP32 already" in said
+    assert "use --io-dtype fp32" in said
     assert "Traceback" not in said
 
 
-def test_error_where_all_nodes_are_fp32_names_the_first_of_them(tmp_path):
-    """What is left is the rounding of the graph's own input."""
+def test_error_with_all_nodes_in_fp32_names_the_first_one(tmp_path):
+    """The remaining error is the rounding of the graph's input."""
     text = "g (float[n, 8] x) => (float[n, 8] y) { h = Sin (x)  y = Mul (h, w) }"
     source = export_model(str(saved(graph(text, w=np.float32(2)), tmp_path / "c.onnx")))
     config = OptimizeConfig(max_error=1e-6, keep_fp32=("sin_0", "mul_1"), io_dtype="same")
     artifact = stage.run(source, config, tmp_path / "out")
     summary = artifact.failed().summary
-    assert "it parts at the node sin_0, which is FP32 already; its result is off by" in summary
-    assert summary.endswith("those of its inputs that were computed by 0")
+    assert "it diverges from FP32 at the node sin_0, which is FP32 already: the relative" in summary
+    assert summary.endswith("that of its computed inputs 0")
 
 
-def test_t5_merged_decoder_is_measured_inside_its_branches(tiny_model, tmp_path):
+def test_t5_merged_decoder_is_measured_in_its_branches(tiny_model, tmp_path):
     source = export_model(
         str(tiny_model("t5", "text2text-generation")), task="text2text-generation-with-past"
     )
@@ -78,9 +81,9 @@ def test_t5_merged_decoder_is_measured_inside_its_branches(tiny_model, tmp_path)
     assert artifact.failed() is None
     graphs = json.loads((artifact.path / stage.REPORT).read_text())["graphs"]
     merged = next(found for found in graphs if "merged" in found["graph"])
-    assert merged["tensors_measured"] > 300, "those of both branches"
+    assert merged["tensors_measured"] > 300, "the tensors of both branches"
     assert merged["low_nodes"] > 150
-    # A branch that none of the made-up inputs took is not made narrow unseen.
+    # A branch that none of the generated inputs took is not cast.
     unknown = [i for i in merged["islands"] if "range is unknown" in i["reason"]]
     assert len(unknown) + merged["low_nodes"] > 300
     model = onnx.load(artifact.path / merged["graph"])
@@ -103,11 +106,11 @@ def test_divergence_inside_a_branch_is_found(tmp_path):
         paths.append(tmp_path / f"{number}.onnx")
         onnx.save(model, paths[-1])
     feeds = {"x": np.ones((2, 4), np.float32), "c": np.array([True])}
-    (first, *_) = first_divergences(*paths, feeds, fixed=())
+    (first, *_) = find_divergences(*paths, feeds, fixed=())
     assert (first.tensor, first.error, first.fixed) == ("far", np.inf, False)
-    assert first_divergences(*paths, feeds, fixed={first.node})[0].fixed
-    assert first_divergences(*paths, {**feeds, "c": np.array([False])}, fixed=()) == []
+    assert find_divergences(*paths, feeds, fixed={first.node})[0].fixed
+    assert find_divergences(*paths, {**feeds, "c": np.array([False])}, fixed=()) == []
 
 
-def test_another_shape_is_an_infinite_error():
+def test_different_shapes_are_an_infinite_error():
     assert relative_error(np.ones(3), np.ones(2)) == np.inf

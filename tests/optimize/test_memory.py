@@ -1,4 +1,4 @@
-"""What the optimize stage takes of memory for a graph whose weights are most of it."""
+"""The peak memory of the optimize stage for a graph that is mostly weights."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ ALLOWED = 2.2
 
 
 def stack_of_products(folder, layers):
-    """x -> (MatMul, Tanh) a layer, FP32 weights in a file beside the graph, written by memmap."""
+    """Write a graph of MatMul and Tanh per layer, with external FP32 weights written by memmap."""
     folder.mkdir()
     data = np.memmap(folder / "weights.bin", np.float32, "w+", shape=(layers, WIDTH, WIDTH))
     numbers = np.random.default_rng(0)
@@ -58,7 +58,7 @@ def stack_of_products(folder, layers):
 
 
 def peak_of_tree(command, log):
-    """Runs a command; the most that it and its children were seen to hold together, in bytes."""
+    """Run a command; return the peak resident memory of it and its children in bytes."""
     with log.open("w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said, env=os.environ.copy())
     root, most = psutil.Process(process.pid), 0
@@ -68,7 +68,7 @@ def peak_of_tree(command, log):
             for one in (root, *root.children(recursive=True)):
                 total += one.memory_info().rss
         except psutil.NoSuchProcess:
-            continue  # it ended between the two questions
+            continue  # the process has ended meanwhile
         most = max(most, total)
         time.sleep(0.02)
     assert process.returncode == 0, log.read_text()
@@ -76,7 +76,7 @@ def peak_of_tree(command, log):
 
 
 @pytest.mark.slow
-def test_optimize_takes_little_more_than_twice_the_weights(tmp_path, monkeypatch):
+def test_optimize_peaks_at_little_more_than_twice_the_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     artifact = export_model(str(stack_of_products(tmp_path / "source", LAYERS)))
     out = tmp_path / "fp16"

@@ -1,4 +1,4 @@
-"""What the optimize stage leaves for each target, and what it refuses."""
+"""The artifacts of the optimize stage for each target, and the inputs that it rejects."""
 
 import json
 
@@ -12,12 +12,12 @@ from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.optimize import stage
 from enginery.optimize.config import OptimizeConfig
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 
 
 @pytest.fixture
 def optimized(tmp_path):
-    """`optimized(artifact, target="cuda")`: the artifact that the stage leaves."""
+    """Return a function that runs the stage: `optimized(artifact, target="cuda")`."""
 
     def make(artifact, **options):
         name = "-".join(["out", *map(str, options.values())]).replace("/", "_")
@@ -64,7 +64,7 @@ def test_tensorrt_fp16_has_standard_ops_fp32_edges_and_a_record(exported, optimi
     assert error < report["graphs"][0]["agreements"][0]["limit"]
 
 
-def test_interface_is_fp16_where_asked(exported, optimized):
+def test_interface_is_fp16_with_io_dtype_same(exported, optimized):
     artifact = optimized(exported("vit", "image-classification"), io_dtype="same")
     record = artifact.manifest.graphs[0]
     assert {spec.dtype for spec in (*record.inputs, *record.outputs)} == {"float16"}
@@ -78,7 +78,7 @@ def test_bf16_is_checked_by_simulation(exported, optimized):
     assert artifact.manifest.verdict("optimize").passed
 
 
-def test_cuda_gets_fused_ops_and_tensorrt_refuses_them(exported, optimized):
+def test_cuda_gets_fused_ops_and_tensorrt_rejects_them(exported, optimized):
     artifact = optimized(exported("bert", "text-classification"), target="cuda", precision="fp32")
     ops = {node.op_type for node in onnx.load(artifact.model).graph.node}
     assert {"Attention", "SkipLayerNormalization"} <= ops
@@ -104,7 +104,7 @@ def test_cpu_dynamic_quantization_stores_int8(exported, optimized):
 
 
 def overflowing(source, out):
-    """The artifact with a hidden state that grows past FP16 on its way into a norm."""
+    """Return the artifact with a hidden state that exceeds FP16 before a norm."""
     model = onnx.load(source.model)
     nodes = model.graph.node
     norms = [i for i, node in enumerate(nodes) if node.op_type == "LayerNormalization"]
@@ -123,23 +123,21 @@ def overflowing(source, out):
     return Artifact.open(out)
 
 
-def test_overflow_becomes_an_island_with_its_range_in_the_report(exported, optimized, tmp_path):
+def test_overflowing_node_stays_fp32_with_its_range_in_the_report(exported, optimized, tmp_path):
     source = overflowing(exported("bert", "text-classification"), tmp_path / "grown")
     artifact = optimized(source)
     islands = {island["node"]: island for island in report_of(artifact)["graphs"][0]["islands"]}
     assert "grow" in islands
     assert islands["grow"]["largest"] > 65504
-    assert len(islands) == 2, "the product and the norm, and nothing else"
+    assert len(islands) == 2, "only the product and the norm"
     assert np.isfinite(answers(artifact)["logits"]).all()
 
 
-def test_islands_grow_from_the_node_where_the_graphs_part(
-    exported, optimized, tmp_path, monkeypatch
-):
-    """Ranges of inputs that never overflow: the check alone finds the node."""
+def test_check_finds_the_node_where_the_graphs_diverge(exported, optimized, tmp_path, monkeypatch):
+    """Without the measured ranges, the check alone finds the node."""
     from enginery.optimize import guard
 
-    monkeypatch.setattr(guard, "find_islands", lambda graph, ranges: {})
+    monkeypatch.setattr(guard, "find_fp32_nodes", lambda graph, ranges: {})
     source = overflowing(exported("bert", "text-classification"), tmp_path / "grown")
     artifact = optimized(source)
     found = report_of(artifact)["graphs"][0]
@@ -153,24 +151,24 @@ def test_graph_that_cannot_be_repaired_is_marked_with_its_node(
 ):
     from enginery.optimize import guard
 
-    monkeypatch.setattr(guard, "find_islands", lambda graph, ranges: {})
+    monkeypatch.setattr(guard, "find_fp32_nodes", lambda graph, ranges: {})
     source = overflowing(exported("bert", "text-classification"), tmp_path / "grown")
     artifact = optimized(source, max_rounds=0)
     verdict = artifact.failed()
     assert verdict is not None
-    assert "it parts at the node grow" in verdict.summary
+    assert "it diverges from FP32 at the node grow" in verdict.summary
     with pytest.raises(RejectedArtifactError):
         optimized(artifact, precision="bf16")
 
 
-def test_sequence_to_sequence_models_are_cast_graph_by_graph(exported, optimized):
+def test_all_graphs_of_sequence_to_sequence_models_are_cast(exported, optimized):
     source = exported("t5", "text2text-generation", post_process=False)
     artifact = optimized(source)
     assert len(report_of(artifact)["graphs"]) == len(source.manifest.graphs) > 1
     assert artifact.failed() is None
 
 
-def test_data_of_the_users_set_the_ranges(exported, optimized, tmp_path):
+def test_ranges_are_measured_on_the_users_data(exported, optimized, tmp_path):
     file = tmp_path / "reviews.csv"
     file.write_text("text\nGreat value.\nBroke after a week.\n")
     artifact = optimized(exported("bert", "text-classification"), data=str(file))
@@ -179,7 +177,7 @@ def test_data_of_the_users_set_the_ranges(exported, optimized, tmp_path):
         optimized(exported("bert", "text-classification"), data=str(file), column="review")
 
 
-def test_an_artifact_that_is_narrow_already_is_refused(exported, optimized):
+def test_fp16_artifact_is_rejected(exported, optimized):
     artifact = optimized(exported("bert", "text-classification"))
     with pytest.raises(OptionError, match="is fp16 already"):
         optimized(artifact, precision="bf16")
@@ -189,14 +187,14 @@ def test_an_artifact_that_is_narrow_already_is_refused(exported, optimized):
     ("options", "message"),
     [
         ({"quantize": "dynamic"}, "enginery quantize"),
-        ({"target": "cpu"}, "would only add casts"),
+        ({"target": "cpu"}, "and only add casts"),
         ({"level": "O4", "target": "cpu", "precision": "fp32"}, "O3 in FP16 on CUDA"),
-        ({"level": "O3"}, "which gets no fusions"),
+        ({"level": "O3"}, "does not use ONNX"),
         ({"rows": 0}, "expected 1 or more"),
         ({"max_error": float("nan")}, "expected a number above 0"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(exported, options, message):
+def test_contradicting_options_are_rejected(exported, options, message):
     with pytest.raises(OptionError, match=message):
         stage.fingerprint(exported("bert", "text-classification"), OptimizeConfig(**options))
 
@@ -221,7 +219,7 @@ def test_fingerprint_follows_the_options_and_the_data(exported, tmp_path):
 def test_tensorrt_builds_an_engine_of_the_precision(exported, optimized, kind, task, precision):
     pytest.importorskip("tensorrt_rtx_bindings")
     from enginery.core.shapes import Profile, dynamic_dims
-    from enginery.runtime.tensorrt import build_plan
+    from enginery.runtime.tensorrt.process import build_plan
 
     artifact = optimized(exported(kind, task), precision=precision)
     names = dynamic_dims(artifact.manifest.graphs[0].inputs)

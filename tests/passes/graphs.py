@@ -1,4 +1,4 @@
-"""Graphs for the tests of the passes, written in ONNX's own text, and ways to run them."""
+"""Graphs in ONNX's text format for the tests of the passes, and functions to run them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnx import numpy_helper
 
 
 def graph(text, opset=20, **weights):
-    """An `onnx_ir.Model` from the text of a graph; `weights` are FP32 or integer arrays."""
+    """Parse an `onnx_ir.Model` from the text of a graph; `weights` are FP32 or integer arrays."""
     model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : {opset}]>\n{text}')
     for name, values in weights.items():
         array = np.asarray(values)
@@ -22,7 +22,7 @@ def graph(text, opset=20, **weights):
 
 
 def saved(model, path):
-    """Writes the model and holds it to what every graph must be: strictly typed, fully checked."""
+    """Write the model, and check that it is valid and strictly typed."""
     from enginery.passes.graph_file import check_graph, write_graph
 
     write_graph(model, path)
@@ -44,7 +44,7 @@ def ops(model, op_type):
 
 
 def types(path):
-    """The types of all values, by name, as ONNX infers them."""
+    """Return the types of all values by name, as ONNX infers them."""
     model = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True)
     values = [*model.graph.input, *model.graph.output, *model.graph.value_info]
     found = {value.name: value.type.tensor_type.elem_type for value in values}

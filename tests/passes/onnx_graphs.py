@@ -1,7 +1,4 @@
-"""Small ONNX graphs, written node by node.
-
->>> save_graph(tmp_path / "relu.onnx", [node("Relu", "x", "y")])
-"""
+"""Small ONNX graphs, built node by node."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ WIDTH = 64
 
 
 def node(op_type: str, inputs: str, outputs: str, **attributes: Any) -> onnx.NodeProto:
-    """`node("MatMul", "x w", "y", name="product")`; `domain=` is taken, too."""
+    """Create a node: `node("MatMul", "x w", "y", name="product")`."""
     return helper.make_node(op_type, inputs.split(), outputs.split(), **attributes)
 
 
@@ -30,7 +27,7 @@ def save_graph(
     outputs: Mapping[str, tuple[int, Sequence[Any]]] | None = None,
     opset: int = 20,
 ) -> Path:
-    """Writes a graph; `x` and `y` are float32 (batch, 64) unless said otherwise.
+    """Write a graph whose input `x` and output `y` are float32 (batch, 64) by default.
 
     Constants are numpy arrays, or ONNX tensors for types that numpy lacks.
     """
@@ -47,14 +44,14 @@ def save_graph(
     )
     domains = dict.fromkeys(n.domain for n in nodes if n.domain)
     imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in domains)]
-    # Of a version that ONNX Runtime 1.31 reads, too.
+    # A version that ONNX Runtime 1.31 reads.
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
     onnx.save(model, str(path))
     return path
 
 
 def quantized_constants(**changes: Any) -> dict[str, Any]:
-    """A scale and a zero point for activations, and an INT8 weight with a scale a channel."""
+    """Return a scale and zero point for activations, and an INT8 weight with per-channel scales."""
     numbers = np.random.default_rng(0)
     weight = numbers.integers(-127, 128, (WIDTH, WIDTH)).astype(np.int8)
     return {
@@ -68,7 +65,7 @@ def quantized_constants(**changes: Any) -> dict[str, Any]:
 
 
 def quantized_product(*, axis: int = 1) -> list[onnx.NodeProto]:
-    """x -> Q -> DQ -> MatMul with a dequantized weight -> y, as TensorRT wants it for axis 1."""
+    """Return x -> Q -> DQ -> MatMul with a dequantized weight -> y. TensorRT requires axis 1."""
     return [
         node("QuantizeLinear", "x s z", "q", name="x_quantize"),
         node("DequantizeLinear", "q s z", "d", name="x_dequantize"),

@@ -1,4 +1,4 @@
-"""FP16 and BF16 graphs: types op by op, islands, and as few casts as the types need."""
+"""FP16 and BF16 graphs: the types of each op, nodes that stay FP32, and the number of casts."""
 
 import numpy as np
 import onnx
@@ -38,25 +38,25 @@ def test_interface_stays_fp32_and_the_inside_is_fp16(tmp_path):
     np.testing.assert_allclose(run(path, x=X)[0], before, atol=1e-2)
 
 
-def test_interface_becomes_narrow_where_asked(tmp_path):
+def test_interface_becomes_fp16_with_io_dtype_same(tmp_path):
     model = linear()
     assert cast_graph(model, "fp16", io_dtype="same").casts == 0
     found = types(saved(model, tmp_path / "m.onnx"))
     assert (found["x"], found["y"]) == ("FLOAT16", "FLOAT16")
 
 
-def test_island_has_one_cast_at_each_edge_and_none_inside(tmp_path):
+def test_fp32_region_has_one_cast_at_each_edge_and_none_inside(tmp_path):
     model = linear()
     result = cast_graph(model, "fp16", keep_fp32={"relu_1", "exp_3"}, io_dtype="same")
     found = types(saved(model, tmp_path / "m.onnx"))
     assert {found[name] for name in ("a", "b", "c")} == {"FLOAT"}
     assert found["h"] == "FLOAT16"
-    assert result.kept == {"relu_1": "asked for", "exp_3": "asked for",
+    assert result.kept == {"relu_1": "listed in keep_fp32", "exp_3": "listed in keep_fp32",
                            "sqrt_2": "between FP32 nodes"}  # fmt: skip
     assert len(ops(model, "Cast")) == 2
 
 
-def test_readers_of_one_value_share_a_cast(tmp_path):
+def test_consumers_of_one_value_share_a_cast(tmp_path):
     text = """g (float[4] x) => (float[4] y) {
       h = Mul (x, x)  a = Exp (h)  b = Sin (h)  c = Tanh (h)  d = Add (a, b)  y = Add (d, c) }"""
     model = graph(text)
@@ -67,7 +67,7 @@ def test_readers_of_one_value_share_a_cast(tmp_path):
     assert result.casts == len(sources)
 
 
-def test_weight_that_both_kinds_of_nodes_read_is_stored_twice(tmp_path):
+def test_weight_read_in_both_types_is_stored_twice(tmp_path):
     text = """g (float[4] x) => (float[4] y) { a = Mul (x, w)  b = Div (a, w)  y = Sin (b) }"""
     model = graph(text, w=[1.0, 2.0, 3.0, 4.0])
     result = cast_graph(model, "fp16", keep_fp32={"div_1"})
@@ -124,7 +124,7 @@ def test_types_follow_the_schema_of_each_op(tmp_path, text, weights):
     np.testing.assert_allclose(after, before, rtol=2e-3, atol=2e-3)
 
 
-def test_casts_that_have_become_idle_are_gone(tmp_path):
+def test_redundant_casts_are_removed(tmp_path):
     text = (
         "g (float[4] x) => (float[4] y) { a = Relu (x)  b = Cast <to: int = 1> (a)  y = Exp (b) }"
     )
@@ -134,8 +134,8 @@ def test_casts_that_have_become_idle_are_gone(tmp_path):
     assert ops(model, "Cast") == []
 
 
-def test_positions_stay_fp32_to_the_integer(tmp_path):
-    # FP16 ends counting at 2048: 2049 would become 2048.
+def test_positions_beyond_2048_stay_exact(tmp_path):
+    # FP16 represents integers exactly only up to 2048: 2049 would become 2048.
     text = """g (int64[3] i, float[3] x) => (float[3] y, int64[3] j) {
       f = Cast <to: int = 1> (i)  h = Mul (f, one)  j = Cast <to: int = 7> (h)  y = Relu (x) }"""
     model = graph(text, one=np.float32(1))
@@ -158,7 +158,7 @@ def test_angles_of_positions_stay_fp32(tmp_path):
     np.testing.assert_allclose(after, before, atol=1e-3)
 
 
-def test_quantized_graph_keeps_int8_and_takes_fp16_scales(tmp_path):
+def test_quantized_graph_keeps_int8_and_gets_fp16_scales(tmp_path):
     text = """g (float[2, 4] x) => (float[2, 4] y) {
       q = QuantizeLinear (x, sx, zero)  d = DequantizeLinear (q, sx, zero)
       w = DequantizeLinear <axis: int = 1> (wq, sw)  y = MatMul (d, w) }"""
@@ -181,7 +181,7 @@ def test_quantized_graph_keeps_int8_and_takes_fp16_scales(tmp_path):
     assert any("QuantizeLinear has no float16" in reason for reason in result.kept.values())
 
 
-def test_branches_of_an_if_are_cast_inside_and_fp32_at_their_edges(tmp_path):
+def test_branches_of_an_if_are_cast_and_their_outputs_stay_fp32(tmp_path):
     text = """g (float[4] x, bool c) => (float[4] y) {
       h = Exp (x)
       y = If (c) <
@@ -199,7 +199,7 @@ def test_branches_of_an_if_are_cast_inside_and_fp32_at_their_edges(tmp_path):
     assert types(path)["w"] == "FLOAT16"
 
 
-def test_bf16_takes_the_opset_that_has_its_convolutions(tmp_path):
+def test_bf16_raises_the_opset_to_22(tmp_path):
     text = "g (float[1, 2, 4, 4] x) => (float[1, 3, 4, 4] y) { y = Conv (x, w) }"
     model = graph(text, w=RNG.normal(size=(3, 2, 1, 1)))
     cast_graph(model, "bf16")

@@ -1,11 +1,11 @@
-"""Clean-up: smaller graphs with the same answers and the same interface."""
+"""Clean-up: smaller graphs with the same outputs and the same interface."""
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
-from enginery.passes.cleanup import clean_graph, standard_only
-from enginery.passes.nodes import infer_types, name_nodes
+from enginery.passes.cleanup import clean_graph, non_standard_nodes
+from enginery.passes.nodes import ensure_unique_node_names, infer_types
 from tests.passes.graphs import graph, ops, run, saved
 
 TEXT = """
@@ -23,7 +23,7 @@ g (float[batch, 4] x) => (float[batch, 4] y, float[batch, 4] z) {
 X = np.float32([[1, 2, 3, 4]])
 
 
-def test_constants_fold_and_idle_nodes_go_and_answers_stay(tmp_path):
+def test_constants_fold_and_redundant_nodes_go_and_outputs_stay(tmp_path):
     model = graph(TEXT, one=np.float32([1.0]))
     infer_types(model)
     cleaned = clean_graph(model)
@@ -44,7 +44,7 @@ def test_interface_keeps_its_names_types_and_dims():
     assert all(str(value.shape) == "[batch,4]" for value in values)
 
 
-def test_identity_inside_a_branch_may_hand_out_an_outer_value(tmp_path):
+def test_identity_in_a_branch_may_return_an_outer_value(tmp_path):
     text = """g (float[4] x, bool c) => (float[4] y) {
       h = Exp (x)
       y = If (c) <
@@ -58,19 +58,19 @@ def test_identity_inside_a_branch_may_hand_out_an_outer_value(tmp_path):
     assert run(saved(model, tmp_path / "m.onnx"), **feeds)[0].tolist() == [1.0] * 4
 
 
-def test_ops_of_other_domains_are_named():
+def test_ops_of_other_domains_are_listed():
     model = graph(TEXT, one=np.float32([1.0]))
     fused = ir.node("FusedMatMul", model.graph.node("exp_5").inputs, domain="com.microsoft",
                     name="fused_0")  # fmt: skip
     model.graph.append(fused)
-    assert standard_only(model) == ["fused_0 (com.microsoft::FusedMatMul)"]
+    assert non_standard_nodes(model) == ["fused_0 (com.microsoft::FusedMatMul)"]
 
 
-def test_nodes_get_names_that_no_other_has():
+def test_nodes_get_unique_names():
     model = graph("g (float[4] x) => (float[4] y) { a = Exp (x)  b = Exp (a)  y = Exp (b) }")
     for node, name in zip(model.graph, ("", "Exp_1", "Exp_1"), strict=True):
         node.name = name
-    name_nodes(model)
+    ensure_unique_node_names(model)
     names = [node.name for node in model.graph]
     assert len(set(names)) == 3
     assert names[1] == "Exp_1", "the first that has a name keeps it"

@@ -7,7 +7,7 @@ from enginery.passes.graph_file import read_graph, write_graph
 
 
 def save_with_everything_outside(path):
-    """As Optimum saves a model over 2 GB: the tensors of Constant nodes lie outside, too."""
+    """Save a model as Optimum saves those over 2 GB: tensors of Constant nodes are external too."""
     weights = np.arange(512, dtype=np.float32).reshape(64, 8)
     bias = np.arange(8, dtype=np.float32)
     graph = onnx.helper.make_graph(
@@ -36,12 +36,12 @@ def save_with_everything_outside(path):
     )
 
 
-def test_a_graph_that_is_written_elsewhere_needs_none_of_the_files_it_came_from(tmp_path):
+def test_written_graph_does_not_need_the_files_it_was_read_from(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     target.mkdir()
     save_with_everything_outside(source / "model.onnx")
-    assert write_graph(read_graph(source / "model.onnx"), target / "model.onnx", inside_bytes=0)
+    assert write_graph(read_graph(source / "model.onnx"), target / "model.onnx", max_inline_bytes=0)
     assert external_data_files(target / "model.onnx") == ["model.onnx.data"]
     feeds = {"x": np.ones((2, 64), dtype=np.float32)}
     before, after = (

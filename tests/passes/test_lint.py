@@ -1,4 +1,4 @@
-"""Each rule finds its fault in a graph that has it, and TensorRT's own parser agrees."""
+"""Each lint rule finds its problem in a graph that has it, and TensorRT's parser agrees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from enginery.core.errors import CheckFailedError, OptionError, ProviderError, S
 from enginery.core.shapes import Profile
 from enginery.passes import lint
 from enginery.passes.lint import lint_onnx
-from enginery.runtime.tensorrt import build_plan, has_tensorrt
+from enginery.runtime.tensorrt.process import build_plan, has_tensorrt
 from tests.passes.onnx_graphs import WIDTH, node, quantized_constants, quantized_product, save_graph
 
 needs_tensorrt = pytest.mark.skipif(
@@ -24,7 +24,7 @@ F16, F32 = TensorProto.FLOAT16, TensorProto.FLOAT
 
 @pytest.fixture
 def found(tmp_path):
-    """`found(nodes, constants, …)`: the rules' findings as (rule, severity, node)."""
+    """Return a function that lints a graph and returns a list of (rule, severity, node)."""
 
     def look(nodes, constants=None, *, target="tensorrt", **graph):
         path = save_graph(tmp_path / "graph.onnx", nodes, constants or {}, **graph)
@@ -36,7 +36,7 @@ def found(tmp_path):
 
 @pytest.fixture
 def refusals(tmp_path):
-    """What TensorRT's parser says of the graph that `found` looked at last."""
+    """Return a function that runs TensorRT's parser on the graph of the last call of `found`."""
 
     def ask():
         report = lint_onnx(tmp_path / "graph.onnx")
@@ -143,7 +143,7 @@ def test_qoperator(found, refusals):
     [("MatMulIntegerToFloat", "dynamic-quantization"), ("DynamicQuantizeMatMul",
      "dynamic-quantization"), ("QGemm", "qoperator"), ("QAttention", "qoperator")],
 )  # fmt: skip
-def test_integer_operators_of_onnx_runtime_have_one_finding(found, op_type, rule):
+def test_integer_operators_of_onnx_runtime_have_one_finding_each(found, op_type, rule):
     nodes = [node(op_type, "x x x x", "y", name="integer", domain="com.microsoft")]
     assert found(nodes) == [(rule, "error", "integer")]
 
@@ -252,7 +252,7 @@ def test_wrong_number_of_scales(found, refusals):
     assert [refusal.node for refusal in refusals()] == ["w_dequantize"]
 
 
-def test_activation_with_a_scale_a_channel(found):
+def test_activation_with_a_scale_per_channel(found):
     nodes = quantized_product()
     nodes[:2] = [
         node("QuantizeLinear", "x sv zv", "q", name="x_quantize", axis=1),
@@ -272,7 +272,7 @@ def test_weight_may_keep_its_quantize_node(found):
 
 
 @pytest.mark.parametrize("missing", ["quantize", "dequantize"])
-def test_half_a_pair(found, missing):
+def test_incomplete_qdq_pair(found, missing):
     integers = (TensorProto.INT8, ["batch", WIDTH])
     op_type = "DequantizeLinear" if missing == "quantize" else "QuantizeLinear"
     ends = {"inputs": {"x": integers}} if missing == "quantize" else {"outputs": {"y": integers}}
@@ -280,7 +280,7 @@ def test_half_a_pair(found, missing):
     assert found(nodes, quantized_constants(), **ends) == [("unpaired", "warning", "alone")]
 
 
-def test_weight_that_is_quantized_and_not_dequantized(found):
+def test_weight_without_dequantize_node(found):
     nodes = [
         node("QuantizeLinear", "x s z", "q", name="x_quantize"),
         node("QuantizeLinear", "wf s z", "wq", name="w_quantize"),
@@ -301,12 +301,12 @@ def test_output_of_a_product_is_quantized_for_another_operator(found):
     assert found([*nodes, node("Relu", "pd", "y")], quantized_constants()) == [
         ("output-qdq", "warning", "p_quantize")
     ]
-    # For a product it is that one's input, as it should be.
+    # As the input of another product it is correct.
     assert found([*nodes, node("MatMul", "pd wd", "y")], quantized_constants()) == []
 
 
 @pytest.mark.parametrize("operator", ["Softmax", "Tanh", "LayerNormalization"])
-def test_quantized_operators_that_gain_nothing(found, operator):
+def test_qdq_around_operators_that_gain_nothing(found, operator):
     nodes = [
         node("QuantizeLinear", "x s z", "q"),
         node("DequantizeLinear", "q s z", "d", name="x_dequantize"),
@@ -348,7 +348,7 @@ def test_merged_decoder_is_an_error_and_another_branch_a_warning(found, conditio
     assert found([choice], inputs=inputs, target="cuda") == [("control-flow", "warning", "choice")]
 
 
-def test_nodes_inside_branches_are_looked_at(found):
+def test_nodes_in_branches_are_checked(found):
     inner = branch("Tanh")
     inner.node[0].CopyFrom(node("Spin", "x", "of_Tanh", name="inner", domain="example.org"))
     choice = node("If", "flag", "y", name="choice", then_branch=branch("Relu"), else_branch=inner)
@@ -381,7 +381,7 @@ def test_attention_operator_in_fp32(found):
     assert found(nodes, **graph) == [("attention", "warning", "attention")]
 
 
-def test_cuda_has_rules_of_its_own(found):
+def test_cuda_rules(found):
     constants = quantized_constants()
     assert found(quantized_product(), constants, target="cuda") == [
         ("quantization", "warning", "product")
@@ -430,7 +430,7 @@ def test_optimums_configuration_for_tensorrt_is_diagnosed(exported, tmp_path):
     assert "has type Int32" in refusal.problem
     assert {f.rule for f in report.warnings} == {"output-qdq", "misplaced-qdq"}
     assert not report.passed
-    assert "refuses the graph" in report.summary
+    assert "rejects the graph" in report.summary
 
 
 @needs_tensorrt
@@ -446,7 +446,7 @@ def test_optimums_dynamic_quantization_is_diagnosed(exported, tmp_path):
     assert rules == {"dynamic-quantization", "zero-point", "quantized-type", "parser"}
 
 
-def test_table_gathers_nodes_with_the_same_words(tmp_path):
+def test_table_groups_nodes_with_the_same_finding(tmp_path):
     path = save_graph(
         tmp_path / "g.onnx", quantized_product(), quantized_constants(z=np.array(5, np.int8))
     )
@@ -457,7 +457,7 @@ def test_table_gathers_nodes_with_the_same_words(tmp_path):
     assert report.summary == "2 errors"
     assert report.as_json()["findings"][0]["node"] == "x_quantize"
     assert report.as_json()["passed"] is False
-    with pytest.raises(CheckFailedError, match="not fit for tensorrt: 2 errors"):
+    with pytest.raises(CheckFailedError, match="does not suit tensorrt: 2 errors"):
         report.require_passed()
 
 
@@ -468,7 +468,7 @@ def test_errors_come_first(tmp_path):
     assert [found.severity for found in report.findings] == ["error", "warning"]
 
 
-def test_weights_in_external_data_are_not_needed(tmp_path):
+def test_external_weights_are_not_needed(tmp_path):
     weight = quantized_constants()["w"]
     held = numpy_helper.from_array(weight, "w")
     path = save_graph(tmp_path / "g.onnx", quantized_product(), quantized_constants(w=held))
@@ -478,11 +478,11 @@ def test_weights_in_external_data_are_not_needed(tmp_path):
     assert lint_onnx(path, parser=False).findings == ()
 
 
-def test_without_tensorrt_the_rules_still_speak(tmp_path, monkeypatch):
+def test_rules_run_without_tensorrt(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", None)
     report = lint_onnx(save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")]))
     assert report.passed
-    assert report.parser.startswith("TensorRT itself was not asked")
+    assert report.parser.startswith("TensorRT's parser did not run")
 
 
 def test_crash_of_the_parser_is_a_finding(tmp_path, monkeypatch):
@@ -495,7 +495,7 @@ def test_crash_of_the_parser_is_a_finding(tmp_path, monkeypatch):
     assert [found.rule for found in report.errors] == ["parser"]
 
 
-def test_file_that_is_no_model_is_an_error(tmp_path):
+def test_file_that_is_not_a_model_is_an_error(tmp_path):
     junk = tmp_path / "junk.onnx"
     junk.write_bytes(b"hello junk")
     with pytest.raises(SourceError, match="not an ONNX model"):

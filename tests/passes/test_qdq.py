@@ -5,8 +5,8 @@ import pytest
 from onnx import TensorProto, checker, helper, numpy_helper
 
 from enginery.passes.layers import find_layers
-from enginery.passes.qdq import ActivationRange, insert_qdq
-from enginery.runtime.sessions import EXACT_INT8
+from enginery.passes.qdq import ActivationQuantParams, insert_qdq
+from enginery.runtime.onnxruntime.session import EXACT_INT8
 
 K, N = 32, 48
 GENERATOR = np.random.default_rng(0)
@@ -61,8 +61,8 @@ def relative_error(mine, theirs):
 
 
 def quantize(graph, ready=None, **options):
-    layers = [layer for layer in find_layers(graph) if not layer.obstacle]
-    ready = ready or ActivationRange(float(np.abs(ROWS).max() / 127))
+    layers = [layer for layer in find_layers(graph) if not layer.skip_reason]
+    ready = ready or ActivationQuantParams(float(np.abs(ROWS).max() / 127))
     return insert_qdq(graph, layers, {layer.activation: ready for layer in layers}, **options)
 
 
@@ -75,7 +75,7 @@ def by_name(graph):
 
 
 @pytest.mark.parametrize("op", ["MatMul", "Gemm"])
-def test_a_layer_in_int8_gives_nearly_the_same(op):
+def test_int8_layer_is_close_to_fp32(op):
     graph = linear(op)
     quantize(graph)
     assert relative_error(run(graph)[0], ROWS @ WEIGHT + BIAS) < 0.02
@@ -106,7 +106,7 @@ def test_neither_bias_nor_output_is_quantized():
 
 def test_scales_survive_a_cast_to_fp16():
     graph = linear(weight=np.where(np.arange(N) == 3, 0, WEIGHT).astype(np.float32))
-    quantize(graph, ActivationRange(0.0123456789))
+    quantize(graph, ActivationQuantParams(0.0123456789))
     for name, value in graph.graph.initializers.items():
         if name.endswith("scale"):
             scale = value.const_value.numpy()
@@ -115,7 +115,7 @@ def test_scales_survive_a_cast_to_fp16():
 
 
 @pytest.mark.parametrize("op", ["MatMul", "Gemm"])
-def test_scaling_and_shifting_channels_changes_nothing_but_rounding(op):
+def test_scaling_and_shifting_channels_only_changes_rounding(op):
     # One channel a hundred times as large, and all of them far from zero.
     rows = ROWS * np.where(np.arange(K) == 7, 100, 1).astype(np.float32) + 5
     exact = rows @ WEIGHT + BIAS
@@ -123,8 +123,8 @@ def test_scaling_and_shifting_channels_changes_nothing_but_rounding(op):
     offset = (-5 * multiplier).astype(np.float32)
     inner = np.abs(rows * multiplier + offset).max()
     plain, smoothed = linear(op), linear(op)
-    quantize(plain, ActivationRange(float(np.abs(rows).max() / 127)))
-    done = quantize(smoothed, ActivationRange(float(inner / 127), multiplier, offset))
+    quantize(plain, ActivationQuantParams(float(np.abs(rows).max() / 127)))
+    done = quantize(smoothed, ActivationQuantParams(float(inner / 127), multiplier, offset))
     assert done.smoothed == 1
     error = relative_error(run(smoothed, rows)[0], exact)
     assert error < 0.02
@@ -134,7 +134,7 @@ def test_scaling_and_shifting_channels_changes_nothing_but_rounding(op):
 def test_an_offset_without_a_bias_adds_one_and_keeps_the_outputs_name():
     graph = model([helper.make_node("MatMul", ["x", "w"], ["y"], name="layer")], {"w": WEIGHT})
     offset = np.full(K, -1, np.float32)
-    quantize(graph, ActivationRange(4 / 127, None, offset))
+    quantize(graph, ActivationQuantParams(4 / 127, None, offset))
     assert [value.name for value in graph.graph.outputs] == ["y"]
     assert relative_error(run(graph)[0], ROWS @ WEIGHT) < 0.03
 
@@ -156,7 +156,7 @@ def test_layers_that_share_an_activation_share_its_quantization():
     assert ops(graph).count("QuantizeLinear") == 1
 
 
-def test_a_bias_that_two_layers_share_is_changed_for_one_alone():
+def test_shared_bias_is_changed_for_one_layer_only():
     nodes = [
         helper.make_node("Gemm", ["x", "w", "b"], ["y"], name="one"),
         helper.make_node("Gemm", ["x", "w", "b"], ["z"], name="two"),
@@ -167,7 +167,7 @@ def test_a_bias_that_two_layers_share_is_changed_for_one_alone():
     np.testing.assert_allclose(first - second, 10, rtol=1e-4)
 
 
-def test_a_product_that_is_split_has_one_weight_scale_and_the_channels_own_behind_it():
+def test_split_product_has_one_weight_scale_and_channel_factors_on_its_output():
     uneven = (WEIGHT * np.geomspace(0.1, 10, N)).astype(np.float32)
     nodes = [
         helper.make_node("Gemm", ["x", "w", "b"], ["p"], name="layer"),
@@ -189,7 +189,7 @@ def test_a_convolution_has_a_scale_for_each_output_channel():
     make = [helper.make_node("Conv", ["x", "w", "b"], ["y"], name="layer", pads=[1, 1, 1, 1])]
     graph = model(make, {"w": kernel, "b": BIAS}, shape=("batch", 16, 8, 8))
     expected = run(graph, images)[0]
-    quantize(graph, ActivationRange(float(np.abs(images).max() / 127)))
+    quantize(graph, ActivationQuantParams(float(np.abs(images).max() / 127)))
     assert relative_error(run(graph, images)[0], expected) < 0.02
     assert by_name(graph)["layer/dequantize_weight"].attributes["axis"].value == 0
 
@@ -198,23 +198,23 @@ def test_a_convolution_has_a_scale_for_each_output_channel():
     ("nodes", "weights", "reason"),
     [
         ([("MatMul", ["x", "w"], {})], {"w": WEIGHT[:, :8]}, "N = 8"),
-        ([("Gemm", ["x", "w"], {"alpha": 2.0})], {"w": WEIGHT}, "scales its terms"),
+        ([("Gemm", ["x", "w"], {"alpha": 2.0})], {"w": WEIGHT}, "alpha or beta other than 1"),
     ],
 )
-def test_what_gains_nothing_or_cannot_be_is_left_with_a_reason(nodes, weights, reason):
+def test_layer_that_cannot_gain_from_int8_has_a_skip_reason(nodes, weights, reason):
     made = [helper.make_node(op, inputs, ["y"], name="layer", **a) for op, inputs, a in nodes]
     (layer,) = find_layers(model(made, weights))
-    assert reason in layer.obstacle
+    assert reason in layer.skip_reason
 
 
-def test_a_depthwise_convolution_is_left_out():
+def test_depthwise_convolution_is_skipped():
     kernel = np.ones((32, 1, 7, 7), np.float32)
     made = [helper.make_node("Conv", ["x", "w"], ["y"], name="layer", group=32)]
     (layer,) = find_layers(model(made, {"w": kernel}, shape=("batch", 32, 16, 16)))
-    assert "N = 1" in layer.obstacle
+    assert "N = 1" in layer.skip_reason
 
 
-def test_products_of_two_activations_are_no_layers():
+def test_products_of_two_activations_are_not_layers():
     assert find_layers(model([helper.make_node("MatMul", ["x", "x"], ["y"], name="m")], {})) == ()
 
 

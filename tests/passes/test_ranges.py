@@ -1,4 +1,4 @@
-"""Ranges of a graph's tensors: in segments, inside branches, and where nothing can be known."""
+"""Ranges of a graph's tensors: in segments, in branches, and where they are unknown."""
 
 import numpy as np
 import pytest
@@ -8,15 +8,15 @@ from enginery.core.external_data import load_graph
 from enginery.passes import ranges
 from enginery.passes.cast import cast_graph
 from enginery.passes.nodes import infer_types
-from enginery.passes.overflow import find_islands
-from enginery.passes.ranges import float_tensors, measure_ranges, name_apart
-from enginery.passes.segments import alive_bytes, cut_graph
-from enginery.passes.tensor_range import range_of
+from enginery.passes.overflow import find_fp32_nodes
+from enginery.passes.ranges import float_tensors, make_value_names_unique, measure_ranges
+from enginery.passes.segments import peak_live_bytes, split_graph
+from enginery.passes.tensor_range import array_range
 from tests.passes.graphs import graph, run, saved
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(4, 8)).astype(np.float32)
-# The taken branch grows beyond FP16 and comes back; the names of both branches are the same.
+# The values of one branch exceed FP16 and return to its range. Both branches use the same names.
 BRANCHES = """
 g (float[batch, 8] x, bool[1] cached) => (float[batch, 8] y) {
   h = Mul (x, small)
@@ -55,7 +55,7 @@ def measured(model, path, batches, **options):
 
 def branches(tmp_path):
     model = graph(BRANCHES, **WEIGHTS)
-    assert name_apart(model)
+    assert make_value_names_unique(model)
     return model, saved(model, tmp_path / "fp32.onnx")
 
 
@@ -63,40 +63,40 @@ def feeds(*, cached):
     return {"x": X, "cached": np.array([cached])}
 
 
-def test_overflow_inside_a_branch_is_measured_and_becomes_an_island(tmp_path):
+def test_overflow_in_a_branch_is_measured_and_its_node_stays_fp32(tmp_path):
     model, path = branches(tmp_path)
     found = measured(model, path, [feeds(cached=True), feeds(cached=False)])
     assert found["large"].largest == pytest.approx(np.abs(X).max() * 2 * 6e4)
-    islands = find_islands(model.graph, found)
-    assert {island.op_type for island in islands.values()} == {"Mul", "LayerNormalization"}
-    assert min(island.largest for island in islands.values()) > 65504
+    fp32_nodes = find_fp32_nodes(model.graph, found)
+    assert {node.op_type for node in fp32_nodes.values()} == {"Mul", "LayerNormalization"}
+    assert min(node.largest for node in fp32_nodes.values()) > 65504
     expected = run(path, **feeds(cached=True))[0]
-    cast_graph(model, "fp16", keep_fp32=islands)
+    cast_graph(model, "fp16", keep_fp32=fp32_nodes)
     got = run(saved(model, tmp_path / "fp16.onnx"), **feeds(cached=True))[0]
     np.testing.assert_allclose(got, expected, atol=2e-3)
 
 
-def test_branch_that_no_input_took_stays_fp32(tmp_path):
+def test_branch_that_never_ran_stays_fp32(tmp_path):
     model, path = branches(tmp_path)
     found = measured(model, path, [feeds(cached=False)])
     assert found["large"].elements == 0
-    islands = find_islands(model.graph, found)
+    fp32_nodes = find_fp32_nodes(model.graph, found)
     assert "its range is unknown" in next(
-        island.reason for island in islands.values() if island.op_type == "Mul"
+        node.reason for node in fp32_nodes.values() if node.op_type == "Mul"
     )
-    assert {island.op_type for island in islands.values()} == {"Mul", "LayerNormalization"}
+    assert {node.op_type for node in fp32_nodes.values()} == {"Mul", "LayerNormalization"}
 
 
-def test_names_that_both_branches_use_are_told_apart_or_unknown(tmp_path):
+def test_names_used_in_both_branches_are_made_unique_or_unknown(tmp_path):
     model = graph(BRANCHES, **WEIGHTS)
     path = saved(model, tmp_path / "same.onnx")
     both = measured(model, path, [feeds(cached=True), feeds(cached=False)])
     assert both["large"].largest == pytest.approx(np.abs(X).max() * 2 * 6e4)
-    # One of the two was never seen, and by their name nobody can say which.
+    # One of the two branches never ran, and their common name does not say which.
     assert measured(model, path, [feeds(cached=True)])["large"].elements == 0
 
 
-def test_branch_inside_a_branch_is_measured(tmp_path):
+def test_nested_branch_is_measured(tmp_path):
     text = """
     g (float[n, 8] x, bool[1] a, bool[1] b) => (float[n, 8] y) {
       y = If (a) <
@@ -118,17 +118,17 @@ def test_branch_inside_a_branch_is_measured(tmp_path):
     assert found["r"].elements == 0
 
 
-def test_body_of_a_loop_stays_fp32_and_says_why(tmp_path):
+def test_body_of_a_loop_stays_fp32_with_a_reason(tmp_path):
     model = graph(LOOP, big=np.float32(3))
     path = saved(model, tmp_path / "m.onnx")
     found = measured(model, path, [{"x": X[:2], "n": np.array(3)}])
-    islands = find_islands(model.graph, found)
-    assert [island.op_type for island in islands.values()] == ["Mul"]
-    (island,) = islands.values()
-    assert "inside the Loop" in island.reason
-    assert island.as_json()["largest"] is None
-    result = cast_graph(model, "fp16", keep_fp32=islands)
-    assert island.node in result.kept
+    fp32_nodes = find_fp32_nodes(model.graph, found)
+    assert [node.op_type for node in fp32_nodes.values()] == ["Mul"]
+    (node,) = fp32_nodes.values()
+    assert "in the body of Loop" in node.reason
+    assert node.as_json()["largest"] is None
+    result = cast_graph(model, "fp16", keep_fp32=fp32_nodes)
+    assert node.node in result.kept
     saved(model, tmp_path / "fp16.onnx")
 
 
@@ -145,7 +145,7 @@ g (float[n, 8] x) => (float[n, 8] y) {
 
 
 @pytest.mark.parametrize("most", [1, 300, 1 << 20])
-def test_segments_of_any_size_give_the_same_ranges(tmp_path, most):
+def test_ranges_do_not_depend_on_the_segment_size(tmp_path, most):
     model = graph(CHAIN)
     path = saved(model, tmp_path / "m.onnx")
     batches = [{"x": X}, {"x": 3 * X[:2]}]
@@ -155,7 +155,7 @@ def test_segments_of_any_size_give_the_same_ranges(tmp_path, most):
     assert whole["a"].largest == pytest.approx((9 * X[:2] ** 2).max())
 
 
-def test_each_node_runs_once_a_batch(tmp_path, monkeypatch):
+def test_each_node_runs_once_per_batch(tmp_path, monkeypatch):
     model = graph(CHAIN)
     path = saved(model, tmp_path / "m.onnx")
     ran = []
@@ -171,30 +171,30 @@ def test_each_node_runs_once_a_batch(tmp_path, monkeypatch):
     assert sorted(ran) == sorted(node.name for node in model.graph)
 
 
-def test_segments_hold_no_more_than_they_may_and_read_what_others_made(tmp_path):
+def test_segments_respect_the_limit_and_read_earlier_outputs(tmp_path):
     proto = load_graph(saved(graph(CHAIN), tmp_path / "m.onnx"))
     sizes = dict.fromkeys("abcdy", 100)
-    segments = cut_graph(proto.graph, sizes, typed={*"abcdy", "size"}, most_bytes=200)
+    segments = split_graph(proto.graph, sizes, typed_values={*"abcdy", "size"}, max_bytes=200)
     assert [(s.start, s.stop) for s in segments] == [(0, 3), (3, 5), (5, 6)]
-    assert [set(s.reads) for s in segments] == [{"x"}, {"a", "b", "size"}, {"d", "x"}]
-    assert [set(s.passes_on) for s in segments] == [{"a", "b", "size"}, {"d"}, set()]
-    assert alive_bytes(segments, sizes) == 300
-    # A value that is no tensor, or of an unknown type, cannot be handed on.
-    untyped = cut_graph(proto.graph, sizes, typed=set("abcdy"), most_bytes=200)
+    assert [set(s.inputs) for s in segments] == [{"x"}, {"a", "b", "size"}, {"d", "x"}]
+    assert [set(s.outputs) for s in segments] == [{"a", "b", "size"}, {"d"}, set()]
+    assert peak_live_bytes(segments, sizes) == 300
+    # A value of unknown type, or that is not a tensor, cannot be passed between segments.
+    untyped = split_graph(proto.graph, sizes, typed_values=set("abcdy"), max_bytes=200)
     assert [(s.start, s.stop) for s in untyped] == [(0, 5), (5, 6)]
 
 
-def test_batches_go_in_parts_where_much_passes_from_segment_to_segment(tmp_path, monkeypatch):
+def test_batches_are_split_if_segments_pass_on_much_data(tmp_path, monkeypatch):
     model = graph(CHAIN)
     path = saved(model, tmp_path / "m.onnx")
     parts = []
-    original = ranges._values_of_part
+    original = ranges._run_segments
 
     def seen(path, proto, segments, types, batches):
         parts.append(len(batches))
         return original(path, proto, segments, types, batches)
 
-    monkeypatch.setattr(ranges, "_values_of_part", seen)
+    monkeypatch.setattr(ranges, "_run_segments", seen)
     measured(model, path, [{"x": X}] * 3, group_bytes=300)
     assert parts == [1, 1, 1]
     parts.clear()
@@ -202,7 +202,7 @@ def test_batches_go_in_parts_where_much_passes_from_segment_to_segment(tmp_path,
     assert parts == [3]
 
 
-def test_batch_that_the_graph_fails_on_is_named_by_its_shapes(tmp_path):
+def test_error_names_the_shapes_of_the_failing_batch(tmp_path):
     model = graph("g (float[n, 8] x) => (float[n, 8] y) { a = Sin (x)  y = Add (a, w) }",
                   w=np.ones((4, 8)))  # fmt: skip
     path = saved(model, tmp_path / "m.onnx")
@@ -210,17 +210,17 @@ def test_batch_that_the_graph_fails_on_is_named_by_its_shapes(tmp_path):
         measured(model, path, [{"x": X}, {"x": X[:3]}], group_bytes=1)
 
 
-def test_moments_of_rows_are_those_of_numpy():
+def test_row_moments_agree_with_numpy():
     for shape in ((3, 7), (500, 3), (2, 100_000), (5,)):
         values = (RNG.normal(size=shape) * 50 + 10).astype(np.float32)
         rows = values.reshape(-1, shape[-1]).astype(np.float64)
-        found = range_of(values)
+        found = array_range(values)
         assert found.row_variance == pytest.approx(rows.var(axis=1).max(), rel=1e-9)
-        assert found.row_square == pytest.approx((rows**2).mean(axis=1).max(), rel=1e-9)
+        assert found.row_mean_square == pytest.approx((rows**2).mean(axis=1).max(), rel=1e-9)
         assert found.largest == np.abs(values).max()
 
 
-def test_nan_counts_as_no_number():
-    found = range_of(np.float32([np.nan, 1, -4]))
+def test_nan_is_not_counted():
+    found = array_range(np.float32([np.nan, 1, -4]))
     assert found.nonfinite
     assert found.largest == 4

@@ -72,7 +72,7 @@ def test_images_named_in_a_column_are_found_beside_the_table(
     assert [row["label"] for row in found] == [*(one.label for one in expected), None, None]
     assert found[0]["score"] == pytest.approx(expected[0].score, abs=SCORES)
     assert found[0]["error"] is None
-    assert "is not a whole image" in found[2]["error"]
+    assert "is not a complete image" in found[2]["error"]
     assert "d.png" in found[3]["error"]
 
 

@@ -9,7 +9,14 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
+from enginery.cli import main
 from enginery.core.errors import InputError
+from enginery.core.home import enginery_home
+from enginery.core.progress import Silent
+from enginery.predict import stage, writing
+from enginery.predict.config import PredictConfig
+from enginery.predict.journal import Journal, only_run, remove_leftovers
+from enginery.predict.stage import run
 from enginery.predict.token_batches import WindowModel
 from enginery.predict.writing import assemble
 
@@ -20,7 +27,7 @@ from pathlib import Path
 from enginery.core.artifact import Artifact
 from enginery.predict.config import PredictConfig
 from enginery.predict.stage import run
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 plain = OrtRunner.__call__
 def slowly(self, feeds):
     time.sleep(0.05)
@@ -37,6 +44,12 @@ def data(tmp_path):
     lines = [f"{n},{'' if n % 50 == 7 else f'the pump {n} is warm'}\n" for n in range(ROWS)]
     path.write_text("id,text\n" + "".join(lines))
     return path
+
+
+@pytest.fixture(autouse=True)
+def own_home(monkeypatch, tmp_path_factory):
+    """A store that knows of no other test's outputs."""
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path_factory.mktemp("home")))
 
 
 @pytest.fixture
@@ -99,17 +112,15 @@ def test_killed_run_goes_on_and_loses_and_repeats_nothing(
 
 def stop_after(predict, monkeypatch, artifact, data, parts):
     """A run that ends in an error once so many parts are finished."""
-    from enginery.predict import parts as room
+    write = Journal._write_part
 
-    write = room._write_part
-
-    def ending(answered, columns, journal, *others):
+    def ending(journal, *others):
         if len(journal.parts) == parts:
             raise InputError("stopped")
-        return write(answered, columns, journal, *others)
+        return write(journal, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(room, "_write_part", ending)
+        patch.setattr(Journal, "_write_part", ending)
         with pytest.raises(InputError, match="stopped"):
             predict(artifact, data, window=8, part_rows=16)
 
@@ -139,15 +150,9 @@ def test_parts_of_another_input_or_option_are_not_taken(predict, rows, tiny, dat
 def test_run_killed_before_its_report_is_put_together_again(
     predict, rows, tmp_path, tiny, data, monkeypatch, asked
 ):
-    from enginery.predict import stage
-
     artifact = tiny("bert", "text-classification")
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "write_beside", killed)
+        patch.setattr(Journal, "write_report", killed)
         with pytest.raises(KeyboardInterrupt):
             predict(artifact, data)
     assert (tmp_path / "out.parquet").exists()
@@ -181,3 +186,104 @@ def test_output_is_replaced_at_once(tmp_path):
         assemble([tmp_path / "part"], tmp_path / "out.jsonl", "jsonl", None)
         assert reader.read() == b"old\n"
     assert (tmp_path / "out.jsonl").read_bytes() == b"new\n"
+
+
+def test_changed_byte_of_a_finished_part_is_named_and_its_rows_are_answered_anew(
+    predict, rows, tmp_path, tiny, data, monkeypatch
+):
+    artifact = tiny("bert", "text-classification")
+    predict(artifact, data, "whole.parquet", window=8)
+    stop_after(predict, monkeypatch, artifact, data, 4)
+    flip_byte(tmp_path / "out.parquet.parts" / "part-000001")
+    said = []
+    report = run(
+        artifact, str(data), tmp_path / "out.parquet", PredictConfig(window=8, part_rows=16),
+        progress=type("Told", (Silent,), {"say": staticmethod(said.append)})(),
+    )  # fmt: skip
+    assert report.resumed_rows == 16
+    assert [line for line in said if "part-000001 was changed since" in line]
+    assert rows() == rows("whole.parquet")
+
+
+def test_run_that_is_killed_while_it_puts_parts_together_leaves_nothing_beside_the_parts(
+    predict, rows, tmp_path, tiny, data, monkeypatch
+):
+    artifact = tiny("bert", "text-classification")
+    kill_while_assembling(predict, monkeypatch, artifact, data)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.csv", "out.parquet.parts"]
+    assert (tmp_path / "out.parquet.parts" / "assembled").exists()
+    assert predict(artifact, data).resumed_rows == ROWS
+    assert len(rows()) == ROWS
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "in.csv", "out.parquet", "out.parquet.json",
+    ]  # fmt: skip
+
+
+def test_pruning_removes_what_no_run_goes_on_from(
+    predict, rows, tmp_path, tiny, data, monkeypatch, capsys
+):
+    artifact = tiny("bert", "text-classification")
+    kill_while_assembling(predict, monkeypatch, artifact, data)
+    parts = tmp_path / "out.parquet.parts"
+    (parts / "part-000777").write_bytes(b"half a part")
+    # The part that was begun before the input was at its end has no rows.
+    left = ("assembled", "part-000001", "part-000777")
+    size = sum((parts / name).stat().st_size for name in left)
+    with only_run(tmp_path / "out.parquet"):
+        assert remove_leftovers() == 0  # a run is at it
+    with pytest.raises(SystemExit) as end:
+        main(["store", "prune", "--max-size", "1TB", "--json"])
+    assert not end.value.code
+    assert json.loads(capsys.readouterr().out)["freed_bytes"] == size
+    assert sorted(path.name for path in parts.iterdir()) == ["journal.jsonl", "part-000000"]
+    assert predict(artifact, data).resumed_rows == ROWS
+    assert remove_leftovers() == 0
+    assert not list((enginery_home() / "predict").iterdir())
+
+
+@pytest.mark.parametrize("how", ["next run", "prune"])
+def test_parts_of_a_finished_output_are_removed(
+    predict, rows, tmp_path, tiny, data, monkeypatch, how
+):
+    artifact = tiny("bert", "text-classification")
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "remove_parts", killed)
+        with pytest.raises(KeyboardInterrupt):
+            predict(artifact, data)
+    assert (tmp_path / "out.parquet.parts").exists()
+    if how == "prune":
+        assert remove_leftovers() > 0
+    else:
+        assert not predict(artifact, data).worked
+    assert not (tmp_path / "out.parquet.parts").exists()
+
+
+def test_folder_of_the_users_own_is_left_alone(predict, tmp_path, tiny, data):
+    mine = tmp_path / "out.parquet.parts" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    artifact = tiny("bert", "text-classification")
+    with pytest.raises(InputError, match=r"out\.parquet\.parts holds mine\.txt"):
+        predict(artifact, data)
+    remove_leftovers()
+    assert mine.read_text() == "mine"
+
+
+def kill_while_assembling(predict, monkeypatch, artifact, data):
+    """A run that is killed with all its parts in a file that is not in its place yet."""
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "file_sha256", killed)
+        patch.setattr(writing.Path, "unlink", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            predict(artifact, data)
+
+
+def killed(*_):
+    raise KeyboardInterrupt
+
+
+def flip_byte(path):
+    """Changes a byte in the middle of a file, whose size stays."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))

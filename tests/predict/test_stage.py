@@ -188,7 +188,7 @@ def test_images_of_a_folder_with_one_that_is_none(predict, rows, tmp_path, tiny)
     found = rows()
     assert [row["path"] for row in found] == [f"{index}.png" for index in range(5)]
     assert [bool(row["label"]) for row in found] == [True, True, True, False, True]
-    assert "is not a whole image" in found[3]["error"]
+    assert "is not a complete image" in found[3]["error"]
     assert report.bad_rows == 1
     with load_model(model) as loaded:
         expected = loaded.classify_images([folder / "4.png"])[0]
@@ -252,6 +252,13 @@ def test_output_that_was_changed_or_is_unknown_is_refused(predict, tmp_path, cla
         stream.write(b"x")
     with pytest.raises(InputError, match="it was changed"):
         predict(classifier, reviews)
+    predict(classifier, reviews, force=True)
+    content = (tmp_path / "out.parquet").read_bytes()
+    (tmp_path / "out.parquet").write_bytes(
+        content[:999] + bytes([content[999] ^ 1]) + content[1000:]
+    )
+    with pytest.raises(InputError, match=r"has the sha256 .* it was changed"):
+        predict(classifier, reviews)
     (tmp_path / "mine.csv").write_text("mine\n")
     with pytest.raises(InputError, match=r"no mine\.csv\.json says what it was made from"):
         predict(classifier, reviews, "mine.csv")
@@ -283,7 +290,7 @@ def test_options_that_make_no_sense(predict, classifier, reviews, name, options,
 
 
 def test_answers_of_nan_are_bad_rows(predict, rows, monkeypatch, bert, reviews):
-    from enginery.runtime.ort import OrtRunner
+    from enginery.runtime.onnxruntime.runner import OrtRunner
 
     run = OrtRunner.__call__
 
@@ -343,7 +350,7 @@ def test_providers_are_asked_for_by_the_environment_too(predict, classifier, rev
         ({"provider": "cpu", "provider_option": ("cpu.a=1",)}, OptionError, "takes no options"),
     ],
 )
-def test_a_wish_that_does_not_fit_is_an_error_and_nothing_is_opened(
+def test_a_provider_that_does_not_fit_is_an_error_and_nothing_is_opened(
     predict, classifier, reviews, monkeypatch, options, kind, message
 ):
     monkeypatch.setattr(answering, "OrtRunner", None)
@@ -352,15 +359,15 @@ def test_a_wish_that_does_not_fit_is_an_error_and_nothing_is_opened(
 
 
 def test_where_a_token_is_is_found_only_for_spans(predict, tiny, reviews, monkeypatch):
-    from enginery.runtime.tokenizer import QuickEncoder
+    from enginery.runtime.tokenizer import FastEncoder
 
-    real, quick = QuickEncoder.encode, []
+    real, quick = FastEncoder.encode, []
 
     def encode(self, texts):
         quick.append(len(texts))
         return real(self, texts)
 
-    monkeypatch.setattr(QuickEncoder, "encode", encode)
+    monkeypatch.setattr(FastEncoder, "encode", encode)
     predict(tiny("bert", "token-classification"), reviews, "spans.jsonl")
     assert not quick
     predict(tiny("bert", "text-classification"), reviews, "labels.jsonl")

@@ -5,9 +5,8 @@ import threading
 import pytest
 
 from enginery.core.errors import OptionError
+from enginery.predict.answering import in_order
 from enginery.predict.config import WITHOUT_EFFECT, PredictConfig
-from enginery.predict.pace import Pace, duration, pace_line
-from enginery.predict.workers import in_order
 from enginery.predict.writing import _json
 
 
@@ -47,31 +46,6 @@ def test_no_threads_are_left_after_a_run(predict, tiny, reviews):
     before = set(threading.enumerate())
     predict(tiny("bert", "text-classification"), reviews)
     assert set(threading.enumerate()) <= before
-
-
-def test_pace_says_how_long_is_left():
-    line = pace_line(20_480, 0.4, 0.4, 45.0)
-    assert line == "predict: 20,480 rows, 455.1 a second, 40%, 1 min 8 s left"
-    assert [duration(s) for s in (9.4, 67, 3720)] == ["9 s", "1 min 7 s", "1 h 2 min"]
-
-
-def test_pace_of_a_run_that_goes_on_does_not_count_what_was_there():
-    # Half was there; a tenth more took 10 s, and four tenths are left.
-    assert pace_line(100, 0.6, 0.1, 10.0).endswith("40 s left")
-
-
-def test_pace_tells_from_where_this_run_began(monkeypatch):
-    from enginery.predict import pace as room
-
-    monkeypatch.setattr(room, "_EVERY_SECONDS", 0.0)
-    clock = iter([0.0, 10.0])
-    monkeypatch.setattr(room.time, "monotonic", lambda: next(clock))
-    said, steps = [], []
-    progress = type("Told", (), {"say": staticmethod(said.append)})
-    pace = Pace(progress, lambda: steps.append(1), resumed=500)  # half of 1000 rows
-    pace.tell(rows=100, done=0.6)
-    assert len(steps) == 60
-    assert said == ["predict: 100 rows, 10.0 a second, 60%, 40 s left"]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +121,7 @@ def test_memory_does_not_follow_the_file(tiny, tmp_path):
 @pytest.mark.parametrize("unit", ["the pump is warm. ", "pump" * 999 + " ", "   \t", "Ünïcödé "])
 def test_beginning_of_a_long_text_has_the_same_first_tokens(tiny, unit):
     from enginery.predict.token_batches import Meter, RunPool, WindowModel
-    from enginery.runtime.ort import OrtRunner
+    from enginery.runtime.onnxruntime.runner import OrtRunner
     from enginery.runtime.tokenizer import TextTokenizer
 
     artifact = tiny("bert", "feature-extraction")
@@ -160,4 +134,4 @@ def test_beginning_of_a_long_text_has_the_same_first_tokens(tiny, unit):
         assert found.ids == whole.ids
         assert bool(found.overflowing) == bool(whole.overflowing)
         if unit.startswith("the"):
-            assert len(tokenizer._cut(text)) < 50_000
+            assert len(tokenizer._shorten(text)) < 50_000

@@ -1,23 +1,35 @@
 """The model card: what the Hub reads of it, what people read, and code that runs."""
 
-import json
+import math
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import yaml
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 
 from enginery.core.artifact import Artifact, commit_artifact
 from enginery.core.manifest import SourceRecord
-from enginery.publish import card_source
-from enginery.publish.card import CardFacts, card_metadata, engine_words, model_card
-from enginery.publish.card_loading import loading_snippets
-from enginery.publish.card_metrics import metrics
-from enginery.publish.card_reports import Reports
-from enginery.publish.card_source import SourceCard, parse_card, read_source_card
+from enginery.core.reports import (
+    AccuracyMetrics,
+    CalibrationRecord,
+    EmbeddingMetrics,
+    LayerCounts,
+    MultiplyAdds,
+    OutputMetrics,
+    QuantizationReport,
+    Reports,
+    ValidationCaseResult,
+    ValidationReport,
+)
+from enginery.publish.card import source as card_source
+from enginery.publish.card.metrics import metrics
+from enginery.publish.card.model_card import CardFacts, card_metadata, engine_words, model_card
+from enginery.publish.card.snippets import loading_snippets
+from enginery.publish.card.source import SourceCard, parse_card, read_source_card
 from enginery.publish.config import PublishConfig
+from tests.bench.made import made_case, made_contender, made_result
 from tests.core.artifacts import make, validated, verdict
 from tests.engine.made import engine_record
 from tests.engine.products import product
@@ -53,43 +65,56 @@ On data.
 Search.
 """
 
-VALIDATION = {
-    "passed": True, "summary": "fine", "precision": "fp32", "notes": ["a note"],
-    "providers": [{"name": "CPUExecutionProvider"}], "tools": {"torch": "2.13"},
-    "reference": {"as": "PyTorch FP32"}, "overall": [], "seconds": 1.0, "tolerance": {},
-    "cases": [
-        {"graph": "model.onnx", "name": "one", "kind": "sweep", "shapes": {}, "problem": "",
-         "skipped": "", "outputs": [
-            {"output": "logits", "max_abs": 1e-6, "limit": 1e-5, "cosine": 0.999999,
-             "argmax_agreement": 1.0, "problem": ""},
-            {"output": "hidden|state", "max_abs": None, "limit": None, "cosine": None,
-             "argmax_agreement": None, "problem": "NaN"}]},
-        {"graph": "model.onnx", "name": "two", "kind": "sweep", "shapes": {}, "problem": "",
-         "skipped": "PyTorch rejects it", "outputs": []},
+
+def output(name, max_abs, limit, cosine, problem=""):
+    return OutputMetrics(
+        name, (1, 2), max_abs, max_abs, max_abs, cosine, 1.0, 0, 1e-7, limit, 0.99, problem
+    )
+
+
+VALIDATION = ValidationReport(
+    passed=True,
+    summary="fine",
+    precision="fp32",
+    providers=[{"name": "CPUExecutionProvider", "reason": "asked for"}],
+    reference={"as": "PyTorch FP32"},
+    tolerance={},
+    cases=[
+        ValidationCaseResult(
+            "model.onnx",
+            "one",
+            "sweep",
+            {},
+            [
+                output("logits", 1e-6, 1e-5, 0.999999),
+                output("hidden|state", math.nan, math.nan, math.nan, "NaN"),
+            ],
+            "",
+        ),
+        ValidationCaseResult("model.onnx", "two", "sweep", {}, [], "", "PyTorch rejects it"),
     ],
-    "embeddings": {"sentences": 8, "min_cosine": 0.99999, "mean_cosine": 1.0,
-                   "neighbour_agreement": 1.0, "problem": ""},
-}  # fmt: skip
-QUANTIZATION = {
-    "summary": "36 of 36", "scheme": "int8", "residual": "fp16",
-    "layers": {"quantized": 36, "all": 38}, "left_out": {"/pooler": "one row"},
-    "calibration": {"inputs": "512 texts", "kind": "texts", "method": "percentile"},
-    "multiply_adds": {"share": 0.975, "share_with_attention": 0.8, "all": 1, "attention": 1},
-    "accuracy": {"rows": 64, "cosine": 0.9987, "worst_cosine": 0.99, "neighbour_agreement": 0.98,
-                 "argmax_agreement": None, "label_accuracy": 0.91},
-}  # fmt: skip
-BENCHMARK = {
-    "machine": {"cpu": "A CPU", "physical_cores": 2, "usable_cpus": 2, "gpus": [{"name": "H200"}],
-                "driver": "580", "system": "Linux", "tools": {"onnxruntime-gpu": "1.31.1"}},
-    "contenders": [{"name": "enginery int8", "label": "our runner", "peak_rss_bytes": 1000,
-                    "tools": {}}],
-    "cases": [{"sizes": {"batch": 1, "sequence": 16},
-               "measurements": [{"contender": "enginery int8", "inputs_per_second": 1000.0,
-                                 "latency": {"p50_ms": 1.0, "p99_ms": None, "runs": 9}}],
-               "comparisons": [{"contender": "enginery int8", "base": "pytorch", "speedup": 3.0,
-                                "interval": None, "words": "3.00 times as fast"}]}],
-    "notes": [],
-}  # fmt: skip
+    embeddings=EmbeddingMetrics(8, 0.99999, 1.0, 1.0),
+    notes=["a note"],
+    tools={"torch": "2.13"},
+    seconds=1.0,
+)
+QUANTIZATION = QuantizationReport(
+    summary="36 of 36",
+    scheme="int8",
+    residual="fp16",
+    notes=[],
+    fields={},
+    layers=LayerCounts(36, 38),
+    left_out={"/pooler": "one row"},
+    calibration=CalibrationRecord("512 texts", "texts", "percentile"),
+    multiply_adds=MultiplyAdds("all", 1, 1, 1, 0.975, 0.8),
+    accuracy=AccuracyMetrics(64, 0.9987, 0.99, 0.98, None, 0.91),
+)
+BENCHMARK = made_result(
+    contenders=[replace(made_contender("enginery int8"), label="our runner")],
+    cases=[made_case({"batch": 1, "sequence": 16}, {"enginery int8": 1.0, "pytorch": 3.0},
+                     pairs=[("enginery int8", "pytorch")])],
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -100,9 +125,9 @@ def artifact(tmp_path):
 @pytest.fixture
 def reported(artifact):
     """With all three reports."""
-    made = {"validation": VALIDATION, "quantization": QUANTIZATION, "benchmark": BENCHMARK}
+    made = (VALIDATION, QUANTIZATION, BENCHMARK)
     return artifact.annotate(
-        reports={f"reports/{name}.json": json.dumps(said).encode() for name, said in made.items()}
+        reports={f"reports/{report.FILE}": report.to_json() for report in made}
     )
 
 
@@ -116,7 +141,7 @@ def with_files(artifact, *names):
 
 def facts(artifact, rights=None, engines=(), **options):
     rights = parse_card(SOURCE_CARD, "org/name") if rights is None else rights
-    return CardFacts(artifact, "minilm", rights, Reports.read(artifact), engines, **options)
+    return CardFacts(artifact, "minilm", rights, Reports.of(artifact), engines, **options)
 
 
 # Metadata
@@ -134,14 +159,14 @@ def test_the_hub_reads_its_metadata(reported):
 
 def test_licence_that_the_hub_has_no_identifier_of_is_other_with_its_name(artifact):
     rights = SourceCard().with_options(PublishConfig(license="Our Company's Own"))
-    data = card_metadata(facts(artifact, rights))
+    data = card_metadata(facts(artifact, rights)).to_dict()
     assert (data["license"], data["license_name"]) == ("other", "Our Company's Own")
     assert "base_model" not in data
 
 
 def test_unknown_licence_is_said_and_never_guessed(artifact):
     card = model_card(facts(artifact, SourceCard()))
-    assert "license" not in yaml.safe_load(card.split("---")[1])
+    assert ModelCard(card).data.license is None
     assert "**The licence is not known**" in card
 
 
@@ -234,7 +259,7 @@ def test_card_has_stages_checks_and_figures(reported):
     assert "| Share of multiply-adds in INT8 | 97.5% |" in card
     assert "| Accuracy on labels | 91.0% |" in card
     assert "| `/pooler` | one row |" in card
-    assert "Measured on A CPU, 2 cores, 2 CPUs usable; H200, driver 580" in card
+    assert "Measured on A \\<processor\\>, 4 cores, 8 CPUs usable; no GPU" in card
     assert "| batch=1, sequence=16 | enginery int8 (our runner) | 1 ms | – | 1,000.0 |" in card
     assert "3.00 times as fast" in card
 
@@ -245,8 +270,86 @@ def test_card_of_a_bare_artifact_has_no_empty_sections(artifact):
         assert f"## {title}" not in card
 
 
+HOSTILE = [
+    "<script>alert(1)</script> & <b>",
+    "![x](https://example.org/x.png) [y](javascript:z)",
+    "*a* _b_ `c` ~~d~~ \\*e*",
+    "a | b\n\n# c\n\n- d\n\n```\ne\n```\n",
+    "`` ` `` ```",
+    "# c",
+    "1. d",
+    "> e",
+    "---",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_of_a_stranger_is_shown_as_it_is_and_becomes_no_markup(artifact, text):
+    (case, *_) = VALIDATION.cases
+    case = replace(case, graph=text, kind=text, outputs=[output(text, 1.0, 1.0, 1.0)])
+    found = [
+        replace(VALIDATION, cases=[case], notes=[text], tools={text: text}, reference={"as": text},
+                providers=[{"name": text, "reason": text}]),
+        replace(QUANTIZATION, scheme=text, residual=text, left_out={text: text},
+                calibration=CalibrationRecord(text, text, text)),
+        replace(BENCHMARK, machine={**BENCHMARK.machine, "cpu": text, "driver": text},
+                contenders=[replace(BENCHMARK.contenders[0], label=text)], notes=[text]),
+    ]  # fmt: skip
+    reports = Reports(*found, benchmark_sha256="")
+    (stage,) = artifact.manifest.stages
+    stage = stage.model_copy(
+        update={"stage": text, "notes": (text,), "options": {text: text}, "tools": {text: text}}
+    )
+    source = SourceRecord(kind="hub", id=text, revision=text, sha256="0", files={})
+    said = verdict(summary=text).model_copy(update={"stage": text})
+    manifest = artifact.manifest.model_copy(
+        update={"source": source, "stages": (stage,), "verdicts": (said,), "task": text,
+                "precision": text, "target": text}
+    )  # fmt: skip
+    rights = SourceCard(license=text, license_link=text, sections=((text, "Its own *words*."),))
+    named = Artifact(artifact.path, manifest)
+    card = model_card(CardFacts(named, "minilm", rights, reports, (), problem=text))
+    body = ModelCard(card).text
+    blocks = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(body)
+    tokens = blocks + [token for block in blocks for token in block.children or ()]
+    kinds = {token.type for token in tokens}
+    assert not kinds & {"html_block", "html_inline", "image", "s_open", "hr"}
+    assert [token.type for token in tokens].count("link_open") == 1, "that to the source"
+    assert [token.type for token in tokens].count("em_open") == 1, "the source's own words"
+    assert [token.tag for token in tokens if token.type == "heading_open"].count("h1") == 1
+    rows = [
+        len(line.replace("\\|", "").split("|")) for line in body.splitlines() if line[:1] == "|"
+    ]
+    assert set(rows) <= {4, 5, 6, 7, 10}
+    shown = " ".join(text.split())
+    words = "".join(token.content for token in tokens if token.type == "text")
+    assert words.count(shown) > 10
+
+
+def test_dynamic_quantization_has_a_card(artifact):
+    found = QuantizationReport(
+        summary="dynamic INT8 for the CPU: 36 integer products in model.onnx", scheme="dynamic",
+        notes=[], fields={}, products={"model.onnx": {"MatMulInteger": 36}},
+    )  # fmt: skip
+    reported = artifact.annotate(reports={f"reports/{found.FILE}": found.to_json()})
+    card = model_card(facts(reported))
+    assert "## Accuracy in DYNAMIC\n\ndynamic INT8 for the CPU: 36 integer products in" in card
+    assert "model-index" not in card
+
+
+def test_the_hub_reads_what_was_measured(reported):
+    data = ModelCard(model_card(facts(reported))).data
+    found = {(r.dataset_type, r.metric_type): r.metric_value for r in data.eval_results}
+    assert found == {
+        ("validation", "max_abs_error"): 1e-6,
+        ("validation", "cosine_similarity"): 0.999999,
+        ("quantization", "cosine_similarity"): 0.9987,
+        ("quantization", "accuracy"): 0.91,
+    }
+
+
 def test_metrics_have_names_that_mlflow_takes_and_no_nan(reported):
-    found = metrics(Reports.read(reported))
+    found = metrics(Reports.of(reported))
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) for name in found)
     assert all(np.isfinite(value) for value in found.values())
     assert found["validation.max_abs_error"] == 1e-6
@@ -321,7 +424,7 @@ OTHERS = [("roberta", "fill-mask"), ("vit", "image-classification"), ("vit", "fe
 def test_every_snippet_of_the_card_runs(kind, task, tmp_path, monkeypatch, capsys):
     artifact = tiny_artifact(kind, task, tmp_path / "my-model")
     rights = SourceCard()
-    card = model_card(CardFacts(artifact, "my-model", rights, Reports.read(artifact), ()))
+    card = model_card(CardFacts(artifact, "my-model", rights, Reports.of(artifact), ()))
     snippets = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     ways = loading_snippets(artifact, "my-model")
     assert [code.strip() for code in snippets] == list(ways.values())

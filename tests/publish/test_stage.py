@@ -15,8 +15,8 @@ from enginery.engine import stage as build
 from enginery.publish import destination
 from enginery.publish.config import PublishConfig
 from enginery.publish.destination import open_destination
-from enginery.publish.folder import FolderRegistry
-from enginery.runtime.tensorrt import has_tensorrt
+from enginery.publish.targets.folder import FolderRegistry
+from enginery.runtime.tensorrt.process import has_tensorrt
 from tests.core.artifacts import make, validated
 from tests.engine.conftest import build_config
 from tests.engine.products import product
@@ -71,7 +71,7 @@ def test_registry_is_imported_when_an_address_names_it(monkeypatch):
     monkeypatch.setattr(destination, "import_module", absent)
     with pytest.raises(MissingPackageError, match=r"enginery\[mlflow\]"):
         open_destination("mlflow:/name", PublishConfig())
-    assert asked == ["enginery.publish.mlflow_registry"]
+    assert asked == ["enginery.publish.targets.mlflow.registry"]
 
 
 # Both ways

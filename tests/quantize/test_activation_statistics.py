@@ -4,7 +4,7 @@ import pytest
 from enginery.core.errors import InputError
 from enginery.passes.graph_file import read_graph
 from enginery.passes.layers import find_layers
-from enginery.passes.qdq import ActivationRange
+from enginery.passes.qdq import ActivationQuantParams
 from enginery.passes.scheme import INT8
 from enginery.quantize.activation_statistics import (
     ChannelStatistics,
@@ -76,7 +76,7 @@ def batches(artifact, *, padding):
 
 def test_padding_does_not_change_the_statistics(tiny):
     artifact = tiny("bert", "token-classification")
-    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.obstacle]
+    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.skip_reason]
     bare = collect_channel_statistics(artifact.model, layers, batches(artifact, padding=0), seed=0)
     padded = collect_channel_statistics(
         artifact.model, layers, batches(artifact, padding=6), seed=0
@@ -89,11 +89,11 @@ def test_padding_does_not_change_the_statistics(tiny):
 
 def test_histograms_count_every_value_in_range(tiny):
     artifact = tiny("bert", "token-classification")
-    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.obstacle]
+    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.skip_reason]
     inputs = batches(artifact, padding=0)
     seen = collect_channel_statistics(artifact.model, layers, inputs, seed=0)
     plain = {
-        name: with_minmax_scale(channels, ActivationRange(1.0), INT8)
+        name: with_minmax_scale(channels, ActivationQuantParams(1.0), INT8)
         for name, channels in seen.items()
     }
     histograms = collect_histograms(artifact.model, layers, inputs, seen, plain)
@@ -105,7 +105,7 @@ def test_histograms_count_every_value_in_range(tiny):
 
 def test_error_names_an_activation_that_is_not_finite(tiny):
     artifact = tiny("vit", "image-classification")
-    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.obstacle]
+    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.skip_reason]
     pixels = np.full((1, 3, 32, 32), np.nan, np.float32)
     with pytest.raises(InputError, match="NaN or infinite values on the calibration inputs"):
         collect_channel_statistics(

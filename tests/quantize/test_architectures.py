@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 from enginery.quantize import stage
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 
 WIDE = {"hidden_size": 128, "num_attention_heads": 2}
 

@@ -155,7 +155,7 @@ def test_more_rows_of_one_length_do_not_make_larger_batches(bert):
 
 
 def test_a_lone_surrogate_is_named(bert):
-    with pytest.raises(InputError, match="text 1 holds a lone surrogate"):
+    with pytest.raises(InputError, match="text 1 contains a lone surrogate"):
         read(bert, ["a", "\ud800"])
 
 
@@ -220,3 +220,23 @@ def test_a_folder_of_images_that_is_moved_is_the_same(vit, tmp_path):
         Image.new("RGB", (40, 40), (7, 8, 9)).save(tmp_path / folder / "one.png")
     first, second = (read(vit, calibration=str(tmp_path / f)).sha256 for f in ("a", "b"))
     assert first == second
+
+
+def save_arrays(path, names, rows=12):
+    ids = np.arange(rows * 4).reshape(rows, 4) % 7
+    np.savez(path, **dict.fromkeys(names, ids))
+    return ids
+
+
+def test_arrays_of_a_file_are_rows_of_the_graphs_own_inputs(bert, tmp_path):
+    names = [spec.name for spec in bert.manifest.graphs[0].inputs]
+    path = tmp_path / "feeds.npz"
+    ids = save_arrays(path, names)
+    data = read(bert, calibration=str(path), rows=3)
+    assert (data.kind, data.description) == ("feeds", "feeds.npz: 3 rows of arrays")
+    calibrating, _ = split(bert, data)
+    assert [batch.load()["input_ids"].tolist() for batch in calibrating] == [
+        ids[row : row + 1].tolist() for row in (0, 4, 8)
+    ]
+    with pytest.raises(OptionError, match="arrays have no columns"):
+        read(bert, calibration=str(path), label_column="label")

@@ -8,7 +8,7 @@ import pytest
 from enginery import export_model, optimize_model, quantize_model
 from enginery.core.artifact import Artifact
 from enginery.runtime.images import ImageProcessor, load_image
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 
 TRAINED = 1200
 CALIBRATED = 256

@@ -12,8 +12,8 @@ from enginery.core.errors import InputError
 from enginery.core.options import options_from
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import make_batches, read_data
-from enginery.runtime.builtin_inputs import made_images
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.builtin_inputs import synthetic_images
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.tiny import LABELS, TEXT
 
 NAMES = LABELS["text-classification"]
@@ -235,7 +235,7 @@ def image_rows(datasets):
     features = datasets.Features(
         {"image": datasets.Image(), "shown": datasets.ClassLabel(names=["boat", "cat"])}
     )
-    images = [Image.fromarray(image) for image in made_images()]
+    images = [Image.fromarray(image) for image in synthetic_images()]
     return datasets.Dataset.from_dict(
         {"image": [*images, None], "shown": [0, 1, 0, 1, 0, 1, 1]}, features=features
     )
@@ -248,7 +248,7 @@ def test_a_dataset_of_images_is_what_its_images_are(vit, image_rows):
     assert data.labels == (1, 0, 1, 0, 1, 0)  # the model's own order is cat, boat
     record = vit.manifest.graphs[0]
     found, _ = make_batches(vit, record, data, seed=0)
-    expected, _ = make_batches(vit, record, read(vit, made_images()), seed=0)
+    expected, _ = make_batches(vit, record, read(vit, synthetic_images()), seed=0)
     for mine, theirs in zip(found, expected, strict=True):
         assert np.array_equal(mine.load()["pixel_values"], theirs.load()["pixel_values"])
     stream = read(vit, image_rows.to_iterable_dataset(), column="image", label_column="shown")
@@ -273,18 +273,18 @@ def test_images_in_rows_are_arrays_or_paths(vit, tmp_path, form):
     from PIL import Image
 
     rows = []
-    for index, image in enumerate(made_images(3)):
+    for index, image in enumerate(synthetic_images(3)):
         path = tmp_path / f"{index}.png"
         Image.fromarray(image).save(path)
         rows.append({"image": image if form == "arrays" else str(path)})
-    expected = read(vit, made_images(3)).sha256
+    expected = read(vit, synthetic_images(3)).sha256
     assert read(vit, rows, column="image").sha256 == expected
     assert read(vit, [row["image"] for row in rows]).sha256 == expected
 
 
 def test_an_image_that_is_none_is_named_by_its_place(vit):
     with pytest.raises(InputError, match="image 1 is a dict, expected a path"):
-        read(vit, [{"image": made_images(1)[0]}, {"image": {"bytes": b""}}], column="image")
+        read(vit, [{"image": synthetic_images(1)[0]}, {"image": {"bytes": b""}}], column="image")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from enginery.passes.layers import Layer
-from enginery.passes.qdq import ActivationRange
+from enginery.passes.qdq import ActivationQuantParams
 from enginery.passes.scheme import FP8, INT8
 from enginery.quantize.activation_statistics import ChannelStatistics
 from enginery.quantize.smoothing import (
@@ -97,7 +97,7 @@ def test_fp8_suits_activations_of_many_magnitudes(loud, better):
     quiet = np.where(np.arange(K)[:, None] < 2, 0, WEIGHT).astype(np.float32)
     errors = {}
     for scheme in (INT8, FP8):
-        params = with_minmax_scale(channels(rows), ActivationRange(1.0), scheme)
+        params = with_minmax_scale(channels(rows), ActivationQuantParams(1.0), scheme)
         found = simulate_layer(rows, LAYER, quiet, params, scheme)
         errors[scheme] = np.linalg.norm(found - rows @ quiet)
     assert min(errors, key=errors.get) == better

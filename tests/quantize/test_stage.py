@@ -18,11 +18,11 @@ from enginery.core.errors import (
 from enginery.core.manifest import Verdict
 from enginery.core.options import options_from
 from enginery.passes.lint import LintReport
-from enginery.passes.overflow import Island
+from enginery.passes.overflow import Fp32Node
 from enginery.quantize import calibrate, stage, trial
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.data import make_batches
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.engine.products import artifact_of
 from tests.passes.onnx_graphs import WIDTH, node
 from tests.tiny import TEXT
@@ -190,8 +190,8 @@ def test_nothing_is_saved_where_the_parser_refuses(
 
 def test_nodes_that_overflow_in_fp16_stay_fp32(tiny, quantized, monkeypatch):
     name = "/bert/encoder/layer.1/output/LayerNorm/LayerNormalization"
-    found = Island(name, "LayerNormalization", "t", 7e4, 1.0, "its output reaches 7e+04")
-    monkeypatch.setattr(calibrate, "find_islands", lambda *_: {name: found})
+    found = Fp32Node(name, "LayerNormalization", "t", 7e4, 1.0, "its output reaches 7e+04")
+    monkeypatch.setattr(calibrate, "find_fp32_nodes", lambda *_: {name: found})
     made = quantized(tiny(*BERT))
     assert report_of(made)["fp32_nodes"] == {name: "its output reaches 7e+04"}
     nodes = onnx.load(made.model).graph.node
@@ -288,8 +288,8 @@ def test_the_fingerprint_follows_inputs_and_options(tiny):
 
 def test_ranges_from_an_fp32_residual_keep_the_fp32_nodes(tiny, quantized, tmp_path, monkeypatch):
     name = "/bert/encoder/layer.1/output/LayerNorm/LayerNormalization"
-    found = Island(name, "LayerNormalization", "t", 7e4, 1.0, "its output reaches 7e+04")
-    monkeypatch.setattr(calibrate, "find_islands", lambda *_: {name: found})
+    found = Fp32Node(name, "LayerNormalization", "t", 7e4, 1.0, "its output reaches 7e+04")
+    monkeypatch.setattr(calibrate, "find_fp32_nodes", lambda *_: {name: found})
     source = tiny(*BERT)
     wide = quantized(source, residual="fp32")
     again = quantized(source, None, out=tmp_path / "again", ranges=str(wide.path))

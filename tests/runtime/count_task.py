@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.runtime.tasks.task import Arrays, Described, OutputTensor, Result, Row, Work
+from enginery.runtime.tasks.task import (
+    Arrays,
+    ModelInputs,
+    OutputTensor,
+    Result,
+    ResultDescription,
+    Row,
+)
 from enginery.runtime.tasks.text import TextOptions, TextTask
 
 
@@ -33,7 +40,7 @@ class Count(TextTask):
     """How many tokens and vowels texts have."""
 
     verb = "count"
-    does = "counts tokens and vowels"
+    purpose = "counts tokens and vowels"
     tasks = ("token-counting",)
     outputs = (OutputTensor("tokens", "int64", 1), OutputTensor("vowels", "int64", 1))
     graph_outputs: ClassVar[Mapping[str, int]] = {"last_hidden_state": 3}
@@ -48,7 +55,7 @@ class Count(TextTask):
         return [len(found) for found in self.token_outputs(rows, outputs, "last_hidden_state")]
 
     def postprocess(
-        self, work: Work, outputs: Sequence[Any], options: CountOptions
+        self, work: ModelInputs, outputs: Sequence[Any], options: CountOptions
     ) -> list[Counted]:
         """Return a `Counted` for each text."""
         return [
@@ -79,6 +86,6 @@ class Count(TextTask):
         """Return both numbers."""
         return result.tokens, result.vowels
 
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Return both numbers."""
-        return [Described({"answer": f"{r.tokens} tokens"}, r.to_dict()) for r in results]
+        return [ResultDescription({"answer": f"{r.tokens} tokens"}, r.to_dict()) for r in results]

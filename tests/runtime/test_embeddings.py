@@ -120,7 +120,7 @@ def normalized(vectors):
 
 @pytest.mark.parametrize("normalize", [None, True, False])
 @pytest.mark.parametrize("model_does", [True, False])
-def test_vectors_are_finished_one_by_one_as_a_batch_is(normalize, model_does):
+def test_normalizing_one_vector_equals_normalizing_a_batch(normalize, model_does):
     batch = np.random.default_rng(0).normal(size=(5, 384)).astype(np.float32) * 7
     batch[1:4] = [[1e-15], [3e25], [0]]
     options = VectorOptions(normalize=normalize)
@@ -131,7 +131,7 @@ def test_vectors_are_finished_one_by_one_as_a_batch_is(normalize, model_does):
     np.testing.assert_allclose(rows, expected, rtol=EPSILON * np.sqrt(384))
 
 
-def test_vectors_whose_squares_are_beyond_float32_have_length_one_all_the_same():
+def test_vectors_whose_squares_overflow_float32_are_normalized():
     large = np.float32([[3e25, 4e25], [3e38, 3e38]])
     for rows in (normalized(large), pooled(large)):
         assert rows[0] == pytest.approx([0.6, 0.8])
@@ -141,7 +141,7 @@ def test_vectors_whose_squares_are_beyond_float32_have_length_one_all_the_same()
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
-def test_vector_that_is_not_finite_stays_so(odd):
+def test_non_finite_vector_stays_unchanged(odd):
     rows = np.float32([[odd, 1]])
     assert not np.isfinite(normalized(rows)[0]).all()
     assert np.isnan(pooled(rows)[0]).any()
@@ -175,15 +175,15 @@ def test_sentence_bert_limits_and_lower_cases(tiny, altered):
     expected = (tokens * weights).sum(1) / weights.sum(1)
     np.testing.assert_allclose(model.embed(TEXTS), expected.numpy(), atol=OUTPUTS)
     assert model.truncated == len([text for text in TEXTS if len(text) > 5])
-    assert "texts are cut at 7 tokens" in model.notes[0]
+    assert "texts are truncated to 7 tokens" in model.notes[0]
 
 
-def test_a_module_that_is_not_run_is_refused(tiny, altered):
+def test_unsupported_module_is_rejected(tiny, altered):
     files = modules(pooling_mode_mean_tokens=True)
     described = json.loads(files["modules.json"])
     described.append({"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"})
     files["modules.json"] = json.dumps(described)
-    with pytest.raises(ArtifactError, match="has a module Dense"):
+    with pytest.raises(ArtifactError, match="has the module Dense"):
         load_model(altered(tiny.artifact("bert", "feature-extraction"), files))
 
 
@@ -200,7 +200,7 @@ def test_a_graph_without_token_vectors_is_refused(tiny, altered):
     artifact = tiny.artifact("bert", "text-classification")
     manifest = artifact.manifest.model_copy(update={"task": "feature-extraction"})
     mislabelled = type(artifact)(artifact.path, manifest)
-    with pytest.raises(ArtifactError, match="has the outputs logits; vectors are made from"):
+    with pytest.raises(ArtifactError, match="has the outputs logits, expected one of"):
         load_model(mislabelled)
 
 

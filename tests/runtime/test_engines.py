@@ -10,14 +10,17 @@ import pytest
 from enginery.core.artifact import Artifact
 from enginery.core.errors import ArtifactError, EngineryError, ProviderError, ShapeError
 from enginery.core.shapes import Profile, TensorSpec
-from enginery.runtime import engine_fit, engines, ort, providers
-from enginery.runtime.gpus import CudaGpu, visible_gpus
+from enginery.runtime import engine_fit, engines
 from enginery.runtime.model import load_model
-from enginery.runtime.ort import OrtRunner, open_session
+from enginery.runtime.onnxruntime import runner as ort_runner
+from enginery.runtime.onnxruntime.runner import OrtRunner, open_session
 from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
-from enginery.runtime.provider_names import CPU, CUDA, TENSORRT, TENSORRT_RTX
-from enginery.runtime.providers import Provider
-from enginery.runtime.tensorrt_options import CLASSIC, RTX
+from enginery.runtime.providers import selection
+from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
+from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers.selection import Provider
+from enginery.runtime.providers.specification import parse_providers
+from enginery.runtime.tensorrt.options import CLASSIC, RTX
 from tests.core.artifacts import edit_manifest
 from tests.engine.made import engine_record, with_engines, write_engine
 from tests.tolerances import SCORES
@@ -72,16 +75,16 @@ def machine(monkeypatch):
 
         return Recorded()
 
-    monkeypatch.setattr(ort, "open_engine", open_engine)
+    monkeypatch.setattr(ort_runner, "open_engine", open_engine)
     monkeypatch.setattr(engines, "visible_gpus", lambda: (machine.gpu, *machine.others))
     monkeypatch.setattr(engines, "loaded_version", lambda flavor: machine.tensorrt)
-    monkeypatch.setattr(providers, "find_obstacle", lambda name: None)
-    monkeypatch.setattr(providers, "find_caveat", lambda name: "")
+    monkeypatch.setattr(selection, "unavailable_reason", lambda name, options: None)
+    monkeypatch.setattr(selection, "provider_warning", lambda name: "")
     return machine
 
 
-def chosen(artifact, *, wish=("tensorrt-rtx",), **options):
-    with OrtRunner(artifact, providers=wish, **options) as runner:
+def chosen(artifact, *, requested=("tensorrt-rtx",), **options):
+    with OrtRunner(artifact, providers=requested, **options) as runner:
         return [engine.record for engine in runner.engines], runner.providers
 
 
@@ -107,14 +110,13 @@ def test_the_engine_for_this_gpu_is_opened_and_the_reason_says_why(made, machine
 
 
 def on_second_gpu(provider):
-    return providers.parse_wishes(provider, [f"{provider}.device_id=1"])
+    return parse_providers(provider, [f"{provider}.device_id=1"])
 
 
-def test_engines_are_judged_by_the_gpu_that_is_asked_for(made, machine, monkeypatch):
-    monkeypatch.setattr(providers, "find_device_obstacle", lambda name, options: None)
+def test_engines_are_judged_by_the_gpu_that_is_requested(made, machine):
     machine.others = (CudaGpu("NVIDIA A10", "8.6", 1),)
     artifact = made({"capabilities": ("8.6",)}, {"capabilities": ("8.9",)})
-    (record,), (head, *_) = chosen(artifact, wish=on_second_gpu("tensorrt-rtx"))
+    (record,), (head, *_) = chosen(artifact, requested=on_second_gpu("tensorrt-rtx"))
     assert record.capabilities == ("8.6",)
     assert head.reason.startswith("NVIDIA A10 (8.6) runs the engine ")
     assert head.options == {"device_id": "1"}
@@ -128,28 +130,26 @@ def test_engines_are_judged_by_the_gpu_that_is_asked_for(made, machine, monkeypa
 def test_engine_for_another_gpu_is_built_where_that_is_the_first(
     made, machine, monkeypatch, visible, number
 ):
-    monkeypatch.setattr(providers, "find_device_obstacle", lambda name, options: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     machine.others = (CudaGpu("NVIDIA A10", "8.6", 1),)
     with pytest.raises(ProviderError, match="this GPU, NVIDIA A10 of") as error:
-        chosen(made({"capabilities": ("8.9",)}), wish=on_second_gpu("tensorrt-rtx"))
+        chosen(made({"capabilities": ("8.9",)}), requested=on_second_gpu("tensorrt-rtx"))
     assert error.value.do.startswith(f"Build one: CUDA_VISIBLE_DEVICES={number} enginery build ")
 
 
-def test_gpu_that_is_not_there_is_an_error_with_those_that_are(made, machine, monkeypatch):
-    monkeypatch.setattr(providers, "find_device_obstacle", lambda name, options: None)
+def test_gpu_that_is_not_there_is_an_error_with_those_that_are(made, machine):
     with pytest.raises(ProviderError, match="device_id is 1, and this process sees the GPUs 0 NV"):
-        chosen(made({}), wish=on_second_gpu("tensorrt"))
+        chosen(made({}), requested=on_second_gpu("tensorrt"))
 
 
-@pytest.mark.parametrize("wish", [("tensorrt-rtx",), ("tensorrt-rtx", "cuda", "cpu")])
-def test_nothing_but_the_cpu_is_beneath_an_engine(made, machine, wish):
-    _, given = chosen(made({}), wish=wish)
+@pytest.mark.parametrize("requested", [("tensorrt-rtx",), ("tensorrt-rtx", "cuda", "cpu")])
+def test_nothing_but_the_cpu_is_beneath_an_engine(made, machine, requested):
+    _, given = chosen(made({}), requested=requested)
     assert [provider.name for provider in given] == [TENSORRT_RTX, CPU]
 
 
 def test_cuda_is_not_put_beneath_a_plugin_which_takes_no_other_names(made, machine, monkeypatch):
-    monkeypatch.setattr(ort, "open_session", lambda *_, **__: None)
+    monkeypatch.setattr(ort_runner, "open_session", lambda *_, **__: None)
     _, given = chosen(made(), allow_build=True)
     assert [provider.name for provider in given] == [TENSORRT_RTX, CPU]
 
@@ -223,9 +223,9 @@ def test_a_classic_engine_runs_where_it_was_built_for(made, machine, compatibili
     artifact = made({**CLASSIC_HERE, "hardware_compatibility": compatibility, "gpu": built_on})
     if problem:
         with pytest.raises(ProviderError, match=problem):
-            chosen(artifact, wish=("tensorrt",))
+            chosen(artifact, requested=("tensorrt",))
     else:
-        (record,), (head, *_) = chosen(artifact, wish=("tensorrt",))
+        (record,), (head, *_) = chosen(artifact, requested=("tensorrt",))
         assert (record.flavor, head.name) == ("tensorrt", TENSORRT)
 
 
@@ -278,22 +278,24 @@ def test_a_version_that_cannot_be_read_is_said_and_not_held_against_the_engine(m
     assert head.reason.endswith("; which TensorRT runs it could not be read")
 
 
-def test_fallback_takes_the_next_wish_and_says_which_engine_was_missed(made, machine, monkeypatch):
+def test_fallback_takes_the_next_provider_and_says_which_engine_was_missed(
+    made, machine, monkeypatch
+):
     artifact = made({"capabilities": ("8.0",)})
     opened = []
-    monkeypatch.setattr(ort, "open_session", lambda path, *_, **__: opened.append(path))
-    records, (head, *_) = chosen(artifact, wish=("tensorrt-rtx", "cuda"), allow_fallback=True)
+    monkeypatch.setattr(ort_runner, "open_session", lambda path, *_, **__: opened.append(path))
+    records, (head, *_) = chosen(artifact, requested=("tensorrt-rtx", "cuda"), allow_fallback=True)
     assert (records, head.name) == ([], CUDA)
-    assert head.reason.startswith(f"tensorrt-rtx asked for, but {artifact.path} has no engine")
+    assert head.reason.startswith(f"tensorrt-rtx requested, but {artifact.path} has no engine")
     assert opened == [artifact.path / "model.onnx"]
     with pytest.raises(ProviderError, match="has no engine of"):
-        chosen(artifact, wish=("tensorrt-rtx", "cuda"))
+        chosen(artifact, requested=("tensorrt-rtx", "cuda"))
 
 
 def test_an_online_build_has_to_be_asked_for_and_is_said(made, machine, monkeypatch):
     artifact = made()
     opened = []
-    monkeypatch.setattr(ort, "open_session", lambda path, *_, **__: opened.append(path))
+    monkeypatch.setattr(ort_runner, "open_session", lambda path, *_, **__: opened.append(path))
     _, (head, *_) = chosen(artifact, allow_build=True)
     assert head.name == TENSORRT_RTX
     assert head.reason.endswith("ONNX Runtime builds an engine while it loads (allow_build)")
@@ -378,7 +380,7 @@ def test_an_engine_that_fails_at_its_optimum_is_never_ready(made, machine, monke
         def run(self, names, feeds):
             raise RuntimeError("CUDA failure 700")
 
-    monkeypatch.setattr(ort, "open_engine", lambda engine, given, **_: Broken())
+    monkeypatch.setattr(ort_runner, "open_engine", lambda engine, given, **_: Broken())
     with pytest.raises(ProviderError, match=r"does not run at its own optimum.*CUDA failure 700"):
         load_model(made({}), provider="tensorrt-rtx")
 
@@ -410,7 +412,7 @@ def test_images_are_split_and_padded_as_texts_are(tiny, tmp_path, machine, monke
 
         return Recorded()
 
-    monkeypatch.setattr(ort, "open_engine", open_engine)
+    monkeypatch.setattr(ort_runner, "open_engine", open_engine)
     images = [np.full((40, 40, 3), shade, np.uint8) for shade in (0, 60, 120, 180)]
     with load_model(vit) as plain, load_model(artifact, provider="tensorrt-rtx") as model:
         expected, found = plain.classify_images(images), model.classify_images(images)

@@ -16,8 +16,8 @@ from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.images import ImageProcessor, load_image
 from enginery.runtime.model import load_model
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.sessions import require_interface
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.session import require_interface
 from enginery.runtime.tasks.classify import Classify, classify_logits, label_names
 from enginery.runtime.tasks.embed import Embed
 
@@ -223,8 +223,8 @@ def test_a_graph_of_gigabytes_is_not_loaded(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(("task", "message"), [
-    ("question-answering", "question-answering is answered from start_logits"),
-    ("token-classification", "token-classification is answered from 3 dims"),
+    ("question-answering", "question-answering needs start_logits"),
+    ("token-classification", "token-classification expects 3 dims"),
 ])  # fmt: skip
 def test_a_graph_without_the_outputs_of_its_task_is_refused(tiny, tmp_path, task, message):
     source = tiny.artifact("bert", "text-classification")
@@ -256,6 +256,6 @@ def test_fewer_rows_than_inputs_are_an_error(tiny, tmp_path):
     commit_artifact(tmp_path / "altered", source.manifest)
     with (
         load_model(tmp_path / "altered") as found,
-        pytest.raises(ArtifactError, match=r"gave logits with the shape \(1, 3\) for 2 texts"),
+        pytest.raises(ArtifactError, match=r"returned logits with the shape \(1, 3\) for 2 texts"),
     ):
         found.classify(["The engine is warm.", "A cat."])

@@ -8,13 +8,13 @@ import pytest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime import real_inputs
-from enginery.runtime.builtin_inputs import SENTENCES, made_images
+from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images
 from enginery.runtime.real_inputs import (
     ImageFeeder,
     TextFeeder,
-    filled,
     fixed_batch,
     in_batches,
+    pad_batch,
     takes_images,
     takes_real_inputs,
     takes_texts,
@@ -48,7 +48,7 @@ def with_inputs(record, *names):
     return record.model_copy(update={"inputs": inputs})
 
 
-def test_a_graph_takes_texts_images_or_neither(bert, vit):
+def test_graph_takes_texts_or_images_or_neither(bert, vit):
     assert takes_texts(graph(bert))
     assert not takes_images(graph(bert))
     assert takes_images(graph(vit))
@@ -70,16 +70,16 @@ def test_real_inputs_need_the_file_that_makes_them(exported, copied, kind, task,
     assert not takes_real_inputs(artifact, graph(artifact))
 
 
-def test_batches_are_full_where_the_graph_wants_it(bert):
+def test_batches_are_padded_to_a_fixed_batch(bert):
     free, three = graph(bert), with_dims(graph(bert), 3, "sequence")
     assert (fixed_batch(free), fixed_batch(three)) == (None, 3)
     assert in_batches(range(5), 2, free) == [[0, 1], [2, 3], [4]]
     assert in_batches(range(5), 2, three) == [[0, 1, 2], [3, 4, 4]]
-    assert filled([7], free) == [7]
-    assert filled([7], three) == [7, 7, 7]
+    assert pad_batch([7], free) == [7]
+    assert pad_batch([7], three) == [7, 7, 7]
 
 
-def test_lengths_are_those_that_are_fed(bert):
+def test_lengths_equal_those_of_the_feeds(bert):
     feeder = TextFeeder.open(bert, graph(bert))
     lengths = feeder.lengths(TEXT)
     assert len(set(lengths)) > 1
@@ -111,16 +111,16 @@ def test_no_more_than_a_part_of_the_texts_is_tokenized_at_one_time(bert, monkeyp
     assert max(sizes) == 4
 
 
-def test_a_text_that_is_none_is_named_by_its_place_among_all(bert, monkeypatch):
+def test_invalid_text_is_named_by_its_index(bert, monkeypatch):
     monkeypatch.setattr(real_inputs, "_TOKENIZED", 2)
     feeder = TextFeeder.open(bert, graph(bert))
     with pytest.raises(InputError, match="text 4 is a int"):
         feeder.lengths(["a", "b", "c", "d", 5])
-    with pytest.raises(InputError, match="text 3 holds a lone surrogate"):
+    with pytest.raises(InputError, match="text 3 contains a lone surrogate"):
         feeder.lengths(["a", "b", "c", "\ud800"])
 
 
-def test_questions_go_with_their_contexts(exported):
+def test_questions_are_encoded_with_their_contexts(exported):
     artifact = exported("bert", "question-answering")
     feeder = TextFeeder.open(artifact, graph(artifact))
     feeds = feeder([("Who?", "Ada."), ("Where is the pump?", TEXT[0])])
@@ -129,7 +129,7 @@ def test_questions_go_with_their_contexts(exported):
     assert feeds["input_ids"][0, : len(expected)].tolist() == expected
 
 
-def test_a_graph_with_more_than_texts_is_an_error(bert):
+def test_graph_with_other_inputs_is_an_error(bert):
     feeder = TextFeeder.open(bert, with_inputs(graph(bert), "input_ids", "bbox"))
     with pytest.raises(ArtifactError, match="bbox"):
         feeder(["text"])
@@ -137,7 +137,7 @@ def test_a_graph_with_more_than_texts_is_an_error(bert):
 
 def test_images_are_grouped_by_the_size_that_they_get(vit):
     feeder = ImageFeeder.open(vit, graph(vit))
-    assert feeder.by_shape(made_images()) == {(3, 32, 32): list(range(6))}
+    assert feeder.by_shape(synthetic_images()) == {(3, 32, 32): list(range(6))}
     settings = {**feeder.processor.settings, "do_resize": False}
     own = replace(feeder, processor=replace(feeder.processor, settings=settings))
     small, large = np.zeros((32, 32, 3), np.uint8), np.zeros((32, 64, 3), np.uint8)
@@ -149,7 +149,7 @@ def test_pixels_are_of_the_graphs_dtype(vit):
     narrow = graph(vit).model_copy(
         update={"inputs": (TensorSpec(spec.name, "float16", spec.dims),)}
     )
-    feeds = ImageFeeder.open(vit, narrow)(made_images(2))
+    feeds = ImageFeeder.open(vit, narrow)(synthetic_images(2))
     assert (feeds["pixel_values"].dtype, feeds["pixel_values"].shape) == (
         np.float16,
         (2, 3, 32, 32),
@@ -159,8 +159,8 @@ def test_pixels_are_of_the_graphs_dtype(vit):
 def test_a_damaged_image_is_named_by_its_place(vit, tmp_path):
     (tmp_path / "a.png").write_bytes(b"no image")
     feeder = ImageFeeder.open(vit, graph(vit))
-    with pytest.raises(InputError, match=r"image 2.*a\.png is not a whole image"):
-        feeder.by_shape([*made_images(2), tmp_path / "a.png"])
+    with pytest.raises(InputError, match=r"image 2.*a\.png is not a complete image"):
+        feeder.by_shape([*synthetic_images(2), tmp_path / "a.png"])
 
 
 def test_built_in_sentences_are_ragged_and_of_many_scripts(bert):

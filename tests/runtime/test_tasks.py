@@ -20,15 +20,15 @@ from enginery.core.shapes import TensorSpec
 from enginery.pipeline import export_triton
 from enginery.predict.config import PredictConfig
 from enginery.predict.stage import run as predict
-from enginery.publish.card_loading import loading_snippets
+from enginery.publish.card.snippets import loading_snippets
 from enginery.publish.pyfunc import _load_pyfunc
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.tasks import TASKS, answered_tasks, task_of
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.tasks import TASKS, find_task, supported_tasks
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
 from enginery.runtime.tasks.tensors import Tensors
-from tests.publish.triton_server import TritonDouble, texts
+from tests.deploy.triton_server import TritonDouble, texts
 from tests.runtime.count_task import Count, Counted
 
 TEXTS = ["The engine is warm.", "Rain.", "the pump runs again and again and again"]
@@ -70,8 +70,8 @@ def counted(uncounted):
 # A new task is one module
 
 
-def test_task_that_is_not_there_is_not_answered(uncounted, tmp_path):
-    with pytest.raises(ArtifactError, match="exported for token-counting; answers are made for"):
+def test_unsupported_task_is_an_error(uncounted, tmp_path):
+    with pytest.raises(ArtifactError, match="exported for token-counting, which is not"):
         load_model(uncounted)
     (tmp_path / "in.txt").write_text("warm\n")
     with pytest.raises(ArtifactError, match="exported for token-counting; predict answers"):
@@ -120,7 +120,7 @@ def test_new_task_is_an_mlflow_model(counting, counted):
 @pytest.mark.filterwarnings("ignore::UserWarning:mlflow.*")
 def test_new_task_has_a_signature_for_mlflow(counting):
     pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
-    from enginery.publish.mlflow_model import signature
+    from enginery.publish.targets.mlflow.model import signature
 
     found = signature(counting.manifest)
     assert found.inputs.to_dict() == [{"type": "string", "required": True}]
@@ -160,16 +160,16 @@ def test_new_task_has_sample_predictions_and_a_snippet(counting, counted, monkey
 # The tasks
 
 
-def test_every_task_says_all_that_its_users_read():
+def test_every_task_has_all_class_attributes():
     for verb, task in TASKS.items():
         assert task.verb == verb
         assert not inspect.isabstract(task)
-        assert all(task_of(name, takes_images=task.takes_images) is task for name in task.tasks)
+        assert all(find_task(name, takes_images=task.takes_images) is task for name in task.tasks)
         required = [field.name for field in task.inputs if not field.optional]
         assert len(task.example) == (0 if task.takes_images else len(required))
         assert task.result_type is not None
-    assert task_of("feature-extraction", takes_images=True).verb == "embed_images"
-    assert len(set(answered_tasks())) == len(answered_tasks())
+    assert find_task("feature-extraction", takes_images=True).verb == "embed_images"
+    assert len(set(supported_tasks())) == len(supported_tasks())
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_every_task_says_all_that_its_users_read():
     [("bert", "feature-extraction"), ("bert", "fill-mask"), ("vit", "feature-extraction"),
      ("vit", "image-classification")],
 )  # fmt: skip
-def test_made_up_row_runs(tiny, kind, task):
+def test_probe_row_runs(tiny, kind, task):
     with load_model(tiny.artifact(kind, task)) as model:
         row = model.definition.probe(5)
         assert row.tokens == (1 if model.definition.takes_images else 5)
@@ -305,7 +305,7 @@ def test_options_of_predict_are_those_of_the_task(tiny, tmp_path):
         ({"scale": (), "text": ("batch", 2)}, {"logits": ("batch", 3)}),
     ],
 )
-def test_tensors_whose_rows_are_no_rows_of_the_graph_are_run_and_returned_whole(inputs, outputs):
+def test_tensors_without_a_batch_axis_run_as_one_row(inputs, outputs):
     """Of CLIP, say, whose texts and images are counted apart."""
     record = SimpleNamespace(
         inputs=tuple(TensorSpec(name, "float32", dims) for name, dims in inputs.items()),

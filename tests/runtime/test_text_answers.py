@@ -205,12 +205,12 @@ def test_fillings_equal_the_pipeline(tiny, kind):
             )
 
 
-def test_a_text_without_a_mask_names_the_mask(tiny):
+def test_text_without_a_mask_is_an_error_with_the_mask_token(tiny):
     with pytest.raises(InputError, match=r"text 1 has no <mask>.*Write <mask>"):
         load_model(tiny.artifact("roberta", "fill-mask")).fill(["a <mask>", "none"])
 
 
-def test_call_does_what_the_task_says(tiny):
+def test_call_runs_the_models_task(tiny):
     model = load_model(tiny.artifact("bert", "text-classification"))
     assert model(TEXTS) == model.classify(TEXTS)
     reader = load_model(tiny.artifact("bert", "question-answering"))
@@ -218,7 +218,7 @@ def test_call_does_what_the_task_says(tiny):
     assert reader([as_dict]) == reader.answer(QUESTIONS[:1])
 
 
-def test_a_method_of_another_task_says_what_to_call(tiny):
+def test_method_of_another_task_names_the_right_one(tiny):
     model = load_model(tiny.artifact("bert", "text-classification"))
     with pytest.raises(InputError, match=r"exported for text-classification.*Call classify\(\)"):
         model.embed(["x"])
@@ -269,7 +269,7 @@ def test_a_missing_tokenizer_says_how_to_get_one(tiny, altered):
 
 
 def test_a_task_without_answers_is_refused(tiny):
-    with pytest.raises(ArtifactError, match="exported for text-generation; answers are made for"):
+    with pytest.raises(ArtifactError, match="exported for text-generation, which is not"):
         load_model(tiny.artifact("gpt2", "text-generation"))
 
 

@@ -107,7 +107,7 @@ def test_padding_is_on_the_side_that_the_tokenizer_names(directories, tmp_path):
     encodings = tokenizer.encode(["the pump", "the"])
     feeds = tokenizer.feeds(encodings, INPUTS)
     assert feeds["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
-    assert tokenizer.unpadded(feeds["input_ids"][1], encodings[1]).tolist() == encodings[1].ids
+    assert tokenizer.strip_padding(feeds["input_ids"][1], encodings[1]).tolist() == encodings[1].ids
 
 
 def test_only_the_inputs_of_the_graph_are_fed(directories):
@@ -158,7 +158,7 @@ def test_batches_hold_every_input_once_within_bounds():
     assert plan_batches([]) == []
 
 
-def test_equal_lengths_are_kept_apart_from_others():
+def test_only_equal_lengths_share_a_batch():
     batches = plan_batches([2, 3, 2, 3], equal_lengths=True)
     assert sorted(map(sorted, batches)) == [[0, 2], [1, 3]]
 
@@ -168,12 +168,12 @@ def _edit(file, **changes):
 
 
 def test_text_with_a_lone_surrogate_is_refused_by_its_index():
-    with pytest.raises(InputError, match="text 1 holds a lone surrogate"):
+    with pytest.raises(InputError, match="text 1 contains a lone surrogate"):
         check_texts(["fine", "broken \udcff"])
 
 
-def test_long_text_is_whole_where_the_tokenizer_does_not_cut(directories):
+def test_long_text_is_complete_without_truncation(directories):
     tokenizer = TextTokenizer.open(directories["bert"])
-    tokenizer.texts.no_truncation()  # as lengths of data are measured
+    tokenizer.backend.no_truncation()  # as lengths of data are measured
     (encoding,) = tokenizer.encode(["pump " * 5000])
     assert len(encoding.ids) == 5002

@@ -48,7 +48,7 @@ def test_text_that_cannot_be_tokenized_is_named_by_its_index(opened, kind, text,
     with pytest.raises(InputError, match=f"^text 1 cannot be tokenized: .*{reason}"):
         tokenizer.encode(["the pump", ("is warm", text)], offsets=offsets)
     with pytest.raises(InputError, match=f"^text 1 cannot be tokenized: .*{reason}"):
-        tokenizer.encode_whole(["the pump", text], special=True)
+        tokenizer.encode_untruncated(["the pump", text], special=True)
     # Nothing is left of it.
     (encoding,) = tokenizer.encode(["the pump"], offsets=offsets)
     assert len(encoding.ids) == 4
@@ -79,7 +79,7 @@ def test_interrupt_while_encoding_is_no_error_of_the_text(opened, monkeypatch):
     def interrupted(_self, _texts):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("enginery.runtime.tokenizer.QuickEncoder.encode", interrupted)
+    monkeypatch.setattr("enginery.runtime.tokenizer.FastEncoder.encode", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tokenizer.encode(["the pump"], offsets=False)
 
@@ -90,7 +90,7 @@ def test_token_ids_are_refused_where_no_text_shows_the_special_tokens(plain, tmp
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     del tokenizer["model"]["vocab"]["a"]
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(InputError, match=r"token ids cannot be taken: .*the text 'a'.*Missing"):
+    with pytest.raises(InputError, match=r"token ids cannot be used: .*the text 'a'.*Missing"):
         TextTokenizer.open(directory).encode_ids([5, 6])
 
 
@@ -101,7 +101,7 @@ def test_ids_that_cannot_be_decoded_are_an_input_error(plain, tmp_path):
     tokenizer["decoder"] = {"type": "Sequence", "decoders": [{"type": "Fuse"}, split]}
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     opened = TextTokenizer.open(directory)
-    p = opened.texts.token_to_id("p")
+    p = opened.backend.token_to_id("p")
     assert opened.decode([p], skip_special=True) == "p"
     with pytest.raises(InputError, match=r"token ids cannot be decoded: .*retry-limit"):
         opened.decode([p] * 60, skip_special=True)

@@ -42,7 +42,7 @@ def test_answers_are_transformers_own(bert, tiny_model):
     np.testing.assert_allclose(found["logits"], expected.logits.numpy(), atol=OUTPUTS)
 
 
-def test_precisions_are_apart_by_about_their_roundoff(bert):
+def test_precisions_differ_by_about_their_roundoff(bert):
     feeds = feeds_for(bert)
     answers = {}
     for precision in ("fp64", "fp32", "fp16", "bf16"):
@@ -63,7 +63,7 @@ def test_inputs_that_the_model_rejects_are_an_error_with_their_shapes(bert):
         reference(feeds_for(bert, sequence=200))
 
 
-def test_unknown_graph_names_those_there_are(bert):
+def test_unknown_graph_names_the_known_ones(bert):
     with pytest.raises(ArtifactError, match=r"no graph 'x\.onnx'; there are model\.onnx"):
         runner(bert, graph="x.onnx")
 
@@ -84,7 +84,7 @@ def test_past_of_a_decoder_changes_its_answer_and_comes_back(tiny_model, home):
     artifact = export_model(str(source), task="text-generation-with-past")
     feeds = feeds_for(artifact, past_sequence=5)
     with runner(artifact) as reference:
-        assert reference.notes == ["the reference is PyTorch through Optimum's cut of the model"]
+        assert reference.notes == ["the reference is PyTorch through Optimum's submodels"]
         found = reference(feeds)
         past = {n: np.zeros_like(a) if n.startswith("past_") else a for n, a in feeds.items()}
         other = reference(past)
@@ -112,7 +112,7 @@ def test_both_branches_of_a_merged_decoder_answer(tiny_model, home):
 @pytest.mark.parametrize(
     "kind", ["bert", "deberta-v2", "modernbert", "mpnet", "vit", "resnet", "swin"]
 )
-def test_weights_widened_as_they_are_used_answer_as_fp64_does(tiny_model, kind, monkeypatch):
+def test_weights_upcast_on_use_equal_fp64(tiny_model, kind, monkeypatch):
     """A large model's weights are never in memory in FP64; its answers are the same."""
     import torch
 
@@ -124,7 +124,7 @@ def test_weights_widened_as_they_are_used_answer_as_fp64_does(tiny_model, kind, 
     feeds = feeds_for(artifact, height=64, width=64)
     with runner(artifact, precision="fp64") as whole:
         expected = whole(feeds)
-    monkeypatch.setattr(reference, "_WIDENED_AS_USED_BYTES", 0)
+    monkeypatch.setattr(reference, "_UPCAST_ON_USE_BYTES", 0)
     with runner(artifact, precision="fp64") as widened:
         assert widened._model.dtype == torch.float32
         found = widened(feeds)

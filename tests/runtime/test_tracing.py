@@ -74,7 +74,7 @@ def test_a_feed_that_does_not_fit_is_an_input_error(graph):
         trace({"x": np.ones((1, 7), np.float32)})
 
 
-def test_a_closed_tracer_says_so(graph):
+def test_closed_tracer_is_an_error(graph):
     trace = GraphTracer(graph(), ["product"])
     trace.close()
     with pytest.raises(ProviderError, match="closed"):

@@ -14,7 +14,7 @@ import uvicorn
 from enginery.serve.app import make_app
 from enginery.serve.config import ServeConfig
 from enginery.serve.http_sockets import bind
-from enginery.serve.keys import Keys
+from enginery.serve.keys import ApiKeys
 from tests.serve.processes import ServerProcess
 from tests.tiny import tiny_artifact
 
@@ -49,7 +49,7 @@ class Running:
     """The application under uvicorn, in a thread; calling it sends a request."""
 
     def __init__(self, paths, config, keys=()):
-        self.app = make_app(paths, config, keys=Keys(keys))
+        self.app = make_app(paths, config, keys=ApiKeys(keys))
         sockets = bind("127.0.0.1", 0)
         self.port = sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -20,8 +20,8 @@ from enginery.runtime.tasks.tensors import Tensors
 from enginery.serve.app import make_app
 from enginery.serve.batching.scheduler import Timings
 from enginery.serve.config import ServeConfig
-from enginery.serve.keys import Keys
-from enginery.serve.models.registry import ModelRegistry, Reloaded, UnknownModelError
+from enginery.serve.keys import ApiKeys
+from enginery.serve.models.registry import ModelRegistry, ReloadResult, UnknownModelError
 from enginery.serve.models.served_model import InferenceResult
 from tests.serve.conftest import seen
 
@@ -67,7 +67,7 @@ class StandInModel:
         return {"task": self.artifact.manifest.task, "batching": {"max_tokens": 0, "max_rows": 0},
                 "providers": [{"name": "CUDAExecutionProvider"}]}  # fmt: skip
 
-    async def answer(self, task, inputs, options):
+    async def infer(self, task, inputs, options):
         self.calls.append((inputs, options))
         if isinstance(self.answer_with, Exception):
             raise self.answer_with
@@ -115,16 +115,16 @@ class StandInModels:
         names = (self.get(name).name,) if name else self.names
         self.reloaded += names
         return {
-            name: Reloaded(swapped=False, text=f"not reloaded: {self.broken[name]}")
+            name: ReloadResult(swapped=False, message=f"not reloaded: {self.broken[name]}")
             if name in self.broken
-            else Reloaded(swapped=True, text="reloaded")
+            else ReloadResult(swapped=True, message="reloaded")
             for name in names
         }
 
 
 def application(*models, keys=(), config=None):
     """The application with models of a test's own; its lifespan does not run."""
-    app = make_app({}, config or ServeConfig(access_log="off"), keys=Keys(keys))
+    app = make_app({}, config or ServeConfig(access_log="off"), keys=ApiKeys(keys))
     given = models[0] if models and isinstance(models[0], StandInModels) else None
     app.state.registry = given or StandInModels(*models or [StandInModel()])
     return app

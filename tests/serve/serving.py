@@ -93,7 +93,7 @@ class Application:
             await self.refused()
             return 503, b"the model is stuck."
         elif name == "reload":
-            self.lifecycle.ask_all_to_reload()
+            self.lifecycle.reload_all_processes()
         return 200, path.encode()
 
     async def refused(self):
@@ -135,14 +135,14 @@ class Application:
         self.ready = False
 
     async def reload(self):
-        log.info("%d: reloaded, of the same content", os.getpid())
+        log.info("%d: reloaded, content unchanged", os.getpid())
 
 
 def main():
     options = json.loads(sys.argv[1])
     if options.get("spawn"):
         server._START_METHOD = "spawn"
-    server._PATIENCE_SECONDS = options.get("patience", server._PATIENCE_SECONDS)
+    server._KILL_AFTER_SECONDS = options.get("patience", server._KILL_AFTER_SECONDS)
     server.HANG_SECONDS = options.get("hang", server.HANG_SECONDS)
     lifecycle.CLOSE_SECONDS = options.get("close", lifecycle.CLOSE_SECONDS)
     config = ServeConfig(port=0, **options.get("config", {}))

@@ -41,7 +41,7 @@ def test_health_tells_which_model_is_not_ready_and_why(state):
     assert ask(app, "GET", "/v2/models/bad/ready").status == 503
 
 
-def test_server_that_drains_lives_and_is_not_ready():
+def test_draining_server_is_live_but_not_ready():
     models = StandInModels(StandInModel())
     app = application(models)
     found = ask(app, "GET", "/v2/health/ready")
@@ -63,7 +63,7 @@ def validated(source, directory, *, passed):
 
 @pytest.mark.parametrize(("passed", "verdict"), [(True, "passed"), (False, "failed"),
                                                  (None, "none")])  # fmt: skip
-def test_verdict_of_the_validation_is_told(tiny_paths, tmp_path, passed, verdict):
+def test_health_has_the_validation_verdict(tiny_paths, tmp_path, passed, verdict):
     path = validated(tiny_paths("mood")["mood"], tmp_path / "mood", passed=passed)
     server = Running({"mood": path}, ServeConfig(allow_failed=True, access_log="off"))
     try:
@@ -74,7 +74,7 @@ def test_verdict_of_the_validation_is_told(tiny_paths, tmp_path, passed, verdict
         server.close()
 
 
-def test_place_of_the_source_on_this_machine_is_not_told(running):
+def test_source_path_is_not_revealed(running):
     found = running("GET", "/models/mood/info")
     source = running.models.get("mood").artifact.manifest.source
     assert source.kind == "directory"
@@ -97,7 +97,7 @@ def test_info_of_one_model_is_found_by_its_name(running):
     assert running("GET", "/models/nobody/info").status == 404
 
 
-def test_models_that_load_are_described_without_guesses():
+def test_loading_models_have_no_guessed_properties():
     class Loading(StandInModel):
         @property
         def artifact(self):
@@ -161,7 +161,7 @@ def test_reload_that_fails_is_409_and_names_the_model(caplog):
     app = application(models, keys=(b"one",))
     found = ask(app, "POST", "/admin/reload", headers=KEY)
     assert (found.status, found.json) == (409, {
-        "error": "not reloaded: b, which goes on as it was.", "failed": ["b"],
+        "error": "not reloaded: b, which keeps serving as before.", "failed": ["b"],
         "models": {"a": "reloaded", "b": "not reloaded: build/b has no manifest.json."},
     })  # fmt: skip
     (record,) = caplog.records

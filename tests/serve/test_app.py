@@ -19,7 +19,7 @@ from enginery.serve import config as config_module
 from enginery.serve.app import ENDPOINTS, config_from, create_app
 from enginery.serve.batching.queue import OverloadedError
 from enginery.serve.config import ServeConfig, check_options
-from enginery.serve.keys import Keys
+from enginery.serve.keys import ApiKeys
 from enginery.serve.middleware import BodyBudget, BufferBody
 from enginery.serve.models.served_model import TooManyInputsError, UnavailableError
 from enginery.serve.observability.record import RequestRecord
@@ -34,18 +34,18 @@ EMBED = ("POST", "/embed", {"inputs": "warm"})
     "headers",
     [{"authorization": "Bearer two"}, {"authorization": "bearer  one "}, {"x-api-key": "two"}],
 )
-def test_any_of_the_keys_lets_in(headers):
+def test_any_of_the_keys_is_accepted(headers):
     app = application(keys=(b"one", b"two"))
     assert ask(app, *EMBED, headers).status == 200
 
 
 @pytest.mark.parametrize(
     ("headers", "message"),
-    [({}, "an API key is needed."), ({"authorization": "Bearer tw"}, "not one of this server's"),
-     ({"authorization": "Basic two"}, "not one"), ({"x-api-key": ""}, "not one"),
-     ({"x-api-key": b"\xe9\xff"}, "not one")],
+    [({}, "an API key is required."), ({"authorization": "Bearer tw"}, "the API key is invalid"),
+     ({"authorization": "Basic two"}, "is invalid"), ({"x-api-key": ""}, "is invalid"),
+     ({"x-api-key": b"\xe9\xff"}, "is invalid")],
 )  # fmt: skip
-def test_without_a_key_nothing_is_answered(headers, message):
+def test_requests_without_a_valid_key_are_rejected(headers, message):
     app = application(keys=(b"one", b"two"))
     found = ask(app, *EMBED, headers)
     assert found.status == 401
@@ -68,30 +68,30 @@ def test_keys_come_from_the_option_the_file_or_the_environment(tmp_path):
     file = tmp_path / "keys"
     file.write_text("one\n\n  two  \n")
     environment = {"ENGINERY_API_KEY": "three"}
-    assert Keys.from_config(ServeConfig(api_key="zero"), environment).keys == (b"zero",)
-    from_file = Keys.from_config(ServeConfig(api_key_file=str(file)), environment)
+    assert ApiKeys.from_config(ServeConfig(api_key="zero"), environment).keys == (b"zero",)
+    from_file = ApiKeys.from_config(ServeConfig(api_key_file=str(file)), environment)
     assert from_file.keys == (b"one", b"two")
-    assert Keys.from_config(ServeConfig(), environment).keys == (b"three",)
-    assert not Keys.from_config(ServeConfig(), {})
+    assert ApiKeys.from_config(ServeConfig(), environment).keys == (b"three",)
+    assert not ApiKeys.from_config(ServeConfig(), {})
 
 
 def test_keys_that_cannot_be_used_are_named_without_the_key(tmp_path):
     file = tmp_path / "keys"
     file.write_text("\n")
     with pytest.raises(OptionError, match="has no key"):
-        Keys.from_config(ServeConfig(api_key_file=str(file)), {})
+        ApiKeys.from_config(ServeConfig(api_key_file=str(file)), {})
     with pytest.raises(OptionError, match=r"cannot be read: No such file"):
-        Keys.from_config(ServeConfig(api_key_file=str(tmp_path / "none")), {})
+        ApiKeys.from_config(ServeConfig(api_key_file=str(tmp_path / "none")), {})
     with pytest.raises(OptionError) as caught:
-        Keys.from_config(ServeConfig(api_key="hush hush"), {})
+        ApiKeys.from_config(ServeConfig(api_key="hush hush"), {})
     assert "hush" not in str(caught.value)
-    assert "hush" not in repr(Keys((b"hush",)))
+    assert "hush" not in repr(ApiKeys((b"hush",)))
 
 
 # What every answer carries
 
 
-def test_answer_says_where_the_time_went_in_milliseconds():
+def test_response_has_timings_in_milliseconds():
     headers = ask(application(), *EMBED).headers
     assert headers["x-tokenization-time"] == "0.100"
     assert headers["x-queue-time"] == "0.200"
@@ -124,7 +124,7 @@ def test_wrong_method_is_405_with_allow_in_the_shape_of_its_protocol():
     assert (found.status, found.headers["allow"]) == (405, "OPTIONS, POST")
     assert found.json["error"]["type"] == "invalid_request_error"
     assert found.json["error"]["message"] == (
-        "/v1/embeddings does not answer 'DELETE', expected OPTIONS or POST."
+        "/v1/embeddings does not support 'DELETE', expected OPTIONS or POST."
     )
     assert ask(application(), "PUT", "/").headers["allow"] == "GET, HEAD, OPTIONS, POST"
 
@@ -140,7 +140,7 @@ def test_unknown_route_is_404_with_the_nearest_one():
     assert ask(application(), "GET", "/" + "x" * 5000).status == 404
 
 
-def test_slash_at_the_end_makes_no_difference():
+def test_trailing_slash_is_accepted():
     assert ask(application(), "POST", "/embed/", {"inputs": "warm"}).status == 200
     assert ask(application(), "GET", "/health/live/").status == 200
     assert ask(application(), "GET", "/health/live//").status == 404
@@ -187,13 +187,13 @@ def test_every_error_has_the_shape_of_its_protocol(path, error, status, caplog):
     assert found.headers.get("retry-after") == {429: "3", 503: "1"}.get(status)
 
 
-def test_message_has_what_to_do():
+def test_message_includes_the_remedy():
     error = InputError("text 0 is no good.", do="Send another.")
     found = ask(application(StandInModel(answer_with=error)), *EMBED)
     assert found.json == {"error": "text 0 is no good. Send another.", "error_type": "Validation"}
 
 
-def test_fault_is_logged_with_its_traceback_and_the_answer_has_an_id_alone(caplog):
+def test_fault_is_logged_with_traceback_and_the_response_has_only_its_id(caplog):
     app = application(StandInModel(answer_with=ZeroDivisionError("boom")))
     with caplog.at_level(logging.ERROR):
         found = ask(app, *EMBED)
@@ -209,7 +209,7 @@ def test_fault_is_logged_with_its_traceback_and_the_answer_has_an_id_alone(caplo
     ("path", "kind"),
     [("/v1/embeddings", ("rate_limit_error", "rate_limit_exceeded")), ("/embed", "Overloaded")],
 )
-def test_overload_is_named_as_the_protocol_names_it(path, kind):
+def test_overload_has_the_error_type_of_the_protocol(path, kind):
     body, _ = SHAPES[path]
     model = StandInModel(answer_with=OverloadedError("full.", retry_after_seconds=0))
     found = ask(application(model), "POST", path, body)
@@ -230,7 +230,7 @@ def test_model_that_is_not_ready_is_503_with_its_reason(state, path):
     assert found.headers["retry-after"] == "1"
 
 
-def test_draining_server_answers_what_still_comes_and_is_not_ready():
+def test_draining_server_answers_requests_but_is_not_ready():
     models = StandInModels(StandInModel())
     app = application(models)
     models.draining = True
@@ -282,11 +282,11 @@ def scope_of(path="/embed", headers=()):
     }  # fmt: skip
 
 
-def test_body_over_the_limit_is_413_by_its_length_and_by_its_bytes():
+def test_body_over_the_limit_is_413_by_declared_and_actual_size():
     app = application(config=ServeConfig(max_body_bytes=64, access_log="off"))
     found = ask(app, "POST", "/embed", {"inputs": "x" * 64})
     assert (found.status, found.json["error_type"]) == (413, "Validation")
-    assert "more than 64 bytes" in found.json["error"]
+    assert "expected at most 64 bytes" in found.json["error"]
     parts = [chunk(b"x" * 50, more=True), chunk(b"x" * 50, more=True)]  # and it would go on
     sent = call(app, scope_of(), parts)
     assert sent[0]["status"] == 413
@@ -303,12 +303,12 @@ def test_bodies_together_are_bounded_and_the_largest_is_always_taken():
     budget.take(50, 50)
     budget.take(50, 50)  # up to the larger of the two
     assert budget.held_bytes == 100
-    with pytest.raises(EngineryError, match="more than 100 bytes") as refused:
+    with pytest.raises(EngineryError, match="expected at most 100 bytes") as refused:
         budget.take(0, 101)
     assert refused.value.status == 413
 
 
-def test_held_bytes_are_given_back_whatever_happens():
+def test_held_bytes_are_always_released():
     app = application(config=ServeConfig(max_body_bytes=64, access_log="off"))
     ask(app, *EMBED)
     ask(app, "POST", "/embed", {"inputs": "x" * 64})
@@ -317,7 +317,7 @@ def test_held_bytes_are_given_back_whatever_happens():
     assert app.state.budget.held_bytes == 0
 
 
-def test_body_is_let_go_when_its_request_has_ended():
+def test_body_is_freed_after_its_request():
     app, scope = application(), scope_of()
     call(app, scope, [chunk(b'{"inputs": "a"}')])
     assert scope["state"]["body"] == b""
@@ -330,18 +330,18 @@ def test_times_are_finite_and_not_negative(option, value):
         check_options(ServeConfig(**{option: value}))
 
 
-def test_numbers_that_are_nan_are_not_worth_a_second_try():
+def test_nan_results_have_no_retry_after():
     app = application(StandInModel(answer_with=UnavailableError("NaN.", retry_after_seconds=0.0)))
     found = ask(app, *EMBED)
     assert (found.status, "retry-after" in found.headers) == (503, False)
 
 
-def test_client_that_goes_before_its_body_is_not_answered():
+def test_disconnect_before_the_body_gets_no_response():
     parts = [chunk(b'{"inp', more=True), {"type": "http.disconnect"}]
     assert call(application(), scope_of(), parts) == []
 
 
-def test_client_that_goes_cancels_its_request():
+def test_disconnect_cancels_the_request():
     waiting = asyncio.Event()
     model = StandInModel(answer_with=waiting)
     cancelled = []
@@ -354,13 +354,13 @@ def test_client_that_goes_cancels_its_request():
             cancelled.append(inputs)
             raise
 
-    model.answer = answer
+    model.infer = answer
     messages = [chunk(b'{"inputs": "warm"}'), {"type": "http.disconnect"}]
     assert call(application(model), scope_of(), messages) == []
     assert cancelled == [["warm"]]
 
 
-def test_server_that_ends_a_request_is_not_taken_for_its_client():
+def test_cancellation_by_the_server_is_not_a_disconnect():
     async def run():
         buffer = BufferBody(lambda *_: asyncio.sleep(60), BodyBudget(ServeConfig()))
         scope = scope_of()
@@ -396,7 +396,7 @@ def test_options_come_from_the_environment():
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [("BATCH_ROW", "7", "did you mean 'batch_rows'"), ("BATCH_ROWS", "x", "batch_rows"),
-     ("PORT", "80", "the ASGI server's own"), ("MAX_PADDING", "2", "less than 1")],
+     ("PORT", "80", "belongs to the ASGI server"), ("MAX_PADDING", "2", "less than 1")],
 )  # fmt: skip
 def test_option_that_cannot_be_used_is_an_option_error(name, value, words):
     with pytest.raises(OptionError, match=words):
@@ -459,7 +459,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("body", STRANGE, ids=lambda body: repr(body[:24]))
-def test_nothing_that_is_sent_is_a_fault(running, body):
+def test_no_fuzzed_request_is_a_fault(running, body):
     for endpoint in ENDPOINTS:
         if endpoint.method != "POST":
             continue

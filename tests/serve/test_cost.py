@@ -1,9 +1,15 @@
 import pytest
 
-from enginery.serve.batching.cost import BatchCost, LiveCost, choose_tokens, fit_cost, measure_cost
+from enginery.serve.batching.cost import (
+    BatchCost,
+    CostEstimator,
+    choose_max_tokens,
+    fit_cost,
+    measure_cost,
+)
 
 
-def test_the_line_goes_through_the_quickest_runs():
+def test_line_goes_through_the_fastest_runs():
     cost = fit_cost([(8, 0.010), (8, 0.004), (96, 0.9), (96, 0.048)])
     assert cost.seconds_per_token == pytest.approx(0.0005)
     assert cost.fixed_seconds == pytest.approx(0.0)
@@ -13,10 +19,10 @@ def test_noise_makes_no_negative_cost():
     cost = fit_cost([(8, 0.01), (96, 0.009)])
     assert cost.seconds_per_token == 0
     assert cost.fixed_seconds == 0.01
-    assert cost.fixed_tokens == 0
+    assert cost.fixed_cost_tokens == 0
 
 
-def test_a_model_of_few_tokens_is_measured_with_what_it_takes():
+def test_measured_sizes_respect_the_models_limit():
     asked = []
 
     def run(tokens):
@@ -28,22 +34,22 @@ def test_a_model_of_few_tokens_is_measured_with_what_it_takes():
     assert cost.seconds_per_token == pytest.approx(0.001)
 
 
-def test_on_a_gpu_batches_grow_until_their_fixed_part_is_small():
-    tokens, why = choose_tokens(BatchCost(0.001, 0.000001), on_cpu=False)
+def test_on_a_gpu_batches_grow_until_their_fixed_cost_is_small():
+    tokens, why = choose_max_tokens(BatchCost(0.001, 0.000001), on_cpu=False)
     assert tokens == 9000
     assert "10%" in why
-    assert choose_tokens(BatchCost(1.0, 1e-9), on_cpu=False)[0] == 16_384
-    assert choose_tokens(BatchCost(0.0, 0.1), on_cpu=False)[0] == 256
+    assert choose_max_tokens(BatchCost(1.0, 1e-9), on_cpu=False)[0] == 16_384
+    assert choose_max_tokens(BatchCost(0.0, 0.1), on_cpu=False)[0] == 256
 
 
 def test_on_a_cpu_batches_stay_small():
-    tokens, why = choose_tokens(BatchCost(0.001, 0.000001), on_cpu=True)
+    tokens, why = choose_max_tokens(BatchCost(0.001, 0.000001), on_cpu=True)
     assert tokens == 256
-    assert "1.00 ms + 0.001 ms a token" in why
+    assert "1.00 ms + 0.001 ms per token" in why
 
 
-def test_batches_that_run_move_the_line():
-    live = LiveCost(BatchCost(0.002, 0.0002))
+def test_estimate_follows_batches_that_run():
+    live = CostEstimator(BatchCost(0.002, 0.0002))
     assert live.cost().seconds_per_token == pytest.approx(0.0002)
     for _ in range(600):
         live.add(16, 0.004 + 16 * 0.0005)
@@ -53,8 +59,8 @@ def test_batches_that_run_move_the_line():
     assert live.batches == 1200
 
 
-def test_batches_of_one_size_say_nothing_of_the_fixed_part():
-    live = LiveCost(BatchCost(0.0, 0.0))
+def test_batches_of_one_size_do_not_determine_the_fixed_cost():
+    live = CostEstimator(BatchCost(0.0, 0.0))
     assert live.cost() == BatchCost(0.0, 0.0)
     for _ in range(10):
         live.add(50, 0.01)
@@ -62,15 +68,15 @@ def test_batches_of_one_size_say_nothing_of_the_fixed_part():
     assert live.cost().seconds_per_token == pytest.approx(0.0002)
 
 
-def test_batches_of_nearly_one_size_do_not_run_away_with_what_is_measured():
-    live = LiveCost(BatchCost(0.0012, 0.00015))
-    assert live.fixed_tokens() == pytest.approx(8)
+def test_batches_of_similar_size_keep_the_fixed_cost_near_the_measured_one():
+    live = CostEstimator(BatchCost(0.0012, 0.00015))
+    assert live.fixed_cost_tokens() == pytest.approx(8)
     for turn in range(2000):  # the small difference in size is noise in time
         live.add(120 + turn % 2, 0.02 + 0.000001 * (turn % 2))
-    assert live.cost().fixed_tokens > 100
-    assert live.fixed_tokens() == pytest.approx(32)
+    assert live.cost().fixed_cost_tokens > 100
+    assert live.fixed_cost_tokens() == pytest.approx(32)
     for turn in range(2000):
         live.add(120 + turn % 2, 0.02 + 0.001 * (turn % 2))
-    assert live.cost().fixed_tokens == 0
-    assert live.fixed_tokens() == pytest.approx(2)
-    assert LiveCost(BatchCost(0.0, 0.0)).fixed_tokens() == 0
+    assert live.cost().fixed_cost_tokens == 0
+    assert live.fixed_cost_tokens() == pytest.approx(2)
+    assert CostEstimator(BatchCost(0.0, 0.0)).fixed_cost_tokens() == 0

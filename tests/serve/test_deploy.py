@@ -118,7 +118,7 @@ def test_dockerfile_installs_the_serving_extra_and_no_framework(name):
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_dockerfile_copies_what_is_there_and_the_build_needs(name):
+def test_dockerfile_copies_existing_files_that_the_build_needs(name):
     copied = [rest.split()[:-1] for word, rest in instructions(name) if word == "COPY"]
     sources = {source for words in copied for source in words if not words[0].startswith("--")}
     assert all((ROOT / source).exists() for source in sources), sources
@@ -203,7 +203,7 @@ def test_kubernetes_pod_is_probed_drained_and_confined(objects):
 # Prometheus and Grafana
 
 
-def test_alerts_are_over_metrics_that_there_are():
+def test_alerts_use_existing_metrics():
     groups = yaml.safe_load((DEPLOY / "prometheus-rules.yaml").read_text(encoding="utf-8"))
     rules = [rule for group in groups["groups"] for rule in group["rules"]]
     names = [rule.get("alert") or rule["record"] for rule in rules]
@@ -216,7 +216,7 @@ def test_alerts_are_over_metrics_that_there_are():
             assert rule["annotations"]["summary"]
 
 
-def test_dashboard_panels_are_over_metrics_that_there_are():
+def test_dashboard_panels_use_existing_metrics():
     board = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
     panels = board["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -272,7 +272,7 @@ def test_unit_starts_drains_and_confines_the_server():
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
-def test_unit_is_one_that_systemd_takes(tmp_path):
+def test_systemd_accepts_the_unit(tmp_path):
     text = (DEPLOY / "enginery.service").read_text(encoding="utf-8")
     program = tmp_path / "enginery"
     program.write_text("#!/bin/sh\n")

@@ -45,7 +45,7 @@ def served(tiny_paths):
     server.close()
 
 
-def test_models_that_are_asked_are_those_of_the_documents_server():
+def test_commands_name_the_models_of_the_documented_server():
     server = max(commands("enginery serve"), key=len)
     assert set(re.findall(r"(\w+)=", server)) == set(MODELS)
     assert len(CURLS) == 8

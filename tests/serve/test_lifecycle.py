@@ -64,12 +64,12 @@ def test_models_that_cannot_be_loaded_end_it_with_2(start, restart):
     assert status == 2
     assert "error: m: found no manifest.json. Export it with: enginery export" in said
     assert "Traceback" not in said
-    assert "another one is started" not in said
+    assert "it is replaced" not in said
 
 
 @MODES
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_runs_and_what_was_sent_is_answered_with_close(start, restart, number):
+def test_running_and_sent_requests_are_answered_with_connection_close(start, restart, number):
     server = start(config={"restart": restart}).ready()
     running = server.raw(GET % b"sleep/2", GET % b"echo")  # two on one connection
     idle = server.raw(GET % b"echo")
@@ -89,7 +89,7 @@ def test_what_runs_and_what_was_sent_is_answered_with_close(start, restart, numb
     assert server.rest()[0] == 0
 
 
-def test_readiness_goes_at_once_and_connections_are_taken_for_the_drain_delay(start):
+def test_readiness_ends_at_once_and_connections_are_accepted_for_the_drain_delay(start):
     server = start(config={"drain_delay": 2.0}).ready()
     server.send(signal.SIGTERM)
     server.hear_until("draining")
@@ -102,7 +102,7 @@ def test_readiness_goes_at_once_and_connections_are_taken_for_the_drain_delay(st
 
 
 @MODES
-def test_connections_that_nobody_has_taken_yet_are_answered(start, restart):
+def test_waiting_connections_are_answered(start, restart):
     server = start(config={"restart": restart}).ready()
     worker = psutil.Process(server.pid())
     worker.suspend()  # the kernel accepts connections all the same
@@ -116,7 +116,7 @@ def test_connections_that_nobody_has_taken_yet_are_answered(start, restart):
     assert server.rest()[0] == 0
 
 
-def test_what_runs_longer_than_the_grace_is_answered_with_503(start):
+def test_requests_longer_than_the_grace_are_answered_with_503(start):
     server = start(config={"grace": 0.5}).ready()
     clients = [server.running(b"wait") for _ in range(3)]
     server.send(signal.SIGTERM)
@@ -161,7 +161,7 @@ def test_two_interrupts_in_a_row_end_at_once(start):
 def test_sighup_reloads(start, restart):
     server = start(config={"restart": restart}).ready()
     server.send(signal.SIGHUP)
-    assert server.hear_until("reloaded") == f"{server.pid()}: reloaded, of the same content"
+    assert server.hear_until("reloaded") == f"{server.pid()}: reloaded, content unchanged"
     assert server.end()[0] == 0
 
 
@@ -175,23 +175,23 @@ def test_stuck_worker_is_replaced_and_its_requests_answered(start):
     assert received(waiting).startswith(b"HTTP/1.1 503 ")
     assert "a batch has run for 60 seconds." in server.hear_until("ending at once")
     assert server.pid() != before
-    server.hear_until("ended itself, because it was stuck; another one is started at once.")
+    server.hear_until("exited because it was stuck; it is replaced immediately.")
     assert server.end()[0] == 0
 
 
 @MODES
-def test_loop_that_is_held_up_does_not_keep_the_process(start, restart):
+def test_blocked_event_loop_does_not_prevent_exit(start, restart):
     config = {"grace": 0.0, "restart": restart}
     status, said = start(held_up=True, close=0.0, config=config).ready().end()
     assert status == 0
     assert "killed" not in said
 
 
-def test_signals_of_one_moment_turn_readiness_off(monkeypatch):
+def test_simultaneous_signals_turn_readiness_off(monkeypatch):
     """Draining has not begun to run when the second one has it end at once."""
     happened = []
     # Its timer would end the process of the tests.
-    monkeypatch.setattr(ProcessLifecycle, "_limit", lambda self, seconds: None)
+    monkeypatch.setattr(ProcessLifecycle, "_exit_after", lambda self, seconds: None)
 
     async def whole():
         server = uvicorn.Server(uvicorn_config(None, ServeConfig()))
@@ -237,7 +237,7 @@ def test_connections_in_the_backlog_are_taken_when_listening_stops():
         clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
         for _, writer in clients:
             writer.write(GET % b"echo")
-        await lifecycle._take_waiting()
+        await lifecycle._accept_pending()
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
         for reader, writer in clients:

@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from enginery import load_model
 from enginery.serve.api.errors import HTTPError
-from enginery.serve.api.oip_tensors import DATATYPES, Tail, Tensor, read_tensor
+from enginery.serve.api.oip_tensors import DATATYPES, BinaryData, InferTensor, read_tensor
 from tests.tolerances import OUTPUTS, SCORES
 
 TEXTS = ["The engine is warm.", "Où est la clé du bateau ?"]
@@ -107,7 +107,7 @@ def test_top_k_comes_as_parameter_or_as_tritons_classification(client):
     assert client.infer("mood", text, outputs=asked).as_numpy("label").shape == (2, 2)
 
 
-def test_output_that_is_asked_for_twice_is_refused(client):
+def test_duplicate_output_is_rejected(client):
     twice = [triton.InferRequestedOutput("label"), triton.InferRequestedOutput("label")]
     with pytest.raises(InferenceServerException, match="'label' occurs twice"):
         client.infer("mood", [bytes_input("text", TEXTS)], outputs=twice)
@@ -129,7 +129,7 @@ def test_spans_and_fillings_are_json(client):
     assert len(json.loads(found.as_numpy("fillings")[0])["masks"][0]) == 2
 
 
-def test_questions_are_answered_and_short_lists_filled_up(client):
+def test_answers_are_padded_to_the_longest_list(client):
     contexts = ["Marie", "Marie Curie lived in Paris for long."]
     inputs = [bytes_input("question", ["Who?", "Where?"]), bytes_input("context", contexts)]
     found = client.infer("reader", inputs, parameters={"top_k": 3})
@@ -156,7 +156,7 @@ def test_image_comes_as_bytes_or_in_base64(client, running):
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_graphs_inputs_give_its_outputs(client, running, binary):
+def test_graph_inputs_return_graph_outputs(client, running, binary):
     inputs, feeds = ids(binary=binary)
     found = client.infer("mood", inputs).as_numpy("logits")
     direct = running.models.get("mood").backend.runner(feeds)["logits"]
@@ -218,9 +218,9 @@ IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]
         ({"inputs": [{**TEXT, "shape": [1] * 9}]}, "9 dims"),
         ({"inputs": [{**TEXT, "shape": [2, 10**12]}]},
          "inputs[0].shape[1]: found the number 1000000000000, expected"),
-        ({"inputs": [{**TEXT, "datatype": "TEXT"}]}, "'TEXT' is not known"),
+        ({"inputs": [{**TEXT, "datatype": "TEXT"}]}, "unknown datatype 'TEXT'"),
         ({"inputs": [{**TEXT, "data": [3]}]}, "data[0]: found the number 3, expected strings"),
-        ({"inputs": [{**TEXT, "parameters": {"shared_memory_region": "x"}}]}, "not known here"),
+        ({"inputs": [{**TEXT, "parameters": {"shared_memory_region": "x"}}]}, "unknown field"),
         ({"inputs": [{**TEXT, "parameters": {"binary_data_size": 5}}]}, "expected one of them"),
         ({"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1]}]},
          "data is null, expected a list"),
@@ -232,7 +232,7 @@ IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]
         ({"inputs": [TEXT], "outputs": "score"}, "outputs: found the string"),
         ({"inputs": [TEXT], "outputs": [{}]}, "outputs[0].name is missing, expected a string"),
         ({"inputs": [TEXT], "outputs": [{"name": "score", "parameters": {"binary_date": True}}]},
-         "'outputs[0].parameters.binary_date' is not known here; did you mean 'binary_data'?"),
+         "unknown field 'outputs[0].parameters.binary_date'; did you mean 'binary_data'?"),
         ({"inputs": [TEXT], "outputs": [{"name": "score", "parameters": {"classification": -1}}]},
          "outputs[0].parameters.classification: found the number -1, expected a whole number from"),
         ({"inputs": [TEXT], "parameters": {"topk": 1}}, "did you mean 'top_k'?"),
@@ -249,10 +249,10 @@ IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]
          "has the shape [2, 1]"),
         ({"inputs": [{**IDS, "data": [1, 2.5]}]}, "data[1]: found the number 2.5"),
         ({"inputs": [{**IDS, "data": [True, False]}]}, "expected whole numbers"),
-        ({"inputs": [{**IDS, "data": [[1], [2]]}]}, "nested otherwise"),
-        ({"inputs": [{**IDS, "data": [[1, 2], 3]}]}, "nested otherwise"),
-        ({"inputs": [{**IDS, "data": [[[1, 2]]]}]}, "nested otherwise"),
-        ({"inputs": [IDS], "parameters": {"top_k": 1}}, "'parameters.top_k' is not known"),
+        ({"inputs": [{**IDS, "data": [[1], [2]]}]}, "the nesting of data"),
+        ({"inputs": [{**IDS, "data": [[1, 2], 3]}]}, "the nesting of data"),
+        ({"inputs": [{**IDS, "data": [[[1, 2]]]}]}, "the nesting of data"),
+        ({"inputs": [IDS], "parameters": {"top_k": 1}}, "unknown field 'parameters.top_k'"),
     ],
 )  # fmt: skip
 def test_infer_refuses(running, body, message):
@@ -281,7 +281,7 @@ def test_ids_outside_the_vocabulary_are_the_clients_error(client):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_pixels_that_are_no_numbers_are_refused(client, value):
+def test_nan_pixels_are_rejected(client, value):
     pixels = np.zeros((1, 3, 32, 32), np.float32)
     pixels[0, 0, 0, 5] = value
     with pytest.raises(InferenceServerException, match="element 5 is") as caught:
@@ -313,7 +313,7 @@ def tensor_of(datatype, shape, raw=None, data=None):
         fields["parameters"] = {"binary_data_size": len(raw)}
     else:
         fields["data"] = data
-    return read_tensor(fields, Tail(raw or b""), "inputs[0]")
+    return read_tensor(fields, BinaryData(raw or b""), "inputs[0]")
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
@@ -358,14 +358,14 @@ def test_bf16_rounds_to_the_nearest_and_ties_to_even():
     torch = pytest.importorskip("torch")
     values = np.array([1.0, 1.00390625, 1.01171875, -3.14159, 1e-30], np.float32)
     wanted = torch.tensor(values).to(torch.bfloat16)
-    raw = Tensor("x", "BF16", (5,), values).raw()
+    raw = InferTensor("x", "BF16", (5,), values).raw()
     assert raw == wanted.view(torch.uint16).numpy().astype("<u2").tobytes()
     np.testing.assert_array_equal(
         tensor_of("BF16", (5,), raw=raw).values, wanted.to(torch.float32).numpy()
     )
 
 
-def test_lengths_of_bytes_that_lie_are_refused():
+def test_wrong_lengths_of_bytes_elements_are_rejected():
     for raw in (struct.pack("<I", 9) + b"abc", b"\x01\x00", struct.pack("<I", 2**32 - 1)):
         with pytest.raises(HTTPError, match="input 'x'"):
             tensor_of("BYTES", (1,), raw=raw)

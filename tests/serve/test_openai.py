@@ -72,7 +72,7 @@ def test_base64_is_little_endian_float32(running, expected):
         ({"input": []}, "input", "input is empty"),
         ({"input": ["a", None]}, "input[1]", "input[1]: found null, expected a string or a list"),
         ({"input": [1, 600]}, None, "token id 600, expected whole numbers from 0 to 599"),
-        ({"input": "a", "dimensions": 33}, "dimensions", "found 33, expected 32 at most"),
+        ({"input": "a", "dimensions": 33}, "dimensions", "found 33, expected at most 32"),
         ({"input": "a", "dimensions": "3"}, "dimensions", "found the string '3'"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "expected float or base64"),
         ({"input": "a", "user": 3}, "user", "expected a string"),
@@ -96,7 +96,7 @@ def test_errors_arrive_as_the_clients_own(client, running_one):
     with pytest.raises(openai.BadRequestError, match="exported for text-classification"):
         client.embeddings.create(model="mood", input="a")
     stranger = client_of(running_one, "wrong")
-    with stranger, pytest.raises(openai.AuthenticationError, match="not one of this server's"):
+    with stranger, pytest.raises(openai.AuthenticationError, match="the API key is invalid"):
         stranger.embeddings.create(model="vectors", input="a")
     with client_of(running_one, "s3cret") as known:
         assert len(known.embeddings.create(model="vectors", input="a").data) == 1
@@ -108,7 +108,7 @@ def test_overload_arrives_as_rate_limit(running, monkeypatch):
     async def full(*_, **__):
         raise OverloadedError("the queue is full.", retry_after_seconds=7)
 
-    monkeypatch.setattr(model, "answer", full)
+    monkeypatch.setattr(model, "infer", full)
     client = client_of(running)
     with client, pytest.raises(openai.RateLimitError, match="the queue is full") as caught:
         client.embeddings.create(model="vectors", input="a")
@@ -118,31 +118,31 @@ def test_overload_arrives_as_rate_limit(running, monkeypatch):
 def test_more_than_2048_inputs_are_too_many():
     found = ask(application(), "POST", "/v1/embeddings", {"input": ["a"] * 2049})
     assert (found.status, found.json["error"]["param"]) == (413, None)
-    assert "2048 at most" in found.json["error"]["message"]
+    assert "at most 2048" in found.json["error"]["message"]
 
 
 @pytest.mark.parametrize(
     "name", ["", "minilm", "sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2"]
 )
-def test_model_goes_by_its_name_and_by_its_source(name):
+def test_model_is_found_by_name_and_by_source(name):
     body = {"input": "a", **({"model": name} if name else {})}
     found = ask(application(), "POST", "/v1/embeddings", body)
     assert (found.status, found.json["model"]) == (200, "minilm")
 
 
-def test_another_model_is_not_answered_by_the_only_one():
+def test_unknown_model_is_not_replaced_by_the_only_one():
     body = {"input": "a", "model": "text-embedding-3-small"}
     found = ask(application(), "POST", "/v1/embeddings", body)
     assert found.status == 404
-    assert found.json["error"]["message"].endswith("This server has: minilm.")
+    assert found.json["error"]["message"].endswith("Models: minilm.")
 
 
-def test_several_models_that_embed_want_a_name(running):
+def test_several_embedding_models_require_a_name(running):
     assert running("POST", "/v1/embeddings", {"input": "a"}).json["model"] == "vectors"
     app = application(StandInModel("a"), StandInModel("b"), StandInModel("c", "classify"))
     found = ask(app, "POST", "/v1/embeddings", {"input": "a"})
     assert found.status == 400
-    assert "none was named. Name one of a, b." in found.json["error"]["message"]
+    assert "the request names none. Name one of a, b." in found.json["error"]["message"]
 
 
 def test_models_are_listed_and_found(client):

@@ -53,7 +53,7 @@ def test_keys_are_described_where_they_are_needed():
     assert "401" not in document()["paths"]["/embed"]["post"]["responses"]
 
 
-def test_new_endpoint_is_described_without_another_line():
+def test_new_endpoint_is_in_the_document():
     class Body(BaseModel):
         inputs: list[str]
 
@@ -86,7 +86,7 @@ def name_models(operation, schemas):
 @pytest.mark.parametrize(
     "endpoint", ENDPOINTS, ids=lambda endpoint: f"{endpoint.method} {endpoint.path}"
 )
-def test_requests_made_from_the_document_are_answered_as_it_says(running, endpoint):
+def test_generated_requests_get_documented_responses(running, endpoint):
     described = document()
     for path in described["paths"].values():
         for operation in path.values():
@@ -138,7 +138,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("path", "values", "body"), GOOD)
-def test_good_requests_are_answered_as_the_document_says(running, path, values, body):
+def test_valid_requests_get_documented_responses(running, path, values, body):
     schema = schemathesis.openapi.from_dict(document())
     schema.config.update(base_url=running.url)
     case = schema[path]["POST"].Case(

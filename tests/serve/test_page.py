@@ -98,7 +98,7 @@ class Server:
                 elif self.path == "/health":
                     self.answer(stub.health, b"{}", "application/json")
                 elif stub.key and self.headers.get("authorization") != f"Bearer {stub.key}":
-                    self.answer(401, b'{"error":"an API key is needed."}', "application/json")
+                    self.answer(401, b'{"error":"an API key is required."}', "application/json")
                 elif self.path == "/metrics":
                     self.answer(200, *stub.metrics.exposition())
                 elif self.path == "/info":
@@ -157,7 +157,7 @@ class _Hosted:
         self.name, self.task, self.state = name, task, "ready"
 
     def info(self):
-        return {"providers": [{"name": "CPUExecutionProvider", "reason": "asked for"}],
+        return {"providers": [{"name": "CPUExecutionProvider", "reason": "requested"}],
                 "method": METHODS[self.task], "precision": "fp32", "engines": [],
                 "task": self.task,
                 "max tokens": 262144, "seconds": 0.00123456,
@@ -241,7 +241,7 @@ def page(server, tmp_path):
 @browser_only
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
-def test_text_is_asked_and_its_answer_seen(page, server, tmp_path, width, dark):
+def test_text_is_sent_and_its_result_shown(page, server, tmp_path, width, dark):
     """The pictures stay in pytest's temporary directory."""
     page.open(width=width, dark=dark)
     page.type("text", "The pump runs again.")
@@ -270,7 +270,7 @@ def test_text_is_asked_and_its_answer_seen(page, server, tmp_path, width, dark):
 
 
 @browser_only
-def test_every_task_has_its_inputs_and_its_answer(page, server, tmp_path):
+def test_every_task_has_inputs_and_results(page, server, tmp_path):
     page.open()
     page.choose("minilm")
     page.type("text", "A boat.")
@@ -320,7 +320,7 @@ def test_image_is_sent_as_it_is(page, server, tmp_path):
 
 
 @browser_only
-def test_words_of_models_and_errors_stay_text(page):
+def test_text_of_models_and_errors_is_never_html(page):
     page.open()
     page.type("text", "The pump runs again.")
     page.press()
@@ -337,7 +337,7 @@ def test_words_of_models_and_errors_stay_text(page):
 
 
 @browser_only
-def test_policy_stops_a_script_that_got_in(page):
+def test_policy_blocks_injected_scripts(page):
     page.open()
     page.run("""
         const bad = document.createElement('script');
@@ -354,7 +354,7 @@ def test_key_is_sent_and_kept_nowhere(page, server):
     server.key = "s3cret"
     page.browser.ask("Page.navigate", session=True, url=server.url)
     page.until("document.readyState === 'complete' && !$('live').hidden")
-    assert "401: an API key is needed." in page.run("$('live').innerText")
+    assert "401: an API key is required." in page.run("$('live').innerText")
     page.type("key", "s3cret")
     page.run("$('key').dispatchEvent(new Event('change'))")
     page.until("document.querySelector('#model option')")
@@ -365,7 +365,7 @@ def test_key_is_sent_and_kept_nowhere(page, server):
 
 
 @browser_only
-def test_server_that_is_not_ready_or_gone_is_said(page, server):
+def test_page_reports_a_server_that_is_not_ready_or_unreachable(page, server):
     page.open()
     server.health = 503
     page.until("$('state').innerText === 'not ready'")

@@ -160,7 +160,7 @@ def test_images_come_as_base64_as_files_and_as_the_body(running, tiny_paths, ima
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "application/octet-stream",
                                   "application/json", "text/plain", None])  # fmt: skip
-def test_image_is_known_whatever_its_content_type_says(running, images, kind):
+def test_image_is_recognized_with_any_content_type(running, images, kind):
     headers = {} if kind is None else {"content-type": kind}
     jpeg = io.BytesIO()
     Image.open(io.BytesIO(images[0])).save(jpeg, "JPEG")
@@ -202,7 +202,7 @@ PART = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r
         (PART + b"\r\n\r\n--x--\r\n", BOUNDARY, 400, "'image' is empty"),
         (PART + b"\r\nabc\r\n--x--\r\n", BOUNDARY, 422, "image"),
         (b'--x\r\nContent-Disposition: form-data; name="y"\r\n\r\nabc\r\n--x--\r\n', BOUNDARY, 422,
-         "'y' is not known"),
+         "unknown field 'y'"),
         (b"--x\r\nContent-Disposition: form-data\r\n\r\nabc\r\n--x--\r\n", BOUNDARY, 400,
          "name"),
         (b'--x\r\nContent-Disposition: form-data; name="parameters"\r\n\r\n{}\r\n--x--\r\n',
@@ -212,18 +212,18 @@ PART = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r
         (b"", {"content-type": "image/png"}, 400, "the body is empty"),
         (b"abc", {"content-type": "image/png"}, 422, "image 0"),
         (b"abc", {}, 422, "image 0 is not an image"),
-        (b"", {}, 400, "send an image's file itself: content-type image/png"),
-        (b"[1, 2]", {}, 400, "expected a JSON object. To send an image's file itself"),
+        (b"", {}, 400, "send an image file itself, set its content type"),
+        (b"[1, 2]", {}, 400, "expected a JSON object. To send an image file itself"),
         (b"{cat.png", {}, 400, "not valid JSON"),
-        (b'{"inputs": "abc?"}', {}, 422, "inputs is not base64"),
-        (b'{"inputs": "YWJj?"}', {}, 422, "inputs is not base64"),
-        (b'{"inputs": ["YQ==", "\\u00e9"]}', {}, 422, "inputs[1] is not base64"),
+        (b'{"inputs": "abc?"}', {}, 422, "inputs is not valid base64"),
+        (b'{"inputs": "YWJj?"}', {}, 422, "inputs is not valid base64"),
+        (b'{"inputs": ["YQ==", "\\u00e9"]}', {}, 422, "inputs[1] is not valid base64"),
         (b'{"inputs": ""}', {}, 400, "inputs is empty"),
-        (b'{"inputs": "https://example.org/a.png"}', {}, 422, "fetches nothing"),
+        (b'{"inputs": "https://example.org/a.png"}', {}, 422, "does not download anything"),
         (b'{"inputs": "data:image/png,abc"}', {}, 422, "without base64"),
     ],
 )  # fmt: skip
-def test_images_that_are_none_are_refused(running, body, headers, status, message):
+def test_invalid_images_are_rejected(running, body, headers, status, message):
     found = running("POST", "/predict/photos", body, headers=headers)
     assert (found.status, message in found.json["error"]) == (status, True), found.json
 
@@ -247,13 +247,13 @@ def test_texts_are_not_images(running, images):
 @pytest.mark.parametrize(
     ("name", "body", "message"),
     [
-        ("mood", {"input": "a"}, "'input' is not known here; did you mean 'inputs'?"),
+        ("mood", {"input": "a"}, "unknown field 'input'; did you mean 'inputs'?"),
         ("mood", {"inputs": "a", "parameters": {"topk": 1}}, "did you mean 'parameters.top_k'"),
         ("mood", {"inputs": "a", "parameters": {"top_k": -1}}, "parameters.top_k"),
         ("mood", {"inputs": "a", "parameters": {"top_k": True}}, "found true"),
         ("mood", {"inputs": "a", "parameters": {"activation": "relu"}}, "expected auto or softmax"),
         ("mood", {"inputs": "a", "parameters": "top_k"}, "parameters: found the string"),
-        ("mood", {"inputs": {"text": "a", "pair": "b"}}, "'inputs.pair' is not known"),
+        ("mood", {"inputs": {"text": "a", "pair": "b"}}, "unknown field 'inputs.pair'"),
         ("mood", {"inputs": {"text_pair": "b"}}, "inputs.text is missing"),
         ("mood", {"inputs": [["a", "b", "c"]]}, "inputs[0]: found a list of 3"),
         ("mood", {"inputs": 3}, "inputs: found the number 3, expected a text, a pair"),
@@ -266,7 +266,7 @@ def test_texts_are_not_images(running, images):
         ("reader", {"inputs": {"question": "", "context": "a"}}, "is empty"),
         ("filler", {"inputs": "no mask"}, "has no [MASK]"),
         ("vectors", {"inputs": "a", "parameters": {"dimensions": 99}},
-         "found 99, expected 32 at most"),
+         "found 99, expected at most 32"),
         ("pictures", {"inputs": "YQ==", "parameters": {"dimensions": 0}}, "dimensions"),
     ],
 )  # fmt: skip
@@ -282,7 +282,7 @@ def test_unknown_model_names_the_nearest(running):
     assert (found.status, "did you mean 'mood'?" in found.json["error"]) == (404, True)
 
 
-def test_task_without_words_is_sent_to_tensors():
+def test_unsupported_task_refers_to_the_tensor_route():
     found = ask(application(StandInModel(verb="")), "POST", "/predict/minilm", {"inputs": "a"})
     assert (found.status, "/v2/models/minilm/infer" in found.json["error"]) == (422, True)
 
@@ -290,7 +290,7 @@ def test_task_without_words_is_sent_to_tensors():
 # A task that is one module
 
 
-def test_new_task_is_answered_by_every_route_that_knows_no_task(tiny_paths, tmp_path, monkeypatch):
+def test_new_task_works_on_task_independent_routes(tiny_paths, tmp_path, monkeypatch):
     source = Artifact.open(tiny_paths("vectors")["vectors"])
     shutil.copytree(source.path, tmp_path / "counting")
     counted = source.manifest.model_copy(update={"task": "token-counting"})

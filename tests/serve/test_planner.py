@@ -3,13 +3,18 @@ import random
 
 import pytest
 
-from enginery.serve.batching.planner import MAX_DIVIDED, BatchRules, choose_batch, divide
+from enginery.serve.batching.planner import (
+    MAX_PARTITIONED_ROWS,
+    BatchRules,
+    choose_batch,
+    partition_rows,
+)
 
 RULES = BatchRules(max_tokens=256, max_rows=64, max_padding=0.1)
 
 
 def batch(lengths, oldest, *, most=64, rules=RULES):
-    low, high = choose_batch(lengths, oldest=oldest, most=most, rules=rules)
+    low, high = choose_batch(lengths, oldest=oldest, max_rows=most, rules=rules)
     assert low <= oldest < high
     return lengths[low:high]
 
@@ -18,66 +23,66 @@ def padding_of(lengths):
     return max(lengths) * len(lengths) - sum(lengths)
 
 
-def test_the_oldest_goes_with_its_nearest_neighbours_in_length():
+def test_oldest_row_is_batched_with_nearest_lengths():
     assert batch([8, 9, 9, 60, 62, 64], 4) == [60, 62, 64]
 
 
-def test_neighbours_of_other_length_stay_where_padding_would_be_over_the_bound():
+def test_neighbours_that_need_too_much_padding_are_left_out():
     assert batch([8, 40, 100], 1) == [40]
 
 
-def test_a_batch_keeps_to_the_budget_of_tokens():
+def test_batch_respects_max_tokens():
     assert batch([64] * 10, 0) == [64] * 4
 
 
-def test_one_input_over_the_budget_runs_alone():
+def test_row_over_the_token_limit_runs_alone():
     assert batch([500, 500], 0) == [500]
 
 
-def test_a_batch_keeps_to_the_number_that_it_may_have():
+def test_batch_respects_max_rows():
     assert batch([4] * 20, 7, most=5) == [4] * 5
     assert batch([4] * 20, 7, rules=BatchRules(256, 3, 0.1)) == [4] * 3
 
 
-def test_lengths_that_cannot_be_padded_are_never_mixed():
+def test_equal_lengths_rule_is_respected():
     rules = BatchRules(256, 64, 0.1, equal_lengths=True)
     assert batch([19, 20, 20, 21], 1, rules=rules) == [20, 20]
 
 
-def test_the_rows_that_an_engine_takes_bound_a_batch():
-    rules = BatchRules(256, 64, 0.1, rows_at=lambda length: 2 if length > 8 else 64)
+def test_batch_respects_the_engines_rows():
+    rules = BatchRules(256, 64, 0.1, max_rows_for_length=lambda length: 2 if length > 8 else 64)
     assert batch([16] * 5, 0, rules=rules) == [16, 16]
     assert batch([8] * 5, 0, rules=rules) == [8] * 5
 
 
-def test_padding_that_costs_less_than_a_batch_is_taken():
+def test_padding_cheaper_than_a_batch_is_accepted():
     assert batch([10, 14], 0) == [10]
-    rules = BatchRules(256, 64, 0.1, fixed_tokens=8)
+    rules = BatchRules(256, 64, 0.1, fixed_cost_tokens=8)
     assert batch([10, 14], 0, rules=rules) == [10, 14]
     assert batch([10, 19], 0, rules=rules) == [10]
 
 
-def test_a_long_text_takes_no_short_ones_that_would_share_a_batch_anyway():
+def test_long_text_does_not_pull_short_ones_from_their_batch():
     # As on a GPU, where a batch costs as much as 2000 tokens before its first.
-    rules = BatchRules(16_384, 64, 0.1, fixed_tokens=2000)
+    rules = BatchRules(16_384, 64, 0.1, fixed_cost_tokens=2000)
     assert batch([20] * 40 + [128], 40, rules=rules) == [128]
     assert batch([20] * 200 + [128], 200, rules=rules) == [128]
     assert batch([20, 128], 1, rules=rules) == [20, 128]
 
 
-def test_an_input_leaves_a_neighbour_that_is_cheaper_with_others():
+def test_row_leaves_a_neighbour_that_is_cheaper_with_others():
     # 16 goes with 18 and 19: with 10 it would cost as much padding as all three together.
-    rules = BatchRules(256, 64, 0.1, fixed_tokens=7)
+    rules = BatchRules(256, 64, 0.1, fixed_cost_tokens=7)
     assert batch([10, 16, 18, 19], 1, rules=rules) == [16, 18, 19]
     assert batch([10, 16, 18, 19], 0, rules=rules) == [10]
 
 
-def test_a_crowd_is_not_divided():
-    rules = BatchRules(256, 64, 0.1, fixed_tokens=5)
+def test_many_rows_are_not_partitioned():
+    rules = BatchRules(256, 64, 0.1, fixed_cost_tokens=5)
     few = [10, 12] + [14] * 6
     # Padding of 6 is more than a batch is worth, but less than a tenth.
     assert batch(few, 0, rules=rules) == few
-    assert batch(few + [200] * MAX_DIVIDED, 0, rules=rules) == [10, 12]
+    assert batch(few + [200] * MAX_PARTITIONED_ROWS, 0, rules=rules) == [10, 12]
 
 
 def costs(lengths, places, worth):
@@ -91,24 +96,25 @@ def allowed(part, most, rules):
     return len(part) == 1 or (
         len(part) <= most
         and tokens <= rules.max_tokens
-        and (not rules.rows_at or len(part) <= rules.rows_at(max(part)))
+        and (not rules.max_rows_for_length or len(part) <= rules.max_rows_for_length(max(part)))
         and (not padding or not rules.equal_lengths)
-        and padding <= max(rules.max_padding * tokens, rules.fixed_tokens)
+        and padding <= max(rules.max_padding * tokens, rules.fixed_cost_tokens)
     )
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_division_is_cheaper(seed):
+def test_no_partition_is_cheaper(seed):
     chance = random.Random(seed)
     lengths = sorted(chance.randint(3, 40) for _ in range(chance.randint(1, 10)))
     most = chance.randint(1, 10)
     rules = BatchRules(
         max_tokens=chance.choice([40, 100, 256]), max_rows=64,
-        max_padding=chance.choice([0.0, 0.1, 0.3]), fixed_tokens=chance.choice([0.5, 4.0, 8.0, 30]),
+        max_padding=chance.choice([0.0, 0.1, 0.3]),
+        fixed_cost_tokens=chance.choice([0.5, 4.0, 8.0, 30]),
         equal_lengths=chance.random() < 0.2,
-        rows_at=chance.choice([None, lambda length: 1 + 30 // length]),
+        max_rows_for_length=chance.choice([None, lambda length: 1 + 30 // length]),
     )  # fmt: skip
-    found = divide(lengths, most, rules)
+    found = partition_rows(lengths, most, rules)
     assert found[0] == 0
     assert found[-1] == len(lengths)
     inner = range(1, len(lengths))
@@ -118,18 +124,18 @@ def test_no_division_is_cheaper(seed):
         for cuts in itertools.combinations(inner, count)
     )
     least = min(
-        costs(lengths, places, rules.fixed_tokens)
+        costs(lengths, places, rules.fixed_cost_tokens)
         for places in ways
         if all(allowed(lengths[a:b], most, rules) for a, b in itertools.pairwise(places))
     )
-    assert costs(lengths, found, rules.fixed_tokens) == pytest.approx(least)
+    assert costs(lengths, found, rules.fixed_cost_tokens) == pytest.approx(least)
     assert all(allowed(lengths[a:b], most, rules) for a, b in itertools.pairwise(found))
 
 
 @pytest.mark.parametrize("worth", [0.0, 4.0])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_batch_keeps_every_bound(seed, worth):
-    rules = BatchRules(256, 64, 0.1, fixed_tokens=worth)
+def test_every_batch_respects_every_limit(seed, worth):
+    rules = BatchRules(256, 64, 0.1, fixed_cost_tokens=worth)
     chance = random.Random(seed)
     lengths = sorted(chance.randint(1, 128) for _ in range(chance.randint(1, 60)))
     for oldest in range(len(lengths)):

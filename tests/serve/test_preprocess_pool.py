@@ -16,7 +16,7 @@ def with_pool(ask, *, most=2048):
     """Runs `ask(pool)` in a loop, and ends the threads."""
 
     async def run():
-        made = PreprocessPool(asyncio.get_running_loop(), most=most, name="m")
+        made = PreprocessPool(asyncio.get_running_loop(), max_inputs=most, name="m")
         try:
             return await ask(made)
         finally:
@@ -25,7 +25,7 @@ def with_pool(ask, *, most=2048):
     return asyncio.run(run())
 
 
-def test_list_is_encoded_in_pieces_and_comes_back_in_order(monkeypatch):
+def test_list_is_encoded_in_chunks_and_keeps_its_order(monkeypatch):
     monkeypatch.setattr(preprocess_pool, "usable_cores", lambda: 3)
     pieces = []
 
@@ -35,13 +35,13 @@ def test_list_is_encoded_in_pieces_and_comes_back_in_order(monkeypatch):
 
     async def ask(made):
         texts = list(range(1000))
-        return await made.run(lambda: made.spread(encode, texts), inputs=1000)
+        return await made.run(lambda: made.encode_in_parallel(encode, texts), inputs=1000)
 
     assert with_pool(ask) == [number * 2 for number in range(1000)]
     assert sorted(pieces) == [40] + [64] * 15
 
 
-def test_error_of_a_piece_is_that_of_the_list(monkeypatch):
+def test_error_of_a_chunk_fails_the_list(monkeypatch):
     monkeypatch.setattr(preprocess_pool, "usable_cores", lambda: 2)
 
     def encode(texts):
@@ -50,13 +50,13 @@ def test_error_of_a_piece_is_that_of_the_list(monkeypatch):
         return texts
 
     async def ask(made):
-        await made.run(lambda: made.spread(encode, list(range(200))), inputs=200)
+        await made.run(lambda: made.encode_in_parallel(encode, list(range(200))), inputs=200)
 
     with pytest.raises(ValueError, match="no 150"):
         with_pool(ask)
 
 
-def test_quick_inputs_do_not_wait_for_slow_ones_that_do_not_end():
+def test_short_work_does_not_wait_for_work_that_hangs():
     go = threading.Event()
 
     async def ask(made):
@@ -70,7 +70,7 @@ def test_quick_inputs_do_not_wait_for_slow_ones_that_do_not_end():
     with_pool(ask)
 
 
-def test_closing_answers_who_waits_for_what_does_not_end():
+def test_closing_fails_requests_that_wait_for_work_that_hangs():
     go = threading.Event()
 
     async def ask(made):
@@ -78,9 +78,9 @@ def test_closing_answers_who_waits_for_what_does_not_end():
         while not made.busy_seconds():
             await asyncio.sleep(0.001)
         made.close()
-        with pytest.raises(ClosedError, match="m is being closed"):
+        with pytest.raises(ClosedError, match="model 'm' is shutting down"):
             await stuck
-        with pytest.raises(ClosedError, match="m is being closed"):
+        with pytest.raises(ClosedError, match="model 'm' is shutting down"):
             await made.run(lambda: None, inputs=1)
         assert made.busy_seconds()
 
@@ -90,7 +90,7 @@ def test_closing_answers_who_waits_for_what_does_not_end():
         go.set()
 
 
-def test_no_more_is_taken_in_than_may_wait_and_who_goes_gives_the_place_back():
+def test_inputs_are_limited_and_cancelled_requests_free_their_slots():
     go = threading.Event()
 
     async def ask(made):
@@ -100,7 +100,8 @@ def test_no_more_is_taken_in_than_may_wait_and_who_goes_gives_the_place_back():
         await asyncio.sleep(0)
         assert made.inputs == 4
         with pytest.raises(
-            OverloadedError, match="4 inputs are being preprocessed and 0 wait, expected 4"
+            OverloadedError,
+            match="4 in preprocessing and 0 in the queue, expected at most 4",
         ):
             await made.run(lambda: None, inputs=1)
         waits.cancel()

@@ -28,7 +28,7 @@ def names(batch):
     return [item.row for item in batch]
 
 
-def test_inputs_of_one_length_share_a_batch_whoever_sent_them():
+def test_inputs_of_equal_length_share_a_batch_across_requests():
     queue = new_queue()
     queue.put(rows("a", 8), now=0)
     queue.put(rows("b", 8, 8), now=1)
@@ -36,21 +36,21 @@ def test_inputs_of_one_length_share_a_batch_whoever_sent_them():
     assert (queue.rows, queue.tokens) == (0, 0)
 
 
-def test_what_came_first_runs_first():
+def test_oldest_row_runs_first():
     queue = new_queue()
     for place, length in enumerate([30, 3, 60, 12]):
         queue.put(rows(place, length), now=place)
     assert [names(queue.take())[0][0] for _ in range(4)] == [0, 1, 2, 3]
 
 
-def test_kinds_never_share_a_batch():
+def test_rows_of_different_keys_never_share_a_batch():
     queue = new_queue()
     queue.put(rows("a", 8, kind="texts"), now=0)
     queue.put(rows("b", 8, kind=("tensors", 8)), now=0)
     assert [len(queue.take()), len(queue.take())] == [1, 1]
 
 
-def test_a_long_list_does_not_hold_up_a_request_that_comes_after_it():
+def test_long_list_does_not_block_later_requests():
     queue = new_queue()
     queue.seconds_per_token = 1.0
     queue.put(rows("list", *[64] * 10), now=0)
@@ -59,7 +59,7 @@ def test_a_long_list_does_not_hold_up_a_request_that_comes_after_it():
     assert taken == ["list", "list", "short", "list"]
 
 
-def test_a_full_queue_refuses_a_request_whole_and_says_when_to_come_again():
+def test_full_queue_rejects_whole_requests_with_retry_after():
     queue = new_queue(max_rows=3)
     queue.seconds_per_token = 0.5
     queue.put(rows("a", 8, 8), now=0)
@@ -70,18 +70,18 @@ def test_a_full_queue_refuses_a_request_whole_and_says_when_to_come_again():
     queue.put(rows("c", 8), now=0)
 
 
-def test_a_request_that_would_wait_too_long_is_refused_and_told_how_long():
+def test_request_that_would_wait_too_long_is_rejected_with_the_estimate():
     queue = new_queue(max_wait=10)
     queue.seconds_per_token = 0.5
     queue.put(rows("a", 16), now=0)  # 8 seconds
     queue.put(rows("b", 8), now=0)  # which would wait for 8, and makes it 12
     with pytest.raises(
-        OverloadedError, match=r"would wait 12\.0 s, expected 10 s at most"
+        OverloadedError, match=r"would wait 12\.0 s, expected at most 10 s"
     ) as refused:
         queue.put(rows("c", 1), now=0)
     assert refused.value.retry_after_seconds == 12
     queue.put(rows("b", 8), now=0, admitted=True)  # more of a request that was taken
-    assert queue.wait_seconds == 16
+    assert queue.estimated_wait_seconds == 16
     while queue.rows:
         queue.take()
     queue.put(rows("large", *[64] * 100), now=0)  # nothing waits: whatever it takes itself
@@ -91,24 +91,24 @@ def test_estimate_follows_how_long_requests_have_waited():
     queue = new_queue(max_wait=10)
     queue.seconds_per_token = 0.5
     queue.put(rows("a", 16), now=0)
-    assert queue.wait_seconds == queue.work_seconds == 8
+    assert queue.estimated_wait_seconds == queue.backlog_seconds == 8
     for _ in range(200):
-        queue.learn_wait(0.5, 60.0)  # too short to say anything
-    assert queue.wait_seconds == 8
+        queue.observe_wait(0.5, 60.0)  # too short to say anything
+    assert queue.estimated_wait_seconds == 8
     for _ in range(200):
-        queue.learn_wait(8.0, 12.0)
-    assert queue.wait_seconds == pytest.approx(12, rel=0.02)
+        queue.observe_wait(8.0, 12.0)
+    assert queue.estimated_wait_seconds == pytest.approx(12, rel=0.02)
     with pytest.raises(OverloadedError, match=r"would wait 1[12]\.\d s"):
         queue.put(rows("b", 1), now=0)
     for _ in range(400):
-        queue.learn_wait(8.0, 4.0)  # never less than the work before it
-    assert queue.wait_seconds == 8
+        queue.observe_wait(8.0, 4.0)  # never less than the work before it
+    assert queue.estimated_wait_seconds == 8
     for _ in range(400):
-        queue.learn_wait(2.0, 60.0)  # something held the workers up: not believed beyond a limit
-    assert queue.wait_seconds == 32
+        queue.observe_wait(2.0, 60.0)  # something held the workers up: not believed beyond a limit
+    assert queue.estimated_wait_seconds == 32
 
 
-def test_scheduler_tells_the_queue_what_was_before_a_request_and_how_long_it_waited():
+def test_scheduler_reports_backlog_and_wait_to_the_queue():
     learned, began, free = [], threading.Event(), threading.Event()
 
     def work(batch):
@@ -123,7 +123,7 @@ def test_scheduler_tells_the_queue_what_was_before_a_request_and_how_long_it_wai
         )  # fmt: skip
         queue = scheduler.queue
         queue.seconds_per_token = 0.5
-        queue.learn_wait = lambda work, waited: learned.append((work, waited))
+        queue.observe_wait = lambda work, waited: learned.append((work, waited))
         requests = [asyncio.ensure_future(scheduler.run(rows("a", 8), Timings()))]
         while not began.is_set():
             await asyncio.sleep(0.01)
@@ -140,7 +140,7 @@ def test_scheduler_tells_the_queue_what_was_before_a_request_and_how_long_it_wai
     assert 0.3 <= waited < 30
 
 
-def test_rest_of_a_list_comes_in_however_much_others_send():
+def test_rest_of_an_admitted_request_is_not_rejected():
     asked = 0
 
     async def run():
@@ -197,7 +197,7 @@ def test_a_cancelled_request_leaves_the_queue():
     assert queue.cancel(rows("c", 8)) == 0  # it never came in
 
 
-def test_workers_that_are_free_share_what_waits():
+def test_idle_workers_share_waiting_rows():
     queue = new_queue(rules=BatchRules(max_tokens=1000, max_rows=100, max_padding=0.1))
     taken = []
     threads = [threading.Thread(target=lambda: taken.append(queue.take())) for _ in range(2)]
@@ -243,7 +243,7 @@ def test_a_closed_queue_takes_nothing_and_ends_its_workers():
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_a_closed_queue_ends_all_who_sleep(drain):
+def test_closing_the_queue_wakes_all_workers(drain):
     queue = new_queue()
     threads = [threading.Thread(target=queue.take, daemon=True) for _ in range(3)]
     for thread in threads:
@@ -256,7 +256,7 @@ def test_a_closed_queue_ends_all_who_sleep(drain):
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_queue_closed_at_once_gives_back_what_waited():
+def test_closing_without_drain_returns_waiting_rows():
     queue = new_queue()
     queue.put(rows("a", 8, 60), now=0)
     assert sorted(names(queue.close(drain=False))) == [("a", 0), ("a", 1)]
@@ -265,7 +265,7 @@ def test_a_queue_closed_at_once_gives_back_what_waited():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_input_is_taken_once_whatever_happens_meanwhile(seed):
+def test_every_row_is_taken_exactly_once_under_concurrency(seed):
     chance = random.Random(seed)
     queue = new_queue()
     taken, cancelled = [], set()

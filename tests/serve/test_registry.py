@@ -26,7 +26,7 @@ def test_models_are_found_by_name(exported):
         assert models.get("two").task.verb == models.select("two").task.verb == "fill"
         with pytest.raises(UnknownModelError, match="no model 'on'; did you mean 'one'"):
             models.get("on")
-        with pytest.raises(ModelChoiceError, match="2 models, and none was named"):
+        with pytest.raises(ModelChoiceError, match="2 models, but the request names none"):
             models.select()
         models.draining = True
         assert not models.ready
@@ -73,14 +73,14 @@ def test_reloading_swaps_the_artifact_and_loses_no_request(exported, tmp_path):
         after = models.get("tiny").artifact.content_sha256()
         await models.close()
         assert before != after
-        assert said["tiny"].text == f"reloaded: {before[:12]} → {after[:12]}"
+        assert said["tiny"].message == f"reloaded: {before[:12]} → {after[:12]}"
         assert said["tiny"].swapped
         assert len(answered) > 8
 
     asyncio.run(scenario())
 
 
-def test_what_cannot_be_reloaded_changes_nothing(exported, tmp_path):
+def test_failed_reload_keeps_the_old_model(exported, tmp_path):
     place = tmp_path / "served"
     shutil.copytree(exported("bert", "feature-extraction").path, place)
 
@@ -89,20 +89,20 @@ def test_what_cannot_be_reloaded_changes_nothing(exported, tmp_path):
         await models.load()
         (place / "model.onnx").write_bytes(b"broken")
         said = await models.reload()
-        assert said["tiny"].text.startswith("not reloaded: ")
+        assert said["tiny"].message.startswith("not reloaded: ")
         assert not said["tiny"].swapped
         assert len((await ask(models.get("tiny"), ["a"])).results) == 1
         assert models.ready
         with pytest.raises(UnknownModelError):
             await models.reload("other")
         await models.close()
-        with pytest.raises(UnavailableError, match="about to end"):
+        with pytest.raises(UnavailableError, match="shutting down"):
             await models.reload()
 
     asyncio.run(scenario())
 
 
-def test_a_client_that_goes_leaves_no_model_half_swapped(exported):
+def test_disconnect_during_reload_completes_the_replacement(exported):
     path = exported("bert", "feature-extraction").path
 
     async def scenario():

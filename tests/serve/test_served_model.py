@@ -9,7 +9,7 @@ from PIL import Image
 
 from enginery.core.errors import EngineryError, InputError
 from enginery.runtime.model import load_model
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks.task import TaskOptions
 from enginery.runtime.tasks.text import TooLongError
 from enginery.serve.batching.queue import OverloadedError
@@ -38,11 +38,11 @@ async def serving(artifact, **options):
 
 def ask(model, inputs, **options):
     read = model.task.Options.read(options)
-    return model.answer(model.task, inputs, read)
+    return model.infer(model.task, inputs, read)
 
 
 def infer(model, feeds):
-    return model.answer(model.backend.tensors, feeds, TaskOptions())
+    return model.infer(model.backend.tensors, feeds, TaskOptions())
 
 
 def waiting(model):
@@ -118,7 +118,7 @@ def test_images_are_labelled_and_become_vectors(exported):
         assert near(list(asyncio.run(scenario()).results), expected)
 
 
-def test_an_image_that_is_none_is_refused_by_its_place(exported):
+def test_invalid_image_is_rejected_by_its_index(exported):
     async def scenario():
         async with serving(exported("vit", "image-classification")) as served:
             await ask(served, [photo(), b"not an image"])
@@ -127,10 +127,10 @@ def test_an_image_that_is_none_is_refused_by_its_place(exported):
         asyncio.run(scenario())
 
 
-def test_token_ids_are_as_good_as_their_text(exported):
+def test_token_ids_equal_their_text(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction")) as served:
-            ids = served.task.tokenizer.texts.encode("the pump runs").ids
+            ids = served.task.tokenizer.backend.encode("the pump runs").ids
             replies = await ask(served, ["the pump runs", ids, ids[1:-1]])
             with pytest.raises(InputError, match="token id 100000"):
                 await ask(served, [[1, 100000]])
@@ -197,7 +197,7 @@ def test_tensors_with_nan_are_refused(exported):
         asyncio.run(scenario())
 
 
-def test_one_bad_input_does_not_spoil_the_batch_that_it_is_in(exported):
+def test_invalid_input_does_not_affect_its_batch(exported):
     async def scenario():
         async with serving(exported("bert", "text-classification")) as served:
             run = served.backend.runner._run
@@ -259,7 +259,7 @@ def test_pixels_count_as_images_and_not_as_tokens(exported):
     assert len(asyncio.run(scenario())) == 60
 
 
-def test_a_long_list_leaves_room_for_others_and_others_for_it(exported):
+def test_long_list_and_other_requests_leave_space_for_each_other(exported):
     async def scenario():
         artifact = exported("bert", "feature-extraction")
         async with serving(artifact, queue_inputs=16, workers=1, batch_tokens=8) as served:
@@ -298,7 +298,7 @@ def test_a_list_that_is_cancelled_half_way_leaves_nothing_behind(exported):
     asyncio.run(scenario())
 
 
-def test_images_that_are_read_have_their_places_in_the_queue(exported):
+def test_images_in_preprocessing_count_towards_the_queue(exported):
     async def scenario():
         artifact = exported("vit", "image-classification")
         async with serving(artifact, queue_inputs=4, max_inputs=100) as served:
@@ -319,11 +319,11 @@ def test_an_image_of_too_many_pixels_is_not_decoded(exported):
         async with serving(exported("vit", "image-classification"), max_pixels=1000) as served:
             await ask(served, [photo((40, 30))])
 
-    with pytest.raises(InputError, match="image 0 has 40 × 30 pixels, at most 1,000 are read"):
+    with pytest.raises(InputError, match="image 0 has 40 × 30 pixels, expected at most 1,000"):
         asyncio.run(scenario())
 
 
-def test_vectors_are_as_they_were_pooled_where_they_are_not_to_be_normalized(exported, minilm):
+def test_vectors_are_unnormalized_if_the_model_does_not_normalize(exported, minilm):
     from enginery import export_model
 
     async def scenario():
@@ -337,22 +337,22 @@ def test_vectors_are_as_they_were_pooled_where_they_are_not_to_be_normalized(exp
     assert pooled > 1.5
 
 
-def test_a_worker_that_ends_makes_the_model_unready(exported):
+def test_dead_worker_thread_makes_the_model_unready(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction"), workers=1) as served:
             served.scheduler.queue.take = list
             await ask(served, ["a"])  # the worker had asked before
             for _ in range(200):
-                served.watch()
+                served.check_health()
                 if served.state == "failed":
                     break
                 await asyncio.sleep(0.01)
-            assert (served.state, served.reason) == ("failed", "a worker has ended")
+            assert (served.state, served.reason) == ("failed", "a worker thread has ended")
 
     asyncio.run(scenario())
 
 
-def test_a_batch_that_cannot_be_delivered_does_not_take_the_worker_along(exported, caplog):
+def test_undeliverable_batch_does_not_end_the_worker(exported, caplog):
     async def scenario():
         async with serving(exported("bert", "feature-extraction"), workers=1) as served:
             deliver = served.scheduler.workers._deliver
@@ -378,7 +378,7 @@ def test_a_batch_that_cannot_be_delivered_does_not_take_the_worker_along(exporte
     [({"workers": 2}, 1, True), ({"workers": 2, "threads": 2}, 2, False),
      ({"workers": 1}, 0, True), ({"workers": 1, "threads": 3}, 3, True)],
 )  # fmt: skip
-def test_threads_wait_in_busy_loops_where_nobody_else_wants_the_cores(
+def test_threads_spin_only_if_they_have_the_cores_alone(
     exported, monkeypatch, options, threads, spinning
 ):
     opened = []
@@ -394,11 +394,13 @@ def test_threads_wait_in_busy_loops_where_nobody_else_wants_the_cores(
     assert opened == [(threads, spinning)]
 
 
-def test_a_batch_is_accounted_for_behind_its_answer(exported):
+def test_batch_is_reported_after_its_requests(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction"), workers=1) as served:
             answered, seen = [], []
-            served.scheduler._account = lambda done: seen.append((len(done.batch), list(answered)))
+            served.scheduler._report_batch = lambda done: seen.append(
+                (len(done.batch), list(answered))
+            )
             await ask(served, ["a"])
             answered.append("a")
             await asyncio.sleep(0)
@@ -407,7 +409,7 @@ def test_a_batch_is_accounted_for_behind_its_answer(exported):
     assert asyncio.run(scenario()) == [(1, ["a"])]
 
 
-def test_what_is_learned_of_batches_moves_the_rules(exported):
+def test_cost_estimate_updates_the_rules(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction"), workers=1) as served:
             while not served.scheduler.queue.seconds_per_token:  # it is being measured
@@ -429,7 +431,7 @@ def test_texts_over_the_limit_are_cut_and_counted_or_refused(exported):
         async with serving(exported("bert", "feature-extraction")) as served:
             reply = await ask(served, [long, "a"])
             assert reply.timings.truncated == 1
-            with pytest.raises(TooLongError, match="input 1 has more than"):
+            with pytest.raises(TooLongError, match="input 1 is too long"):
                 await ask(served, ["a", long], truncate=False)
         async with serving(exported("bert", "feature-extraction"), truncate=False) as served:
             with pytest.raises(TooLongError):
@@ -451,7 +453,7 @@ def test_too_many_inputs_and_a_full_queue_are_refused(exported):
     async def scenario():
         artifact = exported("bert", "feature-extraction")
         async with serving(artifact, max_inputs=3, queue_inputs=4, workers=1) as served:
-            with pytest.raises(TooManyInputsError, match="found 4 inputs, expected 3 at most"):
+            with pytest.raises(TooManyInputsError, match="found 4 inputs, expected at most 3"):
                 await ask(served, ["a"] * 4)
             held = Held(served)
             first = asyncio.create_task(ask(served, ["a"]))
@@ -486,7 +488,7 @@ def test_a_request_that_is_cancelled_leaves_the_queue(exported):
     asyncio.run(scenario())
 
 
-def test_a_batch_that_does_not_end_makes_the_model_stuck_until_it_does(exported):
+def test_model_is_stuck_while_a_batch_hangs(exported):
     async def scenario():
         artifact = exported("bert", "feature-extraction")
         async with serving(artifact, workers=1, stuck_after=0.1) as served:
@@ -494,14 +496,14 @@ def test_a_batch_that_does_not_end_makes_the_model_stuck_until_it_does(exported)
             running = asyncio.create_task(ask(served, ["a"]))
             await held.wait()
             await asyncio.sleep(0.2)
-            served.watch()
+            served.check_health()
             assert served.state == "stuck"
             assert "has been running for" in served.reason
             with pytest.raises(UnavailableError):
                 await ask(served, ["b"])
             held.release()
             await running
-            served.watch()
+            served.check_health()
             assert (served.state, served.reason) == ("ready", "")
             await ask(served, ["b"])
 
@@ -517,7 +519,7 @@ def test_closing_does_not_wait_for_a_batch_that_is_stuck(exported):
             running = asyncio.create_task(ask(it, ["a"]))
             await held.wait()
             await asyncio.sleep(0.2)
-            it.watch()
+            it.check_health()
             await it.close(drain=False, timeout_seconds=600)
             assert it.scheduler.workers.busy_seconds(), "it still runs"
             held.release()
@@ -526,7 +528,7 @@ def test_closing_does_not_wait_for_a_batch_that_is_stuck(exported):
     asyncio.run(scenario())
 
 
-def test_a_provider_that_is_gone_is_no_fault_of_the_client(exported):
+def test_lost_provider_is_a_server_error(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction")) as served:
 
@@ -537,14 +539,14 @@ def test_a_provider_that_is_gone_is_no_fault_of_the_client(exported):
             with pytest.raises(UnavailableError, match="the device was lost"):
                 await ask(served, ["a"])
             assert served.state == "failed"
-            assert "no longer runs" in served.reason
-            with pytest.raises(UnavailableError, match="no longer runs"):
+            assert "can no longer run" in served.reason
+            with pytest.raises(UnavailableError, match="can no longer run"):
                 await ask(served, ["a"])
 
     asyncio.run(scenario())
 
 
-def test_closing_answers_what_a_batch_that_does_not_end_holds_up(exported):
+def test_closing_fails_requests_behind_a_batch_that_hangs(exported):
     async def run():
         free = threading.Event()
         async with serving(exported("bert", "feature-extraction"), workers=1) as model:
@@ -568,7 +570,9 @@ def test_closing_answers_what_a_batch_that_does_not_end_holds_up(exported):
 def test_fillings_are_bounded_by_request(exported):
     async def run():
         async with serving(exported("bert", "fill-mask")) as model:
-            with pytest.raises(TooManyInputsError, match="asks for 30000 fillings, expected 20000"):
+            with pytest.raises(
+                TooManyInputsError, match="asks for 30000 fillings, expected at most 20000"
+            ):
                 await ask(model, ["[MASK]"] * 30, top_k=1000)
             found = await ask(model, ["[MASK] runs"] * 3, top_k=1000)
             assert len(found.results) == 3
@@ -576,7 +580,7 @@ def test_fillings_are_bounded_by_request(exported):
     asyncio.run(run())
 
 
-def test_closing_answers_what_waits(exported):
+def test_closing_answers_waiting_requests(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction"), workers=1) as served:
             held = Held(served)
@@ -592,7 +596,7 @@ def test_closing_answers_what_waits(exported):
     asyncio.run(scenario())
 
 
-def test_what_cannot_be_loaded_says_why(exported, tmp_path):
+def test_load_failure_has_a_reason(exported, tmp_path):
     async def scenario():
         model = ServedModel("tiny", tmp_path, ServeConfig(), asyncio.get_running_loop())
         with pytest.raises(UnavailableError, match="is being loaded"):
@@ -606,7 +610,7 @@ def test_what_cannot_be_loaded_says_why(exported, tmp_path):
     asyncio.run(scenario())
 
 
-def test_info_says_what_runs_where_and_how_it_is_batched(exported):
+def test_info_has_providers_and_batching(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction")) as served:
             for _ in range(200):

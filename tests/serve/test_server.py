@@ -14,7 +14,7 @@ import pytest
 
 from enginery.core.errors import OptionError
 from enginery.serve.config import ServeConfig, check_options
-from enginery.serve.server import LineFormatter, log_config, pause_seconds
+from enginery.serve.server import LineFormatter, log_config, restart_delay_seconds
 from tests.serve.processes import (
     GET,
     gone,
@@ -42,7 +42,7 @@ def test_killed_worker_is_replaced_and_answers_within_seconds(start, spawn):
     after = server.pid()
     assert time.monotonic() - killed_at < 5
     assert after not in {before, server.process.pid}
-    said = server.hear_until("another one is started at once")
+    said = server.hear_until("it is replaced immediately")
     assert f"warning: worker process {before} was killed (signal 9)" in said
     assert server.end()[0] == 0
 
@@ -52,28 +52,28 @@ def test_crash_within_a_request_is_named_and_others_are_served(start):
     with suppress(ConnectionError):
         received(server.raw(GET % b"kill/11"))
     assert server.get("echo").status_code == 200
-    server.hear_until("crashed with signal 11; another one is started at once.")
+    server.hear_until("crashed with signal 11; it is replaced immediately.")
     assert server.end()[0] == 0
 
 
-def test_worker_that_cannot_start_again_is_tried_with_pauses(start, tmp_path):
+def test_worker_that_cannot_restart_is_retried_with_delays(start, tmp_path):
     server = start(fails_again=str(tmp_path / "loaded")).ready()
     os.kill(server.pid(), signal.SIGKILL)
-    server.hear_until("another one is started at once")
+    server.hear_until("it is replaced immediately")
     server.hear_until("error: m: found no manifest.json.")
-    server.hear_until("ended with status 2; another one is started in 0.5 seconds.")
-    server.hear_until("another one is started in 1 seconds.")
+    server.hear_until("ended with status 2; it is replaced in 0.5 seconds.")
+    server.hear_until("it is replaced in 1 seconds.")
     (tmp_path / "loaded").unlink()  # the cause passes
     server.ready()
     assert server.end()[0] == 0
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_worker_that_is_ended_alone_leaves_the_address_to_the_next(start, processes):
+def test_worker_that_ends_alone_leaves_the_socket_to_its_replacement(start, processes):
     server = start(config={"processes": processes}).ready()
     pid = server.pid()
     psutil.Process(pid).terminate()
-    server.hear_until("another one is started")
+    server.hear_until("it is replaced")
     for _ in range(20):
         with server.raw(GET % b"echo") as client:
             client.settimeout(20)
@@ -85,7 +85,7 @@ def test_worker_that_is_ended_alone_leaves_the_address_to_the_next(start, proces
 def test_sigterm_between_two_workers_ends_with_0(start, tmp_path):
     server = start(fails_again=str(tmp_path / "loaded")).ready()
     os.kill(server.pid(), signal.SIGKILL)
-    server.hear_until("another one is started in 2 seconds.")
+    server.hear_until("it is replaced in 2 seconds.")
     server.send(signal.SIGTERM)
     assert server.rest()[0] == 0  # whatever the last worker ended with
     assert not psutil.pid_exists(server.process.pid)
@@ -102,7 +102,7 @@ def test_two_processes_answer_and_reload_together(start):
     reloaded = {int(server.hear_until("reloaded").partition(":")[0]) for _ in range(2)}
     assert reloaded == pids
     os.kill(min(pids), signal.SIGKILL)
-    server.hear_until("another one is started at once")
+    server.hear_until("it is replaced immediately")
     wait_until(lambda: server.pid() not in pids)
     assert server.pid()
     assert server.end()[0] == 0
@@ -118,7 +118,7 @@ def test_metrics_of_two_processes_are_one(start):
         before += 1
     assert answered(server) >= before
     os.kill(min(pids), signal.SIGKILL)
-    server.hear_until("another one is started at once")
+    server.hear_until("it is replaced immediately")
     wait_until(lambda: server.pid() not in pids)
     assert answered(server) > before  # what a worker counted outlives it
     (directory,) = {
@@ -157,7 +157,7 @@ def test_worker_that_does_not_end_is_killed(start):
     worker.suspend()
     status, said = server.end()
     assert status == 128 + signal.SIGKILL
-    assert f"error: worker process {worker.pid} does not end; it is killed." in said
+    assert f"error: worker process {worker.pid} did not exit in time; killing it." in said
     assert gone(worker.pid)
 
 
@@ -165,7 +165,7 @@ def test_worker_that_hangs_is_replaced(start):
     server = start(hang=1.0).ready()
     worker = psutil.Process(server.pid())
     worker.suspend()
-    server.hear_until(f"worker process {worker.pid} did not answer for 1 seconds; another one is")
+    server.hear_until(f"worker process {worker.pid} did not answer for 1 seconds; it is replaced")
     assert server.pid() != worker.pid
     assert server.end()[0] == 0
 
@@ -182,7 +182,7 @@ def test_parent_is_small_and_imports_nothing_heavy(start):
     assert server.end()[0] == 0
 
 
-def test_parent_lets_go_of_its_sockets_when_the_end_begins(start):
+def test_parent_closes_its_sockets_at_shutdown(start):
     server = start(config={"drain_delay": 0.0}).ready()
     client = server.running(b"sleep/2")
     server.send(signal.SIGTERM)
@@ -201,8 +201,8 @@ def refuses(server):
     return False
 
 
-def test_pauses_grow_from_none_to_half_a_minute():
-    assert [pause_seconds(n) for n in range(10)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+def test_restart_delays_grow_from_0_to_30_seconds():
+    assert [restart_delay_seconds(n) for n in range(10)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
 def test_several_processes_need_a_parent():
@@ -243,7 +243,7 @@ def test_lines_are_text_or_json(record):
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_quiet_says_errors_alone(quiet, capfd):
+def test_quiet_logs_only_errors(quiet, capfd):
     import subprocess
     import sys
 

@@ -144,7 +144,7 @@ def test_two_processes_answer_and_take_a_reload_together(exported):
             assert answer.status_code in (200, 503)  # one may load for longer than the other
         server.process.send_signal(signal.SIGHUP)
         ends = time.monotonic() + WAIT
-        while sum("reloaded, of the same content" in line for line in server.lines) < 2:
+        while sum("reloaded, content unchanged" in line for line in server.lines) < 2:
             assert time.monotonic() < ends, server.lines
             time.sleep(0.02)
         server.process.terminate()
@@ -168,7 +168,7 @@ def test_the_parent_imports_nothing_heavy(exported):
                           "psutil"}  # fmt: skip
 
 
-def test_sighup_takes_the_artifact_anew_and_loses_no_request(exported, tmp_path):
+def test_sighup_reloads_the_artifact_without_losing_requests(exported, tmp_path):
     first, second = (exported("bert", "feature-extraction", opset=opset) for opset in (20, 19))
     place = tmp_path / "served"
     place.symlink_to(first.path)
@@ -195,7 +195,7 @@ def test_sighup_takes_the_artifact_anew_and_loses_no_request(exported, tmp_path)
         assert model["content_sha256"] == second.content_sha256()
 
 
-def test_what_is_not_reloaded_is_said_once_and_as_an_error(tiny_paths, tmp_path):
+def test_failed_reload_is_logged_once_as_an_error(tiny_paths, tmp_path):
     path = tmp_path / "swap"
     shutil.copytree(tiny_paths("vectors")["vectors"], path)
     key = {"x-api-key": "k"}
@@ -209,7 +209,7 @@ def test_what_is_not_reloaded_is_said_once_and_as_an_error(tiny_paths, tmp_path)
         assert server.client.post("/embed", json={"inputs": "a"}, headers=key).status_code == 200
 
 
-def test_failed_validation_is_warned_of_and_missing_one_said(tiny_paths, tmp_path):
+def test_failed_validation_is_a_warning_and_missing_one_is_logged(tiny_paths, tmp_path):
     paths = tiny_paths("vectors", "mood")
     shutil.copytree(paths["vectors"], tmp_path / "bad")
     Artifact.open(tmp_path / "bad").annotate(
@@ -220,17 +220,17 @@ def test_failed_validation_is_warned_of_and_missing_one_said(tiny_paths, tmp_pat
     with serving(*given, options=("--allow-failed",)) as server:
         server.says("ready: bad, feature-extraction, fp32 on CPUExecutionProvider, "
                     "validation failed")  # fmt: skip
-        warning = ("warning: bad failed its validation and is served because of --allow-failed: "
+        warning = ("warning: bad failed its validation; it is served because of --allow-failed: "
                    "1 of 9 cases differs.")  # fmt: skip
         server.says(warning)
         server.says("ready: new, text-classification, fp32 on CPUExecutionProvider, not validated")
         server.process.send_signal(signal.SIGHUP)
-        server.says("bad: reloaded, of the same content, validation failed")
-        server.says("new: reloaded, of the same content, not validated")
+        server.says("bad: reloaded, content unchanged, validation failed")
+        server.says("new: reloaded, content unchanged, not validated")
         assert server.lines.count(warning) == 2
 
 
-def test_log_has_what_the_client_was_told_when_the_server_cut_it_off(tiny_paths):
+def test_log_has_the_status_of_requests_cancelled_by_the_server(tiny_paths):
     path = tiny_paths("vectors")["vectors"]
     options = ("--queue-inputs", "5000", "--grace", "0", "--max-body-bytes", "2000000")
     with serving(path, options=options) as server:
@@ -275,7 +275,7 @@ def test_log_has_what_the_client_was_told_when_the_server_cut_it_off(tiny_paths)
     [(("--provider", "cudaa"), "did you mean 'cuda'"),
      (("--provider", "cpu", "--provider-option", "cuda.gpu_mem_limit=2GiB"), "cuda")],
 )  # fmt: skip
-def test_wish_that_cannot_be_read_is_refused_before_listening(tiny_paths, options, message):
+def test_invalid_provider_is_rejected_before_listening(tiny_paths, options, message):
     done = subprocess.run(
         [sys.executable, "-m", "enginery", "serve", str(tiny_paths("vectors")["vectors"]),
          "--port", "0", *options],
@@ -286,7 +286,7 @@ def test_wish_that_cannot_be_read_is_refused_before_listening(tiny_paths, option
     assert "listening" not in done.stderr
 
 
-def test_requests_under_way_are_answered_before_the_end(exported):
+def test_running_requests_are_answered_before_exit(exported):
     path = exported("bert", "feature-extraction").path
     with serving(path, options=("--queue-inputs", "5000")) as server:
         address = ("127.0.0.1", urlsplit(server.url).port)
@@ -309,7 +309,7 @@ def test_requests_under_way_are_answered_before_the_end(exported):
         assert server.process.wait(WAIT) == 0
 
 
-def test_garbage_is_collected_again_once_the_models_are_loaded(exported):
+def test_garbage_collection_is_enabled_once_models_are_loaded(exported):
     async def scenario():
         path = exported("bert", "feature-extraction").path
         registry = ModelRegistry({"m": path}, ServeConfig(), asyncio.get_running_loop())
@@ -326,7 +326,7 @@ def test_garbage_is_collected_again_once_the_models_are_loaded(exported):
     asyncio.run(scenario())
 
 
-def test_a_provider_that_cannot_be_had_ends_the_start(exported, tmp_path):
+def test_unavailable_provider_stops_the_startup(exported, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "enginery", "serve", str(exported("bert", "fill-mask").path),
          "--port", "0", "--provider", "cuda"],
@@ -338,7 +338,7 @@ def test_a_provider_that_cannot_be_had_ends_the_start(exported, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_is_named(exported):
+def test_port_in_use_is_named(exported):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = ServeConfig(port=port)
@@ -349,20 +349,20 @@ def test_a_port_that_is_taken_is_named(exported):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ([], OptionError, "no artifact is named"),
+        ([], OptionError, "no artifact was given"),
         (["nowhere"], ArtifactError, "nowhere is not an artifact"),
-        (["a={good}", "a={good}"], OptionError, "two artifacts are called 'a'"),
+        (["a={good}", "a={good}"], OptionError, "two artifacts have the name 'a'"),
         (["a/b={good}"], OptionError, "model name 'a/b' is invalid"),
         (["={good}"], OptionError, "model name '' is invalid"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_anything_starts(exported, given, error, message):
+def test_invalid_artifacts_are_rejected_before_anything_starts(exported, given, error, message):
     good = exported("bert", "fill-mask").path
     with pytest.raises(error, match=message):
         named_paths([item.format(good=good) for item in given])
 
 
-def test_a_model_is_called_by_its_directory_or_as_one_says(exported, tmp_path, monkeypatch):
+def test_model_is_named_by_its_directory_or_explicitly(exported, tmp_path, monkeypatch):
     good = exported("bert", "fill-mask").path
     (tmp_path / "tiny").symlink_to(good)
     monkeypatch.chdir(tmp_path)
@@ -374,11 +374,11 @@ def test_a_model_is_called_by_its_directory_or_as_one_says(exported, tmp_path, m
     [
         ({"port": 70000}, "'port' is 70000"),
         ({"max_padding": 1.0}, "'max_padding' is 1, expected less than 1"),
-        ({"workers": -1}, "'workers' is -1, expected a finite number from 0 on"),
+        ({"workers": -1}, "'workers' is -1, expected a finite number of 0 or more"),
         ({"grace": float("nan")}, "'grace' is nan"),
-        ({"api_key": "a", "api_key_file": "b"}, "both give a key"),
+        ({"api_key": "a", "api_key_file": "b"}, "are both set"),
     ],
 )
-def test_options_that_nothing_can_be_served_with(change, message):
+def test_invalid_options_are_rejected(change, message):
     with pytest.raises(OptionError, match=message):
         serve_models(["anything"], ServeConfig(**change))

@@ -51,7 +51,7 @@ QUERY = {"query": "a", "texts": ["b"]}
      ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}, "vectors"),
      ("/rerank", QUERY, "ranker"), ("/v1/embeddings", {"input": "a"}, "vectors")],
 )  # fmt: skip
-def test_without_a_name_the_only_model_answers_whose_task_fits(running, path, body, model):
+def test_without_a_name_the_only_fitting_model_is_used(running, path, body, model):
     found = running("POST", path, body)
     assert found.status == 200, found.json
     assert found.json == running("POST", path, {**body, "model": model}).json
@@ -61,7 +61,8 @@ def test_without_a_name_those_that_fit_are_named(running):
     found = running("POST", "/predict", {"inputs": "a"})
     assert (found.status, found.json["error_type"]) == (422, "Validation")
     assert found.json["error"] == (
-        "the server has 2 models that can answer, and none was named. Name one of mood, ranker."
+        "the server has 2 models for this route, but the request names none. "
+        "Name one of mood, ranker."
     )
     found = running("POST", "/", {"inputs": "a"})
     assert "Name one of vectors, mood, ranker." in found.json["error"]
@@ -71,12 +72,12 @@ def test_without_a_name_and_a_model_that_fits_all_are_named():
     mood, photos = StandInModel("mood", "classify"), StandInModel("photos", "classify_images")
     found = ask(application(mood, photos), "POST", "/embed", {"inputs": "a"})
     assert (found.status, found.json["error"]) == (
-        422, "none of the server's 2 models answers this route. "
+        422, "none of the server's 2 models supports this route. "
         "Models: mood (text-classification), photos (image-classification).",
     )  # fmt: skip
     labels = {"id2label": {"0": "a", "1": "b"}}
     two = application(StandInModel("mood", "classify", config=labels), StandInModel("words"))
-    assert "answers this route" in ask(two, "POST", "/rerank", QUERY).json["error"]
+    assert "supports this route" in ask(two, "POST", "/rerank", QUERY).json["error"]
     only = ask(application(photos), "POST", "/embed", {"inputs": "a"})
     assert "expected a model that embeds texts" in only.json["error"]
 
@@ -171,7 +172,7 @@ def test_predict_raw_scores_are_logits(running):
      ([[]], "inputs[0]: found a list, expected a list of one or two"),
      ([None], "inputs[0]: found null")],
 )  # fmt: skip
-def test_predict_refuses_what_is_no_text_or_pair(running, inputs, message):
+def test_predict_rejects_inputs_other_than_texts_and_pairs(running, inputs, message):
     found = running("POST", "/models/mood/predict", {"inputs": inputs})
     assert (found.status, found.json["error_type"]) == (422, "Validation")
     assert message in found.json["error"]
@@ -207,7 +208,7 @@ def test_rerank_scores_lie_between_0_and_1_whatever_the_model_was_trained_as():
     assert model.calls[0][1].activation == "sigmoid"
 
 
-def test_rerank_wants_a_model_of_one_label(running):
+def test_rerank_requires_a_model_with_one_label(running):
     found = running("POST", "/models/mood/rerank", {"query": "a", "texts": ["b"]})
     assert (found.status, "several labels" in found.json["error"]) == (422, True)
     empty = running("POST", "/models/ranker/rerank", {"query": "a", "texts": []})
@@ -223,7 +224,7 @@ def test_similarity_is_the_cosine(running, vectors):
     np.testing.assert_allclose(found, unit @ unit[0], atol=SCORES)
 
 
-def test_tokens_have_places_in_bytes_and_decode_again(running):
+def test_tokens_have_byte_offsets_and_decode_to_the_text(running):
     text = "Où est la clé?"
     (found,) = running("POST", "/models/mood/tokenize", {"inputs": text}).json
     assert [found[0]["special"], found[-1]["special"]] == [True, True]
@@ -262,12 +263,12 @@ def test_tokenize_and_decode_refuse(running, path, body):
     assert running("POST", f"/models/mood/{path}", body).status in (400, 413, 422)
 
 
-def test_model_of_images_has_no_tokens(running):
+def test_image_model_has_no_tokenizer(running):
     found = running("POST", "/models/photos/tokenize", {"inputs": "a"})
     assert (found.status, "no tokenizer" in found.json["error"]) == (422, True)
 
 
-def test_root_does_what_the_only_model_is_for(running_one):
+def test_root_depends_on_the_task_of_the_only_model(running_one):
     key = {"authorization": "Bearer s3cret"}
     for path in ("/", "/invocations"):
         found = running_one("POST", path, {"inputs": "a"}, headers=key)
@@ -292,7 +293,7 @@ def test_info_has_teis_fields(running_one, running):
     assert json.dumps(info)
 
 
-def test_vectors_at_the_end_of_float32_have_length_one():
+def test_vectors_near_the_float32_limit_are_normalized():
     options = VectorOptions(normalize=True)
     (vector,) = finish_vectors([np.float32([3e38, 3e38])], options, model_normalizes=False)
     assert vector.dtype == np.float32

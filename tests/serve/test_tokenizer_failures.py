@@ -79,7 +79,7 @@ def test_text_that_cannot_be_tokenized_is_refused_on_every_route(spoiled, kind, 
         assert not any("Traceback" in line for line in server.lines)
 
 
-def test_texts_that_never_end_hold_up_nobody_else_nor_the_end(spoiled, exported):
+def test_texts_that_hang_block_neither_others_nor_shutdown(spoiled, exported):
     plain = exported("bert", "feature-extraction").path
     models = f"endless={spoiled('never_returns')}", f"plain={plain}"
     with serving(*models, options=("--stuck-after", "600", "--grace", "1")) as server:
@@ -99,11 +99,11 @@ def test_texts_that_never_end_hold_up_nobody_else_nor_the_end(spoiled, exported)
 
 
 @pytest.mark.parametrize("body", [{"inputs": ENDLESS}, {"inputs": [*LIST, ENDLESS]}])
-def test_text_that_never_ends_has_the_process_replaced(spoiled, body):
+def test_text_that_hangs_replaces_the_process(spoiled, body):
     endless = spoiled("never_returns")
     with serving(f"m={endless}", options=("--stuck-after", "1")) as server:
         sent = Sent(server, "/predict/m", body)
-        assert server.says("ended itself, because it was stuck; another one is started")
+        assert server.says("exited because it was stuck; it is replaced")
         assert server.says("m is stuck: tokenizing a text has been running for")
         assert sent.wait().status_code == 503
         server.wait_ready()
@@ -111,7 +111,7 @@ def test_text_that_never_ends_has_the_process_replaced(spoiled, body):
 
 
 @pytest.mark.parametrize("route", ["/predict/m", "/tokenize"])
-def test_text_that_never_ends_makes_the_model_unready(spoiled, route):
+def test_text_that_hangs_makes_the_model_unready(spoiled, route):
     options = ("--stuck-after", "1", "--no-restart", "--grace", "1")
     with serving(f"m={spoiled('never_returns')}", options=options) as server:
         sent = Sent(server, route, {"inputs": ENDLESS})

@@ -9,11 +9,11 @@ import pytest
 from enginery import Artifact, quantize_model, validate_model
 from enginery.core.artifact import commit_artifact
 from enginery.core.errors import ArtifactError, OptionError
+from enginery.core.reports import AccuracyMetrics, QuantizationReport, ValidationReport
 from enginery.show import report_lines
 from enginery.validate.budget import quantization_budget
 from enginery.validate.config import ValidateConfig
 from enginery.validate.overall import OverallComparison
-from enginery.validate.report import ValidationReport
 from enginery.validate.stage import read_current_report
 from tests.tiny import TEXT, save_tiny
 from tests.validate import faults
@@ -81,6 +81,13 @@ def with_options(made, tmp_path):
         return opened.annotate(reports={"reports/quantization.json": report.encode()})
 
     return make
+
+
+def measured(cosine):
+    """Return a report of the stage with this mean cosine."""
+    accuracy = AccuracyMetrics(64, cosine, cosine, None, None, None)
+    report = QuantizationReport("measured", "int8", notes=[], fields={}, accuracy=accuracy)
+    return report.to_json().decode()
 
 
 @pytest.mark.parametrize("model", [GPT2, DISTILBERT])
@@ -195,7 +202,7 @@ def test_user_limits_take_precedence_over_the_budget(made, copied):
 
 
 def test_measured_cosine_replaces_a_budget_that_is_no_cosine(with_options):
-    report = json.dumps({"accuracy": {"cosine": 0.995, "rows": 64}})
+    report = measured(0.995)
     for options in ({"min_cosine": -1.0}, {"accuracy_budget": "1%"}, {"label_column": "label"}):
         budget = quantization_budget(with_options(report=report, **options))
         assert budget.min_cosine(own_data=False) == pytest.approx(0.95)
@@ -204,7 +211,7 @@ def test_measured_cosine_replaces_a_budget_that_is_no_cosine(with_options):
 
 def test_budget_that_was_not_met_is_ignored(with_options):
     """The measured cosine of a dynamic scheme may be below the budget."""
-    report = json.dumps({"accuracy": {"cosine": 0.99}})
+    report = measured(0.99)
     budget = quantization_budget(with_options(report=report, scheme="dynamic"))
     assert budget.cosine == 0.99
     assert budget.describe(own_data=True).startswith("dynamic: over all real inputs")

@@ -7,11 +7,13 @@ from enginery.core.artifact import Artifact
 from enginery.core.errors import ProviderError
 from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Profile, TensorSpec
-from enginery.runtime import engines, ort, providers
-from enginery.runtime.gpus import CudaGpu
-from enginery.runtime.ort import open_session
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.providers import Provider
+from enginery.runtime import engines
+from enginery.runtime.onnxruntime import runner as ort_runner
+from enginery.runtime.onnxruntime.runner import open_session
+from enginery.runtime.providers import selection
+from enginery.runtime.providers.gpus import CudaGpu
+from enginery.runtime.providers.known import CPU
+from enginery.runtime.providers.selection import Provider
 from enginery.validate.cases import ValidationCase
 from enginery.validate.config import ValidateConfig
 from enginery.validate.engine_cases import split_by_profiles
@@ -27,12 +29,14 @@ def gpu(monkeypatch):
         artifact = Artifact.open(engine.path.parent.parent)
         return open_session(artifact.path / engine.record.graph, [Provider(CPU, "a double")])
 
-    monkeypatch.setattr(ort, "open_engine", open_engine)
-    monkeypatch.setattr(ort, "device_of", lambda session: type("Device", (), {"kind": "cpu"}))
+    monkeypatch.setattr(ort_runner, "open_engine", open_engine)
+    monkeypatch.setattr(
+        ort_runner, "device_of", lambda session: type("Device", (), {"kind": "cpu"})
+    )
     monkeypatch.setattr(engines, "visible_gpus", lambda: (CudaGpu("NVIDIA L4", "8.9", 1),))
     monkeypatch.setattr(engines, "loaded_version", lambda flavor: "1.7.1")
-    monkeypatch.setattr(providers, "find_obstacle", lambda name: None)
-    monkeypatch.setattr(providers, "find_caveat", lambda name: "")
+    monkeypatch.setattr(selection, "unavailable_reason", lambda name, options: None)
+    monkeypatch.setattr(selection, "provider_warning", lambda name: "")
 
 
 def shapes(report, kind):

@@ -7,15 +7,11 @@ import numpy as np
 import pytest
 
 from enginery.core.precision import Tolerance
+from enginery.core.reports import EmbeddingMetrics, ValidationCaseResult, ValidationReport
 from enginery.core.shapes import TensorSpec
 from enginery.validate.metrics import NoiseFloor, compare_output, noise_floor
 from enginery.validate.padding import find_padding_mask
-from enginery.validate.report import (
-    EmbeddingMetrics,
-    ValidationCaseResult,
-    ValidationReport,
-    summarize,
-)
+from enginery.validate.report import summarize
 
 FP32 = Tolerance.for_precision("fp32")
 QUIET = NoiseFloor(1e-6, 1.0)

@@ -21,8 +21,8 @@ from enginery.core.errors import (
 )
 from enginery.core.manifest import Verdict
 from enginery.core.progress import Silent
+from enginery.core.reports import ValidationReport
 from enginery.validate.config import ValidateConfig
-from enginery.validate.report import ValidationReport
 from enginery.validate.stage import fingerprint
 from tests.tolerances import SCORES
 from tests.validate import faults
@@ -207,7 +207,7 @@ def test_folder_of_images_is_compared(exported, copied, tmp_path):
     assert names(report, "real") == ["images 1–4", "images 5"]
 
     (folder / "5.png").write_bytes((folder / "0.png").read_bytes()[:60])
-    with pytest.raises(InputError, match=r"5\.png.*not a whole image"):
+    with pytest.raises(InputError, match=r"5\.png.*not a complete image"):
         validate_model(artifact, data=str(folder))
     verdict = Artifact.open(artifact.path).manifest.verdict("validate")
     assert verdict.passed, "damaged data are no fault of the artifact"
@@ -228,7 +228,7 @@ def test_images_of_different_sizes_are_all_compared(exported, copied):
 
 def test_data_that_cannot_be_used_are_an_error(exported, copied, tmp_path):
     text = copied(exported(*TEXT))
-    with pytest.raises(InputError, match="there is no such file"):
+    with pytest.raises(InputError, match="there is nothing of that name"):
         validate_model(text, data=str(tmp_path / "none.csv"))
     audio = exported("wav2vec2", "audio-classification").copy_to(tmp_path / "audio")
     with pytest.raises(InputError, match=r"takes input_values.*Leave the data out"):

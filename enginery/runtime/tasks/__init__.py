@@ -1,6 +1,6 @@
-"""The tasks that are answered, each defined once.
+"""The supported tasks. Each is defined once, for every part of the package that runs a model.
 
->>> task_of("text-classification").verb
+>>> find_task("text-classification").verb
 'classify'
 """
 
@@ -21,44 +21,44 @@ from enginery.runtime.tasks.task import Task
 TASKS: dict[str, type[Task]] = {
     task.verb: task for task in (Embed, Classify, Tag, Answer, Fill, ClassifyImages, EmbedImages)
 }
-"""By verb; a new task is added here."""
+"""Task classes by verb. Add a new task here."""
 
 
-def answered_tasks() -> tuple[str, ...]:
-    """Return the tasks of transformers that are answered, each once."""
+def supported_tasks() -> tuple[str, ...]:
+    """Return the transformers tasks that are supported, without duplicates."""
     return tuple(dict.fromkeys(name for task in TASKS.values() for name in task.tasks))
 
 
-def task_of(name: str, *, takes_images: bool = False) -> type[Task] | None:
-    """Return how a task of transformers is answered; None where it is not.
+def find_task(name: str, *, takes_images: bool = False) -> type[Task] | None:
+    """Return the class for a transformers task, or None if the task is not supported.
 
     Args:
-        name: `feature-extraction` and so on.
-        takes_images: whether the graph takes pixels.
+        name: the transformers task, such as `feature-extraction`.
+        takes_images: True if the graph takes pixels.
     """
     fitting = [task for task in TASKS.values() if name in task.tasks]
     return next((task for task in fitting if task.takes_images == takes_images), None)
 
 
 def manifest_task(manifest: Manifest, record: GraphRecord | None = None) -> type[Task] | None:
-    """Return how an artifact is answered, by its manifest; None where it is not.
+    """Return the task class for an artifact, or None if its task is not supported.
 
     Args:
-        manifest: of the artifact.
-        record: its graph; None for the first.
+        manifest: the artifact's manifest.
+        record: the graph to run; None for the first one.
     """
     graphs = [record] if record else manifest.graphs[:1]
     inputs = (spec for graph in graphs for spec in graph.inputs)
-    return task_of(manifest.task, takes_images=takes_pixels(spec.name for spec in inputs))
+    return find_task(manifest.task, takes_images=takes_pixels(spec.name for spec in inputs))
 
 
 def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[Task]:
-    """Return how an artifact is answered; raise ArtifactError where it is not."""
+    """Return the task class for an artifact; raise ArtifactError if its task is not supported."""
     task = manifest_task(manifest, record)
     if task is None:
         raise ArtifactError(
-            f"the artifact was exported for {manifest.task}; answers are made for "
-            f"{', '.join(answered_tasks())}.",
+            f"the artifact was exported for {manifest.task}, which is not a supported task; "
+            f"supported: {', '.join(supported_tasks())}.",
             do="Run its graphs with OrtRunner, or open the directory with Optimum's ORTModel "
             "classes.",
         )
@@ -66,5 +66,5 @@ def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[
 
 
 def takes_pixels(inputs: Iterable[str]) -> bool:
-    """Whether a graph with inputs of these names takes images."""
+    """Return True if a graph with these input names takes images."""
     return "pixel_values" in inputs

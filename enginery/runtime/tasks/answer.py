@@ -1,8 +1,9 @@
-"""Answers to questions, each found in its context.
+"""Extractive question answering: find the answer to a question in its context.
 
-Start and end logits to the part of the context that answers, as transformers' question-answering
-pipeline: probabilities over context tokens only, their outer product, at most `max_tokens` tokens,
-whole words, the scores of equal answers added up. A long context is read in overlapping windows.
+The steps are those of transformers' question-answering pipeline. Start and end logits become
+probabilities over the context tokens only. The score of a span is the product of its start and end
+probabilities; a span has at most `max_tokens` tokens and is widened to whole words. Scores of equal
+answers are added. A long context is split into overlapping windows.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from enginery.core.errors import InputError
 from enginery.runtime.tasks.task import (
     MAX_RESULTS,
     Arrays,
-    Described,
     InputField,
+    ModelInputs,
     OutputTensor,
+    ProcessingCost,
     Result,
+    ResultDescription,
     Row,
     TaskOptions,
-    Weight,
-    Work,
     are_finite,
     string_tensor,
 )
@@ -38,7 +39,7 @@ MAX_ANSWER_TOKENS = 15
 
 @dataclass(frozen=True)
 class ContextAnswer(Result):
-    """A part of the context that answers the question. Empty, at 0, where none does."""
+    """An answer: `context[start:end]`. If there is no answer, `text` is empty and `start` is 0."""
 
     text: str
     score: float
@@ -50,19 +51,19 @@ class AnswerOptions(TaskOptions):
     """Options of `answer`."""
 
     top_k: Annotated[int, Field(ge=1, le=MAX_RESULTS)] = 1
-    """The most answers to a question, best first."""
+    """Maximum number of answers per question, best first."""
     max_tokens: Annotated[int, Field(ge=1, le=512)] = MAX_ANSWER_TOKENS
-    """The most tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     allow_none: bool = False
-    """Let "no answer" compete, as an empty text."""
+    """Include "no answer", as an empty text, among the candidates."""
 
 
 @dataclass
 class Answer(TextTask):
-    """Answers to (question, context)."""
+    """Find answers to (question, context) pairs."""
 
     verb = "answer"
-    does = "answers questions"
+    purpose = "answers questions"
     tasks = ("question-answering",)
     takes_pairs = True
     inputs = (InputField("question"), InputField("context"))
@@ -75,10 +76,10 @@ class Answer(TextTask):
     example = ("Where did Ada live?", "Ada lived in London.")
     Options = AnswerOptions
 
-    def preprocess(self, inputs: Sequence[Any], options: AnswerOptions) -> Work:
-        """Return rows of (question, context) pairs, or of dicts with these two keys.
+    def preprocess(self, inputs: Sequence[Any], options: AnswerOptions) -> ModelInputs:
+        """Tokenize (question, context) pairs, or dicts with these two keys.
 
-        A context has a row for each of its windows.
+        A context that is split into windows gets one row per window.
         """
         pairs = [_pair(item, index) for index, item in enumerate(inputs)]
         for part, what in enumerate(("question", "context")):
@@ -91,7 +92,7 @@ class Answer(TextTask):
             windows = (encoding, *encoding.overflowing)
             rows += [Row(window, len(window)) for window in windows]
             of_pair += [index] * len(windows)
-        return Work(rows, (pairs, of_pair))
+        return ModelInputs(rows, (pairs, of_pair))
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
@@ -101,9 +102,9 @@ class Answer(TextTask):
         return list(zip(starts, self.token_outputs(rows, outputs, "end_logits"), strict=True))
 
     def postprocess(
-        self, work: Work, outputs: Sequence[Any], options: AnswerOptions
+        self, work: ModelInputs, outputs: Sequence[Any], options: AnswerOptions
     ) -> list[list[ContextAnswer]]:
-        """Return a list of `ContextAnswer` for each question."""
+        """Return a list of `ContextAnswer` for each question, best first."""
         pairs, of_pair = work.context
         windows: list[list[Window]] = [[] for _ in pairs]
         for index, row, (start, end) in zip(of_pair, work.rows, outputs, strict=True):
@@ -116,16 +117,16 @@ class Answer(TextTask):
             for (_, context), found in zip(pairs, windows, strict=True)
         ]  # fmt: skip
 
-    def postprocess_weight(self, work: Work, options: AnswerOptions) -> Weight:
-        """Return how long it takes to look at every token."""
-        return self.scan_weight(work)
+    def postprocess_cost(self, work: ModelInputs, options: AnswerOptions) -> ProcessingCost:
+        """Return the cost of scoring every token."""
+        return self.scan_cost(work)
 
     def is_finite(self, result: Any) -> bool:
-        """Whether every score is finite."""
+        """Return True if every score is finite."""
         return are_finite(answer.score for answer in result)
 
     def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return the answers and their places: (n, answers), filled up with empty ones."""
+        """Return text, score, start and end: (n, answers) each, padded with empty answers."""
         most = max(map(len, results))
         none = ContextAnswer("", 0.0, 0, 0)
         filled = [[*found, *[none] * (most - len(found))] for found in results]
@@ -138,7 +139,7 @@ class Answer(TextTask):
 
     @classmethod
     def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
-        """Return the best answer; where several are kept, also all of them."""
+        """Return the columns of the best answer and, if `top_k` is not 1, of all answers."""
         import pyarrow as pa
 
         place = [("score", pa.float32()), ("start", pa.int64()), ("end", pa.int64())]
@@ -149,14 +150,14 @@ class Answer(TextTask):
 
     @classmethod
     def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return the best answer, its score and place, and all answers."""
+        """Return the best answer with its score, start and end, then all answers."""
         best = result[0]
         return best.text, best.score, best.start, best.end, [vars(found) for found in result]
 
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
-        """Return each question's best answer."""
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
+        """Describe the best answer to each question."""
         return [
-            Described(
+            ResultDescription(
                 {"answer": f"{found[0].text or 'none'} {found[0].score:.2f}"},
                 {"answers": [each.to_dict() for each in found]},
             )
@@ -164,7 +165,7 @@ class Answer(TextTask):
         ]
 
     def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return none: a sentence alone is no question with its context."""
+        """Return nothing: the built-in sentences are not pairs of question and context."""
         return ()
 
 
@@ -180,17 +181,18 @@ def _pair(item: Any, index: int) -> tuple[str, str]:
 
 
 _NEVER = -10000.0
-"""The pipeline's logit for tokens that cannot be part of an answer."""
+"""The logit that transformers' pipeline gives to tokens outside the context."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """One encoding of (question, part of the context), with its logits."""
+    """The encoding of (question, one window of the context), with its logits."""
 
     encoding: Any
     start_logits: NDArray[Any]
-    """(tokens of the encoding,)"""
+    """(tokens,)"""
     end_logits: NDArray[Any]
+    """(tokens,)"""
     cls_id: int | None
 
 
@@ -205,19 +207,20 @@ def best_answers(
     """Return the best answers over all windows of one context, best first.
 
     Args:
-        context: what the offsets refer to.
-        windows: every window of it.
-        top_k: how many answers; there may be fewer.
-        max_tokens: the most tokens of an answer.
-        allow_none: "no answer" competes, as an empty text at 0.
+        context: the text that the encodings' offsets refer to.
+        windows: all windows of the context.
+        top_k: maximum number of answers.
+        max_tokens: maximum number of tokens of an answer.
+        allow_none: include "no answer", as an empty text at offset 0, among the candidates.
     """
     scores: dict[str, float] = {}
     places: dict[str, tuple[int, int]] = {}
-    null_score = 1e6  # the pipeline starts from here and takes the smallest of all windows
+    # The pipeline starts from 1e6 and takes the minimum over all windows.
+    null_score = 1e6
     for window in windows:
         start, end, allowed = _probabilities(window)
         null_score = min(null_score, float(start[0] * end[0]))
-        # The first token stands for "no answer" and is never the beginning of one.
+        # The first token stands for "no answer", so no span may start or end there.
         start[0] = end[0] = 0.0
         for first, last, score in _candidates(start, end, allowed, 2 * top_k + 10, max_tokens):
             place = _characters(window.encoding, first, last)
@@ -239,7 +242,7 @@ def _probabilities(
     encoding = window.encoding
     ids = np.asarray(encoding.ids)
     in_context = np.asarray([part == 1 for part in encoding.sequence_ids])
-    # Models trained with unanswerable questions point at their first token.
+    # Models trained with unanswerable questions predict the CLS token for "no answer".
     allowed = in_context | (ids == window.cls_id) if window.cls_id is not None else in_context
     return (
         _softmax_where(window.start_logits, allowed),
@@ -257,7 +260,11 @@ def _softmax_where(logits: NDArray[Any], allowed: NDArray[np.bool_]) -> NDArray[
 def _candidates(
     start: NDArray[Any], end: NDArray[Any], allowed: NDArray[np.bool_], count: int, longest: int
 ) -> Iterator[tuple[int, int, float]]:
-    """(first token, last token, probability) of the likeliest spans."""
+    """Yield (first token, last token, probability) of the most probable spans.
+
+    Of the outer product of start and end probabilities only spans of 1 to `longest` tokens remain:
+    `triu` drops those that end before they start, `tril` those that are too long.
+    """
     joint = np.tril(np.triu(np.outer(start, end)), longest - 1).ravel()
     count = min(count, joint.size)
     likeliest = np.argpartition(-joint, count - 1)[:count]
@@ -268,7 +275,7 @@ def _candidates(
 
 
 def _characters(encoding: Any, first: int, last: int) -> tuple[int, int]:
-    """The characters of whole words from token `first` to token `last` of the context."""
+    """Return the half-open character range of the words from token `first` to token `last`."""
     first_word, last_word = encoding.token_to_word(first), encoding.token_to_word(last)
     if first_word is not None and last_word is not None:
         begin = encoding.word_to_chars(first_word, sequence_index=1)

@@ -1,4 +1,4 @@
-"""Rows of one task through one session, batch by batch."""
+"""Run the rows of one task in batches."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from enginery.runtime.batching import (
     first_rows,
     plan_batches,
 )
-from enginery.runtime.ort import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks.task import Arrays, Row, RowTask
 
 
 class BatchRunner:
-    """Pads rows to what the graph or its engines take, runs them, and gives each its outputs."""
+    """A session that runs rows of a task: plans batches, pads them, splits the outputs by row."""
 
     def __init__(self, task: RowTask, runner: OrtRunner) -> None:
         self.task, self.runner = task, runner
         self._spec = runner.record.inputs[0]
         dims = (spec.dims[0] for spec in runner.record.inputs if spec.dims)
         self.fixed_rows = next((dim for dim in dims if isinstance(dim, int)), 0)
-        """Rows of every batch where the graph fixes them; 0 where it does not."""
+        """The graph's fixed batch size; 0 if it is dynamic."""
 
     def padded_length(self, row: Row) -> int:
-        """Return the tokens of a row after padding.
+        """Return the number of tokens of a row after padding.
 
         Raises:
-            ShapeError: no engine takes so many.
+            ShapeError: no engine accepts a row of this length.
         """
         shape = self.task.row_shape(row)
         if not self.runner.profiles or len(shape) != 1:
             return row.tokens
         rows, width = self.runner.padded_shape(self._spec, (1, *shape))
         names = (canonical_dim(dim) for dim in self._spec.dims if isinstance(dim, str))
-        # Raises with the nearest profile where none takes it.
+        # If no profile accepts the row, this raises an error that names the nearest one.
         choose_profile(self.runner.profiles, dict(zip(names, (rows, width), strict=False)))
         return width
 
     def max_rows(self, row: Row) -> int:
-        """Return the most rows of a batch whose longest row is this one."""
+        """Return the maximum batch size if this row is the longest of the batch."""
         if self.fixed_rows:
             return self.fixed_rows
         if not self.runner.profiles:
@@ -53,7 +53,7 @@ class BatchRunner:
         return self.runner.most_rows(self._spec, self.task.row_shape(row)) or 1
 
     def feeds(self, rows: Sequence[Row]) -> Arrays:
-        """Return the feeds of a batch, filled up to rows that the graph takes."""
+        """Return the feeds of a batch, padded to the shape that the graph or engine expects."""
         longest = max(rows, key=lambda row: row.tokens)
         count, width = len(rows), longest.tokens
         shape = self.task.row_shape(longest) if self.runner.profiles else ()
@@ -66,32 +66,33 @@ class BatchRunner:
         return fill_rows(feeds, count) if count > len(rows) else feeds
 
     def split(self, rows: Sequence[Row], feeds: Arrays, outputs: Arrays) -> list[Any]:
-        """Return for each row its part of the outputs of `feeds`."""
-        if self.task.has_rows and len(next(iter(feeds.values()))) > len(rows):  # was filled up
+        """Split the outputs of a run on `feeds` by row."""
+        if self.task.has_rows and len(next(iter(feeds.values()))) > len(rows):  # padded batch
             outputs = first_rows(outputs, len(rows))
         return self.task.split(rows, feeds, outputs)
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
-        """Run one batch of rows of one `batch_key`.
+        """Run rows of one `batch_key` as one batch; return the outputs of each row.
 
         Raises:
-            InputError, ShapeError: the graph does not take them.
+            InputError, ShapeError: the graph does not accept the rows.
         """
         feeds = self.feeds(rows)
         return self.split(rows, feeds, self.runner(feeds))
 
     def run_all(self, rows: Sequence[Row]) -> list[Any]:
-        """Run any number of rows, one batch after the other, and keep their order."""
+        """Run any number of rows, batch by batch; return outputs in the order of the rows."""
         outputs: list[Any] = [None] * len(rows)
         for batch in self.plan(rows):
             for place, found in zip(batch, self.run([rows[i] for i in batch]), strict=True):
                 outputs[place] = found
         return outputs
 
-    def run_each(self, rows: Iterable[Row]) -> list[Any]:
-        """Run rows as they come, each batch as soon as it is full, and keep their order.
+    def run_stream(self, rows: Iterable[Row]) -> list[Any]:
+        """Run rows from an iterable; return outputs in the order of the rows.
 
-        For rows that are large: no more of them are held than the batches that are not full.
+        Each batch runs as soon as it is full, so only the rows of incomplete batches are in memory.
+        Use it for large rows, such as images.
         """
         outputs: list[Any] = []
         waiting: dict[Any, dict[int, Row]] = {}
@@ -114,12 +115,13 @@ class BatchRunner:
     def plan(
         self, rows: Sequence[Row], *, max_rows: int = MAX_ROWS, max_tokens: int = 0
     ) -> list[list[int]]:
-        """Return the places of the rows of each batch.
+        """Return the indices of the rows of each batch.
 
         Args:
-            rows: of one or more batch keys.
-            max_rows: of a batch, where neither the graph nor an engine says.
-            max_tokens: of a batch after padding; 0 for as many as an engine takes, else 4096.
+            rows: rows of one or more batch keys; only rows of one key share a batch.
+            max_rows: maximum batch size, unless the graph or an engine sets another one.
+            max_tokens: maximum number of padded tokens of a batch; 0 for the engine's own maximum,
+                or 4096 without engines.
         """
         groups: dict[Any, list[int]] = {}
         for place, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Labels of texts, and of pairs of texts."""
+"""Classification of texts and of pairs of texts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from enginery.core.model_files import ModelConfig
 from enginery.runtime.tasks.task import (
     MAX_RESULTS,
     Arrays,
-    Described,
     InputField,
+    ModelInputs,
     OutputTensor,
     Result,
+    ResultDescription,
     Row,
     TaskOptions,
-    Work,
     are_finite,
     string_tensor,
 )
@@ -28,22 +28,22 @@ from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows, soft
 
 Activation = Literal["auto", "softmax", "sigmoid", "none"]
 
-_DESCRIBED = 3
-"""Labels of one input in words; the rest says little."""
+_MAX_DESCRIBED = 3
+"""Maximum number of labels in a description."""
 
 
 @dataclass(frozen=True)
 class Label(Result):
-    """One label and its score."""
+    """A label and its score."""
 
     label: str
     score: float
-    """A probability, or the raw value of a regression."""
+    """A probability, or the raw value of a regression model."""
 
 
 @dataclass(frozen=True)
 class Classification(Result):
-    """Labels of one text or image, best first.
+    """The labels of one text or image, best first.
 
     >>> Classification((Label("angry", 0.9), Label("calm", 0.1))).to_dict()
     {'labels': [{'label': 'angry', 'score': 0.9}, {'label': 'calm', 'score': 0.1}]}
@@ -61,12 +61,12 @@ class Classification(Result):
 
 
 class LabelOptions(TaskOptions):
-    """Which labels are given, and what their scores are."""
+    """Options of tasks whose results are labels."""
 
     top_k: Annotated[int, Field(ge=0, le=MAX_RESULTS)] = 0
-    """How many labels, best first; 0 for all."""
+    """Number of labels to return, best first; 0 for all."""
     activation: Activation = "auto"
-    """What makes scores of logits; `auto` as transformers' pipelines choose."""
+    """Function that turns logits into scores; `auto` chooses as transformers' pipelines do."""
 
 
 class ClassifyOptions(TextOptions, LabelOptions):
@@ -74,7 +74,7 @@ class ClassifyOptions(TextOptions, LabelOptions):
 
 
 class LabelResults:
-    """What the tasks share whose results are labels."""
+    """Mixin for tasks whose results are labels."""
 
     result_type = Classification
     outputs = (OutputTensor("label", "string", 2), OutputTensor("score", "float32", 2))
@@ -82,7 +82,7 @@ class LabelResults:
     config: ModelConfig
 
     def postprocess(
-        self, _work: Work, outputs: Sequence[Any], options: LabelOptions
+        self, _work: ModelInputs, outputs: Sequence[Any], options: LabelOptions
     ) -> list[Classification]:
         """Return a `Classification` for each input."""
         if not outputs:
@@ -92,11 +92,11 @@ class LabelResults:
         )
 
     def is_finite(self, result: Any) -> bool:
-        """Whether every score is finite."""
+        """Return True if every score is finite."""
         return are_finite(label.score for label in result.labels)
 
     def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return `label` and `score`: (n, labels)."""
+        """Return `label` (bytes) and `score` (float32): (n, labels) each."""
         return {
             "label": string_tensor([[each.label for each in r.labels] for r in results]),
             "score": np.array([[each.score for each in r.labels] for r in results], np.float32),
@@ -104,7 +104,7 @@ class LabelResults:
 
     @classmethod
     def arrow_fields(cls, options: Any, _dim: int) -> list[Any]:
-        """Return the best label and its score; where several are kept, also all of them."""
+        """Return the columns of the best label and, if `top_k` is not 1, of all labels."""
         import pyarrow as pa
 
         best = [pa.field("label", pa.string()), pa.field("score", pa.float32())]
@@ -114,14 +114,18 @@ class LabelResults:
 
     @classmethod
     def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return the best label, its score, and all labels."""
+        """Return the best label, its score, then all labels."""
         return result.label, result.score, [vars(label) for label in result.labels]
 
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
-        """Return each input's best labels."""
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
+        """Describe the best labels of each input."""
         return [
-            Described(
-                {"answer": ", ".join(f"{x.label} {x.score:.2f}" for x in r.labels[:_DESCRIBED])},
+            ResultDescription(
+                {
+                    "answer": ", ".join(
+                        f"{x.label} {x.score:.2f}" for x in r.labels[:_MAX_DESCRIBED]
+                    )
+                },
                 r.to_dict(),
             )
             for r in results
@@ -130,19 +134,21 @@ class LabelResults:
 
 @dataclass
 class Classify(LabelResults, TextTask):  # type: ignore[misc]
-    """Labels of texts, or of pairs for a model that compares two."""
+    """Classify texts, or pairs of texts for models that compare two."""
 
     verb = "classify"
-    does = "classifies texts"
+    purpose = "classifies texts"
     tasks = ("text-classification",)
     takes_pairs = True
     inputs = (InputField("text"), InputField("text_pair", optional=True))
     example = ("The engine is warm.",)
     Options = ClassifyOptions
 
-    def preprocess(self, inputs: Sequence[str | tuple[str, str]], options: ClassifyOptions) -> Work:
-        """Return a row for each text or pair."""
-        return Work(self.encode(inputs, options))
+    def preprocess(
+        self, inputs: Sequence[str | tuple[str, str]], options: ClassifyOptions
+    ) -> ModelInputs:
+        """Tokenize each text or pair into one row."""
+        return ModelInputs(self.encode(inputs, options))
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
@@ -152,12 +158,12 @@ class Classify(LabelResults, TextTask):  # type: ignore[misc]
 
 
 def label_names(config: ModelConfig, count: int) -> list[str]:
-    """Return the names of `count` labels, as config.json has them; `LABEL_3` where it has none."""
+    """Return the names of `count` labels from config.json; `LABEL_3` if it has no name for 3."""
     return [config.id2label.get(index, f"LABEL_{index}") for index in range(count)]
 
 
 def choose_activation(config: ModelConfig, count: int) -> Activation:
-    """Return what makes scores of `count` logits, as transformers' pipelines choose it."""
+    """Choose the activation for `count` logits by the rules of transformers' pipelines."""
     if config.problem_type == "regression":
         return "none"
     if config.problem_type == "multi_label_classification" or count == 1:
@@ -168,13 +174,13 @@ def choose_activation(config: ModelConfig, count: int) -> Activation:
 def classify_logits(
     logits: NDArray[Any], config: ModelConfig, activation: Activation, *, top_k: int
 ) -> list[Classification]:
-    """Return a classification for each row, best label first.
+    """Return a classification for each row of logits, best label first.
 
     Args:
         logits: (batch, labels).
-        config: the model's config.json, which names the labels.
-        activation: softmax, sigmoid or none; `auto` for what `config` says.
-        top_k: how many labels to keep; 0 for all.
+        config: the model's config.json, which has the names of the labels.
+        activation: softmax, sigmoid or none; `auto` chooses by `config`.
+        top_k: number of labels to keep; 0 for all.
     """
     names = label_names(config, logits.shape[-1])
     if activation == "auto":
@@ -183,7 +189,7 @@ def classify_logits(
     if activation == "softmax":
         scores = softmax(logits)
     elif activation == "sigmoid":
-        # The same as 1 / (1 + exp(-x)), without its overflow.
+        # Equal to 1 / (1 + exp(-x)), which overflows for large negative x.
         scores = 0.5 * (1 + np.tanh(0.5 * logits))
     else:
         scores = logits

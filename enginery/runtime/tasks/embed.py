@@ -1,4 +1,4 @@
-"""Vectors of texts."""
+"""Text embedding."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from enginery.core.model_files import SentenceTransformersConfig
 from enginery.runtime.pooling import Pooling, Vectors, read_pooling
 from enginery.runtime.tasks.task import (
     Arrays,
-    Described,
+    ModelInputs,
     OutputTensor,
+    ResultDescription,
     Row,
     TaskOptionError,
     TaskOptions,
-    Work,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows
 from enginery.runtime.tokenizer import check_texts
@@ -32,43 +32,43 @@ TOKEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
 SENTENCE_OUTPUT = "sentence_embedding"
 
 _UNIT = 1e-6
-"""A squared length this near to 1 is 1 in float32: a model's own normalizing leaves about 1e-7."""
+"""Tolerance for a squared norm of 1: a model that normalizes in float32 leaves an error of 1e-7."""
 
 
 class VectorOptions(TaskOptions):
-    """How vectors are given."""
+    """Options of tasks whose results are vectors."""
 
     normalize: bool | None = None
-    """Scale vectors to length 1, or leave them as they were pooled; null for what the model's own
-    files say."""
+    """Scale vectors to length 1 (true) or return them as pooled (false); null follows the model's
+    own files."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    """Keep the first numbers only, for models trained so that those say the most (Matryoshka
-    representations, arXiv:2205.13147); null for all."""
+    """Keep only this many leading dimensions, for models trained with Matryoshka representation
+    learning (arXiv:2205.13147); null for all."""
 
 
 class EmbedOptions(TextOptions, VectorOptions):
     """Options of `embed`."""
 
     prompt_name: str = ""
-    """A prompt of config_sentence_transformers.json; empty for the model's default."""
+    """Name of a prompt in config_sentence_transformers.json; empty for the model's default."""
 
 
 class VectorResults:
-    """What the tasks share whose results are vectors: float32 (dim,)."""
+    """Mixin for tasks whose results are vectors: float32 (dim,)."""
 
     result_type = Vectors
     outputs = (OutputTensor("embedding", "float32", 2),)
 
     def check_dimensions(self, options: VectorOptions) -> None:
-        """Raise TaskOptionError where vectors have fewer numbers than `dimensions`.
+        """Raise TaskOptionError if `dimensions` is larger than the graph's vectors.
 
-        Where the graph does not say how many they have, `postprocess` raises it.
+        If the graph does not declare their size, `postprocess` raises the error.
         """
         require_dimensions(options, self.graph_dim)
 
     @property
     def graph_dim(self) -> int:
-        """Return the size of a vector where the graph says it, else 0."""
+        """The size of a vector as the graph declares it; 0 if it does not."""
         return 0
 
     def collect(self, results: Sequence[Any]) -> NDArray[np.float32]:
@@ -76,7 +76,7 @@ class VectorResults:
         return np.stack(results) if results else np.empty((0, self.graph_dim), np.float32)
 
     def is_finite(self, result: Any) -> bool:
-        """Whether every number of a vector is finite."""
+        """Return True if every number of the vector is finite."""
         return bool(np.isfinite(result).all())
 
     def tensors(self, results: Sequence[Any]) -> Arrays:
@@ -95,27 +95,28 @@ class VectorResults:
         """Return the vector."""
         return (result,)
 
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
-        """Return each input's nearest other one."""
-        return _neighbours(inputs, self.collect(results))
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
+        """Describe each input by its nearest neighbour among the others."""
+        return _describe_neighbours(inputs, self.collect(results))
 
 
 @dataclass
 class Embed(VectorResults, TextTask):  # type: ignore[misc]
-    """Vectors of texts, pooled and normalized as the model's sentence-transformers modules say."""
+    """Embed texts; pool and normalize as the model's sentence-transformers modules specify."""
 
     verb = "embed"
-    does = "embeds texts"
+    purpose = "embeds texts"
     tasks = ("feature-extraction",)
     takes_token_ids = True
     example = ("The engine is warm.",)
     Options = EmbedOptions
 
     pooling: Pooling | None
-    """None where the graph pools by itself."""
+    """None if the graph itself contains the pooling."""
     prompts: dict[str, str]
-    """The prompts of sentence-transformers by name."""
+    """The prompts of config_sentence_transformers.json, by name."""
     default_prompt: str
+    """Name of the prompt that applies if a call names none; empty for no prompt."""
 
     @classmethod
     def _read_settings(
@@ -124,14 +125,14 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
         outputs = [spec.name for spec in record.outputs]
         pooling: Pooling | None = None
         if SENTENCE_OUTPUT in outputs:
-            note = "the graph makes the vectors itself (sentence_embedding)"
+            note = "the graph pools by itself (output sentence_embedding)"
         elif any(name in outputs for name in TOKEN_OUTPUTS):
             pooling = read_pooling(artifact.path)
             note = pooling.note
         else:
             raise ArtifactError(
-                f"{artifact.path}: the graph has the outputs {', '.join(outputs)}; vectors "
-                f"are made from {' or '.join((SENTENCE_OUTPUT, *TOKEN_OUTPUTS))}."
+                f"{artifact.path}: the graph has the outputs {', '.join(outputs)}, "
+                f"expected one of {', '.join((SENTENCE_OUTPUT, *TOKEN_OUTPUTS))} to embed texts."
             )
         sentence = SentenceTransformersConfig.read(artifact.path)
         return [note], {
@@ -142,20 +143,22 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
 
     @classmethod
     def outputs_read(cls, record: GraphRecord) -> list[str]:
-        """Return the output of the graph that vectors are made from."""
+        """Return the name of the graph output that vectors are computed from."""
         names = [spec.name for spec in record.outputs]
         return [next(name for name in (SENTENCE_OUTPUT, *TOKEN_OUTPUTS) if name in names)]
 
     @property
     def graph_dim(self) -> int:
-        """Return the size of a vector where the graph says it, else 0."""
+        """The size of a vector as the graph declares it; 0 if it does not."""
         (name,) = self.outputs_read(self.record)
         last = next(spec.dims[-1] for spec in self.record.outputs if spec.name == name)
         modes = len(self.pooling.modes) if self.pooling else 1
         return last * modes if isinstance(last, int) else 0
 
-    def preprocess(self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions) -> Work:
-        """Return a row for each text, or each list of token ids, before which no prompt goes."""
+    def preprocess(
+        self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions
+    ) -> ModelInputs:
+        """Tokenize texts, with the prompt in front; token ids are taken without a prompt."""
         if options.dimensions:
             self.check_dimensions(options)
         texts = [item for item in inputs if isinstance(item, str)]
@@ -172,12 +175,12 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
         rows = self.rows(encodings, options)
         for row, item in zip(rows, inputs, strict=True):
             row.prompt_tokens = prompt_tokens if isinstance(item, str) else 0
-        return Work(rows)
+        return ModelInputs(rows)
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
-        """Return a pooled vector for each row, not normalized."""
+        """Return a pooled vector, not normalized, for each row: float32 (dim,)."""
         for name in (SENTENCE_OUTPUT, *TOKEN_OUTPUTS):
             if name in outputs:
                 output_rows(outputs, name, rows, tokens=name in TOKEN_OUTPUTS)
@@ -191,14 +194,14 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
         ))  # fmt: skip
 
     def postprocess(
-        self, work: Work, outputs: Sequence[Any], options: EmbedOptions
+        self, work: ModelInputs, outputs: Sequence[Any], options: EmbedOptions
     ) -> list[Vectors]:
         """Return float32 (dim,) for each text."""
         pooled = self.pooling is not None and self.pooling.normalize
         return finish_vectors(outputs, options, model_normalizes=pooled)
 
     def _prompt(self, name: str) -> tuple[str, int]:
-        """Return a prompt's text, and how many tokens at the start of a text belong to it."""
+        """Return the text of a prompt and the number of leading tokens that it takes up."""
         if name not in self.prompts:
             raise InputError(
                 f"the model has no prompt '{name}'{nearest(name, self.prompts)}",
@@ -210,7 +213,7 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
         except InputError as error:
             message = error.message.replace("text 0", f"prompt '{name}'", 1)
             raise InputError(message) from error
-        # The end-of-text token of the prompt alone is not part of it.
+        # The tokenizer ends the prompt with a special token; within a text the prompt has none.
         ends_special = bool(encoding.special_tokens_mask and encoding.special_tokens_mask[-1])
         return prompt, len(encoding.ids) - ends_special
 
@@ -218,17 +221,20 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
 def finish_vectors(
     vectors: Sequence[NDArray[Any]], options: VectorOptions, *, model_normalizes: bool
 ) -> list[Vectors]:
-    """Cut vectors to `dimensions` and scale them to length 1 where that is wanted.
+    """Truncate vectors to `dimensions` and normalize them as the options or the model specify.
 
-    A vector of zeros stays as it is.
+    A vector of zeros is returned unchanged.
 
     Args:
         vectors: (dim,) each.
-        options: of the request.
-        model_normalizes: whether the model's own files ask for vectors of length 1.
+        options: the request's options.
+        model_normalizes: the model's own files specify vectors of length 1.
+
+    Returns:
+        float32 (dim,) each, or (dimensions,) each.
 
     Raises:
-        TaskOptionError: the vectors have fewer numbers than `dimensions`.
+        TaskOptionError: the vectors have fewer than `dimensions` numbers.
     """
     found = [np.asarray(vector, np.float32) for vector in vectors]
     if options.normalize is None and model_normalizes:
@@ -242,29 +248,31 @@ def finish_vectors(
 
 
 def require_dimensions(options: VectorOptions, size: int) -> None:
-    """Raise TaskOptionError where vectors of this size are to keep more; 0 for an unknown one."""
+    """Raise TaskOptionError if `dimensions` exceeds the vectors' size; size 0 means unknown."""
     if size and (options.dimensions or 0) > size:
         raise TaskOptionError(
-            f"dimensions: found {options.dimensions}, expected {size} at most.", field="dimensions"
+            f"dimensions: found {options.dimensions}, expected at most {size}.", field="dimensions"
         )
 
 
 def unit_vector(vector: Vectors) -> Vectors:
-    """Return a vector scaled to length 1; one of zeros, or with NaN or infinity, as it is."""
+    """Scale a vector to length 1; return vectors of zeros, NaN or infinity unchanged."""
     with np.errstate(over="ignore", invalid="ignore"):
         squared = float(vector @ vector)
-        if not math.isfinite(squared):  # squares of 1e20 are beyond float32
+        if not math.isfinite(squared):  # squares of numbers above 1e19 overflow float32
             wide = vector.astype(np.float64)
             squared = float(wide @ wide)
     if not math.isfinite(squared) or squared == 0.0 or abs(squared - 1.0) < _UNIT:
         return np.ascontiguousarray(vector)
-    # torch.nn.functional.normalize has this floor. A scalar of float64 makes the quotient one,
-    # which holds what float32 does not.
+    # torch.nn.functional.normalize has this lower bound. The float64 scalar makes numpy divide in
+    # float64, which does not overflow.
     length = np.float64(max(math.sqrt(squared), 1e-12))
     return np.asarray(vector / length, np.float32)
 
 
-def _neighbours(inputs: Sequence[str], vectors: NDArray[np.float32]) -> list[Described]:
+def _describe_neighbours(
+    inputs: Sequence[str], vectors: NDArray[np.float32]
+) -> list[ResultDescription]:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     units = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
     cosines = units @ units.T
@@ -279,5 +287,5 @@ def _neighbours(inputs: Sequence[str], vectors: NDArray[np.float32]) -> list[Des
             cosine = float(cosines[index, best])
             words |= {"nearest": inputs[best], "cosine": f"{cosine:.3f}"}
             values |= {"nearest": inputs[best], "cosine": round(cosine, 6)}
-        described.append(Described(words, values))
+        described.append(ResultDescription(words, values))
     return described

@@ -1,4 +1,4 @@
-"""Tokens for the masks of texts."""
+"""Fill-mask: predict the tokens behind the masks of a text."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from pydantic import Field
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.tasks.task import (
     Arrays,
-    Described,
+    ModelInputs,
     OutputTensor,
+    ProcessingCost,
     Result,
+    ResultDescription,
     Row,
-    Weight,
-    Work,
     are_finite,
     json_tensor,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, softmax
 
-_DESCRIBED = 3
+_MAX_DESCRIBED = 3
 _LIGHT_TOKENS = 2000
 
 
 @dataclass(frozen=True)
 class Filling(Result):
-    """One token in the place of one mask."""
+    """A token that replaces one mask."""
 
     token: str
     token_id: int
     score: float
     sequence: str
-    """The whole text with this token, as the tokenizer decodes it."""
+    """The whole text with this token in place of the mask, as the tokenizer decodes it."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class FillOptions(TextOptions):
     """Options of `fill`."""
 
     top_k: Annotated[int, Field(ge=1, le=1000)] = 5
-    """How many tokens for each mask, best first."""
+    """Number of tokens per mask, best first."""
 
 
 @dataclass
 class Fill(TextTask):
-    """The likeliest tokens for each mask of each text."""
+    """Predict the most probable tokens for each mask of each text."""
 
     verb = "fill"
-    does = "fills masks"
+    purpose = "fills masks"
     tasks = ("fill-mask",)
     outputs = (OutputTensor("fillings", "string", 1),)
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
@@ -66,8 +66,8 @@ class Fill(TextTask):
     example = ("The engine is {mask}.",)
     Options = FillOptions
 
-    def preprocess(self, inputs: Sequence[str], options: FillOptions) -> Work:
-        """Return a row for each text; every text needs a mask."""
+    def preprocess(self, inputs: Sequence[str], options: FillOptions) -> ModelInputs:
+        """Tokenize each text into one row; raise InputError for a text without a mask."""
         work = super().preprocess(inputs, options)
         mask, mask_id = self.tokenizer.mask_token, self._mask_id()
         for index, row in enumerate(work.rows):
@@ -81,7 +81,7 @@ class Fill(TextTask):
     ) -> list[Any]:
         """Return the logits at the masks of each row: (masks, vocabulary).
 
-        Those of all tokens would be megabytes.
+        The logits of all tokens would take megabytes per row.
         """
         mask_id = self._mask_id()
         return [
@@ -90,7 +90,7 @@ class Fill(TextTask):
         ]
 
     def postprocess(
-        self, work: Work, outputs: Sequence[Any], options: FillOptions
+        self, work: ModelInputs, outputs: Sequence[Any], options: FillOptions
     ) -> list[MaskFillings]:
         """Return a `MaskFillings` for each text."""
         return [
@@ -98,26 +98,29 @@ class Fill(TextTask):
             for row, logits in zip(work.rows, outputs, strict=True)
         ]
 
-    def count_decoded(self, work: Work, options: FillOptions) -> int:
-        """Return how many fillings all masks have."""
+    def count_decoded(self, work: ModelInputs, options: FillOptions) -> int:
+        """Return the number of fillings of all masks together."""
         mask_id = self._mask_id()
         masks: int = sum(row.content.ids.count(mask_id) for row in work.rows)
         return options.top_k * masks
 
-    def postprocess_weight(self, work: Work, options: FillOptions) -> Weight:
-        """Return how long decoding takes: never light, because tokenizer.json may loop."""
+    def postprocess_cost(self, work: ModelInputs, options: FillOptions) -> ProcessingCost:
+        """Return the cost of decoding; never light, because a tokenizer's decoder is untrusted."""
         tokens = options.top_k * sum(row.tokens for row in work.rows)
         return "medium" if tokens <= _LIGHT_TOKENS else "heavy"
 
     def _mask_id(self) -> int:
         mask = self.tokenizer.mask_token
-        found = self.tokenizer.texts.token_to_id(mask) if mask else None
+        found = self.tokenizer.backend.token_to_id(mask) if mask else None
         if found is None:
-            raise ArtifactError("the tokenizer names no mask token, so there is nothing to fill.")
+            raise ArtifactError(
+                "the tokenizer has no mask token, which fill-mask needs.",
+                do="Set mask_token in tokenizer_config.json and export the model again.",
+            )
         return int(found)
 
     def _fillings(self, ids: Sequence[int], logits: NDArray[Any], top_k: int) -> MaskFillings:
-        """Return the fillings of the masks among `ids`; `logits` has a row for each."""
+        """Return the fillings of the masks among `ids`; `logits` is (masks, vocabulary)."""
         mask_id = self._mask_id()
         positions = [position for position, token in enumerate(ids) if token == mask_id]
         masks = []
@@ -127,7 +130,7 @@ class Fill(TextTask):
             row = []
             for token_id in best.tolist():
                 filled = [*ids[:position], token_id, *ids[position + 1 :]]
-                # With several masks the others stay visible, and so do all special tokens.
+                # With several masks, keep special tokens, so that the other masks stay visible.
                 sequence = self.tokenizer.decode(filled, skip_special=len(positions) == 1)
                 token = self.tokenizer.decode([token_id], skip_special=False)
                 row.append(Filling(token, token_id, float(scores[token_id]), sequence))
@@ -135,7 +138,7 @@ class Fill(TextTask):
         return MaskFillings(tuple(masks))
 
     def is_finite(self, result: Any) -> bool:
-        """Whether every score is finite."""
+        """Return True if every score is finite."""
         return are_finite(filling.score for mask in result.masks for filling in mask)
 
     def tensors(self, results: Sequence[Any]) -> Arrays:
@@ -144,7 +147,7 @@ class Fill(TextTask):
 
     @classmethod
     def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
-        """Return one column: for each mask a list of fillings."""
+        """Return one column, with a list of fillings per mask."""
         import pyarrow as pa
 
         filling = pa.struct([
@@ -158,13 +161,13 @@ class Fill(TextTask):
         """Return the fillings of each mask."""
         return ([[vars(filling) for filling in mask] for mask in result.masks],)
 
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
-        """Return each mask's best fillings."""
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
+        """Describe the best fillings of each mask."""
         return [
-            Described(
+            ResultDescription(
                 {
                     "answer": " | ".join(
-                        "; ".join(f"{f.token} {f.score:.2f}" for f in mask[:_DESCRIBED])
+                        "; ".join(f"{f.token} {f.score:.2f}" for f in mask[:_MAX_DESCRIBED])
                         for mask in result.masks
                     )
                 },
@@ -174,6 +177,6 @@ class Fill(TextTask):
         ]
 
     def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return the sentences with the model's own mask in place of the last word."""
+        """Return the sentences with their last word replaced by the tokenizer's mask token."""
         mask = self.tokenizer.mask_token
         return tuple(f"{sentence.rpartition(' ')[0]} {mask}." for sentence in sentences)

@@ -1,4 +1,4 @@
-"""Labels and vectors of images."""
+"""Image classification and image embedding."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from enginery.runtime.image_files import load_image
 from enginery.runtime.images import ImageProcessor
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
 from enginery.runtime.tasks.embed import VectorOptions, VectorResults, finish_vectors
-from enginery.runtime.tasks.task import Arrays, InputField, Row, Task, Work, require_outputs
+from enginery.runtime.tasks.task import Arrays, InputField, ModelInputs, Row, Task, require_outputs
 
 _VECTOR_OUTPUTS = ("image_embeds", "pooler_output")
-# Models whose first token stands for the whole image.
+# Model types whose first token (CLS) represents the whole image.
 _FIRST_TOKEN = ("vit", "deit", "beit", "data2vec-vision", "dinov2", "vit_mae", "vit_msn")
 
 
 @dataclass
 class ImageTask(Task):
-    """A graph over pixels, with the model's processor and config.json."""
+    """Base of tasks on images: a graph with its image processor and config.json."""
 
     takes_images = True
     inputs = (InputField("image"),)
@@ -35,44 +35,44 @@ class ImageTask(Task):
     processor: ImageProcessor
     config: ModelConfig
     max_pixels: int = 0
-    """The most pixels of an image from a file; 0 for Pillow's own limit."""
+    """Maximum number of pixels of an image file; 0 for Pillow's own limit."""
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
-        """Read processor and config.json beside a graph; see `Task.open`."""
+        """Read preprocessor_config.json and config.json; see `RowTask.open`."""
         inputs = record.inputs
         if len(inputs) != 1 or len(inputs[0].dims) != 4 or inputs[0].dims[1] not in (3, "channels"):
             found = "; ".join(str(spec) for spec in inputs)
             raise ArtifactError(
                 f"{artifact.path}: the graph takes {found}; "
-                "expected pixel_values (batch, 3, height, width) alone."
+                "expected one input, pixel_values (batch, 3, height, width)."
             )
         require_outputs(artifact.manifest.task, record, cls.graph_outputs)
         processor = ImageProcessor.open(artifact.path)
         config = ModelConfig.read(artifact.path)
-        notes = (f"images are prepared as {processor.kind}ImageProcessor does it with Pillow",)
+        notes = (f"images are preprocessed as by {processor.kind}ImageProcessor with Pillow",)
         return cls(record=record, processor=processor, config=config, notes=notes)
 
-    def preprocess(self, inputs: Sequence[Any], options: Any) -> Work:
-        """Return a row for each image.
+    def preprocess(self, inputs: Sequence[Any], options: Any) -> ModelInputs:
+        """Preprocess each image into one row.
 
         Args:
-            inputs: paths, bytes of files, Pillow images, or uint8 arrays (height, width, channels).
-            options: of the task.
+            inputs: paths, file contents, Pillow images, or uint8 arrays (height, width, channels).
+            options: options of the task.
         """
-        return Work(list(self.image_rows(inputs)))
+        return ModelInputs(list(self.image_rows(inputs)))
 
     def image_rows(self, images: Sequence[Any]) -> Iterator[Row]:
-        """Yield each image as a row when it is wanted, for `BatchRunner.run_each`."""
+        """Preprocess images one by one, for `BatchRunner.run_stream`."""
         if isinstance(images, str | bytes) or not isinstance(images, Sequence):
             raise InputError(
-                f"found one {type(images).__name__}, expected a list of images.", do="Send [image]."
+                f"found one {type(images).__name__}, expected a list of images.", do="Pass [image]."
             )
         for index, image in enumerate(images):
             yield self.image_row(image, index)
 
     def image_row(self, image: Any, index: int = 0) -> Row:
-        """Return one image as the graph takes it; messages call it by its index."""
+        """Preprocess one image; error messages refer to it by `index`."""
         spec = self.record.inputs[0]
         name = f"image {index}"
         opened = load_image(image, name=name, max_pixels=self.max_pixels)
@@ -80,18 +80,18 @@ class ImageTask(Task):
         for size, dim in zip(array.shape, spec.dims[1:], strict=True):
             if isinstance(dim, int) and size != dim:
                 raise InputError(
-                    f"{name} becomes {' × '.join(map(str, array.shape))} by "
-                    f"preprocessor_config.json, but the graph takes {spec}.",
-                    do="Export the model with a processor that makes the graph's size.",
+                    f"{name}: preprocessor_config.json produces "
+                    f"{' × '.join(map(str, array.shape))}, but the graph takes {spec}.",
+                    do="Export the model with an image processor that produces the graph's size.",
                 )
         return Row(array.astype(spec.dtype))
 
     def probe(self, tokens: int) -> Row:
-        """Return a grey image as a row."""
+        """Return a row of a grey image."""
         return self.image_row(np.full((64, 64, 3), 128, np.uint8))
 
     def batch_key(self, row: Row) -> Hashable:
-        """Return the size: images of one size share a batch."""
+        """Return the shape of the pixels: only images of one size share a batch."""
         return (type(self), row.content.shape)
 
     def row_shape(self, row: Row) -> tuple[int, ...]:
@@ -103,23 +103,25 @@ class ImageTask(Task):
         """Return pixel_values: (len(rows), channels, height, width)."""
         return {self.record.inputs[0].name: np.stack([row.content for row in rows])}
 
-    def rows_of(self, outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
-        """Return an output that has a part for each image; raise ArtifactError otherwise."""
+    def image_outputs(self, outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
+        """Return an output of the batch; raise ArtifactError unless it has one row per image."""
         found = outputs[name]
         if not found.ndim or len(found) != len(rows):
             raise ArtifactError(
-                f"the graph gave {name} with the shape {found.shape} for {len(rows)} images, "
-                "expected a row for each."
+                f"the graph returned {name} with the shape {found.shape} for {len(rows)} images, "
+                "expected one row per image.",
+                do="The output does not have the dims that manifest.json declares; export the "
+                "model again.",
             )
         return found
 
 
 @dataclass
 class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
-    """Labels of images."""
+    """Classify images."""
 
     verb = "classify_images"
-    does = "classifies images"
+    purpose = "classifies images"
     tasks = ("image-classification",)
     Options = LabelOptions
 
@@ -127,35 +129,35 @@ class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the logits of each image: (labels,)."""
-        return list(self.rows_of(outputs, "logits", rows))
+        return list(self.image_outputs(outputs, "logits", rows))
 
 
 @dataclass
 class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
-    """Vectors of images; `notes` says what of the graph they are."""
+    """Embed images; `notes` states which output of the graph the vectors come from."""
 
     verb = "embed_images"
-    does = "embeds images"
+    purpose = "embeds images"
     tasks = ("feature-extraction",)
     Options = VectorOptions
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
-        """Read processor and config.json, and find the output that vectors are made from."""
+        """Read the model's files and choose the output for vectors; see `RowTask.open`."""
         task = super().open(artifact, record)
         task.notes += (f"the vector of an image is {_vector_rule(record, task.config)[1]}",)
         return task
 
     @property
     def graph_dim(self) -> int:
-        """Return the size of a vector, from the graph or config.json; 0 if neither says it."""
+        """The size of a vector, from the graph or config.json; 0 if neither declares it."""
         output, _ = _vector_rule(self.record, self.config)
         dims = next(spec.dims for spec in self.record.outputs if spec.name == output)
         dim = dims[1] if len(dims) == 4 else dims[-1]
         return dim if isinstance(dim, int) else self.config.hidden_size
 
-    def preprocess(self, inputs: Sequence[Any], options: VectorOptions) -> Work:
-        """Return a row for each image."""
+    def preprocess(self, inputs: Sequence[Any], options: VectorOptions) -> ModelInputs:
+        """Preprocess each image into one row."""
         if options.dimensions:
             self.check_dimensions(options)
         return super().preprocess(inputs, options)
@@ -163,12 +165,12 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
-        """Return the vector of each image."""
-        found = self.rows_of(outputs, _vector_rule(self.record, self.config)[0], rows)
+        """Return the vector of each image: float32 (dim,)."""
+        found = self.image_outputs(outputs, _vector_rule(self.record, self.config)[0], rows)
         return [self._vector(row.astype(np.float32, copy=False)) for row in found]
 
     def postprocess(
-        self, work: Work, outputs: Sequence[Any], options: VectorOptions
+        self, work: ModelInputs, outputs: Sequence[Any], options: VectorOptions
     ) -> list[NDArray[np.float32]]:
         """Return float32 (dim,) for each image."""
         return finish_vectors(outputs, options, model_normalizes=False)
@@ -183,16 +185,16 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
 
 
 def _vector_rule(record: GraphRecord, config: ModelConfig) -> tuple[str, str]:
-    """Return the output that vectors are made from, and the rule in words."""
+    """Return the output to compute vectors from, and a description of the rule."""
     names = [spec.name for spec in record.outputs]
     for name in _VECTOR_OUTPUTS:
         if name in names:
             return name, f"the graph's {name}"
     if "last_hidden_state" not in names:
         raise ArtifactError(
-            f"the graph has the outputs {', '.join(names)}; vectors are made from "
-            f"{', '.join(_VECTOR_OUTPUTS)} or last_hidden_state."
+            f"the graph has the outputs {', '.join(names)}, expected "
+            f"{', '.join(_VECTOR_OUTPUTS)} or last_hidden_state to embed images."
         )
     if config.model_type in _FIRST_TOKEN:
         return "last_hidden_state", "the first token of last_hidden_state"
-    return "last_hidden_state", "the mean over all places of last_hidden_state"
+    return "last_hidden_state", "the mean over all positions of last_hidden_state"

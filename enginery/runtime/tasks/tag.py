@@ -1,6 +1,6 @@
-"""Labelled stretches of texts: names, places, parts of speech.
+"""Token classification: find labelled spans of a text, such as names or parts of speech.
 
-Scores and grouping are those of transformers' token-classification pipeline.
+Scores and grouping follow transformers' token-classification pipeline.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from enginery.runtime.tasks.classify import label_names
 from enginery.runtime.tasks.task import (
     Arrays,
-    Described,
+    ModelInputs,
     OutputTensor,
+    ProcessingCost,
     Result,
+    ResultDescription,
     Row,
-    Weight,
-    Work,
     are_finite,
     json_tensor,
 )
@@ -32,7 +32,7 @@ Aggregation = Literal["none", "simple", "first", "average", "max"]
 
 @dataclass(frozen=True)
 class TokenSpan(Result):
-    """A stretch of a text with one label: `text[start:end]`, in Python characters."""
+    """A span of a text with one label: `text[start:end]`, in Python characters."""
 
     label: str
     score: float
@@ -45,16 +45,17 @@ class TagOptions(TextOptions):
     """Options of `tag`."""
 
     aggregation: Aggregation = "simple"
-    """How tokens become spans, as in transformers' pipeline: `none` gives tokens, `simple` joins
-    neighbours of one label; `first`, `average` and `max` let the tokens of a word agree first."""
+    """How tokens are grouped into spans, as in transformers' pipeline: `none` returns tokens,
+    `simple` joins adjacent tokens of one label; `first`, `average` and `max` give the tokens of a
+    word one label before that."""
 
 
 @dataclass
 class Tag(TextTask):
-    """Labelled stretches of texts, with character offsets."""
+    """Find labelled spans of texts, with character offsets."""
 
     verb = "tag"
-    does = "tags texts"
+    purpose = "tags texts"
     tasks = ("token-classification",)
     outputs = (OutputTensor("entities", "string", 1),)
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
@@ -62,10 +63,10 @@ class Tag(TextTask):
     example = ("Ada Lovelace lived in London.",)
     Options = TagOptions
 
-    def preprocess(self, inputs: Sequence[str], options: TagOptions) -> Work:
-        """Return a row for each text."""
+    def preprocess(self, inputs: Sequence[str], options: TagOptions) -> ModelInputs:
+        """Tokenize each text into one row, with offsets."""
         check_texts(inputs)
-        return Work(self.encode(inputs, options, offsets=True), inputs)
+        return ModelInputs(self.encode(inputs, options, offsets=True), inputs)
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
@@ -74,7 +75,7 @@ class Tag(TextTask):
         return self.token_outputs(rows, outputs, "logits")
 
     def postprocess(
-        self, work: Work, outputs: Sequence[Any], options: TagOptions
+        self, work: ModelInputs, outputs: Sequence[Any], options: TagOptions
     ) -> list[list[TokenSpan]]:
         """Return a list of `TokenSpan` for each text."""
         names = label_names(self.config, outputs[0].shape[-1]) if outputs else []
@@ -85,12 +86,12 @@ class Tag(TextTask):
             for text, row, logits in zip(work.context, work.rows, outputs, strict=True)
         ]
 
-    def postprocess_weight(self, work: Work, options: TagOptions) -> Weight:
-        """Return how long it takes to look at every token."""
-        return self.scan_weight(work)
+    def postprocess_cost(self, work: ModelInputs, options: TagOptions) -> ProcessingCost:
+        """Return the cost of scoring every token."""
+        return self.scan_cost(work)
 
     def is_finite(self, result: Any) -> bool:
-        """Whether every score is finite."""
+        """Return True if every score is finite."""
         return are_finite(span.score for span in result)
 
     def tensors(self, results: Sequence[Any]) -> Arrays:
@@ -113,10 +114,10 @@ class Tag(TextTask):
         """Return the spans."""
         return ([vars(span) for span in result],)
 
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
-        """Return each text's spans."""
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
+        """Describe the spans of each text."""
         return [
-            Described(
+            ResultDescription(
                 {"answer": "; ".join(f"{s.text} ({s.label} {s.score:.2f})" for s in spans)
                  or "nothing found"},
                 {"spans": [span.to_dict() for span in spans]},
@@ -127,7 +128,7 @@ class Tag(TextTask):
 
 @dataclass(frozen=True)
 class _Piece:
-    """A token, or the tokens of one word, with the scores of all labels."""
+    """A token, or the tokens of one word: half-open character range and scores (labels,)."""
 
     start: int
     end: int
@@ -152,38 +153,39 @@ def spans_from_logits(
     *,
     aggregation: Aggregation,
 ) -> list[TokenSpan]:
-    """Return the labelled stretches of one text, without those labelled O.
+    """Return the labelled spans of one text, except those labelled O.
 
     Args:
-        text: what was encoded.
-        encoding: its `tokenizers.Encoding`.
+        text: the text.
+        encoding: the text's `tokenizers.Encoding`.
         logits: (tokens of the encoding, labels).
-        names: one a label.
-        tokenizer: what encoded it.
-        aggregation: `none` gives tokens; `simple` joins neighbours of one label; `first`,
-            `average` and `max` let the tokens of a word agree before that.
+        names: the names of the labels.
+        tokenizer: the tokenizer that made the encoding.
+        aggregation: see `TagOptions.aggregation`.
     """
     combine = _COMBINATIONS.get(aggregation)
-    pieces = _pieces(text, encoding, softmax(logits.astype(np.float32, copy=False)), tokenizer)
+    pieces = _split_pieces(
+        text, encoding, softmax(logits.astype(np.float32, copy=False)), tokenizer
+    )
     if combine:
-        pieces = [_word(word, combine) for word in _words(pieces)]
+        pieces = [_merge_word(word, combine) for word in _group_words(pieces)]
     tagged = [_tag(piece, names) for piece in pieces]
-    groups = [[tag] for tag in tagged] if aggregation == "none" else _groups(tagged)
+    groups = [[tag] for tag in tagged] if aggregation == "none" else _group_tags(tagged)
     spans = [_span(text, group, whole=aggregation == "none") for group in groups]
     return [span for span in spans if span.label != "O"]
 
 
-def _pieces(
+def _split_pieces(
     text: str, encoding: Any, scores: NDArray[Any], tokenizer: TextTokenizer
 ) -> list[_Piece]:
-    prefix = getattr(tokenizer.texts.model, "continuing_subword_prefix", None)
+    prefix = getattr(tokenizer.backend.model, "continuing_subword_prefix", None)
     pieces = []
     for index, token in enumerate(encoding.tokens):
         if encoding.special_tokens_mask[index]:
             continue
         start, end = encoding.offsets[index]
         if prefix:
-            # A piece inside a word is longer than the text it stands for: "##ing".
+            # A token that continues a word is longer than its text, by its prefix: "##ing".
             continues = len(token) != end - start
         else:
             continues = start > 0 and " " not in text[start - 1 : start + 1]
@@ -193,7 +195,7 @@ def _pieces(
     return pieces
 
 
-def _words(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+def _group_words(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     words: list[list[_Piece]] = []
     for piece in pieces:
         if words and piece.continues_word:
@@ -210,7 +212,7 @@ _COMBINATIONS: dict[str, Callable[[list[_Piece]], NDArray[Any]]] = {
 }
 
 
-def _word(word: list[_Piece], combine: Callable[[list[_Piece]], NDArray[Any]]) -> _Piece:
+def _merge_word(word: list[_Piece], combine: Callable[[list[_Piece]], NDArray[Any]]) -> _Piece:
     return _Piece(word[0].start, word[-1].end, combine(word), continues_word=False)
 
 
@@ -219,25 +221,25 @@ def _tag(piece: _Piece, names: Sequence[str]) -> _Tagged:
     return _Tagged(names[best], float(piece.scores[best]), piece.start, piece.end)
 
 
-def _groups(tagged: Sequence[_Tagged]) -> list[list[_Tagged]]:
-    """Join neighbours of one label; `B-` begins a new group."""
+def _group_tags(tagged: Sequence[_Tagged]) -> list[list[_Tagged]]:
+    """Join adjacent tokens of one label; `B-` starts a new group."""
     groups: list[list[_Tagged]] = []
     for tag in tagged:
         begins = tag.label.startswith("B-")
-        if groups and not begins and _kind(tag.label) == _kind(groups[-1][-1].label):
+        if groups and not begins and _entity_type(tag.label) == _entity_type(groups[-1][-1].label):
             groups[-1].append(tag)
         else:
             groups.append([tag])
     return groups
 
 
-def _kind(label: str) -> str:
+def _entity_type(label: str) -> str:
     return label[2:] if label.startswith(("B-", "I-")) else label
 
 
 def _span(text: str, group: Sequence[_Tagged], *, whole: bool) -> TokenSpan:
     start, end = group[0].start, group[-1].end
-    # The pipeline drops whatever stands before the first hyphen of a group's name.
+    # The pipeline drops everything before the first hyphen from the label of a group.
     label = group[0].label if whole else group[0].label.split("-", 1)[-1]
     score = float(np.mean([tag.score for tag in group]))
     return TokenSpan(label, score, start, end, text[start:end])

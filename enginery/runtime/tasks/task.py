@@ -1,17 +1,16 @@
-"""What a task is: inputs to rows of a graph, and the graph's outputs to results.
+"""The interface of a task: preprocess inputs into rows, postprocess the graph's outputs.
 
-A task (embed, classify, tag, ...) is one class in one module of this package. Everything that
-answers with a model uses it: `load_model`, the server, `predict`, the MLflow model, Triton's
-Python steps and the sample predictions of a recipe. A new task is a new module and a line in
-`enginery.runtime.tasks.TASKS`.
+A task (embed, classify, tag, …) is one class in one module of this package. `load_model`, the
+server, `predict`, the MLflow model, Triton's Python steps and the sample predictions of a recipe
+all use it. To add a task, add a module and a line in `enginery.runtime.tasks.TASKS`.
 
     task = Embed.open(artifact, record)
     work = task.preprocess(["The engine is warm."], task.Options())
     outputs = BatchRunner(task, runner).run(work.rows)
     vectors = task.postprocess(work, outputs, task.Options())
 
-Between preprocessing and postprocessing the rows may run in any batches, beside rows of other
-calls, in other threads.
+Between preprocessing and postprocessing, rows may run in any batches, together with rows of other
+calls, and in other threads.
 """
 
 from __future__ import annotations
@@ -32,38 +31,38 @@ from enginery.core.errors import ArtifactError, InputError, nearest
 from enginery.core.manifest import GraphRecord
 
 Arrays = dict[str, NDArray[Any]]
-Weight = Literal["light", "medium", "heavy"]
-"""How long work on one request may take: microseconds; about a millisecond; longer, or unbounded
-because a tokenizer's own rules decide."""
+ProcessingCost = Literal["light", "medium", "heavy"]
+"""CPU time that a request's preprocessing or postprocessing may take: microseconds, about a
+millisecond, or more than that."""
 
 MAX_RESULTS = 10_000
-"""The largest `top_k`."""
+"""Upper bound of `top_k`."""
 
 
 class TaskOptionError(InputError):
-    """An option of a task is unknown or has a value that cannot be used."""
+    """An option of a task is unknown or has an invalid value."""
 
     def __init__(self, message: str, *, field: str, do: str = "") -> None:
         super().__init__(message, do=do)
         self.field = field
-        """The option's name."""
+        """Name of the option."""
 
 
 class TaskOptions(BaseModel):
-    """Base of the options of a task: typed, limited, and none unknown."""
+    """Base of a task's options: typed, with bounds; unknown options are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], *, where: str = "") -> Self:
-        """Build the options from values by name; None counts as absent.
+        """Build the options from a mapping; None counts as absent.
 
         Args:
-            values: by option.
-            where: what the options' names begin with in messages, `parameters.`.
+            values: values by option name.
+            where: prefix of option names in error messages, such as `parameters.`.
 
         Raises:
-            TaskOptionError: an option is unknown or its value is not one that it takes.
+            TaskOptionError: an option is unknown or has an invalid value.
         """
         given = {name: value for name, value in values.items() if value is not None}
         try:
@@ -80,25 +79,25 @@ class TaskOptions(BaseModel):
             )
         expected = expected_values(cls.schemas()[name])
         raise TaskOptionError(
-            f"{where}{name}: found {shown(first['input'])}, expected {expected}.",
+            f"{where}{name}: found {describe_value(first['input'])}, expected {expected}.",
             field=f"{where}{name}",
         )
 
     @classmethod
     def schemas(cls) -> dict[str, dict[str, Any]]:
-        """Return the JSON schema of each option's values, null left out."""
+        """Return the JSON schema of each option, without null."""
         schemas = cls.model_json_schema().get("properties", {})
         return {name: without_null(schema) for name, schema in schemas.items()}
 
 
 def without_null(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a field's values, null left out."""
+    """Return a field's JSON schema without null among its types."""
     kinds = [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
     return {**schema, **(kinds[0] if kinds else {})}
 
 
-def shown(value: Any) -> str:
-    """Return a value as messages show it: its kind, and short ones themselves."""
+def describe_value(value: Any) -> str:
+    """Describe a JSON value for an error message: its type and, if it is short, the value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, str):
@@ -110,7 +109,7 @@ def shown(value: Any) -> str:
 
 
 def expected_values(schema: Mapping[str, Any]) -> str:
-    """Return the values that an option takes, from its JSON schema."""
+    """Describe the values that an option takes, from its JSON schema."""
     if "enum" in schema:
         return " or ".join(map(str, schema["enum"]))
     kind = {"boolean": "true or false", "string": "a string", "integer": "a whole number"}.get(
@@ -124,7 +123,7 @@ def expected_values(schema: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class InputField:
-    """One named part of an input: a column of a table, a tensor of a request."""
+    """A named part of an input: a column of a table, or a tensor of a request."""
 
     name: str
     optional: bool = False
@@ -132,7 +131,7 @@ class InputField:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor of results, as the Open Inference Protocol and Triton carry them."""
+    """The name and type of a result tensor, for the Open Inference Protocol and Triton."""
 
     name: str
     dtype: Literal["float32", "int64", "string"]
@@ -141,36 +140,37 @@ class OutputTensor:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One row of a graph."""
+    """One row of a batch."""
 
     content: Any
     """An encoding, pixels (channels, height, width), or tensors by name."""
     tokens: int = 1
-    """Real tokens; 1 for an image."""
+    """Number of tokens without padding; 1 for an image."""
     prompt_tokens: int = 0
-    """How many tokens at the start belong to a prompt."""
+    """Number of leading tokens that belong to a prompt."""
     truncated: bool = False
-    """The input had more tokens than the model takes."""
+    """True if the input had more tokens than the model takes."""
 
 
 @dataclass
-class Work:
-    """Inputs as rows of the graph, with what is needed to make results of their outputs."""
+class ModelInputs:
+    """Preprocessed inputs."""
 
     rows: list[Row]
     context: Any = None
+    """What `postprocess` needs besides the rows, such as the texts."""
 
 
 @dataclass(frozen=True)
-class Described:
-    """A result in words for people, and as plain values for programs."""
+class ResultDescription:
+    """A result as text for people and as plain values for programs, by name."""
 
     words: dict[str, str]
     values: dict[str, Any]
 
 
 class Result:
-    """Base of the results that are dataclasses."""
+    """Base of results that are dataclasses."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as dicts, lists, strings and numbers."""
@@ -180,14 +180,14 @@ class Result:
 
 @dataclass
 class RowTask(ABC):
-    """Inputs to rows of a graph and back. Instances hold what the model's own files say."""
+    """Base of tasks: converts inputs to rows and outputs to results. Holds the model's settings."""
 
     takes_images: ClassVar[bool] = False
     Options: ClassVar[type[TaskOptions]] = TaskOptions
 
     record: GraphRecord
     notes: tuple[str, ...] = field(default=(), kw_only=True)
-    """Choices that were made for this model, with their reasons."""
+    """Choices made for this model, with their reasons."""
 
     @classmethod
     @abstractmethod
@@ -195,93 +195,93 @@ class RowTask(ABC):
         """Read the model's files beside a graph.
 
         Raises:
-            ArtifactError: a file is missing or malformed, or the graph has not the inputs and
-                outputs that the task needs.
+            ArtifactError: a file is missing or malformed, or the graph lacks an input or output
+                that the task needs.
         """
 
     @abstractmethod
-    def preprocess(self, inputs: Any, options: Any) -> Work:
-        """Return the rows of inputs, one or more each.
+    def preprocess(self, inputs: Any, options: Any) -> ModelInputs:
+        """Convert inputs to rows, one or more per input.
 
         Raises:
-            InputError: an input cannot be used; the message has its index.
+            InputError: an input is invalid; the message has its index.
         """
 
     @abstractmethod
     def collate(self, rows: Sequence[Row], width: int) -> Arrays:
-        """Return the graph's feeds for rows of one `batch_key`, padded to `width` tokens."""
+        """Return the feeds for rows of one `batch_key`, padded to at least `width` tokens."""
 
     @abstractmethod
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
-        """Return for each row its part of the graph's outputs.
+        """Split the graph's outputs by row, without padding.
 
         Raises:
-            ArtifactError: the outputs have not the shapes that the graph declares.
+            ArtifactError: an output does not have the shape that the graph declares.
         """
 
     @abstractmethod
-    def postprocess(self, work: Work, outputs: Sequence[Any], options: Any) -> Any:
-        """Return a result for each input, from what `split` gave for each row."""
+    def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> Any:
+        """Return the results, from the outputs of each row as `split` returned them."""
 
     def batch_key(self, row: Row) -> Hashable:
-        """Return what rows must have in common to share a batch."""
+        """Return a key; only rows of equal keys may share a batch."""
         return type(self)
 
     def row_shape(self, row: Row) -> tuple[int, ...]:
-        """Return the sizes of a row that engines pad: its tokens; none to leave it as it is."""
+        """Return the sizes of a row that are padded for engines; empty for no padding."""
         return (max(row.tokens, 1),)
 
     @property
     def has_rows(self) -> bool:
-        """Return whether a row is one row of the graph's tensors, so that several share a batch."""
+        """True if the graph's first axis is the batch, so that rows can share one."""
         return True
 
     @property
     def can_pad(self) -> bool:
-        """Whether rows of different length can share a batch."""
+        """True if rows of different lengths can share a batch."""
         return True
 
     def count(self, inputs: Any) -> int:
-        """Return how many inputs these are."""
+        """Return the number of inputs."""
         return len(inputs)
 
-    def count_decoded(self, work: Work, options: Any) -> int:
-        """Return how many texts postprocessing decodes."""
+    def count_decoded(self, work: ModelInputs, options: Any) -> int:
+        """Return the number of texts that postprocessing has to decode."""
         return 0
 
-    def preprocess_weight(self, inputs: Any) -> Weight:
-        """Return how long preprocessing these inputs may take."""
+    def preprocess_cost(self, inputs: Any) -> ProcessingCost:
+        """Return the cost class of preprocessing these inputs."""
         return "heavy"
 
-    def postprocess_weight(self, work: Work, options: Any) -> Weight:
-        """Return how long postprocessing may take."""
+    def postprocess_cost(self, work: ModelInputs, options: Any) -> ProcessingCost:
+        """Return the cost class of postprocessing."""
         return "light"
 
     def characters(self, inputs: Any) -> int:
-        """Return the characters of all texts among the inputs."""
+        """Return the number of characters of all texts among the inputs."""
         return 0
 
 
 @dataclass
 class Task(RowTask):
-    """One way to answer with a model."""
+    """Base of tasks that have typed inputs and results, as opposed to raw tensors."""
 
     verb: ClassVar[str]
-    """The name of the task here, and of the method of a model: `embed`."""
-    does: ClassVar[str]
-    """What a model of it does, for messages: `embeds texts`."""
+    """Name of the task and of the method of `Model`, such as `embed`."""
+    purpose: ClassVar[str]
+    """What a model of this task does, for messages, such as `embeds texts`."""
     tasks: ClassVar[tuple[str, ...]]
-    """The tasks of transformers that are answered so."""
+    """Names of the transformers tasks that this class implements."""
     takes_token_ids: ClassVar[bool] = False
-    """A list of token ids is as good as a text."""
+    """True if a list of token ids is accepted in place of a text."""
     takes_pairs: ClassVar[bool] = False
-    """An input may have two parts, as `inputs` names them."""
+    """True if an input may have two parts, named by `inputs`."""
     inputs: ClassVar[tuple[InputField, ...]]
     outputs: ClassVar[tuple[OutputTensor, ...]]
     graph_outputs: ClassVar[Mapping[str, int]] = {}
-    """The outputs of the graph that results are made from, with their ranks."""
+    """The graph outputs that the task reads, with their ranks."""
     result_type: ClassVar[Any]
     """The type of one result: a dataclass, a list of dataclasses, or `Vectors`."""
     example: ClassVar[tuple[str, ...]]
@@ -290,72 +290,79 @@ class Task(RowTask):
 
     @classmethod
     def outputs_read(cls, record: GraphRecord) -> list[str]:
-        """Return the names of the graph's outputs that results are made from."""
+        """Return the names of the graph outputs that the task reads."""
         return list(cls.graph_outputs)
 
     @abstractmethod
-    def postprocess(self, work: Work, outputs: Sequence[Any], options: Any) -> list[Any]:
-        """Return a result for each input, from what `split` gave for each row."""
+    def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> list[Any]:
+        """Return a result for each input, from the outputs of each row as `split` returned them."""
 
     def collect(self, results: Sequence[Any]) -> Any:
-        """Return the results of a call as `load_model` gives them: a list, or one array."""
+        """Return results as a call of `Model` returns them: a list, or one array for vectors."""
         return list(results)
 
     @abstractmethod
     def probe(self, tokens: int) -> Row:
-        """Return a made-up row, for warm-up and measuring: of so many tokens, or an image."""
+        """Return a synthetic row, of `tokens` tokens or of an image, for warm-up and timing."""
 
     @abstractmethod
     def is_finite(self, result: Any) -> bool:
-        """Whether every number of a result is finite."""
+        """Return True if every number of a result is finite."""
 
     @abstractmethod
     def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return results as the tensors that `outputs` declares; strings are bytes in UTF-8."""
+        """Return results as the tensors declared in `outputs`; strings as UTF-8 bytes."""
 
     @classmethod
     @abstractmethod
     def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
-        """Return the columns of a table of results, as `pyarrow.Field`; `dim` is of vectors."""
+        """Return the `pyarrow.Field` of each column of a table of results.
+
+        Args:
+            options: options of the task.
+            dim: size of vectors; other tasks ignore it.
+        """
 
     @classmethod
     @abstractmethod
     def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return a result's value for each of `arrow_fields`, and perhaps more behind them."""
+        """Return a result's values in the order of `arrow_fields`; further ones are ignored."""
 
     @abstractmethod
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[Described]:
-        """Return each result in words."""
+    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
+        """Describe each result."""
 
     def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return built-in sentences as inputs of this task; empty where it takes none."""
+        """Turn built-in sentences into inputs of this task; empty if the task takes no texts."""
         return ()
 
 
 def require_outputs(task: str, record: GraphRecord, outputs: Mapping[str, int]) -> None:
-    """Raise ArtifactError unless the graph has outputs of these ranks.
+    """Raise ArtifactError unless the graph has outputs of these names and ranks.
 
-    An output of unknown rank, which a record has without dims, is taken.
+    An output without dims in its record has an unknown rank and is accepted.
     """
     specs = {spec.name: spec for spec in record.outputs}
     for name, rank in outputs.items():
         if name not in specs:
             raise ArtifactError(
-                f"{record.file} has the outputs {', '.join(specs)}; {task} is answered from {name}."
+                f"{record.file} has the outputs {', '.join(specs)}; {task} needs {name}.",
+                do="Export the model again for its task.",
             )
         if len(specs[name].dims) not in (0, rank):
             raise ArtifactError(
-                f"{record.file} has the output {specs[name]}; {task} is answered from {rank} dims."
+                f"{record.file} has the output {specs[name]}; {task} expects {rank} dims.",
+                do="Export the model again for its task.",
             )
 
 
 def are_finite(scores: Iterable[float]) -> bool:
-    """Whether all of some scores are finite."""
+    """Return True if all scores are finite."""
     return all(map(math.isfinite, scores))
 
 
 def string_tensor(texts: Sequence[Any]) -> NDArray[Any]:
-    """Return strings, or lists of as many strings each, as an object array of UTF-8 bytes."""
+    """Convert strings, or equally long lists of strings, to an object array of UTF-8 bytes."""
     shape = (len(texts),) if texts and isinstance(texts[0], str) else (len(texts), len(texts[0]))
     flat = texts if len(shape) == 1 else [text for row in texts for text in row]
     array = np.empty(len(flat), dtype=object)
@@ -364,12 +371,12 @@ def string_tensor(texts: Sequence[Any]) -> NDArray[Any]:
 
 
 def json_tensor(values: Sequence[Any]) -> NDArray[Any]:
-    """Return values as one JSON document each, in UTF-8."""
+    """Convert values to an object array of JSON documents in UTF-8."""
     return string_tensor([json.dumps(value, ensure_ascii=False) for value in values])
 
 
 def _lists(value: Any) -> Any:
-    """Return tuples as lists, as JSON reads them back."""
+    """Convert tuples to lists, at every depth, as JSON would."""
     if isinstance(value, dict):
         return {name: _lists(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

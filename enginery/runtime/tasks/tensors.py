@@ -1,4 +1,4 @@
-"""A graph's own inputs and outputs, as a client sends and gets them."""
+"""Raw tensors: a graph's own inputs and outputs, without preprocessing or postprocessing."""
 
 from __future__ import annotations
 
@@ -17,61 +17,63 @@ from enginery.core.model_files import ModelConfig
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile
 from enginery.runtime.profiles import sizes_of
-from enginery.runtime.tasks.task import Arrays, Row, RowTask, Weight, Work
+from enginery.runtime.tasks.task import Arrays, ModelInputs, ProcessingCost, Row, RowTask
 
 
 @dataclass
 class Tensors(RowTask):
-    """Raw tensors: whatever the graph takes and gives, row by row where rows are independent."""
+    """Pass tensors to a graph unchanged, row by row if the graph has a batch axis."""
 
     tables: Mapping[str, int]
-    """Rows of the tables that integer inputs are places in; 0 where config.json does not say."""
+    """Number of rows of the embedding table that an integer input indexes, by input name; 0 if
+    config.json does not declare it."""
     max_positions: int
     profiles: Sequence[Profile] = field(default=(), kw_only=True)
+    """The engines' profiles, which inputs have to fit; empty without engines."""
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
-        """Read the sizes of the model's tables; see `RowTask.open`."""
+        """Read the sizes of the model's embedding tables; see `RowTask.open`."""
         config = ModelConfig.read(artifact.path)
         tables = {"input_ids": config.vocab_size, "token_type_ids": config.type_vocab_size}
         return cls(record, tables, FeedLimits.from_config(config).max_positions)
 
     @property
     def has_rows(self) -> bool:
-        """Return whether one free dim comes first in every input and output."""
+        """True if every input and output starts with the same dynamic dim."""
         specs = (*self.record.inputs, *self.record.outputs)
         firsts = {spec.dims[0] if spec.dims else 1 for spec in specs}
         return len(firsts) == 1 and isinstance(next(iter(firsts)), str)
 
-    def preprocess(self, inputs: Arrays, _options: Any) -> Work:
-        """Return the rows of tensors by name, or one row of all of them.
+    def preprocess(self, inputs: Arrays, _options: Any) -> ModelInputs:
+        """Check tensors by name and split them into rows; without a batch axis, into one row.
 
         Raises:
-            InputError: an input is missing, unknown, or of the wrong dtype, rank or size; or holds
-                NaN or infinity.
-            ShapeError: no engine takes the shapes.
+            InputError: an input is missing, unknown, of the wrong dtype, rank or size, out of the
+                range of its embedding table, or holds NaN or infinity.
+            ShapeError: no engine accepts the shapes.
         """
         self._check(inputs)
         if not self.has_rows:
-            return Work([self._row(inputs)])
+            return ModelInputs([self._row(inputs)])
         count = next(iter(inputs.values())).shape[0]
-        return Work([
+        return ModelInputs([
             self._row({name: array[index : index + 1] for name, array in inputs.items()})
             for index in range(count)
         ])  # fmt: skip
 
     def batch_key(self, row: Row) -> Hashable:
-        """Return the shapes of a row; a row that shares no batch is its own key."""
+        """Return the shapes of a row; without a batch axis the row itself, which is unique."""
         if not self.has_rows:
             return row
         return (type(self), *sorted((n, a.shape[1:]) for n, a in row.content.items()))
 
     def row_shape(self, row: Row) -> tuple[int, ...]:
-        """Return none: a client's tensors are not padded."""
+        """Return an empty tuple: a client's tensors are not padded."""
         return ()
 
     def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
-        """Return the rows' tensors, one after the other."""
+        """Concatenate the tensors of the rows along the batch axis."""
         if len(rows) == 1:
             feeds: Arrays = rows[0].content
             return feeds
@@ -89,7 +91,7 @@ class Tensors(RowTask):
             for index in range(len(rows))
         ]
 
-    def postprocess(self, work: Work, outputs: Sequence[Any], _options: Any) -> Arrays:
+    def postprocess(self, work: ModelInputs, outputs: Sequence[Any], _options: Any) -> Arrays:
         """Return the graph's outputs, by name."""
         if len(outputs) == 1:
             found: Arrays = outputs[0]
@@ -97,15 +99,15 @@ class Tensors(RowTask):
         return {name: np.concatenate([row[name] for row in outputs]) for name in outputs[0]}
 
     def count(self, inputs: Arrays) -> int:
-        """Return the rows that are the most of any input."""
+        """Return the largest batch size among the inputs."""
         return max((len(array) for array in inputs.values() if array.ndim), default=1)
 
-    def preprocess_weight(self, inputs: Any) -> Weight:
-        """Return that checking is quick."""
+    def preprocess_cost(self, inputs: Any) -> ProcessingCost:
+        """Return `light`: inputs are only checked."""
         return "light"
 
     def _row(self, tensors: Arrays) -> Row:
-        # An image is one thing to run, however many pixels it has.
+        # An image counts as one token, however many pixels it has.
         pixels = any(array.ndim == 4 for array in tensors.values())
         return Row(tensors, 1 if pixels else max(int(array.size) for array in tensors.values()))
 
@@ -137,7 +139,10 @@ class Tensors(RowTask):
             choose_profile(self.profiles, sizes)
 
     def _check_range(self, name: str, array: NDArray[Any]) -> None:
-        """Refuse indices beyond a table, an error of the graph, and negative ones, from its end."""
+        """Raise InputError for indices outside an embedding table.
+
+        Beyond its end, ONNX's Gather fails; negative indices count from the end without an error.
+        """
         size = self.tables.get(name)
         if size and array.dtype.kind in "iu" and not (array.min() >= 0 and array.max() < size):
             found = int(array.min()) if array.min() < 0 else int(array.max())

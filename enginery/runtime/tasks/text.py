@@ -1,4 +1,4 @@
-"""What the tasks over texts share: tokenizing, padding, and outputs without their padding."""
+"""Base of the tasks on texts: tokenize, pad, and strip the padding from outputs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from enginery.core.model_files import ModelConfig
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
+    ModelInputs,
+    ProcessingCost,
     Row,
     Task,
     TaskOptions,
-    Weight,
-    Work,
     require_outputs,
 )
 from enginery.runtime.tokenizer import TextTokenizer, TokenIds, check_texts
@@ -28,22 +28,22 @@ from enginery.runtime.tokenizer import TextTokenizer, TokenIds, check_texts
 TEXT = (InputField("text"),)
 
 _LIGHT_CHARACTERS = 2048
-"""So much text should be tokenized in a millisecond."""
+"""Amount of text that is tokenized in about a millisecond."""
 _LIGHT_TOKENS = 2000
-"""Tokens whose scores are looked through in a millisecond."""
+"""Number of tokens whose scores are processed in about a millisecond."""
 
 
 class TextOptions(TaskOptions):
-    """Base of the options of a task over texts."""
+    """Base of the options of tasks on texts."""
 
     truncate: bool | None = None
-    """Cut texts that are longer than the model takes, instead of refusing them; null for the
-    server's default."""
+    """Truncate texts that are longer than the model takes (true) or raise an error (false); null
+    for the server's default."""
 
 
 @dataclass
 class TextTask(Task):
-    """A graph over tokens, with the model's tokenizer and config.json."""
+    """Base of tasks on texts: a graph with its tokenizer and config.json."""
 
     inputs: ClassVar[tuple[InputField, ...]] = TEXT
     Options: ClassVar[type[TaskOptions]] = TextOptions
@@ -53,7 +53,7 @@ class TextTask(Task):
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
-        """Read tokenizer and config.json beside a graph; see `Task.open`."""
+        """Read the tokenizer and config.json; see `RowTask.open`."""
         require_outputs(artifact.manifest.task, record, cls.graph_outputs)
         tokenizer = TextTokenizer.open(artifact.path)
         notes, settings = cls._read_settings(artifact, record)
@@ -61,7 +61,10 @@ class TextTask(Task):
             record=record,
             tokenizer=tokenizer,
             config=ModelConfig.read(artifact.path),
-            notes=(f"texts are cut at {tokenizer.limit} tokens: {tokenizer.limit_source}", *notes),
+            notes=(
+                f"texts are truncated to {tokenizer.limit} tokens: {tokenizer.limit_source}",
+                *notes,
+            ),
             **settings,
         )
 
@@ -69,63 +72,63 @@ class TextTask(Task):
     def _read_settings(
         cls, artifact: Artifact, record: GraphRecord
     ) -> tuple[list[str], dict[str, Any]]:
-        """Read what else a task needs: notes, and fields of the class."""
+        """Read further settings of a task; return notes and values for the fields of the class."""
         return [], {}
 
-    def preprocess(self, inputs: Sequence[Any], options: Any) -> Work:
-        """Return a row for each text."""
+    def preprocess(self, inputs: Sequence[Any], options: Any) -> ModelInputs:
+        """Tokenize each text into one row."""
         check_texts(inputs)
-        return Work(self.encode(inputs, options), inputs)
+        return ModelInputs(self.encode(inputs, options), inputs)
 
     def encode(
         self, texts: Sequence[str | tuple[str, str]], options: Any, *, offsets: bool = False
     ) -> list[Row]:
-        """Return texts or pairs of texts as rows.
+        """Tokenize texts or pairs of texts into rows.
 
         Args:
-            texts: what to tokenize.
-            options: of the task; only `truncate` counts here.
-            offsets: keep where in the text each token is.
+            texts: texts or pairs of texts.
+            options: options of the task, of which only `truncate` is used.
+            offsets: keep the character offsets of each token.
 
         Raises:
-            InputError: a text cannot be tokenized, or is too long and must not be cut.
+            InputError: a text cannot be tokenized, or is too long and `truncate` is False.
         """
         return self.rows(self.tokenizer.encode(texts, offsets=offsets), options)
 
     def rows(self, encodings: Sequence[Any], options: Any) -> list[Row]:
-        """Return encodings as rows; raise TooLongError for one that must not be cut and was."""
+        """Convert encodings to rows; raise TooLongError for a truncated one if that is off."""
         rows = [Row(e, len(e), truncated=bool(e.overflowing)) for e in encodings]
         if options.truncate is False:
             for index, row in enumerate(rows):
                 if row.truncated:
                     raise TooLongError(
-                        f"input {index} has more than the {self.tokenizer.limit} tokens that the "
-                        "model takes.",
-                        do="Send a shorter text, or let it be cut with truncate.",
+                        f"input {index} is too long: expected at most {self.tokenizer.limit} "
+                        "tokens.",
+                        do="Send a shorter text, or set truncate to true.",
                     )
         return rows
 
     def collate(self, rows: Sequence[Row], width: int) -> Arrays:
-        """Return token ids, mask and so on: (len(rows), tokens)."""
+        """Return the graph's inputs (input_ids, attention_mask, …): (len(rows), tokens) each."""
         encodings = [row.content for row in rows]
         return self.tokenizer.feeds(encodings, self.record.inputs, width=width)
 
     @property
     def can_pad(self) -> bool:
-        """Whether there are a padding token and an attention mask."""
+        """True if the tokenizer has a padding token and the graph an attention mask."""
         return self.tokenizer.can_pad(self.record.inputs)
 
     def probe(self, tokens: int) -> Row:
-        """Return a row of token ids from the middle of the vocabulary."""
-        size = self.tokenizer.texts.get_vocab_size(with_added_tokens=True)
+        """Return a row of `tokens` token ids from the middle of the vocabulary."""
+        size = self.tokenizer.backend.get_vocab_size(with_added_tokens=True)
         return Row(TokenIds([size // 2] * tokens), tokens)
 
-    def preprocess_weight(self, inputs: Sequence[Any]) -> Weight:
-        """Return how long tokenizing takes: never light, because tokenizer.json may loop."""
+    def preprocess_cost(self, inputs: Sequence[Any]) -> ProcessingCost:
+        """Return the cost of tokenizing; never light, because tokenizer.json is untrusted."""
         return "medium" if self.characters(inputs) <= _LIGHT_CHARACTERS else "heavy"
 
     def characters(self, inputs: Sequence[Any]) -> int:
-        """Return the characters of texts and of pairs; token ids count as one each."""
+        """Return the number of characters of texts and pairs; a token id counts as one."""
         total = 0
         for item in inputs:
             if isinstance(item, tuple):
@@ -137,38 +140,41 @@ class TextTask(Task):
     def token_outputs(
         self, rows: Sequence[Row], outputs: Mapping[str, NDArray[Any]], name: str
     ) -> list[NDArray[Any]]:
-        """Return an output for each row's own tokens, without padding: (tokens, …) each."""
+        """Return an output for each row, without padding: (tokens, …) each."""
         found = output_rows(outputs, name, rows, tokens=True)
-        return [self.tokenizer.unpadded(o, row.content) for o, row in zip(found, rows, strict=True)]
+        return [
+            self.tokenizer.strip_padding(o, row.content) for o, row in zip(found, rows, strict=True)
+        ]
 
-    def scan_weight(self, work: Work) -> Weight:
-        """Return how long it takes to look through the scores of every token."""
+    def scan_cost(self, work: ModelInputs) -> ProcessingCost:
+        """Return the cost of going through the scores of every token."""
         return "light" if sum(row.tokens for row in work.rows) <= _LIGHT_TOKENS else "heavy"
 
     def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return the sentences as they are."""
+        """Return the sentences unchanged."""
         return tuple(sentences)
 
 
 class TooLongError(InputError):
-    """A text has more tokens than the model takes, and must not be cut."""
+    """A text has more tokens than the model takes, and truncation is off."""
 
 
 def output_rows(
     outputs: Mapping[str, NDArray[Any]], name: str, rows: Sequence[Row], *, tokens: bool = False
 ) -> NDArray[Any]:
-    """Return an output that has a part for each row, and with `tokens` a place for each token.
+    """Return an output after checking its shape: (rows, …), with `tokens` (rows, tokens, …).
 
     Raises:
-        ArtifactError: it has not.
+        ArtifactError: the output is smaller than that.
     """
     found = outputs[name]
     least = (len(rows), *([max((row.tokens for row in rows), default=0)] if tokens else []))
     if found.ndim < len(least) or any(a < b for a, b in zip(found.shape, least, strict=False)):
         raise ArtifactError(
-            f"the graph gave {name} with the shape {found.shape} for {len(rows)} texts, "
-            f"expected {' × '.join(map(str, least))} or more.",
-            do="The graph does not keep to the dims that manifest.json names; export it again.",
+            f"the graph returned {name} with the shape {found.shape} for {len(rows)} texts, "
+            f"expected at least {' × '.join(map(str, least))}.",
+            do="The output does not have the dims that manifest.json declares; export the model "
+            "again.",
         )
     return found
 

@@ -1,11 +1,12 @@
-"""What the server says of itself, and how models are reloaded.
+"""Routes about the server: health, metrics, model information and reload.
 
     $ curl localhost:8000/health
     {"status":"ready","models":{"minilm":{"state":"ready","reason":"","providers":[…],…}}}
 
-No key is needed for the health routes, /metrics, the page and /openapi.json: probes and scrapers
-have none, and nothing there comes from a request. Reloading needs a key, and is off on a server
-without one. A server that drains says 503 at its health routes, and answers what still comes.
+The health routes, /metrics, the page and /openapi.json need no API key, because probes and scrapers
+have none, and these routes reveal nothing about requests. Reloading needs a key and is disabled on
+a server without keys. While the server drains, health routes return 503 and other routes still
+work.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from enginery.runtime.pooling import read_pooling
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT
 from enginery.serve.api.endpoints import Routes, config_of, json_response, registry_of
 from enginery.serve.api.errors import HTTPError
-from enginery.serve.api.requests import Schema, StrictBody
+from enginery.serve.api.requests import Schema, StrictRequestBody
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel
 
 _log = logging.getLogger("enginery.serve")
 routes = Routes("admin")
 
-# What TEI calls them.
+# TEI's names of precisions.
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _NOT_LOADED = ("loading", "failed")
-_SHOWN_BY_HEALTH = ("providers", "provider", "precision", "verdict")
+_HEALTH_FIELDS = ("providers", "provider", "precision", "verdict")
 
 
 class Status(Schema):
@@ -49,67 +50,67 @@ class Health(Status):
 
 
 class ServerInfo(Schema):
-    """Every model in full; where there is one, also what text-embeddings-inference says."""
+    """All properties of every model; with one model, also the fields of TEI's /info."""
 
     model_config = ConfigDict(extra="allow")
     models: list[dict[str, Any]]
 
 
 class ModelInfo(Schema):
-    """One model in full."""
+    """All properties of one model."""
 
     model_config = ConfigDict(extra="allow")
     name: str
 
 
-class ReloadRequest(StrictBody):
+class ReloadRequest(StrictRequestBody):
     """Body of /admin/reload."""
 
     model: str | None = None
 
 
 class ReloadResponse(Schema):
-    """What happened to each model."""
+    """The result for each model."""
 
     models: dict[str, str]
 
 
 @routes.get("/", summary="A page to try the models", response_types=("text/html",), public=True)
 async def page(_: Request) -> Response:
-    """Answer GET /: the page to try the models."""
+    """Answer GET /: the web page to try the models."""
     from enginery.serve.page import page_response
 
     return page_response()
 
 
-@routes.get("/health", summary="Every model's state", response=Health, public=True,
+@routes.get("/health", summary="State of every model", response=Health, public=True,
             is_readiness=True)  # fmt: skip
 async def health(request: Request) -> Response:
-    """Answer GET /health: 200 where every model is ready, else 503.
+    """Answer GET /health: 200 if every model is ready, else 503.
 
-    Each with its state, its provider, and whether its validation passed.
+    The response has each model's state, provider and validation status.
     """
     models = registry_of(request)
-    described = {model.name: _health_of(model) for model in models}
-    body = {"status": status_word(models), "models": described}
+    described = {model.name: _model_health(model) for model in models}
+    body = {"status": readiness_status(models), "models": described}
     return json_response(body, 200 if models.ready else 503)
 
 
-@routes.get("/health/live", summary="Whether the server answers", response=Status, public=True)
+@routes.get("/health/live", summary="Liveness of the server", response=Status, public=True)
 async def live(_: Request) -> Response:
-    """Answer GET /health/live: 200 as long as the server answers."""
+    """Answer GET /health/live: 200 as long as the server responds."""
     return json_response({"status": "live"})
 
 
-@routes.get("/health/ready", "/ping", summary="Whether every model is ready", response=Status,
+@routes.get("/health/ready", "/ping", summary="Readiness of all models", response=Status,
             public=True, is_readiness=True)  # fmt: skip
 async def ready(request: Request) -> Response:
-    """Answer GET /health/ready and /ping: 200 where every model is ready, else 503."""
+    """Answer GET /health/ready and /ping: 200 if every model is ready, else 503."""
     models = registry_of(request)
-    return json_response({"status": status_word(models)}, 200 if models.ready else 503)
+    return json_response({"status": readiness_status(models)}, 200 if models.ready else 503)
 
 
-def status_word(models: ModelRegistry) -> str:
+def readiness_status(models: ModelRegistry) -> str:
     """Return `ready`, `draining`, or the state of the first model that is not ready."""
     if models.draining:
         return "draining"
@@ -119,73 +120,74 @@ def status_word(models: ModelRegistry) -> str:
 @routes.get("/metrics", summary="Metrics for Prometheus", response_types=("text/plain",),
             public=True)  # fmt: skip
 async def metrics(request: Request) -> Response:
-    """Answer GET /metrics, in the format of Prometheus."""
+    """Answer GET /metrics in Prometheus' or OpenMetrics' text format."""
     accept = request.headers.get("accept", "")
     body, content_type = request.app.state.metrics.exposition(accept)
     return Response(body, headers={"content-type": content_type})
 
 
-@routes.get("/openapi.json", summary="This description", response=dict[str, Any], public=True)
+@routes.get("/openapi.json", summary="This document", response=dict[str, Any], public=True)
 async def openapi(request: Request) -> Response:
-    """Answer GET /openapi.json: what this server answers."""
+    """Answer GET /openapi.json: the OpenAPI document of this server."""
     return Response(request.app.state.openapi(), media_type="application/json")
 
 
-@routes.get("/info", summary="Every model in full", response=ServerInfo)
+@routes.get("/info", summary="Properties of every model", response=ServerInfo)
 async def info(request: Request) -> Response:
-    """Answer GET /info."""
+    """Answer GET /info: all properties of every model."""
     models = list(registry_of(request))
     body: dict[str, Any] = {"version": __version__, "draining": registry_of(request).draining}
     if len(models) == 1 and models[0].state not in _NOT_LOADED:
         body |= _tei_info(request, models[0])
-    body["models"] = [_described(model) for model in models]
+    body["models"] = [_model_info(model) for model in models]
     return json_response(body)
 
 
-@routes.get("/models/{model}/info", summary="One model in full", response=ModelInfo,
+@routes.get("/models/{model}/info", summary="Properties of one model", response=ModelInfo,
             statuses=(404,))  # fmt: skip
 async def model_info(request: Request) -> Response:
-    """Answer GET /models/{model}/info."""
+    """Answer GET /models/{model}/info: all properties of one model."""
     model = registry_of(request).get(request.path_params["model"])
     request.scope["state"]["record"].model = model.name
-    described = _described(model)
+    described = _model_info(model)
     if model.state in _NOT_LOADED:
         return json_response(described)
     return json_response({**_tei_info(request, model), **described})
 
 
 @routes.post(
-    "/admin/reload", summary="Open artifacts again", body=ReloadRequest, has_optional_body=True,
+    "/admin/reload", summary="Reload artifacts", body=ReloadRequest, has_optional_body=True,
     response=ReloadResponse, statuses=(403, 404, 409, 422),
 )  # fmt: skip
 async def reload(request: Request, body: ReloadRequest) -> Response:
-    """Answer POST /admin/reload: 409 where an artifact could not be opened.
+    """Answer POST /admin/reload: 200 if all models were reloaded, 409 if one could not be.
 
-    The model then goes on as it was. Requests that wait are answered all the same. Where the server
-    has several processes, this one reloads first, and then all reload all of their models.
+    A model that could not be reloaded keeps serving as before. Waiting requests are not lost. If
+    the server has several processes, this one reloads first; if that succeeds, all processes reload
+    all of their models.
     """
     if not request.app.state.keys:
         raise HTTPError(
             403,
-            "reloading over HTTP is off, because this server has no API key.",
-            do="Start it with --api-key-file, or send it SIGHUP.",
+            "reloading over HTTP is disabled, because this server has no API key.",
+            do="Start the server with --api-key-file, or send it SIGHUP.",
         )
     outcomes = await registry_of(request).reload(body.model or "")
-    found: dict[str, Any] = {"models": {name: each.text for name, each in outcomes.items()}}
+    found: dict[str, Any] = {"models": {name: each.message for name, each in outcomes.items()}}
     failed = [name for name, each in outcomes.items() if not each.swapped]
     if not failed:
         if request.app.state.lifecycle is not None:
-            request.app.state.lifecycle.ask_all_to_reload()
+            request.app.state.lifecycle.reload_all_processes()
         return json_response(found)
     for name in failed:
-        _log.error("%s: %s", name, outcomes[name].text)
-    goes_on = "goes on as it was" if len(failed) == 1 else "go on as they were"
-    error = f"not reloaded: {', '.join(failed)}, which {goes_on}."
+        _log.error("%s: %s", name, outcomes[name].message)
+    keeps = "keeps serving as before" if len(failed) == 1 else "keep serving as before"
+    error = f"not reloaded: {', '.join(failed)}, which {keeps}."
     return json_response({"error": error, "failed": failed, **found}, 409)
 
 
-def _described(model: ServedModel) -> dict[str, Any]:
-    """Return all there is to know of a model, without where on this machine it came from."""
+def _model_info(model: ServedModel) -> dict[str, Any]:
+    """Return a model's properties, without the path of its source on this machine."""
     found = {"name": model.name, "state": model.state, **model.info()}
     if model.state == "loading" or not model.is_loaded:
         return found
@@ -194,19 +196,19 @@ def _described(model: ServedModel) -> dict[str, Any]:
 
 
 def _source_name(source: SourceRecord, served_as: str) -> str:
-    """Return what the model was made of; of files on disk the last part of their path."""
+    """Return the id of the source model; for files on disk the last part of their path."""
     is_path = source.kind in ("directory", "onnx")
     return (source.name or served_as) if is_path else source.id
 
 
-def _health_of(model: ServedModel) -> dict[str, Any]:
-    known = _described(model)
-    shown = {name: known[name] for name in _SHOWN_BY_HEALTH if name in known}
+def _model_health(model: ServedModel) -> dict[str, Any]:
+    known = _model_info(model)
+    shown = {name: known[name] for name in _HEALTH_FIELDS if name in known}
     return {"state": model.state, "reason": model.reason, **shown}
 
 
 def _tei_info(request: Request, model: ServedModel) -> dict[str, Any]:
-    """Return a model as text-embeddings-inference describes its own."""
+    """Return a model's properties in the format of text-embeddings-inference."""
     manifest, config = model.artifact.manifest, config_of(request)
     batching = model.info()["batching"]
     kind: dict[str, Any] = {}
@@ -240,7 +242,7 @@ def _tei_info(request: Request, model: ServedModel) -> dict[str, Any]:
 
 
 def _pooling(model: ServedModel) -> str:
-    """Return `cls`, `mean` and so on; `model` where the graph has it inside, or for images."""
+    """Return the pooling (`cls`, `mean`, …); `model` if the graph contains it, or for images."""
     record = model.backend.runner.record
     takes_images = model.task is not None and model.task.takes_images
     if takes_images or any(spec.name == SENTENCE_OUTPUT for spec in record.outputs):

@@ -1,4 +1,4 @@
-"""What all routes share: how they are declared, and how they reach models."""
+"""Declare the routes, and run inference for their handlers."""
 
 from __future__ import annotations
 
@@ -26,39 +26,42 @@ from enginery.serve.observability.record import Protocol
 Handler = Callable[..., Awaitable[Response]]
 
 INFERENCE_STATUSES = (400, 404, 413, 422, 429, 503)
-"""Of a route that runs a model; 401, 500 and the server's own are added to every route."""
+"""Error statuses of a route that runs a model. The OpenAPI document adds 401 and those of every
+route."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One route, with all that the OpenAPI document says of it."""
+    """A route, with its description for the OpenAPI document."""
 
     method: str
     path: str
-    """As Starlette has it; `{model}` and so on are parameters."""
+    """Path in Starlette's syntax, with parameters such as `{model}`."""
     handler: Handler
     protocol: Protocol
     summary: str
     body: type[BaseModel] | None = None
     response: Any = Any
-    """The type of the answer's JSON."""
+    """Type of the JSON response."""
     statuses: tuple[int, ...] = ()
+    """Error statuses of this route."""
     public: bool = False
-    """No key is needed."""
+    """No API key is needed."""
     has_optional_body: bool = False
     is_readiness: bool = False
-    """503 has the same shape as 200."""
+    """A response with status 503 has the format of one with 200."""
     other_bodies: dict[str, Any] = field(default_factory=dict)
-    """JSON schemas by content type."""
+    """JSON schemas of bodies that the handler reads itself, by content type."""
     response_types: tuple[str, ...] = ("application/json",)
+    """Content types of the response."""
 
     @property
     def pattern(self) -> str:
-        """Return the path as logs, metrics and the OpenAPI document have it."""
+        """The path in the form used by logs, metrics and the OpenAPI document."""
         return self.path.replace(":path}", "}")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body that is declared, call the handler, and send its response."""
+        """Parse the declared body, call the handler, and send its response."""
         request = Request(scope, receive, send)
         try:
             if self.body is None or self.other_bodies:
@@ -70,24 +73,24 @@ class Endpoint:
                 response = await self.handler(request, parse(self.body, values))
         except (EngineryError, HTTPException):
             raise
-        except Exception as error:  # a bug: one request must not end more than itself
+        except Exception as error:  # a bug, which must not affect other requests
             response = fault_response(scope, error)
         await response(scope, receive, send)
 
 
 class Routes:
-    """Collects the endpoints of one protocol."""
+    """The endpoints of one protocol, collected by decorators."""
 
     def __init__(self, protocol: Protocol) -> None:
         self.protocol: Protocol = protocol
         self.endpoints: list[Endpoint] = []
 
     def get(self, *paths: str, summary: str, **more: Any) -> Callable[[Handler], Handler]:
-        """Declare a handler of GET: `handler(request)`."""
+        """Declare a handler for GET: `handler(request)`."""
         return self._declare("GET", paths, summary=summary, **more)
 
     def post(self, *paths: str, summary: str, **more: Any) -> Callable[[Handler], Handler]:
-        """Declare a handler of POST: `handler(request, body)` where a body is declared."""
+        """Declare a handler for POST: `handler(request, body)`, without `body` if none is given."""
         return self._declare("POST", paths, summary=summary, **more)
 
     def _declare(
@@ -102,19 +105,19 @@ class Routes:
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """Return a JSON answer; arrays of numpy are lists, NaN is null."""
+    """Build a JSON response; numpy arrays become lists, NaN becomes null."""
     body = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
     return Response(body, status, media_type="application/json")
 
 
 def registry_of(request: Request) -> ModelRegistry:
-    """Return the models of the server."""
+    """Return the server's models."""
     found: ModelRegistry = request.scope["app"].state.registry
     return found
 
 
 def config_of(request: Request) -> ServeConfig:
-    """Return the options of the server."""
+    """Return the server's options."""
     found: ServeConfig = request.scope["app"].state.config
     return found
 
@@ -125,19 +128,19 @@ def select_model(
     *verbs: str,
     fits: Callable[[ServedModel], bool] | None = None,
 ) -> tuple[ServedModel, Task]:
-    """Return the model that the path or the body names, or the only one for a task; and its task.
+    """Return the model that the path or body names, or the only one that fits, and its task.
 
     Args:
-        request: to be answered.
-        name: of the body; empty for none.
-        verbs: the tasks that the route is for.
-        fits: chooses among models where none is named; None for all that have such a task.
+        request: the request.
+        name: name in the body; empty or None for none.
+        verbs: the tasks of the route.
+        fits: returns True for models to choose from without a name; None for all with such a task.
 
     Raises:
-        UnknownModelError: there is no model of that name.
-        ModelChoiceError: none was named, and not exactly one fits.
-        UnavailableError: the model cannot answer now.
-        HTTPError: it was exported for another task.
+        UnknownModelError: no model has this name.
+        ModelChoiceError: the request names no model, and not exactly one fits.
+        UnavailableError: the model is not ready.
+        HTTPError: the model was exported for another task.
     """
     registry: ModelRegistry = request.scope["app"].state.registry
     named = request.path_params.get("model") or name or ""
@@ -146,12 +149,12 @@ def select_model(
 
 
 def has_task(model: ServedModel, verbs: Sequence[str]) -> bool:
-    """Whether a model was exported for one of some tasks."""
+    """Return True if a model was exported for one of the tasks."""
     return model.task is not None and model.task.verb in verbs
 
 
 def require_ready(request: Request, model: ServedModel) -> ServedModel:
-    """Note that the request is for a model; raise UnavailableError where it cannot answer."""
+    """Add the model to the request's record; raise UnavailableError if it is not ready."""
     request.scope["state"]["record"].model = model.name
     if model.state != "ready":
         reason = f": {model.reason.rstrip('.')}" if model.reason else ""
@@ -160,27 +163,36 @@ def require_ready(request: Request, model: ServedModel) -> ServedModel:
 
 
 def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
-    """Return the task of a model that is ready, which must be one of `verbs`; none for any.
+    """Return the task of a model.
+
+    Args:
+        request: the request.
+        model: the model.
+        verbs: the accepted tasks; none for any task.
 
     Raises:
-        UnavailableError: the model cannot answer now.
-        HTTPError: it was exported for another task.
+        UnavailableError: the model is not ready.
+        HTTPError: the model was exported for another task.
     """
     task = require_ready(request, model).task
     if task is not None and (not verbs or task.verb in verbs):
         return task
-    wanted = " or ".join(TASKS[verb].does for verb in verbs)
+    wanted = " or ".join(TASKS[verb].purpose for verb in verbs)
     raise invalid_field(
         f"model '{model.name}' was exported for {model.artifact.manifest.task}"
-        + (f", expected a model that {wanted}." if verbs else ", which has no answer in words."),
+        + (
+            f", expected a model that {wanted}."
+            if verbs
+            else ", which this server supports with tensors only."
+        ),
         field="model",
-        do=f"It {task.does}: POST /predict/{model.name}."
+        do=f"It {task.purpose}: POST /predict/{model.name}."
         if task
-        else f"Send it tensors: POST /v2/models/{model.name}/infer.",
+        else f"Send tensors: POST /v2/models/{model.name}/infer.",
     )
 
 
-async def answer(
+async def run_inference(
     request: Request,
     model: ServedModel,
     task: RowTask,
@@ -188,20 +200,20 @@ async def answer(
     options: dict[str, Any],
     where: str = "",
 ) -> Any:
-    """Answer inputs by a task of a model, and note for headers, metrics and log what it took.
+    """Run inference for a request, and add timings and counts to its record.
 
     Args:
-        request: what is answered.
-        model: that is ready.
-        task: its own, or `backend.tensors`.
-        inputs: as the task takes them.
-        options: of the task; None counts as absent.
-        where: what the options' names begin with in messages.
+        request: the request.
+        model: the model, which must be ready.
+        task: the model's own task, or `backend.tensors`.
+        inputs: inputs of the task.
+        options: options of the task by name; None counts as absent.
+        where: prefix of option names in error messages.
 
     Returns:
-        A result for each input; of tensors, the graph's outputs by name.
+        A result for each input; for tensors, the graph's outputs by name.
     """
-    result = await model.answer(task, inputs, task.Options.read(options, where=where))
+    result = await model.infer(task, inputs, task.Options.read(options, where=where))
     record = request.scope["state"]["record"]
     record.timings, record.inputs = result.timings, task.count(inputs)
     record.characters = task.characters(inputs)

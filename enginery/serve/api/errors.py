@@ -1,13 +1,13 @@
-"""Errors as HTTP answers, in the shape of the protocol that the request came by.
+"""Convert errors to HTTP responses in the format of the request's protocol.
 
-    400  the body is not what its content type says
-    401  a key is needed
-    404  no such model or route
-    405  the route has other methods
+    400  the body is malformed, or has no input
+    401  an API key is required
+    404  unknown model or route
+    405  wrong method
     413  too many bytes, inputs or tokens
-    422  a text, a tensor or an option cannot be used
-    429  too much waits; Retry-After says when to come again
-    503  loading, draining, or the worker is gone
+    422  a text, a tensor or an option is invalid
+    429  too many requests are waiting; see Retry-After
+    503  the model is loading, the server is draining, or a worker has failed
 
 Protocols differ in the body:
 
@@ -15,7 +15,7 @@ Protocols differ in the body:
     tei                 {"error": "…", "error_type": "Validation"}
     openai              {"error": {"message": "…", "type": "…", "param": null, "code": null}}
 
-text-embeddings-inference's types are of router/src/lib.rs there, OpenAI's of
+Sources of the error types: router/src/lib.rs of text-embeddings-inference and
 platform.openai.com/docs/guides/error-codes.
 """
 
@@ -48,7 +48,7 @@ _STATUSES: tuple[tuple[type[EngineryError], int], ...] = (
     (ShapeError, 422),
     (OptionError, 422),
 )
-"""What a client can mend; every other error is the server's, and 503."""
+"""Errors that clients can fix; all others are errors of the server, with status 503."""
 _TEI_TYPES = {429: "Overloaded", 500: "Backend", 503: "Unhealthy"}
 _OPENAI_TYPES = {
     401: ("authentication_error", "invalid_api_key"),
@@ -58,7 +58,7 @@ _OPENAI_TYPES = {
 
 
 class HTTPError(EngineryError):
-    """A request that is not answered, with its HTTP status."""
+    """An error with an HTTP status."""
 
     def __init__(
         self,
@@ -72,17 +72,17 @@ class HTTPError(EngineryError):
         retry_after_seconds: float = 0.0,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """Make an error.
+        """Create an error.
 
         Args:
-            status: of HTTP.
-            message: what is wrong, in words.
+            status: HTTP status.
+            message: what is wrong.
             do: what the client can do about it.
-            field: of the body that is wrong; OpenAI's shape names it.
-            code: OpenAI's.
-            is_empty: there is no input, for which text-embeddings-inference has a type.
-            retry_after_seconds: when to come again; 0 where that would not help.
-            headers: of the answer.
+            field: the invalid field of the body; OpenAI's format includes it.
+            code: OpenAI's error code.
+            is_empty: the input is empty, for which text-embeddings-inference has its own type.
+            retry_after_seconds: when to retry; 0 if retrying would not help.
+            headers: further headers of the response.
         """
         super().__init__(message, do=do)
         self.status, self.field, self.code, self.is_empty = status, field, code, is_empty
@@ -91,23 +91,23 @@ class HTTPError(EngineryError):
 
 
 def invalid_body(message: str, *, do: str = "") -> HTTPError:
-    """Return 400: the body is not what its content type says."""
+    """Return the error for a malformed body: 400."""
     return HTTPError(400, message, do=do)
 
 
 def invalid_field(message: str, *, field: str, do: str = "") -> HTTPError:
-    """Return 422: a field has a value that cannot be used."""
+    """Return the error for an invalid field: 422."""
     return HTTPError(422, message, do=do, field=field)
 
 
 def empty_input(field: str, message: str = "") -> HTTPError:
-    """Return 400: there is nothing to answer."""
+    """Return the error for an empty input: 400."""
     message = message or f"{field} is empty, expected one input or more."
     return HTTPError(400, message, field=field, is_empty=True)
 
 
 def to_http_error(error: EngineryError) -> HTTPError:
-    """Return an error of the runtime as the client gets it."""
+    """Convert any expected error to an HTTPError."""
     if isinstance(error, HTTPError):
         return error
     status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 503)
@@ -119,8 +119,8 @@ def to_http_error(error: EngineryError) -> HTTPError:
 
 
 def error_response(protocol: Protocol, error: HTTPError, *, request_id: str = "") -> Response:
-    """Return an error in the shape of a protocol."""
-    # OpenAI's clients know one status for a request that is wrong.
+    """Build the error response in the format of a protocol."""
+    # OpenAI's API has one status for all invalid requests.
     status = 400 if protocol == "openai" and error.status == 422 else error.status
     message = f"{error.message} {error.do}" if error.do else error.message
     headers = dict(error.headers)
@@ -130,13 +130,13 @@ def error_response(protocol: Protocol, error: HTTPError, *, request_id: str = ""
         headers["www-authenticate"] = 'Bearer realm="enginery"'
     if request_id:
         message = f"{message} Request id: {request_id}"
-    # A path may have lone surrogates, which UTF-8 cannot hold.
+    # A path may contain lone surrogates, which UTF-8 cannot encode.
     body = _body(protocol, status, message.encode("utf-8", "replace").decode(), error)
     return Response(orjson.dumps(body), status, headers, "application/json")
 
 
 def fault_response(scope: Scope, error: Exception) -> Response:
-    """Answer a bug with 500; its traceback goes to the log, with the request's id."""
+    """Build the response to an unexpected error: 500. Log its traceback with the request's id."""
     request_id = scope["state"]["record"].request_id
     _log.error("request %s: %s %s", request_id, scope["method"], scope["path"], exc_info=error)
     found = HTTPError(500, "internal error.")
@@ -144,13 +144,13 @@ def fault_response(scope: Scope, error: Exception) -> Response:
 
 
 def scope_protocol(scope: Scope) -> Protocol:
-    """Return the protocol of a request: of its route, else of its path."""
+    """Return the protocol of a request's route or, if no route matched, of its path."""
     found: Protocol = getattr(scope.get("endpoint"), "protocol", None) or protocol_of(scope["path"])
     return found
 
 
 def protocol_of(path: str) -> Protocol:
-    """Return the protocol that a path without a route belongs to."""
+    """Return the protocol to use for a path that matches no route."""
     if path.startswith("/v2"):
         return "oip"
     return "openai" if path.startswith("/v1/") else "plain"

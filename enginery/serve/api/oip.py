@@ -5,12 +5,12 @@
     {"model_name":"mood","model_version":"1","outputs":[{"name":"label",…},{"name":"score",…}]}
 
 A request has either the inputs of the model's task (`text`; `text` and `text_pair`; `question` and
-`context`; `image`, in JSON as base64) and gets its results, or the graph's own inputs and gets its
-outputs. Options of the task are the request's `parameters`. There is one version of a model at a
-time, "1": which content it has says /info, by its hash.
+`context`; `image`, base64 in JSON) and gets the task's results, or the graph's own inputs and gets
+the graph's outputs. Options of the task are `parameters` of the request. Every model has a single
+version, "1"; /info has the hash of its content.
 
-Source: the protocol of KServe (open-inference-protocol), and Triton's extensions for binary data
-and classification.
+Sources: KServe's Open Inference Protocol, and Triton's extensions for binary data and
+classification.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from enginery.runtime.tasks.task import MAX_RESULTS
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
     Routes,
-    answer,
     json_response,
     registry_of,
     require_ready,
+    run_inference,
 )
 from enginery.serve.api.errors import HTTPError, invalid_body, invalid_field
 from enginery.serve.api.oip_tensors import (
     DATATYPES,
-    Tail,
-    Tensor,
+    BinaryData,
+    InferTensor,
     feeds_from_tensors,
     inputs_from_tensors,
     read_tensor,
@@ -51,14 +51,14 @@ from enginery.serve.api.oip_tensors import (
     tensors_from_results,
 )
 from enginery.serve.api.requests import (
-    Body,
+    RequestBody,
     Schema,
-    StrictBody,
+    StrictRequestBody,
+    invalid_value,
     json_object,
     parse,
-    quoted,
+    quote,
     unknown_field,
-    wrong,
 )
 from enginery.serve.models.served_model import ServedModel
 
@@ -67,29 +67,28 @@ routes = Routes("oip")
 VERSION = "1"
 EXTENSIONS = ("binary_tensor_data", "classification")
 HEADER_LENGTH = "inference-header-content-length"
-# What Triton's clients send for things that this server does not do: it keeps no sequences, and
-# takes requests in its own order.
+# Parameters that Triton's clients send for features of Triton: sequences and priorities.
 _IGNORED = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 
 Datatype = Annotated[str, Field(json_schema_extra={"enum": list(DATATYPES)})]
 
 
-class OutputParameters(StrictBody):
-    """How one output is sent."""
+class OutputParameters(StrictRequestBody):
+    """Parameters of a requested output."""
 
     binary_data: bool | None = None
     classification: Annotated[int, Field(ge=0, le=MAX_RESULTS)] | None = None
 
 
-class RequestedOutput(Body):
-    """One output that a request names."""
+class RequestOutput(RequestBody):
+    """An output that a request names ($request_output in the protocol)."""
 
     name: str
     parameters: OutputParameters | None = None
 
 
-class InputTensor(Schema):
-    """One tensor."""
+class RequestInput(Schema):
+    """An input tensor of a request ($request_input in the protocol)."""
 
     name: str
     datatype: Datatype
@@ -98,36 +97,36 @@ class InputTensor(Schema):
     parameters: dict[str, Any] | None = None
 
 
-class InferRequest(Body):
+class InferRequest(RequestBody):
     """Body of /infer; tensors are read by `read_tensor`."""
 
     inputs: Annotated[
         list[Any],
         Field(min_length=1, description="a list of tensors"),
-        WithJsonSchema({"type": "array", "items": InputTensor.model_json_schema(), "minItems": 1}),
+        WithJsonSchema({"type": "array", "items": RequestInput.model_json_schema(), "minItems": 1}),
     ]
     id: str | None = None
     parameters: dict[str, Any] | None = None
     outputs: Annotated[
-        list[RequestedOutput] | None, Field(description="a list of objects with a name")
+        list[RequestOutput] | None, Field(description="a list of objects with a name")
     ] = None
 
 
-class OutputTensor(InputTensor):
-    """One tensor of an answer."""
+class ResponseOutput(RequestInput):
+    """An output tensor of a response ($response_output in the protocol)."""
 
 
 class InferResponse(Schema):
-    """Answer of /infer."""
+    """Response of /infer."""
 
     model_name: str
     model_version: str
-    outputs: list[OutputTensor]
+    outputs: list[ResponseOutput]
     id: str | None = None
 
 
 class ServerMetadata(Schema):
-    """The server."""
+    """Name, version and protocol extensions of the server."""
 
     name: str
     version: str
@@ -135,7 +134,7 @@ class ServerMetadata(Schema):
 
 
 class TensorMetadata(Schema):
-    """An input or output; -1 in its shape for a dim that varies."""
+    """An input or output of a model; -1 in its shape for a dynamic dim."""
 
     name: str
     datatype: Datatype
@@ -153,37 +152,39 @@ class ModelMetadata(Schema):
 
 
 class Live(Schema):
-    """Whether the server answers."""
+    """Liveness of the server."""
 
     live: bool
 
 
 class Ready(Live):
-    """Whether every model is ready."""
+    """Readiness of all models."""
 
     ready: bool
 
 
 class ModelReady(Schema):
-    """Whether a model is ready."""
+    """Readiness of one model."""
 
     name: str
     ready: bool
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One output that a request asks for."""
+class OutputSelection:
+    """An output to return, and how."""
 
     name: str
     binary: bool
+    """Append the data as bytes, instead of as JSON."""
     classes: int
-    """Triton's classification: how many best, as `score:index:label`; 0 for the tensor itself."""
+    """Triton's classification: number of best classes to return as `score:index:label`; 0 for the
+    tensor itself."""
 
 
 @routes.post(
     "/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer",
-    summary="Tensors in, tensors out; texts as BYTES", body=InferRequest, response=InferResponse,
+    summary="Inference on tensors; texts are BYTES", body=InferRequest, response=InferResponse,
     response_types=("application/json", "application/octet-stream"), statuses=INFERENCE_STATUSES,
     other_bodies={"application/octet-stream": {}},
 )  # fmt: skip
@@ -196,49 +197,49 @@ async def infer(request: Request) -> Response:
     parameters = dict(body.parameters or {})
     binary = parameters.pop("binary_data_output", None)
     if binary is not None and not isinstance(binary, bool):
-        raise wrong("parameters.binary_data_output", "true or false", binary)
-    wanted = _wanted(body, binary=bool(binary))
+        raise invalid_value("parameters.binary_data_output", "true or false", binary)
+    selections = _selected_outputs(body, binary=bool(binary))
     options = {name: value for name, value in parameters.items() if name not in _IGNORED}
     graph_inputs = {spec.name for spec in model.backend.runner.record.inputs}
     if model.task and not graph_inputs & {tensor.name for tensor in tensors}:
-        outputs = await _infer_task(request, model, tensors, options, wanted)
+        outputs = await _infer_task(request, model, tensors, options, selections)
     else:
         for name in options:
             raise unknown_field(name, (), "parameters.")
         outputs = await _infer_graph(request, model, tensors)
-    return _respond(model, body.id or "", outputs, wanted, binary=bool(binary))
+    return _respond(model, body.id or "", outputs, selections, binary=bool(binary))
 
 
-@routes.get("/v2", summary="The server", response=ServerMetadata)
+@routes.get("/v2", summary="Server metadata", response=ServerMetadata)
 async def server_metadata(_: Request) -> Response:
-    """Answer GET /v2."""
+    """Answer GET /v2: name, version and protocol extensions of the server."""
     return json_response(
         {"name": "enginery", "version": __version__, "extensions": list(EXTENSIONS)}
     )
 
 
-@routes.get("/v2/health/live", summary="Whether the server answers", response=Live, public=True)
+@routes.get("/v2/health/live", summary="Liveness of the server", response=Live, public=True)
 async def live(_: Request) -> Response:
-    """Answer GET /v2/health/live: 200 as long as the server answers."""
+    """Answer GET /v2/health/live: 200 as long as the server responds."""
     return json_response({"live": True})
 
 
-@routes.get("/v2/health/ready", summary="Whether every model is ready", response=Ready,
+@routes.get("/v2/health/ready", summary="Readiness of all models", response=Ready,
             public=True, is_readiness=True)  # fmt: skip
 async def ready(request: Request) -> Response:
-    """Answer GET /v2/health/ready: 200 where every model is ready, else 503."""
+    """Answer GET /v2/health/ready: 200 if every model is ready, else 503."""
     is_ready = registry_of(request).ready
-    # The protocol's schema of this answer has the key `live`, which is true of whoever answers.
+    # The protocol's schema of this response also has the key `live`.
     return json_response({"ready": is_ready, "live": True}, 200 if is_ready else 503)
 
 
 @routes.get(
     "/v2/models/{model}/ready", "/v2/models/{model}/versions/{version}/ready",
-    summary="Whether a model is ready", response=ModelReady, statuses=(404,), public=True,
+    summary="Readiness of a model", response=ModelReady, statuses=(404,), public=True,
     is_readiness=True,
 )  # fmt: skip
 async def model_ready(request: Request) -> Response:
-    """Answer GET /v2/models/{model}/ready: 200 where it is, else 503."""
+    """Answer GET /v2/models/{model}/ready: 200 if the model is ready, else 503."""
     model = _model(request)
     is_ready = model.state == "ready" and not registry_of(request).draining
     return json_response({"name": model.name, "ready": is_ready}, 200 if is_ready else 503)
@@ -246,7 +247,7 @@ async def model_ready(request: Request) -> Response:
 
 @routes.get(
     "/v2/models/{model}", "/v2/models/{model}/versions/{version}",
-    summary="The inputs and outputs of a model", response=ModelMetadata, statuses=(404, 503),
+    summary="Inputs and outputs of a model", response=ModelMetadata, statuses=(404, 503),
 )  # fmt: skip
 async def model_metadata(request: Request) -> Response:
     """Answer GET /v2/models/{model}: inputs and outputs of the task, then those of the graph."""
@@ -265,26 +266,28 @@ async def model_metadata(request: Request) -> Response:
 async def _infer_task(
     request: Request,
     model: ServedModel,
-    tensors: list[Tensor],
+    tensors: list[InferTensor],
     options: dict[str, Any],
-    wanted: list[Wanted],
-) -> list[Tensor]:
+    selections: list[OutputSelection],
+) -> list[InferTensor]:
     task = model.task
     if task is None:
         raise AssertionError("only called for a model that answers a task")
-    classes = max((want.classes for want in wanted), default=0)
+    classes = max((selection.classes for selection in selections), default=0)
     if classes and "top_k" not in options and issubclass(task.Options, LabelOptions):
         options["top_k"] = classes
     inputs = inputs_from_tensors(tensors, task, model.backend.runner.record.inputs)
-    _check_outputs(wanted, [output.name for output in task.outputs])
-    results = await answer(request, model, task, inputs, options, "parameters.")
+    _check_outputs(selections, [output.name for output in task.outputs])
+    results = await run_inference(request, model, task, inputs, options, "parameters.")
     return tensors_from_results(task, results)
 
 
-async def _infer_graph(request: Request, model: ServedModel, tensors: list[Tensor]) -> list[Tensor]:
+async def _infer_graph(
+    request: Request, model: ServedModel, tensors: list[InferTensor]
+) -> list[InferTensor]:
     record = model.backend.runner.record
     feeds = feeds_from_tensors(tensors, record.inputs)
-    outputs = await answer(request, model, model.backend.tensors, feeds, {})
+    outputs = await run_inference(request, model, model.backend.tensors, feeds, {})
     return tensors_from_outputs(outputs, record.outputs)
 
 
@@ -293,57 +296,57 @@ def _model(request: Request) -> ServedModel:
     model = registry_of(request).get(request.path_params["model"])
     if version != VERSION:
         raise HTTPError(
-            404, f"model '{model.name}' has no version {quoted(version)}, expected '{VERSION}'."
+            404, f"model '{model.name}' has no version {quote(version)}, expected '{VERSION}'."
         )
     return model
 
 
-async def _split(request: Request) -> tuple[dict[str, Any], Tail]:
-    """Return the JSON of a request, and the bytes behind it."""
+async def _split(request: Request) -> tuple[dict[str, Any], BinaryData]:
+    """Split a body into its JSON object and the binary data after it."""
     body, given = request.scope["state"]["body"], request.headers.get(HEADER_LENGTH)
     if given is None:
-        return json_object(body), Tail(b"")
+        return json_object(body), BinaryData(b"")
     if not (given.isascii() and given.isdigit() and len(given) < 16 and int(given) <= len(body)):
         raise invalid_body(
-            f"{HEADER_LENGTH} is {quoted(given)}, expected a whole number up to the body's "
+            f"{HEADER_LENGTH} is {quote(given)}, expected a whole number up to the body's "
             f"{len(body)} bytes."
         )
-    return json_object(body[: int(given)]), Tail(body[int(given) :])
+    return json_object(body[: int(given)]), BinaryData(body[int(given) :])
 
 
-def _tensors(body: InferRequest, tail: Tail) -> list[Tensor]:
-    tensors: dict[str, Tensor] = {}
+def _tensors(body: InferRequest, tail: BinaryData) -> list[InferTensor]:
+    tensors: dict[str, InferTensor] = {}
     for index, item in enumerate(body.inputs):
         path = f"inputs[{index}]"
         if not isinstance(item, dict):
-            raise wrong(path, "an object with name, datatype, shape, data", item)
+            raise invalid_value(path, "an object with name, datatype, shape, data", item)
         tensor = read_tensor(item, tail, path)
         if tensor.name in tensors:
-            raise invalid_field(f"input {quoted(tensor.name)} occurs twice.", field="inputs")
+            raise invalid_field(f"input {quote(tensor.name)} occurs twice.", field="inputs")
         tensors[tensor.name] = tensor
     tail.end()
     return list(tensors.values())
 
 
-def _wanted(body: InferRequest, *, binary: bool) -> list[Wanted]:
-    """Return the outputs that are asked for; none for all."""
-    wanted: list[Wanted] = []
+def _selected_outputs(body: InferRequest, *, binary: bool) -> list[OutputSelection]:
+    """Return the outputs that the request names; an empty list for all."""
+    selections: list[OutputSelection] = []
     names: set[str] = set()
     for output in body.outputs or ():
         if output.name in names:
-            raise invalid_field(f"outputs: {quoted(output.name)} occurs twice.", field="outputs")
+            raise invalid_field(f"outputs: {quote(output.name)} occurs twice.", field="outputs")
         names.add(output.name)
         parameters = output.parameters or OutputParameters()
         as_binary = binary if parameters.binary_data is None else parameters.binary_data
-        wanted.append(Wanted(output.name, as_binary, parameters.classification or 0))
-    return wanted
+        selections.append(OutputSelection(output.name, as_binary, parameters.classification or 0))
+    return selections
 
 
-def _check_outputs(wanted: list[Wanted], names: list[str]) -> None:
-    for want in wanted:
-        if want.name not in names:
+def _check_outputs(selections: list[OutputSelection], names: list[str]) -> None:
+    for selection in selections:
+        if selection.name not in names:
             raise invalid_field(
-                f"there is no output {quoted(want.name)}{nearest(want.name[:100], names)}",
+                f"there is no output {quote(selection.name)}{nearest(selection.name[:100], names)}",
                 field="outputs",
                 do=f"Outputs: {', '.join(names)}.",
             )
@@ -352,25 +355,25 @@ def _check_outputs(wanted: list[Wanted], names: list[str]) -> None:
 def _respond(
     model: ServedModel,
     request_id: str,
-    outputs: list[Tensor],
-    wanted: list[Wanted],
+    outputs: list[InferTensor],
+    selections: list[OutputSelection],
     *,
     binary: bool,
 ) -> Response:
     by_name = {tensor.name: tensor for tensor in outputs}
-    _check_outputs(wanted, list(by_name))
-    wanted = wanted or [Wanted(name, binary, 0) for name in by_name]
+    _check_outputs(selections, list(by_name))
+    selections = selections or [OutputSelection(name, binary, 0) for name in by_name]
     graph_outputs = {spec.name for spec in model.backend.runner.record.outputs}
     described: list[dict[str, Any]] = []
     pieces: list[bytes] = []
-    for want in wanted:
-        tensor = by_name[want.name]
-        if want.classes and tensor.name in graph_outputs:
-            tensor = _classified(tensor, want.classes, model)
+    for selection in selections:
+        tensor = by_name[selection.name]
+        if selection.classes and tensor.name in graph_outputs:
+            tensor = _classified(tensor, selection.classes, model)
         entry: dict[str, Any] = {
             "name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape),
         }  # fmt: skip
-        if want.binary:
+        if selection.binary:
             pieces.append(tensor.raw())
             entry["parameters"] = {"binary_data_size": len(pieces[-1])}
         else:
@@ -389,8 +392,8 @@ def _respond(
     )  # fmt: skip
 
 
-def _classified(tensor: Tensor, classes: int, model: ServedModel) -> Tensor:
-    """Return the best of the last axis as `score:index:label`, as Triton writes them."""
+def _classified(tensor: InferTensor, classes: int, model: ServedModel) -> InferTensor:
+    """Return the best classes along the last axis in Triton's format, `score:index:label`."""
     values: NDArray[Any] = np.atleast_1d(np.asarray(tensor.values))
     order = np.argsort(-values.astype(np.float64), axis=-1, kind="stable")[..., :classes]
     names = label_names(model.backend.config, values.shape[-1])
@@ -399,4 +402,4 @@ def _classified(tensor: Tensor, classes: int, model: ServedModel) -> Tensor:
         f"{score:.6f}:{index}:{names[index]}".encode()
         for score, index in zip(scores.reshape(-1), order.reshape(-1).tolist(), strict=True)
     ]
-    return Tensor(tensor.name, "BYTES", order.shape, items)
+    return InferTensor(tensor.name, "BYTES", order.shape, items)

@@ -1,11 +1,11 @@
-r"""Tensors of the Open Inference Protocol: as JSON, as bytes, and as inputs and outputs of tasks.
+r"""Convert tensors of the Open Inference Protocol from and to JSON, bytes, task inputs and results.
 
->>> Tensor("text", "BYTES", (1,), [b"warm"]).raw()
+>>> InferTensor("text", "BYTES", (1,), [b"warm"]).raw()
 b'\x04\x00\x00\x00warm'
 
-Numbers are little-endian and row-major; an element of BYTES is its length in four bytes, then
-itself; BF16 is the upper half of a float32. Source: the protocol's "Tensor Data" and Triton's
-extension_binary_data.md.
+Binary numbers are little-endian, in row-major order. An element of BYTES is its length in four
+bytes, followed by its content. BF16 is the upper half of a float32. Sources: the protocol's "Tensor
+Data" and Triton's extension_binary_data.md.
 """
 
 from __future__ import annotations
@@ -22,64 +22,65 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import nearest
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.tasks.task import Task, shown
+from enginery.runtime.tasks.task import Task, describe_value
 from enginery.serve.api.errors import empty_input, invalid_body, invalid_field
-from enginery.serve.api.requests import image_from_base64, quoted, unknown_field, wrong
+from enginery.serve.api.requests import image_from_base64, invalid_value, quote, unknown_field
 
 DATATYPES: dict[str, str] = {
     "BOOL": "bool", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64",
     "INT8": "int8", "INT16": "int16", "INT32": "int32", "INT64": "int64", "FP16": "float16",
     "FP32": "float32", "FP64": "float64", "BF16": "bfloat16", "BYTES": "object",
 }  # fmt: skip
-"""The protocol's names, and what numpy calls them."""
+"""The protocol's datatypes with numpy's dtypes."""
 DATATYPE_OF = {dtype: name for name, dtype in DATATYPES.items()}
 
 _MAX_DIMS = 8
 _MAX_ELEMENTS = 2**31 - 1
 _LENGTH = struct.Struct("<I")
 _DATATYPE_OF_OUTPUT = {"float32": "FP32", "int64": "INT64", "string": "BYTES"}
-# How PNG, JPEG, GIF, WebP, TIFF, BMP and AVIF begin; none of it is base64.
+# First bytes of PNG, JPEG, GIF, WebP, TIFF, BMP and AVIF files.
 _IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8", b"GIF8", b"RIFF", b"II*\0", b"MM\0*", b"BM", b"\0\0\0")
 
 
 @dataclass(frozen=True)
-class Tensor:
+class InferTensor:
     """A named tensor."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     values: NDArray[Any] | list[bytes]
-    """A list of the elements for BYTES; float32 for BF16, which numpy does not have."""
+    """An array of `shape`; for BYTES a flat list of the elements; for BF16, which numpy lacks, an
+    array of float32."""
 
     def raw(self) -> bytes:
-        """Return the elements as bytes."""
+        """Encode the elements as binary data."""
         if isinstance(self.values, list):
             return b"".join(_LENGTH.pack(len(item)) + item for item in self.values)
         values: NDArray[Any] = np.ascontiguousarray(self.values)
         if self.datatype == "BF16":
             bits = values.astype("<f4").view("<u4")
-            # To the nearest, ties to even, as float32 becomes bfloat16 everywhere.
+            # Round to nearest, ties to even.
             values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
         return bytes(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
 
     def plain(self) -> Any:
-        """Return the elements as JSON holds them, flat."""
+        """Return the elements as a flat list or array for JSON."""
         if isinstance(self.values, list):
             return [item.decode("utf-8", "replace") for item in self.values]
         flat = np.ascontiguousarray(self.values).reshape(-1)
         return flat.astype(np.float32) if flat.dtype == np.float16 else flat
 
 
-class Tail:
-    """The bytes behind a request's JSON, taken piece by piece."""
+class BinaryData:
+    """The binary data after a request's JSON, which is read in pieces."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
         self._at = 0
 
     def take(self, size: int, name: str) -> memoryview:
-        """Return the next bytes; raise HTTPError where there are fewer."""
+        """Return the next `size` bytes; raise HTTPError if there are fewer."""
         piece = self._data[self._at : self._at + size]
         if len(piece) < size:
             raise invalid_body(
@@ -89,36 +90,36 @@ class Tail:
         return piece
 
     def end(self) -> None:
-        """Raise HTTPError where bytes are left."""
+        """Raise HTTPError if bytes are left."""
         if left := len(self._data) - self._at:
-            raise invalid_body(f"{left} bytes behind the JSON belong to no input.")
+            raise invalid_body(f"{left} bytes after the JSON belong to no input.")
 
 
-def read_tensor(given: dict[str, Any], tail: Tail, path: str) -> Tensor:
-    """Return one input of a request.
+def read_tensor(given: dict[str, Any], tail: BinaryData, path: str) -> InferTensor:
+    """Parse one input of a request.
 
     Args:
-        given: name, datatype, shape, and data or parameters.
-        tail: the bytes behind the JSON.
-        path: of the input in messages, `inputs[0]`.
+        given: the JSON object: name, datatype, shape, and data or parameters.
+        tail: the binary data after the JSON.
+        path: path of the input for error messages, such as `inputs[0]`.
 
     Raises:
-        HTTPError: a field is missing or wrong, the data does not fit datatype and shape, or there
-            are fewer bytes than the input says.
+        HTTPError: a field is missing or invalid, the data do not match datatype and shape, or the
+            binary data are too short.
     """
     name = _string(given, "name", path)
-    where = f"input {quoted(name)}"
+    where = f"input {quote(name)}"
     datatype = _string(given, "datatype", path)
     if datatype not in DATATYPES:
         raise invalid_field(
-            f"{where}: datatype {quoted(datatype)} is not known{nearest(datatype[:20], DATATYPES)}",
+            f"{where}: unknown datatype {quote(datatype)}{nearest(datatype[:20], DATATYPES)}",
             field=f"{path}.datatype",
-            do=f"Known: {', '.join(DATATYPES)}.",
+            do=f"Supported: {', '.join(DATATYPES)}.",
         )
     shape = _shape(given.get("shape"), where, path)
     parameters = given.get("parameters") or {}
     if not isinstance(parameters, dict):
-        raise wrong(f"{path}.parameters", "an object", parameters)
+        raise invalid_value(f"{path}.parameters", "an object", parameters)
     for key in parameters:
         if key != "binary_data_size":
             raise unknown_field(key, ("binary_data_size",), f"{path}.parameters.")
@@ -126,7 +127,7 @@ def read_tensor(given: dict[str, Any], tail: Tail, path: str) -> Tensor:
     if size is not None:
         if type(size) is not int or size < 0:
             expected = "a whole number of 0 or more"
-            raise wrong(f"{path}.parameters.binary_data_size", expected, size)
+            raise invalid_value(f"{path}.parameters.binary_data_size", expected, size)
         if data is not None:
             raise invalid_field(
                 f"{where} has data and binary_data_size, expected one of them.",
@@ -141,30 +142,35 @@ def read_tensor(given: dict[str, Any], tail: Tail, path: str) -> Tensor:
             f"{where}: element {index} is {values.reshape(-1)[index]}, expected finite numbers.",
             field=f"{path}.data",
         )
-    return Tensor(name, datatype, shape, values)
+    return InferTensor(name, datatype, shape, values)
 
 
 def _string(given: dict[str, Any], name: str, path: str) -> str:
     value = given.get(name)
     if not isinstance(value, str):
-        raise wrong(f"{path}.{name}", "a string", value)
+        raise invalid_value(f"{path}.{name}", "a string", value)
     return value
 
 
 def _shape(shape: Any, where: str, path: str) -> tuple[int, ...]:
     field = f"{path}.shape"
     if not isinstance(shape, list):
-        raise wrong(field, "a list of sizes", shape)
+        raise invalid_value(field, "a list of sizes", shape)
     if len(shape) > _MAX_DIMS:
         raise invalid_field(
-            f"{where} has {len(shape)} dims, expected {_MAX_DIMS} at most.", field=field
+            f"{where} has {len(shape)} dims, expected at most {_MAX_DIMS}.", field=field
         )
     for index, size in enumerate(shape):
         if type(size) is not int or not 0 <= size <= _MAX_ELEMENTS:
-            raise wrong(f"{field}[{index}]", f"a whole number from 0 to {_MAX_ELEMENTS}", size)
+            raise invalid_value(
+                f"{field}[{index}]", f"a whole number from 0 to {_MAX_ELEMENTS}", size
+            )
     count = math.prod(shape)
     if count > _MAX_ELEMENTS:
-        raise invalid_field(f"{where}: a shape of {count} elements is too large.", field=field)
+        raise invalid_field(
+            f"{where}: found a shape of {count} elements, expected at most {_MAX_ELEMENTS}.",
+            field=field,
+        )
     if count == 0:
         raise empty_input(field, f"{where}: shape {shape} has no elements.")
     return tuple(shape)
@@ -189,7 +195,7 @@ def _from_bytes(
     if datatype == "BOOL":
         return np.frombuffer(data, np.uint8).astype(bool).reshape(shape)
     dtype = np.dtype(DATATYPES[datatype])
-    # A copy: aligned, and its own, where the body is freed.
+    # `astype` copies, so that the array is aligned and does not keep the body in memory.
     return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype).reshape(shape)
 
 
@@ -199,14 +205,15 @@ def _elements(data: memoryview, count: int, shape: Sequence[int], where: str) ->
     while at < len(data):
         if len(data) - at < _LENGTH.size:
             raise invalid_field(
-                f"{where}: {len(data) - at} bytes are left where a length of four is expected.",
+                f"{where}: found {len(data) - at} bytes at the end, expected the 4 bytes of a "
+                "length.",
                 field="binary_data_size",
             )
         (length,) = _LENGTH.unpack_from(data, at)
         at += _LENGTH.size
         if length > len(data) - at:
             raise invalid_field(
-                f"{where}: element {len(items)} says {length} bytes, found {len(data) - at}.",
+                f"{where}: element {len(items)} declares {length} bytes, found {len(data) - at}.",
                 field="binary_data_size",
             )
         items.append(bytes(data[at : at + length]))
@@ -238,34 +245,36 @@ def _from_json(
     if datatype in ("FP16", "FP32", "FP64", "BF16"):
         _check_kinds(kinds, {int, float}, "numbers", flat, where)
         dtype = np.float32 if datatype == "BF16" else np.dtype(DATATYPES[datatype])
-        with np.errstate(over="ignore"):  # found with the infinities
+        with np.errstate(over="ignore"):  # `read_tensor` rejects infinity
             values = np.array(flat, dtype=np.float64).astype(dtype).reshape(shape)
         if datatype != "BF16":
             return values
-        rounded = Tensor("", "BF16", shape, values).raw()
+        rounded = InferTensor("", "BF16", shape, values).raw()
         return _from_bytes(memoryview(rounded), "BF16", shape, where)
     _check_kinds(kinds, {int}, "whole numbers", flat, where)
     limits = np.iinfo(DATATYPES[datatype])
     if min(flat) < limits.min or max(flat) > limits.max:
-        wrong = next(item for item in flat if not limits.min <= item <= limits.max)
+        outside = next(item for item in flat if not limits.min <= item <= limits.max)
         raise invalid_field(
-            f"{where}: found {wrong}, expected {limits.min} to {limits.max} for {datatype}.",
+            f"{where}: found {outside}, expected {limits.min} to {limits.max} for {datatype}.",
             field="data",
         )
     return np.array(flat, dtype=DATATYPES[datatype]).reshape(shape)
 
 
 def _flattened(data: Any, shape: tuple[int, ...], where: str) -> list[Any]:
-    """Return the elements of data that is flat or nested as the shape is."""
+    """Flatten data that is nested according to the shape; return flat data unchanged."""
     if type(data) is not list:
-        raise invalid_field(f"{where}: data is {shown(data)}, expected a list.", field="data")
+        raise invalid_field(
+            f"{where}: data is {describe_value(data)}, expected a list.", field="data"
+        )
     if not data or type(data[0]) is not list:
         return data
     rows: list[Any] = [data]
     for size in shape:
         if not all(type(row) is list and len(row) == size for row in rows):
             raise invalid_field(
-                f"{where}: data is nested otherwise than shape {list(shape)} says.", field="data"
+                f"{where}: the nesting of data does not match shape {list(shape)}.", field="data"
             )
         rows = list(itertools.chain.from_iterable(rows))
     return rows
@@ -278,7 +287,8 @@ def _check_kinds(
         return
     index = next(i for i, item in enumerate(flat) if type(item) not in allowed)
     raise invalid_field(
-        f"{where}: data[{index}]: found {shown(flat[index])}, expected {expected}.", field="data"
+        f"{where}: data[{index}]: found {describe_value(flat[index])}, expected {expected}.",
+        field="data",
     )
 
 
@@ -286,11 +296,11 @@ def _check_kinds(
 
 
 def task_metadata(task: Task | None, dim: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the inputs and outputs of a task; none where only tensors are answered.
+    """Return the metadata of a task's inputs and outputs; empty lists without a task.
 
     Args:
-        task: how the artifact's task is answered.
-        dim: the size of its vectors; 0 where it is not known.
+        task: the artifact's task.
+        dim: the size of its vectors; 0 if unknown.
     """
     if task is None:
         return [], []
@@ -312,7 +322,7 @@ def task_metadata(task: Task | None, dim: int) -> tuple[list[dict[str, Any]], li
 
 
 def tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
-    """Return an input or output of the graph; -1 for a dim that varies."""
+    """Return the metadata of an input or output of the graph; -1 for a dynamic dim."""
     shape = [dim if isinstance(dim, int) else -1 for dim in spec.dims]
     datatype = DATATYPE_OF.get(spec.dtype, "BYTES")
     return {
@@ -321,12 +331,17 @@ def tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
 
 
 def inputs_from_tensors(
-    tensors: Sequence[Tensor], task: Task, graph: Sequence[TensorSpec]
+    tensors: Sequence[InferTensor], task: Task, graph: Sequence[TensorSpec]
 ) -> list[Any]:
-    """Return the inputs of a task from tensors of BYTES.
+    """Convert BYTES tensors to the inputs of a task.
+
+    Args:
+        tensors: the request's tensors, one per part of an input.
+        task: the task.
+        graph: the graph's inputs, for error messages.
 
     Raises:
-        HTTPError: a tensor is missing, unknown, no list of BYTES, or no text.
+        HTTPError: a tensor is missing, unknown, not a list of BYTES, or not UTF-8.
     """
     names = [field.name for field in task.inputs]
     columns: dict[str, list[Any]] = {}
@@ -334,10 +349,10 @@ def inputs_from_tensors(
         if tensor.name not in names:
             known = [spec.name for spec in graph]
             raise invalid_field(
-                f"there is no input {quoted(tensor.name)}"
+                f"there is no input {quote(tensor.name)}"
                 f"{nearest(tensor.name[:100], names + known)}",
                 field="inputs",
-                do=f"Send {' and '.join(names)}; or the graph's own: {', '.join(known)}.",
+                do=f"Send {' and '.join(names)}, or the graph's inputs: {', '.join(known)}.",
             )
         columns[tensor.name] = _column(tensor, task)
     for field in task.inputs:
@@ -352,7 +367,7 @@ def inputs_from_tensors(
     return list(zip(*(columns[name] for name in names), strict=True))
 
 
-def _column(tensor: Tensor, task: Task) -> list[Any]:
+def _column(tensor: InferTensor, task: Task) -> list[Any]:
     where = f"input '{tensor.name}'"
     if not isinstance(tensor.values, list):
         raise invalid_field(
@@ -377,21 +392,21 @@ def _column(tensor: Tensor, task: Task) -> list[Any]:
 
 
 def _image(item: bytes, where: str) -> bytes:
-    """Return an image file; from JSON, which holds no bytes, in base64."""
-    # "RIFF", "GIF8" and "BM" are letters of base64, in which an image begins otherwise.
+    """Return the content of an image file, which in JSON is base64."""
+    # "RIFF", "GIF8" and "BM" are valid base64, but no image file in base64 starts with them.
     if item.startswith(_IMAGE_STARTS) or not item.isascii():
         return item
     return image_from_base64(item.decode("ascii"), where)
 
 
-def tensors_from_results(task: Task, results: Sequence[Any]) -> list[Tensor]:
-    """Return the results of a task as tensors."""
+def tensors_from_results(task: Task, results: Sequence[Any]) -> list[InferTensor]:
+    """Convert the results of a task to tensors."""
     tensors = []
     for name, array in task.tensors(results).items():
         if array.dtype == object:
-            tensors.append(Tensor(name, "BYTES", array.shape, array.reshape(-1).tolist()))
+            tensors.append(InferTensor(name, "BYTES", array.shape, array.reshape(-1).tolist()))
         else:
-            tensors.append(Tensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
+            tensors.append(InferTensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
     return tensors
 
 
@@ -399,12 +414,12 @@ def tensors_from_results(task: Task, results: Sequence[Any]) -> list[Tensor]:
 
 
 def feeds_from_tensors(
-    tensors: Sequence[Tensor], inputs: Sequence[TensorSpec]
+    tensors: Sequence[InferTensor], inputs: Sequence[TensorSpec]
 ) -> dict[str, NDArray[Any]]:
-    """Return the feeds of a graph.
+    """Convert a request's tensors to the feeds of a graph.
 
     Raises:
-        HTTPError: an input is missing or unknown, or has another datatype or shape.
+        HTTPError: an input is missing or unknown, or has the wrong datatype or shape.
     """
     specs = {spec.name: spec for spec in inputs}
     feeds: dict[str, NDArray[Any]] = {}
@@ -413,11 +428,11 @@ def feeds_from_tensors(
         spec = specs.get(tensor.name)
         if spec is None:
             raise invalid_field(
-                f"there is no input {quoted(tensor.name)}{nearest(tensor.name[:100], specs)}",
+                f"there is no input {quote(tensor.name)}{nearest(tensor.name[:100], specs)}",
                 field="inputs",
                 do=f"The graph takes: {'; '.join(map(str, specs.values()))}.",
             )
-        feeds[spec.name] = _fitting(tensor, spec)
+        feeds[spec.name] = _checked_values(tensor, spec)
         _check_dims(tensor, spec, sizes)
     if missing := [name for name in specs if name not in feeds]:
         raise invalid_field(
@@ -428,8 +443,8 @@ def feeds_from_tensors(
     return feeds
 
 
-def _fitting(tensor: Tensor, spec: TensorSpec) -> NDArray[Any]:
-    # BF16 is part of FP32: nothing is lost on the way.
+def _checked_values(tensor: InferTensor, spec: TensorSpec) -> NDArray[Any]:
+    # BF16 converts to FP32 without loss.
     widens = tensor.datatype == "BF16" and spec.dtype in ("float32", "bfloat16")
     if isinstance(tensor.values, list) or (DATATYPES[tensor.datatype] != spec.dtype and not widens):
         raise invalid_field(
@@ -440,8 +455,8 @@ def _fitting(tensor: Tensor, spec: TensorSpec) -> NDArray[Any]:
     return tensor.values
 
 
-def _check_dims(tensor: Tensor, spec: TensorSpec, sizes: dict[str, tuple[int, str]]) -> None:
-    """Raise HTTPError where a fixed dim, or one that another input has too, differs."""
+def _check_dims(tensor: InferTensor, spec: TensorSpec, sizes: dict[str, tuple[int, str]]) -> None:
+    """Raise HTTPError if a fixed dim, or a named dim that several inputs share, differs."""
     expected = f"expected ({', '.join(map(str, spec.dims))})"
     where = f"input '{spec.name}' has the shape {list(tensor.shape)}"
     if len(tensor.shape) != len(spec.dims):
@@ -458,17 +473,17 @@ def _check_dims(tensor: Tensor, spec: TensorSpec, sizes: dict[str, tuple[int, st
 
 def tensors_from_outputs(
     values: Mapping[str, NDArray[Any]], outputs: Sequence[TensorSpec]
-) -> list[Tensor]:
-    """Return the graph's outputs as tensors."""
+) -> list[InferTensor]:
+    """Convert the graph's outputs to tensors."""
     dtypes = {spec.name: spec.dtype for spec in outputs}
     tensors = []
     for name, value in values.items():
         array = np.asarray(value)
         if dtypes.get(name) == "bfloat16":
-            tensors.append(Tensor(name, "BF16", array.shape, array.astype(np.float32)))
+            tensors.append(InferTensor(name, "BF16", array.shape, array.astype(np.float32)))
         elif array.dtype == object:
             items = [str(item).encode() for item in array.reshape(-1)]
-            tensors.append(Tensor(name, "BYTES", array.shape, items))
+            tensors.append(InferTensor(name, "BYTES", array.shape, items))
         else:
-            tensors.append(Tensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
+            tensors.append(InferTensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
     return tensors

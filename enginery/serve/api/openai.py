@@ -1,13 +1,14 @@
-"""OpenAI's routes for embeddings and models.
+"""OpenAI-compatible routes for embeddings and models.
 
     client = openai.OpenAI(base_url="http://localhost:8000/v1", api_key="none")
     client.embeddings.create(model="minilm", input="The engine is warm.").data[0].embedding
 
-Source: platform.openai.com/docs/api-reference/embeddings. Vectors have length one, as OpenAI's do,
-before and after `dimensions` cuts them. `model` is a served model's name, or its source's id
-("sentence-transformers/all-MiniLM-L6-v2") or the last part of that; without `model` the only one
-that embeds answers. Any other name is 404: a client that asks for another model must not get this
-one's vectors. Texts that are too long are cut or refused as the server's `truncate` says.
+Source: platform.openai.com/docs/api-reference/embeddings. Vectors are normalized, as OpenAI's are,
+both before and after they are shortened to `dimensions`. `model` is a served model's name, the id
+of its source ("sentence-transformers/all-MiniLM-L6-v2") or the last part of that id. Without
+`model` the server's only embedding model is used. Any other name is an error (404), so that clients
+never get the vectors of another model than they expect. The server's option `truncate` determines
+whether texts that are too long are truncated or rejected.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from starlette.responses import Response
 from enginery.core.errors import nearest
 from enginery.serve.api.endpoints import (
     Routes,
-    answer,
     has_task,
     json_response,
     registry_of,
     require_task,
+    run_inference,
 )
 from enginery.serve.api.errors import HTTPError
-from enginery.serve.api.requests import Body, Dimensions, Schema, TextsOrIds, quoted
+from enginery.serve.api.requests import Dimensions, RequestBody, Schema, TextsOrIds, quote
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel
 
 routes = Routes("openai")
 
 MAX_INPUTS = 2048
-"""Of one request; OpenAI's own limit."""
+"""Maximum number of inputs of one request, which is OpenAI's own limit."""
 
 
-class EmbeddingsRequest(Body):
+class EmbeddingsRequest(RequestBody):
     """Body of /v1/embeddings."""
 
     input: TextsOrIds
@@ -52,7 +53,7 @@ class EmbeddingsRequest(Body):
 
 
 class Embedding(Schema):
-    """One vector; a string in base64."""
+    """One vector, as numbers or as a base64 string."""
 
     object: Literal["embedding"]
     index: int
@@ -60,14 +61,14 @@ class Embedding(Schema):
 
 
 class Usage(Schema):
-    """Tokens of all inputs."""
+    """Number of tokens of all inputs."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingsResponse(Schema):
-    """Answer of /v1/embeddings."""
+    """Response of /v1/embeddings."""
 
     object: Literal["list"]
     model: str
@@ -92,21 +93,21 @@ class ModelsResponse(Schema):
 
 
 @routes.post(
-    "/v1/embeddings", "/embeddings", summary="Vectors of texts", body=EmbeddingsRequest,
+    "/v1/embeddings", "/embeddings", summary="Embed texts", body=EmbeddingsRequest,
     response=EmbeddingsResponse, statuses=(400, 404, 413, 429, 503),
 )  # fmt: skip
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
-    """Answer POST /v1/embeddings."""
+    """Answer POST /v1/embeddings: embed texts or token ids."""
     model = find_model(registry_of(request), body.model or "")
     task = require_task(request, model, "embed")
     if len(body.input) > MAX_INPUTS:
         raise HTTPError(
             413,
-            f"input: found {len(body.input)} inputs, expected {MAX_INPUTS} at most.",
+            f"input: found {len(body.input)} inputs, expected at most {MAX_INPUTS}.",
             do="Send several requests.",
         )
     options = {"normalize": True, "dimensions": body.dimensions}
-    vectors = await answer(request, model, task, body.input, options)
+    vectors = await run_inference(request, model, task, body.input, options)
     as_base64 = body.encoding_format == "base64"
     tokens = request.scope["state"]["record"].timings.tokens
     return json_response({
@@ -124,28 +125,33 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     })  # fmt: skip
 
 
-@routes.get("/v1/models", summary="All models", response=ModelsResponse, statuses=(503,))
+@routes.get("/v1/models", summary="List models", response=ModelsResponse, statuses=(503,))
 async def list_models(request: Request) -> Response:
-    """Answer GET /v1/models."""
-    data = [_described(model) for model in registry_of(request)]
+    """Answer GET /v1/models: list the models."""
+    data = [_model_object(model) for model in registry_of(request)]
     return json_response({"object": "list", "data": data})
 
 
-@routes.get("/v1/models/{model:path}", summary="One model", response=ModelResponse,
+@routes.get("/v1/models/{model:path}", summary="Retrieve a model", response=ModelResponse,
             statuses=(404, 503))  # fmt: skip
 async def show_model(request: Request) -> Response:
-    """Answer GET /v1/models/{model}."""
+    """Answer GET /v1/models/{model}: retrieve one model."""
     model = find_model(registry_of(request), request.path_params["model"].removesuffix("/"))
     request.scope["state"]["record"].model = model.name
-    return json_response(_described(model))
+    return json_response(_model_object(model))
 
 
 def find_model(registry: ModelRegistry, name: str) -> ServedModel:
-    """Return the model of a name, source id or its last part; without one, the only that embeds.
+    """Return the model for OpenAI's `model` field.
+
+    Args:
+        registry: the server's models.
+        name: name of a model, id of its source, or the last part of that id; empty for the only
+            embedding model.
 
     Raises:
-        HTTPError: 404, none goes by it.
-        ModelChoiceError: several models embed, and there is no name.
+        HTTPError: 404 if no model has this name.
+        ModelChoiceError: the name is empty, and not exactly one model embeds texts.
     """
     if not name:
         return registry.select(fits=lambda model: has_task(model, ("embed",)))
@@ -157,19 +163,19 @@ def find_model(registry: ModelRegistry, name: str) -> ServedModel:
             return model
     raise HTTPError(
         404,
-        f"there is no model {quoted(name)}{nearest(name[:200], registry.names)}",
-        do=f"This server has: {', '.join(registry.names)}.",
+        f"there is no model {quote(name)}{nearest(name[:200], registry.names)}",
+        do=f"Models: {', '.join(registry.names)}.",
         field="model",
         code="model_not_found",
     )
 
 
 def _base64(vector: NDArray[np.float32]) -> str:
-    """Return little-endian float32, as OpenAI's clients decode it."""
+    """Encode a vector as base64 of little-endian float32, which OpenAI's clients decode."""
     return binascii.b2a_base64(np.asarray(vector, "<f4").tobytes(), newline=False).decode("ascii")
 
 
-def _described(model: ServedModel) -> dict[str, Any]:
+def _model_object(model: ServedModel) -> dict[str, Any]:
     stages = model.artifact.manifest.stages
     created = 0
     if stages:

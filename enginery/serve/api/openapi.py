@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, made from the endpoints and their pydantic models."""
+"""Build the OpenAPI 3.1 document from the endpoints and their pydantic models."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from enginery.serve.api.requests import Schema
 from enginery.serve.observability.record import Protocol
 
 _REASONS = {
-    200: "The answer.", 400: "The body cannot be read, or has no input.",
-    401: "An API key is needed.", 403: "The route is off on this server.",
-    404: "There is no such model or route.", 405: "The route has other methods.",
+    200: "The response.", 400: "The body is malformed, or has no input.",
+    401: "An API key is required.", 403: "The route is disabled on this server.",
+    404: "Unknown model or route.", 405: "Wrong method.",
     409: "A model could not be reloaded.", 413: "Too many bytes, inputs or tokens.",
-    422: "An input or an option cannot be used.", 429: "Too much waits already.",
-    500: "A fault of the server; the log has its traceback.",
-    503: "Loading, draining, or a worker is gone.",
+    422: "An input or an option is invalid.", 429: "Too many requests are waiting.",
+    500: "Internal error; the server's log has its traceback.",
+    503: "The model is loading, the server is draining, or a worker has failed.",
 }  # fmt: skip
 _EVERYWHERE = (400, 405, 413, 500, 503)
 _TAGS: dict[Protocol, str] = {
@@ -39,13 +39,13 @@ class Error(Schema):
 
 
 class TeiError(Error):
-    """An error of text-embeddings-inference."""
+    """An error in the format of text-embeddings-inference."""
 
     error_type: str
 
 
 class OpenAiErrorBody(Schema):
-    """What went wrong."""
+    """The error's message and type."""
 
     message: str
     type: str
@@ -54,7 +54,7 @@ class OpenAiErrorBody(Schema):
 
 
 class OpenAiError(Schema):
-    """An error of OpenAI's."""
+    """An error in OpenAI's format."""
 
     error: OpenAiErrorBody
 
@@ -63,7 +63,12 @@ _ERRORS: dict[Protocol, type[BaseModel]] = {"tei": TeiError, "openai": OpenAiErr
 
 
 def openapi_json(endpoints: Sequence[Endpoint], *, with_keys: bool) -> bytes:
-    """Return the document; with keys, routes that need one say so."""
+    """Build the document, in JSON.
+
+    Args:
+        endpoints: the server's routes.
+        with_keys: the server has API keys; declare them for the routes that need one.
+    """
     models: list[type[BaseModel]] = [Error, TeiError, OpenAiError]
     models += [endpoint.body for endpoint in endpoints if endpoint.body]
     _, components = models_json_schema(

@@ -1,12 +1,13 @@
-"""POST /predict/{model}: every task by one route.
+"""POST /predict/{model}: one route for every task.
 
     $ curl -d '{"inputs": "The pump runs again.", "parameters": {"top_k": 1}}' \
         localhost:8000/predict/mood
     {"model":"mood","outputs":{"labels":[{"label":"glad","score":0.97}]},"truncated":0}
 
-One input has one result, a list of inputs a list of results. A body of the type image/png (or any
-other image) is one image, with the parameters in the query: `/predict/photos?top_k=3`. A form has
-images as files, and the parameters as JSON in a field `parameters`.
+One input gets one result, a list of inputs a list of results. A body with the content type of an
+image, such as image/png, is one image, with the parameters in the query string:
+`/predict/photos?top_k=3`. A multipart form has images as files, and the parameters as JSON in the
+field `parameters`.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from enginery.runtime.tasks.task import Task
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
     Routes,
-    answer,
     config_of,
     json_response,
     registry_of,
     require_task,
+    run_inference,
 )
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
 from enginery.serve.api.requests import (
     FieldValueError,
     Schema,
-    StrictBody,
+    StrictRequestBody,
     image_from_base64,
+    invalid_value,
     json_object,
     token_ids,
     unknown_field,
-    wrong,
 )
 
 routes = Routes("plain")
@@ -48,7 +49,7 @@ _MAX_FORM_PARTS = 4096
 _FILE = {"type": "string", "contentMediaType": "application/octet-stream"}
 
 
-class PredictAnyRequest(StrictBody):
+class PredictAnyRequest(StrictRequestBody):
     """Body of /predict/{model}."""
 
     inputs: str | dict[str, Any] | list[Any]
@@ -56,23 +57,23 @@ class PredictAnyRequest(StrictBody):
 
 
 class PredictAnyResponse(Schema):
-    """Answer of /predict/{model}: one result, or one for each input of a list."""
+    """Response of /predict/{model}: one result, or a list with one per input."""
 
     model: str
     outputs: dict[str, Any] | list[Any]
     truncated: int
-    """Inputs that were cut to what the model takes."""
+    """Number of inputs that were truncated."""
 
 
-class Inputs:
-    """The inputs of a request, and how they came."""
+class PredictInputs:
+    """The inputs and parameters of a request; `single` if the request has one input, not a list."""
 
     def __init__(self, items: list[Any], parameters: dict[str, Any], *, single: bool) -> None:
         self.items, self.parameters, self.single = items, parameters, single
 
 
 @routes.post(
-    "/predict/{model}", summary="The results of a model, whatever its task",
+    "/predict/{model}", summary="Run a model of any task",
     body=PredictAnyRequest, response=PredictAnyResponse, statuses=INFERENCE_STATUSES,
     other_bodies={
         "multipart/form-data": {
@@ -83,11 +84,13 @@ class Inputs:
     },
 )  # fmt: skip
 async def predict_any(request: Request) -> Response:
-    """Answer POST /predict/{model}."""
+    """Answer POST /predict/{model}: run the model's task."""
     model = registry_of(request).get(request.path_params["model"])
     task = require_task(request, model)
     inputs = await _read(request, task)
-    results = await answer(request, model, task, inputs.items, inputs.parameters, "parameters.")
+    results = await run_inference(
+        request, model, task, inputs.items, inputs.parameters, "parameters."
+    )
     return json_response({
         "model": model.name,
         "outputs": results[0] if inputs.single else results,
@@ -95,7 +98,7 @@ async def predict_any(request: Request) -> Response:
     })  # fmt: skip
 
 
-async def _read(request: Request, task: Task) -> Inputs:
+async def _read(request: Request, task: Task) -> PredictInputs:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_form = kind == "multipart/form-data"
     if is_form or kind.startswith("image/"):
@@ -108,42 +111,42 @@ async def _read(request: Request, task: Task) -> Inputs:
         return await _read_form(request) if is_form else await _read_image(request)
     body = request.scope["state"]["body"]
     if task.takes_images and body[:64].lstrip(b" \t\r\n")[:1] not in _JSON_STARTS:
-        return await _read_image(request)  # curl --data-binary says that a file is a form
+        return await _read_image(request)  # curl --data-binary declares files as forms
     try:
         values = json_object(body)
     except HTTPError as error:
         if not task.takes_images:
             raise
-        do = "To send an image's file itself: content-type image/png."
+        do = "To send an image file itself, set its content type, such as image/png."
         raise invalid_body(error.message, do=do) from None
     for name in values:
         if name not in PredictAnyRequest.model_fields:
             raise unknown_field(name, tuple(PredictAnyRequest.model_fields))
     parameters = values.get("parameters") or {}
     if not isinstance(parameters, dict):
-        raise wrong("parameters", "an object", parameters)
+        raise invalid_value("parameters", "an object", parameters)
     if values.get("inputs") is None:
         state = "null" if "inputs" in values else "missing"
         raise invalid_field(f"inputs is {state}, expected {expected_inputs(task)}.", field="inputs")
     items, single = read_inputs(task, values["inputs"])
-    return Inputs(items, parameters, single=single)
+    return PredictInputs(items, parameters, single=single)
 
 
-async def _read_image(request: Request) -> Inputs:
+async def _read_image(request: Request) -> PredictInputs:
     body = request.scope["state"]["body"]
     if not body:
         raise empty_input("inputs", "the body is empty, expected an image file.")
     parameters: dict[str, Any] = {}
     for name, text in parse_qsl(request.url.query, keep_blank_values=True):
-        try:  # numbers and booleans are read as such
+        try:  # numbers and booleans
             parameters[name] = orjson.loads(text)
         except orjson.JSONDecodeError:
             parameters[name] = text
-    return Inputs([body], parameters, single=True)
+    return PredictInputs([body], parameters, single=True)
 
 
-async def _read_form(request: Request) -> Inputs:
-    """Return the images of a form, whatever their fields are called."""
+async def _read_form(request: Request) -> PredictInputs:
+    """Read the images of a form, from fields of any name."""
     images: list[Any] = []
     parameters: dict[str, Any] = {}
     try:
@@ -151,7 +154,7 @@ async def _read_form(request: Request) -> Inputs:
             max_files=_MAX_FORM_PARTS, max_fields=_MAX_FORM_PARTS,
             max_part_size=config_of(request).max_body_bytes,
         )  # fmt: skip
-    except (ValueError, LookupError) as error:  # a charset that is none
+    except (ValueError, LookupError) as error:  # LookupError: an unknown charset
         raise invalid_body(f"the form cannot be read: {error}.") from error
     try:
         for name, part in parts.multi_items():
@@ -166,20 +169,23 @@ async def _read_form(request: Request) -> Inputs:
     finally:
         await parts.close()
     if not images:
-        raise empty_input("inputs", "the form has no file, expected images.")
-    return Inputs(images, parameters, single=len(images) == 1)
+        raise empty_input("inputs", "the form has no file, expected one image or more.")
+    return PredictInputs(images, parameters, single=len(images) == 1)
 
 
 def read_inputs(task: Task, value: Any) -> tuple[list[Any], bool]:
-    """Return the inputs of a task as a client wrote them in JSON, and whether it is one alone.
+    """Parse the inputs of a task from JSON.
 
     Args:
-        task: says what an input consists of.
-        value: an input, or a list of inputs: a text, token ids, an image in base64, or for an
-            input of two parts [first, second] or an object with their names.
+        task: the task.
+        value: an input or a list of inputs. An input is a text, token ids, or an image in base64;
+            with two parts, [first, second] or an object with their names.
+
+    Returns:
+        The inputs, and True if `value` is a single input instead of a list.
 
     Raises:
-        HTTPError: an input cannot be used.
+        HTTPError: an input is invalid.
     """
     expected = expected_inputs(task)
     if not isinstance(value, list):
@@ -193,7 +199,7 @@ def read_inputs(task: Task, value: Any) -> tuple[list[Any], bool]:
 
 
 def expected_inputs(task: Task) -> str:
-    """Return in words what a task takes."""
+    """Describe the inputs that a task takes, for error messages."""
     if task.takes_token_ids:
         return "a string, a list of strings, or token ids"
     if len(task.inputs) == 1:
@@ -212,10 +218,10 @@ def _read_input(task: Task, value: Any, name: str, expected: str) -> Any:
         except FieldValueError as error:
             if error.is_empty:
                 raise empty_input(name) from None
-            raise wrong(f"{name}{error.path}", error.expected, error.value) from None
+            raise invalid_value(f"{name}{error.path}", error.expected, error.value) from None
     if not isinstance(value, str):
         item = "a string or a list of token ids" if task.takes_token_ids else "a string"
-        raise wrong(name, expected if name == "inputs" else item, value)
+        raise invalid_value(name, expected if name == "inputs" else item, value)
     return image_from_base64(value, name) if task.takes_images else value
 
 
@@ -230,7 +236,7 @@ def _read_parts(task: Task, value: Any, name: str, expected: str) -> Any:
         parts = [_part(value, field.name, name, optional=field.optional) for field in task.inputs]
         return parts[0] if parts[1] is None else tuple(parts)
     if name == "inputs" or not isinstance(value, list):
-        raise wrong(name, expected.partition(", or a list")[0], value)
+        raise invalid_value(name, expected.partition(", or a list")[0], value)
     if len(value) != 2 or not all(isinstance(text, str) for text in value):
         raise invalid_field(
             f"{name}: found a list of {len(value)}, expected two strings.", field=name
@@ -247,5 +253,5 @@ def _part(values: dict[str, Any], key: str, name: str, *, optional: bool) -> str
             raise invalid_field(
                 f"{name}.{key} is missing, expected a string.", field=f"{name}.{key}"
             )
-        raise wrong(f"{name}.{key}", "a string", value)
+        raise invalid_value(f"{name}.{key}", "a string", value)
     return value

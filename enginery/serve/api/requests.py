@@ -1,7 +1,7 @@
-"""JSON bodies of requests, read into pydantic models, with a message for whatever is wrong.
+"""Parse JSON bodies into pydantic models, with messages for every kind of invalid value.
 
-Whatever the content type says, a body that is read here is JSON, as other servers have it. A null
-counts as absent. Where a key comes twice, the last one counts, as JSON readers have it.
+A body is parsed as JSON whatever its content type, as in other servers. Null counts as absent. Of a
+duplicate key, the last value counts, as in most JSON parsers.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from enginery.core.errors import nearest
-from enginery.runtime.tasks.task import expected_values, shown, without_null
+from enginery.runtime.tasks.task import describe_value, expected_values, without_null
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
 
 MAX_TOKEN_ID = 2**31 - 1
 
 _NAME_LENGTH = 60
-"""Characters of a client's words in a message."""
+"""Maximum length of a client's text in an error message."""
 
 
 class Schema(BaseModel):
-    """Base of the shapes of bodies and answers; one is built when it is first used."""
+    """Base of bodies and responses. A model is built on its first use, for a quick start."""
 
     model_config = ConfigDict(defer_build=True)
 
 
-class Body(Schema):
-    """Base of the bodies; unknown fields are ignored, as other servers ignore them."""
+class RequestBody(Schema):
+    """Base of bodies that ignore unknown fields, as other servers do."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-class StrictBody(Body):
-    """Base of the bodies that take no unknown fields."""
+class StrictRequestBody(RequestBody):
+    """Base of bodies in which unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -54,7 +54,7 @@ BodyType = TypeVar("BodyType", bound=BaseModel)
 
 
 class FieldValueError(ValueError):
-    """A validator's finding: what was expected where, and what was found."""
+    """An invalid value found by a validator: the value, what was expected, and its path."""
 
     def __init__(
         self, value: Any, expected: str, path: str = "", *, is_empty: bool = False
@@ -67,7 +67,7 @@ class FieldValueError(ValueError):
 
 
 def _one_or_more(value: Any) -> Any:
-    """Return a string as a list of one; refuse an empty list."""
+    """Wrap a string in a list; raise FieldValueError for an empty list."""
     if isinstance(value, str):
         return [value]
     if value == []:
@@ -76,7 +76,7 @@ def _one_or_more(value: Any) -> Any:
 
 
 def _texts_or_ids(value: Any) -> list[str | list[int]]:
-    """Return one text or list of token ids for each input."""
+    """Convert a text, token ids, or a list of them to a list of inputs."""
     expected = "a string, a list of strings, or token ids"
     if isinstance(value, str):
         return [value]
@@ -97,7 +97,7 @@ def _texts_or_ids(value: Any) -> list[str | list[int]]:
 
 
 def token_ids(value: list[Any], path: str = "") -> list[int]:
-    """Return the token ids of one text; raise FieldValueError where they are none."""
+    """Check the token ids of one text; raise FieldValueError if they are invalid."""
     if not value:
         raise FieldValueError(value, "one token id or more", path, is_empty=True)
     for index, item in enumerate(value):
@@ -106,31 +106,31 @@ def token_ids(value: list[Any], path: str = "") -> list[int]:
     return value
 
 
-def either(*schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of one of several."""
+def any_of(*schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema that allows any of several schemas."""
     return {"anyOf": list(schemas)}
 
 
-def array(items: dict[str, Any], least: int = 0) -> dict[str, Any]:
-    """Return the JSON schema of a list."""
+def array_of(items: dict[str, Any], least: int = 0) -> dict[str, Any]:
+    """Return the JSON schema of a list with at least `least` items."""
     return {"type": "array", "items": items, **({"minItems": least} if least else {})}
 
 
 STRING = {"type": "string"}
 TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
-TOKEN_IDS = array(TOKEN_ID, 1)
+TOKEN_IDS = array_of(TOKEN_ID, 1)
 
 Texts = Annotated[
     list[str],
     BeforeValidator(_one_or_more),
-    WithJsonSchema(either(STRING, array(STRING, 1))),
+    WithJsonSchema(any_of(STRING, array_of(STRING, 1))),
     Field(description="a string or a list of strings"),
 ]
 ListOfTexts = Annotated[list[str], Field(min_length=1, description="a list of strings")]
 TextsOrIds = Annotated[
     list[Any],
     PlainValidator(_texts_or_ids),
-    WithJsonSchema(either(STRING, array(either(STRING, TOKEN_IDS), 1), TOKEN_IDS)),
+    WithJsonSchema(any_of(STRING, array_of(any_of(STRING, TOKEN_IDS), 1), TOKEN_IDS)),
     Field(description="a string, a list of strings, or token ids"),
 ]
 Dimensions = Annotated[int, Field(ge=1)]
@@ -140,7 +140,7 @@ Dimensions = Annotated[int, Field(ge=1)]
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body; raise HTTPError where it is none."""
+    """Parse a body as a JSON object; raise HTTPError if it is not one."""
     if not body:
         raise invalid_body("the body is empty, expected JSON.")
     try:
@@ -148,25 +148,25 @@ def json_object(body: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise invalid_body(f"the body is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise invalid_body(f"the body is {shown(value)}, expected a JSON object.")
+        raise invalid_body(f"the body is {describe_value(value)}, expected a JSON object.")
     return value
 
 
 def parse(kind: type[BodyType], values: dict[str, Any]) -> BodyType:
-    """Return a JSON object as a model.
+    """Validate a JSON object as a pydantic model.
 
     Args:
-        kind: of the body.
+        kind: the model's class.
         values: the object.
 
     Raises:
-        HTTPError: a field is missing, unknown, or has a value that cannot be used.
+        HTTPError: a field is missing, unknown or invalid.
     """
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    # Where a union fails, the member that got furthest says the most.
+    # If all members of a union fail, report the error of the member that matched most deeply.
     first = max(
         errors, key=lambda each: (each["loc"][:1] == errors[0]["loc"][:1], len(each["loc"]))
     )
@@ -177,7 +177,7 @@ def parse(kind: type[BodyType], values: dict[str, Any]) -> BodyType:
         path += found.path
         if found.is_empty:
             raise empty_input(path, f"{path} is empty, expected {found.expected}.")
-        raise wrong(path, found.expected, found.value)
+        raise invalid_value(path, found.expected, found.value)
     if first["type"] == "extra_forbidden":
         where = f"{path}." if path else ""
         raise unknown_field(str(first["loc"][-1]), tuple(owner.model_fields), where)
@@ -186,35 +186,39 @@ def parse(kind: type[BodyType], values: dict[str, Any]) -> BodyType:
         raise invalid_field(f"{path} is missing, expected {expected}.", field=path)
     if first["type"] == "too_short":
         raise empty_input(path)
-    raise wrong(path, expected, first["input"])
+    raise invalid_value(path, expected, first["input"])
 
 
-def wrong(path: str, expected: str, value: Any) -> HTTPError:
-    """Return the error for a field whose value cannot be used."""
+def invalid_value(path: str, expected: str, value: Any) -> HTTPError:
+    """Return the error for a field with an invalid value."""
     if value is None and not path.endswith("]"):
         return invalid_field(f"{path} is null, expected {expected}.", field=path)
-    return invalid_field(f"{path}: found {shown(value)}, expected {expected}.", field=path)
+    return invalid_field(f"{path}: found {describe_value(value)}, expected {expected}.", field=path)
 
 
 def unknown_field(name: str, known: Sequence[str], where: str = "") -> HTTPError:
-    """Return the error for a field that is not known."""
+    """Return the error for an unknown field."""
     return invalid_field(
-        f"{quoted(where + name)} is not known here{nearest(name[:_NAME_LENGTH], known)}",
+        f"unknown field {quote(where + name)}{nearest(name[:_NAME_LENGTH], known)}",
         field=f"{where}{name[:_NAME_LENGTH]}",
         do=f"Known: {', '.join(known) or 'none'}.",
     )
 
 
-def quoted(text: str) -> str:
-    """Return a client's words for a message: quoted, and not many of them."""
+def quote(text: str) -> str:
+    """Quote a client's text for an error message, shortened if it is long."""
     return repr(text if len(text) <= _NAME_LENGTH else f"{text[:_NAME_LENGTH]}…")
 
 
 def image_from_base64(text: str, name: str) -> bytes:
-    """Return the bytes of an image in base64, or in a data URL.
+    """Decode an image from base64 or a data URL.
+
+    Args:
+        text: base64, or a data URL with base64.
+        name: what error messages call the input.
 
     Raises:
-        HTTPError: it is neither.
+        HTTPError: the text is neither of them.
     """
     data = text.strip()
     if data.startswith("data:"):
@@ -223,16 +227,19 @@ def image_from_base64(text: str, name: str) -> bytes:
             raise invalid_field(f"{name} is a data URL without base64.", field=name)
     elif data[:8].lower().startswith(("http://", "https://")):
         raise invalid_field(
-            f"{name} is an address, expected an image in base64.",
+            f"{name} is a URL, expected an image in base64.",
             field=name,
-            do="This server fetches nothing; send the image itself.",
+            do="Send the image itself; this server does not download anything.",
         )
     try:
-        # Lines of base64 are usual; strict mode refuses their ends, and all other strangers.
+        # Base64 is often split into lines. Remove whitespace, which strict mode rejects, along with
+        # all other characters outside of base64.
         found = binascii.a2b_base64("".join(data.split()), strict_mode=True)
     except (binascii.Error, ValueError) as error:
         raise invalid_field(
-            f"{name} is not base64: {str(error)[:80]}.", field=name, do="Encode the image's file."
+            f"{name} is not valid base64: {str(error)[:80]}.",
+            field=name,
+            do="Encode the content of the image file.",
         ) from None
     if not found:
         raise empty_input(name, f"{name} is empty, expected an image.")
@@ -242,10 +249,13 @@ def image_from_base64(text: str, name: str) -> bytes:
 def _field_at(
     kind: type[BaseModel], loc: Sequence[int | str]
 ) -> tuple[type[BaseModel], FieldInfo | None, list[Any]]:
-    """Return the field at a place of a validation error, its model, and the names up to it.
+    """Find the field that a validation error refers to.
 
-    Places within a union also hold names of its members, which are no part of the body. An unknown
-    field is None, of the model that does not have it.
+    Locations inside a union also contain names of its members, which are not part of the body.
+
+    Returns:
+        The model that the field belongs to; the field, or None if it is unknown; and the names and
+        indices that lead to it.
     """
     owner, current = kind, kind
     field: FieldInfo | None = None
@@ -280,7 +290,7 @@ def _path(names: Sequence[Any]) -> str:
 def _expected(
     owner: type[BaseModel], field: FieldInfo | None, names: Sequence[Any], error: Any
 ) -> str:
-    """Return in words what a field takes."""
+    """Describe the values that a field takes."""
     is_item = bool(names) and isinstance(names[-1], int)
     if error["type"] == "string_type" and is_item:
         return "a string"

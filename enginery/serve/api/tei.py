@@ -1,12 +1,12 @@
-"""The routes of Hugging Face's text-embeddings-inference, in its shapes.
+"""Routes compatible with Hugging Face's text-embeddings-inference (TEI).
 
     $ curl -d '{"inputs": "The engine is warm."}' localhost:8000/embed
     [[0.0123,…]]
 
-Source: docs/openapi.json and router/src/http of text-embeddings-inference 1.9. With several models,
-the body's `model` or the path, `/models/{model}/embed`, says which one; where neither does, the
-only one answers that is for what the route does. What that server does and this one refuses:
-cutting texts on the left. A model of another task is 422 here, 424 there.
+Source: docs/openapi.json and router/src/http of text-embeddings-inference 1.9. If the server has
+several models, the body's `model` or the path, `/models/{model}/embed`, names one; without a name,
+the only model that supports the route is used. Differences: truncating texts on the left is not
+supported, and a model of another task is an error with status 422 instead of 424.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from enginery.core.errors import InputError
-from enginery.runtime.tasks.task import Weight
+from enginery.runtime.tasks.task import ProcessingCost
 from enginery.runtime.tasks.text import TextTask
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
     Routes,
-    answer,
     config_of,
     has_task,
     json_response,
     registry_of,
     require_ready,
+    run_inference,
     select_model,
 )
 from enginery.serve.api.errors import HTTPError, invalid_field
 from enginery.serve.api.requests import (
     STRING,
     TOKEN_IDS,
-    Body,
     Dimensions,
     FieldValueError,
     ListOfTexts,
+    RequestBody,
     Schema,
     Texts,
     TextsOrIds,
-    array,
-    either,
+    any_of,
+    array_of,
     json_object,
     parse,
     token_ids,
@@ -56,22 +56,22 @@ routes = Routes("tei")
 Pair = str | tuple[str, str]
 
 _SHORT_CHARACTERS = 2048
-"""Characters or token ids that should take about a millisecond."""
+"""Number of characters or token ids that take about a millisecond."""
 
 
-class Truncation(Body):
-    """How long texts are cut."""
+class Truncation(RequestBody):
+    """Base of bodies with TEI's options for truncation."""
 
     truncate: bool | None = None
     truncation_direction: Literal["right", "Right", "left", "Left"] | None = None
 
     def to_option(self) -> bool | None:
-        """Return whether to cut long texts; None for what the server does by itself."""
+        """Return the task's option `truncate`; None for the server's default."""
         if (self.truncation_direction or "right").lower() == "left":
             raise invalid_field(
                 "truncation_direction: found left, expected right.",
                 field="truncation_direction",
-                do="Cut the text on the left before sending it.",
+                do="Truncate the text on the left before sending it.",
             )
         return self.truncate
 
@@ -87,9 +87,10 @@ class EmbedRequest(Truncation):
 
 
 def _pairs(value: Any) -> list[Pair]:
-    """Return the inputs of /predict.
+    """Parse the inputs of /predict.
 
-    "text" and ["text"] and ["text", "its pair"] are one; [["text"], ["text", "its pair"]] several.
+    "text", ["text"] and ["text", "its pair"] are one input; [["text"], ["text", "its pair"]] is a
+    list of inputs.
     """
     if isinstance(value, str):
         return [value]
@@ -113,7 +114,7 @@ def _pair(value: Any, path: str) -> Pair:
     return (value[0], value[1]) if len(value) == 2 else str(value[0])
 
 
-_PAIR = {**array(STRING, 1), "maxItems": 2}
+_PAIR = {**array_of(STRING, 1), "maxItems": 2}
 
 
 class PredictRequest(Truncation):
@@ -121,8 +122,8 @@ class PredictRequest(Truncation):
 
     inputs: Annotated[
         Any,
-        PlainValidator(lambda value: (_pairs(value), not _are_several(value))),
-        WithJsonSchema(either(STRING, _PAIR, array(_PAIR, 1))),
+        PlainValidator(lambda value: (_pairs(value), not _is_batch(value))),
+        WithJsonSchema(any_of(STRING, _PAIR, array_of(_PAIR, 1))),
         Field(description="a string, a pair [string, string], or a list of such lists"),
     ]
     raw_scores: bool | None = None
@@ -139,8 +140,8 @@ class RerankRequest(Truncation):
     model: str | None = None
 
 
-class Sentences(Body):
-    """One text and others."""
+class Sentences(RequestBody):
+    """A text, and the sentences to compare it with."""
 
     source_sentence: str
     sentences: ListOfTexts
@@ -152,7 +153,7 @@ class SimilarityParameters(Truncation):
     prompt_name: str | None = None
 
 
-class SimilarityRequest(Body):
+class SimilarityRequest(RequestBody):
     """Body of /similarity."""
 
     inputs: Annotated[Sentences, Field(description="an object with source_sentence and sentences")]
@@ -160,7 +161,7 @@ class SimilarityRequest(Body):
     model: str | None = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(RequestBody):
     """Body of /tokenize."""
 
     inputs: Texts
@@ -183,28 +184,28 @@ def _ids(value: Any) -> list[list[int]]:
     return value
 
 
-class DecodeRequest(Body):
+class DecodeRequest(RequestBody):
     """Body of /decode."""
 
     ids: Annotated[
         Any,
         PlainValidator(_ids),
-        WithJsonSchema(either(TOKEN_IDS, array(TOKEN_IDS, 1))),
+        WithJsonSchema(any_of(TOKEN_IDS, array_of(TOKEN_IDS, 1))),
         Field(description="a list of token ids, or a list of those"),
     ]
     skip_special_tokens: bool | None = None
     model: str | None = None
 
 
-class Label(Schema):
-    """One label of an input."""
+class Prediction(Schema):
+    """A label and its score."""
 
     label: str
     score: float
 
 
 class Rank(Schema):
-    """One text of a reranking."""
+    """A text's index and score."""
 
     index: int
     score: float
@@ -212,7 +213,7 @@ class Rank(Schema):
 
 
 class Token(Schema):
-    """One token; `start` and `stop` count bytes of UTF-8."""
+    """A token; `start` and `stop` are offsets in bytes of UTF-8."""
 
     id: int
     text: str
@@ -221,18 +222,18 @@ class Token(Schema):
     stop: int | None
 
 
-class AnyBody(Body):
-    """A body that is read by the only model's task."""
+class RootRequest(RequestBody):
+    """Body of /, whose other fields depend on the model's task."""
 
     model: str | None = None
 
 
 @routes.post(
-    "/embed", "/models/{model}/embed", summary="Vectors of texts", body=EmbedRequest,
+    "/embed", "/models/{model}/embed", summary="Embed texts", body=EmbedRequest,
     response=list[list[float]], statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def embed(request: Request, body: EmbedRequest) -> Response:
-    """Answer POST /embed: vectors of texts or token ids."""
+    """Answer POST /embed: embed texts or token ids."""
     model, task = select_model(request, body.model, "embed")
     options = {
         "normalize": True if body.normalize is None else body.normalize,
@@ -240,15 +241,15 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
         "prompt_name": body.prompt_name,
         "truncate": body.to_option(),
     }
-    return json_response(await answer(request, model, task, body.inputs, options))
+    return json_response(await run_inference(request, model, task, body.inputs, options))
 
 
 @routes.post(
-    "/similarity", "/models/{model}/similarity", summary="Cosines of one text and others",
+    "/similarity", "/models/{model}/similarity", summary="Cosine similarity of one text to others",
     body=SimilarityRequest, response=list[float], statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def similarity(request: Request, body: SimilarityRequest) -> Response:
-    """Answer POST /similarity: cosines of one text and others."""
+    """Answer POST /similarity: cosine similarity of one text to others."""
     model, task = select_model(request, body.model, "embed")
     parameters = body.parameters or SimilarityParameters()
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
@@ -257,20 +258,21 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
         "prompt_name": parameters.prompt_name,
         "truncate": parameters.to_option(),
     }
-    vectors = np.stack(await answer(request, model, task, texts, options))
+    vectors = np.stack(await run_inference(request, model, task, texts, options))
     return json_response(vectors[1:] @ vectors[0])
 
 
 @routes.post(
-    "/predict", "/models/{model}/predict", summary="Labels of texts, or of pairs of texts",
-    body=PredictRequest, response=list[Label] | list[list[Label]], statuses=INFERENCE_STATUSES,
+    "/predict", "/models/{model}/predict", summary="Classify texts or pairs of texts",
+    body=PredictRequest, response=list[Prediction] | list[list[Prediction]],
+    statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def predict(request: Request, body: PredictRequest) -> Response:
-    """Answer POST /predict: labels of texts or pairs of texts, best first."""
+    """Answer POST /predict: classify texts or pairs of texts, best label first."""
     model, task = select_model(request, body.model, "classify")
     inputs, is_single = body.inputs
     options = {"activation": "none" if body.raw_scores else "auto", "truncate": body.to_option()}
-    results = await answer(request, model, task, inputs, options)
+    results = await run_inference(request, model, task, inputs, options)
     answers = [
         [{"score": label.score, "label": label.label} for label in result.labels]
         for result in results
@@ -279,15 +281,15 @@ async def predict(request: Request, body: PredictRequest) -> Response:
 
 
 @routes.post(
-    "/rerank", "/models/{model}/rerank", summary="Texts by how well they answer a query",
+    "/rerank", "/models/{model}/rerank", summary="Rank texts by relevance to a query",
     body=RerankRequest, response=list[Rank], statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def rerank(request: Request, body: RerankRequest) -> Response:
-    """Answer POST /rerank: texts by how well they answer a query."""
-    model, task = select_model(request, body.model, "classify", fits=_ranks)
+    """Answer POST /rerank: rank texts by relevance to a query."""
+    model, task = select_model(request, body.model, "classify", fits=_is_reranker)
     if not _has_one_label(model):
         raise invalid_field(
-            f"model '{model.name}' has several labels, expected a re-ranker, which has one.",
+            f"model '{model.name}' has several labels, expected a reranker, which has one.",
             field="model",
             do="Send pairs to /predict.",
         )
@@ -295,7 +297,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     options = {
         "activation": "none" if body.raw_scores else "sigmoid", "truncate": body.to_option(),
     }  # fmt: skip
-    results = await answer(request, model, task, pairs, options)
+    results = await run_inference(request, model, task, pairs, options)
     scores = [result.score for result in results]
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return json_response([
@@ -309,14 +311,14 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 
 
 @routes.post(
-    "/", "/invocations", summary="/embed, /predict or /rerank, as the only model answers",
-    body=AnyBody, other_bodies={"application/json": {"type": "object"}}, response=list[Any],
+    "/", "/invocations", summary="/embed, /predict or /rerank, depending on the model",
+    body=RootRequest, other_bodies={"application/json": {"type": "object"}}, response=list[Any],
     statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def root(request: Request) -> Response:
-    """Answer POST /: what the only model is for."""
+    """Answer POST / like /embed, /predict or /rerank, depending on the model."""
     values = json_object(request.scope["state"]["body"])
-    name = parse(AnyBody, values).model
+    name = parse(RootRequest, values).model
     model, task = select_model(request, name, "embed", "classify")
     values["model"] = model.name
     if task.verb == "embed":
@@ -327,40 +329,40 @@ async def root(request: Request) -> Response:
 
 
 @routes.post(
-    "/tokenize", "/models/{model}/tokenize", summary="The tokens of texts", body=TokenizeRequest,
+    "/tokenize", "/models/{model}/tokenize", summary="Tokenize texts", body=TokenizeRequest,
     response=list[list[Token]], statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-    """Answer POST /tokenize: the tokens of texts, not cut."""
+    """Answer POST /tokenize: tokenize texts without truncation."""
     model, task = _text_model(request, body.model)
     if body.prompt_name:
         raise invalid_field(
-            "prompt_name: prompts are for /embed, expected none.",
+            "prompt_name is not supported by /tokenize.",
             field="prompt_name",
-            do="Put the prompt before the text.",
+            do="Put the prompt in front of the text.",
         )
     texts = body.inputs
     _check_count(request, len(texts))
-    if task.tokenizer.lower_case:  # as the model gets them
+    if task.tokenizer.lower_case:  # as for inference
         texts = [text.lower() for text in texts]
     special = body.add_special_tokens is not False
 
     def tokens() -> list[list[dict[str, Any]]]:
-        encodings = task.tokenizer.encode_whole(texts, special=special)
+        encodings = task.tokenizer.encode_untruncated(texts, special=special)
         return [_tokens(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
-    weight: Weight = "medium" if sum(map(len, texts)) <= _SHORT_CHARACTERS else "heavy"
-    return json_response(await model.in_thread(tokens, inputs=len(texts), weight=weight))
+    cost: ProcessingCost = "medium" if sum(map(len, texts)) <= _SHORT_CHARACTERS else "heavy"
+    return json_response(await model.in_thread(tokens, inputs=len(texts), cost=cost))
 
 
 @routes.post(
-    "/decode", "/models/{model}/decode", summary="Token ids as texts", body=DecodeRequest,
+    "/decode", "/models/{model}/decode", summary="Decode token ids", body=DecodeRequest,
     response=list[str], statuses=INFERENCE_STATUSES,
 )  # fmt: skip
 async def decode(request: Request, body: DecodeRequest) -> Response:
-    """Answer POST /decode: token ids as texts."""
+    """Answer POST /decode: decode token ids to texts."""
     model, task = _text_model(request, body.model)
-    vocabulary = task.tokenizer.texts.get_vocab_size()
+    vocabulary = task.tokenizer.backend.get_vocab_size()
     for row in body.ids:
         if max(row) >= vocabulary:
             raise invalid_field(
@@ -372,8 +374,8 @@ async def decode(request: Request, body: DecodeRequest) -> Response:
     def texts() -> list[str]:
         return [task.tokenizer.decode(row, skip_special=skip) for row in body.ids]
 
-    weight: Weight = "medium" if sum(map(len, body.ids)) <= _SHORT_CHARACTERS else "heavy"
-    return json_response(await model.in_thread(texts, inputs=len(body.ids), weight=weight))
+    cost: ProcessingCost = "medium" if sum(map(len, body.ids)) <= _SHORT_CHARACTERS else "heavy"
+    return json_response(await model.in_thread(texts, inputs=len(body.ids), cost=cost))
 
 
 def _text_model(request: Request, name: str | None) -> tuple[ServedModel, TextTask]:
@@ -381,7 +383,7 @@ def _text_model(request: Request, name: str | None) -> tuple[ServedModel, TextTa
     model = registry_of(request).select(named, lambda model: isinstance(model.task, TextTask))
     task = require_ready(request, model).task
     if not isinstance(task, TextTask):
-        raise InputError(f"model '{model.name}' takes no texts, so it has no tokenizer.")
+        raise InputError(f"model '{model.name}' does not take texts, and has no tokenizer.")
     return model, task
 
 
@@ -389,26 +391,26 @@ def _check_count(request: Request, count: int) -> None:
     most = config_of(request).max_inputs
     if count > most:
         raise HTTPError(
-            413, f"found {count} inputs, expected {most} at most.", do="Send several requests."
+            413, f"found {count} inputs, expected at most {most}.", do="Send several requests."
         )
 
 
-def _are_several(value: Any) -> bool:
+def _is_batch(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and not isinstance(value[0], str)
 
 
-def _ranks(model: ServedModel) -> bool:
-    """Whether a model scores pairs with one number."""
+def _is_reranker(model: ServedModel) -> bool:
+    """Return True if a model scores pairs of texts with one number."""
     return has_task(model, ("classify",)) and _has_one_label(model)
 
 
 def _has_one_label(model: ServedModel) -> bool:
-    # transformers takes two where config.json does not say.
+    # Without id2label in config.json, transformers assumes two labels.
     return len(model.backend.config.id2label or (0, 1)) == 1
 
 
 def _tokens(text: str, encoding: Any) -> list[dict[str, Any]]:
-    places = _byte_places(text)
+    places = _byte_offsets(text)
     tokens = []
     for token_id, token, (start, stop), special in zip(
         encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True
@@ -423,8 +425,8 @@ def _tokens(text: str, encoding: Any) -> list[dict[str, Any]]:
     return tokens
 
 
-def _byte_places(text: str) -> Sequence[int]:
-    """Return where each character begins in UTF-8, and the end."""
+def _byte_offsets(text: str) -> Sequence[int]:
+    """Return the UTF-8 byte offset of each character, and of the end."""
     if text.isascii():
         return range(len(text) + 1)
     places = [0]

@@ -1,4 +1,4 @@
-"""Rows of many requests in batches: admission, planning, cost, workers.
+"""Dynamic batching: admission, batch planning, cost estimation and worker threads.
 
-Nothing here knows of HTTP, or of how models are loaded.
+This package is independent of HTTP and of how models are loaded.
 """

@@ -1,12 +1,13 @@
-"""What a batch costs: a fixed part, and a part for each token.
+"""A linear model of the time that a batch takes: a fixed cost plus a cost per token.
 
 >>> cost = fit_cost([(8, 0.0034), (96, 0.0224)])
 >>> round(cost.fixed_seconds, 4), round(cost.seconds_per_token, 6)
 (0.0017, 0.000216)
 
-Two sizes are run when a model is loaded, and a line goes through their quickest runs; from then on
-the batches that run move it. From the line follows how many tokens a batch should have, and how
-long a new request would wait.
+After a model is loaded, batches of two sizes are timed, and the line through their fastest runs is
+the initial estimate. Later, every batch that serves requests updates the estimate. It determines
+the maximum number of tokens of a batch, whether padding is cheaper than another batch, and how long
+a new request would wait.
 """
 
 from __future__ import annotations
@@ -16,37 +17,41 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _CPU_TOKENS = 256
-"""On a CPU a batch of more tokens is slower a token: its activations leave the caches. Measured on
-two cores with all-MiniLM-L6-v2: docs/benchmarks.md."""
-_LEAST_TOKENS, _MOST_TOKENS = 256, 16_384
+"""Maximum number of tokens of a batch on a CPU. Larger batches take longer per token, because their
+activations no longer fit in the caches. Measured on two cores with all-MiniLM-L6-v2, see
+docs/benchmarks.md."""
+_MIN_TOKENS, _MAX_TOKENS = 256, 16_384
 _FIXED_SHARE = 0.1
-"""Of a batch's time that may be its fixed part."""
+"""Target share of the fixed cost in the time of a full batch."""
 _MAX_DRIFT = 4.0
-"""How far the fixed part in tokens may move from what was measured, either way."""
+"""Maximum factor between the estimated and the initially measured `fixed_cost_tokens`."""
 RUNS = 3
+"""Number of timed runs per size."""
 
 
 @dataclass(frozen=True)
 class BatchCost:
-    """A line through measured batches."""
+    """The time of a batch: `fixed_seconds + seconds_per_token * tokens`, tokens with padding."""
 
     fixed_seconds: float
     seconds_per_token: float
 
     @property
-    def fixed_tokens(self) -> float:
-        """Return how many tokens take as long as the fixed part."""
+    def fixed_cost_tokens(self) -> float:
+        """The fixed cost in tokens: how many tokens take as long as the fixed part."""
         return self.fixed_seconds / self.seconds_per_token if self.seconds_per_token else 0.0
 
     def __str__(self) -> str:
         if not self.seconds_per_token:
             return "nothing yet"
         fixed, each = self.fixed_seconds * 1e3, self.seconds_per_token * 1e3
-        return f"{fixed:.2f} ms + {each:.3f} ms a token"
+        return f"{fixed:.2f} ms + {each:.3f} ms per token"
 
 
 def fit_cost(samples: Sequence[tuple[int, float]]) -> BatchCost:
-    """Fit a line through the quickest run of the smallest and of the largest size.
+    """Fit a line through the fastest run of the smallest size and that of the largest size.
+
+    The fastest run is the one least disturbed by other processes.
 
     Args:
         samples: tokens and seconds of each run.
@@ -62,22 +67,32 @@ def fit_cost(samples: Sequence[tuple[int, float]]) -> BatchCost:
 
 
 def measure_cost(run: Callable[[int], float], *, limit: int) -> BatchCost:
-    """Measure a small and a larger row.
+    """Measure the cost of a batch from a short row and a longer one.
 
     Args:
-        run: runs one row of so many tokens; returns the seconds that it took.
-        limit: the most tokens that the model takes.
+        run: runs one row of a number of tokens; returns the seconds that it took.
+        limit: maximum number of tokens that the model takes.
     """
     small, large = min(8, limit), min(96, limit)
-    run(large)  # memory for it is allocated
+    run(large)  # warm-up: allocates memory
     return fit_cost([(tokens, run(tokens)) for _ in range(RUNS) for tokens in {small, large}])
 
 
-class LiveCost:
-    """A line through the batches that run, later ones weighing more. Thread-safe."""
+class CostEstimator:
+    """An online estimate of the batch cost, updated by every batch that runs. Thread-safe.
+
+    It is a least-squares fit with exponential forgetting: each batch multiplies the weights of all
+    earlier ones by `keep`. For such a fit the five sums of 1, x, y, x² and xy are sufficient, where
+    x is a batch's tokens and y its seconds.
+    """
 
     def __init__(self, measured: BatchCost, *, keep: float = 0.99) -> None:
-        """Start from a measured line, which counts as a few batches of two sizes."""
+        """Start from a measured cost, which counts as four batches of 8 and four of 96 tokens.
+
+        Args:
+            measured: the initial cost; without `seconds_per_token` the estimate starts empty.
+            keep: factor for the weights of earlier batches.
+        """
         self._keep = keep
         self._measured = measured
         self._lock = threading.Lock()
@@ -89,19 +104,23 @@ class LiveCost:
                 self._add(tokens, seconds)
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Add a batch that ran: its tokens with their padding, and how long it took."""
+        """Add a batch that ran: its tokens, padding included, and its duration."""
         with self._lock:
             self.batches += 1
             self._add(float(tokens), seconds)
 
     def cost(self) -> BatchCost:
-        """Return the line now; a slope that noise has made negative counts as none."""
+        """Return the current estimate.
+
+        If all batches have the same size, or noise leads to a negative slope or fixed cost, the
+        line goes through the origin and the mean.
+        """
         with self._lock:
             count, x, y, xx, xy = self._sums
         spread = count * xx - x * x
         if not count or not x:
             return BatchCost(0.0, 0.0)
-        if spread <= 1e-6 * count * xx:  # one size alone: nothing says what is fixed
+        if spread <= 1e-6 * count * xx:  # one size only: the fixed cost cannot be determined
             return BatchCost(0.0, y / x)
         slope = (count * xy - x * y) / spread
         fixed = (y - slope * x) / count
@@ -109,18 +128,19 @@ class LiveCost:
             return BatchCost(0.0, y / x)
         return BatchCost(fixed, slope)
 
-    def fixed_tokens(self) -> float:
-        """Return how many tokens take as long as a batch's fixed part.
+    def fixed_cost_tokens(self) -> float:
+        """Return the fixed cost of a batch in tokens.
 
-        Batches of nearly one size say little of it: it stays within four times what was measured.
+        Batches of similar sizes determine it badly, so it stays within a factor of `_MAX_DRIFT` of
+        the initially measured value.
         """
-        found, measured = self.cost().fixed_tokens, self._measured.fixed_tokens
+        found, measured = self.cost().fixed_cost_tokens, self._measured.fixed_cost_tokens
         if not measured:
             return found
         return min(max(found, measured / _MAX_DRIFT), measured * _MAX_DRIFT)
 
     def mean_seconds_per_token(self) -> float:
-        """Return what a token has cost lately, its share of the fixed part included."""
+        """Return the mean time per token of recent batches, fixed cost included."""
         with self._lock:
             _, x, y, _, _ = self._sums
         return y / x if x else 0.0
@@ -130,15 +150,20 @@ class LiveCost:
         self._sums = [self._keep * old + one for old, one in zip(self._sums, new, strict=True)]
 
 
-def choose_tokens(cost: BatchCost, *, on_cpu: bool) -> tuple[int, str]:
-    """Return how many tokens a batch should have at most, and why."""
+def choose_max_tokens(cost: BatchCost, *, on_cpu: bool) -> tuple[int, str]:
+    """Choose the maximum number of tokens of a batch; return it with an explanation.
+
+    On a GPU larger batches are faster per token until the fixed cost no longer matters. With a
+    fixed cost of f tokens, its share in a batch of n tokens is f / (f + n), which is `_FIXED_SHARE`
+    at n = f * (1 - _FIXED_SHARE) / _FIXED_SHARE.
+    """
     if on_cpu:
         return _CPU_TOKENS, (
-            f"{_CPU_TOKENS} tokens: on a CPU larger batches are slower a token; measured {cost}"
+            f"{_CPU_TOKENS} tokens: on a CPU larger batches take longer per token; measured {cost}"
         )
-    wanted = int(cost.fixed_tokens * (1 - _FIXED_SHARE) / _FIXED_SHARE)
-    tokens = min(max(wanted, _LEAST_TOKENS), _MOST_TOKENS)
+    target = int(cost.fixed_cost_tokens * (1 - _FIXED_SHARE) / _FIXED_SHARE)
+    tokens = min(max(target, _MIN_TOKENS), _MAX_TOKENS)
     return tokens, (
-        f"{tokens} tokens: from {wanted} on the fixed part is below {_FIXED_SHARE:.0%}, within "
-        f"{_LEAST_TOKENS} to {_MOST_TOKENS}; measured {cost}"
+        f"{tokens} tokens: from {target} tokens on the fixed cost is below {_FIXED_SHARE:.0%} of a "
+        f"batch; limited to {_MIN_TOKENS} to {_MAX_TOKENS}; measured {cost}"
     )

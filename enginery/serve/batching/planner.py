@@ -1,13 +1,16 @@
-"""Choose which waiting rows share the next batch.
+"""Choose which waiting rows form the next batch.
 
 >>> rules = BatchRules(max_tokens=256, max_rows=64, max_padding=0.1)
->>> choose_batch([8, 9, 9, 60, 64], oldest=3, most=5, rules=rules)
+>>> choose_batch([8, 9, 9, 60, 64], oldest=3, max_rows=5, rules=rules)
 (3, 5)
 
-A row goes with neighbours in length, so that a batch is a range of the rows in the order of their
-lengths, and holds little padding. Where the fixed cost of a batch is known, the range is the one of
-the cheapest division of all waiting rows into batches; else, and with many waiting, it is that of
-the nearest neighbours.
+All rows of a batch are padded to the longest, so rows of similar length should share one. Waiting
+rows are sorted by length, and a batch is a contiguous range of them that contains the oldest row.
+
+There are two ways to choose the range. If the fixed cost of a batch is known, dynamic programming
+finds the cheapest partition of all waiting rows into batches, and the batch of the oldest row is
+the one that runs. This weighs padding against the cost of another batch. Otherwise, or if many rows
+wait, the range grows greedily from the oldest row to its nearest neighbours in length.
 """
 
 from __future__ import annotations
@@ -16,68 +19,76 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-MAX_DIVIDED = 128
-"""The most waiting rows that are divided: more would take a millisecond, and neighbours are of one
-length anyway."""
+MAX_PARTITIONED_ROWS = 128
+"""Maximum number of waiting rows for the dynamic programming. For more it would take longer than a
+millisecond, and among so many rows the nearest neighbours have nearly the same length anyway."""
 
 
 @dataclass(frozen=True)
 class BatchRules:
-    """The bounds of a batch."""
+    """The limits of a batch."""
 
     max_tokens: int
-    """After padding; one row alone may have more."""
+    """Maximum number of tokens after padding; a single row may have more."""
     max_rows: int
     max_padding: float
-    """As a share of the batch's tokens."""
-    fixed_tokens: float = 0.0
-    """How many tokens cost as much as the fixed part of a batch: a division may have so much
-    padding in a batch. 0 where it is not known."""
+    """Maximum share of padding in the batch's tokens."""
+    fixed_cost_tokens: float = 0.0
+    """The fixed cost of a batch, in tokens. Padding that costs less than this is allowed beyond
+    `max_padding`, because it saves a batch. 0 if unknown."""
     equal_lengths: bool = False
-    """Rows of different length cannot share a batch, because they cannot be padded."""
-    rows_at: Callable[[int], int] | None = None
-    """The most rows that an engine takes of a length; None without engines."""
+    """Only rows of equal length can share a batch, because the graph cannot pad."""
+    max_rows_for_length: Callable[[int], int] | None = None
+    """Returns the engine's maximum number of rows of a length; None without engines."""
 
 
 def choose_batch(
-    lengths: Sequence[int], *, oldest: int, most: int, rules: BatchRules
+    lengths: Sequence[int], *, oldest: int, max_rows: int, rules: BatchRules
 ) -> tuple[int, int]:
     """Return the half-open range of the batch that contains the oldest row.
 
     Args:
-        lengths: tokens of each waiting row, ascending.
-        oldest: the place of the row that must not wait any longer.
-        most: the most rows of the batch, whatever the rules allow.
-        rules: the bounds.
+        lengths: number of tokens of each waiting row, ascending.
+        oldest: index of the row that is due first.
+        max_rows: maximum number of rows, in addition to the limit in `rules`.
+        rules: the limits of a batch.
     """
-    most = min(most, rules.max_rows)
-    if rules.fixed_tokens and len(lengths) <= MAX_DIVIDED:
-        for low, high in pairwise(divide(lengths, most, rules)):
+    max_rows = min(max_rows, rules.max_rows)
+    if rules.fixed_cost_tokens and len(lengths) <= MAX_PARTITIONED_ROWS:
+        for low, high in pairwise(partition_rows(lengths, max_rows, rules)):
             if low <= oldest < high:
                 return low, high
-    return _with_nearest(lengths, oldest, most, rules)
+    return _grow_from_oldest(lengths, oldest, max_rows, rules)
 
 
-def divide(lengths: Sequence[int], most: int, rules: BatchRules) -> list[int]:
-    """Return where the batches of the cheapest division begin, with the end behind them.
+def partition_rows(lengths: Sequence[int], max_rows: int, rules: BatchRules) -> list[int]:
+    """Return the boundaries of the cheapest partition of rows into batches.
 
-    A batch costs its tokens with their padding, and its fixed part. By dynamic programming over
-    where the last batch begins.
+    A batch costs its tokens, padding included, plus the fixed cost. Let cost(end) be the minimum
+    cost of the first `end` rows. Then
+
+        cost(end) = min over begin of cost(begin) + fixed + (end - begin) * lengths[end - 1]
+
+    because rows are in ascending order, so that the last row of a batch is its longest. Candidates
+    for `begin` are tried downwards from `end - 1` as long as the batch keeps the rules.
 
     Args:
-        lengths: tokens of each row, ascending.
-        most: the most rows of a batch.
-        rules: the bounds.
+        lengths: number of tokens of each row, ascending.
+        max_rows: maximum number of rows of a batch.
+        rules: the limits of a batch.
+
+    Returns:
+        Ascending indices from 0 to `len(lengths)`; two successive ones are a batch's range.
     """
-    fixed = rules.fixed_tokens
-    costs = [0.0]  # of the rows before each place
-    begins = [0]  # where the last batch of those begins
+    fixed = rules.fixed_cost_tokens
+    costs = [0.0]  # cost(end) for each end
+    begins = [0]  # begin of the last batch for each end
     for end, longest in enumerate(lengths, 1):
-        # A batch whose shortest would be cheaper alone is in no cheapest division.
+        # A row so short that its padding costs more than a batch of its own never joins.
         shortest = longest if rules.equal_lengths else longest - fixed
-        rows = min(most, max(rules.max_tokens // max(longest, 1), 1))
-        if rules.rows_at:
-            rows = min(rows, max(rules.rows_at(longest), 1))
+        rows = min(max_rows, max(rules.max_tokens // max(longest, 1), 1))
+        if rules.max_rows_for_length:
+            rows = min(rows, max(rules.max_rows_for_length(longest), 1))
         cost, best, real = costs[end - 1] + fixed + longest, end - 1, longest
         for begin in range(end - 2, max(end - rows, 0) - 1, -1):
             length = lengths[begin]
@@ -87,27 +98,31 @@ def divide(lengths: Sequence[int], most: int, rules: BatchRules) -> list[int]:
             tokens = (end - begin) * longest
             padding = tokens - real
             if padding > fixed and padding > rules.max_padding * tokens:
-                break  # what comes below adds at least as much as the mean so far
+                break  # rows below are even shorter, and raise the share of padding further
             found = costs[begin] + fixed + tokens
             if found <= cost:
                 cost, best = found, begin
         costs.append(cost)
         begins.append(best)
-    places = [len(lengths)]
-    while places[-1]:
-        places.append(begins[places[-1]])
-    return places[::-1]
+    boundaries = [len(lengths)]
+    while boundaries[-1]:
+        boundaries.append(begins[boundaries[-1]])
+    return boundaries[::-1]
 
 
-def _with_nearest(
-    lengths: Sequence[int], oldest: int, most: int, rules: BatchRules
+def _grow_from_oldest(
+    lengths: Sequence[int], oldest: int, max_rows: int, rules: BatchRules
 ) -> tuple[int, int]:
-    """Return the oldest with one nearest neighbour after the other, within the bounds."""
+    """Return the range that grows from the oldest row to its nearest neighbours within the rules.
+
+    Each step adds the neighbour, below or above, that adds less padding.
+    """
     low, high = oldest, oldest + 1
     real = longest = lengths[oldest]
-    while high - low < most:
+    while high - low < max_rows:
         rows = high - low + 1
-        # Padding that each neighbour adds: its own, or that of all the others up to it.
+        # Padding that a neighbour adds: a shorter row is padded itself; a longer row makes all
+        # others padded to its length. -1 without a neighbour on that side.
         below = longest - lengths[low - 1] if low > 0 else -1
         above = (lengths[high] - longest) * (rows - 1) if high < len(lengths) else -1
         for takes_below in (True, False) if 0 <= below <= above or above < 0 else (False, True):
@@ -131,6 +146,6 @@ def _fits(rows: int, real: int, longest: int, rules: BatchRules) -> bool:
     padding = tokens - real
     if rules.equal_lengths and padding:
         return False
-    if rules.rows_at and rows > rules.rows_at(longest):
+    if rules.max_rows_for_length and rows > rules.max_rows_for_length(longest):
         return False
     return tokens <= rules.max_tokens and padding <= rules.max_padding * tokens

@@ -1,10 +1,9 @@
-"""Threads that preprocess the inputs of one model: they tokenize texts and decode images.
+"""Thread pools that preprocess the inputs of one model: tokenize texts, decode images.
 
-Every text is tokenized in a thread, a short one too: how long that takes is up to the rules of the
-model's tokenizer.json, and some of those never come to an end. The event loop and the other models
-go on meanwhile, and `busy_seconds` says how long it has been. Inputs that are being preprocessed
-have their places in the queue, so that no more is taken in than may wait. Work that has
-not begun when its client goes is dropped.
+Even short texts are tokenized in a thread: the rules in a model's tokenizer.json determine how long
+that takes, and some rules never terminate. A thread that hangs blocks neither the event loop nor
+other models, and `busy_seconds` reports it. Inputs in preprocessing count towards the limit of the
+queue. If a client disconnects, its work is dropped unless it has started.
 """
 
 from __future__ import annotations
@@ -24,43 +23,44 @@ from enginery.serve.batching.queue import ClosedError, OverloadedError
 
 Result = TypeVar("Result")
 
-_SHORT_THREADS = 8
-"""They mostly sleep. It takes as many texts that do not come to an end to hold up short ones."""
-_LONG_THREADS = 2
-"""More of them would take the cores from the model."""
-_PIECE = 64
-"""Texts of a list that one thread tokenizes at a time: milliseconds."""
+_MEDIUM_THREADS = 8
+"""Number of threads for short work. They mostly sleep; it takes this many texts that never finish
+to block short ones."""
+_HEAVY_THREADS = 2
+"""Number of threads for longer work. More would take the cores from the model."""
+_CHUNK_TEXTS = 64
+"""Number of texts of a list that a thread tokenizes at a time, in milliseconds."""
 
 
-class _DaemonThreads:
-    """Daemon threads, started as they are needed.
+class _DaemonThreadPool:
+    """A pool of daemon threads, which are started on demand.
 
-    The process does not wait for them when it ends, as it does for those of an executor of the
-    standard library: one that does not come back would keep it.
+    At exit the process does not wait for daemon threads. It would wait for those of a
+    `ThreadPoolExecutor`, for ever if one of them hangs.
     """
 
-    def __init__(self, most: int, name: str) -> None:
-        self.places = 0
-        """How many places are taken of those that may wait; for the event loop."""
-        self._most, self._name = most, name
+    def __init__(self, max_threads: int, name: str) -> None:
+        self.slots = 0
+        """Number of slots in use; only the event loop changes it."""
+        self._max_threads, self._name = max_threads, name
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._since: list[float] = []
-        """When each thread began what it does; 0 for one that waits."""
+        """When each thread started its current work; 0 for an idle thread."""
         self._unfinished = 0
         self._closed = False
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Run `work` in a thread as soon as one is free; after `close`, in this one."""
+        """Run `work` in the next free thread; after `close`, in the calling thread."""
         job: Future[Result] = Future()
         with self._lock:
             if not self._closed:
                 self._unfinished += 1
-                place = len(self._since)
-                if place < min(self._unfinished, self._most):
+                index = len(self._since)
+                if index < min(self._unfinished, self._max_threads):
                     self._since.append(0.0)
                     threading.Thread(
-                        target=self._work, args=(place,), daemon=True, name=f"{self._name}-{place}"
+                        target=self._work, args=(index,), daemon=True, name=f"{self._name}-{index}"
                     ).start()
                 self._jobs.put((job, work))
                 return job
@@ -68,31 +68,31 @@ class _DaemonThreads:
         return job
 
     def busy_seconds(self) -> float:
-        """Return how long the longest-running work has been running."""
+        """Return how long the longest-running work has been running, in seconds."""
         now = time.perf_counter()
         return max((now - since for since in self._since if since), default=0.0)
 
     def close(self) -> None:
-        """End the threads when all that was submitted is done."""
+        """End the threads once all submitted work is done."""
         with self._lock:
             self._closed = True
             for _ in self._since:
                 self._jobs.put(None)
 
-    def _work(self, place: int) -> None:
+    def _work(self, index: int) -> None:
         while (taken := self._jobs.get()) is not None:
             job, work = taken
             if job.set_running_or_notify_cancel():
-                self._since[place] = time.perf_counter()
+                self._since[index] = time.perf_counter()
                 _run(job, work)
-                self._since[place] = 0.0
+                self._since[index] = 0.0
             with self._lock:
                 self._unfinished -= 1
-            del taken, job, work  # they may be large, and the next may be long in coming
+            del taken, job, work  # free their memory while this thread waits for the next job
 
 
 def _run(job: Future[Result], work: Callable[[], Result]) -> None:
-    """Run `work` and put its result, or what it raised, into a future."""
+    """Run `work` and set its result or exception on a future."""
     try:
         job.set_result(work())
     except BaseException as error:
@@ -100,26 +100,32 @@ def _run(job: Future[Result], work: Callable[[], Result]) -> None:
 
 
 class PreprocessPool:
-    """Preprocesses the inputs of one model in threads."""
+    """The thread pools that preprocess the inputs of one model."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, most: int, name: str) -> None:
-        """Start no thread yet; `most` inputs may be preprocessed or wait at the same time."""
-        self._loop, self._most, self._name = loop, most, name
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, max_inputs: int, name: str) -> None:
+        """Create the pools without starting a thread.
+
+        Args:
+            loop: the event loop of the requests.
+            max_inputs: maximum number of inputs in preprocessing and in the queue together.
+            name: name of the model, for threads and error messages.
+        """
+        self._loop, self._max_inputs, self._name = loop, max_inputs, name
         self._closed = False
         self._awaited: set[asyncio.Future[Any]] = set()
-        self._short = _DaemonThreads(_SHORT_THREADS, f"enginery-preprocess-{name}")
-        self._long = _DaemonThreads(_LONG_THREADS, f"enginery-preprocess-long-{name}")
-        self._pieces = _DaemonThreads(usable_cores(), f"enginery-preprocess-list-{name}")
+        self._medium = _DaemonThreadPool(_MEDIUM_THREADS, f"enginery-preprocess-{name}")
+        self._heavy = _DaemonThreadPool(_HEAVY_THREADS, f"enginery-preprocess-long-{name}")
+        self._list_threads = _DaemonThreadPool(usable_cores(), f"enginery-preprocess-list-{name}")
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a result is waited for."""
+        """True while a request waits for a result."""
         return bool(self._awaited)
 
     @property
     def inputs(self) -> int:
-        """Return how many are being preprocessed or wait to be, without those of short work."""
-        return self._long.places
+        """Number of inputs in preprocessing or waiting for it, without those of short work."""
+        return self._heavy.slots
 
     async def run(
         self,
@@ -132,30 +138,30 @@ class PreprocessPool:
         """Run work in a thread.
 
         Args:
-            work: called in the thread, unless nobody waits for the result any more by then.
-            inputs: how many it is for.
-            waiting: inputs in the queue, for the same bound.
-            short: it should take about a millisecond, and does not wait for longer work. It takes
-                one place, however many inputs it has.
+            work: called in the thread, unless the request is cancelled before that.
+            inputs: number of inputs that the work is for.
+            waiting: number of inputs in the queue, which count towards the same limit.
+            short: the work takes about a millisecond. It runs in separate threads, so that it does
+                not wait for longer work, and counts as one input.
 
         Raises:
-            OverloadedError: too much is being preprocessed already.
-            ClosedError: the model was closed.
+            OverloadedError: too many inputs are in preprocessing or in the queue.
+            ClosedError: the model is shutting down.
         """
         if self._closed:
-            raise ClosedError(f"{self._name} is being closed.")
-        threads, places = (self._short, 1) if short else (self._long, inputs)
-        if threads.places and threads.places + places + (0 if short else waiting) > self._most:
+            raise ClosedError(f"model '{self._name}' is shutting down.")
+        threads, slots = (self._medium, 1) if short else (self._heavy, inputs)
+        if threads.slots and threads.slots + slots + (0 if short else waiting) > self._max_inputs:
             what = "requests" if short else "inputs"
             raise OverloadedError(
-                f"{threads.places} {what} are being preprocessed and {waiting} wait, expected "
-                f"{self._most} at most.",
+                f"too many {what}: {threads.slots} in preprocessing and {waiting} in the queue, "
+                f"expected at most {self._max_inputs}.",
                 retry_after_seconds=1.0,
             )
         made: asyncio.Future[Result] = self._loop.create_future()
 
         def deliver(job: Future[Result]) -> None:
-            threads.places -= places
+            threads.slots -= slots
             if made.done() or job.cancelled():
                 return
             error = job.exception()
@@ -168,7 +174,7 @@ class PreprocessPool:
             with suppress(RuntimeError):  # the loop was closed
                 self._loop.call_soon_threadsafe(deliver, job)
 
-        threads.places += places
+        threads.slots += slots
         self._awaited.add(made)
         made.add_done_callback(self._awaited.discard)
         job = threads.submit(work)
@@ -179,27 +185,31 @@ class PreprocessPool:
             job.cancel()
             raise
 
-    def spread(self, encode: Callable[[list[Any]], list[Any]], texts: list[Any]) -> list[Any]:
-        """Encode a list of texts on all cores, in threads of this model alone.
+    def encode_in_parallel(
+        self, encode: Callable[[list[Any]], list[Any]], texts: list[Any]
+    ) -> list[Any]:
+        """Encode a list of texts on all cores, in threads that only this model uses.
 
-        Those of `tokenizers` are shared by all models: texts that do not come to an end would hold
-        up the lists of every one. They are switched off when the server starts.
+        The threads of `tokenizers` are shared by all models, so texts that never finish would block
+        them for every model. The server disables them (TOKENIZERS_PARALLELISM).
         """
-        if len(texts) < 2 * _PIECE or usable_cores() == 1:
+        if len(texts) < 2 * _CHUNK_TEXTS or usable_cores() == 1:
             return encode(texts)
-        pieces = [texts[start : start + _PIECE] for start in range(0, len(texts), _PIECE)]
-        jobs = [self._pieces.submit(partial(encode, piece)) for piece in pieces]
+        pieces = [
+            texts[start : start + _CHUNK_TEXTS] for start in range(0, len(texts), _CHUNK_TEXTS)
+        ]
+        jobs = [self._list_threads.submit(partial(encode, piece)) for piece in pieces]
         return [encoding for job in jobs for encoding in job.result()]
 
     def busy_seconds(self) -> float:
-        """Return how long the longest-running work has been running."""
-        return max(self._short.busy_seconds(), self._long.busy_seconds())
+        """Return how long the longest-running work has been running, in seconds."""
+        return max(self._medium.busy_seconds(), self._heavy.busy_seconds())
 
     def close(self) -> None:
-        """Take nothing more; requests that still wait for a result get an error."""
+        """Accept no more work; raise ClosedError in requests that still wait for a result."""
         self._closed = True
         for made in list(self._awaited):
             if not made.done():
-                made.set_exception(ClosedError(f"{self._name} is being closed."))
-        for threads in (self._short, self._long, self._pieces):
+                made.set_exception(ClosedError(f"model '{self._name}' is shutting down."))
+        for threads in (self._medium, self._heavy, self._list_threads):
             threads.close()

@@ -1,12 +1,16 @@
-"""Rows that wait for a worker, the batches that workers take, and which requests are refused.
+"""The queue of rows that wait for a worker, with admission control.
 
-No row waits for a timer: a worker that is free takes the row that is due first, with neighbours in
-length, see `planner`. A row of a list is due when those before it in the list would be done, so
-that a long list does not hold up short requests that come after it. A request is refused when too
-many rows or tokens wait, or when it would wait for too long.
+No timer delays a batch: a free worker takes the row that is due first, together with rows of
+similar length (see `planner`). The first row of a request is due when the request arrives; each
+further row is due when the rows before it in the request would be done. So a long request does not
+block short ones that arrive after it.
 
-Batches of neighbours in length let later rows pass earlier ones, and a request waits for the last
-of its rows. It waits for longer than the tokens before it take; how much longer is learned.
+A request is rejected (HTTP 429) if too many rows or tokens wait, or if its estimated wait is too
+long. The estimate starts from the backlog: the tokens in the queue times the seconds per token of
+all workers. Requests wait longer than that, because batches are formed by length, so that later
+rows overtake earlier ones, and because a request waits for the last of its rows. The ratio of
+actual wait to backlog is observed on past requests, as the quotient of two exponentially decaying
+sums, and the estimate is the backlog times this ratio.
 """
 
 from __future__ import annotations
@@ -20,17 +24,19 @@ from operator import attrgetter
 from typing import Any
 
 from enginery.core.errors import EngineryError
-from enginery.serve.batching.planner import MAX_DIVIDED, BatchRules, choose_batch
+from enginery.serve.batching.planner import MAX_PARTITIONED_ROWS, BatchRules, choose_batch
 
-_KEPT = 0.98
-"""What a wait weighs when the next one is learned."""
-_LEARNED_SHARE = 0.1
-"""Of the longest wait that is taken. Shorter waits say little: what runs is not in an estimate."""
-_MOST_STRETCH = 4.0
+_DECAY = 0.98
+"""Factor for the weights of earlier waits when a wait is observed."""
+_OBSERVED_SHARE = 0.1
+"""Share of the maximum wait below which a backlog is not observed: for short waits the batches that
+already run, which the backlog does not include, dominate."""
+_MAX_STRETCH = 4.0
+"""Upper bound of the ratio of wait to backlog."""
 
 
 class OverloadedError(EngineryError):
-    """Too much waits already."""
+    """Too many requests are waiting."""
 
     def __init__(self, message: str, *, retry_after_seconds: float) -> None:
         super().__init__(message, do="Send the request again later.")
@@ -38,37 +44,44 @@ class OverloadedError(EngineryError):
 
 
 class ClosedError(EngineryError):
-    """The model is being closed, and takes nothing more."""
+    """The model is shutting down and accepts no more requests."""
 
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """One row of a request, until a worker takes it."""
+    """One row of a request."""
 
     request: Any
-    """All rows of one request are cancelled at once."""
-    place: int
-    """Among the rows of its request."""
+    """The request that the row belongs to; set by the scheduler."""
+    index: int
+    """Index of the row in its request."""
     key: Hashable
-    """Rows of one key may share a batch."""
+    """Only rows of equal keys may share a batch."""
     length: int
-    """Tokens, padded to what an engine takes; 1 for an image."""
+    """Number of tokens, padded for the engine if there is one; 1 for an image."""
     row: Any
     runner: Any = None
-    """Runs rows of this key."""
+    """The `BatchRunner` for rows of this key."""
     tokens: int = 0
-    """Without padding."""
+    """Number of tokens without padding."""
     due: float = 0.0
-    """When it is to run, by `time.perf_counter`; earlier ones go first."""
+    """When the row should run, by `time.perf_counter`; the row that is due first runs first."""
     taken: bool = False
+    """True once the row has left the queue."""
     order: tuple[int, int] = (0, 0)
+    """Sort key within its lane: length, then order of arrival."""
 
 
 _ORDER = attrgetter("order")
 
 
 class BatchQueue:
-    """A bounded queue between the event loop and the workers."""
+    """A bounded queue between the event loop and the workers. Thread-safe.
+
+    Rows of equal keys form a lane, sorted by length for the planner. A heap over all lanes has the
+    row that is due first; rows that left their lane stay in the heap, marked as taken, until they
+    reach its top.
+    """
 
     def __init__(
         self, rules: BatchRules, *, max_rows: int, max_tokens: int, max_wait_seconds: float
@@ -76,23 +89,23 @@ class BatchQueue:
         """Open the queue.
 
         Args:
-            rules: the bounds of a batch.
-            max_rows: that may wait.
-            max_tokens: that may wait.
-            max_wait_seconds: that a request may have to wait, as far as that can be estimated.
+            rules: the limits of a batch.
+            max_rows: maximum number of waiting rows.
+            max_tokens: maximum number of waiting tokens.
+            max_wait_seconds: maximum estimated wait of a request.
         """
         self.rules = rules
         self.seconds_per_token = 0.0
-        """How long the workers together take for a token; 0 until it was measured."""
+        """Time per token of all workers together; 0 until it has been measured."""
         self.rows = 0
-        """How many wait."""
+        """Number of waiting rows."""
         self.tokens = 0
-        """How many tokens they have."""
+        """Number of waiting tokens, without padding."""
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self._max_wait_seconds = max_wait_seconds
-        # Sums over past requests: what the tokens before them took, and how long they waited. They
-        # begin as if one short wait had been just as long as that.
-        self._estimated = self._waited = max_wait_seconds * _LEARNED_SHARE
+        # Decaying sums over past requests of the backlog at arrival and of the actual wait. They
+        # start as if one request had waited exactly as long as its backlog.
+        self._estimated_sum = self._waited_sum = max_wait_seconds * _OBSERVED_SHARE
         self._lanes: dict[Hashable, list[QueueEntry]] = {}
         self._due: list[tuple[float, int, QueueEntry]] = []
         self._count = 0
@@ -100,49 +113,48 @@ class BatchQueue:
         self._state = "open"
         self._lock = threading.Lock()
         self._sleeping: list[threading.Lock] = []
-        """Locked ones, each of a worker that waits; the last is woken first: what it needs is in
-        its core's caches."""
+        """A locked lock for each idle worker. The one that went idle last is woken first, because
+        its data are still in the caches of its core."""
 
     @property
-    def wait_seconds(self) -> float:
-        """Return how long a request that comes now would wait."""
-        stretch = self._waited / self._estimated if self._estimated else 1.0
-        return self.work_seconds * min(max(stretch, 1.0), _MOST_STRETCH)
+    def estimated_wait_seconds(self) -> float:
+        """Estimated wait of a request that arrives now, in seconds."""
+        stretch = self._waited_sum / self._estimated_sum if self._estimated_sum else 1.0
+        return self.backlog_seconds * min(max(stretch, 1.0), _MAX_STRETCH)
 
     @property
-    def work_seconds(self) -> float:
-        """Return how long the workers would take for what waits."""
+    def backlog_seconds(self) -> float:
+        """Time that the workers need for all waiting rows, in seconds."""
         return self.tokens * self.seconds_per_token
 
-    def learn_wait(self, work_seconds: float, waited: float) -> None:
-        """Learn from a request that has run.
+    def observe_wait(self, backlog_seconds: float, waited: float) -> None:
+        """Update the estimate with a request that has run.
 
         Args:
-            work_seconds: when it came.
-            waited: until the last of its batches began, in seconds.
+            backlog_seconds: the backlog when the request arrived.
+            waited: seconds until the last of its batches started.
         """
-        if work_seconds < self._max_wait_seconds * _LEARNED_SHARE:
+        if backlog_seconds < self._max_wait_seconds * _OBSERVED_SHARE:
             return
-        self._estimated = self._estimated * _KEPT + work_seconds
-        self._waited = self._waited * _KEPT + waited
+        self._estimated_sum = self._estimated_sum * _DECAY + backlog_seconds
+        self._waited_sum = self._waited_sum * _DECAY + waited
 
     def put(self, entries: Sequence[QueueEntry], *, now: float, admitted: bool = False) -> None:
-        """Take all of some rows, or none.
+        """Add rows of a request to the queue: all of them or, with an error, none.
 
         Args:
             entries: rows of one request.
-            now: by `time.perf_counter`.
-            admitted: whether earlier rows of the request were taken, and these are no longer
-                refused: a request has one part in the queue at a time.
+            now: the current `time.perf_counter`.
+            admitted: earlier rows of the request were accepted, so these are not rejected.
 
         Raises:
-            OverloadedError: too much waits already.
-            ClosedError: the queue was closed.
+            OverloadedError: too many rows or tokens wait, or the request would wait too long.
+            ClosedError: the queue is closed.
         """
         tokens = sum(entry.tokens for entry in entries)
         with self._lock:
             if self._state != "open":
-                raise ClosedError("the model is being closed.")
+                raise ClosedError("the model is shutting down.")
             if self.rows and not admitted:
                 self._admit(len(entries), tokens)
             due = now
@@ -158,23 +170,23 @@ class BatchQueue:
                 self._sleeping.pop().release()
 
     def _admit(self, rows: int, tokens: int) -> None:
-        """Raise OverloadedError where a request of so many rows and tokens is too much."""
-        wait = self.wait_seconds
+        """Raise OverloadedError if a request of this size must be rejected."""
+        wait = self.estimated_wait_seconds
         if self.rows + rows > self.max_rows or self.tokens + tokens > self.max_tokens:
             raise OverloadedError(
                 f"the queue is full: {self.rows} inputs with {self.tokens} tokens wait, expected "
-                f"{self.max_rows} and {self.max_tokens} at most.",
+                f"at most {self.max_rows} and {self.max_tokens}.",
                 retry_after_seconds=wait,
             )
         if wait > self._max_wait_seconds:
             raise OverloadedError(
-                f"a request would wait {wait:.1f} s, expected {self._max_wait_seconds:g} s at "
-                f"most: {self.rows} inputs with {self.tokens} tokens wait.",
+                f"the request would wait {wait:.1f} s, expected at most "
+                f"{self._max_wait_seconds:g} s: {self.rows} inputs with {self.tokens} tokens wait.",
                 retry_after_seconds=wait,
             )
 
     def take(self) -> list[QueueEntry]:
-        """Wait for the next batch; return none when the queue is closed and empty."""
+        """Wait for the next batch and return it; return an empty list once closed and empty."""
         with self._lock:
             self._idle += 1
             try:
@@ -182,28 +194,31 @@ class BatchQueue:
                     if self._state != "open":
                         return []
                     self._sleep()
-                return self._next()
+                return self._next_batch()
             finally:
                 self._idle -= 1
 
     def cancel(self, entries: Sequence[QueueEntry]) -> int:
-        """Remove rows that still wait; return how many those were."""
+        """Remove those of some rows that still wait; return their number."""
         with self._lock:
             found = [entry for entry in entries if not entry.taken and entry.order[1]]
             for entry in found:
                 lane = self._lanes[entry.key]
                 del lane[bisect_left(lane, entry.order, key=_ORDER)]
-                self._forget(entry)
+                self._mark_taken(entry)
                 if not lane:
                     del self._lanes[entry.key]
-            self._drop_taken()
+            self._pop_taken()
             return len(found)
 
     def close(self, *, drain: bool) -> list[QueueEntry]:
-        """Take nothing more; workers end when nothing waits.
+        """Accept no more rows, and end the workers once the queue is empty.
+
+        Args:
+            drain: run the waiting rows first; if False, drop them.
 
         Returns:
-            The rows that will not run; none with `drain`.
+            The dropped rows.
         """
         with self._lock:
             self._state = "closed"
@@ -211,7 +226,7 @@ class BatchQueue:
             if not drain:
                 dropped = [entry for _, _, entry in self._due if not entry.taken]
                 for entry in dropped:
-                    self._forget(entry)
+                    self._mark_taken(entry)
                 self._lanes.clear()
                 self._due.clear()
             while self._sleeping:
@@ -219,7 +234,7 @@ class BatchQueue:
             return dropped
 
     def _sleep(self) -> None:
-        """Wait until `put` wakes this worker; the queue's lock is released meanwhile."""
+        """Release the queue's lock and wait until `put` or `close` wakes this worker."""
         woken = threading.Lock()
         woken.acquire()
         self._sleeping.append(woken)
@@ -229,39 +244,39 @@ class BatchQueue:
         finally:
             self._lock.acquire()
 
-    def _next(self) -> list[QueueEntry]:
+    def _next_batch(self) -> list[QueueEntry]:
         oldest = self._due[0][2]
         lane = self._lanes[oldest.key]
         low, high = 0, 1
         if len(lane) > 1:
-            place = bisect_left(lane, oldest.order, key=_ORDER)
-            # Workers that are free as well get their share.
+            position = bisect_left(lane, oldest.order, key=_ORDER)
+            # Leave an equal share of the waiting rows to each of the other idle workers.
             most = -(-self.rows // max(self._idle, 1))
-            few = len(lane) <= MAX_DIVIDED
-            lengths = [entry.length for entry in lane] if few else _Lengths(lane)
-            low, high = choose_batch(lengths, oldest=place, most=most, rules=self.rules)
+            few = len(lane) <= MAX_PARTITIONED_ROWS
+            lengths = [entry.length for entry in lane] if few else _LaneLengths(lane)
+            low, high = choose_batch(lengths, oldest=position, max_rows=most, rules=self.rules)
         batch = lane[low:high]
         del lane[low:high]
         for entry in batch:
-            self._forget(entry)
+            self._mark_taken(entry)
         if not lane:
             del self._lanes[oldest.key]
-        self._drop_taken()
+        self._pop_taken()
         return batch
 
-    def _drop_taken(self) -> None:
-        """Drop entries that were taken from the front of the due list."""
+    def _pop_taken(self) -> None:
+        """Remove taken entries from the top of the heap."""
         while self._due and self._due[0][2].taken:
             heapq.heappop(self._due)
 
-    def _forget(self, entry: QueueEntry) -> None:
+    def _mark_taken(self, entry: QueueEntry) -> None:
         entry.taken = True
         self.rows -= 1
         self.tokens -= entry.tokens
 
 
-class _Lengths(Sequence[int]):
-    """The lengths of a lane, read one by one."""
+class _LaneLengths(Sequence[int]):
+    """A view of the lengths of a lane, for lanes so long that copying them all takes time."""
 
     __slots__ = ("_lane",)
 
@@ -271,5 +286,5 @@ class _Lengths(Sequence[int]):
     def __len__(self) -> int:
         return len(self._lane)
 
-    def __getitem__(self, place: Any) -> Any:
-        return self._lane[place].length
+    def __getitem__(self, index: Any) -> Any:
+        return self._lane[index].length

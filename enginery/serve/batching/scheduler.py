@@ -1,8 +1,8 @@
-"""Rows of requests through the queue and the workers of one model, and back.
+"""Schedule the rows of requests on the workers of one model, and collect their outputs.
 
-A request of many rows has a share of the queue at a time: others get in beside it. A request that
-is cancelled leaves the queue. All methods but those that workers call are for the event loop's
-thread.
+A request with many rows enters the queue in parts, so that it leaves room for others. The rows of a
+cancelled request are removed from the queue. Call all methods from the event loop's thread, except
+those that workers call.
 """
 
 from __future__ import annotations
@@ -18,57 +18,58 @@ from enginery.serve.batching.queue import BatchQueue, ClosedError, QueueEntry
 from enginery.serve.batching.workers import BatchResult, Workers
 
 _QUEUE_SHARE = 4
-"""A request has at most one part in so many of the queue at once; the rest of it comes after."""
+"""A request may use 1/4 of the queue at a time; the rest of it follows later."""
 
 
 @dataclass(slots=True)
 class Timings:
-    """Where the time of one request went, in seconds; the longest over its rows."""
+    """Timings and token counts of one request; each time is the maximum over its rows."""
 
     tokenize_seconds: float = 0.0
-    """Tokenizing, or decoding and scaling images."""
+    """Time to tokenize texts, or to decode and resize images."""
     queue_seconds: float = 0.0
-    """Waiting for a worker."""
+    """Time until the last of its batches started."""
     inference_seconds: float = 0.0
-    """In a worker: padding, the graph, and its outputs into rows."""
+    """Time in a worker: padding, inference, and splitting the outputs by row."""
     tokens: int = 0
-    """Of all inputs, special tokens included."""
+    """Number of tokens of all inputs, special tokens included."""
     truncated: int = 0
-    """Inputs that were cut to what the model takes."""
+    """Number of inputs that were truncated."""
 
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """One batch that ran."""
+    """Size and duration of a batch that ran."""
 
     rows: int
     tokens: int
-    """Without padding."""
+    """Number of tokens without padding."""
     padded_tokens: int
+    """Number of tokens with padding."""
     seconds: float
-    """Padding, the graph, and its outputs into rows."""
+    """Time of padding, inference, and splitting the outputs by row."""
 
 
 @dataclass(slots=True, eq=False)
 class _PendingRequest:
-    """A request whose rows wait or run."""
+    """A request with rows that wait or run."""
 
     future: asyncio.Future[None]
     outputs: list[Any]
-    """One for each row; None until it ran."""
+    """The output of each row; None until the row has run."""
     arrived: float
-    """By `time.perf_counter`."""
+    """When the request arrived, by `time.perf_counter`."""
     started: float
-    """When the last of its batches began."""
+    """When the latest of its batches started, by `time.perf_counter`."""
     done: int = 0
-    """How many rows ran."""
+    """Number of rows that have run."""
     inference_seconds: float = 0.0
     progress: asyncio.Event = field(default_factory=asyncio.Event)
     """Set whenever a row has run."""
 
 
 class BatchScheduler:
-    """Runs the rows of requests in batches."""
+    """The scheduler of one model, with its queue and workers."""
 
     def __init__(
         self,
@@ -87,14 +88,14 @@ class BatchScheduler:
 
         Args:
             run: runs a batch in a worker's thread; returns an output for each row.
-            rules: the bounds of a batch.
-            loop: where requests wait.
-            workers: batches at the same time.
-            max_rows: that may wait.
-            max_tokens: that may wait.
-            max_wait_seconds: that a request may have to wait.
-            on_batch: called with each batch that ran, in the event loop.
-            name: of the threads.
+            rules: the limits of a batch.
+            loop: the event loop of the requests.
+            workers: number of worker threads.
+            max_rows: maximum number of waiting rows.
+            max_tokens: maximum number of waiting tokens.
+            max_wait_seconds: maximum estimated wait of a request.
+            on_batch: called in the event loop for each batch that ran.
+            name: name of the model, for the threads.
         """
         self._loop, self._on_batch = loop, on_batch
         self._pending: set[_PendingRequest] = set()
@@ -104,39 +105,43 @@ class BatchScheduler:
         self.workers = Workers(self.queue, run, self._finished, count=workers, name=name)
 
     def close(self, *, drain: bool) -> None:
-        """Take nothing more; run what waits, or refuse it."""
+        """Accept no more requests; with `drain` run the waiting ones, else fail them."""
         for entry in self.queue.close(drain=drain):
-            self._fail(entry.request, ClosedError("the model is being closed."))
+            self._fail(entry.request, ClosedError("the model is shutting down."))
 
     def fail_all(self, error: Exception) -> None:
-        """Answer every request that waits or runs with an error."""
+        """Raise an error in every request that waits or runs."""
         for pending in list(self._pending):
             self._fail(pending, error)
 
     async def run(self, entries: Sequence[QueueEntry], timings: Timings) -> list[Any]:
-        """Run rows and return the graph's output for each.
+        """Run the rows of a request and return the graph's output for each.
 
         Args:
-            entries: rows of one request.
-            timings: of the request; queue and inference are filled in.
+            entries: the rows of the request.
+            timings: timings of the request; `queue_seconds` and `inference_seconds` are set here.
 
         Raises:
-            OverloadedError, ClosedError: the rows were not taken.
-            EngineryError: the first that a row raised.
+            OverloadedError, ClosedError: the request was rejected.
+            EngineryError: a row failed; the first error is raised.
         """
         queue = self.queue
-        now, work_seconds = time.perf_counter(), queue.work_seconds
+        now, backlog_seconds = time.perf_counter(), queue.backlog_seconds
         pending = _PendingRequest(self._loop.create_future(), [None] * len(entries), now, now)
         for entry in entries:
             entry.request = pending
         sent: list[QueueEntry] = []
         self._pending.add(pending)
         try:
-            parts = _parts(entries, queue.max_rows, queue.max_tokens) if entries[1:] else [entries]
+            parts = (
+                _split_request(entries, queue.max_rows, queue.max_tokens)
+                if entries[1:]
+                else [entries]
+            )
             for part in parts:
                 if sent:
-                    work_seconds = 0.0  # it waits for its own parts, which says nothing
-                    await self._put_later(part, pending, len(sent) - len(part) // 2)
+                    backlog_seconds = 0.0  # it waits for its own parts: not to be observed
+                    await self._put_next_part(part, pending, len(sent) - len(part) // 2)
                 else:
                     queue.put(part, now=now)
                 sent += part
@@ -146,19 +151,19 @@ class BatchScheduler:
         except BaseException:
             queue.cancel(sent)
             if pending.future.done() and not pending.future.cancelled():
-                pending.future.exception()  # it was looked at
+                pending.future.exception()  # mark as retrieved, else asyncio logs it
             raise
         finally:
             self._pending.discard(pending)
         timings.queue_seconds = pending.started - pending.arrived
         timings.inference_seconds = pending.inference_seconds
-        queue.learn_wait(work_seconds, timings.queue_seconds)
+        queue.observe_wait(backlog_seconds, timings.queue_seconds)
         return pending.outputs
 
-    async def _put_later(
+    async def _put_next_part(
         self, part: Sequence[QueueEntry], pending: _PendingRequest, done: int
     ) -> None:
-        """Put a further part of a request once so many of its rows are done."""
+        """Wait until `done` rows of a request are done, then queue its next part."""
         while pending.done < done and not pending.future.done():
             pending.progress.clear()
             await pending.progress.wait()
@@ -166,10 +171,10 @@ class BatchScheduler:
             self.queue.put(part, now=time.perf_counter(), admitted=True)
 
     def _finished(self, result: BatchResult) -> None:
-        """Hand a batch over to the event loop; called in a worker's thread."""
+        """Pass a batch's result to the event loop; called in a worker's thread."""
         try:
             self._loop.call_soon_threadsafe(self._deliver, result)
-        except RuntimeError:  # the loop was closed: nobody waits for an answer any more
+        except RuntimeError:  # the loop is closed, so no request waits any more
             return
 
     def _deliver(self, result: BatchResult) -> None:
@@ -181,17 +186,17 @@ class BatchScheduler:
                 if isinstance(output, BaseException):
                     self._fail(pending, output)
                     continue
-                pending.outputs[entry.place] = output
+                pending.outputs[entry.index] = output
                 pending.done += 1
                 pending.progress.set()
                 pending.started = max(pending.started, result.started)
                 pending.inference_seconds = max(pending.inference_seconds, result.seconds)
                 if pending.done == len(pending.outputs):
                     pending.future.set_result(None)
-        finally:  # behind the requests that have waited for it
-            self._loop.call_soon(self._account, result)
+        finally:  # scheduled after the requests that waited for this batch
+            self._loop.call_soon(self._report_batch, result)
 
-    def _account(self, result: BatchResult) -> None:
+    def _report_batch(self, result: BatchResult) -> None:
         lengths = [entry.length for entry in result.batch]
         tokens = sum(entry.tokens for entry in result.batch)
         self._on_batch(
@@ -204,17 +209,17 @@ class BatchScheduler:
             pending.progress.set()
 
 
-def _parts(
+def _split_request(
     entries: Sequence[QueueEntry], max_rows: int, max_tokens: int
 ) -> Iterator[Sequence[QueueEntry]]:
-    """Yield the rows of a request, as many at once as it may have of the queue."""
+    """Yield the rows of a request in parts of at most `1 / _QUEUE_SHARE` of the queue."""
     rows = max(max_rows // _QUEUE_SHARE, 1)
     start = tokens = 0
-    for place, entry in enumerate(entries):
-        full = place - start >= rows or tokens + entry.tokens > max_tokens // _QUEUE_SHARE
-        if full and place > start:
-            yield entries[start:place]
-            start, tokens = place, 0
+    for index, entry in enumerate(entries):
+        full = index - start >= rows or tokens + entry.tokens > max_tokens // _QUEUE_SHARE
+        if full and index > start:
+            yield entries[start:index]
+            start, tokens = index, 0
         tokens += entry.tokens
     if entries:
         yield entries[start:]

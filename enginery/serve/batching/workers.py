@@ -1,7 +1,7 @@
-"""Threads that take batches from a queue and run them.
+"""Worker threads that take batches from a queue and run them.
 
-One session is shared: its weights are in memory once, and each batch stays on the thread that runs
-it. A batch that fails is run again row by row, so that one bad row is alone with its error.
+All workers share one session, so that weights are in memory only once. A batch that fails runs
+again row by row, so that an error affects only the row that causes it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class BatchResult:
-    """A batch that ran: an output or an error for each of its rows."""
+    """The result of a batch: an output or an exception for each row."""
 
     batch: Sequence[QueueEntry]
     outputs: Sequence[Any]
-    """What the graph gave for each row, or the exception that it raised."""
+    """The graph's output for each row, or the exception that the row raised."""
     started: float
-    """By `time.perf_counter`."""
+    """When the batch started, by `time.perf_counter`."""
     seconds: float
 
 
 class Workers:
-    """The threads of one model."""
+    """The worker threads of one model."""
 
     def __init__(
         self,
@@ -46,49 +46,48 @@ class Workers:
         """Start the threads.
 
         Args:
-            queue: where batches come from; closing it ends the threads when nothing waits.
-            run: returns an output for each row of a batch; raises an `EngineryError` where it
-                cannot be run.
+            queue: source of batches; after it is closed, the threads end once it is empty.
+            run: returns an output for each row of a batch; raises EngineryError if it fails.
             deliver: called with every result, in the worker's thread.
-            count: how many threads.
-            name: of the threads.
+            count: number of threads.
+            name: name of the model, for the threads.
         """
         self._queue, self._run, self._deliver = queue, run, deliver
         self._since: list[float] = [0.0] * count
         self._threads = [
             threading.Thread(
-                target=self._work, args=(place,), daemon=True, name=f"enginery-{name}-{place}"
+                target=self._work, args=(index,), daemon=True, name=f"enginery-{name}-{index}"
             )
-            for place in range(count)
+            for index in range(count)
         ]
         for thread in self._threads:
             thread.start()
 
     def busy_seconds(self) -> float:
-        """Return how long the longest-running batch has been running."""
+        """Return how long the longest-running batch has been running, in seconds."""
         now = time.perf_counter()
         return max((now - since for since in self._since if since), default=0.0)
 
     @property
     def alive(self) -> bool:
-        """Whether every thread runs."""
+        """True if every thread is alive."""
         return all(thread.is_alive() for thread in self._threads)
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the threads, after the queue was closed; return whether all have ended."""
+        """Wait for the threads after the queue was closed; return True if all have ended."""
         ends = time.perf_counter() + timeout_seconds
         for thread in self._threads:
             thread.join(max(ends - time.perf_counter(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _work(self, place: int) -> None:
+    def _work(self, index: int) -> None:
         while batch := self._queue.take():
-            started = self._since[place] = time.perf_counter()
+            started = self._since[index] = time.perf_counter()
             outputs = self._outputs(batch)
-            self._since[place] = 0.0
+            self._since[index] = 0.0
             try:
                 self._deliver(BatchResult(batch, outputs, started, time.perf_counter() - started))
-            except Exception:  # a bug, which must not take the worker along
+            except Exception:  # a bug, which must not end the worker
                 _log.exception("a batch of %d rows could not be delivered", len(batch))
 
     def _outputs(self, batch: Sequence[QueueEntry]) -> Sequence[Any]:
@@ -100,7 +99,7 @@ class Workers:
         except EngineryError as error:
             if len(batch) == 1:
                 return [error]
-        except Exception as error:  # a bug, which must not take the worker along
+        except Exception as error:  # a bug, which must not end the worker
             _log.exception("a batch of %d rows failed", len(batch))
             if len(batch) == 1:
                 return [error]

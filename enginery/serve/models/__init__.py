@@ -1,1 +1,1 @@
-"""The models of a server: a registry of served models, each with its backend."""
+"""The models of a server: the registry, and served models with their backends."""

@@ -1,4 +1,4 @@
-"""The models of one server: found by name, reloaded without losing a request, watched."""
+"""The registry of the server's models: lookup by name, reload without downtime, health checks."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
 _DRAIN_SECONDS = 30.0
-"""For a model that was replaced to answer what it has, whatever --grace says."""
+"""Minimum time for a replaced model to answer its waiting requests, even if --grace is shorter."""
 
 Result = TypeVar("Result")
 
 
 class UnknownModelError(EngineryError):
-    """There is no model of that name."""
+    """No model has this name."""
 
 
 class ModelChoiceError(InputError):
-    """No model was named, and not exactly one can answer."""
+    """The request names no model, and not exactly one model fits."""
 
 
 @dataclass(frozen=True)
-class Reloaded:
-    """What happened to a model that was to be reloaded."""
+class ReloadResult:
+    """The result of reloading a model."""
 
     swapped: bool
-    """Whether the new one has taken its place; else it goes on as it was."""
-    text: str
+    """True if the new model has replaced the old one; else the old one still serves."""
+    message: str
 
 
 class ModelRegistry:
-    """The models of one server, in the order they were given."""
+    """The models of one server, in the order of the command line."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class ModelRegistry:
         on_batch: OnBatch | None = None,
         on_broken: Callable[[str], None] | None = None,
     ) -> None:
-        """Load nothing yet.
+        """Create the registry without loading anything.
 
         Args:
-            paths: artifacts' directories by the names that routes call them.
+            paths: directories of artifacts, by model name.
             config: the options of the server.
-            loop: where requests are answered.
-            on_batch: called with the name of a model and each batch that ran.
-            on_broken: called with the reason when a batch does not end or a provider is gone.
+            loop: the event loop of the requests.
+            on_batch: called with the model's name for each batch that ran.
+            on_broken: called with the reason if a model is stuck or its provider has failed.
         """
         self.draining = False
         self._config, self._loop = config, loop
@@ -75,14 +75,14 @@ class ModelRegistry:
 
     @property
     def ready(self) -> bool:
-        """Whether every model answers and the server does not drain."""
+        """True if every model is ready and the server is not draining."""
         return not self.draining and all(model.state == "ready" for model in self)
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(list(self._models.values()))
 
     def get(self, name: str) -> ServedModel:
-        """Return the model of that name; raise UnknownModelError where there is none."""
+        """Return the model of this name; raise UnknownModelError if there is none."""
         if name in self._models:
             return self._models[name]
         raise UnknownModelError(
@@ -93,16 +93,16 @@ class ModelRegistry:
     def select(
         self, name: str = "", fits: Callable[[ServedModel], bool] | None = None
     ) -> ServedModel:
-        """Return the model of that name; without a name the only one that fits.
+        """Return the model of a name or, without a name, the only model that fits.
 
         Args:
-            name: as routes call it; empty for none.
-            fits: whether a model can answer; None where every one can.
+            name: name of the model; empty for none.
+            fits: returns True if a model supports the request; None if every model does.
 
         Raises:
-            UnknownModelError: there is none of that name.
-            ModelChoiceError: no name was given, and not exactly one of several fits.
-            UnavailableError: one of several is being loaded: whether it fits is not known yet.
+            UnknownModelError: no model has this name.
+            ModelChoiceError: there is no name, and not exactly one of several models fits.
+            UnavailableError: one of several models is loading, so its task is not known yet.
         """
         if name:
             return self.get(name)
@@ -114,20 +114,20 @@ class ModelRegistry:
         if not found:
             tasks = ", ".join(f"{model.name} ({model.artifact.manifest.task})" for model in several)
             raise ModelChoiceError(
-                f"none of the server's {len(several)} models answers this route.",
+                f"none of the server's {len(several)} models supports this route.",
                 do=f"Models: {tasks}.",
             )
-        can = " that can answer" if fits is not None else ""
+        can = " for this route" if fits is not None else ""
         raise ModelChoiceError(
-            f"the server has {len(found)} models{can}, and none was named.",
+            f"the server has {len(found)} models{can}, but the request names none.",
             do=f"Name one of {', '.join(model.name for model in found)}.",
         )
 
     async def load(self) -> None:
-        """Load all models, side by side.
+        """Load all models in parallel.
 
         Raises:
-            EngineryError: one cannot be loaded.
+            EngineryError: a model cannot be loaded.
         """
         threads = ThreadPoolExecutor(len(self._models) or 1, thread_name_prefix="enginery-load")
         try:
@@ -140,79 +140,79 @@ class ModelRegistry:
                 raise failed
         self._watching = self._loop.create_task(self._watch())
 
-    async def reload(self, name: str = "") -> dict[str, Reloaded]:
-        """Open artifacts again from where they are, and swap those that load.
+    async def reload(self, name: str = "") -> dict[str, ReloadResult]:
+        """Load artifacts again from their directories, and replace the models that load.
 
-        Requests that wait are answered by the model that they were sent to; new ones go to the new
-        model as soon as it is ready. A model that cannot be loaded changes nothing.
+        The old model answers the requests that wait for it; new requests go to the new model as
+        soon as it is ready. If an artifact cannot be loaded, the old model keeps serving.
 
         Args:
-            name: of one model; empty for all.
+            name: name of one model; empty for all.
 
         Returns:
-            What happened to each model.
+            The result for each model, by name.
 
         Raises:
-            UnknownModelError: there is no model of that name.
-            UnavailableError: the server is about to end, or loads or reloads already.
+            UnknownModelError: no model has this name.
+            UnavailableError: the server is shutting down, or is loading or reloading models.
         """
         if self.draining:
-            raise UnavailableError("the server is about to end.")
+            raise UnavailableError("the server is shutting down.")
         if self._reloading.locked():
-            raise UnavailableError("models are being reloaded.")
+            raise UnavailableError("models are already being reloaded.")
         names = (self.get(name).name,) if name else self.names
         for each in names:
             if self._models[each].state == "loading":
                 raise UnavailableError(f"{each} is still being loaded.")
-        # A client that has gone must not leave a model half swapped.
-        return await asyncio.shield(self._begin(self._reload_all(names)))
+        # Shielded, so that a client's disconnect does not interrupt a replacement.
+        return await asyncio.shield(self._spawn(self._reload_all(names)))
 
-    async def _reload_all(self, names: Sequence[str]) -> dict[str, Reloaded]:
+    async def _reload_all(self, names: Sequence[str]) -> dict[str, ReloadResult]:
         async with self._reloading:
             return {name: await self._reload(name) for name in names}
 
-    async def _reload(self, name: str) -> Reloaded:
+    async def _reload(self, name: str) -> ReloadResult:
         old = self._models[name]
-        before = _content(old)
+        before = _content_prefix(old)
         new = self._new(name, old.path)
         try:
             await self._loop.run_in_executor(None, new.load)
         except EngineryError as error:
             await new.close(drain=False)
-            return Reloaded(swapped=False, text=f"not reloaded: {error}")
+            return ReloadResult(swapped=False, message=f"not reloaded: {error}")
         except BaseException:
             await new.close(drain=False)
             raise
         if self.draining:
             await new.close(drain=False)
-            return Reloaded(swapped=False, text="not reloaded: the server is about to end")
+            return ReloadResult(swapped=False, message="not reloaded: the server is shutting down")
         self._models[name] = new
-        self._begin(old.retire(timeout_seconds=max(self._config.grace, _DRAIN_SECONDS)))
-        now = _content(new)
+        self._spawn(old.retire(timeout_seconds=max(self._config.grace, _DRAIN_SECONDS)))
+        now = _content_prefix(new)
         same = before == now
-        return Reloaded(
+        return ReloadResult(
             swapped=True,
-            text="reloaded, of the same content" if same else f"reloaded: {before} → {now}",
+            message="reloaded, content unchanged" if same else f"reloaded: {before} → {now}",
         )
 
-    def _begin(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Start a task of the server's own, which is held until it ends."""
+    def _spawn(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Start a background task, and keep a reference to it until it ends."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def begin_drain(self) -> None:
-        """Turn readiness off: the server is about to end."""
+        """Report that the server is not ready, because it shuts down."""
         self.draining = True
 
     def refuse_all(self) -> None:
-        """Answer everything that waits or runs with 503: the process is about to end."""
+        """Answer all waiting and running requests with 503, because the process exits."""
         for model in self:
-            model.refuse_all(UnavailableError(f"{model.name} is restarted."))
+            model.refuse_all(UnavailableError(f"model '{model.name}' is being restarted."))
 
     async def close(self) -> None:
-        """Answer what waits, and free everything."""
+        """Answer the waiting requests, then free all models."""
         self.draining = True
         if self._watching is not None:
             self._watching.cancel()
@@ -224,7 +224,7 @@ class ModelRegistry:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             for model in self:
-                model.watch()
+                model.check_health()
                 if model.state not in ("stuck", "failed"):
                     reported.discard(model.name)
                 elif model.name not in reported:
@@ -237,6 +237,6 @@ class ModelRegistry:
         return ServedModel(name, path, self._config, self._loop, on_batch=self._on_batch)
 
 
-def _content(model: ServedModel) -> str:
-    """Return the artifact's content by its first digits."""
+def _content_prefix(model: ServedModel) -> str:
+    """Return the first digits of the artifact's content hash."""
     return model.artifact.content_sha256()[:12] if model.is_loaded else "nothing"

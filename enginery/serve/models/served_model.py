@@ -1,7 +1,7 @@
-"""A model that answers requests: its backend, its queue and its workers.
+"""A served model: its backend (session and task), its queue and its workers.
 
-Inputs are preprocessed when they arrive, wait in the queue for a free worker, and run with whatever
-else of about their length waits. A request that is cancelled leaves the queue.
+Inputs are preprocessed on arrival, wait in the queue for a free worker, and run in batches with
+other inputs of similar length. A cancelled request leaves the queue.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from enginery.core.feeds import FeedLimits, make_feeds
 from enginery.core.model_files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.runtime.machine import usable_cores
-from enginery.runtime.ort import OrtRunner
-from enginery.runtime.provider_names import CPU
-from enginery.runtime.provider_wish import parse_wishes
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.known import CPU
+from enginery.runtime.providers.specification import parse_providers
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
-from enginery.runtime.tasks.task import Row, RowTask, Task, TaskOptions, Weight
+from enginery.runtime.tasks.task import ProcessingCost, Row, RowTask, Task, TaskOptions
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.tokenizer import Encode
 from enginery.runtime.tokenizer_files import is_panic
-from enginery.serve.batching.cost import BatchCost, LiveCost, choose_tokens, measure_cost
+from enginery.serve.batching.cost import BatchCost, CostEstimator, choose_max_tokens, measure_cost
 from enginery.serve.batching.planner import BatchRules
 from enginery.serve.batching.preprocess_pool import PreprocessPool
 from enginery.serve.batching.queue import QueueEntry
@@ -49,23 +49,23 @@ Result = TypeVar("Result")
 OnBatch = Callable[[str, BatchStatistics], None]
 
 _MAX_IMAGES_CPU = 8
-"""Images of a batch on a CPU: they gain little from sharing, and wait for each other."""
+"""Maximum batch size of images on a CPU, where batches of images are hardly faster per image."""
 _MAX_DECODED = 20_000
-"""Texts that a request may have decoded: each takes up to a millisecond, and nothing stops it."""
-_RULES_EVERY = 64
-"""Batches, after which the rules follow what those cost."""
+"""Maximum number of texts that a request may have decoded. Each takes up to a millisecond, and
+decoding cannot be cancelled."""
+_RULES_UPDATE_BATCHES = 64
+"""Number of batches after which the batch rules are updated from the cost estimate."""
 _MEASURING = Lock()
-"""Models that are measured at the same time would measure each other."""
+"""Held while a model is measured: models measured at the same time would slow each other down."""
 _RETIRE_SECONDS = 0.5
-"""Until a model that was replaced takes nothing more: requests that have found it may be on their
-way."""
+"""Time that a replaced model still accepts requests, for those that already refer to it."""
 _DRAIN_EVERY_SECONDS = 0.01
 _PROBE_SECONDS = 1.0
-"""Failures within it are looked into once."""
+"""Minimum time between two checks whether the provider still works."""
 
 
 class UnavailableError(EngineryError):
-    """The model cannot answer now."""
+    """The model cannot answer at the moment."""
 
     def __init__(self, message: str, *, do: str = "", retry_after_seconds: float = 1.0) -> None:
         super().__init__(message, do=do)
@@ -73,37 +73,39 @@ class UnavailableError(EngineryError):
 
 
 class TooManyInputsError(InputError):
-    """One request has more inputs than are taken at once."""
+    """A request has too many inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceResult:
-    """The results of one request, in the order of its inputs."""
+    """The results of one request, in the order of its inputs, with its timings."""
 
     results: Any
     timings: Timings
 
 
 class ModelBackend:
-    """A session with all that it needs to answer; closing frees it."""
+    """A loaded artifact: session, task, cost estimate and batch rules. Closing frees it."""
 
     def __init__(
         self,
         artifact: Artifact,
         runner: OrtRunner,
         options: ServeConfig,
-        spread: Callable[[Encode, list[Any]], list[Any]] | None = None,
+        parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None,
     ) -> None:
         self.artifact, self.runner, self.options = artifact, runner, options
         self.config = ModelConfig.read(artifact.path)
         self.tensors = replace(Tensors.open(artifact, runner.record), profiles=runner.profiles)
         self.task: Task | None = None
-        """How the artifact's task is answered; None where only tensors are."""
+        """The artifact's task; None if it is not supported, so that only raw tensors are."""
         definition = manifest_task(artifact.manifest, runner.record)
         if definition is not None:
             self.task = definition.open(artifact, runner.record)
         if isinstance(self.task, TextTask):
-            self.task = replace(self.task, tokenizer=replace(self.task.tokenizer, spread=spread))
+            self.task = replace(
+                self.task, tokenizer=replace(self.task.tokenizer, parallel_encode=parallel_encode)
+            )
         elif isinstance(self.task, ImageTask):
             self.task = replace(self.task, max_pixels=options.max_pixels)
         tasks: list[RowTask] = [self.tensors, *([self.task] if self.task else [])]
@@ -111,11 +113,11 @@ class ModelBackend:
         self.on_cpu = runner.providers[0].name == CPU
         self.workers = options.workers or (usable_cores() if self.on_cpu else 1)
         self.dim = 0
-        """The size of vectors, once it has run."""
-        self._cost = LiveCost(BatchCost(0.0, 0.0))
+        """The size of vectors, known after the warm-up; 0 for other tasks."""
+        self._cost = CostEstimator(BatchCost(0.0, 0.0))
         self._explanation = ""
         self.placement: dict[str, Any] = self._known_placement()
-        """Which provider runs how much, as `Placement.as_json`."""
+        """Which provider runs which share of the nodes, as `Placement.as_json`."""
         self.rules = self._rules()
 
     @classmethod
@@ -123,24 +125,24 @@ class ModelBackend:
         cls,
         path: Path,
         options: ServeConfig,
-        spread: Callable[[Encode, list[Any]], list[Any]] | None = None,
+        parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None,
     ) -> ModelBackend:
         """Open an artifact and its session.
 
         Args:
             path: the artifact's directory.
-            options: of the server.
-            spread: runs the tokenizing of a list of texts.
+            options: the options of the server.
+            parallel_encode: runs the encoding of a list of texts, see `TextTokenizer`.
 
         Raises:
-            ArtifactError: not an artifact, or a file that answers cannot be made from.
-            RejectedArtifactError: its validation failed.
-            ProviderError: the provider cannot be had.
-            OptionError: an option of a provider does not fit it.
+            ArtifactError: the directory is not an artifact, or a file is missing or malformed.
+            RejectedArtifactError: the artifact's validation failed.
+            ProviderError: the provider is unavailable.
+            OptionError: an option of a provider is invalid.
         """
         artifact = Artifact.open(path)
         artifact.require_passed(allow_failed=options.allow_failed)
-        providers = parse_wishes(options.provider, options.provider_option, default="cpu")
+        providers = parse_providers(options.provider, options.provider_option, default="cpu")
         threads, on_cpu = options.threads, providers[0].full_name == CPU
         alone = (options.workers or usable_cores()) == 1
         if not threads and on_cpu and not alone:
@@ -148,35 +150,35 @@ class ModelBackend:
         runner = OrtRunner(
             artifact, providers=providers, allow_fallback=options.allow_fallback, threads=threads,
             keep_optimized=options.optimized_graph,
-            # Several workers' threads would take the cores from each other.
+            # Spinning threads of several workers would take the cores from each other.
             spinning=threads == 1 or (on_cpu and alone),
         )  # fmt: skip
         try:
-            return cls(artifact, runner, options, spread)
+            return cls(artifact, runner, options, parallel_encode)
         except BaseException:
             runner.close()
             raise
 
     @property
     def limit(self) -> int:
-        """Return the most tokens of a text; 0 without a tokenizer."""
+        """Maximum number of tokens of a text; 0 without a tokenizer."""
         return self.task.tokenizer.limit if isinstance(self.task, TextTask) else 0
 
     @property
     def cost(self) -> BatchCost:
-        """Return what batches cost now."""
+        """The current estimate of the cost of a batch."""
         return self._cost.cost()
 
     @property
     def seconds_per_token(self) -> float:
-        """Return how long all workers together take for a token, lately."""
+        """Recent time per token of all workers together."""
         return self._cost.mean_seconds_per_token() / self.workers
 
     def entries(self, task: RowTask, rows: Sequence[Row]) -> list[QueueEntry]:
-        """Return rows as entries of the queue.
+        """Convert rows of a task to entries of the queue.
 
         Raises:
-            ShapeError: no engine takes a row.
+            ShapeError: no engine accepts a row.
         """
         batches = self._batches[type(task)]
         pads = bool(self.runner.profiles)
@@ -194,10 +196,10 @@ class ModelBackend:
         ]
 
     def warm_up(self) -> None:
-        """Run one real inference, so that "ready" means that it answers.
+        """Run one inference, so that a model that reports "ready" is known to work.
 
         Raises:
-            ProviderError: it does not run.
+            ProviderError: the inference fails.
         """
         self.runner.warm_up()
         try:
@@ -206,12 +208,12 @@ class ModelBackend:
                 if self.task.verb == "embed":
                     self.dim = int(output.shape[0])
             else:
-                self.runner(self._made_up_feeds())
+                self.runner(self._synthetic_feeds())
         except InputError as error:
             raise ProviderError(f"{self.artifact.path} does not run: {error.message}") from error
 
     def measure(self) -> None:
-        """Measure what batches cost, set the rules by it, and look where nodes run."""
+        """Measure the cost of batches, update the rules, and read the placement of nodes."""
         if not self.placement:
             try:
                 self.placement = self.runner.placement().as_json()
@@ -225,21 +227,21 @@ class ModelBackend:
             self._run_probe(tokens)
             return time.perf_counter() - started
 
-        with contextlib.suppress(EngineryError):  # engines that do not take these lengths
-            self._cost = LiveCost(measure_cost(run, limit=self.limit))
+        with contextlib.suppress(EngineryError):  # an engine may not accept these lengths
+            self._cost = CostEstimator(measure_cost(run, limit=self.limit))
         self.rules = self._rules()
 
-    def learn(self, batch: BatchStatistics) -> bool:
-        """Learn from a batch that ran; return whether the rules have changed."""
+    def observe_batch(self, batch: BatchStatistics) -> bool:
+        """Update the cost estimate with a batch that ran; return True if the rules changed."""
         cost = self._cost
         cost.add(batch.padded_tokens, batch.seconds)
-        if cost.batches % _RULES_EVERY:
+        if cost.batches % _RULES_UPDATE_BATCHES:
             return False
         self.rules = self._rules()
         return True
 
     def validation_status(self) -> ValidationStatus:
-        """Return what `enginery validate` found; `none` where the artifact was not validated."""
+        """Return the verdict of `enginery validate`; `none` if this content was not validated."""
         if self.artifact.failed():
             return "failed"
         verdict = self.artifact.manifest.verdict("validate")
@@ -247,7 +249,7 @@ class ModelBackend:
         return "passed" if is_of_this else "none"
 
     def info(self) -> dict[str, Any]:
-        """Return what runs, where, and how it is batched, as JSON."""
+        """Return the artifact's properties, its providers and its batch rules, as JSON."""
         manifest, cost = self.artifact.manifest, self.cost
         found: dict[str, Any] = {
             "task": manifest.task,
@@ -288,12 +290,12 @@ class ModelBackend:
         self.runner.close()
 
     def _run_probe(self, tokens: int) -> list[Any]:
-        """Run one made-up text of so many tokens."""
+        """Run one synthetic text of a number of tokens."""
         if self.task is None:
             raise AssertionError("only texts are probed")
         return self._batches[type(self.task)].run([self.task.probe(tokens)])
 
-    def _made_up_feeds(self, tokens: int = 16) -> dict[str, Any]:
+    def _synthetic_feeds(self, tokens: int = 16) -> dict[str, Any]:
         limits = FeedLimits.from_config(self.config)
         sizes = {name: limits.sizes.get(name, max(limits.min_sequence, tokens))
                  for name in dynamic_dims(self.runner.record.inputs)}  # fmt: skip
@@ -303,7 +305,7 @@ class ModelBackend:
         return make_feeds(self.runner.record.inputs, sizes, limits, seed=0)
 
     def _known_placement(self) -> dict[str, Any]:
-        """Return what is known without a session of its own; empty where one has to look."""
+        """Return the placement if it is known without profiling a session, else an empty dict."""
         if self.on_cpu:
             return {"providers": [{"name": CPU}], "notes": ["every node is on the CPU"]}
         if self.runner.engines:
@@ -320,13 +322,13 @@ class ModelBackend:
             rows = min(rows, fixed or rows)
             self._explanation = f"{rows} images of one size"
             return BatchRules(max_tokens=rows, max_rows=rows, max_padding=0.0)
-        tokens, why = options.batch_tokens, "as --batch-tokens says"
+        tokens, why = options.batch_tokens, "set by --batch-tokens"
         if not tokens:
-            tokens, why = choose_tokens(self.cost, on_cpu=self.on_cpu)
+            tokens, why = choose_max_tokens(self.cost, on_cpu=self.on_cpu)
         self._explanation = why
         rules = BatchRules(
             max_tokens=tokens, max_rows=options.batch_rows, max_padding=options.max_padding,
-            fixed_tokens=self._cost.fixed_tokens(),
+            fixed_cost_tokens=self._cost.fixed_cost_tokens(),
         )  # fmt: skip
         if self.task is not None:
             rules = replace(
@@ -334,15 +336,16 @@ class ModelBackend:
                 max_rows=min(rules.max_rows, fixed) if fixed else rules.max_rows,
             )  # fmt: skip
         if self.runner.profiles:
-            # An engine's own maximum is what it was built for.
+            # An engine accepts at most the batch size that its profile allows.
             rules = replace(
-                rules, rows_at=lambda length: self.runner.most_rows(spec, (length,)) or 1
+                rules,
+                max_rows_for_length=lambda length: self.runner.most_rows(spec, (length,)) or 1,
             )
         return rules
 
 
 class ServedModel:
-    """One artifact, served."""
+    """One served artifact, from loading to closing."""
 
     def __init__(
         self,
@@ -353,42 +356,42 @@ class ServedModel:
         *,
         on_batch: OnBatch | None = None,
     ) -> None:
-        """Load nothing yet.
+        """Create the model without loading it.
 
         Args:
-            name: as routes call it.
+            name: name of the model.
             path: the artifact's directory.
-            config: how it is batched and what is refused.
-            loop: where requests wait.
-            on_batch: called with the name and each batch that ran.
+            config: the options of the server.
+            loop: the event loop of the requests.
+            on_batch: called with the name for each batch that ran.
         """
         self.name, self.path = name, path
         self.state: State = "loading"
         self.reason = "the model is being loaded"
-        """Why it is not ready."""
+        """Why the model is not ready; empty if it is."""
         self._config, self._loop, self._on_batch = config, loop, on_batch
         self._backend: ModelBackend | None = None
         self._scheduler: BatchScheduler | None = None
         self._requests = 0
-        """How many are being answered."""
-        self._pool = PreprocessPool(loop, most=config.queue_inputs, name=name)
+        """Number of requests in progress."""
+        self._pool = PreprocessPool(loop, max_inputs=config.queue_inputs, name=name)
         self._probed_at = 0.0
 
     @property
     def is_loaded(self) -> bool:
-        """Return whether the artifact was opened."""
+        """True once the artifact is loaded."""
         return self._backend is not None
 
     @property
     def backend(self) -> ModelBackend:
-        """Return the opened artifact; raise UnavailableError before it is opened."""
+        """The loaded artifact; UnavailableError before it is loaded."""
         if self._backend is None:
             raise UnavailableError(f"{self.name}: {self.reason}.")
         return self._backend
 
     @property
     def scheduler(self) -> BatchScheduler:
-        """Return queue and workers; raise UnavailableError before they are there."""
+        """The queue and workers; UnavailableError before the artifact is loaded."""
         if self._scheduler is None:
             raise UnavailableError(f"{self.name}: {self.reason}.")
         return self._scheduler
@@ -399,38 +402,38 @@ class ServedModel:
 
     @property
     def task(self) -> Task | None:
-        """Return how the artifact's task is answered; None where only tensors are."""
+        """The artifact's task; None if it is not supported, so that only raw tensors are."""
         return self.backend.task
 
     def info(self) -> dict[str, Any]:
-        """Return what it is, where and how it runs, as JSON."""
+        """Return the model's state, queue and, once loaded, properties, as JSON."""
         queue = self._scheduler.queue if self._scheduler else None
         found = {
             "name": self.name, "state": self.state, "reason": self.reason,
             "queue": {
                 "inputs": queue.rows + self._pool.inputs if queue else 0,
                 "tokens": queue.tokens if queue else 0,
-                "wait_seconds": round(queue.wait_seconds, 3) if queue else 0.0,
+                "wait_seconds": round(queue.estimated_wait_seconds, 3) if queue else 0.0,
                 "max_inputs": self._config.queue_inputs, "max_tokens": self._config.queue_tokens,
                 "max_wait": self._config.max_wait,
             },
         }  # fmt: skip
         return {**found, **self._backend.info()} if self._backend else found
 
-    # -- answering ----------------------------------------------------------------------------
+    # -- inference ----------------------------------------------------------------------------
 
-    async def answer(self, task: RowTask, inputs: Any, options: TaskOptions) -> InferenceResult:
-        """Answer inputs by a task of the model: its own, or `backend.tensors`.
+    async def infer(self, task: RowTask, inputs: Any, options: TaskOptions) -> InferenceResult:
+        """Run inference on the inputs of a request.
 
         Args:
-            task: what to do.
-            inputs: as the task takes them.
-            options: of the task.
+            task: the model's own task, or `backend.tensors`.
+            inputs: inputs of the task.
+            options: options of the task.
 
         Raises:
-            InputError, ShapeError: an input or an option cannot be used.
-            OverloadedError: too much waits already.
-            UnavailableError: the model cannot answer, or its results are NaN or infinite.
+            InputError, ShapeError: an input or an option is invalid.
+            OverloadedError: too many requests are waiting.
+            UnavailableError: the model is not ready, or its results are NaN or infinite.
         """
         if self.state != "ready":
             raise UnavailableError(f"{self.name}: {self.reason}.")
@@ -441,82 +444,82 @@ class ServedModel:
         self._requests += 1
         try:
             started = time.perf_counter()
-            weight = task.preprocess_weight(inputs)
-            if weight == "light":
+            cost = task.preprocess_cost(inputs)
+            if cost == "light":
                 work = task.preprocess(inputs, options)
             else:
                 work = await self.in_thread(
-                    partial(task.preprocess, inputs, options), inputs=count, weight=weight
+                    partial(task.preprocess, inputs, options), inputs=count, cost=cost
                 )
             timings = Timings(tokenize_seconds=time.perf_counter() - started)
             if len(work.rows) > count:
                 self._require_count(len(work.rows), "windows of contexts")
             if (decoded := task.count_decoded(work, options)) > _MAX_DECODED:
                 raise TooManyInputsError(
-                    f"the request asks for {decoded} fillings, expected {_MAX_DECODED} at most.",
-                    do="Give a smaller top_k, or send the inputs in several requests.",
+                    f"the request asks for {decoded} fillings, expected at most {_MAX_DECODED}.",
+                    do="Use a smaller top_k, or send the inputs in several requests.",
                 )
             entries = self.backend.entries(task, work.rows)
             for row in work.rows:
                 timings.tokens += row.tokens
                 timings.truncated += row.truncated
             outputs = await self.scheduler.run(entries, timings) if entries else []
-            weight = task.postprocess_weight(work, options)
-            if weight == "light":
+            cost = task.postprocess_cost(work, options)
+            if cost == "light":
                 results = task.postprocess(work, outputs, options)
             else:
                 results = await self.in_thread(
-                    partial(task.postprocess, work, outputs, options), weight=weight
+                    partial(task.postprocess, work, outputs, options), cost=cost
                 )
         finally:
             self._requests -= 1
         if isinstance(task, Task) and not all(map(task.is_finite, results)):
             raise UnavailableError(
-                "the model's numbers are NaN or infinite.",
-                do="Its precision cannot hold this input; `enginery validate` says more.",
-                retry_after_seconds=0.0,  # the same input would give the same numbers
+                "the model's outputs are NaN or infinite.",
+                do="They may overflow the model's precision; run `enginery validate` to check it.",
+                retry_after_seconds=0.0,  # the same input would give the same outputs
             )
         return InferenceResult(results, timings)
 
     async def in_thread(
-        self, work: Callable[[], Result], *, inputs: int = 0, weight: Weight
+        self, work: Callable[[], Result], *, inputs: int = 0, cost: ProcessingCost
     ) -> Result:
-        """Run work in a thread of the model's own.
+        """Run work in a thread of the model's pool.
 
         Args:
             work: called in the thread.
-            inputs: that it is for; they have their places in the queue meanwhile.
-            weight: how long it may take.
+            inputs: number of inputs that the work is for, which count towards the queue's limit.
+            cost: the cost class of the work.
 
         Raises:
-            OverloadedError: too much is being preprocessed already.
+            OverloadedError: too many inputs are in preprocessing or in the queue.
         """
         try:
             return await self._pool.run(
-                work, inputs=inputs, waiting=self.scheduler.queue.rows, short=weight != "heavy"
+                work, inputs=inputs, waiting=self.scheduler.queue.rows, short=cost != "heavy"
             )
         except BaseException as error:
-            if is_panic(error):  # of Rust code: no Exception, which would end the server
+            if is_panic(error):  # a BaseException, which would end the server
                 raise RuntimeError(f"panic: {error}") from error
             raise
 
     def _require_count(self, count: int, what: str) -> None:
         if count > self._config.max_inputs:
             raise TooManyInputsError(
-                f"found {count} {what}, expected {self._config.max_inputs} at most.",
+                f"found {count} {what}, expected at most {self._config.max_inputs}.",
                 do="Send them in several requests.",
             )
 
-    # -- its life -----------------------------------------------------------------------------
+    # -- lifecycle ----------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Open the artifact, run it once, and start its workers. Blocks: for a thread.
+        """Open the artifact, run it once, and start its workers. Blocks: call it in a thread.
 
         Raises:
-            EngineryError: it cannot be loaded; `state` is then failed, and `reason` says why.
+            EngineryError: the artifact cannot be loaded; `state` is `failed` and `reason` is set.
         """
         try:
-            backend = ModelBackend.open(self.path, self._config, self._pool.spread)
+            backend = ModelBackend.open(self.path, self._config, self._pool.encode_in_parallel)
             try:
                 backend.warm_up()
             except BaseException:
@@ -530,18 +533,18 @@ class ServedModel:
         self._scheduler = BatchScheduler(
             self._run_batch, backend.rules, self._loop, workers=backend.workers,
             max_rows=config.queue_inputs, max_tokens=config.queue_tokens,
-            max_wait_seconds=config.max_wait, on_batch=self._learn, name=self.name,
+            max_wait_seconds=config.max_wait, on_batch=self._observe_batch, name=self.name,
         )  # fmt: skip
         self.state, self.reason = "ready", ""
-        # Beside the first requests, and of several models one after the other.
+        # In the background while the first requests run; several models take turns.
         Thread(target=self._measure, name=f"enginery-measure-{self.name}", daemon=True).start()
 
-    def watch(self) -> None:
-        """Look whether a batch or a text is stuck, or a worker gone; `state` then says so."""
+    def check_health(self) -> None:
+        """Set `state` to `stuck` or `failed` if a batch or text hangs or a worker has ended."""
         if self.state not in ("ready", "stuck") or self._scheduler is None:
             return
         if not self._scheduler.workers.alive:
-            self.state, self.reason = "failed", "a worker has ended"
+            self.state, self.reason = "failed", "a worker thread has ended"
             return
         running, preprocessing = self._scheduler.workers.busy_seconds(), self._pool.busy_seconds()
         if max(running, preprocessing) > self._config.stuck_after:
@@ -555,15 +558,15 @@ class ServedModel:
             self.state, self.reason = "ready", ""
 
     def refuse_all(self, error: EngineryError) -> None:
-        """Answer everything that waits or runs with an error."""
+        """Raise an error in all waiting and running requests."""
         if self._scheduler is not None:
             self._scheduler.fail_all(error)
         self._pool.close()
 
     async def close(self, *, drain: bool = True, timeout_seconds: float = 30.0) -> None:
-        """Answer what came before (with `drain`), then free the session."""
+        """Free the session; with `drain`, answer the requests in progress first."""
         if self.state == "stuck":
-            timeout_seconds = 0.0  # what does not end is not waited for
+            timeout_seconds = 0.0  # do not wait for a batch that hangs
         ends = time.perf_counter() + timeout_seconds
         while drain and self.state == "ready" and (self._requests or self._pool.is_busy):
             if time.perf_counter() > ends:
@@ -576,51 +579,51 @@ class ServedModel:
             join = self._scheduler.workers.join
             if await self._loop.run_in_executor(None, join, timeout_seconds):
                 self.backend.close()
-            else:  # a session under a running batch must not be freed
+            else:  # the session must not be freed while a batch runs
                 self._scheduler.fail_all(UnavailableError(f"{self.name}: {self.reason}."))
         self._pool.close()
 
     async def retire(self, *, timeout_seconds: float) -> None:
-        """Close a model that another has taken the place of, without losing a request."""
+        """Close a model that was replaced, without losing a request."""
         await asyncio.sleep(_RETIRE_SECONDS)
         await self.close(timeout_seconds=timeout_seconds)
 
     def _run_batch(self, batch: Sequence[QueueEntry]) -> list[Any]:
-        """Run a batch in a worker's thread; find out whether a failure is of the provider."""
+        """Run a batch in a worker's thread; if it fails, check whether the provider still works."""
         try:
             outputs: list[Any] = batch[0].runner.run([entry.row for entry in batch])
             return outputs
         except EngineryError:
             now = time.perf_counter()
             if len(batch) > 1 or now - self._probed_at < _PROBE_SECONDS:
-                raise  # its rows will be run one by one; or this was looked into just now
+                raise  # its rows will run one by one, or the provider was checked just now
             self._probed_at = now
             try:
                 self.backend.warm_up()
             except EngineryError as error:
-                # Not this input: nothing runs any more. A device that was lost stays lost.
+                # The input is not the cause: no input runs any more. A lost device stays lost.
                 self.state = "failed"
-                self.reason = f"the provider no longer runs the model: {error.message}"
+                self.reason = f"the provider can no longer run the model: {error.message}"
                 raise UnavailableError(f"{self.name}: {self.reason}") from error
             raise
 
-    def _learn(self, batch: BatchStatistics) -> None:
-        """Follow what batches cost."""
-        if self.backend.learn(batch):
-            self._follow_rules()
+    def _observe_batch(self, batch: BatchStatistics) -> None:
+        """Update cost estimate, rules and metrics with a batch that ran."""
+        if self.backend.observe_batch(batch):
+            self._apply_rules()
         self.scheduler.queue.seconds_per_token = self.backend.seconds_per_token
         if self._on_batch:
             self._on_batch(self.name, batch)
 
-    def _follow_rules(self) -> None:
+    def _apply_rules(self) -> None:
         self.scheduler.queue.rules = self.backend.rules
         self.scheduler.queue.seconds_per_token = self.backend.seconds_per_token
 
     def _measure(self) -> None:
-        """Measure what a batch costs and where nodes run; in a thread of its own."""
+        """Measure the cost of batches and the placement of nodes, in a background thread."""
         with _MEASURING:
             try:
                 self.backend.measure()
-            except Exception:  # a bug; it answers all the same
+            except Exception:  # a bug; the model serves anyway
                 _log.exception("%s could not be measured", self.name)
-        self._follow_rules()
+        self._apply_rules()

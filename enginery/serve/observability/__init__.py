@@ -1,1 +1,1 @@
-"""What a server tells of its requests: a record of each, metrics, an access log and traces."""
+"""Observability of the server: request records, metrics, the access log and traces."""

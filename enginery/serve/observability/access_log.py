@@ -1,14 +1,14 @@
-"""A line of JSON for each request, on standard output, through the standard library's logging.
+"""The access log: one line of JSON per request on standard output, written with `logging`.
 
-    >>> log = AccessLog.from_option("json")
-    >>> log.write(record)
-    {"time":"2026-01-01T12:00:00.000Z","client":"10.0.0.7:51234","method":"POST","path":"/embed",…}
+    log = AccessLog.from_option("json")
+    log.write(record)
+    # {"time":"2026-01-01T12:00:00.000Z","client":"10.0.0.7:51234","method":"POST","path":…}
 
-A request only puts its record into a queue; a listener's thread makes lines of them and writes.
-Where nobody reads the pipe, the thread waits and the server goes on: at most `LINES` records are
-kept, those beyond are counted, and a line says how many when the pipe moves again. A line never has
-a body, a key or a query; what a client chose is escaped to ASCII, so that it cannot begin a line of
-its own.
+A request only puts its record into a queue; a listener thread formats and writes the lines. If
+nobody reads the pipe, the thread blocks, but the server does not: at most `MAX_WAITING_LINES`
+records are kept, further ones are dropped and counted, and once the pipe is read again a line
+reports their number. A line never contains a body, a key or a query string. Text from clients is
+escaped to ASCII, so that it cannot start a new line.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ import orjson
 
 from enginery.serve.observability.record import RequestRecord
 
-LINES = 20_000
-"""The most lines that wait to be written."""
-LONGEST = 1024
-"""Characters of a path that are kept: with `LINES` it bounds the memory."""
+MAX_WAITING_LINES = 20_000
+"""Maximum number of lines that wait to be written."""
+MAX_PATH_CHARACTERS = 1024
+"""Maximum length of a logged path. Together with `MAX_WAITING_LINES` it bounds the memory."""
 _TOGETHER_SECONDS = 0.05
-"""The listener sleeps for so long once it has written all, or each request would wake it up."""
+"""Time that the listener sleeps if the queue is empty, so that not every request wakes it."""
 
 
 class AccessLog:
-    """Writes lines to a file descriptor from a thread of its own."""
+    """An access log that writes to a file descriptor from its own thread."""
 
-    def __init__(self, descriptor: int = 1, *, lines: int = LINES) -> None:
+    def __init__(self, descriptor: int = 1, *, lines: int = MAX_WAITING_LINES) -> None:
         """Start the thread.
 
         Args:
-            descriptor: where to; standard output.
-            lines: the most that wait.
+            descriptor: the file descriptor; by default standard output.
+            lines: maximum number of lines that wait to be written.
         """
         self._queue = _Queue(SimpleQueue(), lines)
         self._file = _DescriptorHandler(descriptor, self._queue)
         self._file.setFormatter(_JsonFormatter())
         self._listener = _Listener(self._queue.queue, self._file)
-        # Of its own, not one of the process's: two servers in a process have two logs.
+        # Not registered with `logging`, so that two servers in a process have separate logs.
         self._logger = logging.Logger("enginery.access", logging.INFO)
         self._logger.addHandler(self._queue)
         self._closed = False
@@ -60,31 +60,31 @@ class AccessLog:
 
     @classmethod
     def from_option(cls, option: Literal["json", "off"]) -> AccessLog | None:
-        """Return the log that `--access-log` asks for; None for `off`."""
+        """Return the log for the value of `--access-log`; None for `off`."""
         return cls() if option == "json" else None
 
     @property
     def dropped(self) -> int:
-        """Return how many lines a full queue, or a reader that has gone, has cost."""
+        """Number of lines dropped because the queue was full or the reader was gone."""
         return self._queue.dropped
 
     def write(self, record: RequestRecord) -> None:
-        """Log a request whose response is sent; wait for nothing."""
+        """Log a request whose response has been sent; never block."""
         if self._closed:
             self._queue.dropped += 1
             return
-        # The level is not asked for, nor the caller looked up: each request would pay for it.
+        # Skip the check of the level and the lookup of the caller, which would cost time.
         self._logger.handle(
             logging.LogRecord("enginery.access", logging.INFO, "", 0, record, None, None)
         )
 
     def close(self, *, timeout_seconds: float = 2.0) -> None:
-        """Write what waits and end the thread; what a stuck reader leaves is dropped."""
+        """Write the waiting lines and end the thread; drop them if nobody reads the pipe."""
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self.close)
-        # `stop` waits for the listener, which may wait for a reader that never reads.
+        # `stop` waits for the listener, which blocks if nobody reads the pipe.
         stopping = threading.Thread(target=self._listener.stop, daemon=True)
         stopping.start()
         stopping.join(timeout_seconds)
@@ -94,7 +94,7 @@ class AccessLog:
 
 
 class _Queue(logging.handlers.QueueHandler):
-    """A queue that never keeps a request waiting: what a full one drops is counted."""
+    """A queue that never blocks a request: if it is full, it drops the line and counts it."""
 
     queue: SimpleQueue[Any]
 
@@ -104,11 +104,11 @@ class _Queue(logging.handlers.QueueHandler):
         self.dropped = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Return the record as it is: the listener formats it, in its own time."""
+        """Return the record unchanged, because the listener formats it."""
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Put the record into the queue, or count it as dropped where the queue is full."""
+        """Put the record into the queue; if the queue is full, count it as dropped."""
         if self.queue.qsize() >= self._most:
             self.dropped += 1
         else:
@@ -117,7 +117,7 @@ class _Queue(logging.handlers.QueueHandler):
 
 class _Listener(logging.handlers.QueueListener):
     def dequeue(self, block: bool) -> logging.LogRecord:
-        """Return the next record; lines are written many at once."""
+        """Return the next record; sleep first if the queue is empty, to collect several."""
         waiting: Any = self.queue
         if waiting.empty():
             time.sleep(_TOGETHER_SECONDS)
@@ -125,7 +125,7 @@ class _Listener(logging.handlers.QueueListener):
 
 
 class _DescriptorHandler(logging.Handler):
-    """Writes to a descriptor, which may be a pipe that is full, non-blocking, or closed."""
+    """A handler that writes to a descriptor, even to a full, non-blocking or closed pipe."""
 
     def __init__(self, descriptor: int, waiting: _Queue) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _DescriptorHandler(logging.Handler):
         self.given_up = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, and before it one of those that were dropped."""
+        """Write a line, preceded by one with the number of dropped lines if there are any."""
         if self.given_up:
             return
         dropped = self._waiting.dropped
@@ -145,7 +145,7 @@ class _DescriptorHandler(logging.Handler):
         try:
             self._write(text.encode("ascii"))
             self._told = max(self._told, dropped)
-        except OSError:  # the reader is gone for good
+        except OSError:  # the reader has closed the pipe
             self._waiting.dropped += 1
 
     def _write(self, text: bytes) -> None:
@@ -153,20 +153,20 @@ class _DescriptorHandler(logging.Handler):
         while left:
             try:
                 left = left[os.write(self._descriptor, left) :]
-            except BlockingIOError:  # somebody who shares the pipe has made it non-blocking
+            except BlockingIOError:  # another process has made the shared pipe non-blocking
                 select.select([], [self._descriptor], [])
 
 
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a RequestRecord, its end included, in ASCII."""
+        """Format a RequestRecord as one line of ASCII, including its line end."""
         request: Any = record.msg
         found: RequestRecord = request
         facts: dict[str, Any] = {
             "time": _utc(record.created),
             "client": found.client,
             "method": found.method,
-            "path": found.path[:LONGEST],
+            "path": found.path[:MAX_PATH_CHARACTERS],
             "route": found.route,
             "model": found.model,
             "status": found.status,
@@ -182,10 +182,10 @@ class _JsonFormatter(logging.Formatter):
         facts["bytes_out"] = found.sent_bytes
         try:
             text = orjson.dumps(facts, option=orjson.OPT_APPEND_NEWLINE)
-        except TypeError:  # half a surrogate pair, which is no UTF-8
+        except TypeError:  # a lone surrogate, which UTF-8 cannot encode
             text = b"\x80"
         if not text.isascii():
-            # U+0085 and U+2028 end a line for some readers, and orjson leaves them as they are.
+            # Some readers treat U+0085 and U+2028 as line ends, and orjson does not escape them.
             text = f"{json.dumps(facts, separators=(',', ':'))}\n".encode("ascii")
         return text.replace(b"\x7f", b"\\u007f").decode("ascii")
 

@@ -1,17 +1,17 @@
-"""What the server measures of itself, for Prometheus.
+"""The server's metrics for Prometheus.
 
-    >>> metrics = Metrics()
-    >>> metrics.observe(record)
-    >>> metrics.exposition()[0].decode()
-    '# HELP enginery_request_duration_seconds …'
+    metrics = Metrics()
+    metrics.observe(record)
+    body, content_type = metrics.exposition()
 
-Base units, and names as prometheus.io/docs/practices/naming has them. Each server has its own
-registry, though two of them be in one process. The labels are bounded: route patterns, never paths,
-and the names of hosted models, never what a client calls one. Every call may come from any thread.
+Names and units follow prometheus.io/docs/practices/naming. Each server has its own registry, even
+if two of them run in one process. The number of label values is bounded: labels are route patterns
+instead of paths, and names of served models instead of names from requests. All methods are
+thread-safe.
 
-With several worker processes prometheus_client adds their counts up, through files in the directory
-that `PROMETHEUS_MULTIPROC_DIR` names; the variable has to be there before it is imported. Gauges
-and `process_*` are those of the worker that answers.
+With several worker processes, prometheus_client adds up their counts through files in the directory
+`PROMETHEUS_MULTIPROC_DIR`, which must be set before it is imported. Gauges and `process_*` are
+those of the worker that answers the request.
 """
 
 from __future__ import annotations
@@ -26,83 +26,92 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
-from enginery.serve.observability.record import RequestRecord, reason_of
+from enginery.serve.observability.record import RequestRecord, refusal_reason
 
 if TYPE_CHECKING:
     from enginery.serve.models.served_model import ServedModel
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-"""prometheus_client's variable: the directory that worker processes share."""
+"""prometheus_client's variable for the directory that worker processes share."""
 SECONDS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
     10.0, 30.0, 60.0,
 )  # fmt: skip
-"""Upper bounds of the buckets of times: from tokenizing a phrase to a client's patience."""
+"""Upper bounds of the buckets of times, from tokenizing a phrase to a client's timeout."""
 INPUTS = tuple(float(1 << n) for n in range(11))
 TOKENS = tuple(float(1 << n) for n in range(3, 18))
 RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
 
 NO_MODEL = ""
-"""The label of a request that names no hosted model: none of the client's words get in."""
+"""Label of requests that name no served model; names from requests never become labels."""
 _BY_MODEL = ("model",)
 
 
 class Metrics:
-    """Counters, histograms, and gauges that are read when somebody asks."""
+    """The server's counters and histograms, and gauges that are read at each scrape."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._looked_at = _ModelCollector()
-        self._registry.register(self._looked_at)
+        self._models = _ModelCollector()
+        self._registry.register(self._models)
         ProcessCollector(registry=self._registry)
         self._requests: dict[tuple[str, str, int], Histogram] = {}
-        self._replies: dict[str, _Reply] = {}
-        self._batches: dict[str, _Batch] = {}
-        # In several processes files hold the counts, and this registry none of them.
+        self._inferences: dict[str, _InferenceMetrics] = {}
+        self._batches: dict[str, _BatchMetrics] = {}
+        # With several processes the counts are in files; then they must not be in `_registry`.
         self._counts = CollectorRegistry() if MULTIPROCESS in os.environ else self._registry
         self._duration = self._histogram(
-            "request_duration_seconds", "From the first byte of a request to its answer.",
+            "request_duration_seconds", "Time from a request's first byte to its response.",
             SECONDS, ("route", "model", "status"),
         )  # fmt: skip
-        self._tokenize = self._histogram("tokenize_seconds", "Tokenizing, or decoding.", SECONDS)
-        self._queue = self._histogram("queue_seconds", "Waiting for a worker.", SECONDS)
-        self._inference = self._histogram("inference_seconds", "In a worker, per request.", SECONDS)
+        self._tokenize = self._histogram(
+            "tokenize_seconds", "Time to tokenize texts or decode images, per request.", SECONDS
+        )
+        self._queue = self._histogram("queue_seconds", "Time in the queue, per request.", SECONDS)
+        self._inference = self._histogram(
+            "inference_seconds", "Time in a worker, per request.", SECONDS
+        )
         self._inputs = self._counter("inputs", "Texts, images or rows that were answered.")
-        self._tokens = self._counter("input_tokens", "Their tokens, special ones included.")
-        self._truncated = self._counter("truncated", "Texts that were cut to what the model takes.")
+        self._tokens = self._counter("input_tokens", "Tokens of inputs, special ones included.")
+        self._truncated = self._counter("truncated", "Texts that were truncated.")
         self._batch = (
-            self._histogram("batch_inputs", "Inputs of a batch.", INPUTS),
-            self._histogram("batch_tokens", "Its tokens without padding.", TOKENS),
+            self._histogram("batch_inputs", "Inputs per batch.", INPUTS),
+            self._histogram("batch_tokens", "Tokens per batch, without padding.", TOKENS),
             self._histogram(
                 "batch_padding_ratio", "Padding as a share of a batch's padded tokens.", RATIOS
             ),
-            self._histogram("batch_seconds", "One batch in a worker.", SECONDS),
+            self._histogram("batch_seconds", "Time of a batch in a worker.", SECONDS),
         )
         self._refused = self._counter(
-            "refused", "Requests that were not answered.", ("model", "reason")
+            "refused", "Requests that were rejected or failed.", ("model", "reason")
         )
 
     def observe(self, record: RequestRecord) -> None:
-        """Count a request whose response is sent."""
+        """Count a request whose response has been sent."""
         key = (record.route, record.model, record.status)
         child = self._requests.get(key)
         if child is None:
-            known = self._known(record.model)
+            known = self._model_label(record.model)
             child = self._duration.labels(record.route, known, str(record.status))
-            if known == record.model:  # else a client could fill the memory with names
+            if known == record.model:  # else clients could fill the memory with names
                 self._requests[key] = child
         child.observe(record.seconds)
         if record.timings is not None:
-            self._reply(record.model, record.timings, record.inputs)
-        if reason := reason_of(record):
-            self._refused.labels(self._known(record.model), reason).inc()
+            self._observe_inference(record.model, record.timings, record.inputs)
+        if reason := refusal_reason(record):
+            self._refused.labels(self._model_label(record.model), reason).inc()
 
     def observe_batch(self, model: str, batch: BatchStatistics) -> None:
-        """Count a batch that a worker ran, of a served model."""
+        """Count a batch that ran.
+
+        Args:
+            model: name of the served model.
+            batch: size and duration of the batch.
+        """
         children = self._batches.get(model)
         if children is None:
-            known = self._known(model)
-            children = _Batch(*(family.labels(known) for family in self._batch))
+            known = self._model_label(model)
+            children = _BatchMetrics(*(family.labels(known) for family in self._batch))
             if known == model:
                 self._batches[model] = children
         children.inputs.observe(batch.rows)
@@ -112,25 +121,26 @@ class Metrics:
             children.padding.observe(max(0.0, 1 - batch.tokens / batch.padded_tokens))
 
     def watch_models(self, models: Callable[[], Iterable[ServedModel]]) -> None:
-        """Say which models are hosted: their names are labels, and their states are gauges.
+        """Set the function that returns the served models, for labels and gauges.
 
-        Until then every request counts as one without a model.
+        Before this call, every request counts as one without a model.
         """
-        self._looked_at.models = models
+        self._models.models = models
 
     def watch_dropped_lines(self, dropped: Callable[[], int]) -> None:
-        """Say how many lines the access log has dropped so far."""
-        self._looked_at.dropped = dropped
+        """Set the function that returns the number of lines that the access log has dropped."""
+        self._models.dropped = dropped
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """Return the body of `/metrics` and its content type.
 
         Args:
-            accept: the request's header: Prometheus' text 0.0.4, or OpenMetrics where it asks.
+            accept: the request's Accept header, which chooses between Prometheus' text format
+                0.0.4 and OpenMetrics.
         """
         try:
             encode, content_type = choose_encoder(accept)
-        except (ValueError, TypeError):  # a version that is none
+        except (ValueError, TypeError):  # a malformed version in the header
             encode, content_type = choose_encoder("")
         registries: list[Collector] = [self._registry]
         if self._counts is not self._registry:
@@ -138,19 +148,19 @@ class Metrics:
 
             collector: Any = MultiProcessCollector
             registries.append(collector(None))
-        return encode(_Undated(registries)), content_type
+        return encode(_WithoutCreated(registries)), content_type
 
-    def _reply(self, model: str, timings: Timings, inputs: int) -> None:
-        children = self._replies.get(model)
+    def _observe_inference(self, model: str, timings: Timings, inputs: int) -> None:
+        children = self._inferences.get(model)
         if children is None:
-            known = self._known(model)
-            children = _Reply(
+            known = self._model_label(model)
+            children = _InferenceMetrics(
                 self._tokenize.labels(known), self._queue.labels(known),
                 self._inference.labels(known), self._inputs.labels(known),
                 self._tokens.labels(known), self._truncated.labels(known),
             )  # fmt: skip
             if known == model:
-                self._replies[model] = children
+                self._inferences[model] = children
         children.tokenize.observe(timings.tokenize_seconds)
         children.queue.observe(timings.queue_seconds)
         children.inference.observe(timings.inference_seconds)
@@ -158,8 +168,8 @@ class Metrics:
         children.tokens.inc(timings.tokens)
         children.truncated.inc(timings.truncated)
 
-    def _known(self, model: str) -> str:
-        return model if any(each.name == model for each in self._looked_at.models()) else NO_MODEL
+    def _model_label(self, model: str) -> str:
+        return model if any(each.name == model for each in self._models.models()) else NO_MODEL
 
     def _histogram(
         self, name: str, text: str, bounds: tuple[float, ...], labels: tuple[str, ...] = _BY_MODEL
@@ -170,8 +180,8 @@ class Metrics:
         return Counter(f"enginery_{name}", text, labels, registry=self._counts)
 
 
-class _Reply(NamedTuple):
-    """What one model's replies are counted by, looked up once."""
+class _InferenceMetrics(NamedTuple):
+    """The metrics of one model's requests, looked up once per model."""
 
     tokenize: Histogram
     queue: Histogram
@@ -181,8 +191,8 @@ class _Reply(NamedTuple):
     truncated: Counter
 
 
-class _Batch(NamedTuple):
-    """What one model's batches are counted by, looked up once."""
+class _BatchMetrics(NamedTuple):
+    """The metrics of one model's batches, looked up once per model."""
 
     inputs: Histogram
     tokens: Histogram
@@ -191,16 +201,16 @@ class _Batch(NamedTuple):
 
 
 class _ModelCollector(Collector):
-    """What is not counted but looked at: the models and their queues."""
+    """The gauges of models and queues, which are read at each scrape."""
 
     def __init__(self) -> None:
         self.models: Callable[[], Iterable[ServedModel]] = tuple
         self.dropped: Callable[[], int] = int
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges as they are now."""
+        """Yield the current gauges."""
         ready = GaugeMetricFamily(
-            "enginery_model_ready", "1 where the model answers, else 0.", labels=_BY_MODEL
+            "enginery_model_ready", "1 if the model is ready, else 0.", labels=_BY_MODEL
         )
         inputs = GaugeMetricFamily(
             "enginery_queue_inputs", "Inputs that wait for a worker.", labels=_BY_MODEL
@@ -210,20 +220,20 @@ class _ModelCollector(Collector):
         )
         about = GaugeMetricFamily(
             "enginery_model_info",
-            "What runs the model; always 1.",
+            "Task, provider, precision and engines of the model; always 1.",
             labels=("model", "task", "provider", "precision", "engine"),
         )
         for model in self.models():
             name, state = model.name, model.state
             ready.add_metric([name], 1.0 if state == "ready" else 0.0)
-            if state not in ("ready", "stuck"):  # there is no session to ask
+            if state not in ("ready", "stuck"):  # not loaded
                 continue
             info = model.info()
             queue = info["queue"]
             inputs.add_metric([name], queue["inputs"])
             tokens.add_metric([name], queue["tokens"])
             engines = ",".join(str(engine["key"]) for engine in info["engines"])
-            # ONNX Runtime asks the first; those behind it take what it leaves.
+            # ONNX Runtime assigns nodes to the first provider, and the rest to those after it.
             provider = str(info["providers"][0]["name"])
             about.add_metric(
                 [name, str(info["task"]), provider, str(info["precision"]), engines], 1.0
@@ -231,19 +241,19 @@ class _ModelCollector(Collector):
         yield from (ready, inputs, tokens, about)
         yield CounterMetricFamily(
             "enginery_access_log_dropped",
-            "Lines that the access log dropped because it was full.",
+            "Lines of the access log that were dropped.",
             value=self.dropped(),
         )
 
 
-class _Undated(Collector):
-    """What several collectors have, without when each series began: nobody asks for it."""
+class _WithoutCreated(Collector):
+    """The metrics of several collectors without their `_created` series, which nobody reads."""
 
     def __init__(self, collectors: Iterable[Collector]) -> None:
         self._collectors = collectors
 
     def collect(self) -> Iterator[Metric]:
-        """Yield their metrics."""
+        """Yield the metrics."""
         for collector in self._collectors:
             for metric in collector.collect():
                 metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]

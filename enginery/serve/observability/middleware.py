@@ -1,11 +1,11 @@
-"""The outermost layer of the application: begins a record of each request, and reports it.
+"""The outermost middleware: creates a record of each request, and reports it at the end.
 
     app = ObservabilityMiddleware(app, activity=activity, shutting_down=answer, metrics=metrics)
 
-Responses that a model gave carry where the time went, in milliseconds, by the names of
-text-embeddings-inference (there without decimals): x-total-time, x-tokenization-time,
-x-queue-time, x-inference-time, x-compute-time, x-compute-tokens, x-compute-characters,
-x-compute-type. Every response carries x-request-id, the client's own or a new one.
+Responses with results of a model have its timings in milliseconds in the headers of
+text-embeddings-inference (which has no decimals): x-total-time, x-tokenization-time, x-queue-time,
+x-inference-time, x-compute-time; also x-compute-tokens, x-compute-characters and x-compute-type.
+Every response has x-request-id, the client's own or a new one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from enginery.serve.lifecycle import Activity
-from enginery.serve.observability.record import CLIENT_GONE, RequestRecord
+from enginery.serve.observability.record import CLIENT_CLOSED_REQUEST, RequestRecord
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,7 +31,7 @@ _LONGEST_ID = 128
 
 
 class ObservabilityMiddleware:
-    """Observes requests; adds no task to any."""
+    """The middleware that reports requests to metrics, access log and traces."""
 
     def __init__(
         self,
@@ -46,12 +46,14 @@ class ObservabilityMiddleware:
         """Wrap an application.
 
         Args:
-            app: finds its record at `scope["state"]["record"]` and adds route, model and timings.
-            activity: kept up to date for the process; its `draining` closes connections.
-            shutting_down: answers a request that the server has cancelled because it ends.
-            metrics: counts requests; None for none.
-            access_log: writes a line a request; None for none.
-            tracing: makes spans; None for none.
+            app: the application, which adds route, model and timings to the record in
+                `scope["state"]["record"]`.
+            activity: updated with the requests in progress; if `draining`, responses close their
+                connections.
+            shutting_down: responds to a request that was cancelled because the server shuts down.
+            metrics: counts requests; None for no metrics.
+            access_log: writes one line per request; None for no log.
+            tracing: creates spans; None for no traces.
         """
         self._app = tracing.wrap(app) if tracing is not None else app
         self._activity = activity
@@ -65,7 +67,7 @@ class ObservabilityMiddleware:
         self._count = itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and report it when its response is sent."""
+        """Run the application for a request, and report the request at the end."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -90,12 +92,12 @@ class ObservabilityMiddleware:
         except asyncio.CancelledError:
             if not activity.draining:
                 raise
-            # By the server, which waits no longer for requests that run.
+            # Cancelled by the server, which no longer waits for running requests.
             if not record.status:
                 record.timings = None
                 await self._shutting_down(scope, receive, respond)
         except Exception:
-            record.status = record.status or 500  # which the server answers
+            record.status = record.status or 500  # the server's response to this error
             raise
         finally:
             activity.in_flight -= 1
@@ -104,13 +106,13 @@ class ObservabilityMiddleware:
     def _begin(self, scope: Scope) -> RequestRecord:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given.decode("latin-1")
-        # It goes into a header and a log: nothing that could end a line.
+        # The id goes into a header and a log, so it must not contain control characters.
         if not (0 < len(given) <= _LONGEST_ID and given.isascii() and request_id.isprintable()):
             request_id = f"{self._prefix}-{next(self._count):x}"
         host, port = (scope.get("client") or ("", 0))[:2]
         if host:
             host = f"[{host}]" if ":" in host else host
-            host = f"{host}:{port}" if port else host  # a proxy's header names no port
+            host = f"{host}:{port}" if port else host  # a proxy's header has no port
         record = RequestRecord(request_id, scope["method"], scope["path"], host, perf_counter())
         scope.setdefault("state", {})["record"] = record
         return record
@@ -138,12 +140,12 @@ class ObservabilityMiddleware:
         return found
 
     def _report(self, record: RequestRecord, scope: Scope) -> None:
-        # Of the route that matched, though it may have been refused before that was called.
+        # The matched route, even if the request was rejected before its handler was called.
         record.route = record.route or getattr(scope.get("endpoint"), "pattern", "")
         if not record.ended:
             record.ended = perf_counter()
-        if not record.status:  # the application has seen that nobody waits for the response
-            record.status = CLIENT_GONE
+        if not record.status:  # the client disconnected before the response
+            record.status = CLIENT_CLOSED_REQUEST
             record.timings = None
         for observe in self._observers:
             observe(record)

@@ -1,8 +1,6 @@
-"""What is known of one request: the middleware begins it, and routes add to it.
+"""The record of one request: created by the middleware, completed by the routes.
 
-    >>> request.state.record.model = "minilm"
-
-Metrics, the access log and traces are made of it once the response is sent.
+Metrics, the access log and traces are written from it once the response has been sent.
 """
 
 from __future__ import annotations
@@ -13,10 +11,10 @@ from typing import Literal
 from enginery.serve.batching.scheduler import Timings
 
 Protocol = Literal["oip", "tei", "openai", "plain", "admin"]
-"""Whose shapes requests and errors have."""
+"""The protocol that determines the format of requests, responses and errors."""
 
-CLIENT_GONE = 499
-"""nginx's status for a client that went before its answer."""
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that disconnected before the response."""
 
 _REASONS = {
     400: "invalid",
@@ -28,50 +26,52 @@ _REASONS = {
     422: "invalid",
     429: "overloaded",
     503: "unavailable",
-    CLIENT_GONE: "cancelled",
+    CLIENT_CLOSED_REQUEST: "cancelled",
 }
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. Times are of `time.perf_counter`, in seconds."""
+    """One request. Times are from `time.perf_counter`, in seconds."""
 
     request_id: str
     method: str
     path: str
-    """Without the query."""
+    """Path without the query string."""
     client: str
-    """Host and port; empty where the server does not know them."""
+    """Host and port of the client; empty if unknown."""
     started: float
     route: str = ""
-    """The pattern that matched, `/predict/{model}`, never the path; empty where none did."""
+    """Pattern of the matched route, such as `/predict/{model}`; empty if no route matched."""
     model: str = ""
-    """A served model's name; empty where none was asked for."""
+    """Name of the served model; empty if the request is not for a model."""
     timings: Timings | None = None
-    """Where the time went; None where no model answered."""
+    """Timings of the inference; None without one."""
     inputs: int = 0
+    """Number of inputs."""
     characters: int = 0
-    """Of all texts."""
+    """Number of characters of all texts."""
     compute_type: str = "cpu"
     """`cpu` or `gpu`."""
     status: int = 0
+    """HTTP status of the response; 0 before it is known."""
     body_bytes: int = 0
-    """Of the request's body, as far as it was read."""
+    """Size of the request's body, as far as it was read."""
     sent_bytes: int = 0
-    """Of the response's body."""
+    """Size of the response's body."""
     ended: float = 0.0
-    """When the last byte of the response was handed to the server."""
+    """When the last part of the response was passed to the server."""
 
     @property
     def seconds(self) -> float:
-        """Return how long the request took."""
+        """Duration of the request."""
         return self.ended - self.started
 
 
-def reason_of(record: RequestRecord) -> str:
-    """Return why the request was refused, as metrics count it; empty for one that was not.
+def refusal_reason(record: RequestRecord) -> str:
+    """Return the metrics label for why a request was rejected; empty if it was not.
 
-    500 is a fault of the server, not a refusal.
+    Status 500 is an error of the server, not a rejection.
     """
     if record.status < 400 or record.status == 500:
         return ""

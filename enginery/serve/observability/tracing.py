@@ -1,14 +1,12 @@
-"""A trace of each request, for whoever collects them with OpenTelemetry.
+"""Traces of requests with OpenTelemetry.
 
     $ OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 enginery serve build/minilm
-    >>> tracing = Tracing.from_environment()
-    >>> app = ObservabilityMiddleware(app, activity=activity, tracing=tracing)
 
-opentelemetry-instrumentation-asgi makes the span of a request, whose parent is the caller's
-`traceparent` (w3.org/TR/trace-context). In it are tokenize, queue and inference, made once the
-response begins, of times that were taken anyway. Attributes are OpenTelemetry's for HTTP; none
-holds a body, a key or a query. Sampling, propagation, the service's name and the exporter's headers
-are set by OpenTelemetry's own variables.
+opentelemetry-instrumentation-asgi creates the span of a request, whose parent is the caller's
+`traceparent` (w3.org/TR/trace-context). Its child spans tokenize, queue and inference are created
+when the response starts, from the timings that are measured anyway. Attributes follow
+OpenTelemetry's conventions for HTTP; none contains a body, a key or a query string. OpenTelemetry's
+own variables set the sampling, the propagation, the service name and the exporter's headers.
 """
 
 from __future__ import annotations
@@ -41,26 +39,26 @@ _log = logging.getLogger("enginery.serve")
 
 
 class Tracing:
-    """Makes spans and hands them to an exporter that sends them from a thread of its own."""
+    """A tracer with an exporter that sends spans from its own thread."""
 
     def __init__(self, exporter: Any, *, batch: bool = True) -> None:
-        """Begin no span.
+        """Set up the tracer.
 
         Args:
             exporter: an `opentelemetry.sdk.trace.export.SpanExporter`.
-            batch: send many at once, later; False to export each span as it ends.
+            batch: export spans in batches; False to export each span as it ends.
         """
-        # The stable names of HTTP's attributes, not those that they had before.
+        # Use the stable HTTP attribute names, not the older experimental ones.
         os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 
-        resource = Resource.create()  # of OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
+        resource = Resource.create()  # reads OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
         if str(resource.attributes["service.name"]).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": _SERVICE}))
-        # A provider of its own: whoever runs the application in theirs keeps the global one.
+        # Not the global provider, which belongs to the program that embeds this application.
         self._provider = TracerProvider(resource=resource)
         kind = BatchSpanProcessor if batch else SimpleSpanProcessor
         self._provider.add_span_processor(kind(exporter))
@@ -69,19 +67,23 @@ class Tracing:
 
     @classmethod
     def from_environment(cls) -> Tracing | None:
-        """Return what `OTEL_EXPORTER_OTLP_ENDPOINT` asks for; None where it is not set.
+        """Return the tracing that `OTEL_EXPORTER_OTLP_ENDPOINT` configures; None if it is not set.
 
-        The variable may be there for all programs of a machine: without the packages the server
-        runs, and says once that there are no traces.
+        The variable may be set for all programs of a machine. So if the packages are missing, log a
+        warning and run without traces.
 
         Raises:
-            OptionError: the variables ask for a protocol other than OTLP over HTTP.
+            OptionError: the variables specify a protocol other than OTLP over HTTP.
         """
         endpoint = trace_endpoint(os.environ)
         if not endpoint:
             return None
         if not _installed():
-            _log.warning("%s is set, but there are no traces: install 'enginery[otel]'.", endpoint)
+            _log.warning(
+                "%s is set, but traces are disabled because packages are missing: "
+                "install 'enginery[otel]'.",
+                endpoint,
+            )
             return None
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -106,7 +108,7 @@ class Tracing:
 
         async def outside(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
-                # A query may hold a key, and would become an attribute.
+                # The query string would become an attribute, and it may contain a key.
                 await traced({**scope, "query_string": b"", "enginery.scope": scope}, receive, send)
             else:
                 await app(scope, receive, send)
@@ -114,7 +116,7 @@ class Tracing:
         return outside
 
     def _describing(self, record: RequestRecord, send: Send) -> Send:
-        """Describe the current span once the route has answered, and make its parts."""
+        """Return a `send` that adds attributes and child spans when the response starts."""
         span = self._trace.get_current_span()
         if not span.is_recording():
             return send
@@ -130,10 +132,10 @@ class Tracing:
         return describe
 
     def _make_parts(self, record: RequestRecord, span: Any) -> None:
-        """Lay the parts end to end, up to now.
+        """Create the child spans one after another, so that the last one ends now.
 
-        What comes before them is reading and parsing, and what a client sends slowly. Making bytes
-        of the answer is so little that it is counted there too.
+        The time before them is reading and parsing the request, including slow clients, and
+        serializing the response, which takes very little.
         """
         timings = record.timings
         if timings is None:
@@ -146,7 +148,7 @@ class Tracing:
             ("inference", timings.inference_seconds),
         )
         context = self._trace.set_span_in_context(span)
-        # Of several inputs each part is the longest: together they may be more than the request.
+        # With several inputs each time is a maximum, so their sum may exceed the whole request.
         at = max(begin, end - sum(int(seconds * 1e9) for _, seconds in parts))
         for name, seconds in parts:
             until = min(end, at + int(seconds * 1e9))
@@ -154,15 +156,15 @@ class Tracing:
             at = until
 
     def close(self) -> None:
-        """Send what waits, and end."""
+        """Export the remaining spans and shut down."""
         self._provider.shutdown()
 
 
 def trace_endpoint(environment: Mapping[str, str]) -> str:
-    """Return the variable that names where traces go; empty where none are wanted.
+    """Return the name of the variable with the traces' endpoint; empty if traces are off.
 
     Raises:
-        OptionError: the variables ask for a protocol other than OTLP over HTTP.
+        OptionError: the variables specify a protocol other than OTLP over HTTP.
     """
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or (
         environment.get("OTEL_TRACES_EXPORTER", "otlp") == "none"
@@ -173,7 +175,7 @@ def trace_endpoint(environment: Mapping[str, str]) -> str:
     if endpoint and protocol and environment[protocol] != _HTTP:
         raise OptionError(
             f"{protocol} is '{environment[protocol]}', expected '{_HTTP}'.",
-            do=f"Unset it, and let {endpoint} name the collector's HTTP port, 4318 as a rule.",
+            do=f"Unset it, and set {endpoint} to the collector's HTTP port, usually 4318.",
         )
     return endpoint
 

@@ -65,7 +65,7 @@ def answer(log, **known):
     log.write(record(**known))
 
 
-def test_line_says_who_asked_what_and_where_the_time_went(pipe):
+def test_line_has_client_request_and_timings(pipe):
     text = logged(pipe, {"timings": TIMINGS})
     line = json.loads(text)
     when = datetime.fromisoformat(line.pop("time"))
@@ -78,7 +78,7 @@ def test_line_says_who_asked_what_and_where_the_time_went(pipe):
     assert text.endswith(b"}\n")
 
 
-def test_line_of_a_request_that_asked_no_model_has_no_times_of_one(pipe):
+def test_line_of_a_request_without_a_model_has_no_timings(pipe):
     line = json.loads(logged(pipe, {}))
     assert not {"tokenize_ms", "queue_ms", "inference_ms", "tokens"} & set(line)
 
@@ -120,7 +120,7 @@ def test_lines_are_in_order_and_none_is_lost(pipe):
     assert log.dropped == 0
 
 
-def test_pipe_that_nobody_reads_drops_lines_and_says_how_many(pipe):
+def test_unread_pipe_drops_and_counts_lines(pipe):
     """The calls return; were they to wait for the pipe, this test would never end."""
     log = AccessLog(pipe.write, lines=1000)
     for _ in range(20_000):
@@ -143,7 +143,7 @@ def test_closing_does_not_wait_for_a_reader_that_never_reads(pipe):
     assert log.dropped > 0
 
 
-def test_reader_that_has_gone_is_no_error(pipe):
+def test_closed_pipe_is_not_an_error(pipe):
     pipe.close(pipe.read)
     log = AccessLog(pipe.write)
     for _ in range(10):
@@ -152,7 +152,7 @@ def test_reader_that_has_gone_is_no_error(pipe):
     assert log.dropped == 10
 
 
-def test_pipe_that_somebody_made_non_blocking_is_waited_for(pipe):
+def test_non_blocking_pipe_is_waited_for(pipe):
     os.set_blocking(pipe.write, False)
     log = AccessLog(pipe.write, lines=10_000)
     for number in range(3000):
@@ -176,5 +176,5 @@ def test_lines_are_written_when_the_process_ends():
     assert done.stderr == b""
 
 
-def test_off_is_no_log_at_all():
+def test_off_disables_the_log():
     assert AccessLog.from_option("off") is None

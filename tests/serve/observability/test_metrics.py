@@ -22,7 +22,7 @@ class Hosted:
 
     def info(self):
         assert self.state != "loading", "there is nothing to ask yet"
-        return {"providers": [{"name": "CPUExecutionProvider", "reason": "asked for"}],
+        return {"providers": [{"name": "CPUExecutionProvider", "reason": "requested"}],
                 "precision": "fp32", "task": self.task,
                 "engines": [{"key": key} for key in self.engines],
                 "queue": {"inputs": 3, "tokens": 57}}  # fmt: skip
@@ -110,7 +110,7 @@ def test_refusals_are_counted_by_reason(metrics):
     assert reasons == {"overloaded", "too_large", "cancelled", "http", "invalid"}
 
 
-def test_models_are_looked_at_when_somebody_asks():
+def test_gauges_are_read_at_each_scrape():
     hosted = [Hosted("minilm", engines=("abc", "def")), Hosted("late", state="loading"),
               Hosted("hung", state="stuck")]  # fmt: skip
     metrics = Metrics()
@@ -133,14 +133,14 @@ def test_dropped_log_lines():
     assert value(metrics, "access_log_dropped_total") == 12
 
 
-def test_process_is_described_and_nothing_is_dated(metrics):
+def test_process_metrics_exist_and_created_series_do_not(metrics):
     metrics.observe(record(status=200, ended=0.004))
     names = {name for name, _ in samples(metrics)}
     assert "process_resident_memory_bytes" in names
     assert not [name for name in names if name.endswith("_created")]
 
 
-def test_words_of_clients_never_become_labels(metrics):
+def test_text_from_clients_never_becomes_a_label(metrics):
     for number in range(1000):
         name = f"no-such-model-{number}"
         metrics.observe(record(route="/predict/{model}", model=name, status=404,
@@ -148,7 +148,7 @@ def test_words_of_clients_never_become_labels(metrics):
         metrics.observe_batch(name, BatchStatistics(1, 1, 1, 0.1))
     body = metrics.exposition()[0].decode()
     assert "no-such-model" not in body
-    assert len(metrics._requests) + len(metrics._replies) + len(metrics._batches) == 0
+    assert len(metrics._requests) + len(metrics._inferences) + len(metrics._batches) == 0
     labels = {"route": "/predict/{model}", "model": "", "status": "404"}
     assert value(metrics, "request_duration_seconds_count", **labels) == 1000
 
@@ -161,7 +161,7 @@ def test_name_of_a_model_is_escaped():
     assert value(metrics, "model_ready", model=odd) == 1
 
 
-def test_open_metrics_where_prometheus_asks_for_it(metrics):
+def test_openmetrics_if_the_accept_header_requests_it(metrics):
     metrics.observe(record(timings=Timings(0.001, 0.02, 0.3, tokens=42), inputs=3))
     asked = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
     body, content_type = metrics.exposition(asked)

@@ -109,7 +109,7 @@ def test_draining_server_closes_the_connection_once():
     assert "connection" not in ask(App()).headers
 
 
-def test_client_that_has_gone_is_499(log):
+def test_disconnected_client_is_499(log):
     async def application(scope, receive, send):  # which has seen http.disconnect
         scope["state"]["record"].timings = TIMINGS
 
@@ -134,7 +134,7 @@ def test_request_that_is_cancelled_with_its_client_is_499(log):
     assert activity.in_flight == 0
 
 
-def test_request_that_an_ending_server_cancels_is_answered_with_503(log):
+def test_request_cancelled_at_shutdown_is_503(log):
     app = App(before=cancelled, known={"timings": TIMINGS})
     response = ask(app, observed={"access_log": log}, activity=Activity(draining=True))
     assert (response.status, response.headers["connection"]) == (503, "close")
@@ -142,7 +142,7 @@ def test_request_that_an_ending_server_cancels_is_answered_with_503(log):
     assert [(record.status, record.timings) for record in log.records] == [(503, None)]
 
 
-def test_answer_of_an_ending_server_may_have_the_shape_of_the_protocol():
+def test_response_at_shutdown_has_the_format_of_the_protocol():
     other = App(status=503, body=b'{"message":"ending"}')
     observed = {"shutting_down": other}
     activity = Activity(draining=True)

@@ -57,7 +57,7 @@ def spans(exporter):
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
-def test_parts_lie_end_to_end_within_the_request(exporter):
+def test_child_spans_are_consecutive_within_the_request(exporter):
     timings = Timings(0.005, 0.01, 0.025, tokens=7)
     record(Tracing(exporter, batch=False), timings=timings, seconds=0.05)
     found = spans(exporter)
@@ -75,7 +75,7 @@ def test_parts_lie_end_to_end_within_the_request(exporter):
     assert {span.parent.span_id for span in found.values()} == {request.context.span_id}
 
 
-def test_parts_that_add_up_to_more_than_the_request_stay_within_it(exporter):
+def test_child_spans_longer_than_the_request_are_clipped(exporter):
     """Of several inputs each part is the longest: they may overlap."""
     record(Tracing(exporter, batch=False), timings=Timings(0.3, 0.4, 0.45))
     found = spans(exporter)
@@ -85,7 +85,7 @@ def test_parts_that_add_up_to_more_than_the_request_stay_within_it(exporter):
         assert request.start_time - 10e6 <= span.start_time <= span.end_time <= request.end_time
 
 
-def test_callers_trace_goes_on(exporter):
+def test_callers_trace_is_continued(exporter):
     tracing = Tracing(exporter, batch=False)
     record(tracing, headers={"traceparent": PARENT, "tracestate": "vendor=1"}, timings=Timings())
     for span in exporter.get_finished_spans():
@@ -102,7 +102,7 @@ def test_caller_that_does_not_sample_gets_no_spans(exporter):
 
 
 @pytest.mark.parametrize("value", ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
-def test_traceparent_that_is_none_begins_a_new_trace(exporter, value):
+def test_invalid_traceparent_starts_a_new_trace(exporter, value):
     record(Tracing(exporter, batch=False), headers={"traceparent": value})
     (request,) = exporter.get_finished_spans()
     assert request.parent is None
@@ -132,12 +132,12 @@ def test_caller_that_is_cancelled_gets_its_span_ended(exporter):
 
 
 @pytest.mark.parametrize(("status", "code"), [(429, StatusCode.UNSET), (503, StatusCode.ERROR)])
-def test_errors_of_the_server_alone_mark_the_span(exporter, status, code):
+def test_only_server_errors_mark_the_span(exporter, status, code):
     record(Tracing(exporter, batch=False), status=status)
     assert exporter.get_finished_spans()[0].status.status_code == code
 
 
-def test_request_that_asked_no_model_is_one_span(exporter):
+def test_request_without_a_model_is_one_span(exporter):
     record(Tracing(exporter, batch=False), client=None)
     assert len(exporter.get_finished_spans()) == 1
 
@@ -202,13 +202,13 @@ def test_spans_arrive_at_a_collector(collector, monkeypatch, named):
      {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_TRACES_EXPORTER": "none"}],
     ids=["unset", "empty", "disabled", "exporter-none"],
 )  # fmt: skip
-def test_no_tracing_unless_asked_for(monkeypatch, variables):
+def test_tracing_is_off_by_default(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert Tracing.from_environment() is None
 
 
-def test_nothing_is_imported_where_no_traces_are_wanted():
+def test_nothing_is_imported_without_traces():
     code = ("import sys\nfrom enginery.serve.observability.tracing import Tracing\n"
             "assert Tracing.from_environment() is None\n"
             "print([m for m in sys.modules if m.startswith('opentelemetry')])")  # fmt: skip
@@ -216,7 +216,7 @@ def test_nothing_is_imported_where_no_traces_are_wanted():
     assert done.stdout == "[]\n"
 
 
-def test_missing_package_is_said_and_the_server_runs(monkeypatch, caplog):
+def test_missing_package_is_a_warning_and_the_server_runs(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318")
     monkeypatch.setattr(tracing_module, "_installed", lambda: False)
     assert Tracing.from_environment() is None
@@ -249,7 +249,7 @@ def test_grpc_is_refused_before_a_worker_starts(monkeypatch, tiny_paths):
         serve_models([path], ServeConfig(port=0))
 
 
-def test_grpc_is_refused_in_words(monkeypatch):
+def test_grpc_error_names_the_variable(monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4317")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(OptionError, match=r"is 'grpc', expected 'http/protobuf'\. Unset it"):

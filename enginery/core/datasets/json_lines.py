@@ -1,0 +1,167 @@
+"""JSONL, row by row.
+
+    >>> JsonLinesReader(Path("reviews.jsonl"), ("text",), ReadOptions()).schema
+    text: string
+    stars: int64
+
+Python's `json` and not pyarrow's: lines are kept byte for byte, a broken one is named by its
+number, and a column may hold values of several kinds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from enginery.core.datasets.arrow_arrays import array_of
+from enginery.core.datasets.batches import (
+    RAW_LINE,
+    ReadOptions,
+    RowBatch,
+    cut_batches,
+    escaped,
+    is_clean,
+    lines_of,
+    open_text,
+    require_columns,
+    require_few_columns,
+)
+from enginery.core.errors import InputError
+
+_Row = tuple[str, dict[str, Any]]
+_INT64 = 1 << 63
+_EXACT = 1 << 53
+"""Integers up to this are floats without loss."""
+
+
+class JsonLinesReader:
+    """One JSON object a line.
+
+    A row need not have every key, so all columns are known when the last row is read. The file is
+    therefore read once before anything else: the columns, their types and lines that are no JSON
+    object are known then. A column whose values are not all of one plain type, and one that holds
+    lists or objects, is kept as JSON text.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str], options: ReadOptions) -> None:
+        """Read the file once.
+
+        Raises:
+            InputError: a line is no JSON object, or no row has such a column.
+        """
+        import pyarrow as pa
+
+        self._path, self._columns, self._options = path, columns, options
+        self._bytes = max(path.stat().st_size, 1)
+        self._at = 0
+        kinds: dict[str, set[str]] = {}
+        for _, row in self._rows():
+            for name, value in row.items():
+                kinds.setdefault(name, set()).add(_kind(value))
+            require_few_columns(len(kinds), path)
+        self.names = list(kinds)
+        """The keys of all rows, in the order in which they first appear."""
+        if not kinds:
+            raise InputError(f"data '{path}' is empty; expected one JSON object a line.")
+        require_columns(columns, self.names, path)
+        types = {name: _type(found) for name, found in kinds.items()}
+        self._as_json = {
+            name
+            for name, found in kinds.items()
+            if types[name] == "string" and found - {"null"} != {"str"}
+        }
+        fields = [(escaped(name), getattr(pa, kind)()) for name, kind in types.items()]
+        raw = options.keep == "lines"
+        self.schema = pa.schema([(RAW_LINE, pa.string())] if raw else fields)
+
+    def read(self, skip: int) -> Iterator[RowBatch]:
+        """Yield the rows after the first `skip`; see `DatasetReader`."""
+        sized = ((len(line), (line, row)) for line, row in self._rows(skip))
+        first = skip
+        for batch in cut_batches(sized, self._options.rows):
+            yield self._batch(first, batch)
+            first += len(batch)
+
+    def done(self) -> float:
+        """Return the share of the file's bytes that was read."""
+        return min(self._at / self._bytes, 1.0)
+
+    def _rows(self, skip: int = 0) -> Iterator[_Row]:
+        with open_text(self._path, self._options.encoding, newline=None) as stream:
+            for number, line in enumerate(lines_of(stream, self._path), start=1):
+                if not line.strip():
+                    continue
+                if skip > 0:
+                    skip -= 1
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise InputError(
+                        f"data '{self._path}' cannot be read: line {number}: {error}."
+                    ) from error
+                if not isinstance(row, dict):
+                    raise InputError(
+                        f"data '{self._path}' cannot be read: line {number} is a "
+                        f"{type(row).__name__}, expected a JSON object."
+                    )
+                self._at = stream.buffer.tell()
+                yield line.strip(), row
+
+    def _batch(self, first: int, rows: list[_Row]) -> RowBatch:
+        errors = {
+            index: f"the line is not {self._options.encoding}"
+            for index, (line, _) in enumerate(rows)
+            if not is_clean(line)
+        }
+        values = [tuple(row.get(column) for column in self._columns) for _, row in rows]
+        return RowBatch(first, self._kept(rows, errors), values, errors)
+
+    def _kept(self, rows: list[_Row], errors: dict[int, str]) -> Any:
+        import pyarrow as pa
+
+        if self._options.keep == "nothing":
+            return None
+        if self._options.keep == "lines":
+            # A bad byte becomes JSON's own escape: `\\udce9`.
+            lines = [
+                json.dumps(row) if index in errors else line
+                for index, (line, row) in enumerate(rows)
+            ]
+            arrays = [array_of(lines, pa.string())]
+        else:
+            arrays = [
+                array_of([self._cell(name, row.get(name)) for _, row in rows], field.type)
+                for name, field in zip(self.names, self.schema, strict=True)
+            ]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+    def _cell(self, name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        if name in self._as_json:
+            return escaped(json.dumps(value, ensure_ascii=False))
+        return escaped(value) if isinstance(value, str) else value
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, int) and not isinstance(value, bool):
+        if -_EXACT <= value <= _EXACT:
+            return "int"
+        return "long" if -_INT64 <= value < _INT64 else "large"
+    name = type(value).__name__
+    return name if name in ("bool", "float", "str") else "nested"
+
+
+def _type(found: set[str]) -> str:
+    """Return the pyarrow type, by name, that holds all these kinds without loss."""
+    kinds = found - {"null"}
+    if kinds == {"bool"}:
+        return "bool_"
+    if kinds and kinds <= {"int", "long"}:
+        return "int64"
+    return "float64" if kinds and kinds <= {"int", "float"} else "string"

@@ -1,0 +1,1 @@
+"""What other servers load: an artifact as files for Triton and KServe."""

@@ -1,0 +1,1 @@
+"""An artifact as an InferenceService of KServe."""

@@ -1,0 +1,1 @@
+"""An artifact as a model repository of NVIDIA Triton."""

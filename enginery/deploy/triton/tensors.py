@@ -1,0 +1,94 @@
+"""A graph's inputs and outputs as Triton describes tensors: names, data types, dims without batch.
+
+    >>> has_batch_dim(graph)
+    True
+    >>> tensor_fields(graph.inputs[0], batched=True)
+    {'name': 'input_ids', 'data_type': 'TYPE_INT64', 'dims': [-1]}
+
+Where `max_batch_size` is above 0, Triton takes the first dim of every tensor as the batch, and
+`dims` are those after it. Source: docs/user_guide/model_configuration.md of
+triton-inference-server/server, and what the ONNX Runtime backend compares (`CompareDimsSupported`
+in its onnxruntime_utils.cc): an output's dims must be exactly those of the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from enginery.core.errors import ArtifactError
+from enginery.core.manifest import GraphRecord
+from enginery.core.shapes import TensorSpec, canonical_dim
+from enginery.deploy.triton.options import Backend
+from enginery.deploy.triton.text import Word
+
+DATA_TYPES = {
+    "bool": "TYPE_BOOL", "uint8": "TYPE_UINT8", "uint16": "TYPE_UINT16", "uint32": "TYPE_UINT32",
+    "uint64": "TYPE_UINT64", "int8": "TYPE_INT8", "int16": "TYPE_INT16", "int32": "TYPE_INT32",
+    "int64": "TYPE_INT64", "float16": "TYPE_FP16", "float32": "TYPE_FP32", "float64": "TYPE_FP64",
+    "string": "TYPE_STRING", "bfloat16": "TYPE_BF16",
+}  # fmt: skip
+STRING = Word("TYPE_STRING")
+
+# The table "Datatypes" of model_configuration.md.
+_NOT_TAKEN = {
+    "onnxruntime": ("bfloat16",),
+    "tensorrt": ("uint16", "uint32", "uint64", "int16", "float64", "string"),
+}
+_BACKENDS = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
+
+
+def has_batch_dim(record: GraphRecord) -> bool:
+    """Whether the first dim of every input and output is the same dynamic one."""
+    first = {spec.dims[0] if spec.dims else 0 for spec in (*record.inputs, *record.outputs)}
+    return len(first) == 1 and isinstance(dim := first.pop(), str) and bool(dim) and "+" not in dim
+
+
+def batch_dim(record: GraphRecord) -> str:
+    """The name by which profiles know the first dim of the inputs; empty for a fixed one."""
+    dim = record.inputs[0].dims[0] if record.inputs and record.inputs[0].dims else 0
+    return canonical_dim(dim) if isinstance(dim, str) else ""
+
+
+def tensor_fields(spec: TensorSpec, *, batched: bool) -> dict[str, Any]:
+    """One entry of `input` or `output`.
+
+    Args:
+        spec: the tensor of the graph.
+        batched: whether its first dim is the batch, which the entry leaves out.
+
+    Raises:
+        ArtifactError: a dim has no size that Triton takes, or it has no such data type.
+    """
+    sizes = [dim if isinstance(dim, int) else -1 for dim in spec.dims]
+    if any(size == 0 or size < -1 for size in sizes):
+        raise ArtifactError(
+            f"{spec}: found a dim of no size, and Triton takes 1 and more, or any size (-1)."
+        )
+    sizes = sizes[1:] if batched else sizes
+    fields: dict[str, Any] = {
+        "name": spec.name,
+        "data_type": Word(_data_type(spec)),
+        # A tensor without dims does not exist in Triton: one number is (1,).
+        "dims": sizes or [1],
+    }
+    if batched and not sizes:
+        fields["reshape"] = {"shape": []}
+    return fields
+
+
+def check_types(record: GraphRecord, backend: Backend) -> None:
+    """Raises ArtifactError where a backend of Triton has no tensors of a graph's type."""
+    for spec in (*record.inputs, *record.outputs):
+        if _data_type(spec) and spec.dtype in _NOT_TAKEN[backend]:
+            raise ArtifactError(
+                f"{spec}: Triton's {_BACKENDS[backend]} backend has no tensors of {spec.dtype}.",
+                do="Make the artifact in another precision, fp16 or fp32.",
+            )
+
+
+def _data_type(spec: TensorSpec) -> str:
+    if spec.dtype not in DATA_TYPES:
+        raise ArtifactError(
+            f"{spec}: Triton has no tensors of {spec.dtype}; known are {', '.join(DATA_TYPES)}."
+        )
+    return DATA_TYPES[spec.dtype]

@@ -1,0 +1,307 @@
+"""The model card: `README.md` of a package, for people and for the Hub.
+
+Takes what a package knows; leaves Markdown with YAML on top.
+
+    >>> card = model_card(CardFacts(artifact, "minilm", rights, reports, engines))
+    >>> card.splitlines()[:3]
+    ['---', 'base_model: sentence-transformers/all-MiniLM-L6-v2', 'language:']
+
+The text is in card.md.jinja, and the metadata is what
+https://huggingface.co/docs/hub/model-cards describes. There is no date in it: the same package has
+the same card.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from enginery.core.artifact import Artifact
+from enginery.core.engine_record import EngineRecord
+from enginery.core.manifest import SourceRecord
+from enginery.core.reports import (
+    OutputMetrics,
+    QuantizationReport,
+    Reports,
+    ValidationReport,
+    gpu_names,
+    named_versions,
+)
+from enginery.publish.card.metrics import metrics
+from enginery.publish.card.snippets import CPU, loading_snippets
+from enginery.publish.card.source import SourceCard
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult, ModelCardData
+
+_LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+_TARGETS = {
+    "onnx": "any ONNX runtime",
+    "cuda": "ONNX Runtime on CUDA",
+    "cpu": "ONNX Runtime on a CPU",
+    "tensorrt": "TensorRT",
+}
+_WAYS = {
+    "enginery": "enginery: answers, without torch",
+    "Optimum": "Optimum: tensors, with transformers",
+    "onnxruntime": "ONNX Runtime alone",
+}
+_NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card says."""
+
+    artifact: Artifact
+    name: str
+    rights: SourceCard
+    """Taken over from the source's card, or said by the options."""
+    reports: Reports
+    engines: tuple[EngineRecord, ...]
+    problem: str = ""
+    """Why the artifact would have been refused without --allow-unvalidated."""
+
+
+def model_card(facts: CardFacts) -> str:
+    """Return the text of the card."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    artifact, manifest, reports = facts.artifact, facts.artifact.manifest, facts.reports
+    environment = Environment(  # noqa: S701  # it is Markdown, which `finalize` escapes
+        loader=FileSystemLoader(Path(__file__).parent),
+        finalize=escaped,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "bound_to": engine_words,
+        "code": _code,
+        "codes": lambda texts, between=", ": Markdown(between.join(map(_code, texts))),
+        "gpus": gpu_names,
+        "local": lambda text: without_path(text, manifest.source),
+        "markdown": Markdown,
+        "number": _number,
+        "options": _options,
+        "versions": named_versions,
+        "zip": zip,
+    }
+    # Snippets run on the provider that the validation ran on: of a BF16 graph, no CPU.
+    validated_on = reports.validation.providers if reports.validation else []
+    provider = validated_on[0]["name"] if validated_on else CPU
+    snippets = loading_snippets(artifact, facts.name, provider=provider)
+    body = environment.get_template("card.md.jinja").render(
+        name=facts.name,
+        problem=facts.problem,
+        manifest=manifest,
+        source=manifest.source,
+        target=_TARGETS.get(manifest.target, manifest.target),
+        validation=reports.validation,
+        compared=list(_compared(reports.validation)) if reports.validation else [],
+        quantization=reports.quantization,
+        accuracies=list(_accuracies(reports.quantization)) if reports.quantization else [],
+        benchmark=reports.benchmark,
+        engines=facts.engines,
+        snippets=[(_WAYS[way], code) for way, code in snippets.items()],
+        rights=facts.rights,
+    )
+    return f"---\n{card_metadata(facts).to_yaml()}\n---\n\n{body}"
+
+
+def card_metadata(facts: CardFacts) -> ModelCardData:
+    """Return the YAML on top, as the Hub reads it."""
+    from huggingface_hub import ModelCardData
+
+    manifest, rights = facts.artifact.manifest, facts.rights
+    quantization = facts.reports.quantization
+    tags = ["onnx", "onnxruntime", "optimum", "enginery", manifest.precision]
+    if quantization:
+        tags.append(quantization.scheme)
+    if facts.engines or manifest.target == "tensorrt":
+        tags.append("tensorrt")
+    # A licence that has no identifier of the Hub's is `other`, with its name.
+    is_known = not rights.license or _LICENSE_ID.fullmatch(rights.license)
+    more: dict[str, Any] = {}
+    if rights.base_model and quantization:
+        more["base_model_relation"] = "quantized"
+    if evaluations := list(_evaluations(facts)):
+        more |= {"model_name": facts.name, "eval_results": evaluations}
+    return ModelCardData(
+        base_model=rights.base_model or None,
+        language=list(rights.language) or None,
+        library_name="enginery",
+        license=(rights.license or None) if is_known else "other",
+        license_name=rights.license_name or (None if is_known else rights.license),
+        license_link=rights.license_link or None,
+        pipeline_tag=manifest.task,
+        tags=[*tags, *rights.tags],
+        **more,
+    )
+
+
+_EVALUATED = {
+    "validation.max_abs_error": ("max_abs_error", "Largest error beside PyTorch"),
+    "validation.min_cosine": ("cosine_similarity", "Least cosine to PyTorch's outputs"),
+    "quantization.cosine": ("cosine_similarity", "Mean cosine to FP32's answers"),
+    "quantization.label_accuracy": ("accuracy", "Accuracy on labels"),
+}
+"""Figures that the Hub shows, with their types and names there."""
+
+
+def _evaluations(facts: CardFacts) -> Iterator[EvalResult]:
+    from huggingface_hub import EvalResult
+
+    figures = metrics(facts.reports)
+    quantization = facts.reports.quantization
+    calibration = quantization.calibration if quantization else None
+    data = {
+        "validation": "inputs compared with PyTorch",
+        "quantization": f"rows of {calibration.inputs}" if calibration else "rows of the data",
+    }
+    for figure, (metric_type, metric_name) in _EVALUATED.items():
+        stage = figure.partition(".")[0]
+        if figure in figures:
+            yield EvalResult(
+                task_type=facts.artifact.manifest.task,
+                dataset_type=stage,
+                dataset_name=data[stage],
+                metric_type=metric_type,
+                metric_name=metric_name,
+                metric_value=figures[figure],
+            )
+
+
+# Markdown
+
+
+class Markdown(str):
+    """Text that is Markdown already, and is not escaped when it is inserted."""
+
+    __slots__ = ()
+
+
+def escaped(value: object) -> str:
+    r"""Return text that is shown as it is, on one line, also in a cell of a table.
+
+    >>> escaped("<b> & [x](y) | snake_case _it_")
+    '\\<b\\> \\& \\[x\\](y) \\| snake_case \\_it\\_'
+    """
+    if isinstance(value, Markdown):
+        return value
+    text = " ".join(str(value).split())
+    # A `_` inside a word is no markup.
+    text = re.sub(r"[\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
+    # What would begin a heading, a list or a rule at the beginning of a line.
+    return re.sub(r"^(\d*)(?=[#+=-]|(?<=\d)[.)](\s|$))", r"\1\\", text)
+
+
+def _code(value: object) -> Markdown:
+    """Return a code span; backticks in the text make its fence longer."""
+    text = " ".join(str(value).split()).replace("|", "\\|")
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * (longest + 1)
+    return Markdown(f"{fence} {text} {fence}" if longest else f"{fence}{text}{fence}")
+
+
+def _number(value: float | None, form: str, nothing: str = _NOTHING, *, unit: str = "") -> Markdown:
+    is_known = value is not None and math.isfinite(value)
+    return Markdown(f"{value:{form}}{unit}" if is_known else nothing)
+
+
+def _options(options: Mapping[str, Any]) -> Markdown:
+    said = [f"{n}={_value(v)}" for n, v in options.items() if v not in ("", [], (), None)]
+    return Markdown(", ".join(map(_code, said)) or "none")
+
+
+def _value(value: Any) -> str:
+    """Return an option's value; of a path on the machine that published, the last part."""
+    if isinstance(value, str):
+        return PurePath(value).name if PurePath(value).is_absolute() else value
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {_value(item)}" for name, item in value.items())
+    if isinstance(value, Sequence):
+        return "; ".join(_value(item) for item in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def without_path(text: str, source: SourceRecord) -> str:
+    """Return a sentence with the source's name in place of its path on the publishing machine.
+
+    Another path that has it inside stays. Only sentences that a stage wrote go through this: a path
+    in code or in a table is part of what is said, and a short one, `/model`, may stand in it by
+    chance.
+    """
+    if source.kind not in ("directory", "onnx"):
+        return text
+    # `/model` is no part of `minilm/model.onnx`, of `/model-2` and of `/srv/model`.
+    whole = rf"(?<![\w./-]){re.escape(source.id)}(?![\w-]|\.\w)"
+    return re.sub(whole, lambda _: source.name, text)
+
+
+# What the tables show
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """One output over all inputs of one kind."""
+
+    graph: str
+    output: str
+    kind: str
+    count: int
+    worst: OutputMetrics
+    min_cosine: float | None
+    failed: int
+
+
+def _compared(report: ValidationReport) -> Iterator[_Compared]:
+    groups: dict[tuple[str, str, str], list[OutputMetrics]] = {}
+    for case in report.cases:
+        for output in case.outputs:
+            groups.setdefault((case.graph, output.output, case.kind), []).append(output)
+    for group, outputs in groups.items():
+        yield _Compared(
+            *group,
+            count=len(outputs),
+            worst=max(outputs, key=lambda output: output.limit_ratio),
+            min_cosine=min((o.cosine for o in outputs if math.isfinite(o.cosine)), default=None),
+            failed=sum(not output.passed for output in outputs),
+        )
+
+
+def _accuracies(report: QuantizationReport) -> Iterable[tuple[str, float, str]]:
+    """Yield what was measured: the words, the value, its format."""
+    kind = report.scheme.upper()
+    found: list[tuple[str, float | None, str]] = []
+    if work := report.multiply_adds:
+        found += [
+            (f"Share of multiply-adds in {kind}", work.share, ".1%"),
+            ("The same, attention counted", work.share_with_attention, ".1%"),
+        ]
+    if accuracy := report.accuracy:
+        found += [
+            (f"Mean cosine to FP32, {accuracy.rows} rows", accuracy.cosine, ".5f"),
+            ("Least cosine to FP32", accuracy.worst_cosine, ".5f"),
+            ("Nearest neighbours as FP32's", accuracy.neighbour_agreement, ".1%"),
+            ("Largest scores as FP32's", accuracy.argmax_agreement, ".1%"),
+            ("Accuracy on labels", accuracy.label_accuracy, ".1%"),
+        ]
+    return [(words, value, form) for words, value, form in found if value is not None]
+
+
+def engine_words(record: EngineRecord) -> str:
+    """Return what an engine is bound to, in one line."""
+    targets = ", ".join(record.capabilities)
+    where = f"compute capability {targets}" if targets else "any RTX GPU from Ampere on"
+    if record.gpu.name:
+        where += f", built on {record.gpu.name}"
+    if record.hardware_compatibility != "none":
+        where += f", hardware compatibility {record.hardware_compatibility}"
+    version = "or a later minor version" if record.version_compatible else "and no other version"
+    return f"{record.flavor}, TensorRT {record.tensorrt} {version}; {where}"

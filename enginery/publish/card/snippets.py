@@ -1,0 +1,151 @@
+"""How to load what was published, as code that runs: with enginery, Optimum, and ONNX Runtime.
+
+>>> snippets = loading_snippets(artifact, "minilm", provider="CPUExecutionProvider")
+>>> print(snippets["enginery"])
+from enginery import load_model
+…
+
+Each is run by the tests for each task that it is made for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from enginery.core.artifact import Artifact
+from enginery.core.model_files import ModelConfig, mask_token
+from enginery.core.shapes import TensorSpec
+from enginery.runtime.pooling import Vectors
+from enginery.runtime.providers.known import short_name
+from enginery.runtime.tasks import manifest_task, takes_pixels
+
+CPU = "CPUExecutionProvider"
+_PIXELS = ("float32", "float16")
+_TEXT = '"The engine is warm."'
+_IMAGE = 'Image.new("RGB", (64, 64))'
+_OPTIMUM_CLASSES = {
+    "feature-extraction": "ORTModelForFeatureExtraction",
+    "text-classification": "ORTModelForSequenceClassification",
+    "token-classification": "ORTModelForTokenClassification",
+    "question-answering": "ORTModelForQuestionAnswering",
+    "fill-mask": "ORTModelForMaskedLM",
+    "image-classification": "ORTModelForImageClassification",
+    "text-generation": "ORTModelForCausalLM",
+    "text2text-generation": "ORTModelForSeq2SeqLM",
+}
+_GENERATES = ("text-generation", "text2text-generation")
+_TOKENS = {
+    "input_ids": "encoded.ids",
+    "attention_mask": "encoded.attention_mask",
+    "token_type_ids": "encoded.type_ids",
+}
+
+
+def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> dict[str, str]:
+    """Return Python code by how it loads: `enginery`, `Optimum`, `onnxruntime`.
+
+    There is none for a way that does not know the task, or without the files that prepare inputs.
+
+    Args:
+        artifact: what is loaded.
+        name: of the directory that it was pulled to.
+        provider: ONNX Runtime's name of the execution provider to run on.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(  # noqa: S701  # it is Python
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["py"] = _quoted
+    manifest, files = artifact.manifest, artifact.manifest.files
+    graph, task = manifest.graphs[0], manifest_task(manifest)
+    images = takes_pixels(spec.name for spec in graph.inputs)
+    texts = [_quoted(text) for text in example_texts(artifact)]
+    optimum_class = _OPTIMUM_CLASSES.get(manifest.task, "")
+    if images and manifest.task == "feature-extraction":
+        optimum_class = "ORTModelForCustomTasks"  # the other class feeds token ids
+    inputs = _known_inputs(artifact)
+    takes_tokens = {spec.name for spec in graph.inputs} <= _TOKENS.keys()
+    template = environment.get_template("snippets.jinja")
+    facts = {
+        "CPU": CPU,
+        "name": name,
+        "provider": provider,
+        "short_provider": short_name(provider),
+        "failed": artifact.failed(),
+        "graph": graph,
+        "task": task,
+        "images": images,
+        "image": _IMAGE,
+        "text": _TEXT,
+        "texts": ", ".join(texts) or _TEXT,
+        "example": f"({', '.join(texts)})" if len(texts) > 1 else (texts or [_IMAGE])[0],
+        "answers_vectors": task is not None and task.result_type is Vectors,
+        "optimum_class": optimum_class,
+        "generates": manifest.task in _GENERATES,
+        "has_past": _has_past(artifact),
+        "takes_tokens": takes_tokens,
+        "inputs": inputs,
+        "image_shape": _image_shape(artifact) if inputs and not takes_tokens else (),
+    }
+    needed = {
+        "enginery": task
+        and ("preprocessor_config.json" if task.takes_images else "tokenizer.json"),
+        "Optimum": optimum_class
+        and ("preprocessor_config.json" if images else "tokenizer_config.json"),
+    }
+    ways = [way for way, file in needed.items() if file in files]
+    return {way: template.render(way=way, **facts).strip() for way in (*ways, "onnxruntime")}
+
+
+def example_texts(artifact: Artifact) -> tuple[str, ...]:
+    """Return the texts of one input of the artifact's task, with the tokenizer's own mask.
+
+    Empty for images and for a task that is not answered.
+    """
+    task = manifest_task(artifact.manifest)
+    texts = task.example if task else ()
+    return tuple(
+        text.replace("{mask}", mask_token(artifact.path)) if "{mask}" in text else text
+        for text in texts
+    )
+
+
+def _known_inputs(artifact: Artifact) -> list[tuple[TensorSpec, str]]:
+    """Return the inputs of the first graph with code for their values.
+
+    None unless a text's tokens or one image is all that the graph takes.
+    """
+    specs = artifact.manifest.graphs[0].inputs
+    if {spec.name for spec in specs} <= _TOKENS.keys():
+        has_tokenizer = "tokenizer.json" in artifact.manifest.files
+        return [(spec, f"[{_TOKENS[spec.name]}]") for spec in specs] if has_tokenizer else []
+    if [spec.name for spec in specs] == ["pixel_values"] and specs[0].dtype in _PIXELS:
+        return [(specs[0], "pixels")]
+    return []
+
+
+def _image_shape(artifact: Artifact) -> tuple[int, ...]:
+    """Return one image's shape; sides that are free are those that the model was trained with."""
+    (spec, *_) = artifact.manifest.graphs[0].inputs
+    config = ModelConfig.read(artifact.path)
+    sides = config.image_size.sides(224) if config.image_size else (224, 224)
+    free = (1, config.num_channels or 3, *sides)
+    return tuple(
+        dim if isinstance(dim, int) else free[min(place, 3)] for place, dim in enumerate(spec.dims)
+    )
+
+
+def _has_past(artifact: Artifact) -> bool:
+    """Return whether a graph takes keys and values of earlier tokens."""
+    inputs = (spec for graph in artifact.manifest.graphs for spec in graph.inputs)
+    return any(spec.name.startswith("past_key_values") for spec in inputs)
+
+
+def _quoted(text: str) -> str:
+    """Return a text as a Python string in double quotes."""
+    return json.dumps(text, ensure_ascii=False)

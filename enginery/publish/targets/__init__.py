@@ -1,0 +1,1 @@
+"""The registries: a folder, MLflow, the Hugging Face Hub, OCI."""

@@ -1,0 +1,354 @@
+"""`hf://org/name`: a model repository on the Hugging Face Hub, through huggingface_hub.
+
+Publishing makes one commit, and a tag for a version or an alias:
+
+    HubRegistry("hf://org/minilm-onnx", config).publish(package, config, SILENT).url
+    'hf://org/minilm-onnx@0d5c8f…'
+
+The token is the library's own (HF_TOKEN, or `hf auth login`) and is never part of a message. The
+library uploads large files before the commit, and the Hub keeps them: a run that was killed does
+not send them again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from enginery.core.artifact import MANIFEST, REPORTS
+from enginery.core.engine_record import ENGINES
+from enginery.core.errors import (
+    ArtifactError,
+    EngineryError,
+    MissingPackageError,
+    OptionError,
+    RegistryError,
+)
+from enginery.core.progress import Progress
+from enginery.publish.config import LATEST, PublishConfig
+from enginery.publish.destination import Published
+from enginery.publish.package import Package
+from enginery.publish.publication import CARD, LISTING, Publication
+
+_ADDRESS = re.compile(r"hf://(?P<repo>[^/@\s]+/[^/@\s]+)(?:@(?P<revision>\S+))?", re.IGNORECASE)
+_MAIN = "main"
+# What the Hub itself puts into a new repository.
+_HUB_FILES = (".gitattributes", CARD)
+
+
+class HubRegistry:
+    """A repository of the Hub."""
+
+    def __init__(self, url: str, config: PublishConfig) -> None:
+        """Read the address; nothing is sent yet.
+
+        Raises:
+            OptionError: the address is not `hf://org/name` or `hf://org/name@revision`.
+            MissingPackageError: huggingface_hub is not installed.
+        """
+        found = _ADDRESS.fullmatch(url)
+        if not found:
+            raise OptionError(f"address '{url}': expected hf://org/name or hf://org/name@revision.")
+        self.url, self.repo = url, found["repo"]
+        self.revision = _MAIN if found["revision"] in (None, LATEST) else found["revision"]
+        if config.name and config.name != self.repo.partition("/")[2]:
+            raise OptionError(
+                f"option 'name' is '{config.name}', but the address says {self.repo}."
+            )
+        try:
+            from huggingface_hub import HfApi
+            from huggingface_hub.errors import HFValidationError
+            from huggingface_hub.utils import validate_repo_id
+        except ImportError as error:
+            raise MissingPackageError("huggingface_hub", extra="export", purpose=url) from error
+        try:
+            validate_repo_id(self.repo)
+        except HFValidationError as error:
+            raise OptionError(f"address '{url}': {_first_line(error)}.") from error
+        self._api: Any = HfApi(library_name="enginery")
+
+    def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
+        """Commit what has changed to the branch, and nothing if its head is the same content.
+
+        Raises:
+            RegistryError: the Hub cannot be reached or refuses; the repository holds another
+                model, or the version's name another content.
+        """
+        with _hub_errors(self.url), _no_progress_bars():
+            self._api.create_repo(self.repo, private=config.private, exist_ok=True)
+            head = self._head(self.revision)
+            # A new branch begins with the files of main; one that cannot be used is not made.
+            base = head or self._head(_MAIN)
+            before = {} if base is None else self._files(base)
+            listing = self._listing(before, base)
+            self._require_alias(config)
+            taken = self._tag(config.version) if config.version else ""
+            if taken:
+                return self._same_version(taken, package, config)
+            if head is None:
+                self._api.create_branch(self.repo, branch=self.revision, exist_ok=True)
+                head = self._head(self.revision)
+            notes = [f"{r.directory_name} is {r.binding}" for r in package.engines]
+            is_new = head is None or not package.is_version(listing)
+            if head and listing and not is_new and self._is_current(before, listing, package):
+                commit = head
+            else:
+                commit = self._commit(package, before, listing, head, progress)
+            if config.version:
+                self._api.create_tag(self.repo, tag=config.version, revision=commit)
+            self._move_alias(config.alias, commit)
+        version = config.version or commit
+        return Published(f"hf://{self.repo}@{version}", version, is_new, tuple(notes))
+
+    @property
+    def remedy(self) -> str:
+        """Say what to do about a damaged version."""
+        return (
+            "It cannot be trusted: publish it again from a whole artifact, what a tag names under "
+            "another --version."
+        )
+
+    def pull(self, out: Path, progress: Progress) -> Path:
+        """Download a revision; files that were downloaded before come from the library's cache.
+
+        Raises:
+            RegistryError: the Hub cannot be reached, refuses, or has no such revision.
+        """
+        task = progress.task(f"downloading {self.url}")
+        with _hub_errors(self.url), _no_progress_bars(), task:
+            commit = self._api.model_info(self.repo, revision=self.revision).sha
+            snapshot = self._api.snapshot_download(self.repo, revision=commit)
+            # The cache is another tool's: its links are followed, so that an edit here stays here.
+            shutil.copytree(
+                snapshot,
+                out,
+                dirs_exist_ok=True,
+                ignore=shutil.ignore_patterns(".gitattributes"),
+                copy_function=shutil.copyfile,
+            )
+        return out
+
+    def _head(self, branch: str) -> str | None:
+        """Return a branch's newest commit, or None if there is no such branch."""
+        from huggingface_hub.errors import RevisionNotFoundError
+
+        try:
+            return str(self._api.model_info(self.repo, revision=branch).sha)
+        except RevisionNotFoundError:
+            return None
+
+    def _files(self, commit: str) -> dict[str, tuple[str, int]]:
+        """Return digest and size by name: sha256 of large files, git's blob id of the others."""
+        info = self._api.model_info(self.repo, revision=commit, files_metadata=True)
+        return {
+            file.rfilename: (file.lfs.sha256 if file.lfs else file.blob_id or "", file.size or 0)
+            for file in info.siblings or []
+        }
+
+    def _listing(self, files: dict[str, tuple[str, int]], commit: str | None) -> Publication | None:
+        """Return the listing of what was published to the branch, or None if nothing was.
+
+        Raises:
+            RegistryError: the repository holds something that enginery did not publish.
+        """
+        if LISTING in files and commit:
+            with tempfile.TemporaryDirectory(prefix="enginery-hub-") as scratch:
+                self._api.hf_hub_download(
+                    self.repo, LISTING, revision=commit, local_dir=scratch, cache_dir=scratch
+                )
+                try:
+                    return Publication.read(Path(scratch), self.url)
+                except ArtifactError:  # altered, or of a newer enginery: another content
+                    return None
+        foreign = sorted(set(files) - set(_HUB_FILES))
+        if foreign and not {MANIFEST, LISTING} & set(files):
+            more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+            raise RegistryError(
+                f"{self.url} holds a model that enginery did not publish: "
+                f"{', '.join(foreign[:3])}{more}.",
+                do="Name another repository: a new branch of this one begins with these files.",
+            )
+        return None
+
+    def _is_current(
+        self, before: dict[str, tuple[str, int]], listing: Publication, package: Package
+    ) -> bool:
+        """Whether a branch of the same content needs no commit: it is undamaged, and is marked.
+
+        Raises:
+            RegistryError: it is damaged, and the rights that it stated cannot be read here.
+        """
+        local = {file.sha256: file.path for file in package.files}
+        for name, record in listing.files.items():
+            digest, size_bytes = before.get(name, ("", -1))
+            if len(digest) == 64:
+                is_same = digest == record.sha256
+            elif record.sha256 in local and size_bytes == record.size_bytes:
+                is_same = digest == _git_blob_id(local[record.sha256])
+            else:  # a card in other words: git's id says nothing of its sha256
+                is_same = size_bytes == record.size_bytes
+            if not is_same:
+                damage = f"{self.url}: {name} is not as {LISTING} says"
+                package.require_rights(damage, listing.content_sha256)
+                return False
+        is_marked = listing.version == package.version
+        return not package.version or is_marked or not package.knows_rights
+
+    def _commit(
+        self,
+        package: Package,
+        before: dict[str, tuple[str, int]],
+        listing: Publication | None,
+        head: str | None,
+        progress: Progress,
+    ) -> str:
+        """Upload and commit what has changed, all at once; return the commit's id."""
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+        names = {file.name for file in package.files}
+        ours = set(listing.files) | {LISTING} if listing else set()
+        operations: list[Any] = [
+            CommitOperationDelete(path_in_repo=name)
+            for name in set(before) - names
+            if name in ours or name.startswith((f"{ENGINES}/", f"{REPORTS}/"))
+        ]
+        operations += [
+            CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=str(file.path))
+            for file in package.files
+        ]
+        with progress.task(f"uploading {package.name}"):
+            # What `upload_folder` calls, too. A package is no folder: its card and its listing lie
+            # beside the artifact. `upload_large_folder` makes many commits, of parts.
+            made = self._api.create_commit(
+                self.repo,
+                operations,
+                commit_message=f"Publish {package.name} {package.content_sha256[:12]}",
+                commit_description=_description(package),
+                revision=self.revision,
+                parent_commit=head,  # another writer's commit in between is an error, not lost
+            )
+        return str(made.oid)
+
+    def _tag(self, name: str) -> str:
+        """Return the commit that a tag points to; empty if there is no such tag."""
+        refs = self._api.list_repo_refs(self.repo)
+        return next((str(tag.target_commit) for tag in refs.tags if tag.name == name), "")
+
+    def _same_version(self, commit: str, package: Package, config: PublishConfig) -> Published:
+        """Return the version that has this name already; raise if its content is another."""
+        found = self._listing(self._files(commit), commit)
+        if not package.is_version(found):
+            raise RegistryError(
+                f"hf://{self.repo}@{config.version} is another content than {package.name}: "
+                f"{found.content_sha256[:12] if found else 'unknown'}, found "
+                f"{package.content_sha256[:12]}.",
+                do="Name another --version.",
+            )
+        self._move_alias(config.alias, commit)
+        return Published(f"hf://{self.repo}@{config.version}", config.version, is_new=False)
+
+    def _require_alias(self, config: PublishConfig) -> None:
+        """Raise if --alias is a version's name: the listing at a version's tag has it."""
+        if not config.alias:
+            return
+        if config.alias == config.version:
+            raise OptionError(f"alias and version are both '{config.alias}'.", do="Leave one out.")
+        commit = self._tag(config.alias)
+        listing = self._listing(self._files(commit), commit) if commit else None
+        if listing and listing.version == config.alias:
+            raise RegistryError(
+                f"alias '{config.alias}' is the name of a version of {self.repo}.",
+                do="Name another --alias: a version is never moved.",
+            )
+
+    def _move_alias(self, alias: str, commit: str) -> None:
+        """Let a tag point to `commit`."""
+        if not alias or self._tag(alias) == commit:
+            return
+        if self._tag(alias):
+            self._api.delete_tag(self.repo, tag=alias)
+        self._api.create_tag(self.repo, tag=alias, revision=commit)
+
+
+def _git_blob_id(path: Path) -> str:
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0%s" % (len(content), content), usedforsecurity=False).hexdigest()
+
+
+def _description(package: Package) -> str:
+    manifest = package.artifact.manifest
+    lines = [f"content sha256 {package.content_sha256}", f"{manifest.task}, {manifest.precision}"]
+    return "\n".join([*lines, *(f"{r.directory_name}: {r.binding}" for r in package.engines)])
+
+
+@contextmanager
+def _hub_errors(url: str) -> Iterator[None]:
+    """Turn the library's errors into a RegistryError without the token."""
+    try:
+        yield
+    except EngineryError:
+        raise
+    except (OSError, ValueError) as error:  # every error of the library's and of its client's
+        # Not `from error`: what is chained may hold a request, and that the token.
+        raise _refusal(url, error) from None
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Hide the library's progress bars: there is one display of progress, ours."""
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _first_line(error: Exception) -> str:
+    """Return the part of the library's message that says something: it opens with request ids."""
+    server = str(getattr(error, "server_message", None) or "")
+    lines = [line.strip() for line in (server or str(error)).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
+
+
+def _refusal(url: str, error: Exception) -> RegistryError:
+    from huggingface_hub import errors, get_token
+
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    said = _first_line(error)
+    if token := get_token():
+        said = said.replace(token, "***")
+    login = "Set HF_TOKEN to a token that may write there, or log in with: hf auth login"
+    if isinstance(error, errors.GatedRepoError):
+        return RegistryError(f"{url}: its authors grant access on request.", do=login)
+    if isinstance(error, errors.RevisionNotFoundError):
+        return RegistryError(f"{url}: there is no such revision.", do="See its branches.")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return RegistryError(f"{url}: there is none, or it is private.", do=login)
+    if status in (401, 403):
+        why = "the token may not do that" if token else "there is no token"
+        return RegistryError(f"the Hub refuses {url} ({status}): {why}: {said}.", do=login)
+    if status == 412:
+        return RegistryError(f"{url} was changed meanwhile.", do="Publish again.")
+    if status == 429:
+        return RegistryError(f"the Hub refuses more requests for now: {said}.", do="Try later.")
+    if status:
+        return RegistryError(f"the Hub answers {status} for {url}: {said}.")
+    return RegistryError(
+        f"the Hub cannot be reached for {url}: {said}.",
+        do="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE. What was sent stays there.",
+    )

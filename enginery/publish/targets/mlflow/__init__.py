@@ -1,0 +1,1 @@
+"""`mlflow:/name`: a registered model of an MLflow server."""

@@ -1,0 +1,142 @@
+"""What MLflow is told of a package: signature, input example, tags and parameters."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from io import BytesIO
+from typing import Any, get_args, get_type_hints
+
+import enginery
+from enginery.core.manifest import Manifest
+from enginery.publish.card.snippets import example_texts
+from enginery.publish.package import Package
+from enginery.runtime.pooling import Vectors
+from enginery.runtime.tasks import manifest_task
+
+ARTIFACT = "data/artifact"
+"""Where the artifact is inside of the MLflow model."""
+CONTENT_TAG = "enginery.content_sha256"
+WITHOUT_RIGHTS_TAG = "enginery.without_rights_sha256"
+_MAX_VALUE = 5000  # MLflow's smallest limit of a tag's value
+
+
+def signature(manifest: Manifest) -> Any:
+    """Return the `ModelSignature` of the artifact's task; None for one that is not answered.
+
+    Inputs are strings, or the bytes of image files. Embeddings are float32 (rows, dim), every other
+    result is a list or a dict a row. Parameters are the task's options.
+    """
+    import numpy as np
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema, TensorSpec
+
+    task = manifest_task(manifest)
+    if task is None:
+        return None
+    kind = DataType.binary if task.takes_images else DataType.string
+    # Without a name, MLflow takes a plain list of texts; with names, tables alone.
+    inputs = [
+        ColSpec(kind)
+        if len(task.inputs) == 1
+        else ColSpec(kind, name=field.name, required=not field.optional)
+        for field in task.inputs
+    ]
+    if task.result_type is Vectors:
+        outputs = [TensorSpec(np.dtype("float32"), (-1, -1))]
+    elif is_dataclass(task.result_type):
+        outputs = [ColSpec(kind, name=name) for name, kind in _parts(task.result_type).items()]
+    else:
+        outputs = [ColSpec(_column_type(task.result_type))]
+    kinds = {
+        "boolean": DataType.boolean,
+        "integer": DataType.long,
+        "number": DataType.double,
+        "string": DataType.string,
+    }
+    defaults = {name: field.default for name, field in task.Options.model_fields.items()}
+    params = [
+        ParamSpec(name, kinds[schema["type"]], defaults[name])
+        for name, schema in task.Options.schemas().items()
+        if schema.get("type") in kinds
+    ]
+    return ModelSignature(Schema(inputs), Schema(outputs), ParamSchema(params))
+
+
+def _column_type(kind: Any) -> Any:
+    """Return MLflow's type of values of a Python type: a scalar, a dataclass, or a list of them."""
+    from mlflow.types import DataType
+    from mlflow.types.schema import Array, Object, Property
+
+    scalars = {
+        str: DataType.string,
+        int: DataType.long,
+        float: DataType.double,
+        bool: DataType.boolean,
+    }
+    if kind in scalars:
+        return scalars[kind]
+    if is_dataclass(kind):
+        return Object([Property(name, part) for name, part in _parts(kind).items()])
+    return Array(_column_type(get_args(kind)[0]))
+
+
+def _parts(kind: Any) -> dict[str, Any]:
+    """Return MLflow's type of each field of a dataclass."""
+    hints = get_type_hints(kind)
+    return {field.name: _column_type(hints[field.name]) for field in fields(kind)}
+
+
+def input_example(package: Package) -> Any:
+    """Return one row that the signature takes; None where there is no signature."""
+    task = manifest_task(package.artifact.manifest)
+    if task is None:
+        return None
+    import pandas as pd
+
+    names = [field.name for field in task.inputs]
+    if task.takes_images:
+        return pd.DataFrame({names[0]: [_grey_image()]})
+    texts = example_texts(package.artifact)
+    if len(names) == 1:
+        return list(texts)
+    required = [field.name for field in task.inputs if not field.optional]
+    return pd.DataFrame({name: [text] for name, text in zip(required, texts, strict=True)})
+
+
+def tags(package: Package) -> dict[str, str]:
+    """Return the tags of the run, the logged model and the version."""
+    manifest = package.artifact.manifest
+    marks = {
+        CONTENT_TAG: package.content_sha256,
+        WITHOUT_RIGHTS_TAG: package.without_rights_sha256,
+        "enginery.task": manifest.task,
+        "enginery.precision": manifest.precision,
+        "enginery.target": manifest.target,
+        "enginery.source": f"{manifest.source.id}@{manifest.source.revision}".rstrip("@"),
+        "enginery.source_sha256": manifest.source.sha256,
+        "enginery.validated": "false" if package.problem else "true",
+        "enginery.version": enginery.__version__,
+    }
+    for record in package.engines:
+        marks[f"enginery.engine.{record.directory_name}"] = record.binding
+    return {name: value[:_MAX_VALUE] for name, value in marks.items()}
+
+
+def stage_params(manifest: Manifest) -> dict[str, str]:
+    """Return the options of the stages as MLflow's parameters: `export.opset` -> `20`."""
+    return {
+        f"{stage.stage}.{name}": (value if isinstance(value, str) else json.dumps(value))
+        for stage in manifest.stages
+        for name, value in stage.options.items()
+        # MLflow refuses an empty value, and a long one is in manifest.json whole.
+        if value not in ("", None) and len(str(value)) <= _MAX_VALUE
+    }
+
+
+def _grey_image() -> bytes:
+    from PIL import Image
+
+    stream = BytesIO()
+    Image.new("RGB", (64, 64), (128, 128, 128)).save(stream, "PNG")
+    return stream.getvalue()

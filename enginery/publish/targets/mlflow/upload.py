@@ -1,0 +1,227 @@
+"""A package into MLflow: a run, a logged model with every file, and a version that points to it.
+
+The version is made last, so none ever points to a part. MLflow cannot resume an upload: what a
+publish that failed or was killed has left is deleted, and `mlflow gc` frees its space.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import enginery
+from enginery.core.fingerprint import runtime_version
+from enginery.core.home import enginery_home
+from enginery.core.progress import Progress
+from enginery.publish.package import Package
+from enginery.publish.publication import CARD
+from enginery.publish.targets.mlflow.model import (
+    ARTIFACT,
+    CONTENT_TAG,
+    input_example,
+    signature,
+    stage_params,
+    tags,
+)
+
+MODEL_TAG = "enginery.registered_model"
+"""The registered model that a logged model is for: one content may go to several."""
+WRITER_TAG = "enginery.writer"
+"""The machine and the home of the process that writes a run."""
+_SOURCE = "models:/"
+
+
+def upload_version(client: Any, package: Package, name: str, progress: Progress) -> str:
+    """Upload the package as a new version of a registered model; return the version's number.
+
+    Args:
+        client: an `MlflowClient` of the tracking URI that is set.
+        package: what is published.
+        name: of the registered model, which exists. The caller holds this machine's lock of the
+            package's content on this server.
+        progress: who is told how many files are there.
+    """
+    import mlflow
+    from mlflow.entities import LoggedModelOutput
+
+    experiment_id = _experiment(client)
+    _delete_killed(client, experiment_id, package, name)
+    marks = {**tags(package), MODEL_TAG: name}
+    params = stage_params(package.artifact.manifest)
+    with (
+        redirect_stdout(sys.stderr),  # where MLflow prints links to the run
+        mlflow.start_run(
+            experiment_id=experiment_id,
+            run_name=f"publish {name}",
+            nested=True,  # in a run of the caller's
+            tags={**marks, WRITER_TAG: _writer()},
+        ) as run,
+    ):
+        model = mlflow.initialize_logged_model(
+            name=name.replace(".", "-"),  # a logged model's name has no dots
+            experiment_id=experiment_id,
+            tags=marks,
+            params=params,
+            model_type=package.artifact.manifest.task,
+        )
+        try:
+            client.log_outputs(run.info.run_id, [LoggedModelOutput(model.model_id, step=0)])
+            mlflow.log_params(params)
+            mlflow.log_metrics(package.metrics, model_id=model.model_id)
+            for plot in package.plots:
+                mlflow.log_artifact(str(plot.path), "plots")
+            _upload(client, model.model_id, run.info.run_id, package, progress)
+            mlflow.finalize_logged_model(model.model_id, "READY")
+            made = client.create_model_version(
+                name,
+                source=f"{_SOURCE}{model.model_id}",
+                run_id=run.info.run_id,
+                model_id=model.model_id,
+                tags=tags(package),
+                description=_description(package),
+            )
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to tell
+                client.delete_logged_model(model.model_id)
+            raise
+    return str(made.version)
+
+
+def mend_version(client: Any, package: Package, version: Any, progress: Progress) -> None:
+    """Upload again the model's files that a version of the same content has lost or has in part.
+
+    Only sizes are compared: nothing is downloaded. The card and the reports are the version's own.
+    """
+    if not version.source.startswith(_SOURCE):
+        return
+    model_id = version.source.removeprefix(_SOURCE)
+    there = dict(_sizes(client, model_id, ARTIFACT))
+    for file in package.files:
+        place = PurePosixPath(ARTIFACT, file.name)
+        is_content = file.name in package.artifact.manifest.files
+        if is_content and there.get(str(place)) != file.size_bytes:
+            progress.say(
+                f"publish: uploads {file.name} again, which version {version.version} has lost"
+            )
+            client.log_model_artifact(model_id, str(file.path), str(place.parent))
+
+
+@contextmanager
+def suppress_exists() -> Iterator[None]:
+    """Go on if what was to be made exists already."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _upload(client: Any, model_id: str, run_id: str, package: Package, progress: Progress) -> None:
+    """Upload the files of the package from where they are, and then MLflow's own.
+
+    `pyfunc.log_model` would do both with one call, but it copies the whole artifact into a
+    temporary directory first, and loads and runs the model to try the input example, for which it
+    has no switch. So `save_model` gets the card alone, in a directory of the artifact's name.
+    """
+    from mlflow import pyfunc
+    from mlflow.models import Model
+
+    with progress.task(f"uploading {package.name}", len(package.files)) as advance:
+        for file in package.files:
+            place = PurePosixPath(ARTIFACT, file.name)
+            client.log_model_artifact(model_id, str(file.path), str(place.parent))
+            advance()
+    versions = runtime_version()
+    with tempfile.TemporaryDirectory(prefix="enginery-mlflow-") as scratch, _no_warnings():
+        artifact = Path(scratch, PurePosixPath(ARTIFACT).name)
+        artifact.mkdir()
+        card = next(file.path for file in package.files if file.name == CARD)
+        shutil.copyfile(card, artifact / CARD)
+        pyfunc.save_model(
+            path=str(Path(scratch, "model")),
+            loader_module="enginery.publish.pyfunc",
+            data_path=str(artifact),
+            mlflow_model=Model(model_id=model_id, run_id=run_id),
+            signature=signature(package.artifact.manifest),
+            input_example=input_example(package),
+            pip_requirements=[
+                f"enginery=={enginery.__version__}",
+                *(f"{name}=={version}" for name, version in versions.items() if version != "none"),
+            ],
+            model_config={"allow_failed": True} if package.problem else None,
+            metadata=tags(package),
+        )
+        client.log_model_artifacts(model_id, str(Path(scratch, "model")))
+
+
+def _experiment(client: Any) -> str:
+    """Return the id of the experiment that MLflow's variables name, or of `enginery`."""
+    if named := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+        return named
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "enginery"
+    with suppress_exists():
+        client.create_experiment(name)
+    return str(client.get_experiment_by_name(name).experiment_id)
+
+
+def _delete_killed(client: Any, experiment_id: str, package: Package, name: str) -> None:
+    """Delete the runs of this content that were killed on this machine, and their logged models.
+
+    Under the lock of the content, a run of this machine that still runs has no writer any more.
+    """
+    wanted = {
+        f"tags.`{CONTENT_TAG}`": package.content_sha256,
+        f"tags.`{MODEL_TAG}`": name,
+        f"tags.`{WRITER_TAG}`": _writer(),
+        "attributes.status": "RUNNING",
+    }
+    conditions = " AND ".join(f"{field} = '{value}'" for field, value in wanted.items())
+    for run in client.search_runs([experiment_id], conditions):
+        for output in run.outputs.model_outputs if run.outputs else ():
+            client.delete_logged_model(output.model_id)
+        client.delete_run(run.info.run_id)
+
+
+def _writer() -> str:
+    """Return what says whose locks a writer holds: a digest of the machine and the home."""
+    return hashlib.sha256(f"{socket.gethostname()}:{enginery_home()}".encode()).hexdigest()
+
+
+def _sizes(client: Any, model_id: str, path: str) -> Iterator[tuple[str, int]]:
+    """Yield place and size of the files of a logged model, below a path."""
+    for info in client.list_logged_model_artifacts(model_id, path):
+        if info.is_dir:
+            yield from _sizes(client, model_id, info.path)
+        else:
+            yield str(info.path), int(info.file_size or 0)
+
+
+def _description(package: Package) -> str:
+    """Return a few lines; the card is in the model, as data/artifact/README.md."""
+    manifest = package.artifact.manifest
+    checked = f"Not validated: {package.problem}." if package.problem else "Validated."
+    lines = [
+        f"{manifest.source.id}: {manifest.task}, {manifest.precision}, for {manifest.target}. "
+        f"{checked} The card is {ARTIFACT}/README.md.",
+        *(f"- `engines/{r.directory_name}` is {r.binding}" for r in package.engines),
+    ]
+    return "\n".join(lines)[:4000]
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Hide the warnings of MLflow's own use of pandas and pydantic."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,1 @@
+"""`oci://registry/name:tag`: an image in an OCI registry."""

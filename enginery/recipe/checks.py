@@ -1,0 +1,386 @@
+"""What can be known of a recipe before it runs: its options, its files, this machine.
+
+>>> check_recipe(Recipe.load("recipes/sentiment.yaml"))
+RecipeError: recipes/sentiment.yaml:18: data 'recipes/reviews.csv': expected a file with texts …
+
+Nothing runs and nothing is written: files are opened as the stages will open them, tables up to
+their first text. What only the exported graph knows is left to the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from enginery.bench import config as bench
+from enginery.core.datasets.images import IMAGE_SUFFIXES, list_images
+from enginery.core.datasets.samples import require_texts
+from enginery.core.errors import (
+    ArtifactError,
+    EngineryError,
+    InputError,
+    MissingPackageError,
+    OptionError,
+    ShapeError,
+    SourceError,
+    nearest,
+)
+from enginery.core.feeds import FeedLimits
+from enginery.core.model_files import ModelConfig
+from enginery.core.onnx_structure import read_structure
+from enginery.core.shapes import DimRange, Profile, TensorSpec
+from enginery.core.source import check_directory, find_local
+from enginery.core.staging import refuse_foreign
+from enginery.engine import config as engine
+from enginery.export import config as export
+from enginery.optimize import config as optimize
+from enginery.quantize import config as quantize
+from enginery.recipe.model import Recipe, Step
+from enginery.recipe.stages import BenchStage, KserveStage, PredictStage, PublishStage, TritonStage
+from enginery.runtime.providers.gpus import visible_gpus
+from enginery.runtime.providers.specification import check_run_options, parse_providers
+from enginery.runtime.tasks import find_task, supported_tasks
+from enginery.validate import config as validate
+
+_TEXTS = ("text-classification", "token-classification", "fill-mask", "question-answering")
+_IMAGES = ("image-classification",)
+_DIMS = {
+    **dict.fromkeys(_TEXTS, ("batch", "sequence")),
+    **dict.fromkeys(_IMAGES, ("batch", "channels", "height", "width")),
+}
+"""The dims of tasks that have the same ones whatever the model."""
+
+
+@dataclass
+class _Known:
+    """What is known where a stage begins."""
+
+    task: str
+    """As the recipe says it; empty where it is inferred."""
+    is_onnx: bool
+    limits: dict[str, int]
+    """The largest sizes of the model's dims, where its config.json is on this machine."""
+    outputs: set[str] = field(default_factory=set)
+    """The files that earlier stages leave."""
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Check everything that can be known before a recipe runs.
+
+    Raises:
+        RecipeError: `file:line: …` for what would fail.
+        EngineryError: the same of a value that no file names: it was made in Python, or is an
+            option of the command line.
+    """
+    with _located(recipe, key="model"), _about("model"):
+        known = _read_model(recipe)
+    with _located(recipe, key="out"), _about("out"):
+        if recipe.out:
+            _require_place(Path(recipe.out), directory=True)
+            refuse_foreign(Path(recipe.out))
+    for step in recipe.steps:
+        with _located(recipe, step=step):
+            if hasattr(step.options, "provider_option"):
+                _check_providers(step.options)
+            _check_profiles(step.options, known)
+            if check := _CHECKS.get(step.stage):
+                check(step.options, known)
+            _check_files(step.options, known)
+
+
+@contextmanager
+def _located(recipe: Recipe, *, key: str = "", step: Step | None = None) -> Iterator[None]:
+    """Put file and line before what is wrong, where the recipe has it from a file."""
+    try:
+        yield
+    except EngineryError as error:
+        placed = recipe.located(error, key=key, step=step)
+        if placed is error:
+            raise
+        raise placed from error
+
+
+@contextmanager
+def _about(option: str) -> Iterator[None]:
+    """Name the option that an error is about, where the error does not."""
+    try:
+        yield
+    except EngineryError as error:
+        error.option = error.option or option
+        raise
+    except OSError as error:  # a name too long for a file, or no right to look
+        reason = f"'{error.filename}' cannot be looked at: {error.strerror}."
+        raise InputError(reason, option=option) from error
+
+
+def _read_model(recipe: Recipe) -> _Known:
+    named = recipe.steps[0].options.task
+    task = "" if named == "auto" else named
+    path = find_local(recipe.model)
+    if path is None:
+        return _Known(task, is_onnx=False, limits={})
+    if path.is_file():
+        read_structure(path, error=SourceError)
+        return _Known(task, is_onnx=True, limits={})
+    check_directory(recipe.model, path, allow_pickle=recipe.steps[0].options.allow_pickle)
+    settings = ModelConfig.read(path, error=SourceError)
+    return _Known(task, is_onnx=False, limits=FeedLimits.from_config(settings).ends)
+
+
+# What each stage has of its own
+
+
+def _check_export(options: export.ExportConfig, known: _Known) -> None:
+    export.check_options(options)
+    with _about("device"):
+        if options.device != "cpu":
+            visible_gpus()
+    if not known.is_onnx:  # which is imported, whatever it is for
+        export.check_task(options.task)
+
+
+def _check_quantize(options: quantize.QuantizeConfig, _known: _Known) -> None:
+    from enginery.quantize.calibration_cache import find_ranges_file
+    from enginery.runtime.tensorrt.capabilities import resolve_capabilities
+    from enginery.runtime.tensorrt.library import require_tensorrt
+    from enginery.runtime.tensorrt.options import RTX
+
+    quantize.check_options(options)
+    quantize.require_calibration(options)
+    with _about("ranges"):
+        if options.ranges:
+            find_ranges_file(options.ranges)
+    with _about("capabilities"):
+        if capabilities := quantize.list_capabilities(options):
+            resolve_capabilities(RTX, capabilities)
+            if options.scheme != "dynamic":
+                require_tensorrt("Building a trial engine (without capabilities: [] none is built)")
+
+
+def _check_build(options: engine.BuildConfig, known: _Known) -> None:
+    from enginery.runtime.tensorrt.capabilities import resolve_capabilities
+    from enginery.runtime.tensorrt.library import require_tensorrt
+    from enginery.runtime.tensorrt.options import check_options, flavor_named
+
+    engine.check_config(options)
+    flavor = flavor_named(options.flavor)
+    check_options(flavor, options.options)
+    with _about("batch"):
+        DimRange.parse(options.batch)
+    if not (options.profile or options.min_shapes or options.profiles_from or known.is_onnx):
+        raise ShapeError(
+            "build has no profile, and an exported graph has dynamic dims.",
+            do="Add one: profile: batch=1:8:32,sequence=8:128:512",
+        )
+    with _about("flavor"):
+        require_tensorrt("Building an engine", flavor)
+    with _about("capability"):
+        resolve_capabilities(flavor, options.capability)
+    if options.timing_cache_fixed and not Path(options.timing_cache).is_file():
+        raise OptionError(
+            f"option 'timing_cache' names '{options.timing_cache}', which is not there, and "
+            "timing_cache_fixed leaves it as it is.",
+            do="Build once without timing_cache_fixed.",
+            option="timing_cache",
+        )
+
+
+def _check_bench(options: BenchStage, known: _Known) -> None:
+    bench.check_options(options)
+    with _about("out"):
+        if options.out:
+            _require_place(Path(options.out), directory=True)
+    bench.read_sizes(options.batch, "batch")
+    for text in options.shape:
+        with _about("shape"):
+            _require_dims(f"option 'shape': '{text}'", bench.parse_shape(text), known)
+    limit = known.limits.get("sequence")
+    if options.sequence != bench.AUTO:
+        longest = bench.read_sizes(options.sequence, "sequence")[-1]
+        if limit and longest > limit:
+            raise ShapeError(
+                f"option 'sequence' has {longest}, but the model's positions end at {limit}.",
+                do=f"Measure up to {limit}.",
+                option="sequence",
+            )
+
+
+def _check_predict(options: PredictStage, known: _Known) -> None:
+    from enginery.core.datasets.reader import find_format
+    from enginery.predict.stage import STDIN, input_options, require_format
+    from enginery.predict.writing import output_format
+
+    with _about("output"):
+        output_format(Path(options.output))
+        _require_place(Path(options.output))
+        if Path(options.input).resolve() == Path(options.output).resolve():
+            raise OptionError(
+                f"output '{options.output}' is the input, which is never overwritten.",
+                do="Name another output.",
+            )
+    kind = None
+    with _about("input"):
+        if not options.input:
+            raise OptionError(
+                "option 'input' is empty.", do="Name a file, a folder of images, or -."
+            )
+        if options.input == STDIN:
+            require_format(options)
+        elif options.input not in known.outputs:
+            kind = find_format(Path(options.input), input_options(options))
+    if options.engine == "ray" and find_spec("ray") is None:
+        raise MissingPackageError("ray", extra="ray", purpose="predict on Ray")
+    if known.task:
+        _check_answers(options, known.task, kind)
+    known.outputs.add(options.output)
+
+
+def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
+    """Check that the task answers such an input, and has columns for its answers."""
+    from enginery.core.datasets.reader import open_dataset
+    from enginery.predict.asking import column_names, read_options
+    from enginery.predict.columns import AnswerColumns
+    from enginery.predict.stage import input_options
+
+    task = find_task(name, takes_images=name in _IMAGES or kind == "images")
+    if task is None and name in supported_tasks():
+        raise InputError(
+            f"input '{options.input}' is images, but the model does {name} of texts.",
+            do="Name a file of texts.",
+            option="input",
+        )
+    if task is None:
+        raise ArtifactError(
+            f"predict follows an export for {name}; it answers {', '.join(supported_tasks())}.",
+            do="Leave predict out, or export for another task.",
+        )
+    of_task = read_options(task, options)
+    with _about("input"):
+        if kind:
+            path, columns = Path(options.input), column_names(task, options)
+            reader = open_dataset(path, columns, input_options(options, keep="columns"))
+            AnswerColumns.of(
+                task, of_task, reader.schema, reader.names, prefix=options.prefix, dim=1
+            )
+
+
+def _check_publish(options: PublishStage, _known: _Known) -> None:
+    from enginery.publish.destination import open_destination, scheme_of
+    from enginery.publish.targets.folder import path_of
+    from enginery.publish.targets.folder import refuse_foreign as refuse_no_registry
+
+    with _about("url"):
+        open_destination(options.url, options)
+        if scheme_of(options.url) == "file":
+            refuse_no_registry(path_of(options.url))
+
+
+def _check_directory(options: TritonStage | KserveStage, _known: _Known) -> None:
+    if not options.directory:
+        raise OptionError(
+            "option 'directory' is empty.", do="Name where the files go.", option="directory"
+        )
+    with _about("directory"):
+        _require_place(Path(options.directory), directory=True)
+
+
+_CHECKS: dict[str, Callable[[Any, _Known], None]] = {
+    "export": _check_export,
+    "optimize": lambda options, _: optimize.check_options(options),
+    "quantize": _check_quantize,
+    "build": _check_build,
+    "validate": lambda options, _: validate.check_options(options),
+    "bench": _check_bench,
+    "predict": _check_predict,
+    "publish": _check_publish,
+    "export-triton": _check_directory,
+    "export-kserve": _check_directory,
+}
+
+
+# What several stages have
+
+
+def _check_providers(options: Any) -> None:
+    """Say why a provider cannot be had, or not run so, before anything runs for nothing."""
+    ways = ("io_binding", "cuda_graph", "shrink_arena")
+    with _about("provider"):
+        check_run_options(parse_providers(options.provider, default="cpu"))
+    with _about("provider_option"):
+        specs = parse_providers(options.provider, options.provider_option, default="cpu")
+        check_run_options(specs)
+    with _about("cuda_graph"):
+        chosen = {way: getattr(options, way) for way in ways if hasattr(options, way)}
+        check_run_options(specs, **chosen)
+    if [spec.name for spec in specs] != ["cpu"]:
+        from enginery.runtime.providers import choose_providers
+
+        with _about("provider"):
+            choose_providers(specs, allow_fallback=options.allow_fallback)
+
+
+def _check_profiles(options: Any, known: _Known) -> None:
+    """Hold profiles to the dims of the task and the positions of the model."""
+    with _about("profile"):
+        for text in getattr(options, "profile", ()):
+            profile = Profile.parse(text)
+            _require_dims(f"profile '{text}'", profile.dims, known)
+            if known.task in _TEXTS and not known.is_onnx:
+                profile.check([TensorSpec("input_ids", "int64", _DIMS[known.task])], known.limits)
+            profile.check_limits(known.limits)
+
+
+def _require_dims(where: str, names: Iterable[str], known: _Known) -> None:
+    """Raise ShapeError for a dim that no model of the task has."""
+    dims = () if known.is_onnx else _DIMS.get(known.task, ())
+    for name in names if dims else ():
+        if name not in dims:
+            raise ShapeError(
+                f"{where}: the model has no dynamic dim '{name}'{nearest(name, dims)}",
+                do=f"Dims of {known.task}: {', '.join(dims)}.",
+            )
+
+
+def _check_files(options: Any, known: _Known) -> None:
+    """Open the files of texts and images that a stage will read."""
+    for name in ("data", "calibration", "profiles_from"):
+        given = getattr(options, name, "")
+        if given and given not in known.outputs:
+            labels = options.label_column if name == "calibration" else ""
+            with _about(name):
+                _check_data(Path(given).expanduser(), options.column, labels, known.task)
+    with _about("images"):
+        if images := getattr(options, "images", ""):
+            if known.task in _TEXTS and not known.is_onnx:
+                raise InputError(
+                    f"option 'images' is given, but the model does {known.task} of texts.",
+                    do="Leave it out.",
+                )
+            list_images(Path(images).expanduser(), rows=1)
+    with _about("reference"):
+        if reference := getattr(options, "reference", ""):
+            path = find_local(reference)
+            if path and path.is_dir():
+                check_directory(reference, path, allow_pickle=options.allow_pickle)
+
+
+def _check_data(path: Path, column: str, label_column: str, task: str) -> None:
+    looks_like_images = path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES
+    if task in _IMAGES or (looks_like_images and task not in _TEXTS):
+        list_images(path, rows=1)
+    else:
+        require_texts(path, column, label_column=label_column)
+
+
+def _require_place(path: Path, *, directory: bool = False) -> None:
+    """Raise ArtifactError where a file or a directory stands in the way of what is written."""
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if there.is_dir() != (directory or there != path):
+        kinds = ("a directory", "a file") if there.is_dir() else ("a file", "a directory")
+        raise ArtifactError(
+            f"'{path}' cannot be written: {there} is {kinds[0]}, expected {kinds[1]}."
+        )

@@ -1,0 +1,192 @@
+"""The JSON schema of a recipe: what an editor completes and checks a recipe with.
+
+Takes the model of a recipe; leaves JSON:
+
+    $ python -m enginery.recipe.schema > docs/recipe.schema.json
+    >>> recipe_schema()["$defs"]["ExportConfig"]["properties"]["opset"]["default"]
+    20
+
+A recipe is read as text, and what a value means is said by its option (`loading.py`). An editor
+reads YAML 1.2, where `8.9` is a number and `no` is text. So an option takes here whatever YAML may
+make of a value that the recipe's reader takes, an environment variable included. What a schema
+cannot say is left to the reader: which values go together, and what a number may be.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from pydantic import create_model
+from pydantic.json_schema import CoreRef, GenerateJsonSchema
+from pydantic_core import core_schema
+
+from enginery.recipe.model import RecipeFile
+from enginery.recipe.stages import STAGES
+from enginery.runtime.providers.known import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers.options import CudaOptions, TensorrtOptions, TensorrtRtxOptions
+
+Schema = dict[str, Any]
+
+DRAFT = "http://json-schema.org/draft-07/schema#"
+"""yaml-language-server, which most editors run, reads draft 7 and older ones (its README). In it,
+what stands beside `$ref` is no part of the schema: descriptions and defaults alone do."""
+
+_TYPED: dict[str, type] = {
+    CUDA: CudaOptions,
+    TENSORRT: TensorrtOptions,
+    TENSORRT_RTX: TensorrtRtxOptions,
+}
+_BASES = dict.fromkeys(base for kind in STAGES.values() for base in kind.__mro__[1:-1])
+"""Where inherited options have their docstrings, which pydantic reads of a class itself alone."""
+
+_VARIABLE: Schema = {"type": "string", "pattern": r"\$\{[A-Za-z_]"}
+_BOOLEANS = r"^([Tt]rue|TRUE|[Ff]alse|FALSE|[Yy]es|YES|[Nn]o|NO|[Oo]n|ON|[Oo]ff|OFF)$"
+_NUMBERS = r"^[+-]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+
+
+class _RecipeJsonSchema(GenerateJsonSchema):
+    """What recipes allow beyond the types: numbers in quotes, variables, one text for a list."""
+
+    _of_provider = False
+    """In a provider's options a number may be a size or a calculation: 2 GiB."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002  pydantic's signature
+        return False
+
+    def str_schema(self, schema: core_schema.StringSchema) -> Schema:
+        # YAML takes a task called `no`, or the capability 8.9, for something else.
+        found = self._defined("text", {"type": ["string", "number", "boolean"]})
+        least = {"minLength": schema["min_length"]} if "min_length" in schema else {}
+        return {"allOf": [found], **least} if least else found
+
+    def bool_schema(self, schema: core_schema.BoolSchema) -> Schema:  # noqa: ARG002
+        return self._or_quoted("boolean", _BOOLEANS)
+
+    def int_schema(self, schema: core_schema.IntSchema) -> Schema:  # noqa: ARG002
+        if self._of_provider:
+            return self._defined("size", {"type": ["integer", "string"]})
+        return self._or_quoted("integer", r"^[+-]?[0-9][0-9_]*(\.0+)?$")
+
+    def float_schema(self, schema: core_schema.FloatSchema) -> Schema:  # noqa: ARG002
+        return self._or_quoted("number", _NUMBERS)
+
+    def literal_schema(self, schema: core_schema.LiteralSchema) -> Schema:
+        variable = self._defined("variable", _VARIABLE)
+        return {"anyOf": [{"enum": list(schema["expected"])}, variable]}
+
+    def tuple_schema(self, schema: core_schema.TupleSchema) -> Schema:
+        kind = schema["items_schema"][0]
+        item = self.generate_inner(kind)
+        several = {"anyOf": [item, {"type": "array", "items": item}]}
+        return self._defined(f"{kind['type']}_list", several)
+
+    def dataclass_schema(self, schema: core_schema.DataclassSchema) -> Schema:
+        self._of_provider = schema["cls"] in _TYPED.values()
+        found = super().dataclass_schema(schema)
+        self._of_provider = False
+        del found["title"]
+        if not found.get("required"):
+            # Nothing at all, as YAML has it behind a key alone, stands for the defaults.
+            found["type"] = ["object", "null"]
+        return found
+
+    def _or_quoted(self, kind: str, pattern: str) -> Schema:
+        """Describe a value that YAML 1.2 may have as text, and the option as its own type."""
+        quoted = {"type": "string", "pattern": pattern}
+        return self._defined(kind, {"anyOf": [{"type": kind}, quoted, _VARIABLE]})
+
+    def _defined(self, name: str, schema: Schema) -> Schema:
+        """Put a schema among the definitions; return the reference to it."""
+        definition, reference = self.get_cache_defs_ref_schema(CoreRef(name))
+        self.definitions[definition] = schema
+        return reference
+
+
+def recipe_schema() -> Schema:
+    """Return the schema of a recipe, in draft 7 of JSON Schema."""
+    kinds = (RecipeFile, *STAGES.values(), *_TYPED.values(), *_BASES)
+    described: dict[str, Any] = {kind.__name__: (kind, ...) for kind in kinds}
+    every = create_model("Every", __config__=RecipeFile.model_config, **described)
+    made = every.model_json_schema(schema_generator=_RecipeJsonSchema)
+    definitions = json.loads(json.dumps(made["$defs"]), object_hook=_in_one_line)
+    for kind in STAGES.values():
+        properties = definitions[kind.__name__]["properties"]
+        for base in kind.__mro__[1:-1]:
+            for name, option in definitions[base.__name__]["properties"].items():
+                properties[name] = {**option, **properties[name]}
+        if "provider_option" in properties:
+            properties["provider"]["$ref"] = "#/$defs/providers"
+            properties["providers"] = properties["provider"]
+            # What is no mapping has all keys that are required of one.
+            both = {"type": "object", "required": ["provider", "providers"]}
+            definitions[kind.__name__]["not"] = both
+    recipe = definitions.pop("RecipeFile")
+    first, *later = STAGES
+    recipe["properties"]["stages"] = {
+        "description": recipe["properties"]["stages"]["description"],
+        "type": "array",
+        "minItems": 1,
+        "items": [_steps(definitions, first)],
+        "additionalItems": _steps(definitions, *later),
+    }
+    recipe["title"] = "enginery recipe"
+    for base in _BASES:
+        definitions.pop(base.__name__, None)
+    return {"$schema": DRAFT, **recipe, "$defs": definitions | _providers()}
+
+
+def schema_json() -> str:
+    """Return the JSON schema of a recipe, as `docs/recipe.schema.json` holds it."""
+    return json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _in_one_line(found: Schema) -> Schema:
+    """Put a description into one line, of a docstring its first paragraph."""
+    if isinstance(text := found.get("description"), str):
+        found["description"] = " ".join(text.partition("\n\n")[0].split())
+    return found
+
+
+def _steps(definitions: Schema, *names: str) -> Schema:
+    """Describe one of these stages: its name, or its name with options."""
+    alone = []
+    for name in names:
+        definition = definitions[STAGES[name].__name__]
+        if "required" not in definition:
+            alone.append({"const": name, "description": definition["description"]})
+    with_options = {
+        "type": "object",
+        "minProperties": 1,
+        "maxProperties": 1,
+        "additionalProperties": False,
+        "properties": {name: {"$ref": f"#/$defs/{STAGES[name].__name__}"} for name in names},
+    }
+    return {"anyOf": [*alone, with_options]}
+
+
+def _providers() -> Schema:
+    """Describe providers as text, as a list, or as a mapping with their options."""
+    found: Schema = {}
+    for short, full in SHORT_NAMES.items():
+        free = False if full == CPU else {"$ref": "#/$defs/text"}
+        options: Schema = {"type": ["object", "null"], "additionalProperties": free}
+        if full in _TYPED:
+            options = {"$ref": f"#/$defs/{_TYPED[full].__name__}"}
+        found[short] = found[full] = options
+    named = {
+        "type": "object",
+        "minProperties": 1,
+        "additionalProperties": False,
+        "properties": found,
+    }
+    item = {"anyOf": [{"type": "string", "examples": [*SHORT_NAMES]}, {"$ref": "#/$defs/provider"}]}
+    return {
+        "provider": named,
+        "providers": {"anyOf": [*item["anyOf"], {"type": "array", "items": item}]},
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(schema_json())

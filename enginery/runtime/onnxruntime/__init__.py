@@ -1,0 +1,1 @@
+"""ONNX Runtime: sessions, what runs them, their buffers, and where their nodes run."""

@@ -1,0 +1,263 @@
+"""Which provider runs which nodes of a graph, and what that costs.
+
+Takes an ONNX file and the providers that a session would be given; leaves nothing on disk.
+
+    >>> placement = read_placement(artifact.model, choose_providers(["cuda"]), feeds)
+    >>> placement.share("cuda"), placement.notes
+    (1.0, ('12 copies between the devices in each run', …))
+
+The assignment is ONNX Runtime's own record (`session.record_ep_graph_assignment_info`), made when
+it divides the graph between the providers: a fused node counts once. Copies between devices are put
+in later, so they are read from one run under the profiler. A session of its own is opened for all
+this; recording in the one that serves would cost at every start. Tested with OpenVINO above the
+CPU; no GPU has been tried by this project yet.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from enginery.core.errors import InputError, ProviderError
+from enginery.runtime.multiply_adds import SHAPE_OPS, NodeWork, count_node_work, profiled_run
+from enginery.runtime.onnxruntime.session import new_session
+from enginery.runtime.providers.known import CPU, full_name, short_name
+from enginery.runtime.providers.selection import Provider
+
+RECORD = "session.record_ep_graph_assignment_info"
+"""ONNX Runtime's session option that keeps the assignment."""
+
+_COPIES = ("MemcpyFromHost", "MemcpyToHost")
+_CONTROL = ("If", "Loop", "Scan")
+_SHOWN = 5
+# Fusions name their node after one of those that they replace: `…/MatMulAddFusion`.
+_FUSED = "/"
+
+
+@dataclass(frozen=True)
+class PlacedNode:
+    """One node, after ONNX Runtime's first optimizations, and the provider that runs it."""
+
+    name: str
+    op_type: str
+    domain: str
+    provider: str
+    """ONNX Runtime's name."""
+    multiply_adds: int
+    """On the feeds; 0 where nothing was counted."""
+    for_shapes: bool
+    """It computes shapes, which belongs on the CPU: see `SHAPE_OPS`."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the nodes of a graph run."""
+
+    head: str
+    """The provider that was requested, by ONNX Runtime's name."""
+    nodes: tuple[PlacedNode, ...]
+    copies: tuple[str, ...] = ()
+    """Names of the nodes that copy between devices, as one run had them."""
+    counted: bool = False
+    """Multiply-adds were counted."""
+    said: tuple[str, ...] = ()
+    """Why something was not counted."""
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """Those that have a node, the requested one first."""
+        return tuple(dict.fromkeys([self.head, *(node.provider for node in self.nodes)]))
+
+    @property
+    def fallen(self) -> tuple[PlacedNode, ...]:
+        """Compute nodes on the CPU although another provider was requested."""
+        if self.head == CPU:
+            return ()
+        return tuple(n for n in self.nodes if n.provider == CPU and not n.for_shapes)
+
+    def share(self, provider: str) -> float:
+        """The part of the multiply-adds that a provider does, 0 to 1; 0 where none were counted."""
+        total = sum(node.multiply_adds for node in self.nodes)
+        name = full_name(provider)
+        done = sum(node.multiply_adds for node in self.nodes if node.provider == name)
+        return done / total if total else 0.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know, in sentences without a full stop."""
+        found = list(self.said)
+        if fallen := self.fallen:
+            named = ", ".join(f"{node.name or 'unnamed'} ({node.op_type})"
+                              for node in fallen[:_SHOWN])  # fmt: skip
+            more = f" and {len(fallen) - _SHOWN} more" if len(fallen) > _SHOWN else ""
+            work = f", {self.share(CPU):.1%} of the multiply-adds" if self.counted else ""
+            nodes = "1 compute node is" if len(fallen) == 1 else f"{len(fallen)} compute nodes are"
+            found.append(f"{nodes} on the CPU under {short_name(self.head)}{work}: {named}{more}")
+        if self.copies:
+            copies = "1 copy" if len(self.copies) == 1 else f"{len(self.copies)} copies"
+            found.append(f"{copies} between the devices in each run")
+        return tuple(found)
+
+    def uncapturable(self) -> tuple[PlacedNode, ...]:
+        """The nodes that keep a run from being captured as a CUDA graph.
+
+        Control flow, and compute that is not the head's; shapes may be computed on the CPU.
+        Source: onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html, "Using CUDA
+        Graphs".
+        """
+        return tuple(
+            node
+            for node in self.nodes
+            if node.op_type in _CONTROL or (node.provider != self.head and not node.for_shapes)
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "head": self.head,
+            "providers": [{"name": name, **self._figures(name)} for name in self.providers],
+            "copies": list(self.copies),
+            "multiply_adds_counted": self.counted,
+            "fallen": [asdict(node) for node in self.fallen],
+            "notes": list(self.notes),
+        }
+
+    def rows(self) -> list[dict[str, str]]:
+        """A table for people, one row a provider."""
+        rows = []
+        for name in self.providers:
+            figures = self._figures(name)
+            kinds = ", ".join(f"{count} {kind}" for kind, count in figures["op_types"].items())
+            rows.append({
+                "provider": short_name(name),
+                "nodes": str(figures["nodes"]),
+                "for shapes": str(figures["for_shapes"]),
+                "multiply-adds": f"{figures['multiply_adds']:,}" if self.counted else "–",
+                "share": f"{self.share(name):.1%}" if self.counted else "–",
+                "ops": kinds,
+            })  # fmt: skip
+        return rows
+
+    def node_rows(self) -> list[dict[str, str]]:
+        """A table of the compute nodes that fell to the CPU."""
+        return [
+            {"node": node.name, "op": node.op_type, "provider": short_name(node.provider),
+             "multiply-adds": f"{node.multiply_adds:,}" if self.counted else "–"}
+            for node in self.fallen
+        ]  # fmt: skip
+
+    def _figures(self, provider: str) -> dict[str, Any]:
+        here = [node for node in self.nodes if node.provider == provider]
+        return {
+            "nodes": len(here),
+            "for_shapes": sum(node.for_shapes for node in here),
+            "multiply_adds": sum(node.multiply_adds for node in here),
+            "op_types": dict(Counter(node.op_type for node in here).most_common()),
+        }
+
+
+def read_placement(
+    model: Path, providers: Sequence[Provider], feeds: Mapping[str, NDArray[Any]] | None = None
+) -> Placement:
+    """Opens a session and says where its nodes run.
+
+    Args:
+        model: an ONNX file.
+        providers: as `choose_providers` gives them; the first is the requested one.
+        feeds: an array for each input, for the multiply-adds and the copies; None counts neither.
+
+    Raises:
+        ProviderError: the session cannot be opened, a provider did not register, or this ONNX
+            Runtime keeps no assignment.
+        InputError: the graph fails on the feeds.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.add_session_config_entry(RECORD, "1")
+    if feeds is None:
+        session = new_session(model, providers, options)
+        return placement_of(session, providers[0].name)
+    opened: list[Any] = []
+
+    def open_session() -> Any:
+        opened.append(new_session(model, providers, options))
+        return opened[0]
+
+    with tempfile.TemporaryDirectory(prefix="enginery-placement-") as scratch:
+        try:
+            events = profiled_run(open_session, options, feeds, Path(scratch))
+        except ProviderError:
+            raise
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            raise InputError(f"the graph fails on the feeds: {error}") from error
+    placed = placement_of(opened[0], providers[0].name)
+    placed = replace(placed, copies=copies_in(events))
+    try:
+        return with_work(placed, count_node_work(model, feeds))
+    except (InputError, ImportError) as error:
+        return replace(placed, said=(*placed.said, f"multiply-adds are not counted: {error}"))
+
+
+def placement_of(session: Any, head: str) -> Placement:
+    """The assignment that a session has kept; it was opened with the option `RECORD` set to 1.
+
+    Whether a node computes shapes is told by its op alone: `with_work` knows better.
+
+    Raises:
+        ProviderError: the session has kept none.
+    """
+    tell = getattr(session, "get_provider_graph_assignment_info", None)
+    try:
+        parts = list(tell()) if tell else []
+    except Exception as error:  # ONNX Runtime raises where the option was not set
+        raise ProviderError(f"the session has not kept its placement: {error}") from error
+    if not parts:
+        raise ProviderError(
+            "the session has not kept its placement.",
+            do=f"Open it with the session option {RECORD}=1, from ONNX Runtime 1.24 on.",
+        )
+    nodes = tuple(
+        PlacedNode(node.name, node.op_type, node.domain, part.ep_name, 0, node.op_type in SHAPE_OPS)
+        for part in parts
+        for node in part.get_nodes()
+    )
+    return Placement(head, nodes)
+
+
+def with_work(placement: Placement, work: Mapping[str, NodeWork]) -> Placement:
+    """The placement with the multiply-adds of nodes, by their names in the file.
+
+    A node that ONNX Runtime fused before it divided the graph has the work of the node that it is
+    named after. What no node is named after is said.
+    """
+    left = {name: node for name, node in work.items() if node.multiply_adds}
+    nodes = []
+    for node in placement.nodes:
+        name = node.name
+        while name not in work and _FUSED in name:
+            name = name.rpartition(_FUSED)[0]
+        found = work.get(name)
+        if found is None:
+            nodes.append(node)
+            continue
+        done = left.pop(name, None)
+        count = done.multiply_adds if done else 0
+        nodes.append(replace(node, multiply_adds=count, for_shapes=found.for_shapes))
+    said = placement.said
+    if missed := sum(node.multiply_adds for node in left.values()):
+        total = sum(node.multiply_adds for node in work.values())
+        said = (*said, f"{missed / total:.1%} of the multiply-adds are in nodes that were renamed")
+    return replace(placement, nodes=tuple(nodes), counted=True, said=said)
+
+
+def copies_in(events: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[str, ...]:
+    """The nodes of a profiled run that copy between devices, each once."""
+    copies = (name for name, event in events if event.get("op_name") in _COPIES)
+    return tuple(dict.fromkeys(copies))

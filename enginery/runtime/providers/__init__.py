@@ -1,0 +1,15 @@
+"""Execution providers: how they are named, with which options, and which this machine has."""
+
+from enginery.runtime.providers.options import CudaOptions, TensorrtOptions, TensorrtRtxOptions
+from enginery.runtime.providers.selection import Provider, choose_providers
+from enginery.runtime.providers.specification import ProviderSpec, parse_providers
+
+__all__ = [
+    "CudaOptions",
+    "Provider",
+    "ProviderSpec",
+    "TensorrtOptions",
+    "TensorrtRtxOptions",
+    "choose_providers",
+    "parse_providers",
+]

@@ -1,0 +1,104 @@
+"""Shared libraries: what the dynamic loader finds, and what it misses.
+
+Libraries that are found stay loaded in this process: loading them is the only reliable check.
+
+    >>> missing_libraries(capi / "libonnxruntime_providers_cuda.so")
+    {'libcudart.so.13': 'libcudart.so.13: cannot open shared object file: No such file …'}
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+_PT_LOAD, _PT_DYNAMIC = 1, 2
+_DT_NULL, _DT_NEEDED, _DT_STRTAB = 0, 1, 5
+_NOT_FOUND = re.compile(r"^(\S+): cannot open shared object file")
+
+
+def needed_libraries(path: Path) -> list[str]:
+    """Return the libraries that a 64-bit little-endian ELF file needs (DT_NEEDED), in order.
+
+    Any other file (a DLL, a Mach-O library, a truncated file) gives none. Read from the file, as
+    loading a provider's library outside ONNX Runtime runs its static constructors without their
+    host. Layout: System V ABI, chapters 4 and 5.
+    """
+    try:
+        with path.open("rb") as stream:
+            header = stream.read(64)
+            if header[:6] != b"\x7fELF\x02\x01":
+                return []
+            table, entry_size, entries = (
+                *struct.unpack_from("<Q", header, 32),
+                *struct.unpack_from("<HH", header, 54),
+            )
+            stream.seek(table)
+            raw = stream.read(entry_size * entries)
+            # Each program header: type, flags, offset, virtual address, physical, file size, …
+            segments = [struct.unpack_from("<IIQQQQ", raw, i * entry_size) for i in range(entries)]
+            dynamic = next(s for s in segments if s[0] == _PT_DYNAMIC)
+            stream.seek(dynamic[2])
+            pairs = list(struct.iter_unpack("<qQ", stream.read(dynamic[5] // 16 * 16)))
+            end = next((i for i, pair in enumerate(pairs) if pair[0] == _DT_NULL), len(pairs))
+            address = next(value for tag, value in pairs[:end] if tag == _DT_STRTAB)
+            load = next(s for s in segments if s[0] == _PT_LOAD and s[3] <= address < s[3] + s[5])
+            strings = address - load[3] + load[2]
+            return [
+                _string_at(path, strings + value) for tag, value in pairs[:end] if tag == _DT_NEEDED
+            ]
+    except (OSError, struct.error, StopIteration, UnicodeDecodeError):
+        return []
+
+
+def missing_libraries(path: Path, directories: Iterable[Path] = ()) -> dict[str, str]:
+    """Return what `path` needs and the loader cannot load: each library's name and the reason.
+
+    Each needed library is looked for beside `path`, in `directories`, then as the loader does.
+    A library that is there but lacks one itself is reported under the one it lacks.
+    """
+    places = [path.parent, *directories]
+    missing = {}
+    for name in needed_libraries(path):
+        if error := load_error(name, places):
+            absent = _NOT_FOUND.match(error)
+            missing[absent[1] if absent else name] = error
+    return missing
+
+
+def load_error(name: str, directories: Iterable[Path] = ()) -> str:
+    """Load a library by name; return nothing on success, else the loader's message.
+
+    Once loaded from a full path, it also satisfies every later library that needs its name.
+    """
+    beside = next((d / name for d in directories if (d / name).is_file()), None)
+    try:
+        ctypes.CDLL(str(beside or name))
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def wheel_directories() -> list[Path]:
+    """Return where NVIDIA's wheels put libraries: `nvidia/*/lib` and `tensorrt_libs`."""
+    roots = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+    found = [d for root in roots for d in sorted((root / "nvidia").glob("*/lib"))]
+    return found + [root / "tensorrt_libs" for root in roots if (root / "tensorrt_libs").is_dir()]
+
+
+def other_versions(name: str, directories: Iterable[Path]) -> list[str]:
+    """Return files of other major versions of a library: `libnvinfer.so.11` for `….so.10`."""
+    stem, _, version = name.rpartition(".so.")
+    if not stem or not version:
+        return []
+    found = (file.name for d in directories for file in d.glob(f"{stem}.so.*"))
+    return sorted({other for other in found if re.fullmatch(r"\.so\.\d+", other[len(stem) :])})
+
+
+def _string_at(path: Path, offset: int) -> str:
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        return stream.read(4096).split(b"\0", 1)[0].decode("ascii")

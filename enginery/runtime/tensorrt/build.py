@@ -1,0 +1,226 @@
+"""Building in this process.
+
+Takes the path of an ONNX file; leaves the plan in a file, if one is named.
+
+    >>> built = build_here(Path("model.onnx"), [Profile.parse("batch=1:8:32,sequence=8:128:512")])
+    >>> built.plan_bytes, built.fused_attentions
+    (226900123, 12)
+
+TensorRT may end the process on a graph that it does not expect, and keeps memory after a build:
+`tensorrt.process` calls this in a child process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from enginery.core.engine_record import LayerRecord
+from enginery.core.errors import OptionError, ProviderError, ShapeError
+from enginery.core.memory import peak_rss_bytes
+from enginery.core.shapes import Profile, TensorSpec, dynamic_dims
+from enginery.core.staging import write_beside
+from enginery.runtime.tensorrt.inspector import inspect_plan
+from enginery.runtime.tensorrt.library import (
+    Messages,
+    Sink,
+    capability_value,
+    load_tensorrt,
+    trt_messages,
+)
+from enginery.runtime.tensorrt.log import memory_bytes, read_layers
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, BuildOptions, Flavor
+from enginery.runtime.tensorrt.parse import (
+    MERGED_CONDITION,
+    MERGED_REMEDY,
+    last_error,
+    make_builder,
+    network_inputs,
+    network_outputs,
+    open_parser,
+    parse_into,
+    require_file,
+)
+from enginery.runtime.tensorrt.reports import BuiltPlan, ParseReport
+from enginery.runtime.tensorrt.timing import TimingCache, attach_timing_cache
+
+
+def build_here(
+    path: Path,
+    profiles: Sequence[Profile],
+    *,
+    flavor: Flavor = RTX,
+    capabilities: Sequence[str],
+    options: BuildOptions,
+    limits: Mapping[str, int],
+    plan_path: Path | None = None,
+    follow: Sequence[Sink] = (),
+) -> BuiltPlan:
+    """Builds an engine; the arguments and errors are those of `tensorrt.build_plan`."""
+    trt = load_tensorrt(flavor=flavor)
+    require_file(path)
+    started = time.monotonic()
+    with trt_messages(trt, follow) as messages:
+        builder = make_builder(trt, flavor, messages)
+        network, parser = open_parser(trt, builder, flavor, messages)
+        if refusals := parse_into(network, parser, path, messages):
+            ParseReport(str(path), trt.__version__, False, refusals, (), ()).require_accepted()
+        config = builder.create_builder_config()
+        # The layers are in the log, and in the engine for who inspects it, with their types.
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
+        if options.weight_streaming:
+            config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
+        timing = TimingCache()
+        if flavor is CLASSIC:
+            _configure_classic(trt, config, capabilities, options)
+            timing = attach_timing_cache(config, options, messages)
+        else:
+            targets = [capability_value(trt, capability) for capability in capabilities]
+            config.num_compute_capabilities = len(targets)
+            for index, target in enumerate(targets):
+                config.set_compute_capability(target, index)
+        inputs = network_inputs(network)
+        _add_profiles(builder, config, network, inputs, profiles, limits)
+        plan = builder.build_serialized_network(network, config)
+        if plan is None:
+            raise ProviderError(
+                f"{path}: {flavor.title} {trt.__version__} built no engine for "
+                f"{', '.join(capabilities) or 'any GPU'}: {last_error(messages)}",
+                do=_build_remedy(messages, inputs),
+            )
+        timing.save(config)
+        layers, memory = _layers_and_memory(trt, flavor, plan, options, messages)
+        if not layers:
+            raise ProviderError(
+                f"{path}: an engine was built, but {flavor.title} {trt.__version__} did not list "
+                "its layers.",
+                do="Another logger came first in this process; build in a child process.",
+            )
+        if plan_path is not None:
+            write_beside(plan_path, plan)
+        return BuiltPlan(
+            held=b"" if plan_path else bytes(plan),
+            plan_path=str(plan_path or ""),
+            plan_bytes=int(plan.nbytes),
+            flavor=flavor.name,
+            layers=layers,
+            tensorrt=trt.__version__,
+            capabilities=tuple(capabilities),
+            profiles=tuple(str(profile) for profile in profiles),
+            inputs=inputs,
+            outputs=network_outputs(network),
+            seconds=round(time.monotonic() - started, 3),
+            peak_rss_bytes=peak_rss_bytes(),
+            activation_bytes=memory.get("activation", 0),
+            weights_bytes=memory.get("weights", 0),
+            warnings=(*messages.warnings(), *timing.warnings),
+        )
+
+
+def _configure_classic(
+    trt: Any, config: Any, capabilities: Sequence[str], options: BuildOptions
+) -> None:
+    """Hands over the options that classic TensorRT alone has."""
+    config.builder_optimization_level = options.optimization_level
+    if options.auxiliary_streams != "auto":
+        config.max_aux_streams = options.auxiliary_streams
+    flags = {
+        trt.BuilderFlag.TF32: options.tf32,
+        trt.BuilderFlag.SPARSE_WEIGHTS: options.sparsity,
+        trt.BuilderFlag.VERSION_COMPATIBLE: options.version_compatible,
+    }
+    for flag, wanted in flags.items():
+        if wanted:
+            config.set_flag(flag)
+        else:
+            config.clear_flag(flag)
+    level = options.hardware_compatibility
+    if level == "ampere-plus" and capabilities[0].startswith("7."):
+        raise OptionError(
+            f"option 'hardware_compatibility' is {level}, and this GPU has compute capability "
+            f"{capabilities[0]}: such an engine is built on 8.0 and newer.",
+            do="Build it on a newer GPU, or use same-compute-capability.",
+        )
+    name = level.upper().replace("-", "_")
+    config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, name)
+
+
+def _layers_and_memory(
+    trt: Any, flavor: Flavor, plan: Any, options: BuildOptions, messages: Messages
+) -> tuple[tuple[LayerRecord, ...], dict[str, int]]:
+    """The engine's layers, and the device memory that it takes in bytes."""
+    memory = memory_bytes(messages.texts("info"))
+    if flavor is RTX:
+        return read_layers(messages.texts("verbose")), memory
+    layers, activation_bytes = inspect_plan(
+        trt, plan, messages, host_code_allowed=options.version_compatible
+    )
+    return layers, {"activation": activation_bytes, **memory}
+
+
+def _build_remedy(messages: Messages, inputs: Sequence[TensorSpec]) -> str:
+    errors = " ".join(messages.errors())
+    if any(spec.name == MERGED_CONDITION for spec in inputs):
+        return MERGED_REMEDY
+    if "FP32 GEMM is not supported" in errors:
+        return (
+            "Compute capability 7.5 multiplies matrices in FP16 and INT8 alone; make the graph "
+            "FP16 first: enginery optimize --target tensorrt --precision fp16"
+        )
+    if "Attention operation was not supported" in errors:
+        return (
+            "TensorRT builds the Attention operator in FP16 and BF16 alone; make the graph FP16 "
+            "first, or export at opset 20."
+        )
+    if "violate shape constraints" in errors:
+        return "The graph cannot run at the profile's sizes; give sizes that the model allows."
+    return ""
+
+
+def _add_profiles(
+    builder: Any,
+    config: Any,
+    network: Any,
+    inputs: Sequence[TensorSpec],
+    profiles: Sequence[Profile],
+    limits: Mapping[str, int],
+) -> None:
+    """Checks the profiles and hands them to TensorRT, which would let most mistakes through."""
+    for index, spec in enumerate(inputs):
+        if -1 in spec.dims:
+            raise ShapeError(
+                f"input {spec.name}: dim {spec.dims.index(-1)} is dynamic and has no name.",
+                do="Import the model with `enginery export`, which names the dims, or fix it.",
+            )
+        if network.get_input(index).is_shape_tensor:
+            raise ShapeError(
+                f"input {spec.name} holds a shape: the graph computes the sizes of tensors from "
+                "its values, and a profile of named dims cannot bound those.",
+                do="Make it a constant of the graph.",
+            )
+    names = dynamic_dims(inputs)
+    if names and not profiles:
+        example = ",".join(f"{name}=1:8:32" for name in names)
+        raise ShapeError(
+            f"the graph has the dynamic dims {', '.join(names)} and no profile was given.",
+            do=f"Give one, for example {example}.",
+        )
+    for profile in profiles:
+        profile.check(inputs, limits)
+    for number, profile in enumerate(profiles if names else ()):
+        ranges = builder.create_optimization_profile()
+        for spec in inputs:
+            ranges.set_shape(spec.name, *profile_shapes(spec, profile))
+        if config.add_optimization_profile(ranges) != number:
+            raise ShapeError(f"profile '{profile}' is not one that TensorRT takes.")
+
+
+def profile_shapes(spec: TensorSpec, profile: Profile) -> tuple[tuple[int, ...], ...]:
+    """The input's shapes at the profile's minimum, optimum and maximum."""
+    return tuple(
+        spec.shape({name: getattr(sizes, end) for name, sizes in profile.dims.items()})
+        for end in ("min", "opt", "max")
+    )

@@ -1,0 +1,109 @@
+"""For which GPUs an engine is built: names in, compute capabilities out.
+
+>>> resolve_capabilities(RTX, "8.9,8.0"), resolve_capabilities(RTX, "portable")
+(('8.0', '8.9'), ())
+>>> resolve_capabilities(CLASSIC, "current")
+('9.0',)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from enginery.core.errors import OptionError, ProviderError
+from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
+
+CURRENT, PORTABLE = "current", "portable"
+
+
+def resolve_capabilities(flavor: Flavor, names: str | Sequence[str]) -> tuple[str, ...]:
+    """The compute capabilities that are meant, in order, each once; none for a portable plan.
+
+    Args:
+        flavor: who builds.
+        names: `8.0,8.9,12.0` or a sequence of such; `current` for the first GPU of this machine;
+            `portable` (or an empty sequence) for a plan that runs on all of the flavor's GPUs but
+            Turing (support matrix of TensorRT for RTX).
+
+    Raises:
+        OptionError: the flavor does not build for a capability that is named.
+        ProviderError: `current`, and there is no GPU, or the flavor does not build for it.
+    """
+    words = [word.strip() for word in (names.split(",") if isinstance(names, str) else names)]
+    if not words or PORTABLE in words:
+        return _portable(flavor, words)
+    found = [_current(flavor) if word == CURRENT else word for word in words]
+    for capability in found:
+        _check(flavor, capability)
+    return tuple(sorted(dict.fromkeys(found), key=lambda name: tuple(map(int, name.split(".")))))
+
+
+def current_gpu(flavor: Flavor) -> CudaGpu:
+    """The GPU that TensorRT uses when none is named: the first that CUDA sees.
+
+    Raises:
+        ProviderError: there is none; the message says what to do without one.
+    """
+    try:
+        return visible_gpus()[0]
+    except ProviderError as error:
+        raise ProviderError(
+            f"capability 'current' is that of this machine's GPU, and {error.message}"
+            if not flavor.needs_gpu
+            else f"{flavor.title} builds on the GPU that it builds for, and {error.message}",
+            do=f"Name the GPUs to build for: --capability {RTX.capabilities[-3]}. {RTX.title} "
+            f"builds for {', '.join(RTX.capabilities)} without a GPU"
+            + ("." if not flavor.needs_gpu else f": --flavor {RTX.name}."),
+        ) from error
+
+
+def _portable(flavor: Flavor, words: Sequence[str]) -> tuple[str, ...]:
+    if flavor.needs_gpu:
+        raise OptionError(
+            f"capability 'portable': {flavor.title} builds for the GPU that it runs on.",
+            do="Use --capability current; option 'hardware_compatibility' lets the engine run on "
+            f"other GPUs, and --flavor {RTX.name} has portable plans.",
+        )
+    if len(words) > 1:
+        raise OptionError(
+            f"capability 'portable' is for all GPUs, found {', '.join(words)}.",
+            do="Name it alone, or the capabilities alone.",
+        )
+    return ()
+
+
+def _current(flavor: Flavor) -> str:
+    gpu = current_gpu(flavor)
+    if flavor.capabilities and gpu.compute_capability not in flavor.capabilities:
+        raise ProviderError(
+            unsupported_gpu(flavor, gpu),
+            do=f"Build with --flavor {CLASSIC.name}, or run the model with ONNX Runtime's CUDA "
+            "provider: --provider cuda. To build here for other GPUs, name their capabilities.",
+        )
+    return gpu.compute_capability
+
+
+def unsupported_gpu(flavor: Flavor, gpu: CudaGpu) -> str:
+    """Says that a flavor does not support a GPU, and what it does support."""
+    return (
+        f"{gpu.name} has compute capability {gpu.compute_capability}, and {flavor.title} has no "
+        f"support for {gpu.compute_capability}: it supports {', '.join(flavor.capabilities)}."
+    )
+
+
+def _check(flavor: Flavor, capability: str) -> None:
+    if flavor.needs_gpu:
+        there = current_gpu(flavor).compute_capability
+        if capability != there:
+            raise OptionError(
+                f"capability '{capability}': {flavor.title} builds for the GPU that it runs on, "
+                f"which has compute capability {there}.",
+                do=f"Use --capability current; --flavor {RTX.name} builds for other GPUs.",
+            )
+    elif capability not in flavor.capabilities:
+        raise OptionError(
+            f"{flavor.title} does not build for compute capability '{capability}'.",
+            do=f"It builds for {', '.join(flavor.capabilities)}; also: {CURRENT}, {PORTABLE}. "
+            f"{CLASSIC.title} (--flavor {CLASSIC.name}) builds for the GPU that it runs on.",
+        )

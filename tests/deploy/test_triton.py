@@ -1,0 +1,900 @@
+"""Models for Triton: its proto and checks, answers as load_model's, and a repository kept safe."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from enginery import load_model
+from enginery.cli import main
+from enginery.core.artifact import Artifact, commit_artifact
+from enginery.core.errors import (
+    ArtifactError,
+    CheckFailedError,
+    InputError,
+    OptionError,
+    RejectedArtifactError,
+    ShapeError,
+)
+from enginery.core.shapes import Profile, TensorSpec
+from enginery.deploy.triton.engines import largest_batch
+from enginery.deploy.triton.options import TritonConfig
+from enginery.deploy.triton.steps import TextSteps, open_text_task
+from enginery.deploy.triton.tensors import has_batch_dim, tensor_fields
+from enginery.deploy.triton.text import Word, config_text, entries
+from enginery.pipeline import export_triton
+from enginery.runtime.tasks import find_task
+from enginery.runtime.tasks.tag import TokenSpan
+from tests.core.artifacts import start, verdict
+from tests.deploy.triton_server import (
+    Request,
+    Tensor,
+    TritonDouble,
+    TritonError,
+    dtype_name,
+    newest_version,
+    read_config,
+    texts,
+)
+from tests.engine.made import with_engines
+from tests.engine.products import product
+from tests.publish.products import large
+from tests.tiny import TEXT_TASKS
+from tests.tolerances import OUTPUTS, SCORES
+
+ASKED = ["The engine is warm.", "Marie Curie lived in Paris, not far from the Seine.", "Rain."]
+CONTEXT = " ".join(["The pump runs. The cat sleeps on the boat."] * 12)
+CLASSIC = {"flavor": "tensorrt", "tensorrt": "10.16.1.11"}
+
+
+@pytest.fixture
+def models(tmp_path):
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def mood(exported):
+    return exported("bert", "text-classification")
+
+
+@pytest.fixture
+def serve(models):
+    """`serve(artifact)`: its models, in a double of Triton."""
+
+    def make(artifact, **options):
+        export_triton(artifact, models, name="m", provider="cpu", **options)
+        return TritonDouble(models)
+
+    return make
+
+
+def answers(task, found):
+    """What the double gave, as the library has it."""
+    if task == "feature-extraction":
+        return found["embedding"]
+    if task == "token-classification":
+        return [json.loads(text) for text in found["entities"]]
+    if task == "fill-mask":
+        return [json.loads(text) for text in found["fillings"]]
+    names = "answer" if task == "question-answering" else "label"
+    rows = zip(found[names], found["score"], strict=True)
+    return [[(text.decode(), score) for text, score in zip(*row, strict=True)] for row in rows]
+
+
+def expected(task, model, inputs):
+    if task == "feature-extraction":
+        return model.embed(inputs)
+    if task == "token-classification":
+        return [[span.to_dict() for span in spans] for spans in model.tag(inputs)]
+    if task == "fill-mask":
+        return [filled.to_dict() for filled in model.fill(inputs)]
+    if task == "question-answering":
+        return [[(a.text, a.score) for a in found] for found in model.answer(inputs)]
+    return [[(x.label, x.score) for x in found.labels] for found in model.classify(inputs)]
+
+
+def close(found, wanted):
+    """Equal, scores within what another batch's padding does to them."""
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(close(found[k], wanted[k]) for k in wanted)
+    if isinstance(wanted, list | tuple):
+        return len(found) == len(wanted) and all(map(close, found, wanted))
+    if isinstance(wanted, float):
+        return math.isclose(found, wanted, abs_tol=SCORES)
+    return found == wanted
+
+
+# Texts in, answers out
+
+
+@pytest.mark.parametrize("task", TEXT_TASKS)
+def test_ensemble_answers_as_load_model_does(exported, serve, task):
+    artifact = exported("bert", task)
+    server = serve(artifact)
+    assert sorted(server.configs) == ["m", "m-answers", "m-graph", "m-tokenizer"]
+    asked = [f"{text} [MASK]" for text in ASKED] if task == "fill-mask" else ASKED
+    inputs = {"text": texts(asked)}
+    if task == "question-answering":
+        asked = [("Who runs?", CONTEXT), ("Where?", "In Paris."), ("Who?", "A cat.")]
+        inputs = {"question": texts([q for q, _ in asked]), "context": texts([c for _, c in asked])}
+    found = answers(task, server.infer("m", inputs))
+    with load_model(artifact) as model:
+        wanted = expected(task, model, asked)
+    if task == "feature-extraction":
+        np.testing.assert_allclose(found, wanted, atol=OUTPUTS)
+        assert found.dtype == np.float32
+    else:
+        assert close(found, wanted)
+
+
+def test_long_context_becomes_several_rows_of_one_request(exported, serve):
+    server = serve(exported("bert", "question-answering"))
+    inputs = {"question": texts(["Who runs?"]), "context": texts([CONTEXT])}
+    server.infer("m", inputs)
+    assert server.batches[-1][0] > 1
+
+
+def test_real_model_gives_its_own_vectors(minilm, serve):
+    from enginery import export_model
+
+    artifact = export_model(minilm, task="feature-extraction")
+    server = serve(artifact)
+    found = server.infer("m", {"text": texts(ASKED)})["embedding"]
+    with load_model(artifact) as model:
+        np.testing.assert_allclose(found, model.embed(ASKED), atol=SCORES)
+    short = server.infer("m", {"text": texts(ASKED)}, {"dimensions": 64, "normalize": True})
+    assert short["embedding"].shape == (3, 64)
+    np.testing.assert_allclose(np.linalg.norm(short["embedding"], axis=1), 1, atol=1e-6)
+    assert list(server.configs["m"].output[0].dims) == [-1, -1]
+
+
+def test_pairs_of_texts_are_an_optional_input(mood, serve):
+    server = serve(mood)
+    first, second = ASKED[:2], ASKED[1:]
+    both = {"text": texts(first), "text_pair": texts(second)}
+    found = answers("text-classification", server.infer("m", both))
+    with load_model(mood) as model:
+        pairs = list(zip(first, second, strict=True))
+        assert close(found, expected("text-classification", model, pairs))
+        assert not close(found, expected("text-classification", model, first))
+    assert [tensor.optional for tensor in server.configs["m"].input] == [False, True]
+    with pytest.raises(TritonError, match=r"inputs differ in length: text 2, text_pair 1"):
+        server.infer("m", {"text": texts(first), "text_pair": texts(second[:1])})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"top_kk": 1}, "unknown option 'parameters.top_kk'; did you mean 'top_k'?"),
+        ({"top_k": "two"}, "parameters.top_k: found the string 'two', expected a whole number"),
+        ({"top_k": True}, "parameters.top_k: found true, expected a whole number from 0 to 10000"),
+        ({"activation": "softmaxx"}, "expected auto or softmax or sigmoid or none"),
+        ({"truncate": 1}, "parameters.truncate: found the number 1, expected true or false"),
+    ],
+)
+def test_wrong_parameter_is_the_clients_error(mood, serve, parameters, said):
+    server = serve(mood)
+    with pytest.raises(TritonError) as error:
+        server.infer("m", {"text": texts(ASKED)}, parameters)
+    assert said in str(error.value)
+    assert error.value.code == TritonError.INVALID_ARG
+
+
+def test_parameters_do_what_they_do_in_the_library(mood, exported, serve):
+    server = serve(mood)
+    one = {"text": texts(ASKED[:1])}
+    found = server.infer("m", one, {"top_k": 2, "activation": "none", "timeout": 5})
+    with load_model(mood) as model:
+        (wanted,) = model.classify(ASKED[:1], top_k=2, activation="none")
+    assert [text.decode() for text in found["label"][0]] == [x.label for x in wanted.labels]
+    np.testing.assert_allclose(found["score"][0], [x.score for x in wanted.labels], atol=OUTPUTS)
+    long = {"text": texts([" ".join(ASKED * 30)])}
+    assert server.infer("m", long)["score"].shape == (1, 3)
+    with pytest.raises(TritonError, match=r"input 0 is too long: expected at most 128 tokens"):
+        server.infer("m", long, {"truncate": False})
+
+
+def test_texts_of_a_bucket_have_one_shape_so_that_triton_batches_them(mood, serve):
+    server = serve(mood, pad_multiple=48)
+    shapes = []
+    for text in (ASKED[0], ASKED[2]):
+        server.infer("m", {"text": texts([text])})
+        shapes.append(server.batches[-1])
+    assert shapes == [(1, 48), (1, 48)]
+    server.infer("m", {"text": texts([" ".join(ASKED * 30)])})
+    assert server.batches[-1] == (1, 128), "never beyond what the model takes"
+
+
+def test_more_texts_than_a_batch_are_refused_in_words(mood, serve):
+    server = serve(mood, max_batch_size=2)
+    with pytest.raises(TritonError, match=r"3 rows, and the graph takes 2 at most in one request"):
+        server.infer("m", {"text": texts(ASKED)})
+
+
+def test_bytes_that_are_no_text_are_the_clients_error(mood, serve):
+    server = serve(mood)
+    broken = texts(ASKED)
+    broken[1] = b"\xff\xfe"
+    with pytest.raises(TritonError, match=r"text 1 is no UTF-8: byte 0 of 2"):
+        server.infer("m", {"text": broken})
+    with pytest.raises(TritonError, match="text is empty"):
+        server.infer("m", {"text": texts([])})
+
+
+def text_steps(artifact, **changes):
+    graph = artifact.manifest.graphs[0]
+    made = TextSteps(open_text_task(artifact, graph), pad_multiple=16, max_rows=32)
+    return replace(made, **changes)
+
+
+def asked_of(task, graph, **changes):
+    """Inputs of the answers: two texts, and what a graph that gives zeros gives for them."""
+    asked = texts([f"{text} [MASK]" for text in ASKED[:2]])
+    inputs = {field.name: asked for field in find_task(task).inputs if not field.optional}
+    width = text_steps(graph).tokenize(inputs, {})["input_ids"].shape[1]
+    specs = [s for s in graph.manifest.graphs[0].outputs
+             if s.name in find_task(task).outputs_read(graph.manifest.graphs[0])]  # fmt: skip
+    sizes = {spec.name: [d if isinstance(d, int) else width for d in spec.dims[1:]]
+             for spec in specs}  # fmt: skip
+    return inputs | {n: np.zeros((2, *size), np.float32) for n, size in sizes.items()}
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("task", TEXT_TASKS)
+def test_outputs_that_are_not_finite_are_no_answers(exported, task, wrong):
+    artifact = exported("bert", task)
+    steps, given = text_steps(artifact), asked_of(task, artifact)
+    assert steps.answer(given, {}), "zeros are"
+    *_, spoiled = given
+    given[spoiled][1] = wrong
+    with pytest.raises(CheckFailedError, match=f"output {spoiled} has NaN or infinity in row 1"):
+        steps.answer(given, {})
+
+
+@pytest.mark.parametrize("task", TEXT_TASKS)
+def test_one_number_that_is_none_is_enough(exported, task):
+    artifact = exported("bert", task)
+    steps, given = text_steps(artifact), asked_of(task, artifact)
+    *_, spoiled = given
+    row = given[spoiled][1]
+    where = list(text_steps(artifact).task.tokenizer.encode([f"{ASKED[1]} [MASK]"])[0].tokens)
+    at = where.index("[MASK]")
+    row[at if row.ndim == 2 else 1] = math.nan
+    with pytest.raises(CheckFailedError, match="NaN or infin"):
+        steps.answer(given, {})
+
+
+def test_score_of_minus_infinity_among_others_is_one(exported):
+    """What a model gives to tokens that are never the answer."""
+    artifact = exported("bert", "fill-mask")
+    given = asked_of("fill-mask", artifact)
+    given["logits"][..., :7] = -math.inf
+    found = text_steps(artifact).answer(given, {})["fillings"]
+    (best, *_), *_ = json.loads(found[0])["masks"]
+    assert best["score"] == pytest.approx(1 / (given["logits"].shape[-1] - 7))
+
+
+def test_padding_and_filling_rows_are_no_answers(mood, exported):
+    logits = np.zeros((3, 3), np.float32)
+    logits[2] = math.nan
+    steps = text_steps(mood)
+    assert steps.answer({"text": texts(ASKED[:2]), "logits": logits}, {})["score"].shape == (2, 3)
+    tagged = exported("bert", "token-classification")
+    given = asked_of("token-classification", tagged)
+    given["logits"][:, -1] = math.nan
+    assert text_steps(tagged).answer(given, {})
+
+
+def test_answers_in_json_have_no_nan(exported, monkeypatch):
+    artifact = exported("bert", "token-classification")
+    steps, given = text_steps(artifact), asked_of("token-classification", artifact)
+    span = TokenSpan("PER", math.nan, 0, 1, "x")
+    monkeypatch.setattr(steps.task, "postprocess", lambda *_: [[], [span]])
+    with pytest.raises(CheckFailedError, match="answer 1 is NaN or infinite"):
+        steps.answer(given, {})
+
+
+@pytest.mark.parametrize("value", [5, 1 << 40, -1, None, 1.5, [b"a"]])
+def test_what_is_no_text_is_the_clients_error(mood, serve, value):
+    given = texts(ASKED)
+    given[1] = value
+    with pytest.raises(TritonError, match=r"text 1 is a \w+, expected a text") as error:
+        serve(mood).infer("m", {"text": given})
+    assert error.value.code == TritonError.INVALID_ARG
+
+
+def test_request_that_fails_leaves_the_others_of_its_batch(mood, serve, monkeypatch, capsys):
+    model = serve(mood).python["m-tokenizer"]
+    good = Request([Tensor("text", texts(ASKED))], ["input_ids"], "")
+    broken = Request([Tensor("text", texts(ASKED))], ["input_ids"], "{")
+    found = model.execute([good, broken, good])
+    assert [response.error is None for response in found] == [True, False, True]
+    assert found[1].error.code == TritonError.INTERNAL
+    assert str(found[1].error).startswith("internal error: JSONDecodeError")
+    assert "Traceback" in capsys.readouterr().err
+    on_gpu = Tensor("text", texts(ASKED))
+    monkeypatch.setattr(on_gpu, "as_numpy", lambda: 1 / 0, raising=False)
+    found = model.execute([Request([on_gpu], ["input_ids"], ""), good])
+    assert [response.error is None for response in found] == [False, True]
+
+
+def test_outputs_of_fewer_rows_are_not_answered(mood):
+    with pytest.raises(InputError, match=r"3 rows, and the graph's outputs are logits \(2, 3\)"):
+        text_steps(mood).answer({"text": texts(ASKED), "logits": np.zeros((2, 3), np.float32)}, {})
+
+
+def test_rows_fit_the_profiles_of_an_engine_or_are_refused(mood):
+    profiles = tuple(map(Profile.parse, ("batch=1:1:4,sequence=24:32:40",)))
+    steps = text_steps(mood, profiles=profiles)
+    assert steps.tokenize({"text": texts(ASKED[2:])}, {})["input_ids"].shape == (1, 24)
+    widths = {
+        steps.tokenize({"text": texts(["rain " * n])}, {})["input_ids"].shape[1]
+        for n in range(1, 38)
+    }
+    assert widths == {24, 32, 40}, "a multiple of 16, within the profile"
+    long = " ".join(ASKED * 3)
+    tokens = len(steps.task.tokenizer.encode([long])[0])
+    with pytest.raises(ShapeError, match=f"sequence {tokens} is above its maximum 40"):
+        steps.tokenize({"text": texts([long])}, {})
+
+
+def test_fixed_batch_is_filled_and_its_filling_is_not_answered(mood):
+    steps = text_steps(mood)
+    graph = steps.task.record
+    inputs = tuple(TensorSpec(s.name, s.dtype, (4, "sequence")) for s in graph.inputs)
+    task = replace(steps.task, record=graph.model_copy(update={"inputs": inputs}))
+    fixed = replace(steps, task=task, max_rows=4)
+    assert fixed.tokenize({"text": texts(ASKED)}, {})["input_ids"].shape[0] == 4
+    logits = np.arange(12, dtype=np.float32).reshape(4, 3)
+    assert fixed.answer({"text": texts(ASKED), "logits": logits}, {})["label"].shape == (3, 3)
+
+
+# The graph's configuration
+
+
+def test_graph_batches_as_profiles_and_options_say(mood, models):
+    export_triton(
+        mood, models, name="m", tokenizer=False, threads=2, max_queue_size=7, queue_timeout_us=5,
+        max_queue_delay_us=9, instances=3, version=4,
+        profile=("batch=1:4:16,sequence=8:32:64", "batch=1:8:8,sequence=64:96:128"),
+    )  # fmt: skip
+    config = read_config(models / "m")
+    assert config.max_batch_size == 16
+    assert [list(tensor.dims) for tensor in config.input] == [[-1]] * 3
+    assert [dtype_name(t.data_type) for t in config.input] == ["TYPE_INT64"] * 3
+    batching = config.dynamic_batching
+    assert list(batching.preferred_batch_size) == [4, 8]
+    assert batching.max_queue_delay_microseconds == 9
+    policy = batching.default_queue_policy
+    assert (policy.max_queue_size, policy.default_timeout_microseconds) == (7, 5)
+    assert policy.timeout_action == policy.REJECT
+    (group,) = config.instance_group
+    assert (group.count, group.kind) == (3, group.KIND_GPU)
+    assert config.parameters["intra_op_thread_count"].string_value == "2"
+    assert config.parameters["cudnn_conv_algo_search"].string_value == "1"
+    assert [(s.batch_size, s.inputs["input_ids"].dims[0]) for s in config.model_warmup] == [
+        (4, 32),
+        (8, 96),
+    ]
+    first = config.model_warmup[0].inputs
+    assert all(given.input_data_file for given in first.values()), "random bytes are no token ids"
+    ids = np.fromfile(models / "m/warmup" / first["input_ids"].input_data_file, np.int64)
+    assert len(ids) == 32
+    assert 0 <= ids.min() < ids.max() < 600
+    assert (models / "m/4/model.onnx").is_file()
+    assert [path.name for path in models.iterdir()] == ["m"]
+
+
+def test_labels_are_a_file_that_triton_ranks_with(mood, models):
+    export_triton(mood, models, name="m", tokenizer=False)
+    config = read_config(models / "m")
+    assert config.output[0].label_filename == "labels.txt"
+    assert (models / "m/labels.txt").read_text().split() == ["calm", "angry", "glad"]
+
+
+def test_image_model_is_the_graph_alone(exported, models):
+    found = export_triton(exported("vit", "image-classification"), models, name="m", provider="cpu")
+    assert found.models == ("m",)
+    assert "the graph alone: it takes images" in found.notes
+    server = TritonDouble(models)
+    pixels = np.zeros((2, 3, 32, 32), np.float32)
+    assert server.infer("m", {"pixel_values": pixels})["logits"].shape == (2, 3)
+    assert (models / "m/labels.txt").read_text().split() == ["cat", "boat", "tree"]
+
+
+@pytest.mark.parametrize("kind", ["roberta", "distilbert", "deberta-v2"])
+def test_other_architectures_load_and_answer(exported, serve, kind):
+    artifact = exported(kind, "token-classification")
+    found = serve(artifact).infer("m", {"text": texts(ASKED)})
+    with load_model(artifact) as model:
+        wanted = expected("token-classification", model, ASKED)
+    assert close(answers("token-classification", found), wanted)
+
+
+def test_fixed_batch_is_no_batch_of_tritons(tmp_path, models):
+    fixed = product(tmp_path / "fixed", batch=4)
+    found = export_triton(fixed, models, name="m", provider="cpu")
+    config = read_config(models / "m")
+    assert (config.max_batch_size, list(config.input[0].dims)) == (0, [4, 64])
+    assert found.max_batch_size == 0
+    with pytest.raises(OptionError, match="'preferred_batch_size' has 2, and there are no batches"):
+        export_triton(fixed, models, name="m", provider="cpu", preferred_batch_size=(2,))
+    assert any("Triton makes no batches" in note for note in found.notes)
+    assert TritonDouble(models).infer("m", {"x": np.ones((4, 64), np.float32)})["y"].shape == (
+        4,
+        64,
+    )
+
+
+def test_graph_of_several_files_is_a_folder(exported, tmp_path, models):
+    artifact = large(exported("bert", "text-classification"), tmp_path / "large")
+    (artifact.path / "model.onnx.data").chmod(0o664)
+    export_triton(artifact, models, name="m", provider="cpu")
+    folder = models / "m-graph/1/model.onnx"
+    assert sorted(path.name for path in folder.iterdir()) == ["model.onnx", "model.onnx.data"]
+    found = TritonDouble(models).infer("m", {"text": texts(ASKED)})
+    assert found["score"].shape == (3, 3)
+    data = (folder / "model.onnx.data").stat()
+    assert data.st_nlink > 1, "a large file is linked, not copied"
+    assert data.st_mode & 0o777 == 0o664, "a link's mode is that of the artifact's file"
+
+
+def test_one_of_several_graphs_has_to_be_named(exported, models):
+    artifact = exported("t5", "text2text-generation")
+    with pytest.raises(OptionError, match="a model of Triton has one"):
+        export_triton(artifact, models)
+    (encoder, *_) = (g.file for g in artifact.manifest.graphs if "encoder" in g.file)
+    export_triton(artifact, models, graph=encoder, name="encoder", provider="cpu")
+    assert TritonDouble(models).configs["encoder"].max_batch_size == 32
+
+
+def test_tensor_without_a_type_in_triton_is_an_error(tmp_path, models):
+    artifact = product(tmp_path / "source")
+    graph = artifact.manifest.graphs[0]
+    bf16 = tuple(TensorSpec(s.name, "bfloat16", s.dims) for s in graph.inputs)
+    changed = graph.model_copy(update={"inputs": bf16})
+    commit_artifact(artifact.path, artifact.manifest.model_copy(update={"graphs": (changed,)}))
+    with pytest.raises(ArtifactError, match="ONNX Runtime backend has no tensors of bfloat16"):
+        export_triton(artifact.path, models)
+    with pytest.raises(ArtifactError, match="Triton has no tensors of float8e4m3fn"):
+        tensor_fields(TensorSpec("x", "float8e4m3fn", (1,)), batched=False)
+
+
+def test_batch_is_the_first_dim_of_every_tensor_or_there_is_none(mood):
+    graph = mood.manifest.graphs[0]
+    assert has_batch_dim(graph)
+    for dims in (("rows", 3), (3,), (), ("past + batch", 3), (-1, 3)):
+        outputs = (TensorSpec("logits", "float32", dims),)
+        assert not has_batch_dim(graph.model_copy(update={"outputs": outputs})), dims
+    assert tensor_fields(TensorSpec("loss", "float32", ()), batched=False)["dims"] == [1]
+    one_number = tensor_fields(TensorSpec("score", "float32", ("batch",)), batched=True)
+    assert (one_number["dims"], one_number["reshape"]) == ([1], {"shape": []})
+
+
+def test_text_of_a_configuration_is_read_back_as_it_was():
+    name = 'a "name" of \\ letters\n\tünd 引擎'
+    config = config_text({
+        "name": name, "max_batch_size": 3,
+        "input": [{"data_type": Word("TYPE_BOOL"), "dims": [-1]}],
+        "parameters": entries({name: {"string_value": ""}}), "output": [], "backend": None,
+        "dynamic_batching": {"preserve_ordering": True},
+    })  # fmt: skip
+    from google.protobuf import text_format
+
+    from tests.deploy.triton_server import PROTO
+
+    found = text_format.Parse(config, PROTO.ModelConfig())
+    assert (found.name, found.max_batch_size, list(found.parameters)) == (name, 3, [name])
+    assert (found.dynamic_batching.preserve_ordering, list(found.input[0].dims)) == (True, [-1])
+    with pytest.raises(TypeError, match="no field of a message"):
+        config_text({"name": object()})
+
+
+# Engines
+
+
+PROFILES = ("batch=1:8:32,sequence=8:64:128", "batch=1:2:4,sequence=128")
+
+
+def test_tensorrt_backend_takes_the_plan_with_all_its_profiles(mood, tmp_path, models):
+    artifact = with_engines(mood, tmp_path / "built", {**CLASSIC, "profiles": PROFILES})
+    found = export_triton(artifact, models, name="m", backend="tensorrt", tokenizer=False)
+    config = read_config(models / "m")
+    assert (config.platform, config.max_batch_size) == ("tensorrt_plan", 32)
+    (group,) = config.instance_group
+    assert list(group.profile) == ["0", "1"]
+    assert list(config.dynamic_batching.preferred_batch_size) == [2, 8]
+    assert len(config.model_warmup) == 2
+    plan = next(artifact.path.glob("engines/*/model.plan"))
+    assert (models / "m/1/model.plan").read_bytes() == plan.read_bytes()
+    assert not list(models.rglob("*.onnx"))
+    assert any("hardware-bound: tensorrt 10.16.1.11" in note for note in found.notes)
+
+
+def test_plans_of_several_gpus_are_chosen_by_capability(mood, tmp_path, models):
+    engines = [{**CLASSIC, "profiles": PROFILES, "capabilities": (c,)} for c in ("8.0", "8.9")]
+    artifact = with_engines(mood, tmp_path / "built", *engines)
+    export_triton(artifact, models, name="m", backend="tensorrt", tokenizer=False)
+    config = read_config(models / "m")
+    assert dict(config.cc_model_filenames) == {"8.0": "model-8.0.plan", "8.9": "model-8.9.plan"}
+    assert sorted(path.name for path in (models / "m/1").iterdir()) == [
+        "model-8.0.plan",
+        "model-8.9.plan",
+    ]
+
+
+def test_onnxruntime_opens_a_prebuilt_engine_by_its_wrapper(mood, tmp_path, models):
+    artifact = with_engines(mood, tmp_path / "built", {**CLASSIC, "profiles": PROFILES})
+    found = export_triton(artifact, models, name="m", provider="tensorrt")
+    config = read_config(models / "m-graph")
+    (accelerator,) = config.optimization.execution_accelerators.gpu_execution_accelerator
+    assert accelerator.name == "tensorrt"
+    folder = models / "m-graph/1/model.onnx"
+    assert sorted(path.name for path in folder.iterdir()) == ["model.onnx", "model.plan"]
+    assert b"EPContext" in (folder / "model.onnx").read_bytes()
+    assert not config.instance_group[0].profile
+    assert any("reaches the first profile alone" in note for note in found.notes)
+    profiles = read_config(models / "m-tokenizer").parameters["profiles"].string_value
+    assert profiles == PROFILES[0]
+
+
+@pytest.mark.parametrize("options", [{"backend": "tensorrt"}, {"provider": "tensorrt"}])
+def test_engine_of_tensorrt_for_rtx_is_not_one_that_triton_loads(mood, tmp_path, models, options):
+    artifact = with_engines(mood, tmp_path / "built", {})
+    with pytest.raises(ArtifactError, match=r"has no engine of model.onnx that Triton loads"):
+        export_triton(artifact, models, **options)
+    with pytest.raises(ArtifactError, match="found none"):
+        export_triton(mood, models, **options)
+    assert not models.exists()
+
+
+def test_engine_is_named_where_several_would_do(mood, tmp_path, models):
+    engines = [{**CLASSIC, "profiles": (profile,)} for profile in PROFILES]
+    artifact = with_engines(mood, tmp_path / "built", *engines)
+    with pytest.raises(ArtifactError, match="has other profiles than") as error:
+        export_triton(artifact, models, backend="tensorrt")
+    name = str(error.value).rpartition(" ")[2]
+    export_triton(artifact, models, backend="tensorrt", engine=name, name="m", tokenizer=False)
+    assert len(read_config(models / "m").instance_group[0].profile) == 1
+    with pytest.raises(OptionError, match=r"ONNX Runtime's backend opens one"):
+        export_triton(artifact, models, provider="tensorrt")
+    with pytest.raises(OptionError, match="has no engine 'nothing'"):
+        export_triton(artifact, models, backend="tensorrt", engine="nothing")
+    with pytest.raises(OptionError, match="has profiles of its own"):
+        export_triton(artifact, models, backend="tensorrt", engine=name, profile=PROFILES[:1])
+
+
+@pytest.mark.parametrize(
+    ("profiles", "largest"),
+    [
+        (["batch=1:8:32,sequence=8:64:128"], 32),
+        # A batch of 32 long texts is in no profile.
+        (["batch=1:8:32,sequence=8:64:128", "batch=1:2:4,sequence=128:256:512"], 4),
+        # The second covers all that the first does.
+        (["batch=1:1:1,sequence=8:16:64", "batch=1:8:16,sequence=8:64:128"], 16),
+        (["batch=1,sequence=8:16:64", "batch=2:8:16,sequence=8:16:64"], 16),
+        (["batch=1,sequence=8:16:64", "batch=4:8:16,sequence=8:16:64"], 1),
+        ([], 0),
+    ],
+)
+def test_largest_batch_is_one_that_every_text_can_be_in(profiles, largest):
+    assert largest_batch([Profile.parse(text) for text in profiles], "batch") == largest
+
+
+def test_profile_without_a_single_row_is_an_error():
+    with pytest.raises(ShapeError, match="takes 2 rows at least"):
+        largest_batch([Profile.parse("batch=2:4:8,sequence=8")], "batch")
+
+
+# The repository
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    """A folder's files, without the byte code that importing model.py leaves."""
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*")
+            if p.is_file() and p.suffix != ".pyc"}  # fmt: skip
+
+
+def test_models_of_others_stay_and_the_same_export_is_replaced(mood, models):
+    (models / "other/1").mkdir(parents=True)
+    (models / "other/config.pbtxt").write_text("mine")
+    export_triton(mood, models, name="m")
+    first = tree(models)
+    export_triton(mood, models, name="m")
+    assert tree(models) == first
+    assert (models / "other/config.pbtxt").read_text() == "mine"
+    found = export_triton(mood, models, name="m", tokenizer=False)
+    assert sorted(path.name for path in models.iterdir()) == ["m", "other"]
+    assert not list(models.parent.glob(".tmp-*"))
+    (said,) = (note for note in found.notes if "went" in note)
+    assert said.startswith("m-graph, m-tokenizer, m-answers of an earlier export")
+
+
+def test_older_version_stays_and_the_newest_is_served(mood, tmp_path, models):
+    export_triton(mood, models, name="m", provider="cpu")
+    before = tree(models / "m-graph/1")
+    found = export_triton(mood, models, name="m", provider="cpu", version=2)
+    assert any("version 1 stays beside 2" in note for note in found.notes)
+    assert tree(models / "m-graph/1") == before
+    for part in ("m", "m-graph", "m-tokenizer", "m-answers"):
+        assert newest_version(models / part).name == "2"
+    assert TritonDouble(models).infer("m", {"text": texts(ASKED)})["score"].shape == (3, 3)
+    with pytest.raises(OptionError, match=r"'version' is 1, and .* has version 2, which Triton"):
+        export_triton(mood, models, name="m", provider="cpu")
+    whole = tree(models)
+    again = export_triton(mood, models, name="m", provider="cpu", version=2)
+    assert (tree(models), again.notes) == (whole, found.notes)
+    (models / "m-graph/1/model.onnx").write_bytes(b"tuned")
+    with pytest.raises(ArtifactError, match=r"edited since it was made, and 1/model.onnx"):
+        export_triton(mood, models, name="m", provider="cpu", version=3)
+
+
+def test_version_of_another_backend_does_not_stay(mood, tmp_path, models):
+    export_triton(mood, models, name="m", tokenizer=False, version=2)
+    artifact = with_engines(mood, tmp_path / "built", {**CLASSIC, "profiles": PROFILES})
+    options = {"name": "m", "backend": "tensorrt", "tokenizer": False}
+    found = export_triton(artifact, models, **options)
+    assert sorted(p.name for p in (models / "m").iterdir() if p.name.isdecimal()) == ["1"]
+    assert any("version 2 of m is gone: it was of another backend" in n for n in found.notes)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes are of POSIX")
+def test_everyone_can_read_what_the_server_reads(exported, tmp_path, models):
+    artifact = large(exported("bert", "text-classification"), tmp_path / "large")
+    for path in artifact.path.iterdir():
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    before = os.umask(0o077)
+    try:
+        export_triton(artifact, models, name="m", provider="cpu")
+    finally:
+        os.umask(before)
+    for path in (path for part in models.iterdir() for path in (part, *part.rglob("*"))):
+        assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644), path
+    assert (artifact.path / "tokenizer.json").stat().st_mode & 0o777 == 0o600
+    assert (artifact.path / "model.onnx.data").stat().st_mode & 0o777 == 0o600
+
+
+def test_folder_of_somebody_else_is_never_overwritten(mood, models):
+    (models / "m-tokenizer").mkdir(parents=True)
+    (models / "m-tokenizer/config.pbtxt").write_text("mine")
+    before = tree(models)
+    with pytest.raises(ArtifactError, match="was not made by export-triton"):
+        export_triton(mood, models, name="m")
+    assert tree(models) == before
+
+
+def test_folder_that_was_edited_is_never_overwritten(mood, models):
+    export_triton(mood, models, name="m")
+    config = models / "m-graph/config.pbtxt"
+    config.write_text(config.read_text() + "# tuned by hand\n")
+    with pytest.raises(ArtifactError, match=r"edited since it was made, and config.pbtxt"):
+        export_triton(mood, models, name="m")
+    assert "# tuned by hand" in config.read_text()
+
+
+def test_name_of_another_exports_part_is_taken(mood, models):
+    export_triton(mood, models, name="m")
+    with pytest.raises(ArtifactError, match="is part of the export 'm'"):
+        export_triton(mood, models, name="m-graph", tokenizer=False)
+
+
+def test_failure_while_writing_leaves_what_was_there(mood, models, monkeypatch):
+    from enginery.deploy.triton import repository as triton_repository
+
+    export_triton(mood, models, name="m")
+    before = tree(models)
+
+    def full(source, target):
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(triton_repository, "link_or_copy", full)
+    with pytest.raises(ArtifactError, match="No space left on device"):
+        export_triton(mood, models, name="m", version=2)
+    assert tree(models) == before
+    assert not list(models.parent.glob(".tmp-*"))
+
+
+def test_model_comes_back_where_no_rename_goes_on(mood, models, monkeypatch):
+    def stuck(directory, out, *, old):
+        os.replace(out, old)
+        raise OSError(5, "Input/output error", str(out))
+
+    export_triton(mood, models, name="m")
+    before = tree(models)
+    monkeypatch.setattr("enginery.deploy.triton.repository.put_in_place", stuck)
+    with pytest.raises(ArtifactError, match="Input/output error"):
+        export_triton(mood, models, name="m", version=2)
+    assert tree(models) == before
+
+
+def test_leftover_of_a_killed_export_goes_and_that_of_another_repository_stays(mood, models):
+    names = [f".tmp-{repository}-0123456789ab-triton"
+             for repository in ("models", "models-b", "models-triton", "model.")]  # fmt: skip
+    for name in names:
+        (models.parent / name / "new").mkdir(parents=True)
+    export_triton(mood, models, name="m")
+    assert sorted(path.name for path in models.parent.glob(".tmp-*")) == sorted(names[1:])
+
+
+EXPORT = """
+import os, sys
+from pathlib import Path
+artifact, models, name, home, pause = sys.argv[1:]
+os.environ["ENGINERY_HOME"] = home
+from enginery.pipeline import export_triton
+from enginery.deploy.triton import repository as triton_repository
+from enginery.deploy.triton import stage as triton
+write, place = triton_repository._write, triton.place
+def wait(*arguments):
+    write(*arguments)
+    if pause and arguments[0].name == name:
+        print("staged", flush=True)
+        sys.stdin.readline()
+def ask(*arguments, **options):
+    print("asking", flush=True)
+    return place(*arguments, **options)
+triton_repository._write, triton.place = wait, ask
+export_triton(artifact, models, name=name, provider="cpu")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows locks no directories")
+def test_exporters_with_stores_of_their_own_do_not_meet(mood, models, tmp_path):
+    first = start(EXPORT, mood.path, models, "one", tmp_path / "home-one", "pause")
+    assert [first.stdout.readline() for _ in range(2)] == ["asking\n", "staged\n"]
+    second = start(EXPORT, mood.path, models, "two", tmp_path / "home-two", "")
+    assert second.stdout.readline() == "asking\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(timeout=1)
+    assert [child.communicate("go\n")[1] for child in (first, second)] == ["", ""]
+    assert (first.returncode, second.returncode) == (0, 0)
+    parts = ("", "-graph", "-tokenizer", "-answers")
+    assert sorted(TritonDouble(models).configs) == sorted(n + p for n in ("one", "two")
+                                                          for p in parts)  # fmt: skip
+    assert not list(models.parent.glob(".tmp-*"))
+
+
+KILLED = """
+import os, sys
+from enginery.core import staging
+artifact, models, exchanges = sys.argv[1:]
+replace, exchanged = os.replace, staging._exchanged
+def killed_after(run):
+    def once(one, other):
+        found = run(one, other)
+        if "-triton" in f"{one}{other}":
+            os._exit(9)
+        return found
+    return once
+os.replace = killed_after(replace)
+staging._exchanged = killed_after(exchanged) if exchanges else lambda *_: False
+from enginery.pipeline import export_triton
+export_triton(artifact, models, name="m", provider="cpu")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot exchange names")
+def test_killed_export_leaves_every_model_in_its_place(mood, models):
+    export_triton(mood, models, name="m", provider="cpu")
+    before = tree(models)
+    with start(KILLED, mood.path, models, "exchanges") as child:
+        assert child.wait() == 9
+    assert tree(models) == before
+    assert list(models.parent.glob(".tmp-*"))
+    export_triton(mood, models, name="m", provider="cpu")
+    assert not list(models.parent.glob(".tmp-*"))
+
+
+def test_model_that_a_killed_export_moved_away_comes_back(mood, models):
+    export_triton(mood, models, name="m", provider="cpu")
+    before = tree(models)
+    with start(KILLED, mood.path, models, "") as child:
+        assert child.wait() == 9
+    assert not (models / "m-graph").exists(), "it was killed between two renames"
+    export_triton(mood, models, name="n", provider="cpu", tokenizer=False)
+    shutil.rmtree(models / "n")
+    assert tree(models) == before
+    assert not list(models.parent.glob(".tmp-*"))
+
+
+def test_artifact_or_file_is_no_repository(mood, copied, tmp_path):
+    with pytest.raises(ArtifactError, match="so it is an artifact"):
+        export_triton(mood, copied(mood).path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match="is a file"):
+        export_triton(mood, tmp_path / "file")
+
+
+def test_altered_or_failed_artifact_is_not_exported(mood, copied, models):
+    artifact = copied(mood)
+    failed = artifact.annotate(verdict(passed=False), b"")
+    with pytest.raises(RejectedArtifactError, match="failed its validation"):
+        export_triton(failed, models)
+    export_triton(failed, models, allow_failed=True)
+    (artifact.path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"tokenizer.json"):
+        export_triton(artifact, models)
+
+
+def test_artifact_without_tokenizer_is_the_graph_alone(mood, copied, models):
+    artifact = copied(mood)
+    (artifact.path / "tokenizer.json").unlink()
+    commit_artifact(artifact.path, artifact.manifest)
+    found = export_triton(Artifact.open(artifact.path), models, name="m")
+    assert found.models == ("m",)
+    assert any("no tokenizer.json" in note for note in found.notes)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": "../up"}, "option 'name' is '../up'"),
+        ({"version": 0}, "option 'version' is 0, expected a whole number from 1"),
+        ({"max_batch_size": 2**31}, "option 'max_batch_size' is 2147483648"),
+        ({"preferred_batch_size": (64,)}, "has 64, expected 1 to max_batch_size, 32"),
+        (
+            {"preferred_batch_size": (4, 16), "profile": ("batch=1:4:8,sequence=8",)},
+            "'preferred_batch_size' has 16, and batches have 8 rows at most. Name sizes up to 8",
+        ),
+        ({"backend": "tensorrt", "provider": "cpu"}, "runs on a GPU"),
+        ({"execution_env": " /env"}, "expected one line of text"),
+        ({"profile": ("batch=1,seq=8",)}, "no dynamic dim 'seq'"),
+        ({"profile": ("batch=1,sequence=8:16:500",)}, "positions end at 128"),
+        ({"tokenizers": True}, "did you mean 'tokenizer'?"),
+    ],
+)
+def test_option_that_triton_does_not_take_is_an_error(mood, models, options, said):
+    with pytest.raises((OptionError, ShapeError)) as error:
+        export_triton(mood, models, **options)
+    assert said in str(error.value)
+    assert not models.exists()
+
+
+def test_python_models_need_no_onnxruntime_and_no_framework():
+    code = (
+        "import sys, enginery.deploy.triton.steps;"
+        "print(sorted({'onnxruntime', 'torch', 'transformers', 'onnx', 'pyarrow', 'PIL', 'mlflow'}"
+        " & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_model_says_that_enginery_is_missing(mood, models, tmp_path):
+    export_triton(mood, models, name="m")
+    (tmp_path / "triton_python_backend_utils.py").write_text("")
+    code = (
+        "import runpy, sys; sys.path.insert(0, sys.argv[2]); sys.modules['enginery'] = None;"
+        "runpy.run_path(sys.argv[1])"
+    )
+    words = [sys.executable, "-c", code, models / "m-tokenizer/1/model.py", tmp_path]
+    found = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
+    assert "needs the package 'enginery' in Triton's Python" in found.stderr
+
+
+def test_environment_of_the_python_models_is_named(mood, models):
+    export_triton(mood, models, name="m", execution_env="/opt/env.tar.gz", tokenizer_instances=5)
+    for part in ("tokenizer", "answers"):
+        config = read_config(models / f"m-{part}")
+        assert config.parameters["EXECUTION_ENV_PATH"].string_value == "/opt/env.tar.gz"
+        assert config.instance_group[0].count == 5
+
+
+def test_command_prints_what_it_made(mood, models, capsys):
+    words = ["export-triton", str(mood.path), str(models), "--name", "m", "--provider", "cpu"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--json"])
+    assert not ended.value.code
+    found = json.loads(capsys.readouterr().out)
+    assert found["models"] == ["m-graph", "m-tokenizer", "m-answers", "m"]
+    assert TritonConfig().max_batch_size == found["max_batch_size"]

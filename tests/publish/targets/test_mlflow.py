@@ -1,0 +1,447 @@
+"""`mlflow:/name`: against `mlflow server` with an SQLite store; without it only addresses."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from enginery import load_model
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ArtifactError, InputError, OptionError, RegistryError
+from enginery.core.fingerprint import sha256_of
+from enginery.publish import stage
+from enginery.publish.pyfunc import _load_pyfunc
+from tests.publish.products import UNVALIDATED, Heard, altered, large, with_an_engine
+from tests.publish.targets.servers import free_port, mlflow_server
+
+pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
+
+from enginery.publish.targets.mlflow.model import CONTENT_TAG
+from enginery.publish.targets.mlflow.registry import MlflowRegistry, said_by, without_password
+from enginery.publish.targets.mlflow.upload import MODEL_TAG
+
+# MLflow's own modules, of their own type hints and of pandas.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:mlflow.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow.*"),
+    pytest.mark.filterwarnings("ignore:Operation with range is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*type hint.*:UserWarning"),
+]
+TEXTS = ["The engine is warm.", "the rain is cold, the bell rings at noon", "0"]
+
+
+@pytest.fixture(scope="module")
+def tracking(tmp_path_factory):
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as address:
+        yield address
+
+
+@pytest.fixture
+def server(tracking, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    return tracking
+
+
+@pytest.fixture
+def artifact(exported, copied) -> Artifact:
+    """Without the verdict that another test's validation may have left in the store."""
+    return copied(exported("bert", "feature-extraction"))
+
+
+def client(server):
+    from mlflow import MlflowClient
+
+    return MlflowClient(server)
+
+
+def opened(url):
+    """The model, from the server that MLFLOW_TRACKING_URI names; `set_tracking_uri` would last."""
+    import mlflow
+
+    return mlflow.pyfunc.load_model(url.replace("mlflow:", "models:"))
+
+
+@pytest.mark.parametrize("url", ["mlflow:", "mlflow:/", "mlflow:/a/b", "mlflow:/a b", "mlflow:/a@"])
+def test_an_address_that_is_none_says_what_one_looks_like(url, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    with pytest.raises(OptionError, match="expected mlflow:/name"):
+        MlflowRegistry(url, UNVALIDATED)
+
+
+def test_without_a_tracking_server_nothing_is_made_here(monkeypatch, tmp_path):
+    import mlflow
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(mlflow, "is_tracking_uri_set", lambda: False)
+    with pytest.raises(OptionError, match="Set MLFLOW_TRACKING_URI"):
+        MlflowRegistry("mlflow:/name", UNVALIDATED)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_is_not_there_is_an_error_at_once(artifact, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://ada:secret@127.0.0.1:{free_port()}")
+    with pytest.raises(RegistryError, match=r"cannot be reached: .*refused") as refused:
+        stage.run(artifact, "mlflow:/name", UNVALIDATED)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("login", ["ada:s3cr3t@", "ada:p@s3cr3t@", "ada:p%40s3cr3t@", ":s3cr3t@"])
+def test_a_password_is_in_no_message(artifact, monkeypatch, login):
+    port = free_port()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{login}127.0.0.1:{port}")
+    with pytest.raises(RegistryError) as refused:
+        stage.run(artifact, "mlflow:/name", UNVALIDATED)
+    assert f"the MLflow server http://127.0.0.1:{port} cannot be reached" in str(refused.value)
+    assert "s3cr3t" not in str(refused.value)
+
+
+def test_what_is_said_has_no_login_however_it_is_quoted():
+    server = "https://ada:p@s%3D@mlflow.example.com"
+    for said in (f"GET {server}/api failed", "p@s%3D is wrong", "p@s= is wrong", "ada:p@s= no"):
+        found = said_by(ValueError(said), server)
+        assert not {"p@s%3D", "p@s="} & set(found.replace(":", " ").split()), found
+    assert said_by("https://x:y@z@host/a@b", "") == "https://host/a@b"
+    assert without_password(server) == "https://mlflow.example.com"
+
+
+@pytest.mark.parametrize(
+    "server",
+    ["http://", "https:///mlflow", "http://127.0.0.1:port", "http://127.0.0.1:99999", "http://[::1",
+     "http://ada:s3/cr3t@127.0.0.1:5000", "http://a b", "http:", "http://ada:s3cr3t@"],
+)  # fmt: skip
+def test_a_server_that_is_no_address_is_told_at_once(server, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    with pytest.raises(OptionError, match=r"MLFLOW_TRACKING_URI is .*, expected https://") as told:
+        MlflowRegistry("mlflow:/name", UNVALIDATED)
+    assert "cr3t" not in str(told.value)
+
+
+def test_a_server_of_another_protocol_is_told(artifact, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet():
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                connection.recv(4096)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{other.getsockname()[1]}")
+        with pytest.raises(RegistryError, match="does not speak HTTP: SSH"):
+            stage.run(artifact, "mlflow:/name", UNVALIDATED)
+        thread.join()
+
+
+@pytest.mark.parametrize("alias", ["v1", "V23"])
+def test_an_alias_that_mlflow_keeps_is_told_before_anything_is_sent(artifact, monkeypatch, alias):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    with pytest.raises(OptionError, match=f"alias '{alias}': MLflow keeps"):
+        stage.run(artifact, "mlflow:/name", replace(UNVALIDATED, alias=alias))
+
+
+def test_a_number_of_ones_own_is_refused(artifact, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    for url, config in (("mlflow:/name", replace(UNVALIDATED, version="7")),
+                        ("mlflow:/name/7", UNVALIDATED)):  # fmt: skip
+        with pytest.raises(OptionError, match="numbers versions by itself, found 7"):
+            stage.run(artifact, url, config)
+
+
+# What MLflow wraps, without MLflow.
+
+
+def test_a_list_a_dict_and_a_table_have_the_same_answers(artifact):
+    import pandas as pd
+
+    model = _load_pyfunc(str(artifact.path))
+    with load_model(artifact) as direct:
+        expected = direct.embed(TEXTS)
+    table = pd.DataFrame({"whatever": TEXTS})
+    for given in (TEXTS, {"text": TEXTS}, table, pd.DataFrame({0: TEXTS}), np.array(TEXTS)):
+        np.testing.assert_array_equal(model.predict(given), expected)
+
+
+def test_pairs_are_two_columns_and_the_second_may_be_empty(exported):
+    import pandas as pd
+
+    artifact = exported("bert", "text-classification")
+    model = _load_pyfunc(str(artifact.path))
+    pair = ("The engine is warm.", "the rain is cold")
+    with load_model(artifact) as direct:
+        expected = [answer.to_dict() for answer in direct.classify([pair, TEXTS[0]])]
+    table = pd.DataFrame({"text": [pair[0], TEXTS[0]], "text_pair": [pair[1], None]})
+    assert model.predict(table) == expected
+    assert [len(a["labels"]) for a in model.predict(table, {"top_k": 1})] == [1, 1]
+
+
+def test_a_missing_column_or_value_is_told(exported):
+    import pandas as pd
+
+    model = _load_pyfunc(str(exported("bert", "question-answering").path))
+    with pytest.raises(InputError, match=r"has the columns question, expected question, context"):
+        model.predict(pd.DataFrame({"question": ["Who?"]}))
+    texts = _load_pyfunc(str(exported("bert", "feature-extraction").path))
+    with pytest.raises(InputError, match="row 1 has no text"):
+        texts.predict(pd.DataFrame({"text": ["a", None]}))
+
+
+def test_an_unknown_option_of_the_model_is_told(artifact):
+    with pytest.raises(OptionError, match="did you mean 'provider'"):
+        _load_pyfunc(str(artifact.path), {"provide": "cpu"})
+
+
+def test_opening_it_imports_no_torch(artifact):
+    script = (
+        "import sys\n"
+        "from enginery.publish.pyfunc import _load_pyfunc\n"
+        "_load_pyfunc(sys.argv[1]).predict(['a'])\n"
+        "print({'torch', 'transformers', 'optimum', 'mlflow'} & set(sys.modules))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, str(artifact.path)], capture_output=True,
+                         text=True, check=True, env=os.environ)  # fmt: skip
+    assert ran.stdout.strip() == "set()"
+
+
+# The server.
+
+
+@pytest.mark.parametrize(
+    "task",
+    ["feature-extraction", "text-classification", "token-classification", "question-answering",
+     "fill-mask"],
+)  # fmt: skip
+def test_a_loaded_model_answers_as_the_artifact_does(server, exported, task):
+    import pandas as pd
+
+    artifact = exported("bert", task)
+    published = stage.run(artifact, f"mlflow:/{task}", UNVALIDATED)
+    model = opened(published.url)
+    assert model.metadata.signature is not None
+    inputs, table = {
+        "question-answering": (
+            [("Who built the bridge?", "Ada built the bridge in London.")],
+            pd.DataFrame({"question": ["Who built the bridge?"],
+                          "context": ["Ada built the bridge in London."]}),
+        ),
+        "fill-mask": (["The engine is [MASK]."], ["The engine is [MASK]."]),
+        "text-classification": (TEXTS, pd.DataFrame({"text": TEXTS})),
+    }.get(task, (TEXTS, TEXTS))  # fmt: skip
+    with load_model(artifact) as direct:
+        expected = direct(inputs)
+    answers = model.predict(table)
+    if task == "text-classification":
+        best = model.predict(table, params={"top_k": 1, "activation": "none"})
+        with load_model(artifact) as direct:
+            raw = direct.classify(inputs, top_k=1, activation="none")
+        assert best == [answer.to_dict() for answer in raw]
+    if task == "feature-extraction":
+        np.testing.assert_array_equal(answers, expected)
+    else:
+        plain = [[s.to_dict() for s in a] if isinstance(a, list) else a.to_dict() for a in expected]
+        assert answers == plain
+
+
+def test_images_go_in_as_their_files(server, exported):
+    import io
+
+    import pandas as pd
+    from PIL import Image
+
+    artifact = exported("vit", "image-classification")
+    published = stage.run(artifact, "mlflow:/images", UNVALIDATED)
+    stream = io.BytesIO()
+    Image.new("RGB", (40, 30), (200, 30, 30)).save(stream, "PNG")
+    table = pd.DataFrame({"image": [stream.getvalue()]})
+    with load_model(artifact) as direct:
+        expected = [a.to_dict() for a in direct.classify_images([stream.getvalue()])]
+    assert opened(published.url).predict(table) == expected
+
+
+def test_the_same_content_is_one_version(server, artifact):
+    first = stage.run(artifact, "mlflow:/once", UNVALIDATED)
+    second = stage.run(artifact, "mlflow:/once", replace(UNVALIDATED, alias="production"))
+    assert (first.url, first.is_new) == ("mlflow:/once/1", True)
+    assert (second.url, second.is_new) == ("mlflow:/once/1", False)
+    assert client(server).get_model_version_by_alias("once", "production").version == "1"
+
+
+def test_a_package_comes_back_as_it_was(server, artifact, tmp_path):
+    whole = large(artifact, tmp_path / "large")
+    heard = Heard()
+    config = replace(UNVALIDATED, alias="production")
+    published = stage.run(whole, "mlflow:/back", config, progress=heard)
+    done, total = next(steps for name, steps in heard.tasks.items() if name.startswith("uploading"))
+    assert done == total > 0
+    for out, url in enumerate((published.url, "mlflow:/back@production", "mlflow:/back")):
+        pulled = stage.pull(url, tmp_path / str(out), UNVALIDATED)
+        assert pulled.content_sha256() == whole.content_sha256()
+
+
+def test_a_version_says_what_it_is(server, artifact, tmp_path):
+    engines = with_an_engine(artifact, tmp_path / "engines")
+    published = stage.run(engines, "mlflow:/tags", UNVALIDATED)
+    version = client(server).get_model_version("tags", published.version)
+    assert len(version.tags[CONTENT_TAG]) == 64
+    assert version.tags["enginery.validated"] == "false"
+    marks = [value for name, value in version.tags.items() if name.startswith("enginery.engine.")]
+    assert marks == ["hardware-bound: tensorrt-rtx 1.7.1.116, compute capability 8.9"]
+    assert marks[0] in version.description
+    run = client(server).get_run(version.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["export.opset"] == str(artifact.manifest.stages[0].options["opset"])
+
+
+def test_metrics_and_plots_are_with_the_run(server, exported, tmp_path):
+    from enginery import validate_model
+
+    artifact = exported("bert", "fill-mask", out=str(tmp_path / "artifact"))
+    validate_model(artifact)
+    checked = Artifact.open(artifact.path)
+    checked = checked.annotate(reports={"reports/latency.svg": b"<svg/>"})
+    published = stage.run(checked, "mlflow:/metrics", replace(UNVALIDATED, allow_unvalidated=False))
+    version = client(server).get_model_version("metrics", published.version)
+    metrics = client(server).get_run(version.run_id).data.metrics
+    assert any(name.startswith("validation.") for name in metrics)
+    assert version.tags["enginery.validated"] == "true"
+    plots = [info.path for info in client(server).list_artifacts(version.run_id, "plots")]
+    assert plots == ["plots/latency.svg"]
+
+
+def logged_models(server, name):
+    """Status of the logged models that are for a registered model, and their runs."""
+    found = client(server)
+    experiment = found.get_experiment_by_name("enginery")
+    return sorted(
+        (str(model.status), found.get_run(model.source_run_id).info.status)
+        for model in found.search_logged_models([experiment.experiment_id])
+        if model.tags.get(MODEL_TAG) == name
+    )
+
+
+def killed(artifact, url, **environment):
+    """A publish that is killed when half of the files are there."""
+    script = (
+        "import os, signal, sys\n"
+        "from mlflow import MlflowClient\n"
+        "from enginery.core.artifact import Artifact\n"
+        "from enginery.publish import stage\n"
+        "from enginery.publish.config import PublishConfig\n"
+        "upload = MlflowClient.log_model_artifact\n"
+        "def until_graph(self, model_id, path, place):\n"
+        "    upload(self, model_id, path, place)\n"
+        "    if path.endswith('.onnx'):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "MlflowClient.log_model_artifact = until_graph\n"
+        "stage.run(Artifact.open(sys.argv[1]), sys.argv[2],\n"
+        "          PublishConfig(allow_unvalidated=True))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, str(artifact.path), url], check=False,
+                           env={**os.environ, **environment})  # fmt: skip
+    assert ended.returncode == -9
+
+
+def test_publish_that_was_killed_is_no_version_and_is_deleted_by_the_next(
+    server, artifact, tmp_path
+):
+    one = altered(artifact, tmp_path / "one", '{"killed": 1}')
+    killed(one, "mlflow:/killed")
+    assert logged_models(server, "killed") == [("PENDING", "RUNNING")]
+    with pytest.raises(RegistryError, match="has no version of killed"):
+        stage.pull("mlflow:/killed", tmp_path / "none", UNVALIDATED)
+    published = stage.run(one, "mlflow:/killed", UNVALIDATED)
+    assert (published.version, published.is_new) == ("1", True)
+    assert logged_models(server, "killed") == [("READY", "FINISHED")]
+    pulled = stage.pull(published.url, tmp_path / "out", UNVALIDATED)
+    assert pulled.content_sha256() == one.content_sha256()
+
+
+def test_uploads_of_other_machines_and_for_other_models_are_left_alone(server, artifact, tmp_path):
+    one = altered(artifact, tmp_path / "one", '{"elsewhere": 1}')
+    killed(one, "mlflow:/a.b")
+    killed(one, "mlflow:/a-b", ENGINERY_HOME=str(tmp_path / "elsewhere"))
+    assert stage.run(one, "mlflow:/a-b", UNVALIDATED).version == "1"
+    assert logged_models(server, "a.b") == [("PENDING", "RUNNING")]
+    assert logged_models(server, "a-b") == [("PENDING", "RUNNING"), ("READY", "FINISHED")]
+
+
+@pytest.mark.parametrize("call", ["log_model_artifact", "create_model_version"])
+def test_publish_that_failed_leaves_no_logged_model(server, artifact, tmp_path, monkeypatch, call):
+    from mlflow import MlflowClient
+
+    name = call.replace("_", "-")
+    one = altered(artifact, tmp_path / "one", json.dumps({"failed": call}))
+
+    def end(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, call, end)
+        with pytest.raises(KeyboardInterrupt):
+            stage.run(one, f"mlflow:/{name}", UNVALIDATED)
+    assert logged_models(server, name) == []
+    assert stage.run(one, f"mlflow:/{name}", UNVALIDATED).version == "1"
+    assert logged_models(server, name) == [("READY", "FINISHED")]
+
+
+def test_run_of_the_callers_own_stays_active(server, artifact, tmp_path):
+    import mlflow
+
+    one = altered(artifact, tmp_path / "one", '{"nested": 1}')
+    with mlflow.start_run() as run:
+        published = stage.run(one, "mlflow:/nested", UNVALIDATED)
+        assert mlflow.active_run().info.run_id == run.info.run_id
+    version = client(server).get_model_version("nested", published.version)
+    assert version.run_id != run.info.run_id
+
+
+def test_a_file_that_the_store_lost_is_sent_again(server, artifact, tmp_path, tmp_path_factory):
+    whole = large(artifact, tmp_path / "l", seed=11)
+    published = stage.run(whole, "mlflow:/lost", UNVALIDATED)
+    digest = whole.manifest.files["model.onnx.data"].sha256
+    stored = [path for path in tmp_path_factory.getbasetemp().rglob("artifacts/**/model.onnx.data")
+              if sha256_of(path) == digest]  # fmt: skip
+    assert stored
+    for path in stored:
+        path.unlink()
+    heard = Heard()
+    again = stage.run(whole, "mlflow:/lost", UNVALIDATED, progress=heard)
+    assert (again.url, again.is_new) == (published.url, False)
+    assert any("uploads model.onnx.data again" in message for message in heard.news)
+    pulled = stage.pull(published.url, tmp_path / "out", UNVALIDATED)
+    assert pulled.content_sha256() == whole.content_sha256()
+
+
+def test_a_changed_byte_in_the_store_names_the_file(server, artifact, tmp_path, tmp_path_factory):
+    changed = altered(artifact, tmp_path / "a", '{"byte": 1}')
+    published = stage.run(changed, "mlflow:/byte", UNVALIDATED)
+    stored = [path for path in tmp_path_factory.getbasetemp().rglob("artifacts/**/notes.json")
+              if path.read_text() == '{"byte": 1}' and "mlflow" in str(path)]  # fmt: skip
+    assert stored
+    for path in stored:
+        path.write_text('{"byte": 2}')
+    with pytest.raises(ArtifactError, match=r"notes\.json was altered.* and its logged model"):
+        stage.pull(published.url, tmp_path / "out", UNVALIDATED)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("url", ["mlflow:/none", "mlflow:/none/3", "mlflow:/none@production"])
+def test_what_is_not_there_is_told(server, url, tmp_path):
+    with pytest.raises(RegistryError, match="none"):
+        stage.pull(url, tmp_path / "out", UNVALIDATED)
+
+
+def test_nothing_goes_to_standard_output(server, artifact, tmp_path, capfd):
+    stage.run(altered(artifact, tmp_path / "quiet", '{"q": 1}'), "mlflow:/quiet", UNVALIDATED)
+    assert capfd.readouterr().out == ""

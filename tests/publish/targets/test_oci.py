@@ -1,0 +1,464 @@
+"""`oci://`: against Debian's docker-registry; without it only addresses are tested."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+import urllib.request
+from dataclasses import replace
+
+import pytest
+
+from enginery.core.artifact import Artifact
+from enginery.core.errors import ArtifactError, OptionError, RegistryError
+from enginery.publish import stage
+from enginery.publish.config import PublishConfig
+from tests.publish.products import UNVALIDATED, Heard, altered, large, with_an_engine
+from tests.publish.targets.servers import docker_registry, free_port, token_registry, wordy_registry
+
+pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
+
+from enginery.publish.targets.oci.image import MANIFEST, Blob
+from enginery.publish.targets.oci.registry import OciRegistry
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory):
+    """A registry of this module, and where its files are."""
+    directory = tmp_path_factory.mktemp("registry")
+    with docker_registry(directory) as host:
+        yield host, directory / "blobs"
+
+
+@pytest.fixture(autouse=True)
+def no_login(tmp_path, monkeypatch):
+    """The user's own Docker login is none of the tests' business."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+
+
+@pytest.fixture
+def artifact(exported) -> Artifact:
+    return exported("bert", "feature-extraction")
+
+
+def fetch(host: str, path: str) -> dict:
+    types = [f"application/vnd.oci.image.{kind}.v1+json" for kind in ("index", "manifest")]
+    request = urllib.request.Request(
+        f"http://{host}/v2/{path}", headers={"Accept": ", ".join(types)}
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def image(host: str, repository: str, tag: str) -> tuple[dict, dict, dict]:
+    """The index, its first manifest and that one's config."""
+    index = fetch(host, f"{repository}/manifests/{tag}")
+    manifest = fetch(host, f"{repository}/manifests/{index['manifests'][0]['digest']}")
+    return index, manifest, fetch(host, f"{repository}/blobs/{manifest['config']['digest']}")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["oci://host", "oci://host/Upper:1", "oci://host/name:", "oci://host/name@sha256:12", "oci:///n",
+     "oci://host/na me", "oci://user@host/name"],
+)  # fmt: skip
+def test_an_address_that_is_none_says_what_one_looks_like(url):
+    with pytest.raises(OptionError, match=r"expected oci://registry/name:tag"):
+        OciRegistry(url, UNVALIDATED)
+
+
+def test_a_package_comes_back_as_it_was(registry, artifact, tmp_path):
+    host, _ = registry
+    heard = Heard()
+    published = stage.run(artifact, f"oci://{host}/org/back:1", UNVALIDATED, progress=heard)
+    assert published.is_new
+    assert published.url.startswith(f"oci://{host}/org/back@sha256:")
+    done, total = next(steps for name, steps in heard.tasks.items() if name.startswith("uploading"))
+    assert done == total > 0
+    for out, url in (("a", published.url), ("b", f"oci://{host}/org/back:1")):
+        pulled = stage.pull(url, tmp_path / out, UNVALIDATED)
+        assert pulled.content_sha256() == artifact.content_sha256()
+
+
+def test_the_same_content_is_published_once(registry, artifact):
+    host, _ = registry
+    url = f"oci://{host}/once:1"
+    first = stage.run(artifact, url, UNVALIDATED)
+    second = stage.run(artifact, url, UNVALIDATED)
+    assert (first.is_new, second.is_new) == (True, False)
+    assert first.url == second.url
+
+
+def test_a_version_is_a_tag_that_nothing_moves(registry, artifact, tmp_path):
+    host, _ = registry
+    url, other = f"oci://{host}/versions", altered(artifact, tmp_path / "other")
+    first = stage.run(artifact, url, replace(UNVALIDATED, version="1.0", alias="production"))
+    assert not stage.run(artifact, url, replace(UNVALIDATED, version="1.0")).is_new
+    with pytest.raises(RegistryError, match=r"versions:1\.0 is another content"):
+        stage.run(other, url, replace(UNVALIDATED, version="1.0"))
+    with pytest.raises(RegistryError, match=r"alias '1\.0' is the name of a version"):
+        stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="1.0"))
+    with pytest.raises(RegistryError, match=r":1\.0 is a version with another content"):
+        stage.run(other, f"{url}:1.0", UNVALIDATED)
+    with pytest.raises(OptionError, match=r"are both '2\.0'"):
+        stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="2.0"))
+    second = stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="production"))
+    for tag, is_first in (("1.0", True), ("2.0", False), ("production", False), ("latest", False)):
+        for address in (f"{url}:{tag}", f"{url}@{tag}"):
+            pulled = stage.pull(address, tmp_path / "out", UNVALIDATED)
+            assert (pulled.content_sha256() == artifact.content_sha256()) is is_first, address
+    assert not (stage.pull(first.url, tmp_path / "out", UNVALIDATED).path / "notes.json").exists()
+    newest = stage.pull(url, tmp_path / "out", UNVALIDATED)
+    assert newest.content_sha256() == other.content_sha256()
+    assert first.url != second.url
+
+
+def test_a_tag_that_became_a_version_is_one(registry, artifact, tmp_path):
+    host, _ = registry
+    url = f"oci://{host}/became"
+    stage.run(artifact, f"{url}:1.0", UNVALIDATED)
+    assert not stage.run(artifact, url, replace(UNVALIDATED, version="1.0")).is_new
+    with pytest.raises(RegistryError, match="is a version"):
+        stage.run(altered(artifact, tmp_path / "other"), f"{url}:1.0", UNVALIDATED)
+
+
+def test_a_tag_that_moves_is_said(registry, artifact, tmp_path):
+    host, _ = registry
+    first = stage.run(artifact, f"oci://{host}/moves:1", UNVALIDATED)
+    heard = Heard()
+    other = altered(artifact, tmp_path / "other")
+    stage.run(other, f"oci://{host}/moves:1", UNVALIDATED, progress=heard)
+    digest = first.url.partition("@")[2]
+    assert f"publish: 1 pointed to {digest} before" in heard.news
+
+
+def test_an_address_without_a_tag_says_which_there_are(registry, artifact, tmp_path):
+    host, _ = registry
+    stage.run(artifact, f"oci://{host}/tags:b", UNVALIDATED)
+    with pytest.raises(RegistryError, match=r"names no tag, .* has no 'latest'\. It has b: "):
+        stage.pull(f"oci://{host}/tags", tmp_path / "out", UNVALIDATED)
+
+
+def test_a_layer_that_the_registry_lost_is_sent_again(registry, artifact, tmp_path):
+    host, _ = registry
+    url = f"oci://{host}/lost:1"
+    whole = altered(artifact, tmp_path / "lost", '{"lost": 1}')
+    first = stage.run(whole, url, UNVALIDATED)
+    _, manifest, _ = image(host, "lost", "1")
+    layer = next(
+        x for x in manifest["layers"] if "notes.json" in x["annotations"]["enginery.files"]
+    )
+    request = urllib.request.Request(
+        f"http://{host}/v2/lost/blobs/{layer['digest']}", method="DELETE"
+    )
+    urllib.request.urlopen(request).close()
+    with pytest.raises(RegistryError):
+        stage.pull(url, tmp_path / "out", UNVALIDATED)
+    heard = Heard()
+    again = stage.run(whole, url, UNVALIDATED, progress=heard)
+    assert (again.url, again.is_new) == (first.url, False)
+    assert any("the registry has lost config.tar" in message for message in heard.news)
+    stage.pull(url, tmp_path / "out", UNVALIDATED)
+
+
+def test_the_digest_is_the_same_in_another_registry(registry, artifact, tmp_path):
+    host, _ = registry
+    with docker_registry(tmp_path) as other:
+        found = [
+            stage.run(artifact, f"oci://{name}/twice:1", UNVALIDATED) for name in (host, other)
+        ]
+    assert found[0].url.partition("@")[2] == found[1].url.partition("@")[2]
+
+
+def test_a_runtime_finds_an_image_with_a_layer_for_each_group(registry, artifact, tmp_path):
+    host, _ = registry
+    whole = with_an_engine(large(artifact, tmp_path / "large"), tmp_path / "engines")
+    stage.run(whole, f"oci://{host}/groups:1", UNVALIDATED)
+    index, manifest, config = image(host, "groups", "1")
+    assert [m["platform"]["architecture"] for m in index["manifests"]] == ["amd64", "arm64"]
+    assert config["rootfs"]["diff_ids"] == [layer["digest"] for layer in manifest["layers"]]
+    assert config["enginery"]["task"] == "feature-extraction"
+    titles = [
+        layer["annotations"]["org.opencontainers.image.title"] for layer in manifest["layers"]
+    ]
+    assert titles[:2] == ["weights.tar", "graph.tar"]
+    assert {"tokenizer.tar", "config.tar", "manifest.tar", "report.tar", "card.tar"} <= set(titles)
+    files = [json.loads(layer["annotations"]["enginery.files"]) for layer in manifest["layers"]]
+    assert "model.onnx.data" in files[0]
+    listing = whole.manifest.files
+    assert files[0]["model.onnx.data"] == listing["model.onnx.data"].sha256
+
+
+def test_an_engine_is_marked_as_bound_to_its_hardware(registry, artifact, tmp_path):
+    host, _ = registry
+    published = stage.run(
+        with_an_engine(artifact, tmp_path / "e"), f"oci://{host}/engine:1", UNVALIDATED
+    )
+    _, manifest, _ = image(host, "engine", "1")
+    marks = next(
+        layer["annotations"] for layer in manifest["layers"]
+        if "enginery.engine.flavor" in layer["annotations"]
+    )  # fmt: skip
+    assert marks["enginery.engine.hardware_bound"] == "true"
+    assert marks["enginery.engine.capabilities"] == "8.9"
+    assert marks["enginery.engine.tensorrt"] == "1.7.1.116"
+    assert "hardware-bound: tensorrt-rtx 1.7.1.116, compute capability 8.9" in published.notes[0]
+    files = [json.loads(layer["annotations"]["enginery.files"]) for layer in manifest["layers"]]
+    assert any("model.onnx" in names for names in files)
+
+
+def test_layers_of_an_earlier_version_are_not_sent_again(registry, artifact, tmp_path):
+    host, blobs = registry
+    first = large(artifact, tmp_path / "first")
+    stage.run(first, f"oci://{host}/layers:1", UNVALIDATED)
+    before = {path for path in blobs.rglob("data") if path.stat().st_size > 1 << 20}
+    sent = []
+    from enginery.publish.targets.oci import client as oci_client
+
+    original = oci_client.OciClient.upload
+
+    def counted(self, blob):
+        sent.append(len(blob))
+        original(self, blob)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oci_client.OciClient, "upload", counted)
+        stage.run(altered(first, tmp_path / "second"), f"oci://{host}/layers:2", UNVALIDATED)
+    assert sent
+    assert max(sent) < 1 << 20
+    assert before == {path for path in blobs.rglob("data") if path.stat().st_size > 1 << 20}
+
+
+def test_a_named_version_never_becomes_another_content(registry, artifact, tmp_path):
+    host, _ = registry
+    url, named = f"oci://{host}/versions", replace(UNVALIDATED, version="1.0")
+    stage.run(artifact, url, named)
+    assert not stage.run(artifact, url, named).is_new
+    with pytest.raises(
+        RegistryError, match=r"versions:1\.0 is another content .* another --version"
+    ):
+        stage.run(altered(artifact, tmp_path / "other"), url, named)
+
+
+def test_a_tag_of_the_address_moves_and_says_from_where(registry, artifact, tmp_path):
+    host, _ = registry
+    url = f"oci://{host}/moves:stable"
+    first = stage.run(artifact, url, UNVALIDATED)
+    second = stage.run(altered(artifact, tmp_path / "other"), url, UNVALIDATED)
+    assert second.notes[-1] == f"stable pointed to {first.url.partition('@')[2]} before"
+    pulled = stage.pull(url, tmp_path / "out", UNVALIDATED)
+    assert (pulled.path / "notes.json").is_file()
+
+
+def test_an_alias_points_to_the_version(registry, artifact, tmp_path):
+    host, _ = registry
+    stage.run(artifact, f"oci://{host}/alias:1", replace(UNVALIDATED, alias="production"))
+    stage.run(artifact, f"oci://{host}/alias:1", replace(UNVALIDATED, alias="canary"))
+    for alias in ("production", "canary"):
+        stage.pull(f"oci://{host}/alias:{alias}", tmp_path / alias, UNVALIDATED)
+
+
+def test_a_changed_byte_in_the_registry_names_the_file(registry, artifact, tmp_path):
+    host, blobs = registry
+    stage.run(altered(artifact, tmp_path / "a", '{"a": 1}'), f"oci://{host}/byte:1", UNVALIDATED)
+    _, manifest, _ = image(host, "byte", "1")
+    layer = next(
+        layer for layer in manifest["layers"]
+        if "notes.json" in json.loads(layer["annotations"]["enginery.files"])
+    )  # fmt: skip
+    hexdigits = layer["digest"].removeprefix("sha256:")
+    data = next(blobs.rglob(f"{hexdigits}/data"))
+    data.write_bytes(data.read_bytes().replace(b'{"a": 1}', b'{"a": 2}'))
+    with pytest.raises(ArtifactError, match=r"notes\.json was altered, in the layer config\.tar"):
+        stage.pull(f"oci://{host}/byte:1", tmp_path / "out", UNVALIDATED)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pull_goes_on_where_it_broke_off(registry, artifact, tmp_path, monkeypatch, home):
+    host, _ = registry
+    stage.run(large(artifact, tmp_path / "l"), f"oci://{host}/resume:1", UNVALIDATED)
+    _, manifest, _ = image(host, "resume", "1")
+    weights = manifest["layers"][0]
+    hexdigits = weights["digest"].removeprefix("sha256:")
+    with urllib.request.urlopen(f"http://{host}/v2/resume/blobs/{weights['digest']}") as answer:
+        half = answer.read()[: weights["size"] // 2]
+    (home / "pulls").mkdir(exist_ok=True)
+    (home / "pulls" / f"{hexdigits}.tar").write_bytes(half)
+    from enginery.publish.targets.oci import client as oci_client
+
+    original, ranges = oci_client.OciClient._request, []
+
+    def watched(self, method, url, **options):
+        ranges.append(options.get("headers", {}).get("Range"))
+        return original(self, method, url, **options)
+
+    monkeypatch.setattr(oci_client.OciClient, "_request", watched)
+    stage.pull(f"oci://{host}/resume:1", tmp_path / "out", UNVALIDATED)
+    assert f"bytes={len(half)}-" in ranges
+    assert not list((home / "pulls").iterdir())
+
+
+def test_a_layer_that_a_killed_pull_has_whole_is_not_asked_for(registry, artifact, tmp_path, home):
+    host, _ = registry
+    stage.run(artifact, f"oci://{host}/whole:1", UNVALIDATED)
+    _, manifest, _ = image(host, "whole", "1")
+    digest = manifest["layers"][0]["digest"]
+    (home / "pulls").mkdir(exist_ok=True)
+    with urllib.request.urlopen(f"http://{host}/v2/whole/blobs/{digest}") as answer:
+        left = home / "pulls" / f"{digest.removeprefix('sha256:')}.tar"
+        left.write_bytes(answer.read())
+    pulled = stage.pull(f"oci://{host}/whole:1", tmp_path / "out", UNVALIDATED)
+    assert pulled.content_sha256() == artifact.content_sha256()
+
+
+def test_a_publish_that_was_killed_goes_on(registry, artifact, tmp_path, home):
+    host, _ = registry
+    whole = large(artifact, tmp_path / "l", seed=5)
+    script = (
+        "import os, signal, sys\n"
+        "from enginery.core.artifact import Artifact\n"
+        "from enginery.publish import stage\n"
+        "from enginery.publish.targets.oci import client as oci_client\n"
+        "from enginery.publish.config import PublishConfig\n"
+        "sent = oci_client.OciClient.upload\n"
+        "def once(self, *args):\n"
+        "    sent(self, *args)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "oci_client.OciClient.upload = once\n"
+        "stage.run(Artifact.open(sys.argv[1]), sys.argv[2],\n"
+        "          PublishConfig(allow_unvalidated=True, insecure=True))\n"
+    )
+    url = f"oci://{host}/killed:1"
+    ended = subprocess.run([sys.executable, "-c", script, str(whole.path), url], check=False,
+                           env=os.environ)  # fmt: skip
+    assert ended.returncode == -9
+    with pytest.raises(RegistryError, match="has no killed with 1"):
+        stage.pull(url, tmp_path / "none", UNVALIDATED)
+    published = stage.run(whole, url, UNVALIDATED)
+    assert published.is_new
+    assert stage.pull(url, tmp_path / "out", UNVALIDATED).content_sha256() == whole.content_sha256()
+
+
+def test_a_registry_that_is_not_there_is_an_error_at_once(artifact):
+    with pytest.raises(RegistryError, match=r"127\.0\.0\.1:\d+ cannot be reached: .*refused"):
+        stage.run(artifact, f"oci://127.0.0.1:{free_port()}/name:1", UNVALIDATED)
+
+
+def test_plain_http_wants_insecure(registry, artifact):
+    host, _ = registry
+    secure = PublishConfig(allow_unvalidated=True)
+    with pytest.raises(RegistryError, match=r"cannot be reached.*pass --insecure"):
+        stage.run(artifact, f"oci://{host}/name:1", secure)
+
+
+def test_what_is_not_there_is_named(registry, tmp_path):
+    host, _ = registry
+    with pytest.raises(RegistryError, match=r"has no never/made with 7"):
+        stage.pull(f"oci://{host}/never/made:7", tmp_path / "out", UNVALIDATED)
+
+
+def test_somebody_elses_image_is_not_pulled(registry, artifact, tmp_path):
+    from enginery.publish.targets.oci.client import OciClient
+
+    host, _ = registry
+    client = OciClient(host, "foreign", insecure=True)
+    config = Blob("application/vnd.oci.image.config.v1+json", b"{}")
+    client.upload(config)
+    document = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST,
+        "config": config.descriptor(),
+        "layers": [],
+    }
+    client.put_manifest("1", MANIFEST, json.dumps(document).encode())
+    with pytest.raises(RegistryError, match="was not published by enginery"):
+        stage.pull(f"oci://{host}/foreign:1", tmp_path / "out", UNVALIDATED)
+
+
+@pytest.mark.parametrize("place", ["/v2/", "/token", "/manifests/1", "/manifests/refused", "/tags"])
+def test_an_answer_of_many_megabytes_is_not_read_whole(place):
+    from enginery.publish.targets.oci.client import OciClient
+
+    def ask(host):
+        client = OciClient(host, "model", insecure=True)
+        return client.tags() if "tags" in place else client.manifest(place.rpartition("/")[2])
+
+    with wordy_registry(place) as host:
+        tracemalloc.start()
+        try:
+            with pytest.raises(RegistryError, match=rf"{host} answers with more than 4194304 byt"):
+                ask(host)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert most < 40e6
+
+
+def test_the_login_is_dockers_and_is_in_no_message(artifact, tmp_path, monkeypatch, caplog):
+    caplog.set_level("DEBUG")
+    directory = tmp_path / "private"
+    directory.mkdir()
+    with docker_registry(directory, password="correct-horse") as host:
+        url = f"oci://{host}/private:1"
+        with pytest.raises(RegistryError, match=rf"refuses private \(401\).*docker login {host}"):
+            stage.run(artifact, url, UNVALIDATED)
+
+        wrong = log_in(tmp_path, host, "wrong-horse")
+        with pytest.raises(RegistryError, match=r"refuses private \(401\)") as refused:
+            stage.run(artifact, url, UNVALIDATED)
+        auth = log_in(tmp_path, host, "correct-horse")
+        assert stage.run(artifact, url, UNVALIDATED).is_new
+        stage.pull(url, tmp_path / "out", UNVALIDATED)
+    for secret in (wrong, auth, "correct-horse", "wrong-horse"):
+        assert secret not in str(refused.value)
+        assert secret not in caplog.text
+
+
+def log_in(home, host, password):
+    auth = base64.b64encode(f"ada:{password}".encode()).decode()
+    (home / ".docker").mkdir(exist_ok=True)
+    (home / ".docker/config.json").write_text(json.dumps({"auths": {host: {"auth": auth}}}))
+    return auth
+
+
+def test_token_that_has_run_out_is_renewed_and_no_other_host_gets_one(tmp_path):
+    from enginery.publish.targets.oci.client import OciClient
+
+    blob = Blob("text/plain", b"abc")
+    with token_registry(uses=2) as (host, asked):
+        auth = log_in(tmp_path, host, "correct-horse")
+        client = OciClient(host, "model", insecure=True)
+        for _ in range(5):
+            assert not client.has_blob(blob.digest)
+        client.upload(blob)
+    logins = {path for _, path, said, _ in asked if said == f"Basic {auth}"}
+    assert logins == {"/token"}
+    assert [path for _, path, *_ in asked].count("/token") == 3
+    assert asked[-1] == ("PUT", "/elsewhere/1", "", b"abc")
+
+
+def test_token_that_is_refused_is_told_at_once(tmp_path):
+    from enginery.publish.targets.oci.client import OciClient
+
+    with token_registry(uses=0) as (host, asked):
+        log_in(tmp_path, host, "correct-horse")
+        client = OciClient(host, "model", insecure=True)
+        with pytest.raises(RegistryError, match=r"refuses model \(401\).*docker login"):
+            client.has_blob("sha256:0")
+    assert [path for _, path, *_ in asked].count("/token") == 1
+
+
+def test_a_digest_is_no_place_to_publish_to(artifact):
+    with pytest.raises(OptionError, match="a digest is what publishing makes"):
+        stage.run(artifact, f"oci://127.0.0.1:1/name@sha256:{'0' * 64}", UNVALIDATED)
+
+
+def test_two_names_of_one_version_are_refused(artifact):
+    both = replace(UNVALIDATED, version="2")
+    with pytest.raises(OptionError, match="'version' is '2', but the address says 1"):
+        stage.run(artifact, "oci://127.0.0.1:1/name:1", both)

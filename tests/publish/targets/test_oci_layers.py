@@ -1,0 +1,280 @@
+"""A registry that lies: digests, sizes, tars. Nothing of it becomes a path or fills the disk."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import tarfile
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from enginery.core.errors import ArtifactError, RegistryError
+from enginery.core.manifest import FileRecord
+from enginery.publish import stage
+from enginery.publish.publication import LISTING
+from enginery.publish.targets.oci.image import CONTENT, FILES, INDEX, LAYER, MANIFEST, TITLE
+from enginery.publish.targets.oci.layers import layers_of, unpack, unpack_listing
+from tests.publish.products import UNVALIDATED
+
+URL = "oci://here/m:1"
+
+
+def tar(*members, kind=tarfile.REGTYPE, form=tarfile.PAX_FORMAT, pax=None) -> bytes:
+    """A tar of names, or of names with their content."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=form) as archive:
+        for member in members:
+            name, content = member if isinstance(member, tuple) else (member, b"x")
+            info = tarfile.TarInfo(name)
+            info.type, info.size = kind, len(content)
+            info.pax_headers = pax or {}
+            if kind != tarfile.REGTYPE:
+                info.linkname, info.size = "/etc/passwd", 0
+            archive.addfile(info, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def described(content: bytes, **changes) -> dict:
+    """How a manifest describes a layer with the listing."""
+    digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
+    said = {FILES: json.dumps({LISTING: "0" * 64}), TITLE: "report.tar"}
+    return {
+        "mediaType": LAYER,
+        "digest": digest,
+        "size": len(content),
+        "annotations": said,
+    } | changes
+
+
+def document(*layers: dict) -> dict:
+    return {"layers": list(layers), "annotations": {CONTENT: "0" * 64}}
+
+
+@contextmanager
+def lying(answers: dict[str, tuple[str, bytes]]):
+    """A registry that answers what it is told; yields its address and the paths it was asked."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            kind, body = next(
+                (a for end, a in answers.items() if self.path.endswith(end)), ("text/plain", b"")
+            )
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_):
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"oci://127.0.0.1:{server.server_port}/org/m:1", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def unpacked(content: bytes, out, files):
+    path = out.with_name("layer.tar")
+    path.write_bytes(content)
+    unpack(path, out, {name: FileRecord(sha256="", size_bytes=n) for name, n in files.items()}, URL)
+
+
+# What the manifest says
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"digest": "/tmp/x/backup"}, {"digest": "sha256:../../backup"}, {"digest": None},
+        {"digest": f"sha256:{'A' * 64}"}, {"digest": f"sha256:{'0' * 64}/x"}, {"size": -1},
+        {"size": "7"}, {"size": None}, {"size": True}, {"size": 1.5}, {"size": []},
+    ],
+)  # fmt: skip
+def test_layer_with_another_digest_or_size_is_refused(changes):
+    with pytest.raises(RegistryError, match="describes a blob by digest"):
+        layers_of(document(described(b"x", **changes)), URL)
+
+
+def test_layer_without_a_digest_is_refused():
+    layer = described(b"x")
+    del layer["digest"]
+    with pytest.raises(RegistryError, match="by digest None"):
+        layers_of(document(layer), URL)
+
+
+@pytest.mark.parametrize("files", ["[not json", "[]", "7", '"x"', "[" * 100_000])
+def test_list_of_files_that_is_none_is_refused(files):
+    with pytest.raises(RegistryError, match=r"enginery\.files of the layer .* is no JSON object"):
+        layers_of(document(described(b"x", annotations={FILES: files})), URL)
+
+
+@pytest.mark.parametrize("layers", [None, {}, "x", [], ["x"], [None]])
+def test_layers_that_are_none_are_nobodys(layers):
+    with pytest.raises(RegistryError, match="was not published by enginery"):
+        layers_of({"layers": layers, "annotations": {CONTENT: "0"}}, URL)
+
+
+def test_image_without_the_listing_is_refused():
+    with pytest.raises(RegistryError, match=r"none of its layers has reports/publication\.json"):
+        layers_of(document(described(b"x", annotations={})), URL)
+
+
+def test_layer_with_the_listing_comes_first():
+    other = described(b"y", annotations={TITLE: "weights.tar"})
+    assert [x.title for x in layers_of(document(other, described(b"x")), URL)] == [
+        "report.tar", "weights.tar",
+    ]  # fmt: skip
+
+
+# What a lying registry cannot do
+
+
+def test_digest_that_is_a_path_reaches_no_file(tmp_path):
+    pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
+    victim = tmp_path / "backup.tar"
+    victim.write_bytes(b"precious")
+    layer = described(b"x", digest=str(tmp_path / "backup"))
+    answers = {"/manifests/1": (MANIFEST, json.dumps(document(layer)).encode())}
+    with lying(answers) as (url, asked):
+        with pytest.raises(RegistryError, match="describes a blob"):
+            stage.pull(url, tmp_path / "out", UNVALIDATED)
+        assert not any("/blobs/" in path for path in asked)
+    assert victim.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("first", [{}, {"digest": "../../x", "size": 1}, "x", {"size": 1}])
+def test_index_that_names_no_digest_is_refused(tmp_path, first):
+    pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
+    index = {"manifests": [first], "annotations": {CONTENT: "0"}}
+    with (
+        lying({"/manifests/1": (INDEX, json.dumps(index).encode())}) as (url, asked),
+        pytest.raises(RegistryError, match="describes a blob"),
+    ):
+        stage.pull(url, tmp_path / "out", UNVALIDATED)
+    assert not any(".." in path for path in asked)
+
+
+def test_blob_that_is_longer_than_it_should_be_is_not_downloaded(tmp_path, home):
+    pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
+    content = tar("a")
+    layer = described(content, size=len(content) - 1)
+    answers = {
+        "/manifests/1": (MANIFEST, json.dumps(document(layer)).encode()),
+        layer["digest"]: ("application/octet-stream", content),
+    }
+    with (
+        lying(answers) as (url, _),
+        pytest.raises(ArtifactError, match=r"sends more than the \d+ bytes"),
+    ):
+        stage.pull(url, tmp_path / "out", UNVALIDATED)
+    assert not list((home / "pulls").iterdir())
+    assert not (tmp_path / "out").exists()
+
+
+def test_download_ends_with_the_first_byte_too_many(tmp_path, monkeypatch):
+    from enginery.publish.targets.oci.client import OciClient
+
+    taken = []
+
+    class Endless:
+        status_code = 200
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return
+
+        def iter_content(self, size):
+            for piece in range(1000):
+                taken.append(piece)
+                yield bytes(size)
+
+    client = object.__new__(OciClient)
+    client.host, client.repository, client._base = "here", "m", "http://here/v2/m"
+    monkeypatch.setattr(client, "_request", lambda *_, **__: Endless())
+    with pytest.raises(ArtifactError, match="sends more than the 10 bytes"):
+        client.download("sha256:0", tmp_path / "blob", 10)
+    assert len(taken) == 1
+    assert not (tmp_path / "blob").exists()
+
+
+# Tars
+
+
+@pytest.mark.parametrize("name", ["../outside", "/absolute", "a/../../b", "."])
+def test_layer_cannot_write_outside(name, tmp_path):
+    with pytest.raises(ArtifactError, match="is no plain file of the package"):
+        unpacked(tar(name), tmp_path / "out", {name: 1})
+    assert not (tmp_path / "outside").exists()
+
+
+@pytest.mark.parametrize(
+    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE]
+)
+def test_layer_has_files_and_directories_alone(kind, tmp_path):
+    with pytest.raises(ArtifactError, match="is no plain file"):
+        unpacked(tar("a", kind=kind), tmp_path / "out", {"a": 1})
+
+
+def test_what_is_listed_is_written_and_nothing_else(tmp_path):
+    content = tar("stranger", ("d/a", b"abc"), ("e/b", b""))
+    for packed in (content, gzip.compress(content)):
+        unpacked(packed, tmp_path / "out", {"d/a": 3, "e/b": 0})
+        found = {p.relative_to(tmp_path / "out").as_posix(): p.read_bytes()
+                 for p in (tmp_path / "out").rglob("*") if p.is_file()}  # fmt: skip
+        assert found == {"d/a": b"abc", "e/b": b""}
+        assert not (tmp_path / "out/stranger").exists()
+
+
+def test_file_larger_than_its_listing_says_is_not_written(tmp_path):
+    with pytest.raises(ArtifactError, match=r"a has 2 bytes, .* says 1"):
+        unpacked(tar(("a", b"xx")), tmp_path / "out", {"a": 1})
+    assert not (tmp_path / "out/a").exists()
+
+
+def test_packed_layer_unpacks_to_no_more_than_its_listing_says(tmp_path):
+    bomb = gzip.compress(tar(("stranger", bytes(80 << 20)), "a"))
+    assert len(bomb) < 1 << 20
+    with pytest.raises(ArtifactError, match="unpacks to more than"):
+        unpacked(bomb, tmp_path / "out", {"a": 1})
+
+
+def test_packed_headers_do_not_fill_the_memory(tmp_path):
+    bomb = gzip.compress(tar("a", pax={"comment": "x" * (8 << 20)}))
+    with pytest.raises(ArtifactError, match="unpacks to more than"):
+        unpacked(bomb, tmp_path / "out", {"a": 100 << 20})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no tar", tar(("a", bytes(4096)))[:600], gzip.compress(tar(("a", bytes(4096))))[:-20],
+     gzip.compress(tar("a"))[:12] + b"\xff" * 40, b"\x1f\x8b\x08"],
+    ids=["empty", "text", "short", "gzip without its end", "gzip with other bytes", "gzip alone"],
+)  # fmt: skip
+def test_broken_layer_is_an_error_in_words(content, tmp_path):
+    with pytest.raises(ArtifactError, match="is no tar"):
+        unpacked(content, tmp_path / "out", {"a": 4096})
+
+
+def test_listing_is_read_before_anything_else_is_believed(tmp_path):
+    path = tmp_path / "layer.tar"
+    path.write_bytes(tar(("big", bytes(1 << 20)), (LISTING, b"{}")))
+    unpack_listing(path, tmp_path / "out", URL)
+    assert [p.name for p in (tmp_path / "out").rglob("*") if p.is_file()] == ["publication.json"]

@@ -1,0 +1,533 @@
+"""Recipes that cannot run: each is refused with file, line and remedy before anything has run."""
+
+import shutil
+
+import pytest
+
+from enginery import Recipe, run_recipe
+from enginery.cli import main
+from enginery.core.errors import EngineryError, OptionError, ProviderError, RecipeError
+from enginery.export.config import ExportConfig
+from enginery.optimize.config import OptimizeConfig
+from enginery.recipe import Step
+from enginery.recipe.stages import PredictStage
+
+HEAD = "model: ./model\nout: out\nstages:\n"
+EXPORT = "  - export: {task: text-classification}\n"
+IMAGES = "  - export: {task: image-classification}\n"
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory, tiny_model):
+    """A directory with a model and data, in which recipes are written."""
+    folder = tmp_path_factory.mktemp("recipes")
+    shutil.copytree(tiny_model("bert", "text-classification"), folder / "model")
+    (folder / "reviews.csv").write_text("text,label\nGood.,1\nBad.,0\n")
+    (folder / "reviews.jsonl").write_text('{"text": "Good."}\n{"text": "Bad."}\n')
+    (folder / "semicolons.csv").write_text("text;label\nGood.;1\n")
+    (folder / "empty.csv").write_text("text,label\n")
+    (folder / "plain.csv").write_text("text,other\nGood.,Better.\n")
+    (folder / "latin.csv").write_bytes("text\nGrün.\n".encode("latin-1"))
+    (folder / "fake.onnx").write_bytes(b"not ONNX")
+    for name, weights in (("empty", ()), ("pickled", ("pytorch_model.bin",))):
+        shutil.copytree(folder / "model", folder / name, ignore=shutil.ignore_patterns("*.safe*"))
+        for file in weights:
+            (folder / name / file).write_bytes(b"weights")
+    (folder / "folder.csv").mkdir()
+    (folder / "photos").mkdir()
+    (folder / "notes").mkdir()
+    (folder / "notes/thesis.txt").write_text("years of work")
+    return folder
+
+
+def state(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+# What is written, the line that is to be named, words of the problem, and of the remedy.
+BROKEN = {
+    # keys and values
+    "unknown key": (HEAD + EXPORT + "outs: x\n", 5, "unknown key 'outs'", "Known keys: model, out"),
+    "no model": ("out: out\nstages: [export]\n", 1, "the key 'model' is missing", "model: …"),
+    "unknown stage": (HEAD + EXPORT + "  - bnech\n", 5, "did you mean 'bench'?", "Known stages"),
+    "unknown option": (
+        HEAD + "  - export:\n      task: fill-mask\n      opsets: 20\n", 6,
+        "unknown option 'opsets' for export; did you mean 'opset'?", "Known options: task",
+    ),
+    "not a number": (
+        HEAD + "  - export:\n      task: fill-mask\n      opset: new\n", 6,
+        "option 'opset' for export: input should be a valid integer", "enginery export --help",
+    ),
+    "a number out of range": (
+        HEAD + "  - export:\n      opset: 200\n", 5,
+        "option 'opset' is 200, expected 7 to 23", "Leave it out for 20",
+    ),
+    "no value": (HEAD + "  - export:\n      opset:\n", 5, "'opset' has no value", "Leave the line"),
+    "options that are none": (HEAD + "  - export: 20\n", 4, "found '20', expected its", "Write"),
+    "options not indented": (
+        HEAD + "  - export:\n    opset: 20\n", 4, "in one stage, expected", "Indent its options",
+    ),
+    "key twice": (HEAD + EXPORT + "out: b\n", 5, "the key 'out' is there already", "Keep one"),
+    "tag": (HEAD + EXPORT + "ask: !!set {a}\n", 5, "the tag '!!set' is not allowed", "Leave the"),
+    "variable": (HEAD + EXPORT + "ask: ${NO_SUCH}\n", 5, "'NO_SUCH' is not set", "Set it, or"),
+    "bracket": (HEAD + "  - export: {task\nask: a\n", 5, "while parsing a flow", "Mend the YAML"),
+    # order
+    "no export": (HEAD + "  - validate\n", 4, "the first stage is 'validate'", "Begin with"),
+    "export twice": (HEAD + EXPORT + "  - export\n", 5, "export is there twice", "Leave one out"),
+    "stage twice": (
+        HEAD + EXPORT + "  - validate\n  - validate: {rows: 8}\n", 6,
+        "validate follows itself", "Put everything to check into one",
+    ),
+    "quantize after optimize for cuda": (
+        HEAD + EXPORT + "  - optimize: {target: cuda}\n  - quantize: {calibration: reviews.csv}\n",
+        6, "quantize follows optimize, which leaves fp16 for cuda", "Leave optimize out",
+    ),
+    "build after optimize for cuda": (
+        HEAD + EXPORT + "  - optimize: {target: cuda}\n  - build: {capability: 8.9}\n",
+        6, "TensorRT parses no graph for cuda", "target: tensorrt",
+    ),
+    "build of INT8 for the CPU": (
+        HEAD + EXPORT + "  - quantize: {scheme: dynamic, target: cpu}\n"
+        "  - build: {capability: 8.9}\n",
+        6, "TensorRT parses no graph for cpu", "leave build out",
+    ),
+    "optimize of FP16": (
+        HEAD + "  - export: {dtype: fp16}\n  - optimize\n", 5, "optimize starts from fp32", "Leave",
+    ),
+    "quantize twice": (
+        HEAD + EXPORT + "  - quantize: {calibration: reviews.csv}\n  - validate\n"
+        "  - quantize: {calibration: reviews.csv}\n", 7, "quantize is there twice", "Leave one out",
+    ),
+    "publish without a validation": (
+        HEAD + EXPORT + "  - publish: {url: registry}\n", 5, "without a validation",
+        "Put - validate before it",
+    ),
+    "publish of what was validated before it changed": (
+        HEAD + EXPORT + "  - validate\n  - optimize\n  - publish: {url: registry}\n", 7,
+        "publish follows optimize without a validation", "Put - validate before it",
+    ),
+    "Triton without an engine": (
+        HEAD + EXPORT + "  - export-triton: {directory: triton, provider: tensorrt}\n", 5,
+        "no stage builds one", "build: {flavor: tensorrt}",
+    ),
+    "KServe without an engine": (
+        HEAD + EXPORT + "  - export-kserve: {directory: k, storage_uri: s3://a/b, image: i, "
+        "provider: tensorrt}\n", 5, "no stage builds one", "name another provider",
+    ),
+    # options that do not go together, budgets, limits
+    "FP8 for a GPU without": (
+        HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n      scheme: fp8\n"
+        "      capabilities: 8.0\n", 8, "a GPU that multiplies no FP8", "8.9, 12.0 and later",
+    ),
+    "static INT8 for the CPU": (
+        HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n      target: cpu\n", 7,
+        "option 'scheme' is int8 for the target cpu", "--scheme dynamic",
+    ),
+    "FP16 for the CPU": (
+        HEAD + EXPORT + "  - optimize:\n      rows: 8\n      target: cpu\n", 7,
+        "option 'precision' is fp16 for the target cpu", "--precision fp32",
+    ),
+    "labels without a budget": (
+        HEAD + EXPORT + "  - quantize:\n      label_column: label\n      calibration: plain.csv\n",
+        6, "without 'accuracy_budget'", "--accuracy-budget",
+    ),
+    "rounds": (
+        HEAD + EXPORT + "  - bench:\n      min_rounds: 100\n", 6, "'min_rounds' is 100",
+        "Lower both",
+    ),
+    "two ways of naming profiles": (
+        HEAD + EXPORT + "  - build:\n      capability: 8.9\n      profiles_from: reviews.csv\n"
+        "      profile: batch=1,sequence=8\n", 8, "both name profiles", "Name them in one way",
+    ),
+    "option of the other TensorRT": (
+        HEAD + EXPORT + "  - build:\n      capability: 8.9\n      profile: batch=1,sequence=8\n"
+        "      timing_cache: cache\n", 8, "has no effect in TensorRT for RTX", "--flavor tensorrt",
+    ),
+    "alias": (
+        HEAD + EXPORT + "  - validate\n  - publish:\n      url: registry\n      alias: a b\n", 8,
+        "option 'alias' is 'a b'", "",
+    ),
+    "Triton's backend for the CPU": (
+        HEAD + EXPORT + "  - export-triton:\n      directory: t\n      provider: cpu\n"
+        "      backend: tensorrt\n", 8, "runs on a GPU", "Leave out --backend",
+    ),
+    "GPUs on the CPU": (
+        HEAD + EXPORT + "  - export-kserve: {directory: k, image: i, storage_uri: s3://a/b,\n"
+        "      provider: cpu,\n      gpus: 2}\n", 7, "provider 'cpu' has none", "Leave out --gpus",
+    ),
+    "option of Ray without Ray": (
+        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      output: a.csv\n"
+        "      ray_actors: 2\n", 8, "the engine is local", "--engine ray",
+    ),
+    "encoding": (
+        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      output: a.csv\n"
+        "      encoding: utf-99\n", 8, "encoding 'utf-99' is not known", "utf-8, cp1252",
+    ),
+    "NUL": (HEAD + EXPORT + 'ask: "a\\0b"\n', 5, "NUL character", "Leave it out"),
+    "budget": (
+        HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n"
+        "      accuracy_budget: 0.5\n", 7,
+        "option 'accuracy_budget' is '0.5', expected a percentage", "",
+    ),
+    "no calibration": (HEAD + EXPORT + "  - quantize\n", 5, "no calibration inputs", "Name real"),
+    "capability": (
+        HEAD + EXPORT + "  - build: {profile: 'batch=1,sequence=8',\n      capability: 9.9}\n", 6,
+        "does not build for compute capability '9.9'", "It builds for 7.5, 8.0",
+    ),
+    "capabilities": (
+        HEAD + EXPORT + "  - quantize: {calibration: reviews.csv,\n      capabilities: [1.0]}\n", 6,
+        "does not build for compute capability '1.0'", "It builds for 7.5, 8.0",
+    ),
+    "level without fusions": (
+        HEAD + EXPORT + "  - optimize:\n      level: O3\n", 6, "option 'level' is O3", "Leave it",
+    ),
+    "a tolerance that is none": (
+        HEAD + EXPORT + "  - validate: {rows: 8,\n      min_cosine: 2}\n", 6,
+        "option 'min_cosine' is 2.0, expected -1 to 1", "",
+    ),
+    "contender": (
+        HEAD + EXPORT + "  - bench:\n      against: pytorhc\n", 6, "did you mean 'pytorch'?", "Kno",
+    ),
+    "sizes": (
+        HEAD + EXPORT + "  - bench:\n      batch: many\n", 6, "option 'batch': found 'many'", "",
+    ),
+    "output of another kind": (
+        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: a.xlsx\n", 7,
+        "found the suffix '.xlsx'", "",
+    ),
+    "option missing": (
+        HEAD + EXPORT + "  - predict: {input: reviews.csv}\n", 5,
+        "option 'output' for predict is missing", "Add output",
+    ),
+    "dtype on the CPU": (
+        HEAD + "  - export:\n      dtype: bf16\n", 5, "no BF16 kernels", "--exporter dynamo",
+    ),
+    # profiles
+    "profile that is none": (
+        HEAD + EXPORT + "  - validate:\n      rows: 8\n      profile: batch\n", 7,
+        "found 'batch', expected name=min:opt:max", "Write it as batch=1:8:32",
+    ),
+    "minimum above optimum": (
+        HEAD + EXPORT + "  - validate:\n      profile: batch=8:1:32\n", 6,
+        "min 8 is above opt 1", "",
+    ),
+    "profile beyond the positions": (
+        HEAD + EXPORT + "  - validate:\n      profile: batch=1,sequence=1:8:5000\n", 6,
+        "the model's positions end at", "Lower the maximum of sequence",
+    ),
+    "profile of an unknown dim": (
+        HEAD + EXPORT + "  - validate:\n      profile: batch=1,sequnce=8\n", 6,
+        "did you mean 'sequence'?", "Dims of text-classification: batch, sequence",
+    ),
+    "profile without a dim": (
+        HEAD + EXPORT + "  - validate:\n      profile: batch=1:8:32\n", 6,
+        "lacks the dim 'sequence'", "Add sequence=min:opt:max",
+    ),
+    "shape of an unknown dim": (
+        HEAD + EXPORT + "  - bench:\n      shape: sequnce=3\n", 6, "did you mean 'sequence'?",
+        "Dims of text-classification",
+    ),
+    "sizes of profiles that are none": (
+        HEAD + EXPORT + "  - build:\n      capability: 8.9\n      profiles_from: reviews.csv\n"
+        "      batch: 8:1\n", 8, "expected min:opt:max or one size", "enginery build --help",
+    ),
+    "bench beyond the positions": (
+        HEAD + EXPORT + "  - bench:\n      sequence: 16,5000\n", 6,
+        "the model's positions end at", "Measure up to",
+    ),
+    "no profile": (
+        HEAD + EXPORT + "  - build: {capability: 8.9}\n", 5, "build has no profile", "Add one",
+    ),
+    # providers
+    "provider": (
+        HEAD + EXPORT + "  - validate:\n      provider: cudaa\n", 6, "did you mean 'cuda'?", "",
+    ),
+    "provider that this machine cannot have": (
+        HEAD + EXPORT + "  - validate:\n      provider: acl\n", 6, "is built without it", "",
+    ),
+    "CUDA graph on no provider": (
+        HEAD + EXPORT + "  - bench:\n      cuda_graph: yes\n", 6, "cpu has no CUDA graphs", "Leave",
+    ),
+    "shape": (
+        HEAD + EXPORT + "  - bench:\n      shape: height\n", 6, "expected name=size", "Write it as",
+    ),
+    "provider option": (
+        HEAD + EXPORT + "  - validate:\n      providers:\n        - cpu\n"
+        "        - cuda: {devise_id: 0}\n", 8, "did you mean 'device_id'?", "Known options",
+    ),
+    "provider option of another": (
+        HEAD + EXPORT
+        + "  - bench:\n      provider: cpu\n      provider_option: cuda.device_id=0\n",
+        7, "which is not requested", "Name it among the providers",
+    ),
+    "CUDA graph on the CPU": (
+        HEAD + EXPORT + "  - predict: {input: reviews.csv, output: a.csv, provider: cpu,\n"
+        "      cuda_graph: true}\n", 6, "cpu has no CUDA graphs", "Leave it out",
+    ),
+    "CUDA graph by the provider's own option": (
+        HEAD + EXPORT + "  - validate:\n      providers: [{cuda: {enable_cuda_graph: true}}]\n", 6,
+        "'enable_cuda_graph' for cuda is set by itself", "pass --cuda-graph",
+    ),
+    "CUDA graph by an option of a provider": (
+        HEAD + EXPORT + "  - validate:\n      provider: cuda\n"
+        "      provider_option: cuda.enable_cuda_graph=1\n",
+        7, "'enable_cuda_graph' for cuda is set by itself", "pass --cuda-graph",
+    ),
+    # model and task
+    "task": (
+        HEAD + "  - export:\n      task: text-clasification\n", 5,
+        "did you mean 'text-classification'?", "Known: ",
+    ),
+    "model that is not there": (
+        "model: ./models\nstages: [export]\n", 1, "there is no such directory or file", "",
+    ),
+    "file that is no ONNX": (
+        "model: ./fake.onnx\nstages: [export]\n", 1, "is not an ONNX model", "Make it again",
+    ),
+    "model without weights": (
+        "out: out\nmodel: ./empty\nstages: [export]\n", 2, "has no weights", "save_pretrained",
+    ),
+    "model with pickled weights alone": (
+        "model: ./pickled\nstages: [export]\n", 1, "only pickled weights", "--allow-pickle",
+    ),
+    "package that is not there": (
+        "model: package:no_such_package\nstages: [export]\n", 1, "is not installed", "pip install",
+    ),
+    "directory without a model": (
+        "model: ./photos\nstages: [export]\n", 1, "has no config.json", "save_pretrained",
+    ),
+    "two revisions": (
+        "model: org/name@v1\nstages:\n  - export: {revision: v2}\n", 3, "but the model is", "once",
+    ),
+    "pairs for a model of single texts": (
+        HEAD + "  - export: {task: token-classification}\n  - predict:\n      input: plain.csv\n"
+        "      output: a.csv\n      pair_column: other\n", 8,
+        "pair_column is 'other', but the model does token-classification", "classify two texts",
+    ),
+    "images for a model of texts": (
+        HEAD + EXPORT + "  - bench:\n      images: photos\n", 6, "the model does text-class",
+        "Leave it out",
+    ),
+    # files and columns
+    "out in a file": (
+        "model: ./model\nout: reviews.csv/out\nstages: [export]\n", 2, "reviews.csv is a file",
+        "Change 'out'",
+    ),
+    "output that is a directory": (
+        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      output: folder.csv\n", 7,
+        "is a directory, expected a file", "Change 'output'",
+    ),
+    "directory that is a file": (
+        HEAD + EXPORT + "  - export-triton:\n      provider: cpu\n      directory: plain.csv\n", 7,
+        "is a file, expected a directory", "Change 'directory'",
+    ),
+    "a name too long for a file": (
+        HEAD + EXPORT + f"  - validate:\n      data: {'x' * 3000}\n", 6, "File name too long",
+        "Change 'data'",
+    ),
+    "not UTF-8": (
+        HEAD + EXPORT + "  - validate:\n      data: latin.csv\n", 6, "cannot be read",
+        "Change 'data'",
+    ),
+    "column of the question": (
+        HEAD + "  - export: {task: question-answering}\n  - predict:\n      input: plain.csv\n"
+        "      output: a.csv\n      question_column: q\n", 8, "has no column 'q'", "Its columns",
+    ),
+    "out that is somebody else's": (
+        "model: ./model\nout: notes\nstages: [export]\n", 2, "not an enginery artifact", "",
+    ),
+    "data that are not there": (
+        HEAD + EXPORT + "  - validate:\n      rows: 8\n      data: review.csv\n", 7,
+        "there is no such file", "",
+    ),
+    "column": (
+        HEAD + EXPORT + "  - validate:\n      data: reviews.csv\n      column: texts\n", 7,
+        "has no column 'texts'; did you mean 'text'?", "Its columns: text, label",
+    ),
+    "column of JSONL": (
+        HEAD + EXPORT + "  - optimize:\n      column: review\n      data: reviews.jsonl\n", 6,
+        "has no column 'review'", "Its columns: text",
+    ),
+    "label column": (
+        HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n      accuracy_budget: 1%\n"
+        "      label_column: labels\n", 8, "has no column 'labels'", "Its columns: text, label",
+    ),
+    "separator": (
+        HEAD + EXPORT + "  - bench:\n      data: semicolons.csv\n", 6, "has no column 'text'",
+        "separated by semicolons",
+    ),
+    "no rows": (
+        HEAD + EXPORT + "  - validate:\n      data: empty.csv\n", 6, "holds no text", "",
+    ),
+    "texts for a model of images": (
+        HEAD + IMAGES + "  - validate:\n      data: reviews.csv\n", 6,
+        "expected a folder of images", "Change 'data'",
+    ),
+    "no images": (
+        HEAD + IMAGES + "  - bench:\n      images: photos\n", 6, "no images in it", "",
+    ),
+    "ranges": (
+        HEAD + EXPORT + "  - quantize:\n      ranges: nowhere\n", 6, "expected a ranges.json", "",
+    ),
+    "reference": (
+        HEAD + EXPORT + "  - validate:\n      reference: ./torch\n", 6, "no such directory", "",
+    ),
+    "input": (
+        HEAD + EXPORT + "  - predict:\n      output: a.csv\n      input: b.csv\n", 7,
+        "there is nothing of that name", "",
+    ),
+    "column of the input": (
+        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: a.csv\n"
+        "      column: review\n", 8, "has no column 'review'", "Its columns: text, label",
+    ),
+    "column that the answer has": (
+        HEAD + EXPORT + "  - predict:\n      output: a.csv\n      input: reviews.csv\n", 7,
+        "has a column 'label' already", "a prefix",
+    ),
+    "option that the task does not take": (
+        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: a.csv\n"
+        "      top_k: 20000\n", 8, "top_k", "",
+    ),
+    "task of sound": (
+        HEAD + "  - export: {task: automatic-speech-recognition}\n"
+        "  - predict:\n      input: reviews.csv\n      output: a.csv\n", 5,
+        "predict follows an export for automatic-speech-recognition", "export for another task",
+    ),
+    "input that would be overwritten": (
+        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: ./reviews.csv\n", 7,
+        "is the input, which is never overwritten", "Name another output",
+    ),
+    "standard input of no format": (
+        HEAD + EXPORT + "  - predict: {input: '-', output: a.csv}\n", 5, "standard input has no su",
+        "Name it",
+    ),
+    "task that is not answered": (
+        HEAD + "  - export: {task: multiple-choice}\n"
+        "  - predict: {input: reviews.csv, output: a.csv}\n", 5, "predict follows an export for",
+        "export for another task",
+    ),
+    # addresses
+    "scheme": (
+        HEAD + EXPORT + "  - validate\n  - publish:\n      url: htp://a\n", 7,
+        "unknown scheme 'htp'", "Known: file:///path",
+    ),
+    "address of the Hub": (
+        HEAD + EXPORT + "  - validate\n  - publish:\n      url: hf://a b/c\n", 7,
+        "expected hf://org/name", "",
+    ),
+    "address of MLflow": (
+        HEAD + EXPORT + "  - validate\n  - publish: {url: mlflow:name}\n", 6,
+        "expected mlflow:/name", "",
+    ),
+    "registry that is an artifact's": (
+        HEAD + EXPORT + "  - validate\n  - publish:\n      url: reviews.csv\n", 7,
+        "is a file, expected the folder of a registry", "",
+    ),
+    "storage": (
+        HEAD + EXPORT + "  - export-kserve:\n      directory: k\n      image: i\n"
+        "      storage_uri: s4://a/b\n", 8, "unknown scheme 's4'", "Known: gs",
+    ),
+    "version of Triton": (
+        HEAD + EXPORT + "  - export-triton:\n      directory: t\n      version: 0\n", 7,
+        "option 'version' is 0", "",
+    ),
+}  # fmt: skip
+
+
+def test_there_are_enough():
+    assert len(BROKEN) >= 35
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_file_line_problem_and_remedy_are_named_and_nothing_has_run(
+    case, beside, tmp_path, monkeypatch
+):
+    text, line, problem, remedy = BROKEN[case]
+    path = beside / "recipe.yaml"
+    path.write_text(text)
+    home = tmp_path / "home"
+    monkeypatch.setenv("ENGINERY_HOME", str(home))
+    monkeypatch.delenv("NO_SUCH", raising=False)
+    monkeypatch.setattr("enginery.pipeline.export_step", lambda *_, **__: pytest.fail("it ran"))
+    before = state(beside)
+    with pytest.raises(RecipeError) as caught:
+        run_recipe(path)
+    said = caught.value
+    assert said.message.startswith(f"{path}:{line}: "), said
+    assert problem in said.message
+    assert said.do, f"no remedy: {said}"
+    assert remedy in said.do, said
+    assert state(beside) == before
+    assert not home.exists()
+
+
+def test_check_says_what_is_wrong_and_runs_nothing(beside, capsys, monkeypatch):
+    monkeypatch.setattr("enginery.pipeline.export_step", lambda *_, **__: pytest.fail("it ran"))
+    path = beside / "recipe.yaml"
+    path.write_text(HEAD + EXPORT + "  - validate: {data: review.csv}\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--check", str(path)])
+    assert ended.value.code == 2
+    assert f"{path}:5: data " in capsys.readouterr().err.replace("\n", " ")
+
+    path.write_text(HEAD + EXPORT + "  - validate: {data: reviews.csv}\n")
+    main_ends_well(["run", "--check", str(path), "--json"])
+    assert '"validate"' in capsys.readouterr().out
+
+
+def main_ends_well(words):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+
+
+def test_what_is_wrong_on_the_command_line_names_no_line_of_the_recipe(beside, monkeypatch):
+    path = beside / "recipe.yaml"
+    path.write_text(HEAD + EXPORT)
+    plan = Recipe.load(path)
+    with pytest.raises(OptionError, match=r"^option 'task': unknown task 'sorting'"):
+        run_recipe(plan.with_model(task="sorting"))
+    with pytest.raises(EngineryError, match=r"^model 'a b': expected a"):
+        run_recipe(plan.with_model("a b"))
+    with pytest.raises(EngineryError, match="not an enginery artifact") as caught:
+        run_recipe(plan.changed(out=str(beside / "notes")))
+    assert not isinstance(caught.value, RecipeError)
+
+
+def test_a_recipe_made_in_python_is_checked_as_well(beside):
+    export = Step("export", ExportConfig(task="text-classification"))
+    model = str(beside / "model")
+    with pytest.raises(OptionError, match="option 'level' is O3"):
+        run_recipe(Recipe(model, (export, Step("optimize", OptimizeConfig(level="O3")))))
+    predict = Step("predict", PredictStage(input="nowhere.csv", output="a.csv"))
+    with pytest.raises(EngineryError, match="there is nothing of that name"):
+        run_recipe(Recipe(model, (export, predict)))
+
+
+def test_an_export_on_a_gpu_that_is_not_there_names_its_line(beside, monkeypatch):
+    def no_gpu():
+        raise ProviderError("no GPU can be used.", do="Give the container its GPUs.")
+
+    monkeypatch.setattr("enginery.recipe.checks.visible_gpus", no_gpu)
+    plan = Recipe.parse(HEAD + "  - export:\n      device: cuda\n", base=beside)
+    with pytest.raises(RecipeError, match=r"^recipe:5: no GPU can be used\. Give the container"):
+        run_recipe(plan)
+
+
+def test_pickled_weights_are_for_who_runs_the_recipe_to_allow(beside):
+    from enginery.recipe.checks import check_recipe
+
+    plan = Recipe.parse("model: ./pickled\nstages: [export]\n", base=beside)
+    with pytest.raises(RecipeError, match="only pickled weights"):
+        check_recipe(plan)
+    check_recipe(plan.trusted(allow_pickle=True))
+
+
+def test_a_file_that_an_earlier_stage_leaves_need_not_be_there(beside):
+    from enginery.recipe.checks import check_recipe
+
+    text = (
+        HEAD + EXPORT + "  - predict: {input: reviews.csv, output: first.csv, prefix: a_}\n"
+        "  - predict: {input: first.csv, output: second.csv, prefix: again_}\n"
+    )
+    check_recipe(Recipe.parse(text, base=beside))

@@ -1,0 +1,187 @@
+"""The stages of a recipe that take the artifact and leave something else."""
+
+import json
+
+import pytest
+
+from enginery import Artifact, run_recipe
+from enginery.cli import main
+from enginery.core.errors import RejectedArtifactError
+
+QUICK = (
+    "{against: none, batch: 1, sequence: 8, min_rounds: 2, max_rounds: 2, max_seconds: 2, "
+    "warm_up_seconds: 0.1}"
+)
+
+
+@pytest.fixture
+def write(tiny_model, tmp_path):
+    """`write("- lint")`: a recipe with these stages behind the export, beside its data."""
+    model = tiny_model("bert", "text-classification")
+
+    def make(*stages, out="", name="recipe.yaml"):
+        lines = [f"model: {model}", *([f"out: {out}"] if out else []), "stages:"]
+        lines += ["  - export: {task: text-classification}", *(f"  - {stage}" for stage in stages)]
+        path = tmp_path / name
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    (tmp_path / "reviews.csv").write_text("text\nGood value.\nNever again.\n")
+    return make
+
+
+@pytest.fixture
+def cli(capsys):
+    """`cli("run", path)`: the exit status, and what is printed on both streams."""
+
+    def call(*words):
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return ended.value.code, out, err
+
+    return call
+
+
+def worked(result):
+    return {stage.stage: stage.worked for stage in result.stages}
+
+
+def test_lint_looks_through_every_graph_and_a_fit_one_passes(write):
+    result = run_recipe(write("lint", "lint: {target: cuda}"))
+    assert result.passed
+    assert [report.target for stage in result.stages[1:] for report in stage.made] == [
+        "tensorrt", "cuda",
+    ]  # fmt: skip
+
+
+def test_lint_that_fails_refuses_what_follows_and_ends_with_1(write, cli, tmp_path):
+    path = write(
+        "optimize: {target: cuda, precision: fp32}", "lint", "export-triton: {directory: triton}",
+        out="out",
+    )  # fmt: skip
+    status, out, err = cli("run", path, "--json")
+    assert status == 1
+    assert "does not suit tensorrt" in err
+    said = json.loads(out)
+    assert (said["passed"], said["refused"]) == (False, ["export-triton"])
+    assert said["stages"][2]["result"]["graphs"][0]["passed"] is False
+    assert Artifact.open(tmp_path / "out").manifest.target == "cuda"
+    assert not (tmp_path / "triton").exists()
+
+
+def test_bench_leaves_its_report_and_measures_again_for_other_options_alone(write, tmp_path):
+    path = write(f"bench: {QUICK}", out="out")
+    first = run_recipe(path)
+    assert worked(first)["bench"]
+    assert [case.sizes for case in first.stages[1].made.cases] == [{"batch": 1, "sequence": 8}]
+    delivered = tmp_path / "out/reports"
+    assert json.loads((delivered / "benchmark.json").read_bytes())["options"]["batch"] == "1"
+    assert (delivered / "report.html").is_file()
+    Artifact.open(tmp_path / "out", verify=True)
+
+    again = run_recipe(path)
+    assert not worked(again)["bench"]
+    assert again.stages[1].made.finished == first.stages[1].made.finished
+    assert worked(run_recipe(path, force=True))["bench"]
+    other = run_recipe(write(f"bench: {QUICK.replace('sequence: 8', 'sequence: 4')}", out="out"))
+    assert worked(other)["bench"]
+    assert json.loads((delivered / "benchmark.json").read_bytes())["options"]["sequence"] == "4"
+
+
+def test_bench_can_leave_its_reports_elsewhere(write, tmp_path):
+    path = write("bench: {out: measured, " + QUICK.removeprefix("{"))
+    assert worked(run_recipe(path))["bench"]
+    assert (tmp_path / "measured/reports/benchmark.json").is_file()
+    assert not worked(run_recipe(path))["bench"]
+
+
+def test_predict_answers_a_file_and_a_second_run_does_nothing(write, tmp_path):
+    path = write("predict: {input: reviews.csv, output: answers/a.csv}")
+    first = run_recipe(path)
+    answers = tmp_path / "answers/a.csv"
+    lines = answers.read_text().splitlines()
+    assert len(lines) == 3
+    assert first.stages[1].made.counts.rows == 2
+    before = answers.stat().st_mtime_ns
+    assert worked(run_recipe(path)) == {"export": False, "predict": False}
+    assert answers.stat().st_mtime_ns == before
+
+
+def test_rows_without_an_answer_end_the_run_with_3_as_the_command_does(write, cli, tmp_path):
+    (tmp_path / "reviews.jsonl").write_text('{"text": "Good."}\n{"text": null}\n')
+    path = write("predict: {input: reviews.jsonl, output: a.jsonl}")
+    status, out, err = cli("run", path, "--json")
+    assert status == 3
+    assert "1 of 2 rows have no answer" in err
+    (_, predicted) = json.loads(out)["stages"]
+    assert predicted["result"]["counts"]["bad_rows"] == 1
+
+
+def test_publish_makes_a_version_once(write, tmp_path):
+    path = write("validate: {rows: 4}", "publish: {url: registry, name: mine, version: 1.2.0}")
+    first = run_recipe(path)
+    published = first.stages[2].made
+    assert (published.version, published.is_new) == ("1.2.0", True)
+    assert published.url == (tmp_path / "registry/mine/1.2.0").as_uri()
+    again = run_recipe(path)
+    assert (again.stages[2].made.is_new, again.stages[2].worked) == (False, False)
+
+
+def test_publish_refuses_what_failed_also_where_the_run_goes_on(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))  # the verdict is not for others
+    path = write("validate: {max_abs_error: 1e-12}", "publish: {url: registry}")
+    refused = run_recipe(path)
+    assert (refused.passed, refused.refused) == (False, ("publish",))
+    with pytest.raises(RejectedArtifactError, match="is not published"):
+        run_recipe(path, allow_failed=True)
+    assert not (tmp_path / "registry").exists()
+
+
+def test_triton_and_kserve_get_what_their_commands_write(write, cli, tmp_path):
+    path = write(
+        "export-triton: {directory: triton, provider: cpu, name: mine}",
+        "export-kserve: {directory: kserve, storage_uri: 's3://models/mine', image: i/s:1, "
+        "provider: cpu}",
+    )
+    status, out, err = cli("run", path, "--json")
+    assert status == 0, err
+    triton, kserve = (stage["result"] for stage in json.loads(out)["stages"][1:])
+    assert triton["name"] == "mine"
+    assert all((tmp_path / "triton" / model / "config.pbtxt").is_file()
+               for model in triton["models"])  # fmt: skip
+    assert kserve["path"] == str(tmp_path / "kserve/inferenceservice.yaml")
+    assert "s3://models/mine" in (tmp_path / "kserve/inferenceservice.yaml").read_text()
+
+
+def test_what_stages_made_is_printed_as_their_commands_print_it(write, cli, tmp_path):
+    path = write(
+        f"bench: {QUICK}", "predict: {input: reviews.csv, output: a.csv}", "validate: {rows: 4}",
+        "publish: {url: registry, name: mine}",
+    )  # fmt: skip
+    status, out, err = cli("run", path)
+    assert status == 0, err
+    for words in ("measured", "answered", "published", "Predicted", "2 in, 2 answered",
+                  (tmp_path / "registry/mine/1").as_uri()):  # fmt: skip
+        assert words in out, words
+    reviews, answers = tmp_path / "reviews.csv", tmp_path / "a.csv"
+    words = ("predict", stored(path), "--input", reviews, "--output", answers, "--json")
+    status, alone, _ = cli(*words)
+    assert status == 0
+    assert json.loads(alone)["worked"] is False, "the command knows the run's output as its own"
+
+
+def stored(path):
+    return run_recipe(path).artifact.path
+
+
+def test_a_recipes_trust_holds_for_the_stages_behind_the_export(write, monkeypatch):
+    from enginery.bench import stage as bench
+
+    granted = []
+    monkeypatch.setattr(bench, "run", lambda _, config, **__: granted.append(config))
+    run_recipe(write(f"bench: {QUICK}"), force=True, trust_remote_code=True, allow_failed=True)
+    (config,) = granted
+    assert (config.trust_remote_code, config.allow_pickle, config.allow_failed) == (
+        True, False, True,
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+import os
+
+import numpy as np
+import pytest
+
+from enginery.core.store import GRAPHS, Store
+from enginery.runtime.onnxruntime.optimized_graph import optimized_graph
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.selection import Provider, choose_providers
+from tests.tolerances import OUTPUTS
+
+CPU = "CPUExecutionProvider"
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A store of its own: what is in it is counted."""
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    from tests.tiny import tiny_artifact
+
+    return tiny_artifact("bert", "feature-extraction", tmp_path_factory.mktemp("tiny") / "bert")
+
+
+def graph_of(artifact):
+    return optimized_graph(artifact, artifact.manifest.graphs[0], choose_providers(["cpu"]))
+
+
+def feeds_of(artifact):
+    return {spec.name: np.ones((2, 9), np.int64) for spec in artifact.manifest.graphs[0].inputs}
+
+
+def test_a_kept_graph_answers_as_the_artifact_does(tiny, home):
+    feeds = feeds_of(tiny)
+    with OrtRunner(tiny) as plain, OrtRunner(tiny, keep_optimized=True) as kept:
+        expected, found = plain(feeds), kept(feeds)
+    assert len(list((home / "graphs").glob("graph-*"))) == 1
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, atol=OUTPUTS)
+
+
+def test_it_is_made_once(tiny, home):
+    first = graph_of(tiny)
+    made = first.stat().st_mtime_ns
+    assert graph_of(tiny) == first
+    assert first.stat().st_mtime_ns == made
+
+
+def test_another_processor_has_its_own(tiny, home, monkeypatch):
+    first = graph_of(tiny)
+    monkeypatch.setattr(
+        "enginery.runtime.onnxruntime.optimized_graph.read_cpuinfo", lambda: ("other", ("avx2",))
+    )
+    assert graph_of(tiny).parent.parent == first.parent.parent
+    assert graph_of(tiny) != first
+
+
+def test_one_that_was_altered_is_made_anew(tiny, home):
+    first = graph_of(tiny)
+    content = first.read_bytes()
+    first.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert graph_of(tiny).read_bytes() != content[:-1] + bytes([content[-1] ^ 1])
+    with OrtRunner(tiny, keep_optimized=True) as runner:
+        runner(feeds_of(tiny))
+
+
+def test_there_is_none_for_another_provider(tiny, home):
+    record = tiny.manifest.graphs[0]
+    providers = [Provider("CUDAExecutionProvider", "requested"), Provider(CPU, "beneath")]
+    assert optimized_graph(tiny, record, providers) is None
+    assert not (home / "graphs").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_store_that_cannot_be_written_keeps_none(tiny, home):
+    home.mkdir()
+    home.chmod(0o500)
+    assert graph_of(tiny) is None
+
+
+def test_a_store_that_is_a_file_keeps_none(tiny, home):
+    home.write_text("in the way")
+    assert graph_of(tiny) is None
+    with OrtRunner(tiny, keep_optimized=True) as runner:
+        runner(feeds_of(tiny))
+
+
+def test_the_store_lists_it_and_prunes_it(tiny, home):
+    graph = graph_of(tiny)
+    (entry,) = Store().entries()
+    assert (entry.kind, entry.graph.source, entry.problem) == (
+        "graphs",
+        tiny.manifest.source.id,
+        "",
+    )
+    assert Store().find(GRAPHS, entry.graph.fingerprint, tiny.manifest.source.id).model == graph
+    assert [removed.path for removed in Store().prune(max_size_bytes=0)] == [graph.parent]
+    assert not graph.exists()

@@ -1,0 +1,78 @@
+"""INT8 products are exact on every processor, those of x86 without VNNI included."""
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from enginery.runtime.model import load_model
+from enginery.runtime.onnxruntime.session import new_session
+from enginery.runtime.providers.selection import choose_providers
+from enginery.runtime.tracing import GraphTracer
+
+ROWS, COLUMNS = 64, 16
+# With the largest weights there are, two products leave 16 bits.
+WEIGHT = np.full((ROWS, COLUMNS), 127, np.int8)
+X = np.linspace(0.5, 1, 3 * ROWS, dtype=np.float32).reshape(3, ROWS)
+STEP = np.float32(2**-7)  # exact, so that the expected numbers are, too
+
+
+def static():
+    """x and w through Q/DQ, as `quantize` writes them."""
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "step", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "step", "zero"], ["d"]),
+        helper.make_node("DequantizeLinear", ["w", "step", "zero"], ["e"]),
+        helper.make_node("MatMul", ["d", "e"], ["y"]),
+    ]
+    return nodes, {"w": WEIGHT, "step": STEP, "zero": np.int8(0)}
+
+
+def dynamic():
+    """x quantized as it comes, as `quantize --scheme dynamic` writes it; w in steps of 1."""
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
+        helper.make_node("MatMulInteger", ["q", "w", "zero"], ["p"]),
+        helper.make_node("Cast", ["p"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["f", "scale"], ["y"]),
+    ]
+    return nodes, {"w": WEIGHT}
+
+
+def saved(graph, path):
+    nodes, weights = graph
+    made = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", ROWS])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", COLUMNS])],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()],
+    )
+    opset = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(made, opset_imports=opset, ir_version=10), str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("graph", "weight", "rtol"),
+    # A static graph rounds x to half a step of 1/128, a dynamic one to half of 1/255.
+    [(static(), WEIGHT * STEP, 2**-8 / 0.5), (dynamic(), WEIGHT.astype(np.float32), 1 / 255)],
+    ids=["static", "dynamic"],
+)
+def test_int8_products_do_not_saturate(tmp_path, graph, weight, rtol):
+    path = saved(graph, tmp_path / "model.onnx")
+    session = new_session(path, choose_providers(["cpu"]), ort.SessionOptions())
+    np.testing.assert_allclose(session.run(None, {"x": X})[0], X @ weight, rtol=rtol)
+    with GraphTracer(path, ["y"], optimized=True) as trace:
+        np.testing.assert_allclose(trace({"x": X})["y"], X @ weight, rtol=rtol)
+    # Processors with VNNI never saturate: the entry is what makes the others exact.
+    options = session.get_session_options()
+    assert options.get_session_config_entry("session.x64quantprecision") == "1"
+
+
+def test_the_arena_is_shrunk_on_the_cpu_too(tiny):
+    artifact = tiny.artifact("bert", "text-classification")
+    with load_model(artifact) as plain, load_model(artifact, shrink_arena=True) as shrinking:
+        texts = ["The engine is warm."]
+        assert plain.classify(texts) == shrinking.classify(texts)

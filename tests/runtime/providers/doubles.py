@@ -1,0 +1,35 @@
+"""What the tests of providers share: libraries with nothing but needs, refusals."""
+
+import struct
+
+import pytest
+
+from enginery.core.errors import ProviderError
+from enginery.runtime.providers.selection import choose_providers
+
+
+def write_library(path, needed):
+    """A 64-bit ELF file with nothing but the libraries that it needs, mapped at 0x10000."""
+    base, dynamic_at = 0x10000, 64 + 2 * 56
+    strings = b"\0" + b"".join(name.encode() + b"\0" for name in needed)
+    offsets = [strings.index(b"\0" + name.encode() + b"\0") + 1 for name in needed]
+    entries = [(1, offset) for offset in offsets]
+    strings_at = dynamic_at + (len(entries) + 2) * 16
+    entries += [(5, base + strings_at), (0, 0)]
+    dynamic = b"".join(struct.pack("<qQ", *entry) for entry in entries)
+    size = strings_at + len(strings)
+    header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + struct.pack(
+        "<HHIQQQIHHHHHH", 3, 62, 1, 0, 64, 0, 0, 64, 56, 2, 0, 0, 0
+    )
+    load = struct.pack("<IIQQQQQQ", 1, 4, 0, base, base, size, size, 4096)
+    dyn = struct.pack(
+        "<IIQQQQQQ", 2, 4, dynamic_at, base + dynamic_at, 0, len(dynamic), len(dynamic), 8
+    )
+    path.write_bytes(header + load + dyn + dynamic + strings)
+    return path
+
+
+def refusal(*spec, **options):
+    with pytest.raises(ProviderError) as caught:
+        choose_providers(spec, **options)
+    return caught.value

@@ -1,0 +1,157 @@
+"""Why a provider cannot be had, and the remedy. Nothing here needs a GPU."""
+
+import subprocess
+import sys
+
+import pytest
+
+from enginery.runtime.providers import availability, libraries
+from enginery.runtime.providers.gpus import CudaDriver
+from enginery.runtime.providers.known import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers.selection import Provider, choose_providers
+from enginery.runtime.providers.specification import parse_providers
+from tests.runtime.providers.doubles import refusal, write_library
+
+
+def test_a_missing_library_is_named_with_the_line_that_installs_it(machine):
+    machine.needs = {CUDA: ["libc.so.6", "libcudagone.so.13", "libothergone.so.9"]}
+    error = refusal("cuda", "cpu")
+    assert error.message == (
+        "cuda requested, but libcudagone.so.13, libothergone.so.9 were not found."
+    )
+    assert "onnxruntime-gpu[cuda,cudnn]" in error.do
+    assert error.do.endswith("Or pass --allow-fallback.")
+
+
+def test_tensorrt_remedy_pins_the_major_that_onnxruntime_links(machine):
+    machine.needs = {TENSORRT: ["libinfergone.so.10"]}
+    (machine.wheels / "libinfergone.so.11").touch()
+    error = refusal("tensorrt")
+    assert "libinfergone.so.10 was not found (libinfergone.so.11 is installed)" in error.message
+    assert "'tensorrt-cu13>=10,<11'" in error.do
+    assert "--allow-fallback" not in error.do
+
+
+def test_a_library_that_is_there_but_damaged_is_reported_in_the_loaders_words(machine):
+    machine.needs = {CUDA: ["libdamaged.so.1"]}
+    (machine.wheels / "libdamaged.so.1").write_bytes(b"not a library")
+    assert "libdamaged.so.1: file too short" in refusal("cuda").message
+
+
+def test_a_driver_for_an_older_cuda_is_refused(machine):
+    machine.driver = CudaDriver((12, 8), gpus=1)
+    error = refusal("cuda")
+    assert "runs CUDA up to 12.8, and this onnxruntime is built for CUDA 13" in error.message
+    assert "580" in error.do
+
+
+def test_a_provider_that_is_not_compiled_in_names_the_build_that_has_it(machine):
+    error = refusal("openvino")
+    assert "is built without it" in error.message
+    assert "pip install 'onnxruntime-openvino'" in error.do
+    assert "pip uninstall -y" in error.do
+
+
+def test_builds_installed_together_are_the_reason_when_cuda_is_gone(machine, monkeypatch):
+    both = {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}
+    monkeypatch.setattr(availability, "compiled_providers", lambda: [CPU])
+    monkeypatch.setattr(availability, "installed_onnxruntimes", lambda: both)
+    assert "onnxruntime and onnxruntime-gpu are installed together" in refusal("cuda").message
+
+
+def test_a_lost_provider_library_is_a_broken_installation(machine):
+    machine.needs = {}
+    assert "is not in" in refusal("cuda").message
+
+
+def test_what_is_left_of_an_uninstalled_onnxruntime_is_said_to_be_broken(tmp_path):
+    (tmp_path / "onnxruntime" / "capi").mkdir(parents=True)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import importlib.machinery, importlib.abc, types\n"
+        "sys.modules['onnxruntime'] = types.ModuleType('onnxruntime')\n"
+        "from enginery.runtime.providers.availability import unavailable_reason\n"
+        "print(unavailable_reason('CUDAExecutionProvider').reason)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "cannot be imported (the module is there, and most of its files are gone" in done.stdout
+
+
+def test_tensorrt_rtx_names_its_plugin_package(machine, monkeypatch):
+    monkeypatch.setattr(availability, "plugin_installed", lambda name: False)
+    error = refusal("tensorrt-rtx")
+    assert "onnxruntime-ep-nv-tensorrt-rtx-cu13" in error.message
+    assert "pip install onnxruntime-ep-nv-tensorrt-rtx-cu13" in error.do
+
+
+def test_a_plugin_library_that_cannot_load_is_refused_in_onnxruntimes_words(
+    machine, monkeypatch, tmp_path
+):
+    library = tmp_path / "plugin.so"
+    library.write_bytes(b"nothing")
+    module = tmp_path / "onnxruntime_ep_nv_tensorrt_rtx.py"
+    module.write_text(f"def get_library_path():\n    return {str(library)!r}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    error = refusal("tensorrt-rtx")
+    assert f"{TENSORRT_RTX} could not be registered" in error.message
+    assert "plugin.so" in error.message
+
+
+def test_missing_cudnn_is_a_reservation_under_cuda(monkeypatch):
+    missing = "libcudnn.so.9: cannot open shared object file: No such file or directory"
+    monkeypatch.setattr(libraries, "load_error", lambda name, directories=(): missing)
+    assert "convolutions and other cuDNN operations will fail" in availability.provider_warning(
+        CUDA
+    )
+    assert availability.provider_warning(CPU) == ""
+
+
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
+def test_a_gpu_beyond_those_that_are_there_is_refused(machine, provider):
+    spec = parse_providers(f"{provider},cpu", [f"{provider}.device_id=1"])
+    error = refusal(*spec)
+    assert error.message == (
+        f"{provider} requested, but device_id is 1, and this process sees one GPU, 0."
+    )
+    assert "CUDA_VISIBLE_DEVICES" in error.do
+    (cpu,) = choose_providers(spec, allow_fallback=True)
+    assert cpu.reason.startswith(f"{provider} requested, but device_id is 1")
+    machine.driver = CudaDriver((13, 0), gpus=2)
+    assert choose_providers(spec)[0].options == {"device_id": "1"}
+    assert (
+        "2 GPUs, 0 to 1"
+        in refusal(parse_providers(f"{provider}; {provider}.device_id=2")[0]).message
+    )
+
+
+@pytest.mark.parametrize(("provider", "name"), [("cuda", CUDA), ("tensorrt", TENSORRT)])
+def test_a_library_that_is_there_and_lacks_another_is_refused_for_that(machine, provider, name):
+    write_library(machine.wheels / "libthere.so.1", ["libdeeper.so.2"])
+    machine.needs[name] = ["libthere.so.1"]
+    assert refusal(provider).message == f"{provider} requested, but libdeeper.so.2 was not found."
+    (cpu,) = choose_providers([provider, "cpu"], allow_fallback=True)
+    assert cpu == Provider(CPU, f"{provider} requested, but libdeeper.so.2 was not found")
+
+
+@pytest.mark.parametrize(
+    ("provider", "words"),
+    [
+        ("xnnpack", "has to be built from source"),
+        ("dnnl", "has to be built from source"),
+        ("qnn", "pip install 'onnxruntime-qnn'"),
+        ("nnapi", "Name a provider for this system"),
+    ],
+)
+def test_what_is_not_here_says_what_brings_it(machine, provider, words):
+    assert words in refusal(provider).do
+
+
+@pytest.mark.parametrize("provider", ["xnnpack", "dnnl"])
+def test_a_provider_of_processors_runs_where_it_is_compiled_in(provider):
+    from enginery.doctor.probe_worker import examine_provider
+    from enginery.runtime.providers.availability import compiled_providers
+
+    name = SHORT_NAMES[provider]
+    if name not in compiled_providers():
+        pytest.skip(f"this onnxruntime is built without {provider}")
+    assert examine_provider(name)["runs"]

@@ -1,0 +1,206 @@
+"""Options: what is read, what is refused, and what ONNX Runtime's own parsers take."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+
+import onnxruntime as ort
+import pytest
+
+from enginery.core.errors import OptionError
+from enginery.doctor.probe_worker import one_op_model
+from enginery.runtime.providers.availability import provider_library
+from enginery.runtime.providers.known import CUDA
+from enginery.runtime.providers.options import (
+    CudaOptions,
+    TensorrtOptions,
+    TensorrtRtxOptions,
+    option_names,
+    parse_integer,
+    parse_size,
+    read_options,
+)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("device_id", "-1", "found -1, expected 0 or more"),
+        ("device_id", "first", "found 'first', expected a whole number"),
+        ("device_id", True, "found 'True', expected a whole number"),
+        ("device_id", 1.5, "found '1.5', expected a whole number"),
+        ("gpu_mem_limit", "2GiBs", "found '2GiBs', expected a size such as 2GiB"),
+        ("gpu_mem_limit", "0", "found 0, expected 1 or more"),
+        ("use_tf32", "perhaps", "found 'perhaps', expected true or false"),
+        ("cudnn_conv_algo_search", "FAST", "expected EXHAUSTIVE, HEURISTIC or DEFAULT"),
+        ("arena_extend_strategy", "kDouble", "expected kNextPowerOfTwo or kSameAsRequested"),
+        ("device_id", None, "has no value"),
+    ],
+)
+def test_a_value_that_does_not_fit_says_what_was_expected(option, value, words):
+    with pytest.raises(OptionError, match=f"option '{option}' for cuda.*{re.escape(words)}"):
+        read_options("cuda", {option: value})
+
+
+def test_a_range_of_two_small_ends_is_named():
+    with pytest.raises(OptionError, match="found 6, expected 0 to 5"):
+        read_options("tensorrt", {"trt_builder_optimization_level": 6})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2147483648", 1 << 31),
+        ("2GiB", 1 << 31),
+        ("2 GiB", 1 << 31),
+        ("1.5 gib", 3 << 29),
+        ("500 MB", 500_000_000),
+        ("2 * 1024 * 1024 * 1024", 1 << 31),
+        ("(1 << 30) + 2 ** 30", 1 << 31),
+    ],
+)
+def test_sizes_are_read_with_units_and_as_calculations(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9 ** 9 ** 9", "2 ** -1", "", "GiB", "1.5", "0.3 B", "1 // 0", "2 ** 1000",
+        "1 << 100000", "9" * 99, "9" * 200, "__import__('os').getpid()", "len('aa')",
+        "[1][0]", "True", "1 if 1 else 2", "x", "1;2",
+        "(" * 50 + "1",
+    ],
+)  # fmt: skip
+def test_what_is_no_calculation_with_whole_numbers_is_not_evaluated(text):
+    with pytest.raises(ValueError):  # noqa: PT011
+        parse_integer(text)
+    with pytest.raises(ValueError):  # noqa: PT011
+        parse_size(text)
+
+
+def test_options_of_other_providers_are_handed_on_as_they_are():
+    given = {"device_type": "CPU", "num_of_threads": 2, "its_own": "x"}
+    assert read_options("openvino", given) == {
+        "device_type": "CPU", "num_of_threads": "2", "its_own": "x"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [CudaOptions, TensorrtOptions, TensorrtRtxOptions])
+def test_every_default_is_a_value_that_the_option_takes(kind):
+    provider = {CudaOptions: "cuda", TensorrtOptions: "tensorrt"}.get(kind, "tensorrt-rtx")
+    given = {field.name: field.default for field in fields(kind)}
+    assert set(read_options(provider, given)) == set(option_names(provider))
+
+
+@pytest.fixture
+def tensorrts_parser(monkeypatch):
+    """The parser is in ONNX Runtime's Python module and runs before the library is loaded."""
+    monkeypatch.setattr(ort.InferenceSession, "_register_ep_custom_ops", lambda *_: None)
+
+    def parse(options):
+        settings = ort.SessionOptions()
+        settings.log_severity_level = 4
+        providers = [("TensorrtExecutionProvider", options)]
+        ort.InferenceSession(one_op_model(), settings, providers=providers, enable_fallback=0)
+
+    return parse
+
+
+def test_onnxruntimes_tensorrt_parser_takes_every_option_that_is_known(tensorrts_parser):
+    given = {field.name: field.default for field in fields(TensorrtOptions)}
+    texts = {name: value if value != "" else "x" for name, value in given.items()}
+    del texts["user_compute_stream"]  # an address, which it follows
+    tensorrts_parser(read_options("tensorrt", texts))
+    with pytest.raises(RuntimeError, match="Invalid TensorRT EP option: trt_fp17_enable"):
+        tensorrts_parser({"trt_fp17_enable": "True"})
+
+
+_STUBS = """
+import json, sys
+import onnxruntime as ort
+from enginery.doctor.probe_worker import one_op_model
+said = []
+for options in json.loads(sys.argv[1]):
+    settings = ort.SessionOptions()
+    settings.log_severity_level = 4
+    try:
+        ort.InferenceSession(one_op_model(), settings,
+                             providers=[("CUDAExecutionProvider", options)], enable_fallback=0)
+        said.append("no library")
+    except Exception as error:
+        said.append(str(error))
+print(json.dumps(said))
+"""
+
+
+def _stub(name):
+    """A function that fails: 100 is cudaErrorNoDevice. Those that return text return some."""
+    if name.endswith(("String", "Name")):
+        return f'const char *{name}(void) {{ return "no device"; }}\n'
+    return f"long {name}(void) {{ return 100; }}\n"
+
+
+@pytest.fixture(scope="module")
+def cudas_parser(tmp_path_factory):
+    """ONNX Runtime's CUDA library over stand-ins for CUDA's: it parses, then finds no GPU."""
+    library = provider_library(CUDA)
+    if not library.is_file() or not shutil.which("gcc") or not shutil.which("nm"):
+        pytest.skip("needs onnxruntime-gpu on Linux, gcc and nm")
+    places = tmp_path_factory.mktemp("cuda")
+    listed = subprocess.run(
+        ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+    ).stdout
+    symbols = {}
+    for line in listed.splitlines():
+        name, _, version = line.split()[-1].partition("@")
+        symbols.setdefault(version if version.startswith("libcu") else "", []).append(name)
+    plain = [name for name in symbols.pop("") if name.startswith(("cu", "__cu"))]
+    stubs = {**symbols, "libcuda.so.1": plain, "libcurand.so.10": [], "libcudnn.so.9": []}
+    for soname, names in stubs.items():
+        source = places / f"{soname}.c"
+        source.write_text("".join(map(_stub, names)))
+        versions = places / f"{soname}.map"
+        versions.write_text(f"{soname} {{ global: *; }};\n")
+        versioned = [f"-Wl,--version-script={versions}"] if soname in symbols else []
+        subprocess.run(
+            ["gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{soname}", *versioned,
+             "-o", places / soname, source],
+            check=True,
+        )  # fmt: skip
+
+    def parse(*options):
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        done = subprocess.run(
+            [sys.executable, "-c", _STUBS, json.dumps(options)],
+            env=os.environ | {"LD_LIBRARY_PATH": str(places), "PYTHONPATH": path},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return parse
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the stand-ins are ELF libraries")
+def test_onnxruntimes_cuda_parser_takes_every_option_that_is_known(cudas_parser):
+    names = [name for name in option_names("cuda") if name != "device_id"]
+    defaults = {field.name: field.default for field in fields(CudaOptions)}
+    given = [read_options("cuda", {name: defaults[name]}) for name in names]
+    for options, said in zip(given, cudas_parser(*given), strict=True):
+        assert "no library" not in said, "the stand-ins were not loaded"
+        assert "provider option" not in said, (options, said)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the stand-ins are ELF libraries")
+def test_onnxruntimes_cuda_parser_refuses_what_is_refused_here(cudas_parser):
+    unknown, wrong, device = cudas_parser(
+        {"gpu_mem_limits": "1"}, {"cudnn_conv_algo_search": "FAST"}, {"device_id": "0"}
+    )
+    assert 'Unknown provider option: "gpu_mem_limits"' in unknown
+    assert 'Failed to parse provider option "cudnn_conv_algo_search"' in wrong
+    assert 'Failed to parse provider option "device_id"' in device  # it asks for the GPUs

@@ -1,0 +1,108 @@
+"""What a session is given: the order of providers, fallback, and the reasons for it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from enginery.runtime.providers import selection
+from enginery.runtime.providers.gpus import CudaDriver
+from enginery.runtime.providers.known import CPU, CUDA, TENSORRT
+from enginery.runtime.providers.selection import Provider, choose_providers
+from enginery.runtime.providers.specification import parse_providers
+from tests.runtime.providers.doubles import refusal
+
+
+def test_a_request_for_the_cpu_imports_no_onnxruntime_and_no_driver():
+    code = (
+        "import sys; from enginery.runtime.providers import gpus, libraries, selection\n"
+        "gpus.cuda_driver = libraries.load_error = None\n"
+        "print(selection.choose_providers(['cpu']), 'onnxruntime' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{[Provider(CPU, 'requested')]} False"
+
+
+def test_cuda_is_given_with_the_cpu_beneath_for_shape_operations(machine):
+    assert choose_providers(["cuda", "cpu"]) == [
+        Provider(CUDA, "requested"),
+        Provider(CPU, "shape operations that CUDA leaves to the CPU"),
+    ]
+
+
+@pytest.mark.parametrize("requested", [["tensorrt"], ["tensorrt", "cuda", "cpu"]])
+def test_tensorrt_has_cuda_then_the_cpu_beneath(machine, requested):
+    chosen = choose_providers(requested)
+    assert [provider.name for provider in chosen] == [TENSORRT, CUDA, CPU]
+    assert chosen[1].reason == "operations that tensorrt leaves over"
+
+
+def test_naming_tensorrt_and_cpu_leaves_cuda_out(machine):
+    assert [p.name for p in choose_providers(["tensorrt", "cpu"])] == [TENSORRT, CPU]
+
+
+def test_cuda_that_cannot_be_had_beneath_tensorrt_is_said(machine):
+    machine.needs[CUDA] = ["libgone.so.1"]
+    chosen = choose_providers(["tensorrt"])
+    assert [provider.name for provider in chosen] == [TENSORRT, CPU]
+    assert chosen[1].reason.endswith("cuda is not beneath it: libgone.so.1 was not found")
+
+
+def test_fallback_takes_the_next_provider_and_says_what_was_not_had(machine):
+    machine.needs = {TENSORRT: ["libgone.so.1"], CUDA: ["libalsogone.so.2"]}
+    assert choose_providers(["tensorrt", "cuda", "cpu"], allow_fallback=True) == [
+        Provider(
+            CPU,
+            "tensorrt requested, but libgone.so.1 was not found; "
+            "cuda requested, but libalsogone.so.2 was not found",
+        )
+    ]
+
+
+def test_fallback_takes_only_what_is_named(machine):
+    machine.needs = {CUDA: ["libgone.so.1"]}
+    assert "libgone.so.1 was not found" in refusal("cuda", allow_fallback=True).message
+
+
+def test_no_driver_stands_before_missing_libraries_and_is_said_once(machine):
+    machine.driver = CudaDriver(problem="there is no NVIDIA driver: libcuda.so.1 was not found")
+    (cpu,) = choose_providers(["tensorrt", "cuda", "cpu"], allow_fallback=True)
+    assert cpu.reason == (
+        "tensorrt and cuda requested, but there is no NVIDIA driver: libcuda.so.1 was not found"
+    )
+    assert "--gpus all" in refusal("cuda").do
+
+
+def test_a_reservation_is_part_of_the_reason(machine, monkeypatch):
+    monkeypatch.setattr(selection, "provider_warning", lambda name: "no convolutions")
+    assert choose_providers(["cuda"])[0].reason == "requested; no convolutions"
+
+
+def test_options_go_to_the_providers_that_they_are_for(machine):
+    specs = parse_providers(
+        "tensorrt,cuda,cpu", ["cuda.gpu_mem_limit=2GiB", "tensorrt.trt_engine_cache_enable=1"]
+    )
+    chosen = choose_providers(specs)
+    assert [(provider.name, provider.options) for provider in chosen] == [
+        (TENSORRT, {"trt_engine_cache_enable": "True"}),
+        (CUDA, {"gpu_mem_limit": "2147483648"}),
+        (CPU, {}),
+    ]
+
+
+def test_cuda_beneath_tensorrt_is_on_its_gpu_unless_it_is_told_another(machine):
+    machine.driver = CudaDriver((13, 0), gpus=3)
+    beneath = choose_providers(parse_providers("tensorrt", ["tensorrt.device_id=2"]))[1]
+    assert beneath.options == {"device_id": "2"}
+    spec = parse_providers("tensorrt,cuda", ["tensorrt.device_id=2", "cuda.device_id=1"])
+    assert choose_providers(spec)[1].options == {"device_id": "1"}
+
+
+def test_tensorrt_11_in_place_of_10_falls_back_to_cuda_and_says_so(machine):
+    machine.needs[TENSORRT] = ["libinfergone.so.10"]
+    (machine.wheels / "libinfergone.so.11").touch()
+    cuda, cpu = choose_providers(["tensorrt", "cuda", "cpu"], allow_fallback=True)
+    assert (cuda.name, cpu.name) == (CUDA, CPU)
+    assert cuda.reason == (
+        "tensorrt requested, but libinfergone.so.10 was not found (libinfergone.so.11 is installed)"
+    )
