@@ -117,11 +117,11 @@ BROKEN = {
     # options that do not go together, budgets, limits
     "FP8 for a GPU without": (
         HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n      scheme: fp8\n"
-        "      capabilities: 8.0\n", 8, "a GPU that multiplies no FP8", "8.9, 12.0 and later",
+        "      capabilities: 8.0\n", 8, "no FP8 matrix products", "8.9, 12.0 or later",
     ),
     "static INT8 for the CPU": (
         HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n      target: cpu\n", 7,
-        "option 'scheme' is int8 for the target cpu", "--scheme dynamic",
+        "the target cpu supports only dynamic", "--scheme dynamic",
     ),
     "FP16 for the CPU": (
         HEAD + EXPORT + "  - optimize:\n      rows: 8\n      target: cpu\n", 7,
@@ -137,7 +137,7 @@ BROKEN = {
     ),
     "two ways of naming profiles": (
         HEAD + EXPORT + "  - build:\n      capability: 8.9\n      profiles_from: reviews.csv\n"
-        "      profile: batch=1,sequence=8\n", 8, "both name profiles", "Name them in one way",
+        "      profile: batch=1,sequence=8\n", 8, "both set profiles", "Use one of them",
     ),
     "option of the other TensorRT": (
         HEAD + EXPORT + "  - build:\n      capability: 8.9\n      profile: batch=1,sequence=8\n"
@@ -179,7 +179,8 @@ BROKEN = {
         "does not build for compute capability '1.0'", "It builds for 7.5, 8.0",
     ),
     "level without fusions": (
-        HEAD + EXPORT + "  - optimize:\n      level: O3\n", 6, "option 'level' is O3", "Leave it",
+        HEAD + EXPORT + "  - optimize:\n      level: O3\n", 6, "option 'level' is O3",
+        "Omit --level",
     ),
     "a tolerance that is none": (
         HEAD + EXPORT + "  - validate: {rows: 8,\n      min_cosine: 2}\n", 6,
@@ -338,7 +339,7 @@ BROKEN = {
     ),
     "data that are not there": (
         HEAD + EXPORT + "  - validate:\n      rows: 8\n      data: review.csv\n", 7,
-        "there is no such file", "",
+        "there is nothing of that name", "",
     ),
     "column": (
         HEAD + EXPORT + "  - validate:\n      data: reviews.csv\n      column: texts\n", 7,

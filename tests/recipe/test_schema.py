@@ -87,9 +87,7 @@ def test_every_option_is_there_with_its_meaning_and_default():
 
 def test_the_meaning_is_what_is_written_below_the_field():
     build = recipe_schema()["$defs"]["BuildConfig"]["properties"]
-    assert build["count"]["description"] == (
-        "How many profiles are made from `profiles_from`, at most."
-    )
+    assert build["count"]["description"] == "Maximum number of profiles from `profiles_from`."
     assert build["weight_streaming"]["description"], "of the class that it inherits from"
     assert not any("\n" in option["description"] for option in build.values())
 
