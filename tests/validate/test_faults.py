@@ -60,7 +60,7 @@ def test_batch_folded_to_a_constant_that_small_inputs_happen_to_have(verdict):
 def test_batch_folded_to_one(verdict):
     report = verdict(TEXT, faults.first_row("logits"))
     assert "one" not in cases_that_fail(report)
-    assert "shape (1, 3), PyTorch has (2, 3)" in problems(report)
+    assert "shape (1, 3), expected (2, 3) as in PyTorch" in problems(report)
     assert "shape (1, 3), expected" in report.summary
 
 
