@@ -338,7 +338,7 @@ BROKEN = {
     ),
     "data that are not there": (
         HEAD + EXPORT + "  - validate:\n      rows: 8\n      data: review.csv\n", 7,
-        "there is no such file", "",
+        "there is nothing of that name", "",
     ),
     "column": (
         HEAD + EXPORT + "  - validate:\n      data: reviews.csv\n      column: texts\n", 7,
