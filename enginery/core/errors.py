@@ -36,11 +36,15 @@ class EngineryError(Exception):
 
     exit_code = 2
 
-    def __init__(self, message: str, *, do: str = "", option: str = "") -> None:
+    def __init__(self, message: str, *, do: str = "", option: str = "", column: str = "") -> None:
         super().__init__(f"{message} {do}" if do else message)
         self.message = message
         self.do = do
+        """What to do about it."""
         self.option = option
+        """The option that is wrong, if one is."""
+        self.column = column
+        """The column that a file of data does not have, if that is the matter."""
 
 
 class OptionError(EngineryError):
@@ -85,11 +89,6 @@ class RegistryError(EngineryError):
 
 class InputError(EngineryError):
     """A text, an image, a tensor or a data file cannot be used."""
-
-    def __init__(self, message: str, *, do: str = "", option: str = "", column: str = "") -> None:
-        super().__init__(message, do=do, option=option)
-        self.column = column
-        """The column that the file does not have."""
 
 
 class MissingPackageError(EngineryError):

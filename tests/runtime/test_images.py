@@ -98,10 +98,10 @@ def test_old_configs_with_bare_sizes_and_missing_keys(tmp_path, module, name, ol
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "image processor '' is not known"),
-        ({"image_processor_type": "SamImageProcessor"}, "'SamImageProcessor' is not known"),
+        ({}, "image processor '' is not supported"),
+        ({"image_processor_type": "SamImageProcessor"}, "'SamImageProcessor' is not supported"),
         ({"image_processor_type": "VitImageProcessor"}, "did you mean 'ViT'?"),
-        ({"size": {"height": 3, "width": 3}}, "image processor '' is not known"),
+        ({"size": {"height": 3, "width": 3}}, "image processor '' is not supported"),
         ({"image_processor_type": "ViTImageProcessor", "size": "big"}, "size is 'big'"),
         (
             {"image_processor_type": "ConvNextImageProcessor", "size": {"height": 8, "width": 8}},
@@ -212,9 +212,9 @@ def test_a_photo_is_turned_as_its_exif_says(tmp_path):
         (np.zeros((2, 4, 4, 3), np.uint8), r"shape \(2, 4, 4, 3\)"),
         (Image.new("I;16", (4, 4)), "mode I;16"),
         (Image.new("F", (4, 4)), "mode F"),
-        (b"bytes", "not an image of a format that is read. Known: PNG"),
+        (b"bytes", "not an image of a supported format. Supported: PNG"),
         (5, "is a int, expected a path"),
-        ("nowhere.png", "there is no file nowhere.png"),
+        ("nowhere.png", "file nowhere.png does not exist"),
     ],
 )
 def test_images_of_other_than_8_bits_are_rejected(source, message):
@@ -263,7 +263,7 @@ def test_a_program_is_never_started_for_an_image(tmp_path, monkeypatch):
     )
     (path := tmp_path / "cat.png").write_bytes(content)
     for source in (content, path):
-        with pytest.raises(InputError, match=r"Known: PNG, JPEG|cannot identify"):
+        with pytest.raises(InputError, match=r"Supported: PNG, JPEG|cannot identify"):
             load_image(source)
     assert started == []
 
@@ -300,5 +300,7 @@ def test_a_narrow_image_that_would_become_a_huge_one_is_refused(
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
     processor = ImageProcessor.open(tmp_path)
     monkeypatch.setattr(Image.Image, "resize", lambda *args, **kw: pytest.fail("it was resized"))
-    with pytest.raises(InputError, match=r"image 3 has 1 × 600000 pixels and would become"):
+    with pytest.raises(
+        InputError, match=r"image 3 has 1 × 600000 pixels; to resize it, an image of"
+    ):
         processor(Image.new("RGB", (1, 600_000)), name="image 3")

@@ -64,7 +64,7 @@ def test_inputs_that_the_model_rejects_are_an_error_with_their_shapes(bert):
 
 
 def test_unknown_graph_names_the_known_ones(bert):
-    with pytest.raises(ArtifactError, match=r"no graph 'x\.onnx'; there are model\.onnx"):
+    with pytest.raises(ArtifactError, match=r"no graph 'x\.onnx', expected one of model\.onnx"):
         runner(bert, graph="x.onnx")
 
 
