@@ -129,8 +129,10 @@ def main() -> None:
     from enginery import export_model
 
     rows = []
-    print("| model | | ONNX MB | plan MB | TensorRT s | miss s | first hit s | hit s | peak MB | "
-          "of 4 x plan + 500 MB | layers | fused attentions |")  # fmt: skip
+    print(
+        "| model | | ONNX MB | plan MB | TensorRT s | miss s | first hit s | hit s | peak MB | "
+        "of 4 x plan + 500 MB | layers | fused attentions |"
+    )
     print("|---" * 12 + "|")
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["ENGINERY_HOME"] = str(Path(scratch, "home"))

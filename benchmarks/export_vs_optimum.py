@@ -34,8 +34,16 @@ from enginery.core.source import resolve_source
 
 SAMPLE_SECONDS = 0.02
 ATOL = 1e-5  # fp32 weights, one tracer: the graphs differ by fusions of constants at most
-PACKAGES = ("enginery", "optimum", "optimum-onnx", "transformers", "torch", "onnx",
-            "onnxruntime-gpu", "onnxruntime")  # fmt: skip
+PACKAGES = (
+    "enginery",
+    "optimum",
+    "optimum-onnx",
+    "transformers",
+    "torch",
+    "onnx",
+    "onnxruntime-gpu",
+    "onnxruntime",
+)
 
 ENGINERY = "enginery export"
 OPTIMUM = "optimum-cli export onnx"
@@ -78,9 +86,17 @@ METRICS = {
 
 def _optimum_command(model: Path, task: str, scratch: Path) -> list[str]:
     return [
-        _script("optimum-cli"), "export", "onnx", "--model", str(model), "--task", task,
-        "--opset", "20", str(scratch / "out"),
-    ]  # fmt: skip
+        _script("optimum-cli"),
+        "export",
+        "onnx",
+        "--model",
+        str(model),
+        "--task",
+        task,
+        "--opset",
+        "20",
+        str(scratch / "out"),
+    ]
 
 
 def _unchecked_command(model: Path, task: str, scratch: Path) -> list[str]:
@@ -114,8 +130,10 @@ def measure(contender: Contender, number: int, model: Path, task: str, scratch: 
         started = time.monotonic()
         child = subprocess.Popen(
             contender.command(model, task, scratch),
-            stdout=log, stderr=subprocess.STDOUT, env=environment,
-        )  # fmt: skip
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
         ended, status, usage = os.wait4(child.pid, os.WNOHANG)
         while not ended:
             sizes = [_memory_bytes(process) for process in _tree(child.pid)]
@@ -253,8 +271,11 @@ def main() -> int:
                     f"round {number} of {options.rounds}, turn {index + 1}" if number else "warm"
                 )
                 figures = f"{run.wall_seconds:.1f} s, CPU {run.cpu_seconds:.1f} s"
-                print(f"{label}: {contender.name}: {figures}, PSS {run.peak_pss_mb:.0f} MB",
-                      file=sys.stderr, flush=True)  # fmt: skip
+                print(
+                    f"{label}: {contender.name}: {figures}, PSS {run.peak_pss_mb:.0f} MB",
+                    file=sys.stderr,
+                    flush=True,
+                )
         graphs = {name.name: next((scratch / name.name).rglob("*.onnx")) for name in CONTENDERS}
         difference = largest_difference(model, graphs[OPTIMUM], graphs[ENGINERY])
     about = {"date": datetime.now(UTC).date().isoformat(), **machine()}
@@ -268,9 +289,11 @@ def main() -> int:
             "about": about,
             "largest_difference": difference,
             "runs": [asdict(run) for run in runs],
-            "ratios": {other: {metric: ratios(runs, metric, other) for metric in METRICS}
-                       for other in (OPTIMUM, UNCHECKED)},
-        }  # fmt: skip
+            "ratios": {
+                other: {metric: ratios(runs, metric, other) for metric in METRICS}
+                for other in (OPTIMUM, UNCHECKED)
+            },
+        }
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if not difference <= ATOL:  # a NaN is no agreement, either
         print(f"The graphs do not answer alike: expected at most {ATOL:g}.", file=sys.stderr)

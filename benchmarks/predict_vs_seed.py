@@ -184,9 +184,10 @@ def main() -> None:
             order = ("seed", "predict") if number % 2 else ("predict", "seed")
             for name in order:
                 found[name] = (
-                    in_process(SEED, artifact, data, vectors) if name == "seed"
+                    in_process(SEED, artifact, data, vectors)
+                    if name == "seed"
                     else in_process(PREDICT, artifact, data, output, words.options)
-                )  # fmt: skip
+                )
             threads = int(found["predict"]["workers"])
             grid = in_process(IDEAL, artifact, threads, json.dumps(BATCH_TOKENS), json.dumps(GRID))
             seconds = np.interp(lengths, GRID, [grid[str(length)] for length in GRID])
@@ -205,17 +206,22 @@ def show(rounds: list[dict], lengths: list[int], rows: int) -> None:
     print(f"{rows:,} phrases, mean {mean:.1f} tokens, median of {len(rounds)} rounds\n")
     print("| | by hand | predict | ratio |\n|-|-|-|-|")
     for name in ("boot", "encode", "inference", "total"):
-        theirs, ours = (statistics.median(r[who][name] for r in rounds)
-                        for who in ("seed", "predict"))  # fmt: skip
+        theirs, ours = (
+            statistics.median(r[who][name] for r in rounds) for who in ("seed", "predict")
+        )
         ratio = statistics.median(r["seed"][name] / r["predict"][name] for r in rounds)
         print(f"| {name}, s | {theirs:.2f} | {ours:.2f} | {ratio:.2f} |")
-    theirs, ours = (statistics.median(r[who]["peak_rss_bytes"] for r in rounds) / 2**20
-                    for who in ("seed", "predict"))  # fmt: skip
+    theirs, ours = (
+        statistics.median(r[who]["peak_rss_bytes"] for r in rounds) / 2**20
+        for who in ("seed", "predict")
+    )
     print(f"| peak memory, MiB | {theirs:.0f} | {ours:.0f} | {theirs / ours:.2f} |")
     for name, what in (("total", "the process"), ("run", "its run")):
         shares = sorted(r["ideal"]["inference"] / r["predict"][name] for r in rounds)
-        print(f"\nOf the ideal, {what}: {statistics.median(shares):.2f} "
-              f"({shares[0]:.2f} to {shares[-1]:.2f}).")  # fmt: skip
+        print(
+            f"\nOf the ideal, {what}: {statistics.median(shares):.2f} "
+            f"({shares[0]:.2f} to {shares[-1]:.2f})."
+        )
     padding = statistics.median(r["predict"]["padding"] for r in rounds)
     print(f"\nPadded to real tokens: {padding:.3f}.")
     print(f"Largest 1 - cosine to the script's vectors: {max(r['difference'] for r in rounds):.1e}")

@@ -49,10 +49,16 @@ def calibrate_once(artifact: Path, data: Path, rows: int) -> dict[str, float]:
     """What a child does: quantizes, and leaves nothing."""
     source = Artifact.open(artifact)
     config = options_from(
-        QuantizeConfig, "quantize",
-        {"calibration": str(data), "rows": rows, "capabilities": (), "min_cosine": -1,
-         "curve": False},
-    )  # fmt: skip
+        QuantizeConfig,
+        "quantize",
+        {
+            "calibration": str(data),
+            "rows": rows,
+            "capabilities": (),
+            "min_cosine": -1,
+            "curve": False,
+        },
+    )
     started = time.monotonic()
     before = peak_rss_bytes()
     with tempfile.TemporaryDirectory() as scratch:
@@ -95,8 +101,9 @@ def main() -> None:
                 rounds.append(json.loads(done.stdout.splitlines()[-1]))
             peak = float(np.median([one["peak_rss_bytes"] for one in rounds]))
             first = found[0]["peak_rss_bytes"] if found else peak
-            found.append({"rows": size, "peak_rss_bytes": peak, "ratio": peak / first,
-                          "rounds": rounds})  # fmt: skip
+            found.append(
+                {"rows": size, "peak_rss_bytes": peak, "ratio": peak / first, "rounds": rounds}
+            )
             seconds = np.median([one["seconds"] for one in rounds])
             print(f"{size:<7} {peak / 1e6:<8.1f} {peak / first:<7.3f} {seconds:.1f}", flush=True)
     if arguments.out:

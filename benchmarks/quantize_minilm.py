@@ -32,8 +32,21 @@ from enginery.quantize.data import CalibrationData, make_batches
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
 CALIBRATION, UNSEEN, DRAWS = 512, 256, 6
-_FOLDERS = ("", "asyncio", "email", "json", "concurrent/futures", "multiprocessing", "importlib",
-            "unittest", "http", "urllib", "xml/dom", "xml/etree", "xml/sax")  # fmt: skip
+_FOLDERS = (
+    "",
+    "asyncio",
+    "email",
+    "json",
+    "concurrent/futures",
+    "multiprocessing",
+    "importlib",
+    "unittest",
+    "http",
+    "urllib",
+    "xml/dom",
+    "xml/etree",
+    "xml/sax",
+)
 
 
 def sentences() -> list[str]:
@@ -114,14 +127,16 @@ def main() -> None:
             row = {
                 "budget": least,
                 "left_out": report["left_out"],
-                **{n: report["multiply_adds"][n]
-                   for n in ("share", "share_with_attention", "positions")},
+                **{
+                    n: report["multiply_adds"][n]
+                    for n in ("share", "share_with_attention", "positions")
+                },
                 "engines": report["engines"],
                 "unseen": found,
                 "held_out": report["accuracy"],
                 "seconds": seconds,
                 "peak_rss_bytes": quantized.manifest.stages[-1].peak_rss_bytes,
-            }  # fmt: skip
+            }
         rows.append(row)
         print(
             f"{least:<8} {len(row['left_out']):<9} {row['share']:<7.1%} "

@@ -96,11 +96,15 @@ def measure(
         times = take_turns(calls, others, pairs, warm_up=max(3, 20 // batch))
         own = own_work(runner, feeds)
     size = TURN.get(batch, 4)
-    pair = compare(blocks(times["runner"], size), blocks(times["session"], size),
-                   confidence=0.95, smallest=0.0)  # fmt: skip
+    pair = compare(
+        blocks(times["runner"], size), blocks(times["session"], size), confidence=0.95, smallest=0.0
+    )
     base = statistics.median(times["session"])
     return {
-        "model": model, "batch": batch, "sequence": sequence, "pairs": pairs,
+        "model": model,
+        "batch": batch,
+        "sequence": sequence,
+        "pairs": pairs,
         "median_ms": {name: statistics.median(got) for name, got in times.items()},
         "own_work_us": own,
         "own_work_share": own / 1e3 / base,
@@ -110,11 +114,15 @@ def measure(
             name: {"speedup": found.speedup, "interval": found.interval, "words": found.words}
             for name in others
             for found in [
-                compare(blocks(times[name], BLOCK), blocks(times[f"runner beside {name}"], BLOCK),
-                        confidence=0.95, smallest=0.02)
+                compare(
+                    blocks(times[name], BLOCK),
+                    blocks(times[f"runner beside {name}"], BLOCK),
+                    confidence=0.95,
+                    smallest=0.02,
+                )
             ]
         },
-    }  # fmt: skip
+    }
 
 
 def blocks(times: list[float], size: int) -> list[list[float]]:
@@ -210,13 +218,19 @@ def table(results: list[dict[str, Any]]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in results:
-        speed = [f"{r['faster_than'][name]['speedup']:.2f}"
-                 for name in ("optimum", "pytorch eager", "pytorch sdpa")]  # fmt: skip
+        speed = [
+            f"{r['faster_than'][name]['speedup']:.2f}"
+            for name in ("optimum", "pytorch eager", "pytorch sdpa")
+        ]
         cells = (
-            r["model"], f"{r['batch']} × {r['sequence']}", f"{r['median_ms']['session']:.2f}",
-            f"{r['runner_over_session']:.3f}", f"{r['own_work_us']:.1f}",
-            f"{r['own_work_share']:.2%}", *speed,
-        )  # fmt: skip
+            r["model"],
+            f"{r['batch']} × {r['sequence']}",
+            f"{r['median_ms']['session']:.2f}",
+            f"{r['runner_over_session']:.3f}",
+            f"{r['own_work_us']:.1f}",
+            f"{r['own_work_share']:.2%}",
+            *speed,
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

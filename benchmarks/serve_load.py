@@ -157,8 +157,10 @@ class Connection:
 
 def message_of(body: str) -> bytes:
     encoded = body.encode()
-    return (b"POST /embed HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n" % len(encoded)) + encoded  # fmt: skip
+    return (
+        b"POST /embed HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n" % len(encoded)
+    ) + encoded
 
 
 def length_of(head: bytes) -> int:
@@ -182,8 +184,16 @@ def running(name: str, artifact: Path, words: argparse.Namespace):
     port = free_port()
     python = words.seed_python if name in ("seed", "unpadded") else sys.executable
     if name in ("enginery", "alone"):
-        command = [python, "-m", "enginery", "serve", str(artifact), "--port", str(port),
-                   *words.serve_options.split()]  # fmt: skip
+        command = [
+            python,
+            "-m",
+            "enginery",
+            "serve",
+            str(artifact),
+            "--port",
+            str(port),
+            *words.serve_options.split(),
+        ]
         if name == "alone":
             command += ["--workers", "1", "--threads", str(psutil.cpu_count(logical=False))]
     else:
@@ -251,11 +261,22 @@ def closed_loop(
     script = bodies.with_name("load.lua")
     script.write_text(WRK)
     done = subprocess.run(
-        ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--timeout", "60s",
-         "-s", str(script), f"http://127.0.0.1:{port}/embed"],
+        [
+            "wrk",
+            "-t1",
+            f"-c{connections}",
+            f"-d{max(1, round(seconds))}s",
+            "--timeout",
+            "60s",
+            "-s",
+            str(script),
+            f"http://127.0.0.1:{port}/embed",
+        ],
         env={**os.environ, "BODIES": str(bodies), "SEED": str(seed)},
-        stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     return json.loads(done.stdout.rpartition("FOUND ")[2])
 
 
@@ -302,10 +323,15 @@ async def open_loop(
     await asyncio.gather(*late, return_exceptions=True)
     for connection in idle:
         connection.writer.close()
-    return {"sent": len(times), "answered": len(latencies), "refused": statuses.get(429, 0),
-            "broken": statuses.get(0, 0), "late": len(late),
-            "p50": percentile(latencies, 0.5) * 1e3,
-            "p99": percentile(latencies, 0.99) * 1e3}  # fmt: skip
+    return {
+        "sent": len(times),
+        "answered": len(latencies),
+        "refused": statuses.get(429, 0),
+        "broken": statuses.get(0, 0),
+        "late": len(late),
+        "p50": percentile(latencies, 0.5) * 1e3,
+        "p99": percentile(latencies, 0.99) * 1e3,
+    }
 
 
 def measured(name, artifact, words, bodies, file, number, ceiling) -> dict:
@@ -314,8 +340,9 @@ def measured(name, artifact, words, bodies, file, number, ceiling) -> dict:
         found = {"boot": boot, "memory_mib": proportional_set_mib(process)}
         closed_loop(port, 4, 2, file, seed=1000 + number)
         found["outside_us"] = outside_inference_us(port, bodies)
-        found["closed"] = {c: closed_loop(port, c, words.seconds, file, number + c)
-                           for c in words.connections}  # fmt: skip
+        found["closed"] = {
+            c: closed_loop(port, c, words.seconds, file, number + c) for c in words.connections
+        }
         found["open"] = {
             share: asyncio.run(open_loop(port, share * ceiling, words.seconds, bodies, number))
             for share in words.shares
@@ -329,11 +356,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10, help="of each measurement")
     parser.add_argument("--connections", type=int, nargs="+", default=(1, 8, 32))
-    parser.add_argument("--shares", type=float, nargs="*", default=(0.25, 0.5, 0.75, 0.9),
-                        help="rates of the open loop, as shares of the ceiling")  # fmt: skip
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="*",
+        default=(0.25, 0.5, 0.75, 0.9),
+        help="rates of the open loop, as shares of the ceiling",
+    )
     parser.add_argument("--phrases", type=int, default=10_000)
-    parser.add_argument("--seed-python", default=sys.executable,
-                        help="one with fastapi, uvicorn, transformers, onnxruntime")  # fmt: skip
+    parser.add_argument(
+        "--seed-python",
+        default=sys.executable,
+        help="one with fastapi, uvicorn, transformers, onnxruntime",
+    )
     parser.add_argument("--serve-options", default="--access-log off")
     parser.add_argument("--artifact", type=Path, help="another export of the same model")
     parser.add_argument("--json", type=Path)
@@ -351,10 +386,17 @@ def main() -> None:
         file.write_text("\n".join(bodies) + "\n", encoding="utf-8")
         for number in range(words.rounds):
             done = subprocess.run(
-                [sys.executable, "-c", CEILING, str(artifact), str(data),
-                 str(min(3000, words.phrases))],
-                stdout=subprocess.PIPE, check=True,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-c",
+                    CEILING,
+                    str(artifact),
+                    str(data),
+                    str(min(3000, words.phrases)),
+                ],
+                stdout=subprocess.PIPE,
+                check=True,
+            )
             found = {"ceiling": json.loads(done.stdout), "servers": {}}
             turn = number % len(words.servers)
             for name in (*words.servers[turn:], *words.servers[:turn]):
@@ -398,35 +440,49 @@ def show(rounds: list[dict], words: argparse.Namespace) -> None:
         return [pick(found["servers"][name], found) for found in rounds]
 
     most = max(words.connections)
-    print(f"\n{len(rounds)} rounds, median (least–most); ceiling "
-          f"{spread([r['ceiling'] for r in rounds], 0)} phrases/s\n")  # fmt: skip
+    print(
+        f"\n{len(rounds)} rounds, median (least–most); ceiling "
+        f"{spread([r['ceiling'] for r in rounds], 0)} phrases/s\n"
+    )
     heads = [f"{c} conn req/s" for c in words.connections]
-    print(f"| server | {' | '.join(heads)} | of ceiling | p50/p99 ms at {most} | outside µs "
-          "| boot s | memory MiB |")  # fmt: skip
+    print(
+        f"| server | {' | '.join(heads)} | of ceiling | p50/p99 ms at {most} | outside µs "
+        "| boot s | memory MiB |"
+    )
     print("|-" * (len(heads) + 6) + "|")
     for name in words.servers:
-        rates = [spread(over(name, lambda s, _, c=c: s["closed"][c]["rate"]), 0)
-                 for c in words.connections]  # fmt: skip
+        rates = [
+            spread(over(name, lambda s, _, c=c: s["closed"][c]["rate"]), 0)
+            for c in words.connections
+        ]
         share = spread(over(name, lambda s, r: s["closed"][most]["rate"] / r["ceiling"]))
         tail = "/".join(
             f"{statistics.median(over(name, lambda s, _, q=q: s['closed'][most][q])):.1f}"
             for q in ("p50", "p99")
         )
-        print(f"| {name} | {' | '.join(rates)} | {share} | {tail} "
-              f"| {spread(over(name, lambda s, _: s['outside_us']), 0)} "
-              f"| {spread(over(name, lambda s, _: s['boot']))} "
-              f"| {spread(over(name, lambda s, _: s['memory_mib']), 0)} |")  # fmt: skip
+        print(
+            f"| {name} | {' | '.join(rates)} | {share} | {tail} "
+            f"| {spread(over(name, lambda s, _: s['outside_us']), 0)} "
+            f"| {spread(over(name, lambda s, _: s['boot']))} "
+            f"| {spread(over(name, lambda s, _: s['memory_mib']), 0)} |"
+        )
     if words.shares:
         print("\n| open loop | of ceiling | answered | refused | unanswered | p50 ms | p99 ms |")
         print("|-|-|-|-|-|-|-|")
     for name in words.servers:
         for share in words.shares:
-            total = {key: sum(over(name, lambda s, _, k=key, at=share: s["open"][at][k]))
-                     for key in ("answered", "refused", "broken", "late")}  # fmt: skip
-            p50, p99 = (spread(over(name, lambda s, _, q=q, at=share: s["open"][at][q]), 1)
-                        for q in ("p50", "p99"))  # fmt: skip
-            print(f"| {name} | {share:g} | {total['answered']} | {total['refused']} "
-                  f"| {total['broken'] + total['late']} | {p50} | {p99} |")  # fmt: skip
+            total = {
+                key: sum(over(name, lambda s, _, k=key, at=share: s["open"][at][k]))
+                for key in ("answered", "refused", "broken", "late")
+            }
+            p50, p99 = (
+                spread(over(name, lambda s, _, q=q, at=share: s["open"][at][q]), 1)
+                for q in ("p50", "p99")
+            )
+            print(
+                f"| {name} | {share:g} | {total['answered']} | {total['refused']} "
+                f"| {total['broken'] + total['late']} | {p50} | {p99} |"
+            )
     show_goals(rounds, words, over, most)
 
 
@@ -436,27 +492,46 @@ def show_goals(rounds, words, over, most) -> None:
     ours = [found["servers"]["enginery"] for found in rounds]
     rate = [server["closed"][most]["rate"] for server in ours]
     goals = [
-        (f"of the ceiling at {most} connections", "≥", 0.93,
-         [a / r["ceiling"] for a, r in zip(rate, rounds, strict=True)]),
-        (f"p99 ÷ p50 at {most} connections", "≤", 2.5,
-         [s["closed"][most]["p99"] / s["closed"][most]["p50"] for s in ours]),
+        (
+            f"of the ceiling at {most} connections",
+            "≥",
+            0.93,
+            [a / r["ceiling"] for a, r in zip(rate, rounds, strict=True)],
+        ),
+        (
+            f"p99 ÷ p50 at {most} connections",
+            "≤",
+            2.5,
+            [s["closed"][most]["p99"] / s["closed"][most]["p50"] for s in ours],
+        ),
         ("µs outside inference, one connection", "≤", 250, [s["outside_us"] for s in ours]),
         ("seconds to the first 200", "≤", 0.35, [s["boot"] for s in ours]),
         ("MiB resident, idle", "≤", 150, [s["memory_mib"] for s in ours]),
-    ]  # fmt: skip
+    ]
     for name, least in (("seed", 3.8), ("unpadded", 1.8)):
         if name in words.servers:
             theirs = over(name, lambda s, _: s["closed"][most]["rate"])
-            goals.append((f"× {name} at {most} connections", "≥", least,
-                          [a / b for a, b in zip(rate, theirs, strict=True)]))  # fmt: skip
+            goals.append(
+                (
+                    f"× {name} at {most} connections",
+                    "≥",
+                    least,
+                    [a / b for a, b in zip(rate, theirs, strict=True)],
+                )
+            )
     print("\n| goal | wanted | found | |\n|-|-|-|-|")
     for what, sign, wanted, found in goals:
         middle = statistics.median(found)
         reached = middle >= wanted if sign == "≥" else middle <= wanted
-        print(f"| {what} | {sign} {wanted:g} | {spread(found)} | "
-              f"{'reached' if reached else 'missed'} |")  # fmt: skip
-    bad = sum(s["closed"][c]["refused"] + s["closed"][c]["broken"]
-              for s in ours for c in words.connections)  # fmt: skip
+        print(
+            f"| {what} | {sign} {wanted:g} | {spread(found)} | "
+            f"{'reached' if reached else 'missed'} |"
+        )
+    bad = sum(
+        s["closed"][c]["refused"] + s["closed"][c]["broken"]
+        for s in ours
+        for c in words.connections
+    )
     print(f"\nAnswers of enginery in the closed loop that were not 200: {bad:.0f}.")
 
 

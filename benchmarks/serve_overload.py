@@ -38,8 +38,9 @@ class Connections:
         self._host, self._port = url.removeprefix("http://").split(":")
         self._requests = [
             b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%s" % (len(body), body) for body in bodies
-        ]  # fmt: skip
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+            for body in bodies
+        ]
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def post(self) -> tuple[int, dict[bytes, bytes]]:
@@ -85,10 +86,14 @@ async def open_loop(to: Connections, seconds: float, rate: float) -> tuple[list[
         except (OSError, EOFError) as error:
             found.append((type(error).__name__, time.perf_counter() - started, 0.0, b""))
             return
-        found.append((
-            status, time.perf_counter() - started, float(headers.get(b"x-queue-time", 0)) / 1e3,
-            headers.get(b"retry-after", b""),
-        ))  # fmt: skip
+        found.append(
+            (
+                status,
+                time.perf_counter() - started,
+                float(headers.get(b"x-queue-time", 0)) / 1e3,
+                headers.get(b"retry-after", b""),
+            )
+        )
 
     tasks, began = [], time.perf_counter()
     due = began
@@ -127,8 +132,19 @@ def main() -> None:
         with data.open(newline="", encoding="utf-8") as stream:
             texts = [row["text"] for row in csv.DictReader(stream)]
     bodies = [json.dumps({"inputs": random.sample(texts, TEXTS)}).encode() for _ in range(500)]
-    command = [sys.executable, "-m", "enginery", "serve", f"m={artifact}", "--port", "0",
-               "--access-log", "off", "--max-wait", f"{words.max_wait:g}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "enginery",
+        "serve",
+        f"m={artifact}",
+        "--port",
+        "0",
+        "--access-log",
+        "off",
+        "--max-wait",
+        f"{words.max_wait:g}",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         url = ""
         for line in process.stderr or ():
@@ -146,19 +162,25 @@ def main() -> None:
     refused = [each for each in answers if each[0] == 429]
     waits = sorted(each[2] for each in good)
     latencies = sorted(each[1] for each in good)
-    print(f"capacity {capacity:.0f} requests of {TEXTS} texts a second; sent "
-          f"{reached:.0f} a second, {len(answers)} in all")  # fmt: skip
+    print(
+        f"capacity {capacity:.0f} requests of {TEXTS} texts a second; sent "
+        f"{reached:.0f} a second, {len(answers)} in all"
+    )
     print("answers:", dict(Counter(each[0] for each in answers)))
     for name, values in (("wait in the queue", waits), ("latency", latencies)):
         p99 = values[int(len(values) * 0.99)]
-        print(f"{name} of accepted ones: median {statistics.median(values):.2f} s, "
-              f"p99 {p99:.2f} s, longest {values[-1]:.2f} s")  # fmt: skip
+        print(
+            f"{name} of accepted ones: median {statistics.median(values):.2f} s, "
+            f"p99 {p99:.2f} s, longest {values[-1]:.2f} s"
+        )
     print(f"longest wait ÷ --max-wait: {waits[-1] / words.max_wait:.2f}")
     if refused:
         after = sorted(int(each[3]) for each in refused)
         slow = sorted(each[1] for each in refused)
-        print(f"Retry-After of refused ones: {after[0]} to {after[-1]} s; refused within "
-              f"{statistics.median(slow) * 1e3:.0f} ms (median)")  # fmt: skip
+        print(
+            f"Retry-After of refused ones: {after[0]} to {after[-1]} s; refused within "
+            f"{statistics.median(slow) * 1e3:.0f} ms (median)"
+        )
 
 
 if __name__ == "__main__":

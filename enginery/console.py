@@ -37,8 +37,13 @@ _SHORT = 14
 """Columns up to this many cells wide are never broken: numbers, verdicts, the heading `max abs`."""
 _FOLDED = 12
 """The least that is left to each of the others."""
-_STYLES = {"ok": "green", "passed": "green", "runs": "green", "failed": "bold red",
-           "error": "bold red"}  # fmt: skip
+_STYLES = {
+    "ok": "green",
+    "passed": "green",
+    "runs": "green",
+    "failed": "bold red",
+    "error": "bold red",
+}
 _DEL_AND_C1 = re.compile(r"[\x7f-\x9f]")
 
 
@@ -189,9 +194,12 @@ def _rich_table(rows: Sequence[Row], widths: Sequence[int]) -> Any:
     columns = list(rows[0])
     facts = columns == FACTS
     table = Table(
-        box=None if facts else box.SIMPLE_HEAD, show_header=not facts, show_edge=False,
-        pad_edge=False, padding=(0, 2 if facts else 1, 0, 0),
-    )  # fmt: skip
+        box=None if facts else box.SIMPLE_HEAD,
+        show_header=not facts,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 2 if facts else 1, 0, 0),
+    )
     for name, width in zip(columns, widths, strict=True):
         table.add_column(name, overflow="fold", no_wrap=width <= _SHORT)
     for row in rows:

@@ -231,9 +231,17 @@ def test_failed_validation_is_status_1_one_document_and_a_marked_artifact(cli, a
 
 def test_run_prints_stages_and_answers_as_json(cli, tiny):
     status, out, _ = cli(
-        "run", "--model", tiny, "--task", "text-classification", "--ask", "a", "--ask", "b",
+        "run",
+        "--model",
+        tiny,
+        "--task",
+        "text-classification",
+        "--ask",
+        "a",
+        "--ask",
+        "b",
         "--json",
-    )  # fmt: skip
+    )
     said = json.loads(out)
     assert (status, said["passed"], said["refused"]) == (0, True, [])
     assert [stage["stage"] for stage in said["stages"]] == ["export", "validate"]
@@ -260,9 +268,16 @@ def test_inspect_places_the_graph_on_the_providers_that_are_asked_for(cli, artif
     placed = json.loads(out)["placement"]
     assert (status, placed["head"], placed["reason"]) == (0, "CPUExecutionProvider", "requested")
     status, out, _ = cli(
-        "inspect", artifact, "--placement", "--provider", "openvino,cpu", "--provider-option",
-        "openvino.device_type=CPU", "--allow-fallback", "--json",
-    )  # fmt: skip
+        "inspect",
+        artifact,
+        "--placement",
+        "--provider",
+        "openvino,cpu",
+        "--provider-option",
+        "openvino.device_type=CPU",
+        "--allow-fallback",
+        "--json",
+    )
     placed = json.loads(out)["placement"]
     assert (status, placed["head"]) == (0, "CPUExecutionProvider")
     assert placed["reason"].startswith("openvino requested, but ")
@@ -336,9 +351,10 @@ def test_inspect_says_what_is_damaged_and_verify_reads_again(cli, artifact, monk
 
     remembered = core.sha256_of
     monkeypatch.setattr(
-        core, "sha256_of",
+        core,
+        "sha256_of",
         lambda path, *, trust_stat: read.append(trust_stat) or remembered(path),
-    )  # fmt: skip
+    )
     cli("inspect", artifact)
     cli("inspect", artifact, "--verify")
     half = len(read) // 2
@@ -378,8 +394,15 @@ def test_inspect_shows_an_engine_by_itself_and_within_its_artifact(cli, engine_w
     (engine,) = (made / "engines").iterdir()
     status, out, _ = cli("inspect", engine)
     assert status == 0
-    for fact in ("tensorrt-rtx, TensorRT ", "batch=1:4:8", "device memory", "peak memory",
-                 "model_ctx.onnx", "not on a GPU by this project yet", "gemm fp32"):  # fmt: skip
+    for fact in (
+        "tensorrt-rtx, TensorRT ",
+        "batch=1:4:8",
+        "device memory",
+        "peak memory",
+        "model_ctx.onnx",
+        "not on a GPU by this project yet",
+        "gemm fp32",
+    ):
         assert fact in out
     said = json.loads(cli("inspect", engine, "--json")[1])
     assert said["all_layers"] == json.loads((engine / "layers.json").read_text())
@@ -512,8 +535,14 @@ def test_run_a_second_time_does_nothing_and_says_why(cli, tiny):
 
 def test_failed_check_in_a_run_marks_both_copies_and_answers_nothing(cli, tiny, tmp_path):
     strict = {"validate": {"max_abs_error": 1e-12, "seed": 5}}
-    made = recipe(tmp_path / "r.yaml", tiny, {"export": {"task": "text-classification"}}, strict,
-                  out="out", ask=["hello"])  # fmt: skip
+    made = recipe(
+        tmp_path / "r.yaml",
+        tiny,
+        {"export": {"task": "text-classification"}},
+        strict,
+        out="out",
+        ask=["hello"],
+    )
     for _ in range(2):  # the second time from the verdict that is there
         status, out, err = cli("run", made, "--json")
         said = json.loads(out)
@@ -544,8 +573,13 @@ def test_builtin_sentences_wear_the_models_own_mask(cli, tiny_model):
 
 
 def test_questions_are_skipped_with_a_line_and_refused_when_asked(cli, tiny_model):
-    words = ("run", "--model", tiny_model("bert", "question-answering"), "--task",
-             "question-answering")  # fmt: skip
+    words = (
+        "run",
+        "--model",
+        tiny_model("bert", "question-answering"),
+        "--task",
+        "question-answering",
+    )
     status, out, err = cli(*words, "--json")
     assert (status, json.loads(out)["answers"]) == (0, [])
     assert "ask: skipped, question-answering" in err
@@ -557,8 +591,14 @@ def test_questions_are_skipped_with_a_line_and_refused_when_asked(cli, tiny_mode
 def test_images_are_asked_by_path_alone(cli, tiny_model, tmp_path):
     from PIL import Image
 
-    words = ("run", "--model", tiny_model("vit", "image-classification"), "--task",
-             "image-classification", "--json")  # fmt: skip
+    words = (
+        "run",
+        "--model",
+        tiny_model("vit", "image-classification"),
+        "--task",
+        "image-classification",
+        "--json",
+    )
     status, out, err = cli(*words)
     assert (status, json.loads(out)["answers"]) == (0, [])
     assert "ask" not in err

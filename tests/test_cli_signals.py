@@ -20,12 +20,25 @@ from tests.bench.made import save_detector
 def test_a_bench_that_is_ended_leaves_nothing_behind(tmp_path, number, status):
     model, scratch = save_detector(tmp_path / "d.onnx"), tmp_path / "scratch"
     scratch.mkdir()
-    words = ["bench", str(model), "--shape", "batch=1,height=32,width=32", "--max-seconds", "1000",
-             "--min-rounds", "100000", "--max-rounds", "100000"]  # fmt: skip
+    words = [
+        "bench",
+        str(model),
+        "--shape",
+        "batch=1,height=32,width=32",
+        "--max-seconds",
+        "1000",
+        "--min-rounds",
+        "100000",
+        "--max-rounds",
+        "100000",
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "enginery", *words], env={**os.environ, "TMPDIR": str(scratch)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "enginery", *words],
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         until = time.monotonic() + 60
         while not list(scratch.glob("enginery-bench-*/feeds-0.npz")):

@@ -31,14 +31,14 @@ DOCS = ROOT / "docs"
 NOT_RUN = {
     r"^make ": "sets up an environment of its own; each target is one line into the command line",
     r"^enginery serve ": "answers until it is stopped: tests/serve",
-    r"--provider cuda$|--provider cuda |--require cuda|--backend tensorrt|--provider tensorrt":
-        "needs an NVIDIA GPU",
+    r"--provider cuda$|--provider cuda |--require cuda": "needs an NVIDIA GPU",
+    r"--backend tensorrt|--provider tensorrt": "needs an NVIDIA GPU",
     r"--engine ray": "needs a Ray: tests/predict/test_on_ray.py",
     r"mlflow:/": "needs an MLflow server: tests/publish/targets/test_mlflow.py",
     r"hf://": "needs the Hub: tests/publish/targets/test_hub.py",
     r"oci://": "needs a registry: tests/publish/targets/test_oci.py",
     r"run recipes/(?!vit)": "a model of the Hub or a package: tests/recipe/test_shipped.py",
-}  # fmt: skip
+}
 """What of the pages' commands is not run here, and why."""
 
 STAND_INS = {
@@ -63,13 +63,18 @@ MODELS = {
     "my-t5": ("t5", "text2text-generation"),
 }
 ARTIFACTS = {
-    "build/minilm": "all-minilm", "build/name": "all-minilm", "build/classifier": "my-classifier",
+    "build/minilm": "all-minilm",
+    "build/name": "all-minilm",
+    "build/classifier": "my-classifier",
     "build/vit": "my-vit",
-}  # fmt: skip
+}
 GRAPHS = {
-    "any-model.onnx": "build/minilm", "model.onnx": "build/minilm", "minilm.onnx": "build/minilm",
-    "model_quantized.onnx": "build/minilm", "detector.onnx": "build/vit",
-}  # fmt: skip
+    "any-model.onnx": "build/minilm",
+    "model.onnx": "build/minilm",
+    "minilm.onnx": "build/minilm",
+    "model_quantized.onnx": "build/minilm",
+    "detector.onnx": "build/vit",
+}
 
 
 class Shelf:
@@ -144,9 +149,12 @@ def words_here(line, directory):
     words = [re.sub(r"^(file://)?/srv/", rf"\g<1>{directory}/srv/", word) for word in words]
     added = ADDED.get(words[0], [])
     return words + [
-        word for name, value in zip(added[::2], [*added[1::2], ""], strict=False)
-        if name not in words for word in (name, value) if word
-    ]  # fmt: skip
+        word
+        for name, value in zip(added[::2], [*added[1::2], ""], strict=False)
+        if name not in words
+        for word in (name, value)
+        if word
+    ]
 
 
 def pages_with_commands():
@@ -162,8 +170,9 @@ def test_commands_of_a_page_run_in_their_order(lines, shelf, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     for line in lines:
         words = words_here(line, tmp_path)
-        outputs = {words[i + 1] for i, word in enumerate(words[:-1])
-                   if word in ("--out", "-o", "--output")}  # fmt: skip
+        outputs = {
+            words[i + 1] for i, word in enumerate(words[:-1]) if word in ("--out", "-o", "--output")
+        }
         names = {word.removeprefix("./").rstrip("/") for word in words if word not in outputs}
         for name in sorted(name for name in names if name and not Path(name).is_absolute()):
             if (tmp_path / name).exists() or (made := shelf.has(name)) is None:
@@ -206,10 +215,17 @@ def test_python_of_a_page_names_what_is_there(page):
 
 def test_every_page_is_in_the_navigation():
     index = (DOCS / "index.md").read_text(encoding="utf-8")
-    listed = {line for block in re.findall(r"```\{toctree\}\n(.*?)```", index, re.DOTALL)
-              for line in block.splitlines() if line and not line.startswith(":")}  # fmt: skip
-    pages = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES
-             if page.is_relative_to(DOCS) and page.parent.name != "benchmarks"}  # fmt: skip
+    listed = {
+        line
+        for block in re.findall(r"```\{toctree\}\n(.*?)```", index, re.DOTALL)
+        for line in block.splitlines()
+        if line and not line.startswith(":")
+    }
+    pages = {
+        str(page.relative_to(DOCS).with_suffix(""))
+        for page in PAGES
+        if page.is_relative_to(DOCS) and page.parent.name != "benchmarks"
+    }
     assert pages - {"index"} == listed
 
 
@@ -247,8 +263,10 @@ def test_names_of_the_reference_are_there(page):
 def test_support_table_is_that_of_the_readme():
     page = (DOCS / "support.md").read_text(encoding="utf-8")
     assert "```{include} ../README.md\n" in page
-    start, end = (re.search(rf'^:{key}: "(.*)"$', page, re.MULTILINE)[1]
-                  for key in ("start-after", "end-before"))  # fmt: skip
+    start, end = (
+        re.search(rf'^:{key}: "(.*)"$', page, re.MULTILINE)[1]
+        for key in ("start-after", "end-before")
+    )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme.count(f"\n{start}\n") == readme.count(f"\n{end}\n") == 1
     table = readme.partition(f"\n{start}\n")[2].partition(f"\n{end}\n")[0]
@@ -262,8 +280,19 @@ def test_support_table_is_that_of_the_readme():
 @pytest.mark.slow
 def test_site_is_built_without_a_warning_and_needs_no_network(tmp_path):
     pytest.importorskip("furo", reason="pip install 'enginery[docs]'")
-    words = ("-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-b", "html",
-             "--doctree-dir", tmp_path / "doctrees", DOCS, tmp_path / "site")  # fmt: skip
+    words = (
+        "-m",
+        "sphinx",
+        "--fail-on-warning",
+        "--keep-going",
+        "--quiet",
+        "-b",
+        "html",
+        "--doctree-dir",
+        tmp_path / "doctrees",
+        DOCS,
+        tmp_path / "site",
+    )
     built = subprocess.run(
         [sys.executable, *map(str, words)], capture_output=True, text=True, check=False
     )

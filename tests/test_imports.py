@@ -7,8 +7,19 @@ from graphlib import TopologicalSorter
 import grimp
 import pytest
 
-HEAVY = ("torch", "transformers", "optimum", "onnxruntime", "onnx", "numpy", "pydantic", "pyarrow",
-         "PIL", "tokenizers", "huggingface_hub")  # fmt: skip
+HEAVY = (
+    "torch",
+    "transformers",
+    "optimum",
+    "onnxruntime",
+    "onnx",
+    "numpy",
+    "pydantic",
+    "pyarrow",
+    "PIL",
+    "tokenizers",
+    "huggingface_hub",
+)
 
 
 def run(code):
@@ -20,10 +31,16 @@ def run(code):
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--version"], ["export", "--help"], ["validate", "--help"], ["run", "--help"],
-     ["export", "model", "--opsets"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["export", "--help"],
+        ["validate", "--help"],
+        ["run", "--help"],
+        ["export", "model", "--opsets"],
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_help_and_usage_errors_import_nothing_heavy(words):
     found = run(
         "import sys\n"

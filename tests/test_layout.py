@@ -44,8 +44,17 @@ def test_there_is_no_other_link():
 def test_importing_a_link_is_flagged(name, tmp_path):
     file = tmp_path / "wrong.py"
     file.write_text(f'"""Imports a signpost."""\n\nimport {name}\nfrom {name} import stage\n')
-    words = (BIN / "ruff", "check", "--config", ROOT / "pyproject.toml", "--no-cache",
-             "--select", "TID251", "--output-format", "json")  # fmt: skip
+    words = (
+        BIN / "ruff",
+        "check",
+        "--config",
+        ROOT / "pyproject.toml",
+        "--no-cache",
+        "--select",
+        "TID251",
+        "--output-format",
+        "json",
+    )
     found = call(*words, file)
     lines = [(f["code"], f["location"]["row"]) for f in json.loads(found.stdout)]
     assert lines == [("TID251", 3), ("TID251", 4)]
@@ -58,11 +67,15 @@ def test_importing_a_link_is_flagged(name, tmp_path):
 
 def lint_imports(directory):
     return call(
-        sys.executable, "-c",
+        sys.executable,
+        "-c",
         "from importlinter.cli import lint_imports_command; lint_imports_command()",
-        "--config", ROOT / "pyproject.toml", "--no-cache",
-        cwd=directory, env={**os.environ, "PYTHONPATH": str(directory)},
-    )  # fmt: skip
+        "--config",
+        ROOT / "pyproject.toml",
+        "--no-cache",
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(directory)},
+    )
 
 
 @pytest.fixture
@@ -104,8 +117,11 @@ def test_every_module_and_folder_of_the_package_has_a_layer():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = " | ".join(settings["contracts"][0]["layers"]).split(" | ")
     placed = {layer.removeprefix("enginery.") for layer in layers}
-    found = {path.stem for path in (ROOT / "enginery").iterdir()
-             if path.suffix == ".py" or (path / "stage.py").is_file()}  # fmt: skip
+    found = {
+        path.stem
+        for path in (ROOT / "enginery").iterdir()
+        if path.suffix == ".py" or (path / "stage.py").is_file()
+    }
     assert found - {"__init__", "__main__"} <= placed
 
 
@@ -145,8 +161,11 @@ def test_wheel_holds_the_package_alone(shipped):
     assert package_files() == {name for name in names if name.startswith("enginery/")}
     assert "enginery/py.typed" in names
     assert "Requires-Python: >=3.11" in described
-    bare = [line for line in described.splitlines()
-            if line.startswith("Requires-Dist") and "extra ==" not in line]  # fmt: skip
+    bare = [
+        line
+        for line in described.splitlines()
+        if line.startswith("Requires-Dist") and "extra ==" not in line
+    ]
     assert not [line for line in bare if "torch" in line or "transformers" in line], bare
 
 
@@ -161,8 +180,14 @@ def test_source_distribution_holds_what_the_wheel_is_built_from(shipped):
     assert package_files() <= set(names)
     rest = {name for name in names if not name.startswith("enginery/")}
     assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "PKG-INFO"} <= rest
-    assert rest <= {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "PKG-INFO",
-                    ".gitignore"}  # fmt: skip
+    assert rest <= {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "PKG-INFO",
+        ".gitignore",
+    }
 
 
 # What is generated

@@ -83,14 +83,17 @@ def execute(tmp_path, monkeypatch, minilm):
     def run(path):
         book = nbformat.read(path, as_version=4)
         client = nbclient.NotebookClient(
-            book, timeout=60 * _MINUTES, startup_timeout=120,
+            book,
+            timeout=60 * _MINUTES,
+            startup_timeout=120,
             resources={"metadata": {"path": str(folder)}},
-        )  # fmt: skip
+        )
         return client.execute()
 
     yield run
-    left = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] ==
-            str(folder)]  # fmt: skip
+    left = [
+        process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(folder)
+    ]
     for process in left:
         process.kill()
     assert not left
@@ -108,31 +111,59 @@ def text_of(book):
 
 SAYS = {
     "01_export_and_validate": [
-        r"PosixPath\('build/minilm'\)", r"\| model.onnx \| 90,\d{3},\d{3} \|",
-        r"\| input \| input_ids \| int64 \| batch, sequence \|", r"^True$",
-        r"^\(True,\s+.\d+ outputs agree with PyTorch", r"neighbour_agreement=1.0",
-        r"^\(False,\s", r"failed its validation", r"^True$", r"array\(\[\[1\. ",
+        r"PosixPath\('build/minilm'\)",
+        r"\| model.onnx \| 90,\d{3},\d{3} \|",
+        r"\| input \| input_ids \| int64 \| batch, sequence \|",
+        r"^True$",
+        r"^\(True,\s+.\d+ outputs agree with PyTorch",
+        r"neighbour_agreement=1.0",
+        r"^\(False,\s",
+        r"failed its validation",
+        r"^True$",
+        r"array\(\[\[1\. ",
     ],
     "02_fp16_and_int8": [
-        r"\d+ outputs agree with PyTorch", r"^'\d+ of 36 layers in INT8", r"\| True \|",
-        r"\| 8.9 \| 3\d \| 6 \|", r"\| FP32 \| 90.\d MB \| 1.000000 \|", r"\| FP16 \| 45.\d MB \|",
+        r"\d+ outputs agree with PyTorch",
+        r"^'\d+ of 36 layers in INT8",
+        r"\| True \|",
+        r"\| 8.9 \| 3\d \| 6 \|",
+        r"\| FP32 \| 90.\d MB \| 1.000000 \|",
+        r"\| FP16 \| 45.\d MB \|",
         r"\| INT8 \| 3\d.\d MB \|",
     ],
     "03_engines_and_profiles": [
-        r"\| batch=1:8:32,sequence=1:\d+:\d+ \|", r"attention fp16 \| 6 \|", r"^True$",
-        r"sequence=8:128:600 \| .*600", r"batch=8:4:32.* \| .*8:4:32", r"length=8.* \| .*length",
+        r"\| batch=1:8:32,sequence=1:\d+:\d+ \|",
+        r"attention fp16 \| 6 \|",
+        r"^True$",
+        r"sequence=8:128:600 \| .*600",
+        r"batch=8:4:32.* \| .*8:4:32",
+        r"length=8.* \| .*length",
         r"tensorrt-rtx-portable-",
     ],
     "04_benchmark_and_report": [
-        r"cores", r"\| batch.* \| contender \| median", r"pytorch", r"onnxruntime",
-        r"\| enginery \| cpu \|", r"\| batch \|", r"report.html",
+        r"cores",
+        r"\| batch.* \| contender \| median",
+        r"pytorch",
+        r"onnxruntime",
+        r"\| enginery \| cpu \|",
+        r"\| batch \|",
+        r"report.html",
     ],
     "05_serve_and_publish": [
-        r"outputs agree with PyTorch", r"listening on http://127.0.0.1:\d+", r"ready: minilm",
-        r"CPUExecutionProvider", r"'/embed': ", r"x-inference-time", r"^\(0, 'draining",
-        r"minilm/1", r"^\(False, True\)$", r"production|load_model", r"config.json", r"False\)$",
+        r"outputs agree with PyTorch",
+        r"listening on http://127.0.0.1:\d+",
+        r"ready: minilm",
+        r"CPUExecutionProvider",
+        r"'/embed': ",
+        r"x-inference-time",
+        r"^\(0, 'draining",
+        r"minilm/1",
+        r"^\(False, True\)$",
+        r"production|load_model",
+        r"config.json",
+        r"False\)$",
     ],
-}  # fmt: skip
+}
 """What each notebook shows when all goes well, in this order."""
 
 
@@ -143,8 +174,11 @@ def test_a_notebook_runs_from_end_to_end(path, execute):
         assert has_tensorrt(), "pip install 'enginery[tensorrt-rtx]'"
     book = execute(path)
     # tqdm, which PyTorch and transformers import, says where widgets are not installed.
-    streams = [output.text for output in outputs(book) if output.output_type == "stream"
-               and "IProgress not found" not in output.text]  # fmt: skip
+    streams = [
+        output.text
+        for output in outputs(book)
+        if output.output_type == "stream" and "IProgress not found" not in output.text
+    ]
     assert streams == [], "nothing prints, and nothing warns"
     figures = [output.data for output in outputs(book) if "image/svg+xml" in output.get("data", {})]
     assert figures

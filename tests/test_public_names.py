@@ -13,11 +13,26 @@ VERBS = [name for name in enginery.__all__ if not name.startswith("_")]
 
 def test_public_names_are_these():
     assert enginery.__all__ == sorted(
-        ["Artifact", "EngineryError", "Recipe", "__version__", "bench_model", "build_engine",
-         "export_kserve", "export_model", "export_triton", "load_model",
-         "optimize_model", "predict_file", "publish_model", "pull_model", "quantize_model",
-         "run_recipe", "validate_model"]
-    )  # fmt: skip
+        [
+            "Artifact",
+            "EngineryError",
+            "Recipe",
+            "__version__",
+            "bench_model",
+            "build_engine",
+            "export_kserve",
+            "export_model",
+            "export_triton",
+            "load_model",
+            "optimize_model",
+            "predict_file",
+            "publish_model",
+            "pull_model",
+            "quantize_model",
+            "run_recipe",
+            "validate_model",
+        ]
+    )
     assert dir(enginery) == enginery.__all__
 
 

@@ -9,8 +9,15 @@ import pytest
 from enginery import cli
 
 ROOT = Path(__file__).parents[1]
-PAGES = [page for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md",
-                           *sorted((ROOT / "docs").rglob("*.md"))] if page.is_file()]  # fmt: skip
+PAGES = [
+    page
+    for page in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
+    if page.is_file()
+]
 
 
 def commands():

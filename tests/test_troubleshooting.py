@@ -19,8 +19,12 @@ MODULES = {
     path.relative_to(RUNTIME).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
     for path in sorted(RUNTIME.rglob("*.py"))
 }
-FUNCTIONS = {node.name: node for tree in MODULES.values() for node in tree.body
-             if isinstance(node, ast.FunctionDef)}  # fmt: skip
+FUNCTIONS = {
+    node.name: node
+    for tree in MODULES.values()
+    for node in tree.body
+    if isinstance(node, ast.FunctionDef)
+}
 CONSTANTS = {
     (name, node.targets[0].id): node.value.value
     for name, tree in MODULES.items()
@@ -63,15 +67,23 @@ def wordings(node, module, scope):
     if isinstance(node, ast.IfExp):
         return wordings(node.body, module, scope) + wordings(node.orelse, module, scope)
     if isinstance(node, ast.Name):
-        values = [other.value for other in ast.walk(scope) if isinstance(other, ast.Assign)
-                  for target in other.targets
-                  if isinstance(target, ast.Name) and target.id == node.id]  # fmt: skip
+        values = [
+            other.value
+            for other in ast.walk(scope)
+            if isinstance(other, ast.Assign)
+            for target in other.targets
+            if isinstance(target, ast.Name) and target.id == node.id
+        ]
         return [text for value in values for text in wordings(value, module, scope)] or ["…"]
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") in FUNCTIONS:
         called = FUNCTIONS[node.func.id]
         returned = [other.value for other in ast.walk(called) if isinstance(other, ast.Return)]
-        return [text for value in returned if not isinstance(value, ast.Call)
-                for text in wordings(value, module, called)] or ["…"]  # fmt: skip
+        return [
+            text
+            for value in returned
+            if not isinstance(value, ast.Call)
+            for text in wordings(value, module, called)
+        ] or ["…"]
     return ["…"]
 
 

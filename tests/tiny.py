@@ -25,12 +25,22 @@ from enginery.core.manifest import Manifest, StageRecord
 from enginery.core.source import resolve_source
 
 TEXT_KINDS = (
-    "bert", "distilbert", "roberta", "albert", "electra", "deberta-v2", "mpnet", "modernbert",
-)  # fmt: skip
+    "bert",
+    "distilbert",
+    "roberta",
+    "albert",
+    "electra",
+    "deberta-v2",
+    "mpnet",
+    "modernbert",
+)
 TEXT_TASKS = (
-    "feature-extraction", "text-classification", "token-classification", "question-answering",
+    "feature-extraction",
+    "text-classification",
+    "token-classification",
+    "question-answering",
     "fill-mask",
-)  # fmt: skip
+)
 IMAGE_KINDS = ("vit", "deit", "swin", "convnext", "resnet")
 IMAGE_TASKS = ("image-classification", "feature-extraction")
 
@@ -58,17 +68,30 @@ VOCAB_SIZE = 600
 MAX_POSITIONS = 128
 
 _COMMON = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
-    "max_position_embeddings": MAX_POSITIONS, "initializer_range": 0.3,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.3,
+}
 _IMAGE = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
-    "image_size": 32, "patch_size": 8, "initializer_range": 0.3,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+    "initializer_range": 0.3,
+}
 _CONFIGS: dict[str, dict[str, Any]] = {
     "bert": _COMMON,
     "distilbert": {
-        "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "initializer_range": 0.3,
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "hidden_dim": 64,
+        "initializer_range": 0.3,
         "max_position_embeddings": MAX_POSITIONS,
     },
     # Positions of the RoBERTa family start after the padding id, hence two more.
@@ -77,40 +100,69 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "albert": {**_COMMON, "embedding_size": 16},
     "electra": {**_COMMON, "embedding_size": 16},
     "deberta-v2": {
-        **_COMMON, "relative_attention": True, "position_buckets": 16, "norm_rel_ebd": "layer_norm",
-        "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
-        "max_relative_positions": -1, "type_vocab_size": 0,
+        **_COMMON,
+        "relative_attention": True,
+        "position_buckets": 16,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+        "max_relative_positions": -1,
+        "type_vocab_size": 0,
     },
     "modernbert": {
-        **_COMMON, "local_attention": 16, "global_attn_every_n_layers": 2,
-        "reference_compile": False, "attn_implementation": "eager",
+        **_COMMON,
+        "local_attention": 16,
+        "global_attn_every_n_layers": 2,
+        "reference_compile": False,
+        "attn_implementation": "eager",
     },
     "gpt2": {
-        "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": MAX_POSITIONS,
         "initializer_range": 0.3,
     },
     "t5": {
-        "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
         "decoder_start_token_id": 0,
     },
     "vit": _IMAGE,
     # Two classes of DeiT classify images; the list says which one is meant.
     "deit": {**_IMAGE, "architectures": ["DeiTForImageClassification"]},
     "swin": {
-        "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4],
-        "window_size": 4, "initializer_range": 0.3,
+        "image_size": 32,
+        "patch_size": 4,
+        "embed_dim": 16,
+        "depths": [1, 1],
+        "num_heads": [2, 4],
+        "window_size": 4,
+        "initializer_range": 0.3,
     },
     "convnext": {
-        "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "image_size": 64,
+        "hidden_sizes": [8, 16, 24, 32],
+        "depths": [1, 1, 1, 1],
+        "image_size": 64,
         "initializer_range": 0.3,
     },
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
     "wav2vec2": {
-        **_COMMON, "conv_dim": [16, 16], "conv_kernel": [10, 3], "conv_stride": [5, 2],
-        "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8,
-        "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 16, "vocab_size": 32,
+        **_COMMON,
+        "conv_dim": [16, 16],
+        "conv_kernel": [10, 3],
+        "conv_stride": [5, 2],
+        "num_feat_extract_layers": 2,
+        "num_conv_pos_embeddings": 8,
+        "num_conv_pos_embedding_groups": 2,
+        "classifier_proj_size": 16,
+        "vocab_size": 32,
     },
-}  # fmt: skip
+}
 
 _AUTO_MODELS = {
     "feature-extraction": "AutoModel",
@@ -137,10 +189,12 @@ _TOKENIZERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "gpt2": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
     "albert": ("unigram", "AlbertTokenizerFast", ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")),
     "deberta-v2": (
-        "unigram", "DebertaV2TokenizerFast", ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"),
+        "unigram",
+        "DebertaV2TokenizerFast",
+        ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"),
     ),
     "t5": ("unigram", "T5TokenizerFast", ("<pad>", "</s>", "<unk>")),
-}  # fmt: skip
+}
 
 
 def save_tiny(kind: str, task: str, directory: Path, **config: Any) -> Path:
@@ -185,9 +239,13 @@ def tiny_artifact(
     with staging(directory) as staged, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tracer's, about code that is not ours
         main_export(
-            str(source), output=staged, task=task, opset=20, do_validation=False,
+            str(source),
+            output=staged,
+            task=task,
+            opset=20,
+            do_validation=False,
             library_name="transformers",
-        )  # fmt: skip
+        )
         copy_side_files(source, staged, code=False)
         channels = settings.get("num_channels")
         graphs = sorted(staged.rglob("*.onnx"))
@@ -203,12 +261,18 @@ def tiny_artifact(
             graphs=tuple(record_graph(graph, staged) for graph in graphs),
             stages=(
                 StageRecord(
-                    stage="export", key="tiny", fields={}, options={"opset": 20}, tools={},
-                    finished="2026-01-01T00:00:00+00:00", seconds=0.0, peak_rss_bytes=0,
+                    stage="export",
+                    key="tiny",
+                    fields={},
+                    options={"opset": 20},
+                    tools={},
+                    finished="2026-01-01T00:00:00+00:00",
+                    seconds=0.0,
+                    peak_rss_bytes=0,
                 ),
             ),
             files={},
-        )  # fmt: skip
+        )
         commit_artifact(staged, manifest)
     return Artifact.open(directory)
 
@@ -286,9 +350,11 @@ def _train(algorithm: str, specials: tuple[str, ...]) -> Any:
     tokenizer.pre_tokenizer = splitter
     if algorithm == "bpe":
         trainer = trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE, special_tokens=list(specials), show_progress=False,
+            vocab_size=VOCAB_SIZE,
+            special_tokens=list(specials),
+            show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        )  # fmt: skip
+        )
         tokenizer.train_from_iterator(TEXT, trainer)
     tokenizer.add_special_tokens(list(specials))
     return tokenizer
@@ -348,9 +414,11 @@ def _preprocessor(kind: str) -> Any:
         return transformers.ConvNextImageProcessor(size={"shortest_edge": 64}, crop_pct=0.875)
     if kind == "swin":
         return transformers.ViTImageProcessor(
-            size=square, resample=3,
-            image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225],
-        )  # fmt: skip
+            size=square,
+            resample=3,
+            image_mean=[0.485, 0.456, 0.406],
+            image_std=[0.229, 0.224, 0.225],
+        )
     return transformers.ViTImageProcessor(size=square)
 
 

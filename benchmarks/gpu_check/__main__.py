@@ -69,25 +69,42 @@ def main(words: list[str] | None = None) -> int:
 
     def write(outcomes: dict[str, Outcome], *, complete: bool = False) -> None:
         seconds = time.monotonic() - began
-        points = [point for outcome in outcomes.values()
-                  for point in outcome["found"].get("points", [])]  # fmt: skip
-        goals = judge(points, TEXT_MODELS, seconds=seconds, gpu=gpu,
-                      max_minutes=given.max_minutes,
-                      shapes=len(settings_for(quick=given.quick).points))  # fmt: skip
+        points = [
+            point for outcome in outcomes.values() for point in outcome["found"].get("points", [])
+        ]
+        goals = judge(
+            points,
+            TEXT_MODELS,
+            seconds=seconds,
+            gpu=gpu,
+            max_minutes=given.max_minutes,
+            shapes=len(settings_for(quick=given.quick).points),
+        )
         document.update(
-            seconds=seconds, complete=complete, parts=outcomes, failures=failures(outcomes),
+            seconds=seconds,
+            complete=complete,
+            parts=outcomes,
+            failures=failures(outcomes),
             goals=[vars(goal) for goal in goals],
-        )  # fmt: skip
+        )
         write_beside(stem.with_name(f"{stem.name}.json"), json_bytes(document))
         write_beside(stem.with_name(f"{stem.name}.md"), page(document).encode())
 
     with tempfile.TemporaryDirectory(prefix="enginery-gpu-check-") as scratch:
-        request = {"device": given.device, "quick": given.quick,
-                   "models": str(models.resolve()), "reuse": bool(given.models)}  # fmt: skip
+        request = {
+            "device": given.device,
+            "quick": given.quick,
+            "models": str(models.resolve()),
+            "reuse": bool(given.models),
+        }
         outcomes = run_parts(
-            parts, request, Path(scratch), models=TEXT_MODELS, done=write,
+            parts,
+            request,
+            Path(scratch),
+            models=TEXT_MODELS,
+            done=write,
             until=began + given.max_minutes * 60 - _FOR_WRITING,
-        )  # fmt: skip
+        )
         write(outcomes, complete=True)
     return _tell(document, stem)
 
@@ -126,15 +143,25 @@ def _refusal(error: Exception, device: str) -> str:
 
 def _arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
-                        help="cpu for a dry run of every part that a CPU has")  # fmt: skip
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu for a dry run of every part that a CPU has",
+    )
     parser.add_argument("--quick", action="store_true", help="tiny models and shapes")
-    parser.add_argument("--only", default="", metavar="PART,…",
-                        help=", ".join(part.name for part in PARTS))  # fmt: skip
-    parser.add_argument("--models", default="", metavar="DIR",
-                        help="keep the artifacts there, and take those that are there")  # fmt: skip
-    parser.add_argument("--out", default="", metavar="DIR",
-                        help=f"for the two files; {_DOCS} where there is a GPU")  # fmt: skip
+    parser.add_argument(
+        "--only", default="", metavar="PART,…", help=", ".join(part.name for part in PARTS)
+    )
+    parser.add_argument(
+        "--models",
+        default="",
+        metavar="DIR",
+        help="keep the artifacts there, and take those that are there",
+    )
+    parser.add_argument(
+        "--out", default="", metavar="DIR", help=f"for the two files; {_DOCS} where there is a GPU"
+    )
     parser.add_argument("--max-minutes", type=float, default=8.0)
     return parser.parse_args(words)
 

@@ -44,13 +44,15 @@ def run(work: Work) -> None:
 
 
 def _compare_model(work: Work, model: str) -> None:
-    artifacts = {precision: found for precision in PRECISIONS
-                 if (found := work.artifact(model, precision))}  # fmt: skip
+    artifacts = {
+        precision: found for precision in PRECISIONS if (found := work.artifact(model, precision))
+    }
     if not artifacts:
         return
     source = Path(work.artifacts[model]["source"])
-    cases = [feeds_at(next(iter(artifacts.values())), point, seed=7)
-             for point in work.settings.agreement]  # fmt: skip
+    cases = [
+        feeds_at(next(iter(artifacts.values())), point, seed=7) for point in work.settings.agreement
+    ]
     expected = _answers(source, "fp32", work.device, cases)
     for precision, artifact in artifacts.items():
         if precision == "bf16" and not work.on_gpu:
@@ -63,8 +65,17 @@ def _compare_model(work: Work, model: str) -> None:
             _judge(work, model, precision, artifact, cases, expected, noise, specs, precision)
             if exact:
                 narrow = _answers(source, "fp16", work.device, cases)
-                _judge(work, model, "fp32 by TF32", artifact, cases, expected, narrow,
-                       parse_providers(work.provider), "fp16")  # fmt: skip
+                _judge(
+                    work,
+                    model,
+                    "fp32 by TF32",
+                    artifact,
+                    cases,
+                    expected,
+                    narrow,
+                    parse_providers(work.provider),
+                    "fp16",
+                )
     if "fp16" in artifacts:
         _compare_ways(work, model, artifacts["fp16"])
 
@@ -85,20 +96,33 @@ def _judge(
     worst: list[dict[str, Any]] = []
     with OrtRunner(artifact, providers=specs) as runner:
         for spec in record.outputs:
-            floors = [noise_floor(other[spec.name], wide[spec.name],
-                                  find_padding_mask(spec, record.inputs, feeds))
-                      for feeds, wide, other in zip(cases, expected, noise, strict=True)
-                      ]  # fmt: skip
+            floors = [
+                noise_floor(
+                    other[spec.name], wide[spec.name], find_padding_mask(spec, record.inputs, feeds)
+                )
+                for feeds, wide, other in zip(cases, expected, noise, strict=True)
+            ]
             floor = NoiseFloor(max(f.max_abs for f in floors), min(f.cosine for f in floors))
             for point, feeds, wide in zip(work.settings.agreement, cases, expected, strict=True):
                 found = compare_output(
-                    spec.name, runner(feeds)[spec.name], wide[spec.name], dtype=spec.dtype,
-                    noise=floor, tolerance=Tolerance.for_precision(precision),
+                    spec.name,
+                    runner(feeds)[spec.name],
+                    wide[spec.name],
+                    dtype=spec.dtype,
+                    noise=floor,
+                    tolerance=Tolerance.for_precision(precision),
                     padding=find_padding_mask(spec, record.inputs, feeds),
-                )  # fmt: skip
-                worst.append({"model": model, "precision": label, "batch": point[0],
-                              "sequence": point[1], "limit_ratio": found.limit_ratio,
-                              **asdict(found)})  # fmt: skip
+                )
+                worst.append(
+                    {
+                        "model": model,
+                        "precision": label,
+                        "batch": point[0],
+                        "sequence": point[1],
+                        "limit_ratio": found.limit_ratio,
+                        **asdict(found),
+                    }
+                )
     work.found["agreements"] += worst
     one = max(worst, key=lambda row: row["limit_ratio"])
     work.check(
@@ -134,8 +158,12 @@ def _compare_ways(work: Work, model: str, artifact: Artifact) -> None:
                     found = _ask(runner, feeds, work.device, on_device=on_device)
                     wanted = expected[0 if feeds is first else 1]
                     same = max(same, _largest_difference(wanted, found))
-                work.check(name, passed=same <= 0.01, found="the largest difference from plain "
-                           f"runs is {same:.2g} of the largest value")  # fmt: skip
+                work.check(
+                    name,
+                    passed=same <= 0.01,
+                    found="the largest difference from plain "
+                    f"runs is {same:.2g} of the largest value",
+                )
 
 
 def _ask(runner: OrtRunner, feeds: Feeds, device: str, *, on_device: bool) -> dict[str, Any]:

@@ -63,12 +63,21 @@ def judge(
         shapes: points that each model has, where all are measured.
     """
     names = list(models)
-    goals = [goal for model in names for place in ("host", "device")
-             for goal in _of_model(points, model, place, shapes)]  # fmt: skip
+    goals = [
+        goal
+        for model in names
+        for place in ("host", "device")
+        for goal in _of_model(points, model, place, shapes)
+    ]
     goals.append(_minilm(points))
     took = seconds / 60
-    goals.append(Goal(f"the whole run in {max_minutes:g} minutes", f"{took:.1f} minutes",
-                      _verdict(reached=took < max_minutes)))  # fmt: skip
+    goals.append(
+        Goal(
+            f"the whole run in {max_minutes:g} minutes",
+            f"{took:.1f} minutes",
+            _verdict(reached=took < max_minutes),
+        )
+    )
     if GPU in gpu:
         return goals
     why = f"no verdict: goals hold on an {GPU}"
@@ -77,9 +86,11 @@ def judge(
 
 def best_of_ours(point: Mapping[str, Any], place: str) -> tuple[str, float] | None:
     """Our fastest way at a point, and its median in ms."""
-    found = {name.removesuffix(f", {place}"): one["median_ms"]
-             for name, one in point["latency"].items()
-             if name.startswith("enginery") and name.endswith(f", {place}")}  # fmt: skip
+    found = {
+        name.removesuffix(f", {place}"): one["median_ms"]
+        for name, one in point["latency"].items()
+        if name.startswith("enginery") and name.endswith(f", {place}")
+    }
     return min(found.items(), key=lambda pair: pair[1]) if found else None
 
 
@@ -91,31 +102,35 @@ def _of_model(points: Points, model: str, place: str, shapes: int) -> Iterator[G
         ratio = _ratio(at, place, EAGER_SIDES) if at else None
         yield _goal(goal, ratio, wanted)
     goal = f"{model}, {place}: at no point more than 5 % slower than torch.compile"
-    compared = [(ratio, point) for point in mine
-                if (ratio := _ratio(point, place, (COMPILED_SIDE,)))]  # fmt: skip
+    compared = [
+        (ratio, point) for point in mine if (ratio := _ratio(point, place, (COMPILED_SIDE,)))
+    ]
     if not compared:
         yield Goal(goal, "–", _NOT_MEASURED)
         return
-    verdicts = [_of_interval(ratio["interval"], least=1 / BEHIND_COMPILED)
-                for ratio, _ in compared]  # fmt: skip
+    verdicts = [_of_interval(ratio["interval"], least=1 / BEHIND_COMPILED) for ratio, _ in compared]
     reached = verdicts.count("reached")
     worst, point = min(compared, key=lambda pair: pair[0]["speedup"])
     yield Goal(
         goal,
         f"at worst {worst['words']} ({worst['ours']}) at {point['batch']}×{point['sequence']}, "
         f"of {len(compared)} points compared",
-        "missed" if "missed" in verdicts
-        else "reached" if reached >= shapes
+        "missed"
+        if "missed" in verdicts
+        else "reached"
+        if reached >= shapes
         else f"reached at {reached} of {shapes} points",
-    )  # fmt: skip
+    )
 
 
 def _ratio(point: Mapping[str, Any], place: str, sides: Sequence[str]) -> Mapping[str, Any] | None:
     """Our fastest way beside the fastest of theirs; None where one of the two is missing."""
     best = best_of_ours(point, place)
-    rivals = [r for r in point["ratios"]
-              if best and (r["place"], r["ours"]) == (place, best[0]) and r["theirs"] in sides
-              ]  # fmt: skip
+    rivals = [
+        r
+        for r in point["ratios"]
+        if best and (r["place"], r["ours"]) == (place, best[0]) and r["theirs"] in sides
+    ]
     return min(rivals, key=lambda r: r["speedup"], default=None)
 
 
@@ -128,8 +143,9 @@ def _goal(goal: str, ratio: Mapping[str, Any] | None, wanted: float) -> Goal:
 
 def _minilm(points: Points) -> Goal:
     goal = f"minilm at 1×128, host: at most {MINILM_MS} ms"
-    at = next((p for p in points
-               if (p["model"], p["batch"], p["sequence"]) == ("minilm", 1, 128)), None)  # fmt: skip
+    at = next(
+        (p for p in points if (p["model"], p["batch"], p["sequence"]) == ("minilm", 1, 128)), None
+    )
     best = best_of_ours(at, "host") if at else None
     if at is None or best is None:
         return Goal(goal, "–", _NOT_MEASURED)

@@ -117,9 +117,12 @@ def _optimize(work: Work, model: str, precision: str, made: dict[str, str]) -> N
     with work.step(f"optimize {model} for cuda in {precision}"):
         out = _place(work, model, precision)
         artifact = _kept(work, out) or optimize_model(
-            made["onnx"], target="cuda", precision=precision,
-            io_dtype="same" if precision == "fp16" else "fp32", out=out or "",
-        )  # fmt: skip
+            made["onnx"],
+            target="cuda",
+            precision=precision,
+            io_dtype="same" if precision == "fp16" else "fp32",
+            out=out or "",
+        )
         stage = artifact.manifest.stages[-1]
         verdict = artifact.failed()
         work.check(

@@ -22,35 +22,63 @@ def page(document: Document) -> str:
     ]
     parts = document["parts"]
     found = {name: part["found"] for name, part in parts.items()}
-    lines += _section("Goals", ("goal", "figure", "verdict"),
-                      ((goal["goal"], goal["figure"], goal["verdict"])
-                       for goal in document["goals"]))  # fmt: skip
-    lines += _section("Parts", ("part", "status", "seconds", "why"),
-                      ((n, p["status"], f"{p['seconds']:.0f}", p["problem"])
-                       for n, p in parts.items()))  # fmt: skip
-    lines += _section("Checks", ("check", "", "found"),
-                      ((c["check"], "ok" if c["passed"] else "**failed**", c["found"])
-                       for one in found.values() for c in one["checks"]))  # fmt: skip
+    lines += _section(
+        "Goals",
+        ("goal", "figure", "verdict"),
+        ((goal["goal"], goal["figure"], goal["verdict"]) for goal in document["goals"]),
+    )
+    lines += _section(
+        "Parts",
+        ("part", "status", "seconds", "why"),
+        ((n, p["status"], f"{p['seconds']:.0f}", p["problem"]) for n, p in parts.items()),
+    )
+    lines += _section(
+        "Checks",
+        ("check", "", "found"),
+        (
+            (c["check"], "ok" if c["passed"] else "**failed**", c["found"])
+            for one in found.values()
+            for c in one["checks"]
+        ),
+    )
     lines += _section("Models", ("model", "is"), found.get("models", {}).get("sources", {}).items())
     lines += _speed([p for one in found.values() for p in one.get("points", [])], document)
     lines += _section(
         "Agreement with PyTorch FP32",
         ("model", "precision", "batch×sequence", "largest error", "allowed", "cosine", "verdict"),
-        ((r["model"], r["precision"], f"{r['batch']}×{r['sequence']}", _figure(r["max_abs"]),
-          _figure(r["limit"]), _figure(r["cosine"], "{:.7f}"), r["problem"] or "ok")
-         for r in found.get("agreement", {}).get("agreements", [])),
-    )  # fmt: skip
+        (
+            (
+                r["model"],
+                r["precision"],
+                f"{r['batch']}×{r['sequence']}",
+                _figure(r["max_abs"]),
+                _figure(r["limit"]),
+                _figure(r["cosine"], "{:.7f}"),
+                r["problem"] or "ok",
+            )
+            for r in found.get("agreement", {}).get("agreements", [])
+        ),
+    )
     lines += _section(
         "Placement",
         ("model", "precision", "on the provider", "for shapes on the CPU", "fell", "copies"),
-        ((r["model"], r["precision"], str(r["on the head"]), str(len(r["on the cpu"])),
-          ", ".join(node["name"] for node in r["fallen"]) or "none", str(len(r["copies"])))
-         for r in found.get("placement", {}).get("placed", [])),
-    )  # fmt: skip
+        (
+            (
+                r["model"],
+                r["precision"],
+                str(r["on the head"]),
+                str(len(r["on the cpu"])),
+                ", ".join(node["name"] for node in r["fallen"]) or "none",
+                str(len(r["copies"])),
+            )
+            for r in found.get("placement", {}).get("placed", [])
+        ),
+    )
     lines += _images(found.get("convolutions", {}))
     flavors = found.get("tensorrt", {}).get("flavors", {})
-    lines += _section("TensorRT", ("flavor", "outcome"),
-                      ((name, one["outcome"]) for name, one in flavors.items()))  # fmt: skip
+    lines += _section(
+        "TensorRT", ("flavor", "outcome"), ((name, one["outcome"]) for name, one in flavors.items())
+    )
     notes = [(name, note) for name, one in found.items() for note in one["notes"]]
     lines += _section("Left out, and notes", ("part", "note"), notes)
     return "\n".join(lines) + "\n"
@@ -59,9 +87,11 @@ def page(document: Document) -> str:
 def _head(document: Document) -> Iterator[str]:
     machine = document["machine"]
     tools = ", ".join(f"{name} {version}" for name, version in machine["tools"].items())
-    gpus = ", ".join(f"{gpu['name']} (compute capability {gpu['compute_capability']}, "
-                     f"{gpu['memory_total_bytes'] / 1e9:.0f} GB)"
-                     for gpu in machine["gpus"])  # fmt: skip
+    gpus = ", ".join(
+        f"{gpu['name']} (compute capability {gpu['compute_capability']}, "
+        f"{gpu['memory_total_bytes'] / 1e9:.0f} GB)"
+        for gpu in machine["gpus"]
+    )
     if document["dry_run"]:
         yield f"**Every figure is {document['dry_run']}.**"
         yield ""
@@ -84,26 +114,39 @@ def _speed(points: Sequence[Mapping[str, Any]], document: Document) -> Iterator[
     for model in dict.fromkeys(point["model"] for point in points):
         for place in ("host", "device"):
             mine = [point for point in points if point["model"] == model]
-            sides = list(dict.fromkeys(
-                name.removesuffix(f", {place}") for point in mine for name in point["latency"]
-                if name.endswith(f", {place}")
-            ))  # fmt: skip
+            sides = list(
+                dict.fromkeys(
+                    name.removesuffix(f", {place}")
+                    for point in mine
+                    for name in point["latency"]
+                    if name.endswith(f", {place}")
+                )
+            )
             rows = []
             for point in sorted(mine, key=lambda p: (p["sequence"], p["batch"])):
                 medians = {s: point["latency"].get(f"{s}, {place}") for s in sides}
-                rows.append((
-                    f"{point['batch']}×{point['sequence']}",
-                    *(_ms(one) for one in medians.values()),
-                    _beside(point, place),
-                ))  # fmt: skip
+                rows.append(
+                    (
+                        f"{point['batch']}×{point['sequence']}",
+                        *(_ms(one) for one in medians.values()),
+                        _beside(point, place),
+                    )
+                )
             title = f"FP16 {model}, {'host to host' if place == 'host' else 'on the device'}"
             note = f", {document['dry_run']}" if document["dry_run"] else ""
-            yield from _section(f"{title}, median in ms{note}",
-                                ("batch×sequence", *sides, "our fastest is"), rows)  # fmt: skip
-    compiled = [(p["model"], f"{p['batch']}×{p['sequence']}", p["compile"].get("mode", "none"),
-                 _figure(p["compile"].get("seconds"), "{:.1f}"),
-                 "; ".join(p["compile"].get("tried", []))
-                 or p["left out"].get("torch.compile", "")) for p in points]  # fmt: skip
+            yield from _section(
+                f"{title}, median in ms{note}", ("batch×sequence", *sides, "our fastest is"), rows
+            )
+    compiled = [
+        (
+            p["model"],
+            f"{p['batch']}×{p['sequence']}",
+            p["compile"].get("mode", "none"),
+            _figure(p["compile"].get("seconds"), "{:.1f}"),
+            "; ".join(p["compile"].get("tried", [])) or p["left out"].get("torch.compile", ""),
+        )
+        for p in points
+    ]
     yield from _section(
         "torch.compile", ("model", "batch×sequence", "mode", "seconds", "not taken"), compiled
     )
@@ -131,8 +174,11 @@ def _images(found: Mapping[str, Any]) -> Iterator[str]:
     columns = [f"{name}, {what}" for name in searches for what in ("first run", "steady")]
     rows = []
     for index, (height, width) in enumerate(found["images"]):
-        cells = [_figure(dict(enumerate(one[key])).get(index))
-                 for one in searches.values() for key in ("first_ms", "ms")]  # fmt: skip
+        cells = [
+            _figure(dict(enumerate(one[key])).get(index))
+            for one in searches.values()
+            for key in ("first_ms", "ms")
+        ]
         rows.append((f"{height}×{width}", *cells))
     totals = [_figure(sum(one[key])) for one in searches.values() for key in ("first_ms", "ms")]
     rows.append(("all", *totals))

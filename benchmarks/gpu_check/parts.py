@@ -74,8 +74,13 @@ def run_parts(
             share = min(later, left * later / (later + part.least_seconds))
             seconds = (left - share) / (len(runs) - place)
             name = f"{part.name} {model}".strip()
-            fields = {**request, "part": part.name, "seconds": seconds, "only_model": model,
-                      "artifacts": artifacts}  # fmt: skip
+            fields = {
+                **request,
+                "part": part.name,
+                "seconds": seconds,
+                "only_model": model,
+                "artifacts": artifacts,
+            }
             outcomes[name] = run_part(name, fields, scratch, module=module)
             found = outcomes[name]["found"]
             if part.name == "models":
@@ -99,10 +104,11 @@ def run_part(
     status: int | None = None
     if seconds > 1:
         with subprocess.Popen(
-            [sys.executable, "-m", module, str(request)], stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", module, str(request)],
+            stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
             start_new_session=True,
-        ) as child:  # fmt: skip
+        ) as child:
             try:
                 status = child.wait(timeout=seconds)
             except subprocess.TimeoutExpired:
@@ -112,8 +118,12 @@ def run_part(
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
     found, problem = _read(result)
-    outcome = {"status": "done", "problem": "", "seconds": time.monotonic() - before,
-               "found": found}  # fmt: skip
+    outcome = {
+        "status": "done",
+        "problem": "",
+        "seconds": time.monotonic() - before,
+        "found": found,
+    }
     if status is None:
         outcome |= {"status": "stopped", "problem": f"it was ended after {max(seconds, 0):.0f} s"}
         if seconds <= 1:
@@ -133,8 +143,11 @@ def failures(outcomes: Mapping[str, Outcome]) -> list[str]:
     for name, outcome in outcomes.items():
         if outcome["problem"]:
             found.append(f"{name}: {outcome['problem']}")
-        found += [f"{check['check']}: {check['found']}"
-                  for check in outcome["found"]["checks"] if not check["passed"]]  # fmt: skip
+        found += [
+            f"{check['check']}: {check['found']}"
+            for check in outcome["found"]["checks"]
+            if not check["passed"]
+        ]
     return found
 
 

@@ -18,8 +18,16 @@ from enginery.runtime.onnxruntime.placement import Placement, read_placement, wi
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.selection import choose_providers
 
-HEAVY = ("MatMul", "Gemm", "Attention", "MultiHeadAttention", "PackedAttention", "Conv",
-         "FusedMatMul", "GroupQueryAttention")  # fmt: skip
+HEAVY = (
+    "MatMul",
+    "Gemm",
+    "Attention",
+    "MultiHeadAttention",
+    "PackedAttention",
+    "Conv",
+    "FusedMatMul",
+    "GroupQueryAttention",
+)
 """Ops that must be there at all, so that an empty record is no success."""
 _SIZES = {"batch": 1, "sequence": 16}
 
@@ -38,8 +46,9 @@ def run(work: Work) -> None:
             with work.step(f"placement of {model} in {precision}"):
                 fp32 = work.artifact(model, "fp32")
                 placed = place(artifact, work.provider, counted_in=fp32 or artifact)
-                work.found["placed"].append({"model": model, "precision": precision,
-                                             **described(placed)})  # fmt: skip
+                work.found["placed"].append(
+                    {"model": model, "precision": precision, **described(placed)}
+                )
                 passed, words = judge(placed)
                 work.check(f"placement of {model} in {precision}", passed=passed, found=words)
 
@@ -72,8 +81,11 @@ def judge(placed: Placement) -> tuple[bool, str]:
     if fallen:
         return False, f"{len(fallen)} compute nodes fell to the CPU: {', '.join(fallen)}"
     if not heavy:
-        return False, f"no matrix product is on {placed.head}: the record of {len(placed.nodes)} "\
-                      "nodes cannot be right"  # fmt: skip
+        return (
+            False,
+            f"no matrix product is on {placed.head}: the record of {len(placed.nodes)} "
+            "nodes cannot be right",
+        )
     on_cpu = [n for n in placed.nodes if n.provider == CPU != placed.head]
     counted = "" if placed.counted else ", told by their ops alone"
     return True, (

@@ -40,12 +40,34 @@ SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
 Point = tuple[int, int]
 """Batch and sequence."""
 
-_SIZES = ((224, 224), (256, 192), (192, 320), (320, 320), (384, 256), (256, 448), (416, 416),
-          (480, 320), (320, 544), (512, 512), (608, 416), (640, 480))  # fmt: skip
-_MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12,
-           "intermediate_size": 1536}  # fmt: skip
-_TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 64}  # fmt: skip
+_SIZES = (
+    (224, 224),
+    (256, 192),
+    (192, 320),
+    (320, 320),
+    (384, 256),
+    (256, 448),
+    (416, 416),
+    (480, 320),
+    (320, 544),
+    (512, 512),
+    (608, 416),
+    (640, 480),
+)
+_MINILM = {
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "intermediate_size": 1536,
+}
+_TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+}
 _TINY_RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
 
 
@@ -76,18 +98,28 @@ def settings_for(*, quick: bool) -> Settings:
     """The sizes of a full run, or those of a dry run on tiny models."""
     if quick:
         return Settings(
-            points=((1, 8), (2, 16)), must_points=1, agreement=((1, 8), (2, 16)),
+            points=((1, 8), (2, 16)),
+            must_points=1,
+            agreement=((1, 8), (2, 16)),
             images=((64, 64), (96, 64)),
-            configs={"minilm": _TINY, "bert-base": {**_TINY, "num_hidden_layers": 3},
-                     CONVOLUTIONS: _TINY_RESNET},
-            max_rounds=6, most_runs=3, point_seconds=60.0, warm_up_seconds=0.1,
+            configs={
+                "minilm": _TINY,
+                "bert-base": {**_TINY, "num_hidden_layers": 3},
+                CONVOLUTIONS: _TINY_RESNET,
+            },
+            max_rounds=6,
+            most_runs=3,
+            point_seconds=60.0,
+            warm_up_seconds=0.1,
             compile_backend="aot_eager",
-        )  # fmt: skip
+        )
     rest = tuple((batch, length) for length in (512, 16, 128) for batch in (1, 32, 8))
     must = ((1, 128), (32, 128))
     return Settings(
-        points=(*must, *(point for point in rest if point not in must)), must_points=2,
-        agreement=((1, 16), (8, 128), (32, 512)), images=_SIZES,
+        points=(*must, *(point for point in rest if point not in must)),
+        must_points=2,
+        agreement=((1, 16), (8, 128), (32, 512)),
+        images=_SIZES,
         # bert-base is transformers' own default, and so is ResNet-50.
         configs={"minilm": _MINILM, "bert-base": {}, CONVOLUTIONS: {}},
-    )  # fmt: skip
+    )

@@ -46,8 +46,10 @@ _FOR_A_POINT = 7.0
 _CAPTURES = 8
 """Shapes that a runner records, see runtime/onnxruntime/binding.py."""
 _WAYS: dict[str, dict[str, Any]] = {
-    PLAIN: {"io_binding": False}, BOUND: {}, GRAPH: {"cuda_graph": True},
-}  # fmt: skip
+    PLAIN: {"io_binding": False},
+    BOUND: {},
+    GRAPH: {"cuda_graph": True},
+}
 
 
 class Runners:
@@ -90,8 +92,10 @@ def run(work: Work) -> None:
     if artifact is None:
         return
     source = Path(work.artifacts[model]["source"])
-    models = {side: pytorch.load_text_model(source, attention, "fp16", work.device)
-              for side, attention in ((EAGER, "eager"), (SDPA, "sdpa"))}  # fmt: skip
+    models = {
+        side: pytorch.load_text_model(source, attention, "fp16", work.device)
+        for side, attention in ((EAGER, "eager"), (SDPA, "sdpa"))
+    }
     compiler = Compiler(work.settings.compile_backend)
     runners = Runners(work, artifact)
     for index, point in enumerate(work.settings.points):
@@ -99,15 +103,18 @@ def run(work: Work) -> None:
         must = index < work.settings.must_points
         if work.left() < _FOR_A_POINT / 2 and index:
             rest = work.settings.points[index:]
-            work.note(f"{model}: {len(rest)} points left out, the time is spent: "
-                      + ", ".join(f"{b}×{s}" for b, s in rest))  # fmt: skip
+            work.note(
+                f"{model}: {len(rest)} points left out, the time is spent: "
+                + ", ".join(f"{b}×{s}" for b, s in rest)
+            )
             break
         with work.step(f"speed of {model} at {point[0]}×{point[1]}"):
             # Points that have goals of their own go before the others: those may be left out.
             others = work.settings.must_points - index - 1 if must else left_after
             seconds = work.left() - (1 + others) * (1.0 if work.quick else _FOR_A_POINT)
-            _measure(work, model, artifact, runners, models, compiler, point,
-                     compile_seconds=seconds)  # fmt: skip
+            _measure(
+                work, model, artifact, runners, models, compiler, point, compile_seconds=seconds
+            )
 
 
 def _measure(
@@ -122,8 +129,13 @@ def _measure(
     compile_seconds: float,
 ) -> None:
     feeds = _full_rows(artifact, point)
-    found: dict[str, Any] = {"model": model, "batch": point[0], "sequence": point[1],
-                             "left out": {}, "compile": {}}  # fmt: skip
+    found: dict[str, Any] = {
+        "model": model,
+        "batch": point[0],
+        "sequence": point[1],
+        "left out": {},
+        "compile": {},
+    }
     sides = dict(models)
     try:
         compiled = compiler.compile(models[SDPA], feeds, work.device, seconds=compile_seconds)
@@ -131,8 +143,11 @@ def _measure(
         _leave_out(work, found, COMPILED, error, ours_fails=False)
     else:
         sides[COMPILED] = compiled.model
-        found["compile"] = {"mode": compiled.mode, "seconds": compiled.seconds,
-                            "tried": list(compiled.tried)}  # fmt: skip
+        found["compile"] = {
+            "mode": compiled.mode,
+            "seconds": compiled.seconds,
+            "tried": list(compiled.tried),
+        }
     contenders = [
         *ours(runners.for_a_shape(found), feeds, work.device),
         *theirs(sides, feeds, work.device),
@@ -140,8 +155,9 @@ def _measure(
     rounds = _take_turns(work, found, contenders)
     _evaluate(found, contenders, rounds)
     work.found["points"].append(found)
-    medians = ", ".join(f"{name} {latency['median_ms']:.3f} ms"
-                        for name, latency in found["latency"].items())  # fmt: skip
+    medians = ", ".join(
+        f"{name} {latency['median_ms']:.3f} ms" for name, latency in found["latency"].items()
+    )
     print(f"speed: {model} at {point[0]}×{point[1]}: {medians}", flush=True)
     work.save()
 
@@ -155,13 +171,19 @@ def _take_turns(work: Work, found: dict[str, Any], contenders: list[Contender]) 
         try:
             warm = warm_up(contender.run, max_seconds=settings.warm_up_seconds)
         except Exception as error:
-            _leave_out(work, found, contender.name, error,
-                       ours_fails=contender.ours and work.on_gpu)  # fmt: skip
+            _leave_out(
+                work, found, contender.name, error, ours_fails=contender.ours and work.on_gpu
+            )
             continue
         runs[contender.name] = min(runs_in_turn(warm.typical_ms), settings.most_runs)
         turns[contender.name] = lambda count, run=contender.run: take_turn(run, runs=count)
-    limits = Limits(CONFIDENCE, 0.01, settings.min_rounds, settings.max_rounds,
-                    min(settings.point_seconds, max(1.0, work.left() - 5.0)))  # fmt: skip
+    limits = Limits(
+        CONFIDENCE,
+        0.01,
+        settings.min_rounds,
+        settings.max_rounds,
+        min(settings.point_seconds, max(1.0, work.left() - 5.0)),
+    )
     began = time.monotonic()
     # Each turn collects garbage before it. With torch's and the compiler's objects set aside that
     # takes a millisecond and not a tenth of a second, which is more than most turns.
@@ -177,18 +199,31 @@ def _take_turns(work: Work, found: dict[str, Any], contenders: list[Contender]) 
 
 def _evaluate(found: dict[str, Any], contenders: list[Contender], rounds: Rounds) -> None:
     """Each one's latency, and each of ours beside each of PyTorch's in the same place."""
-    found["latency"] = {name: asdict(latency(turns, confidence=CONFIDENCE))
-                        for name, turns in rounds.turns.items()}  # fmt: skip
+    found["latency"] = {
+        name: asdict(latency(turns, confidence=CONFIDENCE)) for name, turns in rounds.turns.items()
+    }
     there = [contender for contender in contenders if contender.name in rounds.turns]
     found["ratios"] = [
-        {"place": place, "ours": mine.side, "theirs": other.side,
-         **asdict(compare(rounds.turns[other.name], rounds.turns[mine.name],
-                          confidence=CONFIDENCE, smallest=SMALLEST,
-                          names=(mine.name, other.name)))}
+        {
+            "place": place,
+            "ours": mine.side,
+            "theirs": other.side,
+            **asdict(
+                compare(
+                    rounds.turns[other.name],
+                    rounds.turns[mine.name],
+                    confidence=CONFIDENCE,
+                    smallest=SMALLEST,
+                    names=(mine.name, other.name),
+                )
+            ),
+        }
         for place in PLACES
-        for mine in there if mine.ours and mine.place == place
-        for other in there if not other.ours and other.place == place
-    ]  # fmt: skip
+        for mine in there
+        if mine.ours and mine.place == place
+        for other in there
+        if not other.ours and other.place == place
+    ]
 
 
 def _leave_out(

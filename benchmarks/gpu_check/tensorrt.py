@@ -78,8 +78,9 @@ def _refusal(work: Work, onnx: Artifact, flavor: Flavor, gpu: CudaGpu) -> str:
     """The words in which the build stage refuses; a build that comes about is a failed check."""
     name = f"{flavor.title} refuses {gpu.name}"
     try:
-        build_engine(onnx, flavor=flavor.name, capability="current",
-                     profile=("batch=1,sequence=16",))  # fmt: skip
+        build_engine(
+            onnx, flavor=flavor.name, capability="current", profile=("batch=1,sequence=16",)
+        )
     except ProviderError as error:
         work.check(name, passed=gpu.compute_capability in error.message, found=error.message)
         return f"refused: {error.message}"
@@ -93,9 +94,11 @@ def _build_and_run(work: Work, onnx: Artifact, flavor: Flavor, found: dict[str, 
     fp16 = optimize_model(onnx, target="tensorrt", precision="fp16")
     before = time.monotonic()
     built = build_engine(
-        fp16, flavor=flavor.name, capability="current",
+        fp16,
+        flavor=flavor.name,
+        capability="current",
         profile=(f"batch=1:{rows}:{rows},sequence={points[0][1]}:{length}:{length}",),
-    )  # fmt: skip
+    )
     found["build_seconds"] = time.monotonic() - before
     work.save()
     least = Tolerance.for_precision("fp16").min_cosine

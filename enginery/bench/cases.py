@@ -136,10 +136,13 @@ def _no_dim(subject: Subject, name: str, fixed: Mapping[str, int]) -> OptionErro
     return OptionError(
         f"option '{name}': {subject.name} has no free dim '{name}', {found}: {inputs}.",
         do=f"Leave --{name} out"
-        + (f", or size its other dims: --shape {','.join(f'{n}=SIZE' for n in others)}"
-           if others else "")
+        + (
+            f", or size its other dims: --shape {','.join(f'{n}=SIZE' for n in others)}"
+            if others
+            else ""
+        )
         + ".",
-    )  # fmt: skip
+    )
 
 
 def _read_shape(text: str, subject: Subject) -> dict[str, int]:

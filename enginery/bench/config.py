@@ -99,8 +99,12 @@ def check_options(config: BenchConfig) -> None:
     """Raises OptionError for a value that nothing can be measured with."""
     contender_names(config)
     for name, least in (
-        ("threads", 0), ("rows", 1), ("min_rounds", 1), ("multiple", 1), ("seed", 0),
-    ):  # fmt: skip
+        ("threads", 0),
+        ("rows", 1),
+        ("min_rounds", 1),
+        ("multiple", 1),
+        ("seed", 0),
+    ):
         if getattr(config, name) < least:
             found = getattr(config, name)
             raise OptionError(f"option '{name}' is {found}, expected {least} or more.", option=name)
@@ -112,9 +116,13 @@ def check_options(config: BenchConfig) -> None:
             f"--max-rounds {max(1, config.max_rounds)}",
             option="min_rounds" if config.max_rounds == BenchConfig.max_rounds else "max_rounds",
         )
-    for name, low, high in (("confidence", 0.5, 1.0), ("precision", 0.0, 1.0),
-                            ("smallest_difference", -1e-9, 1.0), ("max_seconds", 0.0, 1e6),
-                            ("warm_up_seconds", 0.0, 1e6)):  # fmt: skip
+    for name, low, high in (
+        ("confidence", 0.5, 1.0),
+        ("precision", 0.0, 1.0),
+        ("smallest_difference", -1e-9, 1.0),
+        ("max_seconds", 0.0, 1e6),
+        ("warm_up_seconds", 0.0, 1e6),
+    ):
         if not low < getattr(config, name) < high:
             found = getattr(config, name)
             raise OptionError(

@@ -79,9 +79,11 @@ def providers_of(config: BenchConfig) -> tuple[ProviderSpec, ...]:
     """
     specs = parse_providers(config.provider, config.provider_option, default="cpu")
     check_run_options(
-        specs, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
+        specs,
+        io_binding=config.io_binding,
+        cuda_graph=config.cuda_graph,
         shrink_arena=config.shrink_arena,
-    )  # fmt: skip
+    )
     return specs
 
 
@@ -125,7 +127,10 @@ def plan_contenders(
         device = _device(head)
         plans.append(
             Plan(
-                name, kind, subject.name, asked,
+                name,
+                kind,
+                subject.name,
+                asked,
                 providers=providers,
                 device=device,
                 io_binding=config.io_binding,
@@ -133,7 +138,7 @@ def plan_contenders(
                 shrink_arena=config.shrink_arena,
                 buckets=buckets,
             )
-        )  # fmt: skip
+        )
 
     for subject in subjects:
         add(OURS, subject, asked=True)

@@ -51,8 +51,14 @@ class Contestant:
 
     def answer(self, command: Mapping[str, Any]) -> Answer:
         """Does what a command says; raises EngineryError where it cannot be done."""
-        does = {"load": self.load, "prepare": self.prepare, "turn": self.turn,
-                "copies": self.copies, "energy": self.energy, "memory": self.memory}  # fmt: skip
+        does = {
+            "load": self.load,
+            "prepare": self.prepare,
+            "turn": self.turn,
+            "copies": self.copies,
+            "energy": self.energy,
+            "memory": self.memory,
+        }
         return does[command["do"]](command)
 
     def load(self, command: Mapping[str, Any]) -> Answer:
@@ -62,10 +68,14 @@ class Contestant:
         self._device_id = int(command["plan"]["device"].partition(":")[2] or 0)
         before = time.perf_counter()
         self._opened = open_contender(
-            command["plan"], artifact, artifact.graph(command["graph"]),
-            threads=command["threads"], allow_fallback=command["allow_fallback"],
-            trust_remote_code=command["trust_remote_code"], allow_pickle=command["allow_pickle"],
-        )  # fmt: skip
+            command["plan"],
+            artifact,
+            artifact.graph(command["graph"]),
+            threads=command["threads"],
+            allow_fallback=command["allow_fallback"],
+            trust_remote_code=command["trust_remote_code"],
+            allow_pickle=command["allow_pickle"],
+        )
         loaded = time.perf_counter()
         return {
             "start_seconds": before - _STARTED,

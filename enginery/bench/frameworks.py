@@ -192,9 +192,13 @@ class OptimumModel:
                 f"optimum runs {artifact.path} on {', '.join(found)}, not on {provider}."
             )
         self.providers = [
-            {"name": name, "reason": REQUESTED if name == provider else "added by Optimum",
-             "options": given if name == provider else {}} for name in found
-        ]  # fmt: skip
+            {
+                "name": name,
+                "reason": REQUESTED if name == provider else "added by Optimum",
+                "options": given if name == provider else {},
+            }
+            for name in found
+        ]
         self.tools = {**runtime_version(), **tool_versions(["optimum", "optimum-onnx", "torch"])}
         whose = ", its default" if io_binding else ", as requested"
         self.notes = [f"IOBinding {'on' if self._model.use_io_binding else 'off'}{whose}"]

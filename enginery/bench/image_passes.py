@@ -94,10 +94,12 @@ def measure_images(
         shapes=len({tuple(shape) for shape in shapes}),
         prepare_ms=median(prepare_ms),
         first_total_ms={name: sum(first[name]) for name in kept},
-        totals={name: latency(turns, confidence=config.confidence)
-                for name, turns in rounds.turns.items()},
+        totals={
+            name: latency(turns, confidence=config.confidence)
+            for name, turns in rounds.turns.items()
+        },
         comparisons=comparisons(rounds.turns, plans_of(contenders), config),
         passes=max(len(turns) for turns in rounds.turns.values()),
         layout=inputs.layout,
         problems=problems | rounds.failed,
-    )  # fmt: skip
+    )

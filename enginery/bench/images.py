@@ -87,9 +87,14 @@ class ImageInputs:
 
     def _pixels(self, image: Image, name: str) -> NDArray[Any]:
         dims: dict[str, int | str] = dict(
-            zip(("batch", "channels", "height", "width") if self.layout == "first"
-                else ("batch", "height", "width", "channels"), self.spec.dims, strict=True)
-        )  # fmt: skip
+            zip(
+                ("batch", "channels", "height", "width")
+                if self.layout == "first"
+                else ("batch", "height", "width", "channels"),
+                self.spec.dims,
+                strict=True,
+            )
+        )
         channels = dims["channels"] if isinstance(dims["channels"], int) else 3
         sizes = {"width": image.width, "height": image.height}
         for side, size in sizes.items():

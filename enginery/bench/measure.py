@@ -34,8 +34,13 @@ Contenders = Mapping[str, Contender]
 
 def limits_of(config: BenchConfig) -> Limits:
     """When the rounds of a shape end."""
-    return Limits(config.confidence, config.precision, config.min_rounds, config.max_rounds,
-                  config.max_seconds)  # fmt: skip
+    return Limits(
+        config.confidence,
+        config.precision,
+        config.min_rounds,
+        config.max_rounds,
+        config.max_seconds,
+    )
 
 
 def may_fail(contenders: Contenders) -> set[str]:

@@ -123,11 +123,16 @@ class OurRunner:
         allow_fallback: bool,
     ) -> None:
         self._runner = OrtRunner(
-            artifact, graph=record.file, providers=providers_of_plan(plan),
-            allow_fallback=allow_fallback, threads=threads, io_binding=plan["io_binding"],
-            cuda_graph=plan["cuda_graph"], shrink_arena=plan["shrink_arena"],
+            artifact,
+            graph=record.file,
+            providers=providers_of_plan(plan),
+            allow_fallback=allow_fallback,
+            threads=threads,
+            io_binding=plan["io_binding"],
+            cuda_graph=plan["cuda_graph"],
+            shrink_arena=plan["shrink_arena"],
             buckets=plan["buckets"],
-        )  # fmt: skip
+        )
         self._cuda_graph = bool(plan["cuda_graph"])
         self._smallest: Feeds | None = None
         self.providers = [asdict(provider) for provider in self._runner.providers]
@@ -180,9 +185,12 @@ class BareSession:
         allow_fallback: bool,
     ) -> None:
         chosen, engines = choose_with_engines(
-            artifact, record, providers_of_plan(plan),
-            allow_fallback=allow_fallback, allow_build=False,
-        )  # fmt: skip
+            artifact,
+            record,
+            providers_of_plan(plan),
+            allow_fallback=allow_fallback,
+            allow_build=False,
+        )
         paths: list[Path] = [wrapper_of(engine) for engine in engines]
         paths = paths or [artifact.path / record.file]
         self._record = record

@@ -31,9 +31,12 @@ def comparisons(
             if name == base or pair in found or not belong(plans[name], plans[base]):
                 continue
             found[pair] = compare(
-                turns[base], turns[name], confidence=config.confidence,
-                smallest=config.smallest_difference, names=(name, base),
-            )  # fmt: skip
+                turns[base],
+                turns[name],
+                confidence=config.confidence,
+                smallest=config.smallest_difference,
+                names=(name, base),
+            )
     return list(found.values())
 
 

@@ -103,8 +103,9 @@ def run(
         tempfile.TemporaryDirectory(prefix="enginery-bench-") as scratch,
         _started(plans, by_name, config, left_out, Path(scratch), progress) as contenders,
     ):
-        with progress.task("measuring", total=len(cases) or len(inputs.files if inputs else ())) \
-                as advance:  # fmt: skip
+        with progress.task(
+            "measuring", total=len(cases) or len(inputs.files if inputs else ())
+        ) as advance:
             if inputs:
                 images = measure_images(inputs, contenders, config, Path(scratch), advance)
             for case in cases:

@@ -23,8 +23,10 @@ from enginery.core.reports import SubjectRecord
 from enginery.core.shapes import Dim, TensorSpec, canonical_dim
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
 
-_IMAGE_AXES = {"first": ("batch", "channels", "height", "width"),
-               "last": ("batch", "height", "width", "channels")}  # fmt: skip
+_IMAGE_AXES = {
+    "first": ("batch", "channels", "height", "width"),
+    "last": ("batch", "height", "width", "channels"),
+}
 _CHANNELS = (1, 3, 4)
 
 
@@ -139,9 +141,16 @@ def artifact_of_file(path: Path) -> Artifact:
     )
     source = SourceRecord(kind="onnx", id=str(path), revision="", sha256="", files={})
     manifest = Manifest(
-        source=source, task="unknown", model_type="unknown", library="",
-        precision=_precision(record), target="onnx", graphs=(record,), stages=(), files={},
-    )  # fmt: skip
+        source=source,
+        task="unknown",
+        model_type="unknown",
+        library="",
+        precision=_precision(record),
+        target="onnx",
+        graphs=(record,),
+        stages=(),
+        files={},
+    )
     return Artifact(path.parent, manifest)
 
 

@@ -25,13 +25,26 @@ from enginery.cli.app import Output, application
 from enginery.core.errors import EngineryError, OptionError
 
 COMMANDS = {
-    "export": "making", "optimize": "making", "quantize": "making", "build": "making",
-    "run": "making", "validate": "looking", "lint": "looking", "inspect": "looking",
-    "provider-options": "looking", "doctor": "looking", "bench": "measuring",
-    "report": "measuring", "predict": "predicting", "serve": "serving", "publish": "publishing",
-    "pull": "publishing", "export-triton": "exporting", "export-kserve": "exporting",
+    "export": "making",
+    "optimize": "making",
+    "quantize": "making",
+    "build": "making",
+    "run": "making",
+    "validate": "looking",
+    "lint": "looking",
+    "inspect": "looking",
+    "provider-options": "looking",
+    "doctor": "looking",
+    "bench": "measuring",
+    "report": "measuring",
+    "predict": "predicting",
+    "serve": "serving",
+    "publish": "publishing",
+    "pull": "publishing",
+    "export-triton": "exporting",
+    "export-kserve": "exporting",
     "store": "store",
-}  # fmt: skip
+}
 """Each command, and the module here that adds it."""
 _TERMINATED = 128 + signal.SIGTERM
 

@@ -215,9 +215,13 @@ def show_provider_options(
 
     console = output.console()
     options = provider_options(
-        Artifact.open(artifact), provider, graph=graph, profiles=profile, fp16=fp16,
+        Artifact.open(artifact),
+        provider,
+        graph=graph,
+        profiles=profile,
+        fp16=fp16,
         save_context=save_context,
-    )  # fmt: skip
+    )
     console.json(json.loads(to_json(provider, options)))
     console.line(to_python(provider, options).rstrip())
 

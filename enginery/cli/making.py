@@ -87,9 +87,13 @@ def optimize(
 
     console = output.console()
     made = optimize_model(
-        artifact, out=out, force=force, allow_failed=allow_failed, progress=console,
+        artifact,
+        out=out,
+        force=force,
+        allow_failed=allow_failed,
+        progress=console,
         **options_dict(config),
-    )  # fmt: skip
+    )
     _show_made(console, made, "Optimized")
     verdict = made.manifest.verdict("optimize")
     if verdict and not verdict.passed:

@@ -70,9 +70,11 @@ def ask_child(
         request_file.write_text(json.dumps(request), encoding="utf-8")
         with log.open("w", encoding="utf-8") as stream:
             status = run_child(
-                module, str(request_file), str(result_file),
+                module,
+                str(request_file),
+                str(result_file),
                 heard=lambda line: heard(line) or stream.write(line),
-            )  # fmt: skip
+            )
         found: Answer = {}
         if status == 0 and result_file.is_file():
             found = json.loads(result_file.read_text(encoding="utf-8"))
@@ -97,12 +99,17 @@ def run_child(module: str, *words: str, heard: Callable[[str], object]) -> int:
         held_pipe() as (environment, descriptors),
         subprocess.Popen(
             python_command(module, *words),
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, encoding="utf-8", errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
             # Unbuffered, so that the log has its last words if it crashes.
-            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"}, pass_fds=descriptors,
+            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+            pass_fds=descriptors,
         ) as child,
-    ):  # fmt: skip
+    ):
         try:
             for line in child.stdout or ():
                 heard(line)

@@ -61,8 +61,10 @@ def _short(value: str) -> str:
 
 def option_fields(options: Mapping[str, Any]) -> dict[str, str]:
     """Options as fingerprint fields."""
-    return {name: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-            for name, value in options.items()}  # fmt: skip
+    return {
+        name: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+        for name, value in options.items()
+    }
 
 
 def tool_versions(packages: Iterable[str]) -> dict[str, str]:

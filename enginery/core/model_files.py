@@ -260,10 +260,22 @@ class ModelPart(_Values):
 # Position ids of these start behind the padding index, so that many embeddings are never used.
 # Source: transformers' create_position_ids_from_input_ids in each model's own module.
 _OFFSET_POSITIONS = (
-    "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "longformer", "mpnet", "esm",
-    "roberta-prelayernorm", "data2vec-text", "ibert", "luke", "xmod", "markuplm", "lilt",
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "camembert",
+    "longformer",
+    "mpnet",
+    "esm",
+    "roberta-prelayernorm",
+    "data2vec-text",
+    "ibert",
+    "luke",
+    "xmod",
+    "markuplm",
+    "lilt",
     "layoutlmv3",
-)  # fmt: skip
+)
 _DEFAULT_POSITIONS = 512
 """For a model that has no limit of its own: what nearly every text encoder is trained with."""
 

@@ -41,9 +41,32 @@ Span = tuple[int, int]
 Number = int | float
 
 BITS = {
-    1: 32, 2: 8, 3: 8, 4: 16, 5: 16, 6: 32, 7: 64, 9: 8, 10: 16, 11: 64, 12: 32, 13: 64, 14: 64,
-    15: 128, 16: 16, 17: 8, 18: 8, 19: 8, 20: 8, 21: 4, 22: 4, 23: 4, 24: 8, 25: 2, 26: 2,
-}  # fmt: skip
+    1: 32,
+    2: 8,
+    3: 8,
+    4: 16,
+    5: 16,
+    6: 32,
+    7: 64,
+    9: 8,
+    10: 16,
+    11: 64,
+    12: 32,
+    13: 64,
+    14: 64,
+    15: 128,
+    16: 16,
+    17: 8,
+    18: 8,
+    19: 8,
+    20: 8,
+    21: 4,
+    22: 4,
+    23: 4,
+    24: 8,
+    25: 2,
+    26: 2,
+}
 """Of one element, by TensorProto.DataType; text, which is 8, has no fixed size."""
 _STRUCT = {1: "f", 6: "i", 7: "q", 11: "d"}
 """The types of sizes and scales, as the module struct names them."""
@@ -387,8 +410,11 @@ class _Reader:
         return tensor
 
     def _entry(self, low: int, high: int) -> tuple[str, str]:
-        texts = {n: self._text(start, end) for n, wire, start, end in self._fields(low, high)
-                 if wire == 2}  # fmt: skip
+        texts = {
+            n: self._text(start, end)
+            for n, wire, start, end in self._fields(low, high)
+            if wire == 2
+        }
         return texts.get(1, ""), texts.get(2, "")
 
     def _sparse(self, low: int, high: int) -> Sparse:
@@ -429,8 +455,11 @@ class _Reader:
         dims = []
         for number, wire, start, end in self._fields(low, high):
             if number == 1 and wire == 2:
-                fixed = [_signed(value) for kind, wire2, value, _ in self._fields(start, end)
-                         if kind == 1 and wire2 == 0]  # fmt: skip
+                fixed = [
+                    _signed(value)
+                    for kind, wire2, value, _ in self._fields(start, end)
+                    if kind == 1 and wire2 == 0
+                ]
                 dims.append(fixed[-1] if fixed else -1)
         return dims
 

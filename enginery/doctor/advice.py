@@ -41,14 +41,19 @@ def check_settings(
         if environment.get(ENVIRONMENT, "").strip():
             specs = parse_providers(environment[ENVIRONMENT])
     except EngineryError as error:
-        yield Finding("error", f"{ENVIRONMENT} cannot be used", error.message,
-                      error.do or f"Correct it, or unset {ENVIRONMENT}.")  # fmt: skip
+        yield Finding(
+            "error",
+            f"{ENVIRONMENT} cannot be used",
+            error.message,
+            error.do or f"Correct it, or unset {ENVIRONMENT}.",
+        )
     else:
         yield from _check_gpu(environment, specs, nvidia, providers)
     for advice in (
-        *_check_convolution_search(specs), *_check_threads(environment, specs, machine),
+        *_check_convolution_search(specs),
+        *_check_threads(environment, specs, machine),
         *_check_cpu_limits(machine),
-    ):  # fmt: skip
+    ):
         yield Finding("note", advice.finding, advice.evidence, advice.remedy)
 
 
@@ -64,17 +69,20 @@ def _check_gpu(
     if head in by_name and not by_name[head].runs:
         status = by_name[head]
         yield Finding(
-            "error", f"{ENVIRONMENT} names {specs[0].name if specs else 'cpu'}, which does "
-            "not run here", status.reason, status.remedy or f"Unset {ENVIRONMENT}.",
-        )  # fmt: skip
+            "error",
+            f"{ENVIRONMENT} names {specs[0].name if specs else 'cpu'}, which does not run here",
+            status.reason,
+            status.remedy or f"Unset {ENVIRONMENT}.",
+        )
     running = [short_name(name) for name in _NVIDIA if name in by_name and by_name[name].runs]
     if head == CPU and running and nvidia.gpus:
         said = f"is {environment[ENVIRONMENT]}" if specs else "is not set"
         yield Finding(
-            "note", "there is a GPU, but models run on the CPU unless a command names it",
+            "note",
+            "there is a GPU, but models run on the CPU unless a command names it",
             f"{nvidia.gpus[0].name}, which {' and '.join(running)} can use; {ENVIRONMENT} {said}",
             f"Set {ENVIRONMENT}={running[0]}, or pass --provider {running[0]}.",
-        )  # fmt: skip
+        )
 
 
 def _check_convolution_search(specs: Sequence[ProviderSpec]) -> Iterator[Advice]:
@@ -104,10 +112,11 @@ def _check_threads(
         first = value.partition(",")[0].strip()
         threads = int(first) if first.isascii() and first.isdigit() else 0
         found = too_many_threads(
-            threads, cores,
+            threads,
+            cores,
             evidence=f"{name} is {threads}, on {cores} cores",
             remedy=f"Set {name} to {cores} or fewer, or leave it out.",
-        )  # fmt: skip
+        )
         if found:
             yield found
 

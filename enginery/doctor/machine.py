@@ -52,9 +52,11 @@ def machine_findings(machine: MachineStatus) -> Iterator[Finding]:
     existing = next((p for p in (store, *store.parents) if p.exists()), store)
     if not os.access(existing, os.W_OK):
         yield Finding(
-            "error", "the store is not writable", f"no write permission on {existing}",
+            "error",
+            "the store is not writable",
+            f"no write permission on {existing}",
             "Set ENGINERY_HOME to a directory that you can write to.",
-        )  # fmt: skip
+        )
     for place, free_bytes, remedy in (
         (
             machine.store,
@@ -65,14 +67,16 @@ def machine_findings(machine: MachineStatus) -> Iterator[Finding]:
     ):
         if free_bytes < _LITTLE_DISK_BYTES:
             yield Finding(
-                "warning", f"little disk space at {place}",
+                "warning",
+                f"little disk space at {place}",
                 f"{free_bytes / (1 << 30):.1f} GiB free; a model takes several times its size",
                 remedy,
-            )  # fmt: skip
+            )
     if 0 < machine.memory_available_bytes < _LITTLE_MEMORY_BYTES:
         yield Finding(
-            "warning", "little memory",
+            "warning",
+            "little memory",
             f"{machine.memory_available_bytes / (1 << 30):.1f} GiB available; "
             "an export holds the model about three times",
             "Give the machine or the container more memory.",
-        )  # fmt: skip
+        )

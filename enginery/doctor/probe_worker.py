@@ -37,9 +37,14 @@ _OPSET = 17
 def examine_provider(name: str) -> dict[str, Any]:
     """Probe a provider; return the fields of `ProviderStatus`."""
     status: dict[str, Any] = {
-        "name": name, "compiled": True, "missing": [],
-        "registers": False, "runs": False, "reason": "", "remedy": "",
-    }  # fmt: skip
+        "name": name,
+        "compiled": True,
+        "missing": [],
+        "registers": False,
+        "runs": False,
+        "reason": "",
+        "remedy": "",
+    }
     if found := availability.unavailable_reason(name):
         return status | _unavailable(name, found)
     try:
@@ -66,12 +71,17 @@ def examine_unavailable(names: Sequence[str]) -> list[dict[str, Any]]:
     statuses = []
     for name in names:
         found = availability.unavailable_reason(name)
-        statuses.append({
-            "name": name, "compiled": found is None or _is_built_in(name), "missing": [],
-            "registers": False, "runs": False,
-            "reason": found.reason if found else "it was not tried",
-            "remedy": found.do if found else "",
-        })  # fmt: skip
+        statuses.append(
+            {
+                "name": name,
+                "compiled": found is None or _is_built_in(name),
+                "missing": [],
+                "registers": False,
+                "runs": False,
+                "reason": found.reason if found else "it was not tried",
+                "remedy": found.do if found else "",
+            }
+        )
     return statuses
 
 

@@ -81,16 +81,21 @@ def provider_status(name: str, answer: ProbeResult) -> ProviderStatus:
     if not values:
         log = f" ({answer.log})" if answer.log else ""
         return ProviderStatus(
-            name, compiled=True, missing=(), registers=False, runs=False,
+            name,
+            compiled=True,
+            missing=(),
+            registers=False,
+            runs=False,
             reason=f"{answer.reason}{log}",
             remedy="Reinstall ONNX Runtime and the provider's libraries.",
-        )  # fmt: skip
+        )
     status = ProviderStatus(**{**values, "missing": tuple(values["missing"])})
     if status.runs or status.remedy or not answer.log:
         return status
     # The session was created without the provider; only the log has the reason.
-    return ProviderStatus(**{**values, "missing": status.missing,
-                             "reason": f"{status.reason}: {answer.log}"})  # fmt: skip
+    return ProviderStatus(
+        **{**values, "missing": status.missing, "reason": f"{status.reason}: {answer.log}"}
+    )
 
 
 def absent_statuses(names: Sequence[str], answer: ProbeResult) -> list[ProviderStatus]:
@@ -114,9 +119,11 @@ def provider_findings(
         if status.runs:
             if status.reason:
                 yield Finding(
-                    "warning", f"{short_name(status.name)} runs, but with limitations",
-                    status.reason, status.remedy or "Install cuDNN: pip install nvidia-cudnn-cu13",
-                )  # fmt: skip
+                    "warning",
+                    f"{short_name(status.name)} runs, but with limitations",
+                    status.reason,
+                    status.remedy or "Install cuDNN: pip install nvidia-cudnn-cu13",
+                )
         elif expected or (usable and status.compiled):
             # TensorRT is an extra, so its absence is not an error.
             optional = status.name == TENSORRT and status.missing and not expected

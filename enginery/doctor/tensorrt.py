@@ -35,8 +35,10 @@ def tensorrt_findings(nvidia: NvidiaStatus) -> Iterator[Finding]:
 def _wrong_cuda_version() -> Iterator[Finding]:
     """Report a classic TensorRT for another CUDA major version than onnxruntime's."""
     wanted = cuda_major()
-    names = {(dist.metadata["Name"] or "").lower().replace("_", "-"): dist.version
-             for dist in metadata.distributions()}  # fmt: skip
+    names = {
+        (dist.metadata["Name"] or "").lower().replace("_", "-"): dist.version
+        for dist in metadata.distributions()
+    }
     for name, version in sorted(names.items()):
         family, _, cuda = name.removesuffix("-bindings").removesuffix("-libs").rpartition("-cu")
         if wanted and family == "tensorrt" and cuda.isdigit() and int(cuda) != wanted:

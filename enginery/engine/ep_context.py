@@ -29,9 +29,16 @@ _COMPATIBILITY_INFO = "ep_compatibility_info."  # onnxruntime_ep_device_ep_metad
 _OPSET, _IR_VERSION = 20, 10  # any that ONNX Runtime reads: the wrapper has no standard operators
 _AMPERE_ON = "80+"  # as both providers write it; see ValidateEPCtxNode in both helpers
 _DTYPES = {
-    "float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16", "float64": "DOUBLE",
-    "int8": "INT8", "int32": "INT32", "int64": "INT64", "uint8": "UINT8", "bool": "BOOL",
-}  # fmt: skip
+    "float32": "FLOAT",
+    "float16": "FLOAT16",
+    "bfloat16": "BFLOAT16",
+    "float64": "DOUBLE",
+    "int8": "INT8",
+    "int32": "INT32",
+    "int64": "INT64",
+    "uint8": "UINT8",
+    "bool": "BOOL",
+}
 
 
 def write_wrapper(directory: Path, record: EngineRecord) -> Path:

@@ -121,9 +121,13 @@ def _profiles(
                 do="Set the profiles of each graph with --profile.",
             )
         found, buckets = profiles_from_data(
-            artifact, graphs[0], Path(config.profiles_from).expanduser(), column=config.column,
-            count=config.count, batch=config.batch,
-        )  # fmt: skip
+            artifact,
+            graphs[0],
+            Path(config.profiles_from).expanduser(),
+            column=config.column,
+            count=config.count,
+            batch=config.batch,
+        )
         return {graphs[0].file: found}, buckets
     shapes = (config.min_shapes, config.opt_shapes, config.max_shapes)
     if len(graphs) == 1:

@@ -114,8 +114,11 @@ def _draw(axes: Any, buckets: LengthBuckets) -> None:
             f"to {bucket.longest}: {bucket.padding:.0%} padding",
             ((bucket.shortest - 1 + bucket.longest) / 2, 0.98),
             xycoords=("data", "axes fraction"),
-            rotation=90, ha="center", va="top", fontsize=8,
-        )  # fmt: skip
+            rotation=90,
+            ha="center",
+            va="top",
+            fontsize=8,
+        )
     axes.bar(np.arange(len(bars)) * width, bars, width, align="edge", color="0.25", zorder=2)
     axes.set(
         xlim=(0, max(longest, len(bars) * width)),

@@ -72,17 +72,20 @@ def fingerprint(source: Artifact, config: BuildConfig, requested: RequestedEngin
         {
             "artifact": source.content_sha256(),
             # Verdicts are part of the new artifact.
-            "verdicts": ", ".join(f"{v.stage} {v.key[:16]} {v.passed}" for v in
-                                  source.manifest.verdicts) or "none",
+            "verdicts": ", ".join(
+                f"{v.stage} {v.key[:16]} {v.passed}" for v in source.manifest.verdicts
+            )
+            or "none",
             "reports": _reports_sha256(source),
             "other engines": ", ".join(sorted(others)) or "none",
             **engines,
-            "profiles from": f"{requested.data_sha256} {config.column}" if requested.buckets
+            "profiles from": f"{requested.data_sha256} {config.column}"
+            if requested.buckets
             else "none",
             "allow partitions": str(config.allow_partitions).lower(),
             "stage version": STAGE_VERSION,
         },
-    )  # fmt: skip
+    )
 
 
 def _reports_sha256(source: Artifact) -> str:
@@ -143,8 +146,9 @@ def run(
         if request.graph.file not in refused:
             found = obtain_engine(source, request, config, force=force, progress=progress)
             engines[request.directory] = found
-    earlier = [Engine.open(path) for path in engine_directories(source.path)
-               if path.name not in engines]  # fmt: skip
+    earlier = [
+        Engine.open(path) for path in engine_directories(source.path) if path.name not in engines
+    ]
     with staging(out) as directory:
         _copy(source, directory)
         for engine, _ in engines.values():
@@ -163,11 +167,13 @@ def run(
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - started, 3),
             peak_rss_bytes=max(
-                [peak_rss_bytes(), *(e.record.peak_rss_bytes for e, built in engines.values()
-                                     if built)]
+                [
+                    peak_rss_bytes(),
+                    *(e.record.peak_rss_bytes for e, built in engines.values() if built),
+                ]
             ),
             notes=(report.summary, *report.notes),
-        )  # fmt: skip
+        )
         others = [stage for stage in source.manifest.stages if stage.key != key.key]
         manifest = source.manifest.model_copy(update={"stages": (*others, record)})
         commit_artifact(directory, manifest)

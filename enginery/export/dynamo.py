@@ -132,10 +132,13 @@ def _trace(
     outputs = [name for name, value in found.items() if isinstance(value, torch.Tensor)]
     # The position embeddings of most vision models fix height and width.
     dynamic = tuple(
-        {axis: torch.export.Dim(dim) for axis, dim in enumerate(spec.dims)
-         if dim in ("batch", "sequence")}
+        {
+            axis: torch.export.Dim(dim)
+            for axis, dim in enumerate(spec.dims)
+            if dim in ("batch", "sequence")
+        }
         for spec in inputs
-    )  # fmt: skip
+    )
     size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     try:
         with warnings.catch_warnings():

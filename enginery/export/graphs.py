@@ -44,8 +44,12 @@ _DTYPES = {
 # The outputs from which the result of a task is read. Other tasks may have any outputs.
 _TASK_OUTPUTS = {
     "feature-extraction": (
-        "last_hidden_state", "sentence_embedding", "token_embeddings", "pooler_output",
-        "image_embeds", "text_embeds",
+        "last_hidden_state",
+        "sentence_embedding",
+        "token_embeddings",
+        "pooler_output",
+        "image_embeds",
+        "text_embeds",
     ),
     "text-classification": ("logits",),
     "token-classification": ("logits",),
@@ -55,7 +59,7 @@ _TASK_OUTPUTS = {
     "audio-classification": ("logits",),
     "text-generation": ("logits",),
     "text-generation-with-past": ("logits",),
-}  # fmt: skip
+}
 
 _SPECS = TypeAdapter(tuple[TensorSpec, ...])
 

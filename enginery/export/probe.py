@@ -82,9 +82,10 @@ def _output_dims(
     true: list[Dim] = []
     for axis, dim in enumerate(dims):
         follows = [
-            name for name, after in varied.items()
+            name
+            for name, after in varied.items()
             if not isinstance(after, str) and after[output][axis] != before[output][axis]
-        ]  # fmt: skip
+        ]
         declared = isinstance(dim, str) and dim != "" and set(dim_terms(dim)) <= set(names)
         if declared:
             true.append(dim)

@@ -78,9 +78,12 @@ def run_on_batches(path: Path, outputs: Sequence[str], batches: Sequence[Feeds])
         for feeds in batches:
             found = trace(cast_feeds(feeds, types))
             results.append(
-                {name: drop_padding(array, feeds) for name, array in found.items()
-                 if array.dtype.kind == "f"}
-            )  # fmt: skip
+                {
+                    name: drop_padding(array, feeds)
+                    for name, array in found.items()
+                    if array.dtype.kind == "f"
+                }
+            )
     return results
 
 

@@ -64,8 +64,12 @@ def find_divergences(
     made = {value.name for node in all_nodes(other) for value in node.outputs}
     nodes = [value.producer() for value in float_tensors(reference.graph)]
     nodes = list(dict.fromkeys(node for node in nodes if node is not None))
-    names = [value.name or "" for node in nodes for value in node.outputs
-             if value.dtype == FLOAT and value.name in made]  # fmt: skip
+    names = [
+        value.name or ""
+        for node in nodes
+        for value in node.outputs
+        if value.dtype == FLOAT and value.name in made
+    ]
     errors: dict[str, float] = {}
     types = input_types(simulated)
     for start in range(0, len(names), _GROUP):
@@ -73,10 +77,15 @@ def find_divergences(
         with GraphTracer(fp32, group) as trace:
             expected = {name: drop_padding(array, feeds) for name, array in trace(feeds).items()}
         with GraphTracer(simulated, group) as trace:
-            found = {name: drop_padding(array, feeds)
-                     for name, array in trace(cast_feeds(feeds, types)).items()}  # fmt: skip
-        errors |= {name: relative_error(found[name], expected[name])
-                   for name in group if expected[name].dtype.kind == "f"}  # fmt: skip
+            found = {
+                name: drop_padding(array, feeds)
+                for name, array in trace(cast_feeds(feeds, types)).items()
+            }
+        errors |= {
+            name: relative_error(found[name], expected[name])
+            for name in group
+            if expected[name].dtype.kind == "f"
+        }
     candidates = []
     for node in nodes:
         inputs = [value.name for value in node.inputs if value is not None]

@@ -50,13 +50,17 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
         )
     for file in files:
         ops = fused_ops(fused / file)
-        found["notes"].append(f"{file}: " + (", ".join(f"{n} {op}" for op, n in ops.items())
-                                             or "no fused ops"))  # fmt: skip
+        found["notes"].append(
+            f"{file}: " + (", ".join(f"{n} {op}" for op, n in ops.items()) or "no fused ops")
+        )
     return found["notes"], int(found["peak_rss_bytes"])
 
 
 def fused_ops(path: Path) -> dict[str, int]:
     """Count the ONNX Runtime ops of a graph by type, in descending order."""
     nodes = load_graph(path).graph.node
-    return dict(Counter(node.op_type for node in nodes if node.domain.startswith("com.microsoft"))
-                .most_common())  # fmt: skip
+    return dict(
+        Counter(
+            node.op_type for node in nodes if node.domain.startswith("com.microsoft")
+        ).most_common()
+    )

@@ -91,17 +91,24 @@ def optimize_graphs(
         out.parent.mkdir(parents=True, exist_ok=True)
         if config.precision != "fp32":
             guard = cast_guarded(
-                fp32, out, config.precision, batches, config,
-                feeds_origin=origin, progress=progress,
-            )  # fmt: skip
+                fp32,
+                out,
+                config.precision,
+                batches,
+                config,
+                feeds_origin=origin,
+                progress=progress,
+            )
             result.records.append(guard)
             result.notes.append(guard.describe())
             data_files = guard.data_files
         elif config.quantize == "dynamic":
             data_files = quantize_dynamically(fp32, out)
             agreements = _compare_graphs(fp32, out, record, batches, _MAX_ERROR_APPROXIMATED)
-            said = "; ".join(f"{a.output}: largest error {a.max_abs:.3g}, cosine {a.cosine:.5f}"
-                             for a in agreements)  # fmt: skip
+            said = "; ".join(
+                f"{a.output}: largest error {a.max_abs:.3g}, cosine {a.cosine:.5f}"
+                for a in agreements
+            )
             result.notes.append(f"{record.file}: dynamic INT8 against FP32: {said}")
         else:
             data_files = write_graph(read_graph(fp32), out)

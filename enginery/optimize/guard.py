@@ -95,8 +95,9 @@ class GuardRecord:
         )
         if self.not_run:
             cast += f", only simulated ({self.not_run})"
-        worst = max(self.agreements, key=lambda a: a.max_abs / a.limit if a.limit else 0.0,
-                    default=None)  # fmt: skip
+        worst = max(
+            self.agreements, key=lambda a: a.max_abs / a.limit if a.limit else 0.0, default=None
+        )
         if self.passed:
             return f"{cast}; {worst.describe() if worst else 'no float outputs'}"
         failed = next(a for a in self.agreements if not a.passed)
@@ -151,9 +152,15 @@ def cast_guarded(
     """
     with tempfile.TemporaryDirectory(prefix="enginery-guard-") as scratch:
         return _cast_guarded(
-            _with_unique_names(fp32, Path(scratch)), out, precision, batches, config, feeds_origin,
-            Path(scratch), progress,
-        )  # fmt: skip
+            _with_unique_names(fp32, Path(scratch)),
+            out,
+            precision,
+            batches,
+            config,
+            feeds_origin,
+            Path(scratch),
+            progress,
+        )
 
 
 def _cast_guarded(
@@ -191,9 +198,12 @@ def _cast_guarded(
     while True:
         _simulate(fp32, simulated, precision, fp32_nodes, config)
         agreements = compare_outputs(
-            expected, run_on_batches(simulated, outputs, batches), tolerance,
-            noise=noise, max_error=limit,
-        )  # fmt: skip
+            expected,
+            run_on_batches(simulated, outputs, batches),
+            tolerance,
+            noise=noise,
+            max_error=limit,
+        )
         unrepaired: list[Divergence] = []
         if all(agreement.passed for agreement in agreements):
             break
@@ -215,9 +225,19 @@ def _cast_guarded(
     else:
         not_run = "ONNX Runtime has no BF16 kernels on the CPU"
     return _record(
-        fp32, precision, feeds_origin, batches, ranges, fp32_nodes, result, rounds, agreements,
-        not_run, unrepaired, data_files,
-    )  # fmt: skip
+        fp32,
+        precision,
+        feeds_origin,
+        batches,
+        ranges,
+        fp32_nodes,
+        result,
+        rounds,
+        agreements,
+        not_run,
+        unrepaired,
+        data_files,
+    )
 
 
 def _with_unique_names(fp32: Path, scratch: Path) -> Path:
@@ -288,8 +308,10 @@ def _record(
     data_files: tuple[str, ...],
 ) -> GuardRecord:
     top = max(ranges, key=lambda name: ranges[name].largest, default="")
-    reasons = {name: fp32_nodes[name].reason if name in fp32_nodes else reason
-               for name, reason in result.kept.items()}  # fmt: skip
+    reasons = {
+        name: fp32_nodes[name].reason if name in fp32_nodes else reason
+        for name, reason in result.kept.items()
+    }
     return GuardRecord(
         graph=fp32.name,
         precision=precision,

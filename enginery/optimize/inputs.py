@@ -116,7 +116,8 @@ def _generated_feeds(artifact: Artifact, record: GraphRecord) -> list[Feeds]:
             sizes[name] = batch if name == "batch" else natural or length
         feeds = make_feeds(record.inputs, sizes, limits, seed=batch, ragged=ragged)
         # A merged decoder selects its branch with a bool input, so each branch runs once.
-        feeds |= {s.name: np.full_like(feeds[s.name], ragged) for s in record.inputs
-                  if s.dtype == "bool"}  # fmt: skip
+        feeds |= {
+            s.name: np.full_like(feeds[s.name], ragged) for s in record.inputs if s.dtype == "bool"
+        }
         batches.append(feeds)
     return batches

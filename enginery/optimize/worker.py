@@ -79,8 +79,9 @@ def handle_request(request: dict[str, Any]) -> dict[str, Any]:
     """Run one request; request and result are JSON data."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they concern third-party code
-        notes = fuse(Path(request["model"]), request["files"], request["level"],
-                     Path(request["out"]))  # fmt: skip
+        notes = fuse(
+            Path(request["model"]), request["files"], request["level"], Path(request["out"])
+        )
     return {"notes": notes, "peak_rss_bytes": peak_rss_bytes()}
 
 

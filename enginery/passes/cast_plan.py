@@ -26,10 +26,22 @@ from enginery.passes.op_types import NO_FLOAT_PORTS, FloatPorts, float_ports, op
 from enginery.passes.positions import find_position_nodes
 
 # Worth a Cast on both sides: they run on tensor cores, or attention kernels are fused from them.
-_HEAVY = frozenset({
-    "MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention", "MultiHeadAttention",
-    "Softmax", "LSTM", "GRU", "QuantizeLinear", "DequantizeLinear",
-})  # fmt: skip
+_HEAVY = frozenset(
+    {
+        "MatMul",
+        "Gemm",
+        "Conv",
+        "ConvTranspose",
+        "Einsum",
+        "Attention",
+        "MultiHeadAttention",
+        "Softmax",
+        "LSTM",
+        "GRU",
+        "QuantizeLinear",
+        "DequantizeLinear",
+    }
+)
 
 
 @dataclass

@@ -13,8 +13,14 @@ from enginery.core.external_data import external_data_files, load_graph
 
 _FLOAT32 = 1
 """onnx.TensorProto.FLOAT"""
-_INTEGER_OPS = ("MatMulInteger", "ConvInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
-                "QAttention", "DynamicQuantizeLSTM")  # fmt: skip
+_INTEGER_OPS = (
+    "MatMulInteger",
+    "ConvInteger",
+    "DynamicQuantizeMatMul",
+    "MatMulIntegerToFloat",
+    "QAttention",
+    "DynamicQuantizeLSTM",
+)
 
 
 def quantize_dynamically(source: Path, out: Path) -> tuple[str, ...]:
@@ -25,11 +31,14 @@ def quantize_dynamically(source: Path, out: Path) -> tuple[str, ...]:
     logging.disable(logging.WARNING)  # it recommends its pre-processing on every call
     try:
         quantize_dynamic(
-            source, out, per_channel=True, weight_type=QuantType.QInt8,
+            source,
+            out,
+            per_channel=True,
+            weight_type=QuantType.QInt8,
             use_external_data_format=bool(external_data_files(source)),
             # ONNX cannot infer the output types of fused ops; they are float32.
             extra_options={"MatMulConstBOnly": True, "DefaultTensorType": _FLOAT32},
-        )  # fmt: skip
+        )
     finally:
         logging.disable(logging.NOTSET)
     return tuple(external_data_files(out))

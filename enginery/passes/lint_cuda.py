@@ -20,9 +20,14 @@ from enginery.passes.lint_graph import (
 )
 
 _CPU_ONLY = (
-    "DynamicQuantizeLinear", "ConvInteger", "QGemm", "MatMulIntegerToFloat",
-    "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QEmbedLayerNormalization",
-)  # fmt: skip
+    "DynamicQuantizeLinear",
+    "ConvInteger",
+    "QGemm",
+    "MatMulIntegerToFloat",
+    "DynamicQuantizeMatMul",
+    "DynamicQuantizeLSTM",
+    "QEmbedLayerNormalization",
+)
 
 
 def operators_on_the_cpu(graph: LintGraph) -> Iterator[LintFinding]:
@@ -30,11 +35,13 @@ def operators_on_the_cpu(graph: LintGraph) -> Iterator[LintFinding]:
     for node in graph.nodes:
         if node.op_type in _CPU_ONLY or str(node.op_type).startswith("QLinear"):
             yield LintFinding(
-                "placement", "warning", label(node),
+                "placement",
+                "warning",
+                label(node),
                 f"{node.op_type} has no CUDA kernel; it runs on the CPU, and its tensors are "
                 "copied to the host and back.",
                 "Use FP16 on CUDA: `enginery optimize --target cuda --precision fp16`.",
-            )  # fmt: skip
+            )
 
 
 def quantized_products(graph: LintGraph) -> Iterator[LintFinding]:
@@ -43,11 +50,13 @@ def quantized_products(graph: LintGraph) -> Iterator[LintFinding]:
         producers = (value.producer() for value in node.inputs[:2] if value is not None)
         if any(producer is not None and producer.op_type == DEQUANTIZE for producer in producers):
             yield LintFinding(
-                "quantization", "warning", label(node),
+                "quantization",
+                "warning",
+                label(node),
                 f"{node.op_type} reads a DequantizeLinear; the CUDA provider dequantizes and "
                 "multiplies in floating point, which is slower than without Q/DQ.",
                 "Run Q/DQ graphs with TensorRT; on CUDA use FP16.",
-            )  # fmt: skip
+            )
 
 
 def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
@@ -58,18 +67,22 @@ def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
     for node in graph.nodes:
         if node.domain not in known and (node.domain, node.op_type) not in local:
             yield LintFinding(
-                "domain", "error", label(node),
+                "domain",
+                "error",
+                label(node),
                 f"{node.domain}::{node.op_type} is neither an ONNX nor an ONNX Runtime operator.",
                 "Replace it, or register the custom operator library that implements it.",
-            )  # fmt: skip
+            )
 
 
 def control_flow(graph: LintGraph) -> Iterator[LintFinding]:
     """Find branches and loops, which prevent CUDA graphs."""
     for node in graph.nodes_of("If", "Loop", "Scan"):
         yield LintFinding(
-            "control-flow", "warning", label(node),
+            "control-flow",
+            "warning",
+            label(node),
             f"{node.op_type} reads its condition on the host, which prevents CUDA graphs.",
             "Export with a constant condition; for a merged decoder, export with "
             "--no-post-process.",
-        )  # fmt: skip
+        )

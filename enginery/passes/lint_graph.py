@@ -20,9 +20,13 @@ MICROSOFT = "com.microsoft"
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
 DYNAMIC_OPERATORS = (
-    "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "MatMulIntegerToFloat",
-    "DynamicQuantizeMatMul", "DynamicQuantizeLSTM",
-)  # fmt: skip
+    "DynamicQuantizeLinear",
+    "MatMulInteger",
+    "ConvInteger",
+    "MatMulIntegerToFloat",
+    "DynamicQuantizeMatMul",
+    "DynamicQuantizeLSTM",
+)
 _QOPERATORS = ("QGemm", "QAttention", "QMoE", "QEmbedLayerNormalization")
 
 

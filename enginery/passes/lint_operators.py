@@ -31,10 +31,28 @@ DOMAIN_REMEDY = (
 
 _PLUGIN_DOMAINS = ("trt.plugins", "nv.plugins")
 # TensorRT's parser only looks at the operator's name and treats these as the standard operators.
-_SAME_NAME = (QUANTIZE, DEQUANTIZE, "Gelu", "LayerNormalization", "RMSNormalization", "Attention",
-              "RotaryEmbedding")  # fmt: skip
-_REFUSED_TYPES = ("INT16", "UINT16", "UINT32", "UINT64", "STRING", "COMPLEX64", "COMPLEX128",
-                  "FLOAT8E5M2", "FLOAT8E4M3FNUZ", "FLOAT8E5M2FNUZ", "UINT4")  # fmt: skip
+_SAME_NAME = (
+    QUANTIZE,
+    DEQUANTIZE,
+    "Gelu",
+    "LayerNormalization",
+    "RMSNormalization",
+    "Attention",
+    "RotaryEmbedding",
+)
+_REFUSED_TYPES = (
+    "INT16",
+    "UINT16",
+    "UINT32",
+    "UINT64",
+    "STRING",
+    "COMPLEX64",
+    "COMPLEX128",
+    "FLOAT8E5M2",
+    "FLOAT8E4M3FNUZ",
+    "FLOAT8E5M2FNUZ",
+    "UINT4",
+)
 
 
 def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
@@ -47,19 +65,24 @@ def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
         name = f"{node.domain}::{node.op_type}"
         if node.domain == MICROSOFT and node.op_type in _SAME_NAME:
             yield LintFinding(
-                "domain", "warning", label(node),
+                "domain",
+                "warning",
+                label(node),
                 f"{name} is ONNX Runtime's operator; TensorRT treats it as ONNX's {node.op_type} "
                 "and ignores the attributes that only ONNX Runtime has.",
                 f"Use ONNX's {node.op_type}.",
-            )  # fmt: skip
+            )
         elif node.op_type not in DYNAMIC_OPERATORS and not is_qoperator(node):
             # ONNX Runtime's integer operators have their own, more specific rules.
             yield LintFinding(
-                "domain", "error", label(node),
+                "domain",
+                "error",
+                label(node),
                 f"{name} is not a standard ONNX operator; TensorRT does not have it.",
-                DOMAIN_REMEDY if node.domain == MICROSOFT else "Replace it with standard ONNX "
-                "operators, or write a TensorRT plugin.",
-            )  # fmt: skip
+                DOMAIN_REMEDY
+                if node.domain == MICROSOFT
+                else "Replace it with standard ONNX operators, or write a TensorRT plugin.",
+            )
 
 
 def control_flow(graph: LintGraph) -> Iterator[LintFinding]:
@@ -68,11 +91,13 @@ def control_flow(graph: LintGraph) -> Iterator[LintFinding]:
         condition = input_at(node, 0)
         if condition is not None and condition.name == "use_cache_branch":
             yield LintFinding(
-                "control-flow", "error", label(node),
+                "control-flow",
+                "error",
+                label(node),
                 "is a merged decoder: its branches return tensors of different shapes, which "
                 "TensorRT does not support.",
                 MERGED_REMEDY,
-            )  # fmt: skip
+            )
         else:
             yield _branches(node)
     for node in graph.nodes_of("Loop", "Scan"):
@@ -81,11 +106,13 @@ def control_flow(graph: LintGraph) -> Iterator[LintFinding]:
 
 def _branches(node: ir.Node) -> LintFinding:
     return LintFinding(
-        "control-flow", "warning", label(node),
+        "control-flow",
+        "warning",
+        label(node),
         f"{node.op_type}: TensorRT requires that its branches return tensors of the same shapes, "
         "and fuses nothing across its boundary.",
         "Export with a constant condition.",
-    )  # fmt: skip
+    )
 
 
 def types(graph: LintGraph) -> Iterator[LintFinding]:
@@ -97,16 +124,20 @@ def types(graph: LintGraph) -> Iterator[LintFinding]:
     for name, dtype in (*named, *casts):
         if dtype == "DOUBLE":
             yield LintFinding(
-                "type", "warning", name,
+                "type",
+                "warning",
+                name,
                 "is FP64; TensorRT computes it in FP32.",
                 "Export in FP32, so that validation checks what will run.",
-            )  # fmt: skip
+            )
         elif dtype in _REFUSED_TYPES:
             yield LintFinding(
-                "type", "error", name,
+                "type",
+                "error",
+                name,
                 f"is {dtype}, which TensorRT does not support.",
                 "Use INT32 or INT64, INT8 with Q/DQ, or a floating-point type.",
-            )  # fmt: skip
+            )
 
 
 def _declared(graph: LintGraph) -> Iterator[ir.Value]:
@@ -129,7 +160,9 @@ def attention_operators(graph: LintGraph) -> Iterator[LintFinding]:
     for node in graph.nodes_of("Attention"):
         if node.domain in STANDARD_DOMAINS and dtype_of(input_at(node, 0)) == "FLOAT":
             yield LintFinding(
-                "attention", "warning", label(node),
+                "attention",
+                "warning",
+                label(node),
                 "is an Attention operator in FP32; TensorRT builds it only in FP16 and BF16.",
                 "Cast the graph: `enginery optimize --target tensorrt --precision fp16`.",
-            )  # fmt: skip
+            )

@@ -26,8 +26,18 @@ from enginery.passes.lint_graph import (
 )
 
 # Operators that gain nothing from INT8, lose precision, or are part of a fusion that Q/DQ prevents.
-_FLOAT_ONLY = ("LayerNormalization", "InstanceNormalization", "GroupNormalization", "Softmax",
-             "Gather", "Where", "Gelu", "Erf", "Tanh", "Sigmoid")  # fmt: skip
+_FLOAT_ONLY = (
+    "LayerNormalization",
+    "InstanceNormalization",
+    "GroupNormalization",
+    "Softmax",
+    "Gather",
+    "Where",
+    "Gelu",
+    "Erf",
+    "Tanh",
+    "Sigmoid",
+)
 
 
 def unpaired_nodes(graph: LintGraph) -> Iterator[LintFinding]:
@@ -37,11 +47,13 @@ def unpaired_nodes(graph: LintGraph) -> Iterator[LintFinding]:
         if other is not None or node.outputs[0].is_graph_output():
             into = f"{other.op_type} {label(other)}" if other else "an output of the graph"
             yield LintFinding(
-                "unpaired", "warning", label(node),
+                "unpaired",
+                "warning",
+                label(node),
                 f"feeds {into} instead of a DequantizeLinear; "
                 "TensorRT builds INT8 layers only from complete Q/DQ pairs.",
                 "Put the DequantizeLinear directly after it.",
-            )  # fmt: skip
+            )
     for node in graph.nodes_of(DEQUANTIZE):
         value = input_at(node, 0)
         producer = value.producer() if value is not None else None
@@ -50,11 +62,13 @@ def unpaired_nodes(graph: LintGraph) -> Iterator[LintFinding]:
         elif not is_constant(value):
             source = f"the output of {producer.op_type}" if producer else "an input of the graph"
             yield LintFinding(
-                "unpaired", "warning", label(node),
+                "unpaired",
+                "warning",
+                label(node),
                 f"reads {source} instead of a QuantizeLinear; "
                 "TensorRT builds INT8 layers only from complete Q/DQ pairs.",
                 "Put the QuantizeLinear directly before it.",
-            )  # fmt: skip
+            )
 
 
 def _differences(quantize: ir.Node, dequantize: ir.Node) -> Iterator[LintFinding]:
@@ -63,17 +77,21 @@ def _differences(quantize: ir.Node, dequantize: ir.Node) -> Iterator[LintFinding
         return
     if first.dtype != second.dtype:
         yield LintFinding(
-            "scale-type", "warning", label(dequantize),
+            "scale-type",
+            "warning",
+            label(dequantize),
             f"its scale is {second.dtype.name}, but that of its QuantizeLinear is "
             f"{first.dtype.name}, so the pair changes the type of the tensor.",
             "Store both scales in the type of the tensor that is quantized.",
-        )  # fmt: skip
+        )
     elif first.shape != second.shape or not np.array_equal(first, second):
         yield LintFinding(
-            "scale", "warning", label(dequantize),
+            "scale",
+            "warning",
+            label(dequantize),
             "its scale differs from that of its QuantizeLinear, so the pair scales the values.",
             "Use the same scale in both.",
-        )  # fmt: skip
+        )
 
 
 def channel_axes(graph: LintGraph) -> Iterator[LintFinding]:
@@ -84,11 +102,13 @@ def channel_axes(graph: LintGraph) -> Iterator[LintFinding]:
             continue
         if _quantized_activation(value):
             yield LintFinding(
-                "channel-axis", "warning", label(node),
+                "channel-axis",
+                "warning",
+                label(node),
                 f"has {scale.size} scales for an activation; TensorRT multiplies in INT8 only with "
                 "one scale, and otherwise in floating point.",
                 "Quantize activations per tensor.",
-            )  # fmt: skip
+            )
             continue
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
         shape = value.shape
@@ -96,22 +116,26 @@ def channel_axes(graph: LintGraph) -> Iterator[LintFinding]:
             continue
         if isinstance(shape[axis], int) and shape[axis] != scale.size:
             yield LintFinding(
-                "channel-axis", "error", label(node),
+                "channel-axis",
+                "error",
+                label(node),
                 f"has {scale.size} scales along axis {axis} of a weight of shape "
                 f"{list(shape)}, expected {shape[axis]}.",
                 "Quantize the weight again.",
-            )  # fmt: skip
+            )
             continue
         for use in node.outputs[0].uses():
             expected = _output_axis(use.node, use.idx, len(shape))
             if expected is not None and axis % len(shape) != expected:
                 yield LintFinding(
-                    "channel-axis", "warning", label(node),
+                    "channel-axis",
+                    "warning",
+                    label(node),
                     f"its scales are along axis {axis} of the weight of {use.node.op_type} "
                     f"{label(use.node)}, which sums over that axis; TensorRT dequantizes the "
                     "weight and multiplies in floating point.",
                     f"Quantize per channel along axis {expected}, or per tensor.",
-                )  # fmt: skip
+                )
 
 
 def _quantized_activation(value: ir.Value) -> bool:
@@ -148,11 +172,13 @@ def misplaced_nodes(graph: LintGraph) -> Iterator[LintFinding]:
         others = [consumer for consumer in consumers if consumer not in PRODUCTS]
         if producer.op_type in PRODUCTS and others:
             yield LintFinding(
-                "output-qdq", "warning", label(node),
+                "output-qdq",
+                "warning",
+                label(node),
                 f"rounds the output of {producer.op_type} to INT8 for {others[0]}; between the two "
                 "products of an attention, this prevents the fused kernel.",
                 "Quantize only inputs: OpTypesToExcludeOutputQuantization of quantize_static.",
-            )  # fmt: skip
+            )
         elif producer.op_type == "Softmax" and others:
             yield _misplaced(node, producer.op_type)
     for node in graph.nodes_of(DEQUANTIZE):
@@ -170,8 +196,10 @@ def _consumer_types(dequantize: ir.Node) -> list[str]:
 
 def _misplaced(node: ir.Node, operator: str) -> LintFinding:
     return LintFinding(
-        "misplaced-qdq", "warning", label(node),
+        "misplaced-qdq",
+        "warning",
+        label(node),
         f"quantizes around {operator}, which TensorRT computes in floating point: "
         "this loses precision and fusions and gains nothing.",
         "Quantize only MatMul, Gemm and Conv: op_types_to_quantize of quantize_static.",
-    )  # fmt: skip
+    )

@@ -52,10 +52,12 @@ def zero_points(graph: LintGraph) -> Iterator[LintFinding]:
             continue
         first = int(values.reshape(-1)[np.flatnonzero(values)[0]])
         yield LintFinding(
-            "zero-point", "error", label(node),
+            "zero-point",
+            "error",
+            label(node),
             f"has the zero point {first} ({values.dtype.name}); TensorRT only accepts 0.",
             SYMMETRIC_REMEDY,
-        )  # fmt: skip
+        )
 
 
 def quantized_biases(graph: LintGraph) -> Iterator[LintFinding]:
@@ -63,20 +65,24 @@ def quantized_biases(graph: LintGraph) -> Iterator[LintFinding]:
     for node in graph.nodes_of(DEQUANTIZE):
         if dtype_of(input_at(node, 0)) == "INT32":
             yield LintFinding(
-                "quantized-bias", "error", label(node),
+                "quantized-bias",
+                "error",
+                label(node),
                 "dequantizes an INT32 bias; TensorRT only dequantizes INT8, INT4, FP8 and FP4.",
                 BIAS_REMEDY,
-            )  # fmt: skip
+            )
 
 
 def dynamic_quantization(graph: LintGraph) -> Iterator[LintFinding]:
     """Find scales that are computed at run time, and integer products."""
     for node in graph.nodes_of(*DYNAMIC_OPERATORS):
         yield LintFinding(
-            "dynamic-quantization", "error", label(node),
+            "dynamic-quantization",
+            "error",
+            label(node),
             f"{node.op_type} belongs to dynamic quantization; TensorRT has no such operator.",
             STATIC_REMEDY,
-        )  # fmt: skip
+        )
 
 
 def integer_operators(graph: LintGraph) -> Iterator[LintFinding]:
@@ -84,10 +90,12 @@ def integer_operators(graph: LintGraph) -> Iterator[LintFinding]:
     for node in graph.nodes:
         if is_qoperator(node):
             yield LintFinding(
-                "qoperator", "error", label(node),
+                "qoperator",
+                "error",
+                label(node),
                 f"{node.op_type} is of the QOperator format; TensorRT requires Q/DQ nodes.",
                 "Quantize with quant_format=QuantFormat.QDQ, or `enginery quantize`.",
-            )  # fmt: skip
+            )
 
 
 def quantized_types(graph: LintGraph) -> Iterator[LintFinding]:
@@ -102,9 +110,12 @@ def quantized_types(graph: LintGraph) -> Iterator[LintFinding]:
             else "TensorRT only supports INT8, INT4, FP8 (E4M3) and FP4."
         )
         yield LintFinding(
-            "quantized-type", "error", label(node), f"quantizes to {dtype}; {consequence}",
+            "quantized-type",
+            "error",
+            label(node),
+            f"quantizes to {dtype}; {consequence}",
             "Quantize activations and weights with QuantType.QInt8.",
-        )  # fmt: skip
+        )
 
 
 def scales(graph: LintGraph) -> Iterator[LintFinding]:
@@ -115,24 +126,30 @@ def scales(graph: LintGraph) -> Iterator[LintFinding]:
         standard = node.domain in STANDARD_DOMAINS
         if dtype in ("FLOAT16", "BFLOAT16") and standard and 0 < graph.opset < 19:
             yield LintFinding(
-                "opset", "error", label(node),
+                "opset",
+                "error",
+                label(node),
                 f"has a {dtype} scale at opset {graph.opset}; ONNX allows it from opset 19 on.",
                 "Export at opset 20: `enginery export --opset 20`.",
-            )  # fmt: skip
+            )
         taken = dtype_of(input_at(node, 0)) if node.op_type == QUANTIZE else ""
         if dtype and taken.startswith(("FLOAT", "BFLOAT")) and taken != dtype:
             yield LintFinding(
-                "scale-type", "error", label(node),
+                "scale-type",
+                "error",
+                label(node),
                 f"quantizes {taken} with a {dtype} scale; ONNX requires the type of the tensor.",
                 f"Store the scale as {taken}.",
-            )  # fmt: skip
+            )
         if (
             value is not None
             and not is_constant(value)
             and producer_type(value) not in DYNAMIC_OPERATORS
         ):
             yield LintFinding(
-                "scale", "warning", label(node),
+                "scale",
+                "warning",
+                label(node),
                 "its scale is computed; TensorRT only uses INT8 kernels with constant scales.",
                 STATIC_REMEDY,
-            )  # fmt: skip
+            )

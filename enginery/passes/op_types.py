@@ -22,10 +22,17 @@ FLOAT = ir.DataType.FLOAT
 MICROSOFT = "com.microsoft"
 
 # The output type of these ops is an attribute.
-_RANDOM_OR_EYE = frozenset({
-    "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
-    "Multinomial", "EyeLike",
-})  # fmt: skip
+_RANDOM_OR_EYE = frozenset(
+    {
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+        "Bernoulli",
+        "Multinomial",
+        "EyeLike",
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,19 @@ _LIMIT = f"but the largest FP16 number is {FP16_MAX:.0f}"
 
 # They compute a mean; a kernel may hold the sum in FP16 before it divides.
 _MEANS = frozenset({"ReduceMean", "GlobalAveragePool", "AveragePool"})
-_NORMS = frozenset({"LayerNormalization", "InstanceNormalization", "GroupNormalization",
-                    "SkipLayerNormalization", "MeanVarianceNormalization"})  # fmt: skip
+_NORMS = frozenset(
+    {
+        "LayerNormalization",
+        "InstanceNormalization",
+        "GroupNormalization",
+        "SkipLayerNormalization",
+        "MeanVarianceNormalization",
+    }
+)
 # They divide by the root of the mean of squares, without subtracting the mean before.
-_SQUARE_NORMS = frozenset({"RMSNormalization", "SimplifiedLayerNormalization",
-                           "SkipSimplifiedLayerNormalization"})  # fmt: skip
+_SQUARE_NORMS = frozenset(
+    {"RMSNormalization", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
+)
 # TensorRT's parser expands them to Exp, ReduceSum and Log, without subtracting the maximum before.
 _LOG_SUMS = frozenset({"ReduceLogSum", "ReduceLogSumExp"})
 # The index of the input whose relative error matters even if its values are small.
@@ -116,9 +124,11 @@ def find_fp32_nodes(graph: ir.Graph, ranges: Mapping[str, TensorRange]) -> dict[
             continue
         for attribute in node.attributes.values():
             for inner in subgraphs_of(attribute):
-                fp32_nodes |= find_fp32_nodes(inner, ranges) if node.op_type == "If" else {
-                    found.node: found for found in _unmeasurable(inner, node)
-                }  # fmt: skip
+                fp32_nodes |= (
+                    find_fp32_nodes(inner, ranges)
+                    if node.op_type == "If"
+                    else {found.node: found for found in _unmeasurable(inner, node)}
+                )
     return fp32_nodes
 
 

@@ -229,10 +229,23 @@ def _quantize_activation(
         value = made[-1].outputs[0]
     scale = _add_initializer(graph, f"{name}/scale", fp16_scale(params.scale).reshape(()))
     zero = _add_initializer(graph, f"{name}/zero_point", scheme.zeros(()))
-    made.append(_node("QuantizeLinear", [value, scale, zero], f"{name}/quantize", like=source,
-                      dtype=scheme.dtype))  # fmt: skip
-    made.append(_node("DequantizeLinear", [made[-1].outputs[0], scale, zero],
-                      f"{name}/dequantize", like=source))  # fmt: skip
+    made.append(
+        _node(
+            "QuantizeLinear",
+            [value, scale, zero],
+            f"{name}/quantize",
+            like=source,
+            dtype=scheme.dtype,
+        )
+    )
+    made.append(
+        _node(
+            "DequantizeLinear",
+            [made[-1].outputs[0], scale, zero],
+            f"{name}/dequantize",
+            like=source,
+        )
+    )
     graph.insert_before(before, made)
     return made[-1].outputs[0]
 
@@ -255,8 +268,12 @@ def _quantize_weight(
     rounded = _add_initializer(graph, f"{layer.name}/weight", numbers)
     scale = _add_initializer(graph, f"{layer.name}/weight_scale", scales)
     zero = _add_initializer(graph, f"{layer.name}/weight_zero_point", scheme.zeros(scales.shape))
-    made = _node("DequantizeLinear", [rounded, scale, zero], f"{layer.name}/dequantize_weight",
-                 attributes={"axis": layer.weight_axis} if scales.ndim else {})  # fmt: skip
+    made = _node(
+        "DequantizeLinear",
+        [rounded, scale, zero],
+        f"{layer.name}/dequantize_weight",
+        attributes={"axis": layer.weight_axis} if scales.ndim else {},
+    )
     made.outputs[0].shape = ir.Shape(weight.shape)
     graph.insert_before(before, made)
     return made.outputs[0]

@@ -194,9 +194,12 @@ def _run_segments(
                 continue
             model, sources = segment_model(proto, segment, fetch, types)
             session = open_in_memory(
-                model.SerializeToString(), path.parent, provider, optimized=False,
+                model.SerializeToString(),
+                path.parent,
+                provider,
+                optimized=False,
                 keep_memory=False,
-            )  # fmt: skip
+            )
             outputs = [output.name for output in model.graph.output]
             for held, feeds in zip(alive, batches, strict=True):
                 found = _run(session, outputs, {name: held[name] for name in segment.inputs}, feeds)

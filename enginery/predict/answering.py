@@ -90,14 +90,21 @@ class Answerer(Closing):
         specs = providers_of(config)
         on_cpu = specs[0].full_name == CPU
         check_run_options(
-            specs, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
+            specs,
+            io_binding=config.io_binding,
+            cuda_graph=config.cuda_graph,
             shrink_arena=config.shrink_arena,
-        )  # fmt: skip
+        )
         self._runner = OrtRunner(
-            artifact, providers=specs, allow_fallback=config.allow_fallback,
-            threads=1 if on_cpu else 0, io_binding=config.io_binding, cuda_graph=config.cuda_graph,
-            shrink_arena=config.shrink_arena, keep_optimized=config.optimized_graph,
-        )  # fmt: skip
+            artifact,
+            providers=specs,
+            allow_fallback=config.allow_fallback,
+            threads=1 if on_cpu else 0,
+            io_binding=config.io_binding,
+            cuda_graph=config.cuda_graph,
+            shrink_arena=config.shrink_arena,
+            keep_optimized=config.optimized_graph,
+        )
         self._pool = RunPool(workers)
         try:
             self._model = WindowModel.open(artifact, self._runner, self._pool, config)
@@ -170,10 +177,14 @@ class Answerer(Closing):
         batch = columns.batch(window.kept, answers, errors)
         bad = min(errors) if errors else None
         counts = Counts(
-            rows=len(window.values), bad_rows=len(errors), truncated=meter.truncated,
-            tokens=meter.tokens, padded_tokens=meter.padded_tokens,
-            encode_seconds=meter.encode_seconds, run_seconds=meter.run_seconds,
-        )  # fmt: skip
+            rows=len(window.values),
+            bad_rows=len(errors),
+            truncated=meter.truncated,
+            tokens=meter.tokens,
+            padded_tokens=meter.padded_tokens,
+            encode_seconds=meter.encode_seconds,
+            run_seconds=meter.run_seconds,
+        )
         first_bad = None if bad is None else (window.first + bad, errors[bad])
         return Answered(window.first, batch, counts, first_bad)
 
@@ -202,9 +213,13 @@ class Answerer(Closing):
         return self._model.dim
 
     def _spread(
-        self, rows: Sequence[int], inputs: Sequence[Any], answers: list[Any],
-        errors: dict[int, str], meter: Meter,
-    ) -> None:  # fmt: skip
+        self,
+        rows: Sequence[int],
+        inputs: Sequence[Any],
+        answers: list[Any],
+        errors: dict[int, str],
+        meter: Meter,
+    ) -> None:
         """Answer all rows at once, or halve them until the bad ones are alone."""
         if not rows:
             return

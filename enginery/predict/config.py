@@ -93,9 +93,16 @@ class PredictConfig:
     def __post_init__(self) -> None:
         """Raises OptionError for a value that no run could have."""
         least = {
-            "top_k": 0, "max_answer_tokens": 1, "workers": 0, "window": 1, "batch_tokens": 1,
-            "batch_rows": 1, "part_rows": 1, "ray_actors": 0, "ray_gpus": 0,
-        }  # fmt: skip
+            "top_k": 0,
+            "max_answer_tokens": 1,
+            "workers": 0,
+            "window": 1,
+            "batch_tokens": 1,
+            "batch_rows": 1,
+            "part_rows": 1,
+            "ray_actors": 0,
+            "ray_gpus": 0,
+        }
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise OptionError(
@@ -122,10 +129,25 @@ class PredictConfig:
 
 
 WITHOUT_EFFECT = (
-    "workers", "window", "batch_tokens", "batch_rows", "part_rows", "part_seconds", "fail_fast",
-    "allow_failed", "provider", "provider_option", "io_binding", "cuda_graph", "shrink_arena",
-    "optimized_graph", "engine", "ray_address", "ray_actors", "ray_gpus",
-)  # fmt: skip
+    "workers",
+    "window",
+    "batch_tokens",
+    "batch_rows",
+    "part_rows",
+    "part_seconds",
+    "fail_fast",
+    "allow_failed",
+    "provider",
+    "provider_option",
+    "io_binding",
+    "cuda_graph",
+    "shrink_arena",
+    "optimized_graph",
+    "engine",
+    "ray_address",
+    "ray_actors",
+    "ray_gpus",
+)
 """Options that do not change an answer beyond its rounding: they are not in the fingerprint. The
 providers are, as they are understood."""
 

@@ -66,9 +66,11 @@ class RayAnswerer(Closing):
         )
         self._place = {"num_cpus": self._cpus, "num_gpus": config.ray_gpus}
         self._given = (
-            str(artifact.path.resolve()), artifact.content_sha256(), self._config,
+            str(artifact.path.resolve()),
+            artifact.content_sha256(),
+            self._config,
             str(base.resolve()),
-        )  # fmt: skip
+        )
         try:
             self._actors = config.ray_actors or room_for(ray, self._cpus, config.ray_gpus)
             look = ray.remote(describe).options(**self._place, max_retries=0)
@@ -122,14 +124,20 @@ class RayAnswerer(Closing):
         with self._settings():
             data = self._ray.data
             windows = data.from_items([0], override_num_blocks=1).map_batches(
-                source, batch_size=1, batch_format="pyarrow", num_cpus=0,
+                source,
+                batch_size=1,
+                batch_format="pyarrow",
+                num_cpus=0,
                 label_selector={"ray.io/node-id": self._node()},
-            )  # fmt: skip
+            )
             answered = windows.map_batches(
-                WindowActor, batch_size=1, batch_format="pyarrow",
+                WindowActor,
+                batch_size=1,
+                batch_format="pyarrow",
                 compute=data.ActorPoolStrategy(min_size=1, max_size=self._actors),
-                fn_constructor_args=(*self._given, columns), **self._place,
-            )  # fmt: skip
+                fn_constructor_args=(*self._given, columns),
+                **self._place,
+            )
             rows = iter(
                 answered.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
             )

@@ -46,9 +46,11 @@ def connect(ray: Any, address: str) -> bool:
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     try:
         ray.init(
-            address=address or "local", include_dashboard=None if address else False,
-            log_to_driver=False, logging_level=logging.ERROR,
-        )  # fmt: skip
+            address=address or "local",
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     except Exception as error:  # Ray raises bare Exception where its node does not come up
         raise _unreachable(address, str(error).partition("\n")[0]) from error
     return True

@@ -59,8 +59,9 @@ class WindowSource:
         reader = self._reader
         try:
             for window in reader.read(self._skip):
-                yield _table({"rows": replace(window, kept=_bytes_of(window.kept)),
-                              "done": reader.done()})  # fmt: skip
+                yield _table(
+                    {"rows": replace(window, kept=_bytes_of(window.kept)), "done": reader.done()}
+                )
         except EngineryError as error:
             yield _table(_problem(error))
 

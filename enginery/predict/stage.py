@@ -159,19 +159,34 @@ def run(
             workers = answerer.workers
         # The session is gone by now: its memory is free for the row groups.
         report = PredictReport(
-            output=str(output), task=artifact.manifest.task, worked=True, counts=journal.counts,
-            resumed_rows=resumed, first_bad=journal.first_bad, workers=workers,
-            providers=providers, notes=notes, boot_seconds=max(first_run - started, 0.0),
-            total_seconds=0.0, peak_rss_bytes=0, fingerprint=key.fields, key=key.key,
-            size_bytes=0, sha256="",
-        )  # fmt: skip
+            output=str(output),
+            task=artifact.manifest.task,
+            worked=True,
+            counts=journal.counts,
+            resumed_rows=resumed,
+            first_bad=journal.first_bad,
+            workers=workers,
+            providers=providers,
+            notes=notes,
+            boot_seconds=max(first_run - started, 0.0),
+            total_seconds=0.0,
+            peak_rss_bytes=0,
+            fingerprint=key.fields,
+            key=key.key,
+            size_bytes=0,
+            sha256="",
+        )
         return _deliver(report, journal, written, output, kind, started)
 
 
 def _deliver(
-    report: PredictReport, journal: Journal, written: AnswerColumns, output: Path,
-    kind: OutputFormat, started: float,
-) -> PredictReport:  # fmt: skip
+    report: PredictReport,
+    journal: Journal,
+    written: AnswerColumns,
+    output: Path,
+    kind: OutputFormat,
+    started: float,
+) -> PredictReport:
     """The output from its parts, then its report, then no parts: in this order, each at once."""
     # From here on the output may be of this run and its report of another: never the other way.
     sidecar(output).unlink(missing_ok=True)

@@ -30,8 +30,11 @@ from enginery.core.errors import InputError
 
 OutputFormat = Literal["parquet", "csv", "jsonl"]
 _SUFFIXES: dict[str, OutputFormat] = {
-    ".parquet": "parquet", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl",
-}  # fmt: skip
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+}
 ASSEMBLED = "assembled"
 _GROUP_BYTES = 8 << 20
 """Of a row group before it is compressed: what is in memory while the output is put together."""
@@ -125,9 +128,12 @@ def _write_parquet(parts: Sequence[Path], stream: IO[bytes], schema: Any) -> Non
     }
     dictionaries = [path for path, kind in compression.items() if kind != "none"]
     with pq.ParquetWriter(
-        stream, schema, compression=compression, use_dictionary=dictionaries,
+        stream,
+        schema,
+        compression=compression,
+        use_dictionary=dictionaries,
         write_statistics=dictionaries,
-    ) as writer:  # fmt: skip
+    ) as writer:
         for batches in _groups(parts):
             writer.write_table(pa.Table.from_batches(batches, schema))
 

@@ -188,9 +188,11 @@ def _content(
     """What makes two packages the same version, by digest; without dates and durations."""
     manifest = artifact.manifest
     made = {
-        "source": manifest.source.sha256, "task": manifest.task, "precision": manifest.precision,
+        "source": manifest.source.sha256,
+        "task": manifest.task,
+        "precision": manifest.precision,
         "target": manifest.target,
-    }  # fmt: skip
+    }
     said = sorted((v.stage, v.passed, v.summary) for v in manifest.verdicts)
     return {
         **{name: record.sha256 for name, record in manifest.files.items()},

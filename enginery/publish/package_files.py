@@ -19,8 +19,16 @@ from enginery.core.fingerprint import sha256_of
 from enginery.core.staging import STAGING_PREFIX
 from enginery.publish.publication import CARD, LISTING
 
-_TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "spiece",
-              "sentencepiece", "chat_template")  # fmt: skip
+_TOKENIZER = (
+    "tokenizer",
+    "vocab",
+    "merges",
+    "special_tokens_map",
+    "added_tokens",
+    "spiece",
+    "sentencepiece",
+    "chat_template",
+)
 
 # Everybody who may enter a registry's folders reads what is in them, whatever the artifact's modes.
 _MODE = 0o644

@@ -44,9 +44,13 @@ class AccuracyEvaluator:
 
     @classmethod
     def of(
-        cls, artifact: Artifact, batches: Sequence[Batch], reference: Graph, *,
+        cls,
+        artifact: Artifact,
+        batches: Sequence[Batch],
+        reference: Graph,
+        *,
         labels: Sequence[int] = (),
-    ) -> AccuracyEvaluator:  # fmt: skip
+    ) -> AccuracyEvaluator:
         """Run the reference over the batches and store its outputs.
 
         Raises:

@@ -108,9 +108,10 @@ def _text_batches(
     feeder = TextFeeder.open(artifact, record)
     plans = plan_batches(
         feeder.lengths([items[row] for row in rows]),
-        max_rows=fixed_batch(record) or _MAX_ROWS, max_tokens=_MAX_TOKENS,
+        max_rows=fixed_batch(record) or _MAX_ROWS,
+        max_tokens=_MAX_TOKENS,
         equal_lengths=feeder.width is None,
-    )  # fmt: skip
+    )
     return [_batch(feeder, items, [rows[place] for place in plan], record) for plan in plans]
 
 

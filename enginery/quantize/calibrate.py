@@ -142,8 +142,18 @@ def calibrate(
         for x in candidates
         if config.bias_correction and x.linear and seen[x.activation].width > 1
     }
-    measured = _search(artifact, candidates, ranges, deltas, held_out, data, config, multiply_adds,
-                       scheme, progress)  # fmt: skip
+    measured = _search(
+        artifact,
+        candidates,
+        ranges,
+        deltas,
+        held_out,
+        data,
+        config,
+        multiply_adds,
+        scheme,
+        progress,
+    )
     cache = CalibrationCache(
         graph_sha256=sha256_of(artifact.model),
         scheme=scheme.name,
@@ -287,9 +297,12 @@ def _fp32_nodes(artifact: Artifact, model: ir.Model, batches: Sequence[Batch]) -
     if not fixed:
         feeds = [{name: a[:_RANGE_ROWS] for name, a in part.items()} for part in feeds]
     found = measure_ranges(
-        artifact.model, float_tensors(model.graph), feeds,
-        mask_floor=mask_floor(model), group_bytes=_RANGE_BYTES,
-    )  # fmt: skip
+        artifact.model,
+        float_tensors(model.graph),
+        feeds,
+        mask_floor=mask_floor(model),
+        group_bytes=_RANGE_BYTES,
+    )
     return {name: node.reason for name, node in find_fp32_nodes(model.graph, found).items()}
 
 

@@ -62,15 +62,18 @@ class CalibrationCache:
             "graph_sha256": self.graph_sha256,
             "scheme": self.scheme,
             "ranges": {
-                name: {"scale": float(r.scale), "multiplier": _list(r.multiplier),
-                       "offset": _list(r.offset)}
+                name: {
+                    "scale": float(r.scale),
+                    "multiplier": _list(r.multiplier),
+                    "offset": _list(r.offset),
+                }
                 for name, r in self.ranges.items()
             },
             "bias_deltas": {name: _list(delta) for name, delta in self.bias_deltas.items()},
             "left_out": self.left_out,
             "fp32_nodes": self.fp32_nodes,
             "smoothed": {name: asdict(found) for name, found in self.smoothed.items()},
-        }  # fmt: skip
+        }
         return json.dumps(document).encode() + b"\n"
 
     @classmethod

@@ -66,8 +66,13 @@ def read_data(
     if config.ranges:
         return None
     require_calibration(config)
-    return CalibrationData("random", tuple(range(_RANDOM_ROWS)), (), f"seed {config.seed}",
-                           f"{_RANDOM_ROWS} made-up inputs")  # fmt: skip
+    return CalibrationData(
+        "random",
+        tuple(range(_RANDOM_ROWS)),
+        (),
+        f"seed {config.seed}",
+        f"{_RANDOM_ROWS} made-up inputs",
+    )
 
 
 def _given(artifact: Artifact, config: QuantizeConfig, given: Iterable[Any]) -> CalibrationData:
@@ -127,13 +132,20 @@ def _from_rows(
         given, stream, config.column, config.label_column, rows=config.rows, images=images
     )
     labels = index_labels(
-        found.labels, _label2id(artifact), where=f"calibration column '{config.label_column}'",
+        found.labels,
+        _label2id(artifact),
+        where=f"calibration column '{config.label_column}'",
         names=found.label_names,
-    )  # fmt: skip
+    )
     if not images:
         check_texts(found.items)
-    described = _described(type(given).__name__, len(found.items), config.column, found.left_out,
-                           "image" if images else "text")  # fmt: skip
+    described = _described(
+        type(given).__name__,
+        len(found.items),
+        config.column,
+        found.left_out,
+        "image" if images else "text",
+    )
     kind: Kind = "images" if images else "texts"
     digest = _digest(kind, found.items, labels)
     return CalibrationData(kind, found.items, tuple(labels), digest, described)
@@ -197,9 +209,13 @@ def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
             )
         images = list_images(path, rows=config.rows)
         digest = combined_sha256(
-            {image.relative_to(path).as_posix() if path.is_dir() else image.name: sha256_of(image)
-             for image in images}
-        )  # fmt: skip
+            {
+                image.relative_to(path).as_posix() if path.is_dir() else image.name: sha256_of(
+                    image
+                )
+                for image in images
+            }
+        )
         return CalibrationData("images", tuple(images), (), digest, f"{path.name}: images")
     if not takes_texts(record):
         names = ", ".join(sorted(spec.name for spec in record.inputs))

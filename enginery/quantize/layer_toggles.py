@@ -142,9 +142,13 @@ def _quantized_branch(
     def constant(name: str, array: NDArray[Any]) -> ir.Value:
         tensor = ir.tensor(np.asarray(array, order="C"), name=f"{stem}_{name}")
         constants.append(
-            ir.Value(name=f"{stem}_{name}", shape=ir.Shape(array.shape),
-                     type=_type(tensor.dtype), const_value=tensor)
-        )  # fmt: skip
+            ir.Value(
+                name=f"{stem}_{name}",
+                shape=ir.Shape(array.shape),
+                type=_type(tensor.dtype),
+                const_value=tensor,
+            )
+        )
         return constants[-1]
 
     def add(op_type: str, inputs: Sequence[ir.Value]) -> ir.Value:

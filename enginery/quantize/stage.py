@@ -287,8 +287,13 @@ def _write_graph(
 ) -> GraphRecord:
     """Write the quantized graph and return its record."""
     old = source.manifest.graphs[0]
-    insert_qdq(model, quantized, cache.ranges, scheme=scheme_from_config(config),
-               bias_deltas=cache.bias_deltas)  # fmt: skip
+    insert_qdq(
+        model,
+        quantized,
+        cache.ranges,
+        scheme=scheme_from_config(config),
+        bias_deltas=cache.bias_deltas,
+    )
     RemoveUnusedNodesPass()(model)
     if config.residual == "fp16":
         cast_graph(model, "fp16", keep_fp32=set(cache.fp32_nodes))

@@ -78,10 +78,11 @@ def build_trials(
         # A fused layer lists its nodes. The kernel that quantizes may list the matrix product as
         # well, so only products are counted.
         multiplied = {
-            node for layer in built.layers
+            node
+            for layer in built.layers
             if layer.kind in ("gemm", "convolution") and layer.precision == config.scheme
             for node in layer.nodes
-        }  # fmt: skip
+        }
         missing = tuple(layer.name for layer in quantized if layer.name not in multiplied)
         trials.append(
             EngineTrial(

@@ -23,9 +23,20 @@ from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX
 
 # onnx.TensorProto.DataType, from onnx.proto; numpy has no bfloat16, so types go by number.
 ELEMENTS = {
-    "float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "int32": 6, "int64": 7, "bool": 9,
-    "float16": 10, "float64": 11, "uint32": 12, "uint64": 13, "bfloat16": 16,
-}  # fmt: skip
+    "float32": 1,
+    "uint8": 2,
+    "int8": 3,
+    "uint16": 4,
+    "int16": 5,
+    "int32": 6,
+    "int64": 7,
+    "bool": 9,
+    "float16": 10,
+    "float64": 11,
+    "uint32": 12,
+    "uint64": 13,
+    "bfloat16": 16,
+}
 # DLDeviceType of dlpack.h: the host's own memory, then CUDA's on the device and managed.
 _HOST, _ON_CUDA = (1, 3), (2, 13)
 

@@ -21,8 +21,21 @@ if TYPE_CHECKING:
 
 # Pillow's modes of 8 bits per channel, which convert to RGB.
 _SUPPORTED_MODES = (
-    "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "La", "RGBa",
-)  # fmt: skip
+    "1",
+    "L",
+    "LA",
+    "P",
+    "PA",
+    "RGB",
+    "RGBA",
+    "RGBX",
+    "CMYK",
+    "YCbCr",
+    "HSV",
+    "LAB",
+    "La",
+    "RGBa",
+)
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Pillow's names of the supported formats; PPM includes PBM and PGM."""

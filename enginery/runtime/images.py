@@ -35,9 +35,14 @@ _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 _BILINEAR, _BICUBIC = 2, 3
 
 _BASE: dict[str, Any] = {
-    "do_resize": True, "resample": _BILINEAR, "do_rescale": True, "rescale_factor": 1 / 255,
-    "do_normalize": True, "image_mean": _HALF, "image_std": _HALF,
-}  # fmt: skip
+    "do_resize": True,
+    "resample": _BILINEAR,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": _HALF,
+    "image_std": _HALF,
+}
 _CROPPED = {"do_center_crop": True, "crop_size": 224}
 
 # Defaults of each processor. A plain number as `size` means the shortest edge if the default has

@@ -122,16 +122,20 @@ def _documented(model: Model) -> Callable[..., Any]:
 
     method.__name__ = model.method
     method.__doc__ = model.definition.__doc__
-    method.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
-        inspect.Parameter("inputs", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-        *(
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
-                annotation=field.annotation,
-            )
-            for name, field in fields.items()
-        ),
-    ])  # fmt: skip
+    method.__signature__ = inspect.Signature(
+        [  # type: ignore[attr-defined]
+            inspect.Parameter("inputs", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *(
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=field.default,
+                    annotation=field.annotation,
+                )
+                for name, field in fields.items()
+            ),
+        ]
+    )
     return method
 
 
@@ -177,9 +181,15 @@ def load_model(
     require_task(opened.manifest)
     providers = parse_providers(provider, provider_options, default="cpu")
     runner = OrtRunner(
-        opened, providers=providers, allow_fallback=allow_fallback, allow_build=allow_build,
-        threads=threads, io_binding=io_binding, cuda_graph=cuda_graph, shrink_arena=shrink_arena,
-    )  # fmt: skip
+        opened,
+        providers=providers,
+        allow_fallback=allow_fallback,
+        allow_build=allow_build,
+        threads=threads,
+        io_binding=io_binding,
+        cuda_graph=cuda_graph,
+        shrink_arena=shrink_arena,
+    )
     try:
         model = Model(opened, runner)
         model.warm_up()

@@ -33,13 +33,54 @@ Shape = tuple[int, ...]
 _SMALL = 100
 _WHOLE = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
-SHAPE_OPS = frozenset({
-    "Add", "And", "Cast", "Ceil", "Concat", "Constant", "ConstantOfShape", "Div", "Equal", "Expand",
-    "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "Greater", "GreaterOrEqual",
-    "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Range",
-    "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Shape", "Size", "Slice",
-    "Split", "Squeeze", "Sub", "Tile", "Transpose", "Unsqueeze", "Where", "Xor",
-})  # fmt: skip
+SHAPE_OPS = frozenset(
+    {
+        "Add",
+        "And",
+        "Cast",
+        "Ceil",
+        "Concat",
+        "Constant",
+        "ConstantOfShape",
+        "Div",
+        "Equal",
+        "Expand",
+        "Flatten",
+        "Floor",
+        "Gather",
+        "GatherElements",
+        "GatherND",
+        "Greater",
+        "GreaterOrEqual",
+        "Identity",
+        "Less",
+        "LessOrEqual",
+        "Max",
+        "Min",
+        "Mod",
+        "Mul",
+        "Neg",
+        "Not",
+        "Or",
+        "Range",
+        "ReduceMax",
+        "ReduceMin",
+        "ReduceProd",
+        "ReduceSum",
+        "Reshape",
+        "Shape",
+        "Size",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Sub",
+        "Tile",
+        "Transpose",
+        "Unsqueeze",
+        "Where",
+        "Xor",
+    }
+)
 """Ops that compute shapes, where what they make is small and whole.
 
 ONNX Runtime places such nodes on the CPU on purpose, though a GPU provider could run them
@@ -152,20 +193,32 @@ def _attention(inputs: list[Shape], _output: Shape) -> int:
 
 _COUNTED: dict[str, Callable[[list[Shape], Shape], int]] = {
     **dict.fromkeys(
-        ("MatMul", "Gemm", "FusedMatMul", "FusedGemm", "TransposeMatMul", "FusedMatMulActivation",
-         "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulNBits"),
+        (
+            "MatMul",
+            "Gemm",
+            "FusedMatMul",
+            "FusedGemm",
+            "TransposeMatMul",
+            "FusedMatMulActivation",
+            "MatMulInteger",
+            "MatMulIntegerToFloat",
+            "DynamicQuantizeMatMul",
+            "MatMulNBits",
+        ),
         _matmul,
     ),
     **dict.fromkeys(("QLinearMatMul", "QGemm"), _quantized_matmul),
-    **dict.fromkeys(("Conv", "FusedConv", "NhwcFusedConv", "NhwcConv", "ConvInteger"),
-                    _convolution(1)),
+    **dict.fromkeys(
+        ("Conv", "FusedConv", "NhwcFusedConv", "NhwcConv", "ConvInteger"), _convolution(1)
+    ),
     "QLinearConv": _convolution(3),
     "ConvTranspose": _transposed_convolution,
     "Attention": lambda i, o: _attention(i, o) if len(i[1]) > 2 else _projected_attention(i, o),
     "QAttention": _projected_attention,
-    **dict.fromkeys(("MultiHeadAttention", "GroupQueryAttention", "PackedMultiHeadAttention"),
-                    _attention),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("MultiHeadAttention", "GroupQueryAttention", "PackedMultiHeadAttention"), _attention
+    ),
+}
 
 
 def _profiled(
@@ -184,14 +237,19 @@ def _profiled(
         try:
             events = profiled_run(
                 lambda: ort.InferenceSession(model, options, providers=["CPUExecutionProvider"]),
-                options, feeds, Path(scratch),
-            )  # fmt: skip
+                options,
+                feeds,
+                Path(scratch),
+            )
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise InputError(f"the CPU does not run the graph: {error}") from error
     types, shapes = {}, {}
     for name, event in events:
-        typed = [(dtype, tuple(shape)) for entry in event.get("output_type_shape", ())
-                 for dtype, shape in entry.items()]  # fmt: skip
+        typed = [
+            (dtype, tuple(shape))
+            for entry in event.get("output_type_shape", ())
+            for dtype, shape in entry.items()
+        ]
         types[name] = tuple(dtype for dtype, _ in typed)
         shapes[name] = tuple(shape for _, shape in typed)
     return types, shapes

@@ -130,8 +130,9 @@ def _read_pooling_config(directory: Path) -> Pooling:
         mode for mode, key in _MODES.items() if getattr(config, key) or mode in config.pooling_mode
     )
     unknown = [
-        *config.unknown_modes(), *(mode for mode in config.pooling_mode if mode not in _MODES),
-    ]  # fmt: skip
+        *config.unknown_modes(),
+        *(mode for mode in config.pooling_mode if mode not in _MODES),
+    ]
     if unknown or not modes:
         raise ArtifactError(
             f"{file}: {f'unknown pooling {unknown[0]!r}' if unknown else 'no pooling is chosen'}; "

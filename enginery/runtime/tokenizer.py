@@ -549,8 +549,16 @@ def fixed_sequence(inputs: Iterable[TensorSpec]) -> int | None:
 def _clean_up_tokenization(text: str) -> str:
     """Remove spaces before punctuation, as transformers' `clean_up_tokenization` does."""
     for spaced, joined in (
-        (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
-        (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
-    ):  # fmt: skip
+        (" .", "."),
+        (" ?", "?"),
+        (" !", "!"),
+        (" ,", ","),
+        (" ' ", "'"),
+        (" n't", "n't"),
+        (" 'm", "'m"),
+        (" 's", "'s"),
+        (" 've", "'ve"),
+        (" 're", "'re"),
+    ):
         text = text.replace(spaced, joined)
     return text

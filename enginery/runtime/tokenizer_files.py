@@ -19,9 +19,18 @@ _MAX_REASON_CHARACTERS = 300
 # transformers' classes that take the normalizer's settings from tokenizer_config.json instead of
 # tokenizer.json.
 _BERT_CLASSES = (
-    "Bert", "DistilBert", "Electra", "MPNet", "MobileBert", "ConvBert", "Funnel", "LayoutLM",
-    "Lxmert", "SqueezeBert", "RetriBert",
-)  # fmt: skip
+    "Bert",
+    "DistilBert",
+    "Electra",
+    "MPNet",
+    "MobileBert",
+    "ConvBert",
+    "Funnel",
+    "LayoutLM",
+    "Lxmert",
+    "SqueezeBert",
+    "RetriBert",
+)
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -179,9 +179,12 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
     several = task in ("automatic-speech-recognition", "reinforcement-learning")
     named = (config.architectures or [None])[0] if several else None
     model_class = TasksManager.get_model_class_for_task(
-        task, framework="pt", model_type=config.model_type, model_class_name=named,
+        task,
+        framework="pt",
+        model_type=config.model_type,
+        model_class_name=named,
         library="transformers",
-    )  # fmt: skip
+    )
     with torch.device(device):
         model = model_class.from_pretrained(str(path), **options)
     TasksManager.standardize_model_attributes(model, library_name="transformers")

@@ -65,17 +65,20 @@ class GraphTracer(Closing):
                     f"{model} has no tensor '{name}'{nearest(name, [*made, *self.inputs])}"
                 )
         # Two branches may have tensors of the same name, of which at most one is computed in a run.
-        self._sources = {name: inner.get(name, [name]) for name in self.tensors
-                         if name not in self.inputs}  # fmt: skip
+        self._sources = {
+            name: inner.get(name, [name]) for name in self.tensors if name not in self.inputs
+        }
         self._fetched = [source for sources in self._sources.values() for source in sources]
         present = {value.name for value in graph.graph.output}
         for name in self._fetched:
             if name not in present:
                 graph.graph.output.add().name = name
         self._session: Any = open_in_memory(
-            graph.SerializeToString(), model.parent, choose_providers(provider),
+            graph.SerializeToString(),
+            model.parent,
+            choose_providers(provider),
             optimized=optimized,
-        )  # fmt: skip
+        )
 
     def __call__(self, feeds: Feeds) -> Values:
         """Return the values of the tensors for one batch, by name in the requested order.

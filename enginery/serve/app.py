@@ -47,8 +47,9 @@ _log = logging.getLogger("enginery.serve")
 
 MODELS_VARIABLE = "ENGINERY_MODELS"
 OPTION_PREFIX = "ENGINERY_SERVE_"
-SERVER_OPTIONS = frozenset({"host", "port", "grace", "drain_delay", "restart", "idle_timeout",
-                            "processes"})  # fmt: skip
+SERVER_OPTIONS = frozenset(
+    {"host", "port", "grace", "drain_delay", "restart", "idle_timeout", "processes"}
+)
 """Options of `enginery serve` that other ASGI servers have themselves."""
 ENDPOINTS: tuple[Endpoint, ...] = (
     *tei.routes.endpoints,
@@ -136,8 +137,12 @@ def make_app(
         routes=[_route(endpoint, keys, budget) for endpoint in ENDPOINTS],
         middleware=[
             Middleware(
-                ObservabilityMiddleware, metrics=metrics, access_log=access_log, tracing=tracing,
-                activity=activity, shutting_down=answer_shutting_down,
+                ObservabilityMiddleware,
+                metrics=metrics,
+                access_log=access_log,
+                tracing=tracing,
+                activity=activity,
+                shutting_down=answer_shutting_down,
             ),
         ],
         exception_handlers={
@@ -145,7 +150,7 @@ def make_app(
             HTTPException: answer_routing_error,  # type: ignore[dict-item]
         },
         lifespan=partial(_lifespan, paths=paths, lifecycle=lifecycle, activity=activity),
-    )  # fmt: skip
+    )
     app.router.redirect_slashes = False
     app.state.config, app.state.keys, app.state.lifecycle = config, keys, lifecycle
     app.state.metrics = metrics
@@ -174,9 +179,12 @@ async def _lifespan(
             lifecycle.replace(reason, registry.refuse_all)
 
     registry = state.registry = ModelRegistry(
-        paths, config, asyncio.get_running_loop(), on_batch=state.metrics.observe_batch,
+        paths,
+        config,
+        asyncio.get_running_loop(),
+        on_batch=state.metrics.observe_batch,
         on_broken=on_broken,
-    )  # fmt: skip
+    )
     state.metrics.watch_models(lambda: registry)
     if lifecycle is None:
         await load(registry)
@@ -211,9 +219,14 @@ async def load(registry: ModelRegistry) -> None:
         why = "" if first.reason == REQUESTED else f" ({first.reason})"
         manifest = model.artifact.manifest
         _log.info(
-            "ready: %s, %s, %s on %s%s, %s", model.name, manifest.task, manifest.precision,
-            first.name, why, _validation_words(model),
-        )  # fmt: skip
+            "ready: %s, %s, %s on %s%s, %s",
+            model.name,
+            manifest.task,
+            manifest.precision,
+            first.name,
+            why,
+            _validation_words(model),
+        )
         _warn_if_failed(model)
 
 
@@ -244,8 +257,9 @@ def _warn_if_failed(model: ServedModel) -> None:
     if failed := model.artifact.failed():
         _log.warning(
             "%s failed its validation; it is served because of --allow-failed: %s",
-            model.name, failed.summary,
-        )  # fmt: skip
+            model.name,
+            failed.summary,
+        )
 
 
 def _openapi_json(*, with_keys: bool) -> bytes:

@@ -13,8 +13,13 @@ from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
 from enginery.core.staging import MANIFEST
 
 _PACKAGES = (
-    "httptools", "orjson", "prometheus_client", "python_multipart", "starlette", "uvicorn",
-)  # fmt: skip
+    "httptools",
+    "orjson",
+    "prometheus_client",
+    "python_multipart",
+    "starlette",
+    "uvicorn",
+)
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,24 @@ class ServeConfig:
 def check_options(config: ServeConfig) -> None:
     """Raise OptionError for a value out of range, or options that exclude each other."""
     least: tuple[tuple[str, float], ...] = (
-        ("workers", 0), ("threads", 0), ("batch_tokens", 0), ("batch_rows", 1), ("max_padding", 0),
-        ("queue_inputs", 1), ("queue_tokens", 1), ("max_inputs", 1), ("max_body_bytes", 1),
-        ("max_held_bytes", 1), ("max_wait", 0),
-        ("max_pixels", 1), ("grace", 0), ("drain_delay", 0), ("stuck_after", 0.1),
-        ("idle_timeout", 0.1), ("processes", 1),
-    )  # fmt: skip
+        ("workers", 0),
+        ("threads", 0),
+        ("batch_tokens", 0),
+        ("batch_rows", 1),
+        ("max_padding", 0),
+        ("queue_inputs", 1),
+        ("queue_tokens", 1),
+        ("max_inputs", 1),
+        ("max_body_bytes", 1),
+        ("max_held_bytes", 1),
+        ("max_wait", 0),
+        ("max_pixels", 1),
+        ("grace", 0),
+        ("drain_delay", 0),
+        ("stuck_after", 0.1),
+        ("idle_timeout", 0.1),
+        ("processes", 1),
+    )
     for name, low in least:
         if not low <= getattr(config, name) < math.inf:  # NaN is not
             raise OptionError(

@@ -242,9 +242,13 @@ class Worker(Process):
         # If a replacement cannot start, the parent tries again.
         status = STARTUP_FAILURE if self.failures < 0 else CANNOT_START
         lifecycle = ProcessLifecycle(
-            self.server, sockets or [], self._config, supervised=True, startup_status=status,
+            self.server,
+            sockets or [],
+            self._config,
+            supervised=True,
+            startup_status=status,
             server_ends=lambda: self._shutdown_flag is not None and self._shutdown_flag[0] == 1,
-        )  # fmt: skip
+        )
         _run_worker(self.server, lifecycle)
 
     def is_alive(self, timeout: float = HANG_SECONDS) -> bool:

@@ -42,8 +42,13 @@ def sweep_cases(record: GraphRecord, limits: FeedLimits, *, seed: int) -> list[V
     names = dynamic_dims(record.inputs)
     longest = min(limits.max_positions, LONGEST)
     rows = 2 if longest <= 512 else 1
-    steps = [("one", 1, 1, 0), ("small", 2, 8, 0), ("odd", 3, 17, 1), ("ragged", 4, 24, 0),
-             ("longest", rows, longest, 0)]  # fmt: skip
+    steps = [
+        ("one", 1, 1, 0),
+        ("small", 2, 8, 0),
+        ("odd", 3, 17, 1),
+        ("ragged", 4, 24, 0),
+        ("longest", rows, longest, 0),
+    ]
     if not any("sequence" in name for name in names):
         # Without a sequence dim, the largest input is a full batch.
         steps = [("one", 1, 0, 0), ("small", 2, 0, 0), ("odd", 3, 0, 1), ("largest", 8, 0, 0)]

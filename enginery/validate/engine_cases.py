@@ -124,8 +124,10 @@ def _take_rows(
     columns = mask.dims[1] if mask else None  # all inputs of a text graph are (batch, sequence)
     if mask and isinstance(columns, str):
         used = feeds[mask.name].any(axis=0)
-        feeds = {spec.name: feeds[spec.name][:, used] if columns in spec.dims else feeds[spec.name]
-                 for spec in record.inputs}  # fmt: skip
+        feeds = {
+            spec.name: feeds[spec.name][:, used] if columns in spec.dims else feeds[spec.name]
+            for spec in record.inputs
+        }
     sizes = padded_sizes(profiles, sizes_of(record.inputs, feeds))
     return {spec.name: _pad(feeds[spec.name], spec, sizes, columns) for spec in record.inputs}
 

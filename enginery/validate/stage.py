@@ -178,9 +178,15 @@ def run(
         )
         with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
             pytorch = run_pytorch(
-                artifact, source, record, cases, Path(scratch), progress,
-                noise=not is_quantized(artifact), trust_remote_code=config.trust_remote_code,
-            )  # fmt: skip
+                artifact,
+                source,
+                record,
+                cases,
+                Path(scratch),
+                progress,
+                noise=not is_quantized(artifact),
+                trust_remote_code=config.trust_remote_code,
+            )
             with OrtRunner(
                 artifact,
                 graph=record.file,
@@ -193,9 +199,15 @@ def run(
                 ]
                 limits = limits.where(runner.providers)
                 results += compare_graph(
-                    runner, record, cases, pytorch, limits,
-                    embeddings=embeddings, overall=overall, progress=progress,
-                )  # fmt: skip
+                    runner,
+                    record,
+                    cases,
+                    pytorch,
+                    limits,
+                    embeddings=embeddings,
+                    overall=overall,
+                    progress=progress,
+                )
         results += left_out
         notes.extend(note for note in (*more_notes, *pytorch.notes) if note not in notes)
     least = limits.embedding_cosine
@@ -208,18 +220,26 @@ def run(
         summary=summarize(results, pooled, together),
         precision=manifest.precision,
         providers=providers,
-        reference={"id": source.record.id, "revision": source.record.revision,
-                   "sha256": source.record.sha256, "as": "PyTorch FP32, eager attention"},
-        tolerance={**asdict(limits.tolerance), "max_abs_error set": limits.max_abs_error,
-                   "min_cosine set": limits.min_cosine,
-                   "overall cosine": limits.overall_cosine, "rule": limits.rule},
+        reference={
+            "id": source.record.id,
+            "revision": source.record.revision,
+            "sha256": source.record.sha256,
+            "as": "PyTorch FP32, eager attention",
+        },
+        tolerance={
+            **asdict(limits.tolerance),
+            "max_abs_error set": limits.max_abs_error,
+            "min_cosine set": limits.min_cosine,
+            "overall cosine": limits.overall_cosine,
+            "rule": limits.rule,
+        },
         cases=results,
         embeddings=pooled,
         overall=together,
         notes=notes,
         tools={**runtime_version(), **tool_versions(TOOLS)},
         seconds=round(time.monotonic() - started, 3),
-    )  # fmt: skip
+    )
     _save_verdict(artifact, key, report)
     return report
 

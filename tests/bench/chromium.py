@@ -85,12 +85,23 @@ class Chromium:
             os.dup2(kept[1], 4)
 
         self._process = subprocess.Popen(
-            [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-             "--disable-dev-shm-usage", "--remote-debugging-pipe", "--no-first-run",
-             f"--user-data-dir={scratch / 'profile'}", "about:blank"],
-            preexec_fn=descriptors, close_fds=False,  # noqa: PLW1509  one thread
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                program,
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                "--disable-dev-shm-usage",
+                "--remote-debugging-pipe",
+                "--no-first-run",
+                f"--user-data-dir={scratch / 'profile'}",
+                "about:blank",
+            ],
+            preexec_fn=descriptors,  # noqa: PLW1509  one thread
+            close_fds=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(down)
         os.close(up)
         self._count = 0
@@ -125,8 +136,15 @@ class Chromium:
         self._resize(width, min(seen["height"], 12000))
         shot = self.ask("Page.captureScreenshot", session=True, format="png")
         picture.write_bytes(base64.b64decode(shot["data"]))
-        return Look(seen["page"], seen["wide"], seen["tiny"], seen["ids"],
-                    seen["medians"], seen["labels"], self._logged())  # fmt: skip
+        return Look(
+            seen["page"],
+            seen["wide"],
+            seen["tiny"],
+            seen["ids"],
+            seen["medians"],
+            seen["labels"],
+            self._logged(),
+        )
 
     def ask(self, method, *, session=False, **params):
         self._count += 1
@@ -141,8 +159,14 @@ class Chromium:
                 return found["result"]
 
     def _resize(self, width, height):
-        self.ask("Emulation.setDeviceMetricsOverride", session=True, width=width, height=height,
-                 deviceScaleFactor=1, mobile=width < 500)  # fmt: skip
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            session=True,
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 500,
+        )
 
     def _receive(self):
         while b"\0" not in self._pending:

@@ -13,8 +13,12 @@ from enginery.bench.statistics import compare, latency
 from enginery.core.reports import BenchCase, BenchResult, ContenderRecord, Measurement
 
 QUICK = {
-    "min_rounds": 1, "max_rounds": 7, "max_seconds": 4.0, "warm_up_seconds": 0.3, "precision": 0.5,
-}  # fmt: skip
+    "min_rounds": 1,
+    "max_rounds": 7,
+    "max_seconds": 4.0,
+    "warm_up_seconds": 0.3,
+    "precision": 0.5,
+}
 """Options of a real measurement whose times nobody reads."""
 
 CUDA = {"name": "CUDAExecutionProvider", "reason": "requested"}
@@ -29,8 +33,9 @@ def save_detector(path, *, dims=("N", 3, "DynamicDimension.1", "DynamicDimension
 
     generator = np.random.default_rng(0)
     weights = {
-        "w1": generator.standard_normal((8, 3, 3, 3)), "w2": generator.standard_normal((1, 8, 3, 3))
-    }  # fmt: skip
+        "w1": generator.standard_normal((8, 3, 3, 3)),
+        "w2": generator.standard_normal((1, 8, 3, 3)),
+    }
     nodes = [
         helper.make_node("Conv", ["x", "w1"], ["a"], "first", pads=[1, 1, 1, 1], strides=[2, 2]),
         helper.make_node("Relu", ["a"], ["b"], "relu"),
@@ -38,11 +43,12 @@ def save_detector(path, *, dims=("N", 3, "DynamicDimension.1", "DynamicDimension
         helper.make_node("Sigmoid", ["c"], ["scores"], "scores"),
     ]
     graph = helper.make_graph(
-        nodes, "detector",
+        nodes,
+        "detector",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, dims)],
         [helper.make_tensor_value_info("scores", TensorProto.FLOAT, [None, 1, None, None])],
         [numpy_helper.from_array(w.astype("float32"), name) for name, w in weights.items()],
-    )  # fmt: skip
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     onnx.save(model, str(path))
     return path
@@ -59,10 +65,20 @@ def save_photographs(folder, *sizes):
 
 def made_contender(name, *, kind="", subject="model", provider=CPU, **facts):
     return ContenderRecord(
-        name=name, kind=kind or name, label=name, subject=subject, providers=[provider],
-        tools={"onnxruntime": "1.31"}, start_seconds=0.1, load_seconds=0.2, peak_rss_bytes=10**8,
-        device_memory_bytes=None, device_memory="it runs on the CPU", facts=facts, notes=[],
-    )  # fmt: skip
+        name=name,
+        kind=kind or name,
+        label=name,
+        subject=subject,
+        providers=[provider],
+        tools={"onnxruntime": "1.31"},
+        start_seconds=0.1,
+        load_seconds=0.2,
+        peak_rss_bytes=10**8,
+        device_memory_bytes=None,
+        device_memory="it runs on the CPU",
+        facts=facts,
+        notes=[],
+    )
 
 
 def made_case(sizes, times_ms, *, pairs=(), copies=None, rounds=10):
@@ -71,12 +87,17 @@ def made_case(sizes, times_ms, *, pairs=(), copies=None, rounds=10):
     rows = sizes.get("batch", 1)
     measurements = [
         Measurement(
-            contender=name, first_ms=3 * time, warm_up_runs=11, settled=True,
-            latency=latency(turns[name]), inputs_per_second=1e3 * rows / time,
-            tokens_per_second=None, copies=(copies or {}).get(name),
+            contender=name,
+            first_ms=3 * time,
+            warm_up_runs=11,
+            settled=True,
+            latency=latency(turns[name]),
+            inputs_per_second=1e3 * rows / time,
+            tokens_per_second=None,
+            copies=(copies or {}).get(name),
         )
         for name, time in times_ms.items()
-    ]  # fmt: skip
+    ]
     found = [
         compare(turns[base], turns[name], confidence=0.95, smallest=0.02, names=(name, base))
         for name, base in pairs
@@ -87,19 +108,44 @@ def made_case(sizes, times_ms, *, pairs=(), copies=None, rounds=10):
 def made_result(*, contenders, cases=(), images=None, padding=(), precisions=None, **options):
     names = list(dict.fromkeys(record.subject for record in contenders))
     subjects = [
-        {"name": name, "path": f"build/{name}", "graph": "model.onnx", "graph_sha256": "0" * 64,
-         "source": "org/name", "task": "unknown", "target": "onnx",
-         "precision": (precisions or {}).get(name, "fp32")}
+        {
+            "name": name,
+            "path": f"build/{name}",
+            "graph": "model.onnx",
+            "graph_sha256": "0" * 64,
+            "source": "org/name",
+            "task": "unknown",
+            "target": "onnx",
+            "precision": (precisions or {}).get(name, "fp32"),
+        }
         for name in names
-    ]  # fmt: skip
+    ]
     machine = {
-        "cpu": "A <processor>", "physical_cores": 4, "usable_cpus": 8, "cpu_flags": ["avx2"],
-        "load": 0.1, "memory_bytes": 16 * 10**9, "system": "Linux", "python": "3.11.7", "gpus": [],
-        "no_gpu": "there is no NVIDIA driver", "driver": "", "tools": {"onnxruntime": "1.31"},
-    }  # fmt: skip
+        "cpu": "A <processor>",
+        "physical_cores": 4,
+        "usable_cpus": 8,
+        "cpu_flags": ["avx2"],
+        "load": 0.1,
+        "memory_bytes": 16 * 10**9,
+        "system": "Linux",
+        "python": "3.11.7",
+        "gpus": [],
+        "no_gpu": "there is no NVIDIA driver",
+        "driver": "",
+        "tools": {"onnxruntime": "1.31"},
+    }
     return BenchResult(
-        subjects=subjects, machine=machine, options=asdict(BenchConfig(**options)),
-        contenders=list(contenders), left_out={}, cases=list(cases), images=images,
-        padding=list(padding), advice=[], unknown={"energy": "nothing ran on an NVIDIA GPU"},
-        notes=[], finished="2026-01-01T00:00:00+00:00", seconds=1.0,
-    )  # fmt: skip
+        subjects=subjects,
+        machine=machine,
+        options=asdict(BenchConfig(**options)),
+        contenders=list(contenders),
+        left_out={},
+        cases=list(cases),
+        images=images,
+        padding=list(padding),
+        advice=[],
+        unknown={"energy": "nothing ran on an NVIDIA GPU"},
+        notes=[],
+        finished="2026-01-01T00:00:00+00:00",
+        seconds=1.0,
+    )

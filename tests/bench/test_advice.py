@@ -41,7 +41,7 @@ def test_exhaustive_search_over_many_shapes():
     "contenders",
     [searching("HEURISTIC"), searching(convolutions=0), searching(provider=CPU)],
     ids=["heuristic", "no convolution", "on the CPU"],
-)  # fmt: skip
+)
 def test_no_search_no_advice(contenders):
     assert not list(searching_convolutions(made_result(contenders=contenders, cases=TWO_SHAPES)))
 

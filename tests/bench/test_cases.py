@@ -72,8 +72,11 @@ def test_shape_names_other_dims_and_takes_the_rest_from_the_options(detector):
     found = shapes(
         detector, batch="1,2", shape=("height=64,width=96", "batch=4,height=32,width=32")
     )
-    assert found == ["batch 1, height 64, width 96", "batch 2, height 64, width 96",
-                     "batch 4, height 32, width 32"]  # fmt: skip
+    assert found == [
+        "batch 1, height 64, width 96",
+        "batch 2, height 64, width 96",
+        "batch 4, height 32, width 32",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -163,8 +166,10 @@ def test_pytorch_runs_once_beside_several_artifacts(bert):
 
     plans, _ = plan_contenders([bert, replace(bert, name="other")], BenchConfig(against="pytorch"))
     assert [plan.name for plan in plans] == [
-        f"{bert.name}: enginery", "other: enginery", f"{bert.name}: pytorch",
-    ]  # fmt: skip
+        f"{bert.name}: enginery",
+        "other: enginery",
+        f"{bert.name}: pytorch",
+    ]
 
 
 @pytest.fixture
@@ -223,9 +228,15 @@ def test_pairs_are_of_one_artifact_of_two_of_ours_or_ours_beside_pytorch(bert):
     found = comparisons(turns, {plan.name: plan for plan in plans}, BenchConfig())
     ours, bare, optimum, pytorch = names
     assert {(c.contender, c.base) for c in found} == {
-        (ours, pytorch), (bare, pytorch), (optimum, pytorch), ("b: enginery", pytorch),
-        (bare, ours), (optimum, ours), ("b: enginery", ours), ("b: onnxruntime", "b: enginery"),
-    }  # fmt: skip
+        (ours, pytorch),
+        (bare, pytorch),
+        (optimum, pytorch),
+        ("b: enginery", pytorch),
+        (bare, ours),
+        (optimum, ours),
+        ("b: enginery", ours),
+        ("b: onnxruntime", "b: enginery"),
+    }
     assert len(found) == 8
 
 

@@ -215,8 +215,10 @@ def test_the_gpu_that_is_asked_for_is_the_one_that_is_measured():
     told = Stub({**CUDA, "options": {"device_id": "1"}}, {})
     assert (_gpu_of(told), _gpu_of(Stub(CUDA, {}))) == ("cuda:1", "cuda:0")
     asked = []
-    names = {"cuDeviceGet": lambda device, index: asked.append(index),
-             "cuDeviceGetPCIBusId": lambda *_: None}  # fmt: skip
+    names = {
+        "cuDeviceGet": lambda device, index: asked.append(index),
+        "cuDeviceGetPCIBusId": lambda *_: None,
+    }
     _bus_id(SimpleNamespace(**names), 1)
     assert asked == [1]
 
@@ -236,8 +238,11 @@ def test_copies_are_measured_on_the_gpu_that_is_asked_for(monkeypatch):
         def __getattr__(self, name):
             return lambda *_: None
 
-    session = SimpleNamespace(io_binding=Binding, run_with_iobinding=lambda binding: None,
-                              get_outputs=lambda: [SimpleNamespace(name="y")])  # fmt: skip
+    session = SimpleNamespace(
+        io_binding=Binding,
+        run_with_iobinding=lambda binding: None,
+        get_outputs=lambda: [SimpleNamespace(name="y")],
+    )
     monkeypatch.setattr(
         ort.OrtValue, "ortvalue_from_numpy", lambda array, kind, index: (kind, index)
     )

@@ -53,23 +53,34 @@ def measured(names=("enginery", "onnxruntime", "optimum", "pytorch")):
     cases = [
         made_case(
             {"batch": batch, "sequence": sequence},
-            {n: (1 + i) * batch * sequence / 64 for i, n in enumerate(names)}, pairs=pairs,
+            {n: (1 + i) * batch * sequence / 64 for i, n in enumerate(names)},
+            pairs=pairs,
         )
-        for batch in (1, 8, 32) for sequence in (16, 128, 512)
-    ]  # fmt: skip
+        for batch in (1, 8, 32)
+        for sequence in (16, 128, 512)
+    ]
     return made_result(contenders=[made_contender(name) for name in names], cases=cases)
 
 
 def with_images():
     turns = {"enginery": [[9.0]] * 8, "enginery-cpu": [[4.0]] * 8}
     images = [
-        ImageTimes(f"photograph-{i}.png", [1, 3, 640, 32 * i], dict.fromkeys(turns, 9.0),
-                   dict.fromkeys(turns, 1.0 * i))
+        ImageTimes(
+            f"photograph-{i}.png",
+            [1, 3, 640, 32 * i],
+            dict.fromkeys(turns, 9.0),
+            dict.fromkeys(turns, 1.0 * i),
+        )
         for i in range(1, 9)
-    ]  # fmt: skip
+    ]
     totals = {name: latency(found) for name, found in turns.items()}
-    pair = compare(turns["enginery"], turns["enginery-cpu"], confidence=0.95, smallest=0.02,
-                   names=("enginery-cpu", "enginery"))  # fmt: skip
+    pair = compare(
+        turns["enginery"],
+        turns["enginery-cpu"],
+        confidence=0.95,
+        smallest=0.02,
+        names=("enginery-cpu", "enginery"),
+    )
     found = ImagesResult("photos", images, 8, 2.0, dict.fromkeys(turns, 70.0), totals, [pair], 8)
     return made_result(contenders=[made_contender(name) for name in turns], images=found)
 
@@ -97,15 +108,22 @@ def full_artifact(exported, copied):
         calibration=CalibrationRecord("reviews.csv", "texts", "mse"),
         multiply_adds=MultiplyAdds("all", 1, 1, 1, 1.0, 1.0),
         search=SearchRecord(
-            "cosine 0.9985", "cosine", 1.0, 0.0015, accuracy, {},
+            "cosine 0.9985",
+            "cosine",
+            1.0,
+            0.0015,
+            accuracy,
+            {},
             [MixAccuracy(64, 0.9999, 0.999, None, None, None, left_out=18, share=0.5)],
         ),
-    )  # fmt: skip
+    )
     engine = {
-        "directory": "tensorrt-rtx-sm89-" + "8b029eef" * 4, "capabilities": ["8.9"],
-        "profiles": ["batch=1:8:32,sequence=8:128:512"], "layers": {"gemm fp16": 14},
+        "directory": "tensorrt-rtx-sm89-" + "8b029eef" * 4,
+        "capabilities": ["8.9"],
+        "profiles": ["batch=1:8:32,sequence=8:128:512"],
+        "layers": {"gemm fp16": 14},
         "plan_size_bytes": 2922564,
-    }  # fmt: skip
+    }
     notes = ["no engine has been run on a GPU yet"]
     reports = artifact.path / "reports"
     for report in (quantization, BuildReport("1 engine", notes, [engine])):
@@ -120,8 +138,16 @@ def test_page_has_all_that_the_artifact_has_and_asks_for_nothing(exported, copie
     text = write_report(artifact.path).read_text()
     outline = Outline(text)
     words = set(outline.words)
-    assert {"What it is", "How it was made", "Quantization", "Engines", "Speed", "Advice",
-            "What ran, and where", "36 of 36 layers in INT8"} <= words  # fmt: skip
+    assert {
+        "What it is",
+        "How it was made",
+        "Quantization",
+        "Engines",
+        "Speed",
+        "Advice",
+        "What ran, and where",
+        "36 of 36 layers in INT8",
+    } <= words
     assert {"last_hidden_state", "passed", "export"} <= words
     assert "opset=20" in text
     assert "2.00 times as fast (2.00 to 2.00)" in words
@@ -130,8 +156,12 @@ def test_page_has_all_that_the_artifact_has_and_asks_for_nothing(exported, copie
     assert not {"script", "svg", "iframe"} & set(outline.tags)
     assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", text)
     figures = {path.name for path in (artifact.path / "reports").glob("*.svg")}
-    assert {"latency-by-batch.svg", "latency-by-sequence.svg", "throughput.svg",
-            "speedup.svg"} <= figures  # fmt: skip
+    assert {
+        "latency-by-batch.svg",
+        "latency-by-sequence.svg",
+        "throughput.svg",
+        "speedup.svg",
+    } <= figures
 
 
 def test_page_is_the_same_each_time(exported, copied):
@@ -205,8 +235,12 @@ def test_everything_is_escaped(exported, copied):
     artifact = full_artifact(exported, copied)
     result = measured()
     contenders = [replace(record, label=evil, notes=[evil]) for record in result.contenders]
-    save_result(artifact.path, replace(result, contenders=contenders, notes=[evil],
-                                       machine={**result.machine, "cpu": evil}))  # fmt: skip
+    save_result(
+        artifact.path,
+        replace(
+            result, contenders=contenders, notes=[evil], machine={**result.machine, "cpu": evil}
+        ),
+    )
     for name in ("validation.json", "quantization.json", "engines.json"):
         report = json.loads((artifact.path / "reports" / name).read_bytes())
         report |= {"summary": evil, "notes": [evil]}
@@ -267,11 +301,15 @@ def test_without_matplotlib_the_page_says_so(tmp_path, monkeypatch):
 
 def test_figures_are_those_that_have_something_to_show():
     assert set(draw_figures(measured())) == {
-        "latency-by-batch", "latency-by-sequence", "throughput", "speedup",
-    }  # fmt: skip
+        "latency-by-batch",
+        "latency-by-sequence",
+        "throughput",
+        "speedup",
+    }
     assert set(draw_figures(with_images())) == {"images"}
-    one = made_result(contenders=[made_contender("enginery")],
-                      cases=[made_case({}, {"enginery": 1.0})])  # fmt: skip
+    one = made_result(
+        contenders=[made_contender("enginery")], cases=[made_case({}, {"enginery": 1.0})]
+    )
     assert draw_figures(one) == {}
 
 
@@ -298,8 +336,10 @@ def test_speedups_are_on_a_log_axis_and_hollow_where_there_is_no_interval():
     times = {"enginery": 1.0, "pytorch": 4.0}
     contenders = [made_contender(name) for name in times]
     pairs = [("enginery", "pytorch")]
-    cases = [made_case({"batch": 1}, times, pairs=pairs),
-             made_case({"batch": 8}, times, pairs=pairs, rounds=3)]  # fmt: skip
+    cases = [
+        made_case({"batch": 1}, times, pairs=pairs),
+        made_case({"batch": 8}, times, pairs=pairs, rounds=3),
+    ]
     axes = axes_of(draw_figures(made_result(contenders=contenders, cases=cases))["speedup"])
     assert axes.get_xscale() == "log"
     marks = [bar[0].get_fillstyle() for bar in axes.containers]
@@ -330,8 +370,11 @@ def test_page_in_a_browser(exported, copied, tmp_path, dark, kind):
     if kind == "artifact":
         directory = full_artifact(exported, copied).path
     elif kind == "several":
-        names = [f"bert-base-uncased-{p}: {k}" for p in ("fp16", "int8")
-                 for k in ("enginery", "onnxruntime")]  # fmt: skip
+        names = [
+            f"bert-base-uncased-{p}: {k}"
+            for p in ("fp16", "int8")
+            for k in ("enginery", "onnxruntime")
+        ]
         directory = save_result(tmp_path / "several", measured(names))
     else:
         directory = save_result(tmp_path / "images", with_images())

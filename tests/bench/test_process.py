@@ -82,8 +82,10 @@ def test_closing_ends_the_process_and_may_be_repeated(started):
 def test_child_ends_when_its_parent_is_gone():
     child = subprocess.Popen(
         [sys.executable, "-m", "enginery.bench.contestant"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     child.stdin.write(json.dumps({"do": "memory"}) + "\n")
     child.stdin.flush()
     assert "peak_rss_bytes" in child.stdout.readline()
@@ -101,9 +103,12 @@ def test_what_libraries_print_does_not_spoil_the_answers(tmp_path):
         "contestant.answer_requests(contestant.Contestant().answer)"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code], input='{"do": "memory"}\n', capture_output=True, text=True,
+        [sys.executable, "-c", code],
+        input='{"do": "memory"}\n',
+        capture_output=True,
+        text=True,
         check=True,
-    )  # fmt: skip
+    )
     assert json.loads(found.stdout) == {"peak_rss_bytes": 1}
     assert "more" in found.stderr
 
@@ -134,9 +139,11 @@ contenders[0].ask("turn", runs=10**9)
 def test_contenders_end_with_a_killed_parent_in_the_middle_of_a_run(tmp_path, number):
     save_detector(tmp_path / "d.onnx")
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", PARENT, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     children = [psutil.Process(int(word)) for word in parent.stdout.readline().split()]
     try:
         assert len(children) == 2

@@ -53,9 +53,11 @@ def through_a_pipe(plan):
 
 def test_plans_carry_the_providers_with_their_options_and_the_ways_of_running(bert):
     plans = plans_of(
-        bert, provider="cuda", provider_option=("cuda.gpu_mem_limit=2GiB", "cuda.device_id=1"),
+        bert,
+        provider="cuda",
+        provider_option=("cuda.gpu_mem_limit=2GiB", "cuda.device_id=1"),
         cuda_graph=True,
-    )  # fmt: skip
+    )
     for kind in ("enginery", "onnxruntime", "optimum"):
         plan = through_a_pipe(plans[kind])
         assert opened.providers_of_plan(plan) == parse_providers(CUDA)
@@ -136,9 +138,12 @@ def test_our_runner_and_the_bare_session_are_given_the_same(detector, monkeypatc
     assert "ran without a CUDA graph" in runner.note_on({"x": np.zeros((2, 3, 32, 32))})
     assert (given["io_binding"], given["cuda_graph"], given["shrink_arena"]) == (True, True, False)
     bare = BareSession(
-        detector.artifact, record, through_a_pipe(plans["onnxruntime"]), threads=0,
+        detector.artifact,
+        record,
+        through_a_pipe(plans["onnxruntime"]),
+        threads=0,
         allow_fallback=False,
-    )  # fmt: skip
+    )
     assert given["specs"] == parse_providers(CUDA)
     options = {"gpu_mem_limit": "2147483648", "device_id": "1"}
     assert [provider.options for provider in given["session"]] == [options]
@@ -180,16 +185,26 @@ def test_optimum_is_given_the_options_through_its_own_argument(bert, monkeypatch
 
     monkeypatch.setattr(frameworks.optimum_ort, "ORTModelForFeatureExtraction", Model)
     model = frameworks.OptimumModel(
-        bert.artifact, bert.record, parse_providers(CUDA), threads=0, io_binding=False,
+        bert.artifact,
+        bert.record,
+        parse_providers(CUDA),
+        threads=0,
+        io_binding=False,
         trust_remote_code=False,
-    )  # fmt: skip
+    )
     assert given["provider"] == "CUDAExecutionProvider"
     assert given["provider_options"] == {"gpu_mem_limit": "2147483648", "device_id": "1"}
     assert given["use_io_binding"] is False
     assert model.notes == ["IOBinding off, as requested"]
     assert [found["options"] for found in model.providers] == [given["provider_options"], {}]
-    frameworks.OptimumModel(bert.artifact, bert.record, parse_providers("cuda"), threads=0,
-                            io_binding=True, trust_remote_code=False)  # fmt: skip
+    frameworks.OptimumModel(
+        bert.artifact,
+        bert.record,
+        parse_providers("cuda"),
+        threads=0,
+        io_binding=True,
+        trust_remote_code=False,
+    )
     assert given["use_io_binding"] is None
 
 

@@ -56,8 +56,9 @@ def test_a_fallback_is_a_note_with_its_reason_and_stands_beside_the_provider():
     config = BenchConfig(cuda_graph=True)
     notes = stage_notes(result.machine, [], contenders, config)
     assert notes == [
-        f"enginery, onnxruntime on cpu: {MISSED}", "no CUDA graph was recorded: cpu has none",
-    ]  # fmt: skip
+        f"enginery, onnxruntime on cpu: {MISSED}",
+        "no CUDA graph was recorded: cpu has none",
+    ]
     assert f"note: {notes[0]}" in lines(replace(result, notes=notes))
     assert [row["because"] for row in tables(result)["Contenders"]] == [MISSED] * 2
     asked = {"name": CPU, "reason": "requested"}

@@ -84,8 +84,9 @@ def test_two_artifacts_are_compared_with_one_another(bert, tmp_path):
     assert [record.name for record in result.contenders] == ["copy: enginery", "other: enginery"]
     (comparison,) = result.cases[0].comparisons
     assert (comparison.contender, comparison.base) == ("other: enginery", "copy: enginery")
-    stored = [json.loads((path / "reports" / "benchmark.json").read_text())
-              for path in (bert.path, other)]  # fmt: skip
+    stored = [
+        json.loads((path / "reports" / "benchmark.json").read_text()) for path in (bert.path, other)
+    ]
     assert stored[0] == stored[1]
 
 
@@ -126,8 +127,10 @@ def test_onnx_file_on_images_of_several_sizes(tmp_path):
     result = bench(model, images=str(folder), out=tmp_path / "out")
     images = result.images
     assert [image.shape for image in images.images] == [
-        [1, 3, 64, 64], [1, 3, 64, 96], [1, 3, 96, 128],
-    ]  # fmt: skip
+        [1, 3, 64, 64],
+        [1, 3, 64, 96],
+        [1, 3, 96, 128],
+    ]
     assert images.shapes == 3
     assert set(images.totals) == {"enginery", "onnxruntime"}
     for name, total in images.totals.items():
@@ -214,9 +217,13 @@ def test_an_automatic_contender_that_breaks_in_a_round_is_told_and_the_rest_goes
 
 def test_a_fallback_is_in_the_result_on_the_terminal_and_on_the_page(bert):
     result = bench(
-        bert, batch="1", sequence="8", against="onnxruntime", provider="cuda,cpu",
+        bert,
+        batch="1",
+        sequence="8",
+        against="onnxruntime",
+        provider="cuda,cpu",
         allow_fallback=True,
-    )  # fmt: skip
+    )
     reason = result.contender("enginery").providers[0]["reason"]
     assert reason.startswith("cuda requested, but")
     assert f"enginery, onnxruntime on cpu: {reason}" in result.notes

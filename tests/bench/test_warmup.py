@@ -29,9 +29,13 @@ class Scripted:
 
 def warmed(clock, *, max_seconds=1e9, max_runs=100, window=3, tolerance=0.05):
     return warm_up(
-        clock.run, max_seconds=max_seconds, max_runs=max_runs, window=window, tolerance=tolerance,
+        clock.run,
+        max_seconds=max_seconds,
+        max_runs=max_runs,
+        window=window,
+        tolerance=tolerance,
         clock=clock,
-    )  # fmt: skip
+    )
 
 
 def test_steady_times_settle_after_two_windows_and_the_first_run():

@@ -31,8 +31,14 @@ H200 = CudaGpu("NVIDIA H200", "9.0", 141 << 30)
 @pytest.fixture
 def work(tmp_path):
     def make(part="speed", **fields):
-        given = {"device": "cpu", "quick": True, "seconds": 60.0, "models": tmp_path / "models",
-                 "reuse": False, **fields}  # fmt: skip
+        given = {
+            "device": "cpu",
+            "quick": True,
+            "seconds": 60.0,
+            "models": tmp_path / "models",
+            "reuse": False,
+            **fields,
+        }
         (tmp_path / "models").mkdir(exist_ok=True)
         return Work(part=part, result=tmp_path / f"{part}.json", **given)
 
@@ -60,8 +66,10 @@ def test_a_dry_run_does_every_part_and_every_check_passes(dry_run):
     assert (dry_run.status, found["failures"], found["complete"]) == (0, [], True)
     names = [part.name for part in PARTS if not part.by_model]
     assert [n for n in found["parts"] if not n.startswith("speed")] == names
-    assert [n for n in found["parts"] if n.startswith("speed")] == ["speed minilm",
-                                                                    "speed bert-base"]  # fmt: skip
+    assert [n for n in found["parts"] if n.startswith("speed")] == [
+        "speed minilm",
+        "speed bert-base",
+    ]
     assert {part["status"] for part in found["parts"].values()} == {"done"}
     assert all(part["found"]["finished"] for part in found["parts"].values())
 
@@ -108,10 +116,12 @@ def test_without_a_gpu_it_says_what_was_looked_for_and_ends_with_2(monkeypatch, 
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--only", "speeds"], "no part 'speeds'; the parts are doctor, models"),
-     (["--max-minutes", "0"], "--max-minutes is 0"),
-     (["--out", "{file}"], "File exists")],
-)  # fmt: skip
+    [
+        (["--only", "speeds"], "no part 'speeds'; the parts are doctor, models"),
+        (["--max-minutes", "0"], "--max-minutes is 0"),
+        (["--out", "{file}"], "File exists"),
+    ],
+)
 def test_what_cannot_be_asked_for_ends_with_2(words, said, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     words = [word.format(file=tmp_path / "file") for word in words]
@@ -121,8 +131,10 @@ def test_what_cannot_be_asked_for_ends_with_2(words, said, capsys, tmp_path):
 
 def test_parts_come_in_their_order_with_the_models_that_they_need():
     assert [part.name for part in parts.chosen_parts("speed, doctor")] == [
-        "doctor", "models", "speed",
-    ]  # fmt: skip
+        "doctor",
+        "models",
+        "speed",
+    ]
     assert [part.name for part in parts.chosen_parts("doctor")] == ["doctor"]
     assert parts.chosen_parts("") == list(PARTS)
 
@@ -161,21 +173,36 @@ def child(tmp_path, monkeypatch):
 
 def run_made(child, tmp_path, *made, seconds=60.0, done=lambda outcomes: None):
     return parts.run_parts(
-        list(made), {}, tmp_path, until=time.monotonic() + seconds, models=("m", "n"), done=done,
+        list(made),
+        {},
+        tmp_path,
+        until=time.monotonic() + seconds,
+        models=("m", "n"),
+        done=done,
         module=child,
-    )  # fmt: skip
+    )
 
 
 def test_a_part_that_crashes_hangs_or_fails_keeps_what_it_had_and_the_rest_goes_on(child, tmp_path):
     written = []
     found = run_made(
-        child, tmp_path, Part("dies", 1), Part("hangs", 0.1), Part("silent", 2), Part("fails", 2),
-        Part("well", 2), seconds=12, done=lambda outcomes: written.append(list(outcomes)),
-    )  # fmt: skip
+        child,
+        tmp_path,
+        Part("dies", 1),
+        Part("hangs", 0.1),
+        Part("silent", 2),
+        Part("fails", 2),
+        Part("well", 2),
+        seconds=12,
+        done=lambda outcomes: written.append(list(outcomes)),
+    )
     assert {name: one["status"] for name, one in found.items()} == {
-        "dies": "crashed", "hangs": "stopped", "silent": "crashed", "fails": "failed",
+        "dies": "crashed",
+        "hangs": "stopped",
+        "silent": "crashed",
+        "fails": "failed",
         "well": "done",
-    }  # fmt: skip
+    }
     assert found["dies"]["found"]["notes"] == ["kept"]
     assert found["dies"]["problem"] == "the process crashed with signal 11"
     assert found["hangs"]["found"]["points"] == ["kept"]
@@ -189,9 +216,13 @@ def test_a_part_that_crashes_hangs_or_fails_keeps_what_it_had_and_the_rest_goes_
 
 def test_parts_know_what_was_made_and_each_model_has_its_share_of_the_time(child, tmp_path):
     found = run_made(
-        child, tmp_path, Part("models", 1), Part("each", 10, by_model=True), Part("last", 10),
+        child,
+        tmp_path,
+        Part("models", 1),
+        Part("each", 10, by_model=True),
+        Part("last", 10),
         seconds=30,
-    )  # fmt: skip
+    )
     assert list(found) == ["models", "each m", "each n", "last"]
     assert found["each m"]["found"]["seen"] == {"minilm": {"fp16": "there"}}
     assert [found[f"each {m}"]["found"]["model"] for m in "mn"] == ["m", "n"]
@@ -245,8 +276,10 @@ def test_image_sizes_are_measured_on_the_cpu_though_every_search_on_the_gpu_fail
     assert len(given.found["searches"]["cpu"]["ms"]) == len(given.settings.images)
     checks = given.found["checks"]
     assert [check["check"].rpartition(" ")[2] for check in checks] == [
-        "DEFAULT", "HEURISTIC", "EXHAUSTIVE",
-    ]  # fmt: skip
+        "DEFAULT",
+        "HEURISTIC",
+        "EXHAUSTIVE",
+    ]
     assert all("there is no NVIDIA driver" in check["found"] for check in checks)
 
 
@@ -277,8 +310,10 @@ def test_a_way_that_answers_for_earlier_inputs_is_a_failed_check(work, exported,
     monkeypatch.setattr(agreement, "OrtRunner", Stale)
     agreement._compare_ways(given, "minilm", exported("bert", "feature-extraction"))
     assert [(c["check"].rpartition(", ")[2], c["passed"]) for c in given.found["checks"]] == [
-        ("host", True), ("device", True), ("host and device by turns", False),
-    ]  # fmt: skip
+        ("host", True),
+        ("device", True),
+        ("host and device by turns", False),
+    ]
 
 
 def test_answers_of_another_search_are_held_against_the_cpus(work):
@@ -310,20 +345,32 @@ def point(model, batch, sequence, speedups, *, ms=0.4, width=0.0):
     """A point whose only way of ours is as many times as fast as each rival."""
     side = "enginery, CUDA graph"
     return {
-        "model": model, "batch": batch, "sequence": sequence, "compile": {}, "left out": {},
-        "latency": {f"{side}, {place}": {"median_ms": ms, "interval_ms": (ms - 0.02, ms + 0.02)}
-                    for place in ("host", "device")},
+        "model": model,
+        "batch": batch,
+        "sequence": sequence,
+        "compile": {},
+        "left out": {},
+        "latency": {
+            f"{side}, {place}": {"median_ms": ms, "interval_ms": (ms - 0.02, ms + 0.02)}
+            for place in ("host", "device")
+        },
         "ratios": [
-            {"place": place, "ours": side, "theirs": rival, "speedup": speedup,
-             "interval": (speedup - width, speedup + width), "words": f"{speedup} times"}
-            for place in ("host", "device") for rival, speedup in speedups.items()
+            {
+                "place": place,
+                "ours": side,
+                "theirs": rival,
+                "speedup": speedup,
+                "interval": (speedup - width, speedup + width),
+                "words": f"{speedup} times",
+            }
+            for place in ("host", "device")
+            for rival, speedup in speedups.items()
         ],
-    }  # fmt: skip
+    }
 
 
 def judged(points, *, gpu="NVIDIA H200", seconds=400.0):
-    found = goals.judge(points, ["minilm"], seconds=seconds, gpu=gpu, max_minutes=8,
-                        shapes=2)  # fmt: skip
+    found = goals.judge(points, ["minilm"], seconds=seconds, gpu=gpu, max_minutes=8, shapes=2)
     return {goal.goal: goal for goal in found}
 
 
@@ -373,16 +420,38 @@ def test_goals_have_verdicts_on_an_h200_alone_and_a_run_beyond_its_minutes_misse
 
 
 def test_the_page_has_a_row_for_each_shape_and_says_when_a_run_was_killed():
-    found = {"checks": [{"check": "c|d", "passed": False, "found": "broken"}], "notes": [],
-             "points": [point("minilm", 1, 128, {"PyTorch eager": 3.0})]}  # fmt: skip
+    found = {
+        "checks": [{"check": "c|d", "passed": False, "found": "broken"}],
+        "notes": [],
+        "points": [point("minilm", 1, 128, {"PyTorch eager": 3.0})],
+    }
     document = {
-        "gpu": "NVIDIA H200", "dry_run": "", "started": "2026-11-21T10:00:00", "seconds": 3.0,
-        "complete": False, "failures": ["one"], "goals": [],
-        "machine": {"tools": {"torch": "2.11"}, "gpus": [vars(H200)], "no_gpu": "", "cpu": "x",
-                    "driver": "580.1", "physical_cores": 2, "system": "s", "python": "3.12"},
-        "parts": {"speed minilm": {"status": "stopped", "problem": "it was ended after 9 s",
-                                   "seconds": 9.0, "found": found}},
-    }  # fmt: skip
+        "gpu": "NVIDIA H200",
+        "dry_run": "",
+        "started": "2026-11-21T10:00:00",
+        "seconds": 3.0,
+        "complete": False,
+        "failures": ["one"],
+        "goals": [],
+        "machine": {
+            "tools": {"torch": "2.11"},
+            "gpus": [vars(H200)],
+            "no_gpu": "",
+            "cpu": "x",
+            "driver": "580.1",
+            "physical_cores": 2,
+            "system": "s",
+            "python": "3.12",
+        },
+        "parts": {
+            "speed minilm": {
+                "status": "stopped",
+                "problem": "it was ended after 9 s",
+                "seconds": 9.0,
+                "found": found,
+            }
+        },
+    }
     text = page(document)
     assert text.startswith("# GPU check: NVIDIA H200, 2026-11-21\n")
     assert "| 1×128 | 0.4 | 3.00 × PyTorch eager (3.00 to 3.00) |" in text
@@ -485,8 +554,10 @@ def test_a_step_that_goes_wrong_is_a_failed_check_in_its_own_words(work):
     with given.step("two"):
         raise KeyError("logits")
     saved = json.loads(given.result.read_text())["checks"]
-    assert [check["found"] for check in saved] == ["there is none. Install it.",
-                                                   "KeyError: 'logits'"]  # fmt: skip
+    assert [check["found"] for check in saved] == [
+        "there is none. Install it.",
+        "KeyError: 'logits'",
+    ]
 
 
 def test_a_full_run_has_every_shape_once_the_ones_with_goals_first():

@@ -36,13 +36,18 @@ def manifest(fingerprint: Fingerprint = FINGERPRINT) -> Manifest:
         ),
         stages=(
             StageRecord(
-                stage=fingerprint.stage, key=fingerprint.key, fields=fingerprint.fields,
-                options={}, tools={}, finished="2026-01-01T00:00:00+00:00", seconds=1.0,
+                stage=fingerprint.stage,
+                key=fingerprint.key,
+                fields=fingerprint.fields,
+                options={},
+                tools={},
+                finished="2026-01-01T00:00:00+00:00",
+                seconds=1.0,
                 peak_rss_bytes=1,
             ),
         ),
         files={},
-    )  # fmt: skip
+    )
 
 
 def fill(directory: Path, *, graph: bytes = b"graph", fingerprint: Fingerprint = FINGERPRINT):
@@ -96,5 +101,8 @@ def start(code: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": root},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -15,9 +15,13 @@ class HubDouble:
     """What the server holds and what it was asked."""
 
     def __init__(self) -> None:
-        self.files = {"config.json": b"{}", "tokenizer.json": b'{"a": 1}',
-                      "model.safetensors": b"weights", "README.md": b"card",
-                      "onnx/model.onnx": b"graph"}  # fmt: skip
+        self.files = {
+            "config.json": b"{}",
+            "tokenizer.json": b'{"a": 1}',
+            "model.safetensors": b"weights",
+            "README.md": b"card",
+            "onnx/model.onnx": b"graph",
+        }
         self.revisions = {"main": COMMIT, "v1": COMMIT, COMMIT: COMMIT}
         self.refusal: tuple[int, str] = (0, "")
         """Status and X-Error-Code of every answer, where not 0."""

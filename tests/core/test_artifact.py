@@ -432,8 +432,11 @@ def test_two_processes_that_annotate_at_once_keep_each_others_verdicts(tmp_path)
     assert sorted(v.stage for v in found.manifest.verdicts) == sorted(stages)
     assert [(artifact.path / f"reports/{stage}.json").read_text() for stage in stages] == stages
     assert {path.name for path in artifact.path.iterdir()} == {
-        "manifest.json", "model.onnx", "config.json", "reports",
-    }  # fmt: skip
+        "manifest.json",
+        "model.onnx",
+        "config.json",
+        "reports",
+    }
 
 
 def test_annotate_waits_for_another_process(tmp_path, home):
@@ -542,9 +545,13 @@ def test_a_copy_takes_nothing_that_the_manifest_does_not_name(tmp_path):
     copy = artifact.copy_to(tmp_path / "b")
     found = {path.relative_to(copy.path).as_posix() for path in copy.path.rglob("*")}
     assert found == {
-        "config.json", "manifest.json", "model.onnx", "reports", "reports/latency.svg",
+        "config.json",
+        "manifest.json",
+        "model.onnx",
+        "reports",
+        "reports/latency.svg",
         "reports/validate.json",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("killed_at", ["manifest.json", "validate.json", "second manifest.json"])

@@ -70,9 +70,13 @@ def modules(tmp_path, monkeypatch):
 
 def ask(modules, do, **options):
     return ask_child(
-        "child", {"do": do, "value": 21}, log=modules / "logs" / "child.log", what="working",
-        error=ExportError, **options,
-    )  # fmt: skip
+        "child",
+        {"do": do, "value": 21},
+        log=modules / "logs" / "child.log",
+        what="working",
+        error=ExportError,
+        **options,
+    )
 
 
 def test_answer_comes_back_and_what_is_said_is_heard_or_logged(modules):
@@ -148,9 +152,12 @@ def wait_until_gone(process, seconds=60):
 @pytest.mark.parametrize("busy", ["sleeping", "locked"])
 def test_child_ends_with_its_parent_however_that_ends(modules, number, busy):
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, busy], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-c", PARENT, busy],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
     child = int(parent.stdout.readline())
     try:
         assert is_running(child)
@@ -168,9 +175,12 @@ def test_child_that_finds_its_parent_gone_ends_at_once(modules):
     theirs, ours = os.pipe()
     os.close(ours)
     ended = subprocess.run(
-        [sys.executable, "-m", "busy", "sleeping"], pass_fds=(theirs,), check=False,
-        env={**os.environ, "ENGINERY_PARENT_PIPE": str(theirs)}, capture_output=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "busy", "sleeping"],
+        pass_fds=(theirs,),
+        check=False,
+        env={**os.environ, "ENGINERY_PARENT_PIPE": str(theirs)},
+        capture_output=True,
+    )
     os.close(theirs)
     assert (ended.returncode, ended.stdout) == (-signal.SIGIO, b"")
 

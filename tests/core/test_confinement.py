@@ -51,8 +51,12 @@ def run(place, code, *more):
     environment = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(place / "tmp")}
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(place / "model"), str(place / "out"), code, *more],
-        env=environment, capture_output=True, text=True, check=False, cwd=place,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=place,
+    )
     assert found.returncode == 0, found.stderr
     assert not (place / "out/ran").exists()
     return json.loads(found.stdout)
@@ -61,10 +65,12 @@ def run(place, code, *more):
 STOPPED = {
     "import from a path": (
         "spec = importlib.util.spec_from_file_location('evil', model / 'evil.py');"
-        "spec.loader.exec_module(importlib.util.module_from_spec(spec))", "to run .*evil",
+        "spec.loader.exec_module(importlib.util.module_from_spec(spec))",
+        "to run .*evil",
     ),
     "import by sys.path": (
-        "import sys; sys.path.insert(0, str(model)); import evil", "to run .*evil",
+        "import sys; sys.path.insert(0, str(model)); import evil",
+        "to run .*evil",
     ),
     "reading and running": ("exec((model / 'evil.py').read_text())", "to run .*evil"),
     "compile": ("compile('1', str(model / 'evil.py'), 'exec')", "to run .*evil"),
@@ -87,13 +93,15 @@ STOPPED = {
     "write": ("(model.parent / 'home/new').write_text('')", "to write .*home/new"),
     "append": ("open(model.parent / 'home/secret.txt', 'a')", "to write .*secret.txt"),
     "low level": (
-        "os.open(model.parent / 'home/new', os.O_CREAT | os.O_WRONLY)", "to write .*home/new",
+        "os.open(model.parent / 'home/new', os.O_CREAT | os.O_WRONLY)",
+        "to write .*home/new",
     ),
     "write into the model": ("(model / 'config.json').write_text('')", "to write .*config.json"),
     "write through a link": ("open(model / 'link', 'w')", "to write .*secret.txt"),
     "remove": ("os.remove(model.parent / 'home/secret.txt')", "to change .*secret.txt"),
     "rename": (
-        "os.rename(model.parent / 'home/secret.txt', out / 'x')", "to change .*secret.txt",
+        "os.rename(model.parent / 'home/secret.txt', out / 'x')",
+        "to change .*secret.txt",
     ),
     "remove by handle": (
         "h = os.open(out, os.O_RDONLY); os.remove('../home/secret.txt', dir_fd=h)",
@@ -104,7 +112,7 @@ STOPPED = {
     "hard link": ("os.link(model / 'config.json', model.parent / 'home/l')", "to change .*home/l"),
     "directory": ("os.mkdir(model.parent / 'home/d')", "to change .*home/d"),
     "database": ("sqlite3.connect(model.parent / 'home/db')", "to change .*home/db"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", STOPPED)
@@ -176,11 +184,19 @@ def test_a_virtual_environment_in_the_models_directory_is_no_code_of_the_model(p
     # On the path before the process is confined, as site-packages are.
     program = PROGRAM.replace("try:\n    with", f"{code}\ntry:\n    with", 1)
     found = subprocess.run(
-        [sys.executable, "-c", program, str(place / "model"), str(place / "out"),
-         "import installed"],
+        [
+            sys.executable,
+            "-c",
+            program,
+            str(place / "model"),
+            str(place / "out"),
+            "import installed",
+        ],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert json.loads(found.stdout) == "done"
 
 
@@ -190,6 +206,8 @@ def test_outside_of_the_block_nothing_is_stopped(place):
     found = subprocess.run(
         [sys.executable, "-c", program, str(place / "model"), str(place / "out"), code],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert found.stdout.splitlines() == ['"done"', "free", "0"] or "0" in found.stdout

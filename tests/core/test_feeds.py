@@ -65,8 +65,10 @@ def test_ragged_rows_are_padded_on_the_left_where_the_graph_decodes():
     assert mask.tolist() == [[1] * 9, [0] * 3 + [1] * 6, [0] * 6 + [1] * 3]
     assert ((feeds["input_ids"] == 7) == (mask == 0)).all()
     assert feeds["position_ids"].tolist() == [
-        list(range(9)), [0, 0, 0, *range(6)], [0] * 6 + [0, 1, 2],
-    ]  # fmt: skip
+        list(range(9)),
+        [0, 0, 0, *range(6)],
+        [0] * 6 + [0, 1, 2],
+    ]
 
 
 def test_past_is_padded_on_the_left_and_positions_go_on_from_what_is_left():
@@ -110,9 +112,14 @@ def test_dim_without_a_size_and_type_that_cannot_be_made_are_errors():
 
 def test_limits_are_read_from_the_config():
     limits = limits_of(
-        {"vocab_size": 30, "pad_token_id": 1, "eos_token_id": [2, 3], "type_vocab_size": 2,
-         "max_position_embeddings": 40}
-    )  # fmt: skip
+        {
+            "vocab_size": 30,
+            "pad_token_id": 1,
+            "eos_token_id": [2, 3],
+            "type_vocab_size": 2,
+            "max_position_embeddings": 40,
+        }
+    )
     assert (limits.vocab_size, limits.pad_token_id, limits.special_ids) == (30, 1, (2, 3))
     assert limits.max_positions == limits.hard_limit == 40
 
@@ -126,13 +133,20 @@ def test_positions_behind_the_padding_id_are_not_counted():
     "config",
     [
         {"model_type": "t5", "n_positions": 512},
-        {"model_type": "deberta-v2", "max_position_embeddings": 512,
-         "position_biased_input": False},
-        {"model_type": "wav2vec2", "conv_kernel": [10, 3], "conv_stride": [5, 2],
-         "max_position_embeddings": 512},
+        {
+            "model_type": "deberta-v2",
+            "max_position_embeddings": 512,
+            "position_biased_input": False,
+        },
+        {
+            "model_type": "wav2vec2",
+            "conv_kernel": [10, 3],
+            "conv_stride": [5, 2],
+            "max_position_embeddings": 512,
+        },
         {},
     ],
-)  # fmt: skip
+)
 def test_models_without_absolute_positions_have_no_hard_limit(config):
     assert limits_of(config).hard_limit is None
 

@@ -21,9 +21,26 @@ from enginery.core.model_files import (
 from enginery.core.shapes import TensorSpec
 
 WRONG = (
-    "x", "", [], ["x"], {}, {"a": 1}, -7, 10**9, 10**400, 3.5, 1e300, math.nan, math.inf, True,
-    [[1, [2]]], {"content": {"content": 1}}, [None], None, [1, 2, 3, 4, 5],
-)  # fmt: skip
+    "x",
+    "",
+    [],
+    ["x"],
+    {},
+    {"a": 1},
+    -7,
+    10**9,
+    10**400,
+    3.5,
+    1e300,
+    math.nan,
+    math.inf,
+    True,
+    [[1, [2]]],
+    {"content": {"content": 1}},
+    [None],
+    None,
+    [1, 2, 3, 4, 5],
+)
 
 
 def written(directory, kind, document):
@@ -34,8 +51,11 @@ def written(directory, kind, document):
 @pytest.mark.parametrize(
     ("kind", "document", "message"),
     [
-        (ModelConfig, {"type_vocab_size": "x"},
-         "type_vocab_size is 'x', expected an integer from 0 to 16777216."),
+        (
+            ModelConfig,
+            {"type_vocab_size": "x"},
+            "type_vocab_size is 'x', expected an integer from 0 to 16777216.",
+        ),
         (ModelConfig, {"vocab_size": -1}, "vocab_size is -1, expected an integer from 0 to"),
         (ModelConfig, {"vocab_size": 10**12}, "vocab_size is 1000000000000, expected an integer"),
         (ModelConfig, {"pad_token_id": 1.5}, "pad_token_id is 1.5, expected an integer"),
@@ -48,19 +68,34 @@ def written(directory, kind, document):
         (ModelConfig, {"image_size": [10**5, 10]}, "image_size is 100000, expected 8192 pixels"),
         (ModelConfig, {"conv_kernel": [10, 3], "conv_stride": [5]}, "conv_stride is [5], expected"),
         (ModelConfig, {"conv_kernel": [9] * 9, "conv_stride": [99] * 9}, "conv_stride is [99, 99"),
-        (ModelConfig, {"conv_kernel": [1] * 65, "conv_stride": [1] * 65},
-         "conv_kernel is [1, 1, 1, 1, 1, 1, ...], expected a list of 64 integers at most"),
-        (ModelConfig, {"text_config": {"conv_kernel": [9] * 9}, "conv_stride": [99] * 9},
-         "conv_stride is [99, 99"),
-        (ModelConfig, {"model_type": "roberta", "max_position_embeddings": 2, "pad_token_id": 5},
-         "max_position_embeddings is 2, expected more than pad_token_id + 1"),
+        (
+            ModelConfig,
+            {"conv_kernel": [1] * 65, "conv_stride": [1] * 65},
+            "conv_kernel is [1, 1, 1, 1, 1, 1, ...], expected a list of 64 integers at most",
+        ),
+        (
+            ModelConfig,
+            {"text_config": {"conv_kernel": [9] * 9}, "conv_stride": [99] * 9},
+            "conv_stride is [99, 99",
+        ),
+        (
+            ModelConfig,
+            {"model_type": "roberta", "max_position_embeddings": 2, "pad_token_id": 5},
+            "max_position_embeddings is 2, expected more than pad_token_id + 1",
+        ),
         (ModelConfig, {"num_mel_bins": 10**9}, "num_mel_bins is 1000000000, expected an integer"),
         (TokenizerConfig, {"model_max_length": "x"}, "model_max_length is 'x', expected a number."),
         (TokenizerConfig, {"model_max_length": math.nan}, "model_max_length is nan, expected"),
-        (TokenizerConfig, {"added_tokens_decoder": {"0": {}}},
-         "added_tokens_decoder.0.content is missing"),
-        (TokenizerConfig, {"added_tokens_decoder": {"a": {"content": "b"}}},
-         "added_tokens_decoder has the key 'a', expected an integer"),
+        (
+            TokenizerConfig,
+            {"added_tokens_decoder": {"0": {}}},
+            "added_tokens_decoder.0.content is missing",
+        ),
+        (
+            TokenizerConfig,
+            {"added_tokens_decoder": {"a": {"content": "b"}}},
+            "added_tokens_decoder has the key 'a', expected an integer",
+        ),
         (TokenizerConfig, {"padding_side": "middle"}, "padding_side is 'middle', expected 'left'"),
         (TokenizerConfig, {"strip_accents": "some"}, "strip_accents is 'some', expected true or"),
         (SpecialTokensMap, {"pad_token": 5}, "pad_token is 5, expected a string, or an object"),
@@ -71,7 +106,7 @@ def written(directory, kind, document):
         (PreprocessorConfig, {"resample": 9}, "resample is 9, expected an integer from 0 to 5."),
         (PreprocessorConfig, {"rescale_factor": math.inf}, "rescale_factor is inf, expected"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_names_file_key_found_and_expected(tmp_path, kind, document, message):
     written(tmp_path, kind, document)
     with pytest.raises(ArtifactError) as error:
@@ -82,18 +117,32 @@ def test_what_does_not_fit_names_file_key_found_and_expected(tmp_path, kind, doc
 
 
 def test_real_notations_are_read():
-    config = ModelConfig.model_validate({
-        "vocab_size": 30522.0, "pad_token_id": None, "eos_token_id": [2, 3], "image_size": [32, 48],
-        "id2label": {"0": "calm", "1": 7}, "label2id": {"calm": 0}, "hidden_act": "gelu",
-        "max_position_embeddings": "512", "problem_type": None, "architectures": None,
-    })  # fmt: skip
+    config = ModelConfig.model_validate(
+        {
+            "vocab_size": 30522.0,
+            "pad_token_id": None,
+            "eos_token_id": [2, 3],
+            "image_size": [32, 48],
+            "id2label": {"0": "calm", "1": 7},
+            "label2id": {"calm": 0},
+            "hidden_act": "gelu",
+            "max_position_embeddings": "512",
+            "problem_type": None,
+            "architectures": None,
+        }
+    )
     assert (config.vocab_size, config.pad_token_id, config.positions) == (30522, None, 512)
     assert (config.id2label, config.image_size.sides(1)) == ({0: "calm", 1: "7"}, (32, 48))
-    settings = TokenizerConfig.model_validate({
-        "model_max_length": 1000000000000000019884624838656, "strip_accents": None,
-        "do_lower_case": None, "pad_token": {"content": "[PAD]", "lstrip": False},
-        "mask_token": None, "added_tokens_decoder": {"4": {"content": "<x>", "special": True}},
-    })  # fmt: skip
+    settings = TokenizerConfig.model_validate(
+        {
+            "model_max_length": 1000000000000000019884624838656,
+            "strip_accents": None,
+            "do_lower_case": None,
+            "pad_token": {"content": "[PAD]", "lstrip": False},
+            "mask_token": None,
+            "added_tokens_decoder": {"4": {"content": "<x>", "special": True}},
+        }
+    )
     assert settings.do_lower_case
     assert settings.added_tokens_decoder[4].special
     other = SpecialTokensMap(pad_token="<pad>", mask_token="<mask>", cls_token={"content": "<s>"})
@@ -105,10 +154,13 @@ def test_real_notations_are_read():
 
 
 def test_what_only_the_text_or_image_part_says_is_merged():
-    config = ModelConfig.model_validate({
-        "vision_config": {"image_size": 32, "hidden_size": 8}, "pad_token_id": 1,
-        "text_config": {"vocab_size": 90, "hidden_size": 16, "pad_token_id": 5},
-    })  # fmt: skip
+    config = ModelConfig.model_validate(
+        {
+            "vision_config": {"image_size": 32, "hidden_size": 8},
+            "pad_token_id": 1,
+            "text_config": {"vocab_size": 90, "hidden_size": 16, "pad_token_id": 5},
+        }
+    )
     merged = config.merged()
     assert (merged.vocab_size, merged.hidden_size, merged.pad_token_id) == (90, 16, 1)
     assert (config.vocab_size, merged.image_size.edge) == (0, 32)
@@ -140,9 +192,16 @@ def test_values_that_pass_make_inputs():
 
 @pytest.mark.parametrize(
     "kind",
-    [ModelConfig, TokenizerConfig, SpecialTokensMap, SentenceBertConfig, PreprocessorConfig,
-     SentenceTransformersConfig, PoolingConfig],
-)  # fmt: skip
+    [
+        ModelConfig,
+        TokenizerConfig,
+        SpecialTokensMap,
+        SentenceBertConfig,
+        PreprocessorConfig,
+        SentenceTransformersConfig,
+        PoolingConfig,
+    ],
+)
 def test_every_key_with_every_wrong_value_is_read_or_refused(tmp_path, kind):
     refused = 0
     for key in kind.model_fields:
@@ -158,9 +217,17 @@ def test_every_key_with_every_wrong_value_is_read_or_refused(tmp_path, kind):
 
 @pytest.mark.parametrize(
     "content",
-    [b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000, b'{"vocab_size": ' + b"9" * 5000 + b"}",
-     b'{"model_type": "\\ud800"}', b"\xff\xfe", b"[]", b""],
-)  # fmt: skip
+    [
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"1" * 5000,
+        b'{"vocab_size": ' + b"9" * 5000 + b"}",
+        b'{"model_type": "\\ud800"}',
+        b"\xff\xfe",
+        b"[]",
+        b"",
+    ],
+)
 def test_what_is_no_json_object_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ArtifactError, match=r"config\.json"):

@@ -4,9 +4,21 @@ from enginery.core.errors import ArtifactError
 from enginery.core.paths import is_inside, resolve_inside
 
 OUTSIDE = [
-    "", ".", "..", "/etc/passwd", "../a", "a/../b", "a//b", "./a", "a/", "a/.", "a\\b", "C:a",
-    "c:/a", "a\0b",
-]  # fmt: skip
+    "",
+    ".",
+    "..",
+    "/etc/passwd",
+    "../a",
+    "a/../b",
+    "a//b",
+    "./a",
+    "a/",
+    "a/.",
+    "a\\b",
+    "C:a",
+    "c:/a",
+    "a\0b",
+]
 
 
 @pytest.mark.parametrize("name", ["a", "a/b.json", "1_Pooling/config.json", "..a", "a..b", "~"])

@@ -49,8 +49,14 @@ VALIDATION = ValidationReport(
 QUANTIZATION = QuantizationReport(
     "fine", "int8", [], {}, accuracy=AccuracyMetrics(8, 1, 1, None, None, 1)
 )
-ENGINE = {"directory": "tensorrt-rtx-sm89-00", "capabilities": ["8.9"], "profiles": [],
-          "layers": {"gemm int8": 50}, "plan_size_bytes": 10, "key": "0"}  # fmt: skip
+ENGINE = {
+    "directory": "tensorrt-rtx-sm89-00",
+    "capabilities": ["8.9"],
+    "profiles": [],
+    "layers": {"gemm int8": 50},
+    "plan_size_bytes": 10,
+    "key": "0",
+}
 BUILD = BuildReport("1 engine", [], [ENGINE])
 BENCHMARK = made_result(
     contenders=[made_contender("enginery", placement=[{"name": "of an early version"}])],
@@ -96,14 +102,17 @@ WRONG = [
     (VALIDATION, {"tools": {"torch": 2}}, "tools.torch: found 2, expected a valid string"),
     (QUANTIZATION, {"summary": None}, "summary: found null, expected a valid string"),
     (QUANTIZATION, {"accuracy": {}}, "accuracy.rows is missing"),
-    (QUANTIZATION, {"layers": {"quantized": -1, "all": 2}}, "layers.quantized: found -1, expected "
-     "greater than or equal to 0"),
+    (
+        QUANTIZATION,
+        {"layers": {"quantized": -1, "all": 2}},
+        "layers.quantized: found -1, expected greater than or equal to 0",
+    ),
     (BUILD, {"engines": [{}]}, "engines.0.directory is missing"),
     (BUILD, {"engines": [{**ENGINE, "plan_size_bytes": 2**70}]}, "engines.0.plan_size_bytes"),
     (BENCHMARK, {"schema_version": 9}, "schema_version: found 9, expected 1"),
     (BENCHMARK, {"machine": {"gpus": 3}}, "machine.cpu is missing"),
     (BENCHMARK, {"contenders": ["x" * 10**6]}, 'contenders.0: found "xxx'),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("report", "change", "said"), WRONG, ids=[said for _, _, said in WRONG])
@@ -117,10 +126,19 @@ def test_wrong_type_names_file_key_found_and_expected(report, change, said, tmp_
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b"\xff", b'"\\ud800"', b"[" * 200_000,
-     b'{"a":' * 700 + b"1" + b"}" * 700, b'{"summary": ' + b"1" * 10_000 + b"}"],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff",
+        b'"\\ud800"',
+        b"[" * 200_000,
+        b'{"a":' * 700 + b"1" + b"}" * 700,
+        b'{"summary": ' + b"1" * 10_000 + b"}",
+    ],
     ids=lambda content: content[:12].decode(errors="replace"),
-)  # fmt: skip
+)
 def test_what_is_no_report_is_an_error(content, tmp_path):
     file = tmp_path / "report.json"
     file.write_bytes(content)

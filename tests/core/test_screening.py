@@ -95,7 +95,8 @@ REFUSED = {
     ),
     "modules of another shape": ({"modules.json": ["evil"]}, "type is 'evil'"),
     "for one version": (
-        {"config.4.0.0.json": {"model_type": "mine", **NESTED}}, "config.4.0.0.json: auto_map",
+        {"config.4.0.0.json": {"model_type": "mine", **NESTED}},
+        "config.4.0.0.json: auto_map",
     ),
     "trust for one version": (
         {"vision/config.4.0.json": {"trust_remote_code": True}},
@@ -114,9 +115,10 @@ REFUSED = {
         "audio_tokenizer_name_or_path is '/srv/evil'",
     ),
     "in a folder": (
-        {"vision/config.json": {"model_type": "mine", **NESTED}}, "vision/config.json: auto_map",
+        {"vision/config.json": {"model_type": "mine", **NESTED}},
+        "vision/config.json: auto_map",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

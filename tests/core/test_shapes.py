@@ -44,19 +44,26 @@ def test_profile_prints_as_it_is_read():
         ("batch=1:9:8", "batch: opt 9 is above max 8, expected 1 <= min <= opt <= max."),
         ("batch=0", "batch: found the size 0, expected a whole number from 1 to 2147483647."),
         ("batch=0:1:2", "batch: found the size 0, expected a whole number from 1 to 2147483647."),
-        ("batch=1:1:4294967296", "batch: found the size 4294967296, expected a whole number from "
-         "1 to 2147483647."),
+        (
+            "batch=1:1:4294967296",
+            "batch: found the size 4294967296, expected a whole number from 1 to 2147483647.",
+        ),
         ("batch=-1", "batch: found the size '-1', expected a whole number from 1 to 2147483647."),
-        ("batch=1.5", "batch: found the size '1.5', expected a whole number from 1 to "
-         "2147483647."),
+        ("batch=1.5", "batch: found the size '1.5', expected a whole number from 1 to 2147483647."),
         ("batch=1:2", "batch: '1:2' has 2 numbers, expected min:opt:max or one size."),
         ("batch=1:2:3:4", "batch: '1:2:3:4' has 4 numbers, expected min:opt:max or one size."),
-        ("batch", "found 'batch', expected name=min:opt:max or name=size. Write it as "
-         "batch=1:8:32,sequence=8:128:512."),
-        ("batch=1,batch_size=2", "dim 'batch' is given twice. A profile has one range for each "
-         "dim; give --profile again for another."),
+        (
+            "batch",
+            "found 'batch', expected name=min:opt:max or name=size. Write it as "
+            "batch=1:8:32,sequence=8:128:512.",
+        ),
+        (
+            "batch=1,batch_size=2",
+            "dim 'batch' is given twice. A profile has one range for each "
+            "dim; give --profile again for another.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_bad_profile_says_what_is_wrong(text, message):
     with pytest.raises(ShapeError) as error:
         Profile.parse(text)
@@ -65,9 +72,17 @@ def test_a_bad_profile_says_what_is_wrong(text, message):
 
 @pytest.mark.parametrize(
     "text",
-    ["batch=", "=1", "batch=1,", "batch=a:b:c", "batch=1_0", "batch=1:2:", "batch=²",
-     "batch=" + "9" * 5000],
-)  # fmt: skip
+    [
+        "batch=",
+        "=1",
+        "batch=1,",
+        "batch=a:b:c",
+        "batch=1_0",
+        "batch=1:2:",
+        "batch=²",
+        "batch=" + "9" * 5000,
+    ],
+)
 def test_profile_rejects_what_is_not_name_equals_sizes(text):
     with pytest.raises(ShapeError, match=r"expected (name=min:opt:max|a whole number)"):
         Profile.parse(text)
@@ -171,8 +186,10 @@ def test_check_reads_its_inputs_once():
 def test_fixed_dims_are_named_as_the_exporter_names_them_where_nothing_is_dynamic():
     assert fixed_dims((TensorSpec("input_ids", "int64", (8, "sequence")),)) == {"batch": 8}
     assert fixed_dims((TensorSpec("input_values", "float32", (8, 16)),)) == {}
-    mixed = (TensorSpec("input_ids", "int64", (1, 4)),
-             TensorSpec("pixel_values", "float32", ("batch", 3, 8, 8)))  # fmt: skip
+    mixed = (
+        TensorSpec("input_ids", "int64", (1, 4)),
+        TensorSpec("pixel_values", "float32", ("batch", 3, 8, 8)),
+    )
     assert fixed_dims(mixed) == {"sequence": 4, "channels": 3, "height": 8, "width": 8}
 
 

@@ -41,17 +41,26 @@ def test_a_directory_is_found_with_the_hash_of_every_file_that_matters(tmp_path)
     assert (source.record.kind, source.record.id, source.name) == ("directory", str(path), "minilm")
     assert source.path == path
     assert sorted(source.record.files) == [
-        "1_Pooling/config.json", "config.json", "model.safetensors", "tokenizer.json",
-    ]  # fmt: skip
+        "1_Pooling/config.json",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     digest = hashlib.sha256(b"weights").hexdigest()
     assert source.record.files["model.safetensors"] == digest
 
 
 @pytest.mark.parametrize(
     "name",
-    ["config.4.0.0.json", "tokenizer.4.0.0.json", "adapter_config.json", "chat_template.jinja",
-     "additional_chat_templates/tool_use.jinja", "audio_tokenizer_config.json"],
-)  # fmt: skip
+    [
+        "config.4.0.0.json",
+        "tokenizer.4.0.0.json",
+        "adapter_config.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+        "audio_tokenizer_config.json",
+    ],
+)
 def test_every_file_that_a_loader_may_take_in_anothers_place_has_a_hash(tmp_path, name):
     root = model_directory(tmp_path / "model")
     (root / name).parent.mkdir(exist_ok=True)
@@ -71,8 +80,10 @@ def test_git_data_is_no_part_of_a_model_but_a_model_may_lie_below_it(tmp_path):
     (path / ".git").mkdir()
     (path / ".git" / "hooks.txt").write_text("")
     assert sorted(resolve_source(str(path)).record.files) == [
-        "config.json", "model.safetensors", "tokenizer.json",
-    ]  # fmt: skip
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
 
 
 def test_a_directory_without_config_is_no_model(tmp_path):

@@ -306,10 +306,12 @@ def engine(out, *, fingerprint=ENGINE, plan=PLAN):
     source = out.parent.parent / "model"
     record = engine_record(
         Artifact.open(source) if source.is_dir() else make(source),
-        plan=plan, key=fingerprint.key, fields=fingerprint.fields,
+        plan=plan,
+        key=fingerprint.key,
+        fields=fingerprint.fields,
         graph_sha256=fingerprint.fields["graph"],
         profiles=(fingerprint.fields.get("profiles", "batch=1"),),
-    )  # fmt: skip
+    )
     return Engine.open(write_engine(out, record, plan=plan))
 
 

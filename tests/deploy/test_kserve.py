@@ -126,8 +126,15 @@ def test_published_image_is_mounted_as_a_volume(manifest):
 
 
 def test_triton_is_kserves_own_runtime_with_protocol_v2(manifest):
-    found = manifest(runtime="triton", image="", service_account="reader", namespace="models",
-                     min_replicas=0, max_replicas=3, gpus=2)  # fmt: skip
+    found = manifest(
+        runtime="triton",
+        image="",
+        service_account="reader",
+        namespace="models",
+        min_replicas=0,
+        max_replicas=3,
+        gpus=2,
+    )
     predictor = found["spec"]["predictor"]
     model = predictor["model"]
     assert model["modelFormat"] == {"name": "triton", "version": "2"}

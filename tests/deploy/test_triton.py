@@ -239,10 +239,14 @@ def asked_of(task, graph, **changes):
     asked = texts([f"{text} [MASK]" for text in ASKED[:2]])
     inputs = {field.name: asked for field in find_task(task).inputs if not field.optional}
     width = text_steps(graph).tokenize(inputs, {})["input_ids"].shape[1]
-    specs = [s for s in graph.manifest.graphs[0].outputs
-             if s.name in find_task(task).outputs_read(graph.manifest.graphs[0])]  # fmt: skip
-    sizes = {spec.name: [d if isinstance(d, int) else width for d in spec.dims[1:]]
-             for spec in specs}  # fmt: skip
+    specs = [
+        s
+        for s in graph.manifest.graphs[0].outputs
+        if s.name in find_task(task).outputs_read(graph.manifest.graphs[0])
+    ]
+    sizes = {
+        spec.name: [d if isinstance(d, int) else width for d in spec.dims[1:]] for spec in specs
+    }
     return inputs | {n: np.zeros((2, *size), np.float32) for n, size in sizes.items()}
 
 
@@ -361,10 +365,18 @@ def test_fixed_batch_is_filled_and_its_filling_is_not_answered(mood):
 
 def test_graph_batches_as_profiles_and_options_say(mood, models):
     export_triton(
-        mood, models, name="m", tokenizer=False, threads=2, max_queue_size=7, queue_timeout_us=5,
-        max_queue_delay_us=9, instances=3, version=4,
+        mood,
+        models,
+        name="m",
+        tokenizer=False,
+        threads=2,
+        max_queue_size=7,
+        queue_timeout_us=5,
+        max_queue_delay_us=9,
+        instances=3,
+        version=4,
         profile=("batch=1:4:16,sequence=8:32:64", "batch=1:8:8,sequence=64:96:128"),
-    )  # fmt: skip
+    )
     config = read_config(models / "m")
     assert config.max_batch_size == 16
     assert [list(tensor.dims) for tensor in config.input] == [[-1]] * 3
@@ -480,12 +492,17 @@ def test_batch_is_the_first_dim_of_every_tensor_or_there_is_none(mood):
 
 def test_text_of_a_configuration_is_read_back_as_it_was():
     name = 'a "name" of \\ letters\n\tünd 引擎'
-    config = config_text({
-        "name": name, "max_batch_size": 3,
-        "input": [{"data_type": Word("TYPE_BOOL"), "dims": [-1]}],
-        "parameters": entries({name: {"string_value": ""}}), "output": [], "backend": None,
-        "dynamic_batching": {"preserve_ordering": True},
-    })  # fmt: skip
+    config = config_text(
+        {
+            "name": name,
+            "max_batch_size": 3,
+            "input": [{"data_type": Word("TYPE_BOOL"), "dims": [-1]}],
+            "parameters": entries({name: {"string_value": ""}}),
+            "output": [],
+            "backend": None,
+            "dynamic_batching": {"preserve_ordering": True},
+        }
+    )
     from google.protobuf import text_format
 
     from tests.deploy.triton_server import PROTO
@@ -598,8 +615,11 @@ def test_profile_without_a_single_row_is_an_error():
 
 def tree(directory: Path) -> dict[str, bytes]:
     """A folder's files, without the byte code that importing model.py leaves."""
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*")
-            if p.is_file() and p.suffix != ".pyc"}  # fmt: skip
+    return {
+        str(p.relative_to(directory)): p.read_bytes()
+        for p in directory.rglob("*")
+        if p.is_file() and p.suffix != ".pyc"
+    }
 
 
 def test_models_of_others_stay_and_the_same_export_is_replaced(mood, models):
@@ -715,8 +735,10 @@ def test_model_comes_back_where_no_rename_goes_on(mood, models, monkeypatch):
 
 
 def test_leftover_of_a_killed_export_goes_and_that_of_another_repository_stays(mood, models):
-    names = [f".tmp-{repository}-0123456789ab-triton"
-             for repository in ("models", "models-b", "models-triton", "model.")]  # fmt: skip
+    names = [
+        f".tmp-{repository}-0123456789ab-triton"
+        for repository in ("models", "models-b", "models-triton", "model.")
+    ]
     for name in names:
         (models.parent / name / "new").mkdir(parents=True)
     export_triton(mood, models, name="m")
@@ -756,8 +778,9 @@ def test_exporters_with_stores_of_their_own_do_not_meet(mood, models, tmp_path):
     assert [child.communicate("go\n")[1] for child in (first, second)] == ["", ""]
     assert (first.returncode, second.returncode) == (0, 0)
     parts = ("", "-graph", "-tokenizer", "-answers")
-    assert sorted(TritonDouble(models).configs) == sorted(n + p for n in ("one", "two")
-                                                          for p in parts)  # fmt: skip
+    assert sorted(TritonDouble(models).configs) == sorted(
+        n + p for n in ("one", "two") for p in parts
+    )
     assert not list(models.parent.glob(".tmp-*"))
 
 

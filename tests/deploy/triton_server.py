@@ -25,12 +25,23 @@ import tritonclient
 from google.protobuf import json_format, text_format
 
 _NUMPY = {
-    "TYPE_BOOL": np.bool_, "TYPE_INT8": np.int8, "TYPE_UINT8": np.uint8, "TYPE_INT32": np.int32,
-    "TYPE_INT64": np.int64, "TYPE_FP16": np.float16, "TYPE_FP32": np.float32,
-    "TYPE_FP64": np.float64, "TYPE_STRING": np.object_,
-}  # fmt: skip
-_ORT = {"tensor(int64)": "TYPE_INT64", "tensor(int32)": "TYPE_INT32", "tensor(bool)": "TYPE_BOOL",
-        "tensor(float)": "TYPE_FP32", "tensor(float16)": "TYPE_FP16"}  # fmt: skip
+    "TYPE_BOOL": np.bool_,
+    "TYPE_INT8": np.int8,
+    "TYPE_UINT8": np.uint8,
+    "TYPE_INT32": np.int32,
+    "TYPE_INT64": np.int64,
+    "TYPE_FP16": np.float16,
+    "TYPE_FP32": np.float32,
+    "TYPE_FP64": np.float64,
+    "TYPE_STRING": np.object_,
+}
+_ORT = {
+    "tensor(int64)": "TYPE_INT64",
+    "tensor(int32)": "TYPE_INT32",
+    "tensor(bool)": "TYPE_BOOL",
+    "tensor(float)": "TYPE_FP32",
+    "tensor(float16)": "TYPE_FP16",
+}
 
 
 def _proto() -> Any:
@@ -93,8 +104,12 @@ def check(directory: Path, config: Any) -> None:
 
 def _check_kind(config: Any) -> None:
     """ValidateModelConfig: platform and backend fit each other."""
-    pairs = {("ensemble", ""), ("onnxruntime_onnx", "onnxruntime"),
-             ("tensorrt_plan", "tensorrt"), ("", "python")}  # fmt: skip
+    pairs = {
+        ("ensemble", ""),
+        ("onnxruntime_onnx", "onnxruntime"),
+        ("tensorrt_plan", "tensorrt"),
+        ("", "python"),
+    }
     assert (config.platform, config.backend) in pairs
     assert config.HasField("version_policy")
 
@@ -141,8 +156,9 @@ def _check_files(directory: Path, version: Path, config: Any) -> None:
     wanted = {
         "onnxruntime": [config.default_model_filename or "model.onnx"],
         "tensorrt": plans or [config.default_model_filename or "model.plan"],
-        "python": ["model.py"], "": [],
-    }[config.backend]  # fmt: skip
+        "python": ["model.py"],
+        "": [],
+    }[config.backend]
     for name in wanted:
         path = version / name
         assert path.exists(), path
@@ -189,8 +205,10 @@ def _check_warmup(directory: Path, config: Any) -> None:
 def check_graph(config: Any, session: ort.InferenceSession) -> None:
     """CompareDimsSupported of the ONNX Runtime backend: inputs fit, outputs are exact."""
     batch = [-1] if config.max_batch_size else []
-    tensors = [(config.input, session.get_inputs(), False),
-               (config.output, session.get_outputs(), True)]  # fmt: skip
+    tensors = [
+        (config.input, session.get_inputs(), False),
+        (config.output, session.get_outputs(), True),
+    ]
     for described, found, is_exact in tensors:
         assert {tensor.name for tensor in described} <= {node.name for node in found}
         assert is_exact or len(described) == len(found)
@@ -319,11 +337,16 @@ class TritonDouble:
             del sys.modules["triton_python_backend_utils"]
         model = self.python[config.name] = module.TritonPythonModel()
         as_json = json_format.MessageToJson(config, preserving_proto_field_name=True)
-        model.initialize({
-            "model_config": as_json, "model_repository": str(version.parent),
-            "model_version": version.name, "model_name": config.name,
-            "model_instance_kind": "CPU", "model_instance_device_id": "0",
-        })  # fmt: skip
+        model.initialize(
+            {
+                "model_config": as_json,
+                "model_repository": str(version.parent),
+                "model_version": version.name,
+                "model_name": config.name,
+                "model_instance_kind": "CPU",
+                "model_instance_device_id": "0",
+            }
+        )
         wanted = [tensor.name for tensor in config.output]
 
         def run(inputs: dict[str, np.ndarray], given: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -341,8 +364,11 @@ class TritonDouble:
     ) -> dict[str, np.ndarray]:
         tensors = dict(inputs)
         for step in config.ensemble_scheduling.step:
-            given = {name: tensors[tensor] for name, tensor in step.input_map.items()
-                     if tensor in tensors}  # fmt: skip
+            given = {
+                name: tensors[tensor]
+                for name, tensor in step.input_map.items()
+                if tensor in tensors
+            }
             found = self.infer(step.model_name, given, parameters)
             tensors |= {tensor: found[name] for name, tensor in step.output_map.items()}
         return {tensor.name: tensors[tensor.name] for tensor in config.output}

@@ -11,18 +11,29 @@ from enginery.doctor.stage import examine
 from enginery.runtime.providers.known import CPU, CUDA
 
 MACHINE = MachineStatus(
-    python="3.12", platform="Linux", cpu="A processor", physical_cores=4, usable_cpus=8,
-    cpu_features=(), memory_total_bytes=1, memory_available_bytes=1, store="/s",
-    store_free_bytes=1, temporary="/t", temporary_free_bytes=1,
-)  # fmt: skip
+    python="3.12",
+    platform="Linux",
+    cpu="A processor",
+    physical_cores=4,
+    usable_cpus=8,
+    cpu_features=(),
+    memory_total_bytes=1,
+    memory_available_bytes=1,
+    store="/s",
+    store_free_bytes=1,
+    temporary="/t",
+    temporary_free_bytes=1,
+)
 WITH_GPU = NvidiaStatus("580.65.06", "13.0", "", (Gpu("NVIDIA L4", "8.9", 0, 0),), {}, "13")
 WITHOUT = replace(WITH_GPU, driver="", problem="there is no NVIDIA driver", gpus=())
 RUNS = tuple(
     ProviderStatus(name, True, (), registers=True, runs=True, reason="", remedy="")
     for name in (CPU, CUDA)
 )
-LOST = (RUNS[0], replace(RUNS[1], runs=False, reason="libcublas.so.13 was not found",
-                         remedy="Install it."))  # fmt: skip
+LOST = (
+    RUNS[0],
+    replace(RUNS[1], runs=False, reason="libcublas.so.13 was not found", remedy="Install it."),
+)
 
 
 def found(environment, *, machine=MACHINE, nvidia=WITHOUT, providers=LOST):

@@ -9,9 +9,13 @@ from enginery.doctor.tensorrt import tensorrt_findings
 
 def machine(name, capability):
     return NvidiaStatus(
-        driver="580.65.06", driver_cuda="13.0", problem="",
-        gpus=(Gpu(name, capability, 1 << 34, 1 << 33),), libraries={}, onnxruntime_cuda="13",
-    )  # fmt: skip
+        driver="580.65.06",
+        driver_cuda="13.0",
+        problem="",
+        gpus=(Gpu(name, capability, 1 << 34, 1 << 33),),
+        libraries={},
+        onnxruntime_cuda="13",
+    )
 
 
 @pytest.fixture(autouse=True)

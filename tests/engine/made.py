@@ -21,9 +21,16 @@ from enginery.core.fingerprint import Fingerprint
 from enginery.engine.ep_context import write_wrapper
 
 LAYER = {
-    "name": "one", "kind": "gemm", "precision": "fp32", "type": "gemm", "inputs": ["fp32"],
-    "constants": [], "outputs": ["fp32"], "nodes": [], "tactic": "",
-}  # fmt: skip
+    "name": "one",
+    "kind": "gemm",
+    "precision": "fp32",
+    "type": "gemm",
+    "inputs": ["fp32"],
+    "constants": [],
+    "outputs": ["fp32"],
+    "nodes": [],
+    "tactic": "",
+}
 PLAN = b"vtrt" + bytes(range(200))
 
 

@@ -59,9 +59,12 @@ def artifact_of(
             )
             if external:
                 onnx.save(
-                    onnx.load(path), str(path), save_as_external_data=True,
-                    location=f"{name}.data", size_threshold=0,
-                )  # fmt: skip
+                    onnx.load(path),
+                    str(path),
+                    save_as_external_data=True,
+                    location=f"{name}.data",
+                    size_threshold=0,
+                )
         records = tuple(record_graph(directory / name, directory) for name in graphs)
         commit_artifact(directory, manifest().model_copy(update={"graphs": records}))
     return Artifact.open(out)

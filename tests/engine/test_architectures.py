@@ -95,12 +95,11 @@ def test_minilm_for_each_generation_has_the_same_products(embedder, capability):
         ("bert", "text-classification", ["batch=1:2:4,sequence=1:16:64"]),
         ("vit", "image-classification", ["batch=1:2:4"]),
         ("gpt2", "text-generation", ["batch=1,sequence=1:16:64"]),
-        ("gpt2", "text-generation-with-past",
-         ["batch=1:2:4,past_sequence=1:16:64,sequence=1"]),
+        ("gpt2", "text-generation-with-past", ["batch=1:2:4,past_sequence=1:16:64,sequence=1"]),
         ("t5", "text2text-generation-with-past", None),
     ],
     ids=["bert", "vit", "gpt2", "gpt2-with-past", "t5"],
-)  # fmt: skip
+)
 def test_every_graph_gets_an_engine(tiny_model, home, kind, task, profiles):
     options = {} if kind != "t5" else {"post_process": False}  # a merged decoder is an If
     model = tiny_model(kind, task.removesuffix("-with-past"))
@@ -183,10 +182,14 @@ def large_artifact(out, *, width, products):
                     stream.write(np.roll(row, shift + index).tobytes())
                 tensors.append(external(f"w{index}", (width, width), data.name, offset))
         nodes = [
-            node("MatMul", f"{'x' if i == 0 else f'h{i}'} w{i}",
-                 "y" if i == products - 1 else f"h{i + 1}", name=f"product{i}")
+            node(
+                "MatMul",
+                f"{'x' if i == 0 else f'h{i}'} w{i}",
+                "y" if i == products - 1 else f"h{i + 1}",
+                name=f"product{i}",
+            )
             for i in range(products)
-        ]  # fmt: skip
+        ]
         values = [
             helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
             for name in ("x", "y")

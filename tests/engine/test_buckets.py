@@ -121,7 +121,7 @@ def test_an_empty_text_takes_one_position():
         (np.array([3, -1]), "token lengths are int64 from -1 on, expected integers of 0 or more."),
         (np.array([1.5]), "token lengths are float64 from 1.5 on, expected integers of 0 or more."),
     ],
-)  # fmt: skip
+)
 def test_invalid_lengths_are_rejected(lengths, message):
     with pytest.raises(InputError) as error:
         bucket_lengths(lengths, 2, most=8)

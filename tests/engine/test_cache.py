@@ -83,8 +83,10 @@ def test_second_build_comes_from_the_store(tmp_path, home):
     assert engine.name == engine.record.directory_name
     assert said.messages == [f"tensorrt-rtx: nothing to do, {engine.name} is up to date"]
     assert sorted(path.name for path in engine.path.iterdir()) == [
-        "engine.json", "layers.json", "model.plan",
-    ]  # fmt: skip
+        "engine.json",
+        "layers.json",
+        "model.plan",
+    ]
 
 
 def test_the_same_graph_in_another_artifact_hits(tmp_path):
@@ -218,10 +220,14 @@ def flipped(content):
 
 @pytest.mark.parametrize(
     "change",
-    [{"profiles": ["batch=1:8:999"]}, {"capabilities": ["8.0"]}, {"graph_sha256": "0" * 64},
-     {"key": "0" * 64}],
+    [
+        {"profiles": ["batch=1:8:999"]},
+        {"capabilities": ["8.0"]},
+        {"graph_sha256": "0" * 64},
+        {"key": "0" * 64},
+    ],
     ids=["profiles", "capabilities", "graph_sha256", "key"],
-)  # fmt: skip
+)
 def test_altered_record_is_detected(tmp_path, change):
     artifact = product(tmp_path / "a")
     engine, _ = obtain(artifact)

@@ -134,21 +134,29 @@ IDS = dims("input_ids", "batch", "sequence")
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ((IDS, dims("attention_mask", "batch", "past_sequence + sequence")),
-         "model.onnx: text lengths do not determine the dims past_sequence. Set its "
-         "profiles with --profile, such as batch=1:8:32,sequence=8:128:512."),
-        ((dims("input_ids", "batch", "past + new"),),
-         "model.onnx: text lengths do not determine the dims past + new. Set its profiles "
-         "with --profile, such as batch=1:8:32,sequence=8:128:512."),
-        ((dims("input_ids", "batch", 128),),
-         "model.onnx: the sequence is fixed at 128, so text lengths do not matter. Remove "
-         "--profiles-from, or export the model with a dynamic sequence."),
-        ((dims("pixel_values", "batch", 3, 32, 32),),
-         "model.onnx takes no texts, so profiles cannot be derived from their lengths: expected "
-         "input_ids (batch, sequence), found pixel_values: int64 (batch, 3, 32, 32). Set its "
-         "profiles with --profile, such as batch=1:8:32,sequence=8:128:512."),
+        (
+            (IDS, dims("attention_mask", "batch", "past_sequence + sequence")),
+            "model.onnx: text lengths do not determine the dims past_sequence. Set its "
+            "profiles with --profile, such as batch=1:8:32,sequence=8:128:512.",
+        ),
+        (
+            (dims("input_ids", "batch", "past + new"),),
+            "model.onnx: text lengths do not determine the dims past + new. Set its profiles "
+            "with --profile, such as batch=1:8:32,sequence=8:128:512.",
+        ),
+        (
+            (dims("input_ids", "batch", 128),),
+            "model.onnx: the sequence is fixed at 128, so text lengths do not matter. Remove "
+            "--profiles-from, or export the model with a dynamic sequence.",
+        ),
+        (
+            (dims("pixel_values", "batch", 3, 32, 32),),
+            "model.onnx takes no texts, so profiles cannot be derived from their lengths: expected "
+            "input_ids (batch, sequence), found pixel_values: int64 (batch, 3, 32, 32). Set its "
+            "profiles with --profile, such as batch=1:8:32,sequence=8:128:512.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_graph_whose_dims_do_not_follow_from_texts_is_rejected(bert, data, inputs, message):
     with pytest.raises(ShapeError) as error:
         profiles_from_data(bert, graph(*inputs), data)
@@ -158,12 +166,14 @@ def test_graph_whose_dims_do_not_follow_from_texts_is_rejected(bert, data, input
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch": "8:4:16"}, "option 'batch' is '8:4:16': min 8 is above opt 4, expected "
-         "1 <= min <= opt <= max."),
+        (
+            {"batch": "8:4:16"},
+            "option 'batch' is '8:4:16': min 8 is above opt 4, expected 1 <= min <= opt <= max.",
+        ),
         ({"rows": 0}, "option 'rows' is 0, expected 1 or more."),
         ({"count": 0}, "option 'count' is 0, expected 1 or more."),
     ],
-)  # fmt: skip
+)
 def test_invalid_options_are_rejected(bert, data, options, message):
     with pytest.raises(OptionError) as error:
         profiles_from_data(bert, bert.manifest.graphs[0], data, **options)
@@ -181,8 +191,14 @@ def test_the_figure_names_each_bucket_and_its_padding(tmp_path):
     path = tmp_path / "lengths.svg"
     assert save_length_figure(path, buckets)
     text = path.read_text()
-    for words in ("to 8: 25% padding", "to 32: 5% padding", "to 120: 0% padding",
-                  "4% padding with 3 buckets, 72% with one", "length, tokens", "rows"):  # fmt: skip
+    for words in (
+        "to 8: 25% padding",
+        "to 32: 5% padding",
+        "to 120: 0% padding",
+        "4% padding with 3 buckets, 72% with one",
+        "length, tokens",
+        "rows",
+    ):
         assert words in text
 
 

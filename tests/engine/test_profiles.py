@@ -69,30 +69,54 @@ def test_both_notations_give_the_same_profile():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("batch=1:8:32,sequnce=8", "profile 'batch=1:8:32,sequnce=8': the model has no dynamic dim "
-         "'sequnce'; did you mean 'sequence'? Its dynamic dims: batch, sequence."),
+        (
+            "batch=1:8:32,sequnce=8",
+            "profile 'batch=1:8:32,sequnce=8': the model has no dynamic dim "
+            "'sequnce'; did you mean 'sequence'? Its dynamic dims: batch, sequence.",
+        ),
         ("batch=1", "profile 'batch=1' lacks the dim 'sequence'. Add sequence=min:opt:max."),
-        ("batch=1,sequence=8,rows=3", "profile 'batch=1,sequence=8,rows=3': the model has no "
-         "dynamic dim 'rows'. Its dynamic dims: batch, sequence."),
-        ("batch=8:4:16,sequence=8", "profile 'batch=8:4:16,sequence=8': batch: min 8 is above opt "
-         "4, expected 1 <= min <= opt <= max."),
-        ("batch=1,sequence=8:64:600", "profile 'batch=1,sequence=8:64:600': sequence goes up to "
-         "600, but the model's positions end at 512. Lower the maximum of sequence to 512."),
-        ("", "a profile is empty, expected name=min:opt:max. Write it as "
-         "batch=1:8:32,sequence=8:128:512."),
-        ("input_ids=1x8:4x64:8x128", "profile 'input_ids=1x8:4x64:8x128': found "
-         "the input shape 'input_ids=1x8:4x64:8x128', expected name=min:opt:max of a dim. "
-         "Write batch=1:4:8,sequence=8:64:128, or --min-shapes input_ids:1x8 --opt-shapes "
-         "input_ids:4x64 --max-shapes input_ids:8x128."),
-        ("input_ids:1x8,attention_mask:1x8", "profile 'input_ids:1x8,attention_mask:1x8': found "
-         "the input shape 'input_ids:1x8', expected name=min:opt:max of a dim. Write "
-         "batch=1,sequence=8, or --min-shapes input_ids:1x8 --opt-shapes input_ids:1x8 "
-         "--max-shapes input_ids:1x8."),
-        ("images=1x8", "profile 'images=1x8': found the input shape 'images=1x8', expected "
-         "name=min:opt:max of a dim. Name the graph's dims, for example "
-         "batch=1:8:32,sequence=8:128:512."),
+        (
+            "batch=1,sequence=8,rows=3",
+            "profile 'batch=1,sequence=8,rows=3': the model has no "
+            "dynamic dim 'rows'. Its dynamic dims: batch, sequence.",
+        ),
+        (
+            "batch=8:4:16,sequence=8",
+            "profile 'batch=8:4:16,sequence=8': batch: min 8 is above opt "
+            "4, expected 1 <= min <= opt <= max.",
+        ),
+        (
+            "batch=1,sequence=8:64:600",
+            "profile 'batch=1,sequence=8:64:600': sequence goes up to "
+            "600, but the model's positions end at 512. Lower the maximum of sequence to 512.",
+        ),
+        (
+            "",
+            "a profile is empty, expected name=min:opt:max. Write it as "
+            "batch=1:8:32,sequence=8:128:512.",
+        ),
+        (
+            "input_ids=1x8:4x64:8x128",
+            "profile 'input_ids=1x8:4x64:8x128': found "
+            "the input shape 'input_ids=1x8:4x64:8x128', expected name=min:opt:max of a dim. "
+            "Write batch=1:4:8,sequence=8:64:128, or --min-shapes input_ids:1x8 --opt-shapes "
+            "input_ids:4x64 --max-shapes input_ids:8x128.",
+        ),
+        (
+            "input_ids:1x8,attention_mask:1x8",
+            "profile 'input_ids:1x8,attention_mask:1x8': found "
+            "the input shape 'input_ids:1x8', expected name=min:opt:max of a dim. Write "
+            "batch=1,sequence=8, or --min-shapes input_ids:1x8 --opt-shapes input_ids:1x8 "
+            "--max-shapes input_ids:1x8.",
+        ),
+        (
+            "images=1x8",
+            "profile 'images=1x8': found the input shape 'images=1x8', expected "
+            "name=min:opt:max of a dim. Name the graph's dims, for example "
+            "batch=1:8:32,sequence=8:128:512.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_invalid_profile_is_an_error_with_a_remedy(text, message):
     assert refusal([text]) == message
 
@@ -158,10 +182,13 @@ def test_adjacent_profiles_have_no_notes():
 def test_sizes_between_profiles_are_a_warning():
     report = check_profiles(
         parsed(
-            "batch=1:8:32,sequence=64:128:256", "batch=1:8:32,sequence=1:16:32",
+            "batch=1:8:32,sequence=64:128:256",
+            "batch=1:8:32,sequence=1:16:32",
             "batch=1:8:32,sequence=258:300:512",
-        ), TEXT, LIMITS,
-    )  # fmt: skip
+        ),
+        TEXT,
+        LIMITS,
+    )
     assert report.warnings == (
         "sequence 33 to 63 is in no profile: the ranges end at 32 and start again at 64.",
         "sequence 257 is in no profile: the ranges end at 256 and start again at 258.",
@@ -172,8 +199,9 @@ def test_sizes_between_profiles_are_a_warning():
 def test_ranges_inside_a_wide_one_leave_no_gap():
     report = check_profiles(
         parsed("batch=1,sequence=1:8:512", "batch=1,sequence=2:2:4", "batch=1,sequence=8:8:16"),
-        TEXT, LIMITS,
-    )  # fmt: skip
+        TEXT,
+        LIMITS,
+    )
     assert report.warnings == ()
 
 
@@ -183,16 +211,23 @@ def test_uncovered_combinations_are_noted():
     )
     assert report == ProfileReport(
         (),
-        ("no profile covers batch 5 to 8 with sequence 17 to 64, although each of these sizes is "
-         "in one.",),
-    )  # fmt: skip
+        (
+            "no profile covers batch 5 to 8 with sequence 17 to 64, although each of these sizes "
+            "is in one.",
+        ),
+    )
 
 
 def test_uncovered_combinations_are_merged():
     report = check_profiles(
-        parsed("batch=1:4:8,sequence=1:8:16", "batch=1:1:4,sequence=17:32:32",
-               "batch=1:1:4,sequence=33:64:64"), TEXT, LIMITS,
-    )  # fmt: skip
+        parsed(
+            "batch=1:4:8,sequence=1:8:16",
+            "batch=1:1:4,sequence=17:32:32",
+            "batch=1:1:4,sequence=33:64:64",
+        ),
+        TEXT,
+        LIMITS,
+    )
     assert report.notes[0].startswith("no profile covers batch 5 to 8 with sequence 17 to 64, ")
 
 
@@ -200,10 +235,12 @@ def test_profile_within_another_is_noted_and_used_for_its_shapes():
     both = parsed(FULL, "batch=1,sequence=8:16:32")
     assert check_profiles(both, TEXT, LIMITS) == ProfileReport(
         (),
-        ("profile 'batch=1,sequence=8:16:32' lies within 'batch=1:8:32,sequence=8:128:512' and "
-         "is used for the shapes in both, batch 1, sequence 8 to 32: its largest shape is "
-         "smaller.",),
-    )  # fmt: skip
+        (
+            "profile 'batch=1,sequence=8:16:32' lies within 'batch=1:8:32,sequence=8:128:512' and "
+            "is used for the shapes in both, batch 1, sequence 8 to 32: its largest shape is "
+            "smaller.",
+        ),
+    )
     assert choose_profile(both, {"batch": 1, "sequence": 32}) == 1
 
 
@@ -220,12 +257,18 @@ def test_overlapping_profiles_are_noted_with_the_one_used():
 @pytest.mark.parametrize(
     ("first", "second", "reason"),
     [
-        ("batch=8:8:32,sequence=8", "batch=1:8:32,sequence=8",
-         "their largest shapes are equally large, and it has fewer shapes."),
-        ("batch=1:2:4,sequence=1:2:8", "batch=1:2:8,sequence=1:2:4",
-         "both are equally large, and it was given first."),
+        (
+            "batch=8:8:32,sequence=8",
+            "batch=1:8:32,sequence=8",
+            "their largest shapes are equally large, and it has fewer shapes.",
+        ),
+        (
+            "batch=1:2:4,sequence=1:2:8",
+            "batch=1:2:8,sequence=1:2:4",
+            "both are equally large, and it was given first.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_tie_between_overlapping_profiles_has_its_reason(first, second, reason):
     notes = check_profiles(parsed(first, second), TEXT, LIMITS).notes
     assert notes[0].startswith(f"profile '{first}' ")

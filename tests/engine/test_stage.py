@@ -73,8 +73,12 @@ def test_artifact_keeps_its_files_and_gets_the_engine(tmp_path, built):
 
 
 def test_record_describes_the_engine(tmp_path, built):
-    made = built(product(tmp_path / "a"), capability="8.9,8.0", profile=["batch=2", "batch=1:4:8"],
-                 engine_per_profile=False)  # fmt: skip
+    made = built(
+        product(tmp_path / "a"),
+        capability="8.9,8.0",
+        profile=["batch=2", "batch=1:4:8"],
+        engine_per_profile=False,
+    )
     (engine,) = engines_of(made)
     record = engine.record
     assert (record.flavor, record.capabilities) == ("tensorrt-rtx", ("8.0", "8.9"))
@@ -95,8 +99,9 @@ def test_record_describes_the_engine(tmp_path, built):
 
 
 def test_the_report_has_engines_notes_and_the_stage(tmp_path, own_home, built):
-    made = built(product(tmp_path / "a"), profile=["batch=1:2:4", "batch=8:16:32"],
-                 engine_per_profile=False)  # fmt: skip
+    made = built(
+        product(tmp_path / "a"), profile=["batch=1:2:4", "batch=8:16:32"], engine_per_profile=False
+    )
     report = report_of(made)
     (engine,) = report["engines"]
     assert engine["directory"] == engines_of(made)[0].name
@@ -300,19 +305,28 @@ def test_failed_artifact_is_rejected_unless_allowed(tmp_path, built):
         ({"capability": " "}, OptionError, "option 'capability' is empty"),
         ({"capability": "current"}, ProviderError, "no GPU can be used"),
         # What is missing comes before what it could not do either.
-        ({"flavor": "tensorrt", "capability": "current"}, ProviderError,
-         "pip install 'tensorrt-cu13>=10,<11'"),
+        (
+            {"flavor": "tensorrt", "capability": "current"},
+            ProviderError,
+            "pip install 'tensorrt-cu13>=10,<11'",
+        ),
         ({"flavor": "tensorrt", "capability": "8.9"}, ProviderError, "which is not installed"),
         ({"flavor": "trt"}, OptionError, "option 'flavor' for build"),
         ({"optimization_level": 5}, OptionError, "no effect in TensorRT for RTX"),
         ({"count": 0}, OptionError, "option 'count' is 0, expected 1 or more"),
-        ({"profile": [PROFILE], "min_shapes": "x:1x64"}, OptionError,
-         "options 'profile' and 'min_shapes' both set profiles"),
-        ({"profile": [PROFILE], "profiles_from": "a.csv"}, OptionError,
-         "options 'profile' and 'profiles_from' both set profiles"),
+        (
+            {"profile": [PROFILE], "min_shapes": "x:1x64"},
+            OptionError,
+            "options 'profile' and 'min_shapes' both set profiles",
+        ),
+        (
+            {"profile": [PROFILE], "profiles_from": "a.csv"},
+            OptionError,
+            "options 'profile' and 'profiles_from' both set profiles",
+        ),
         ({"profiles_from": "missing.csv"}, ShapeError, "model.onnx takes no texts"),
     ],
-)  # fmt: skip
+)
 def test_invalid_option_is_an_error_and_builds_nothing(
     tmp_path, own_home, built, options, error, message
 ):

@@ -71,27 +71,52 @@ def test_sums_are_solved(one):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("input_ids:1x2,attention_mask:1x7,past.0.key:1x4x4x16", "attention_mask is 1x7, but "
-         "attention_mask: int64 (batch, past_sequence + sequence) makes it 1x6."),
-        ("input_ids:1x8,attention_mask:1x6", "dim 'past_sequence' has no size; sizes given: "
-         "{'batch': 1, 'sequence': 8}."),
-        ("input_idz:1x2", "the model has no input 'input_idz'; did you mean 'input_ids'? Its "
-         "inputs: input_ids, attention_mask, past.0.key."),
+        (
+            "input_ids:1x2,attention_mask:1x7,past.0.key:1x4x4x16",
+            "attention_mask is 1x7, but "
+            "attention_mask: int64 (batch, past_sequence + sequence) makes it 1x6.",
+        ),
+        (
+            "input_ids:1x8,attention_mask:1x6",
+            "dim 'past_sequence' has no size; sizes given: {'batch': 1, 'sequence': 8}.",
+        ),
+        (
+            "input_idz:1x2",
+            "the model has no input 'input_idz'; did you mean 'input_ids'? Its "
+            "inputs: input_ids, attention_mask, past.0.key.",
+        ),
         ("input_ids:1", "input_ids has 1 dims, expected 2: input_ids: int64 (batch, sequence)."),
-        ("input_ids:1x2,past.0.key:1x5x4x16", "past.0.key has the size 5, but past.0.key: "
-         "float32 (batch, 4, past_sequence, 16) is fixed at 4."),
-        ("input_ids:1x2,past.0.key:2x4x4x16", "batch is 1 for one input, but 2 for past.0.key. "
-         "Use the same size for inputs that share a dim."),
-        ("input_ids=1x2", "found 'input_ids=1x2', expected input:AxBxC. Write it as "
-         "input_ids:1x8,attention_mask:1x8."),
-        ("input_ids:1x2,", "found '', expected input:AxBxC. Write it as "
-         "input_ids:1x8,attention_mask:1x8."),
-        ("input_ids:1x²", "found 'input_ids:1x²', expected input:AxBxC. Write it as "
-         "input_ids:1x8,attention_mask:1x8."),
-        ("input_ids:1x2,attention_mask:1x2,input_ids:1x4", "'attention_mask' is named for 1 of 2 "
-         "profiles. Name every input in each profile: a repeated input starts another profile."),
+        (
+            "input_ids:1x2,past.0.key:1x5x4x16",
+            "past.0.key has the size 5, but past.0.key: "
+            "float32 (batch, 4, past_sequence, 16) is fixed at 4.",
+        ),
+        (
+            "input_ids:1x2,past.0.key:2x4x4x16",
+            "batch is 1 for one input, but 2 for past.0.key. "
+            "Use the same size for inputs that share a dim.",
+        ),
+        (
+            "input_ids=1x2",
+            "found 'input_ids=1x2', expected input:AxBxC. Write it as "
+            "input_ids:1x8,attention_mask:1x8.",
+        ),
+        (
+            "input_ids:1x2,",
+            "found '', expected input:AxBxC. Write it as input_ids:1x8,attention_mask:1x8.",
+        ),
+        (
+            "input_ids:1x²",
+            "found 'input_ids:1x²', expected input:AxBxC. Write it as "
+            "input_ids:1x8,attention_mask:1x8.",
+        ),
+        (
+            "input_ids:1x2,attention_mask:1x2,input_ids:1x4",
+            "'attention_mask' is named for 1 of 2 "
+            "profiles. Name every input in each profile: a repeated input starts another profile.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_shapes_that_do_not_fit_the_graph_are_errors(text, message):
     found = refusal(text, text, text, DECODER)
     assert found == (message if message.startswith("dim ") else f"min shapes '{text}': {message}")
@@ -131,13 +156,25 @@ def test_a_dim_has_a_size_in_all_three():
 @pytest.mark.parametrize(
     ("low", "opt", "message"),
     [
-        ("4x8", "2x8", "min, opt and max shapes give batch 4:2:8: min 4 is above opt 2, expected "
-         "1 <= min <= opt <= max."),
-        ("0x8", "2x8", "min, opt and max shapes give batch 0:2:8: found the size 0, expected a "
-         "whole number from 1 to 2147483647."),
-        ("1x8", "9x8", "min, opt and max shapes give batch 1:9:8: opt 9 is above max 8, expected "
-         "1 <= min <= opt <= max."),
+        (
+            "4x8",
+            "2x8",
+            "min, opt and max shapes give batch 4:2:8: min 4 is above opt 2, expected "
+            "1 <= min <= opt <= max.",
+        ),
+        (
+            "0x8",
+            "2x8",
+            "min, opt and max shapes give batch 0:2:8: found the size 0, expected a "
+            "whole number from 1 to 2147483647.",
+        ),
+        (
+            "1x8",
+            "9x8",
+            "min, opt and max shapes give batch 1:9:8: opt 9 is above max 8, expected "
+            "1 <= min <= opt <= max.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_sizes_out_of_order_are_errors(low, opt, message):
     assert refusal(f"input_ids:{low}", f"input_ids:{opt}", "input_ids:8x8") == message

@@ -49,10 +49,11 @@ def payload(marker):
 OWN_TYPE = {
     "model_type": "mine",
     "auto_map": {
-        "AutoConfig": "evil.Config", "AutoModelForSequenceClassification": "evil.Model",
+        "AutoConfig": "evil.Config",
+        "AutoModelForSequenceClassification": "evil.Model",
         "AutoModel": "evil.Model",
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("exporter", ["optimum", "dynamo"])
@@ -206,14 +207,17 @@ def own_code(tmp_path, marker):
     (model / "modeling_mine.py").write_text(payload(marker) + OWN_CODE)
     names = {"AutoConfig": "MyConfig", "AutoModelForSequenceClassification": "MyModel"}
     config = {
-        "model_type": "bag-of-words", "architectures": ["MyModel"], "vocab_size": 50,
+        "model_type": "bag-of-words",
+        "architectures": ["MyModel"],
+        "vocab_size": 50,
         "auto_map": {auto: f"modeling_mine.{name}" for auto, name in names.items()},
-    }  # fmt: skip
+    }
     (model / "config.json").write_text(json.dumps(config))
     weights = {
-        "words.weight": torch.randn(50, 8), "head.weight": torch.randn(3, 8),
+        "words.weight": torch.randn(50, 8),
+        "head.weight": torch.randn(3, 8),
         "head.bias": torch.randn(3),
-    }  # fmt: skip
+    }
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     return model
 
@@ -304,8 +308,11 @@ def test_stopped_process_is_reported_as_a_hostile_model(tiny_model, tmp_path, ma
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     found = subprocess.run(
         [sys.executable, "-m", "enginery", "export", str(model), "--force"],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert found.returncode == 2, found.stdout + found.stderr
     assert "the model tried to run" in found.stderr
     assert "Traceback" not in found.stderr

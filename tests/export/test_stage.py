@@ -90,8 +90,12 @@ def test_unsupported_task_lists_the_supported_ones(tiny_model):
 
 
 def test_error_for_an_unknown_model_type_recommends_dynamo(tiny_model, tmp_path):
-    model = edited_config(tiny_model("bert", "fill-mask"), tmp_path / "m", model_type="fnet",
-                          architectures=["FNetForMaskedLM"])  # fmt: skip
+    model = edited_config(
+        tiny_model("bert", "fill-mask"),
+        tmp_path / "m",
+        model_type="fnet",
+        architectures=["FNetForMaskedLM"],
+    )
     with pytest.raises(ExportError, match=r"no model type 'fnet'.*--exporter dynamo"):
         export_model(model)
 
@@ -126,9 +130,11 @@ def test_dynamo_exports_a_vision_model(tmp_path):
 
 def test_own_code_is_rejected_without_consent(tiny_model, tmp_path):
     model = edited_config(
-        tiny_model("bert", "fill-mask"), tmp_path / "m", model_type="bert-of-my-own",
+        tiny_model("bert", "fill-mask"),
+        tmp_path / "m",
+        model_type="bert-of-my-own",
         auto_map={"AutoModel": "modeling_mine.MyModel"},
-    )  # fmt: skip
+    )
     with pytest.raises(SourceError, match=r"modeling_mine\.py.*--trust-remote-code"):
         export_model(model)
 
@@ -177,9 +183,12 @@ def cli(*arguments, home):
     environment = {**os.environ, "ENGINERY_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "enginery", *map(str, arguments)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
 
 
 def test_kill_in_the_middle_leaves_no_artifact_and_the_next_run_succeeds(tiny_model, tmp_path):
@@ -259,9 +268,12 @@ def test_model_over_two_gigabytes_uses_external_data(tmp_path):
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
-        vocab_size=560_000, hidden_size=1024, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=560_000,
+        hidden_size=1024,
+        num_hidden_layers=1,
+        num_attention_heads=4,
         intermediate_size=64,
-    )  # fmt: skip
+    )
     with torch.device("cpu"):
         BertModel(config).save_pretrained(tmp_path / "large")
     artifact = export_model(str(tmp_path / "large"), out=tmp_path / "out")
@@ -314,13 +326,18 @@ def test_models_own_code_runs_once_it_is_trusted(tmp_path, monkeypatch):
     (model / "modeling_mine.py").write_text(OWN_CODE)
     names = {"AutoConfig": "MyConfig", "AutoModelForSequenceClassification": "MyModel"}
     config = {
-        "model_type": "bag-of-words", "architectures": ["MyModel"], "vocab_size": 50,
+        "model_type": "bag-of-words",
+        "architectures": ["MyModel"],
+        "vocab_size": 50,
         "auto_map": {auto: f"modeling_mine.{name}" for auto, name in names.items()},
-    }  # fmt: skip
+    }
     (model / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
-    weights = {"words.weight": torch.randn(50, 8), "head.weight": torch.randn(3, 8),
-               "head.bias": torch.randn(3)}  # fmt: skip
+    weights = {
+        "words.weight": torch.randn(50, 8),
+        "head.weight": torch.randn(3, 8),
+        "head.bias": torch.randn(3),
+    }
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
 
     options = {"task": "text-classification", "exporter": "dynamo"}

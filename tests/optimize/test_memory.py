@@ -31,11 +31,16 @@ def stack_of_products(folder, layers):
     for layer in range(layers):
         data[layer] = np.roll(drawn, layer, axis=0)  # no two alike, and quick to make
         weight = TensorProto(
-            name=f"w{layer}", data_type=TensorProto.FLOAT, dims=[WIDTH, WIDTH],
+            name=f"w{layer}",
+            data_type=TensorProto.FLOAT,
+            dims=[WIDTH, WIDTH],
             data_location=TensorProto.EXTERNAL,
-        )  # fmt: skip
-        for key, value in (("location", "weights.bin"), ("offset", str(layer * LAYER_BYTES)),
-                           ("length", str(LAYER_BYTES))):  # fmt: skip
+        )
+        for key, value in (
+            ("location", "weights.bin"),
+            ("offset", str(layer * LAYER_BYTES)),
+            ("length", str(LAYER_BYTES)),
+        ):
             weight.external_data.add(key=key, value=value)
         weights.append(weight)
         made = "y" if layer == layers - 1 else f"h{layer}"
@@ -45,11 +50,12 @@ def stack_of_products(folder, layers):
     data.flush()
     dims = ["batch", WIDTH]
     graph = helper.make_graph(
-        nodes, "stack",
+        nodes,
+        "stack",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, dims)],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, dims)],
         weights,
-    )  # fmt: skip
+    )
     onnx.save(
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
         folder / "model.onnx",
@@ -81,10 +87,21 @@ def test_optimize_peaks_at_little_more_than_twice_the_weights(tmp_path, monkeypa
     artifact = export_model(str(stack_of_products(tmp_path / "source", LAYERS)))
     out = tmp_path / "fp16"
     most = peak_of_tree(
-        [sys.executable, "-m", "enginery", "optimize", str(artifact.path), "--target", "tensorrt",
-         "--precision", "fp16", "--out", str(out)],
+        [
+            sys.executable,
+            "-m",
+            "enginery",
+            "optimize",
+            str(artifact.path),
+            "--target",
+            "tensorrt",
+            "--precision",
+            "fp16",
+            "--out",
+            str(out),
+        ],
         tmp_path / "log",
-    )  # fmt: skip
+    )
     made = Artifact.open(out)
     most = max(most, made.manifest.stages[-1].peak_rss_bytes)
     weights = LAYERS * LAYER_BYTES

@@ -213,9 +213,13 @@ def test_fingerprint_follows_the_options_and_the_data(exported, tmp_path):
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize(
     ("kind", "task"),
-    [("bert", "text-classification"), ("distilbert", "fill-mask"), ("convnext",
-     "image-classification"), ("gpt2", "text-generation")],
-)  # fmt: skip
+    [
+        ("bert", "text-classification"),
+        ("distilbert", "fill-mask"),
+        ("convnext", "image-classification"),
+        ("gpt2", "text-generation"),
+    ],
+)
 def test_tensorrt_builds_an_engine_of_the_precision(exported, optimized, kind, task, precision):
     pytest.importorskip("tensorrt_rtx_bindings")
     from enginery.core.shapes import Profile, dynamic_dims

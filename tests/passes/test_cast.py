@@ -51,8 +51,11 @@ def test_fp32_region_has_one_cast_at_each_edge_and_none_inside(tmp_path):
     found = types(saved(model, tmp_path / "m.onnx"))
     assert {found[name] for name in ("a", "b", "c")} == {"FLOAT"}
     assert found["h"] == "FLOAT16"
-    assert result.kept == {"relu_1": "listed in keep_fp32", "exp_3": "listed in keep_fp32",
-                           "sqrt_2": "between FP32 nodes"}  # fmt: skip
+    assert result.kept == {
+        "relu_1": "listed in keep_fp32",
+        "exp_3": "listed in keep_fp32",
+        "sqrt_2": "between FP32 nodes",
+    }
     assert len(ops(model, "Cast")) == 2
 
 
@@ -94,25 +97,40 @@ def test_mask_constants_become_the_lowest_number_and_infinities_stay(tmp_path):
     ("text", "weights"),
     [
         # Scales of Resize and the numbers of Range are float32 whatever the rest is.
-        ("""g (float[1, 2, 4, 4] x) => (float[1, 2, 8, 8] y) {
+        (
+            """g (float[1, 2, 4, 4] x) => (float[1, 2, 8, 8] y) {
            r = Resize <mode: string = "linear"> (x, , scales)  y = Relu (r) }""",
-         {"scales": np.float32([1, 1, 2, 2])}),
-        ("""g (float[4] x) => (float[4] y) {
+            {"scales": np.float32([1, 1, 2, 2])},
+        ),
+        (
+            """g (float[4] x) => (float[4] y) {
            r = Range (zero, four, one)  y = Add (x, r) }""",
-         {"zero": np.float32(0), "four": np.float32(4), "one": np.float32(1)}),
-        ("""g (float[4] x) => (float[4] y) {
+            {"zero": np.float32(0), "four": np.float32(4), "one": np.float32(1)},
+        ),
+        (
+            """g (float[4] x) => (float[4] y) {
            s = Shape (x)  c = ConstantOfShape <value: tensor = float[1] {2.0}> (s)
-           d = ConstantOfShape (s)  e = Add (c, d)  y = Mul (x, e) }""", {}),
-        ("""g (float[4] x, int64[4] i) => (float[4] y) {
-           f = Cast <to: int = 1> (i)  h = Cast <to: int = 1> (x)  y = Mul (h, f) }""", {}),
-        ("""g (float[4] x) => (float[4] y) {
-           r = RandomNormalLike <scale: float = 0.000001> (x)  y = Add (x, r) }""", {}),
-        ("""g (float[4] x) => (float[4] y) {
+           d = ConstantOfShape (s)  e = Add (c, d)  y = Mul (x, e) }""",
+            {},
+        ),
+        (
+            """g (float[4] x, int64[4] i) => (float[4] y) {
+           f = Cast <to: int = 1> (i)  h = Cast <to: int = 1> (x)  y = Mul (h, f) }""",
+            {},
+        ),
+        (
+            """g (float[4] x) => (float[4] y) {
+           r = RandomNormalLike <scale: float = 0.000001> (x)  y = Add (x, r) }""",
+            {},
+        ),
+        (
+            """g (float[4] x) => (float[4] y) {
            c = Constant <value_float: float = 2.0> ()  m = Greater (x, c)  y = Where (m, x, c) }""",
-         {}),
+            {},
+        ),
     ],
     ids=["resize", "range", "constant of shape", "cast", "random", "constant"],
-)  # fmt: skip
+)
 def test_types_follow_the_schema_of_each_op(tmp_path, text, weights):
     feeds = {"x": RNG.normal(size=(1, 2, 4, 4) if "Resize" in text else 4).astype(np.float32)}
     if "int64[4] i" in text:
@@ -163,16 +181,21 @@ def test_quantized_graph_keeps_int8_and_gets_fp16_scales(tmp_path):
       q = QuantizeLinear (x, sx, zero)  d = DequantizeLinear (q, sx, zero)
       w = DequantizeLinear <axis: int = 1> (wq, sw)  y = MatMul (d, w) }"""
     weights = {
-        "sx": np.float32(0.02), "zero": np.int8(0), "wq": RNG.integers(-127, 128, (4, 4), np.int8),
+        "sx": np.float32(0.02),
+        "zero": np.int8(0),
+        "wq": RNG.integers(-127, 128, (4, 4), np.int8),
         "sw": np.full(4, 0.01, np.float32),
-    }  # fmt: skip
+    }
     model = graph(text, **weights)
     cast_graph(model, "fp16")
     path = saved(model, tmp_path / "m.onnx")
     found = types(path)
     assert (found["sx"], found["sw"], found["wq"], found["w"]) == (
-        "FLOAT16", "FLOAT16", "INT8", "FLOAT16",
-    )  # fmt: skip
+        "FLOAT16",
+        "FLOAT16",
+        "INT8",
+        "FLOAT16",
+    )
     before = run(saved(graph(text, **weights), tmp_path / "fp32.onnx"), x=X)[0]
     np.testing.assert_allclose(run(path, x=X)[0], before, rtol=2e-2, atol=2e-2)
     old = graph(text, opset=18, **weights)

@@ -60,8 +60,9 @@ def test_identity_in_a_branch_may_return_an_outer_value(tmp_path):
 
 def test_ops_of_other_domains_are_listed():
     model = graph(TEXT, one=np.float32([1.0]))
-    fused = ir.node("FusedMatMul", model.graph.node("exp_5").inputs, domain="com.microsoft",
-                    name="fused_0")  # fmt: skip
+    fused = ir.node(
+        "FusedMatMul", model.graph.node("exp_5").inputs, domain="com.microsoft", name="fused_0"
+    )
     model.graph.append(fused)
     assert non_standard_nodes(model) == ["fused_0 (com.microsoft::FusedMatMul)"]
 

@@ -51,9 +51,14 @@ def test_clean_int8_graph_has_no_findings(found):
 
 @pytest.mark.parametrize(
     ("kind", "task"),
-    [("bert", "text-classification"), ("gpt2", "text-generation"), ("vit", "image-classification"),
-     ("resnet", "image-classification"), ("wav2vec2", "audio-classification")],
-)  # fmt: skip
+    [
+        ("bert", "text-classification"),
+        ("gpt2", "text-generation"),
+        ("vit", "image-classification"),
+        ("resnet", "image-classification"),
+        ("wav2vec2", "audio-classification"),
+    ],
+)
 def test_exported_graph_has_no_findings(exported, kind, task):
     for target in ("tensorrt", "cuda"):
         report = lint_onnx(exported(kind, task).model, target=target)
@@ -140,9 +145,13 @@ def test_qoperator(found, refusals):
 
 @pytest.mark.parametrize(
     ("op_type", "rule"),
-    [("MatMulIntegerToFloat", "dynamic-quantization"), ("DynamicQuantizeMatMul",
-     "dynamic-quantization"), ("QGemm", "qoperator"), ("QAttention", "qoperator")],
-)  # fmt: skip
+    [
+        ("MatMulIntegerToFloat", "dynamic-quantization"),
+        ("DynamicQuantizeMatMul", "dynamic-quantization"),
+        ("QGemm", "qoperator"),
+        ("QAttention", "qoperator"),
+    ],
+)
 def test_integer_operators_of_onnx_runtime_have_one_finding_each(found, op_type, rule):
     nodes = [node(op_type, "x x x x", "y", name="integer", domain="com.microsoft")]
     assert found(nodes) == [(rule, "error", "integer")]
@@ -341,8 +350,9 @@ def branch(op_type):
     ("condition", "severity"), [("use_cache_branch", "error"), ("flag", "warning")]
 )
 def test_merged_decoder_is_an_error_and_another_branch_a_warning(found, condition, severity):
-    choice = node("If", condition, "y", name="choice", then_branch=branch("Relu"),
-                  else_branch=branch("Tanh"))  # fmt: skip
+    choice = node(
+        "If", condition, "y", name="choice", then_branch=branch("Relu"), else_branch=branch("Tanh")
+    )
     inputs = {"x": (F32, ["batch", WIDTH]), condition: (TensorProto.BOOL, [])}
     assert found([choice], inputs=inputs) == [("control-flow", severity, "choice")]
     assert found([choice], inputs=inputs, target="cuda") == [("control-flow", "warning", "choice")]
@@ -410,10 +420,13 @@ def test_optimums_configuration_for_tensorrt_is_diagnosed(exported, tmp_path):
 
     numbers = np.random.default_rng(0)
     rows = [
-        {"input_ids": numbers.integers(5, 200, 8), "attention_mask": np.ones(8, np.int64),
-         "token_type_ids": np.zeros(8, np.int64)}
+        {
+            "input_ids": numbers.integers(5, 200, 8),
+            "attention_mask": np.ones(8, np.int64),
+            "token_type_ids": np.zeros(8, np.int64),
+        }
         for _ in range(4)
-    ]  # fmt: skip
+    ]
     quantizer = optimum_quantizer(exported("bert", "text-classification"))
     config = AutoQuantizationConfig.tensorrt(per_channel=False)
     ranges = quantizer.fit(
@@ -462,8 +475,10 @@ def test_table_groups_nodes_with_the_same_finding(tmp_path):
 
 
 def test_errors_come_first(tmp_path):
-    nodes = [node("Gelu", "x", "a", domain="com.microsoft"),
-             node("Spin", "a", "y", domain="example.org")]  # fmt: skip
+    nodes = [
+        node("Gelu", "x", "a", domain="com.microsoft"),
+        node("Spin", "a", "y", domain="example.org"),
+    ]
     report = lint_onnx(save_graph(tmp_path / "g.onnx", nodes), parser=False)
     assert [found.severity for found in report.findings] == ["error", "warning"]
 
@@ -472,8 +487,13 @@ def test_external_weights_are_not_needed(tmp_path):
     weight = quantized_constants()["w"]
     held = numpy_helper.from_array(weight, "w")
     path = save_graph(tmp_path / "g.onnx", quantized_product(), quantized_constants(w=held))
-    onnx.save(onnx.load(str(path)), str(path), save_as_external_data=True, location="w.bin",
-              size_threshold=1024)  # fmt: skip
+    onnx.save(
+        onnx.load(str(path)),
+        str(path),
+        save_as_external_data=True,
+        location="w.bin",
+        size_threshold=1024,
+    )
     (tmp_path / "w.bin").unlink()
     assert lint_onnx(path, parser=False).findings == ()
 

@@ -29,9 +29,12 @@ g (float[batch, 8] x) => (float[batch, 8] y) {
 """
 RNG = np.random.default_rng(0)
 T5_WEIGHTS = {
-    "up": RNG.normal(size=(8, 8)) * 3e4, "two": np.float32(2), "axes": np.array([-1]),
-    "eps": np.float32(1e-6), "down": RNG.normal(size=(8, 8)),
-}  # fmt: skip
+    "up": RNG.normal(size=(8, 8)) * 3e4,
+    "two": np.float32(2),
+    "axes": np.array([-1]),
+    "eps": np.float32(1e-6),
+    "down": RNG.normal(size=(8, 8)),
+}
 X = RNG.normal(size=(4, 8)).astype(np.float32)
 
 
@@ -148,8 +151,10 @@ def test_mean_of_squares_beyond_fp16_keeps_rms_norm_in_fp32(tmp_path):
     text = """g (float[n, 8] x) => (float[n, 8] y) { y = RMSNormalization (x, scale) }"""
     model = graph(text, opset=23, scale=np.ones(8))
     infer_types(model)
-    found = {"x": array_range(np.full((1, 8), 300, np.float32)),
-             "y": array_range(np.ones((1, 8), np.float32))}  # fmt: skip
+    found = {
+        "x": array_range(np.full((1, 8), 300, np.float32)),
+        "y": array_range(np.ones((1, 8), np.float32)),
+    }
     assert found["x"].row_variance < 1
     assert "inner squares reach 9e+04" in (
         find_fp32_nodes(model.graph, found)["rmsnormalization_0"].reason

@@ -203,8 +203,9 @@ def test_batches_are_split_if_segments_pass_on_much_data(tmp_path, monkeypatch):
 
 
 def test_error_names_the_shapes_of_the_failing_batch(tmp_path):
-    model = graph("g (float[n, 8] x) => (float[n, 8] y) { a = Sin (x)  y = Add (a, w) }",
-                  w=np.ones((4, 8)))  # fmt: skip
+    model = graph(
+        "g (float[n, 8] x) => (float[n, 8] y) { a = Sin (x)  y = Add (a, w) }", w=np.ones((4, 8))
+    )
     path = saved(model, tmp_path / "m.onnx")
     with pytest.raises(InputError, match=r"the graph fails on x \(3, 8\)"):
         measured(model, path, [{"x": X}, {"x": X[:3]}], group_bytes=1)

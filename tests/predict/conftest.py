@@ -31,8 +31,14 @@ def predict(tmp_path):
     """`predict(artifact, source, "out.parquet", top_k=2)`: the report."""
 
     def go(artifact, source, output="out.parquet", *, force=False, stdin=None, **options):
-        return run(artifact, str(source), tmp_path / output, PredictConfig(**options),
-                   force=force, stdin=stdin)  # fmt: skip
+        return run(
+            artifact,
+            str(source),
+            tmp_path / output,
+            PredictConfig(**options),
+            force=force,
+            stdin=stdin,
+        )
 
     return go
 

@@ -84,8 +84,10 @@ def test_relative_folder_of_images_is_found(tiny, photos, tmp_path, monkeypatch,
     assert "error: 1 of 3 rows have no answer" in capsys.readouterr().err
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["path"], row["error"] is None) for row in found] == [
-        ("a.png", True), ("b.png", True), ("c.png", False),
-    ]  # fmt: skip
+        ("a.png", True),
+        ("b.png", True),
+        ("c.png", False),
+    ]
 
 
 def test_a_hyphen_is_standard_input(tiny, tmp_path, monkeypatch, capsys):
@@ -110,8 +112,11 @@ def test_image_column_that_is_empty_is_a_bad_row(command, tiny, photos, tmp_path
 
 
 def test_pairs_are_classified_together(command, tiny, tmp_path):
-    pairs = [("the pump is warm", "the motor is cold"), ("the motor is cold", "the pump is warm"),
-             ("warm again", "Paris")]  # fmt: skip
+    pairs = [
+        ("the pump is warm", "the motor is cold"),
+        ("the motor is cold", "the pump is warm"),
+        ("warm again", "Paris"),
+    ]
     with (tmp_path / "in.csv").open("w", newline="") as stream:
         csv.writer(stream).writerows([["text", "other"], *pairs, ["warm", ""]])
     model = tiny("bert", "text-classification")

@@ -111,8 +111,10 @@ class TestCluster:
         there = predict(model, reviews, "there.parquet", engine="ray", **options)
         # The counts of time differ, all others do not.
         assert (there.counts.rows, there.bad_rows, there.counts.tokens) == (
-            here.counts.rows, here.bad_rows, here.counts.tokens,
-        )  # fmt: skip
+            here.counts.rows,
+            here.bad_rows,
+            here.counts.tokens,
+        )
         assert there.first_bad == here.first_bad == "row 41: text is empty"
         assert (there.workers, "on Ray" in there.notes[-1]) == (2, True)
         files = [(tmp_path / f"{name}.parquet").read_bytes() for name in ("here", "there")]

@@ -197,9 +197,12 @@ def test_changed_byte_of_a_finished_part_is_named_and_its_rows_are_answered_anew
     flip_byte(tmp_path / "out.parquet.parts" / "part-000001")
     said = []
     report = run(
-        artifact, str(data), tmp_path / "out.parquet", PredictConfig(window=8, part_rows=16),
+        artifact,
+        str(data),
+        tmp_path / "out.parquet",
+        PredictConfig(window=8, part_rows=16),
         progress=type("Told", (Silent,), {"say": staticmethod(said.append)})(),
-    )  # fmt: skip
+    )
     assert report.resumed_rows == 16
     assert [line for line in said if "part-000001 was changed since" in line]
     assert rows() == rows("whole.parquet")
@@ -215,8 +218,10 @@ def test_run_that_is_killed_while_it_puts_parts_together_leaves_nothing_beside_t
     assert predict(artifact, data).resumed_rows == ROWS
     assert len(rows()) == ROWS
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "in.csv", "out.parquet", "out.parquet.json",
-    ]  # fmt: skip
+        "in.csv",
+        "out.parquet",
+        "out.parquet.json",
+    ]
 
 
 def test_pruning_removes_what_no_run_goes_on_from(

@@ -40,8 +40,13 @@ def test_rows_come_out_in_input_order_with_the_models_own_vectors(
 
 
 def test_parquet_has_fixed_size_vectors_and_keeps_the_inputs_types(predict, tmp_path, bert):
-    table = pa.table({"n": pa.array([1, None], pa.int8()), "text": ["warm", "cold"],
-                      "kind": pa.array(["a", "b"]).dictionary_encode()})  # fmt: skip
+    table = pa.table(
+        {
+            "n": pa.array([1, None], pa.int8()),
+            "text": ["warm", "cold"],
+            "kind": pa.array(["a", "b"]).dictionary_encode(),
+        }
+    )
     pq.write_table(table, tmp_path / "in.parquet")
     predict(bert, tmp_path / "in.parquet")
     schema = pq.read_schema(tmp_path / "out.parquet")
@@ -106,15 +111,20 @@ def test_jsonl_lines_are_kept_as_they_are(predict, tmp_path, classifier):
 
 
 def test_jsonl_columns_get_types_that_lose_nothing(predict, rows, tmp_path, classifier):
-    lines = [{"text": "a", "n": 1, "mixed": 1, "big": 2**70, "half": 1},
-             {"text": "b", "n": None, "mixed": "x", "list": [1], "half": 0.5}]  # fmt: skip
+    lines = [
+        {"text": "a", "n": 1, "mixed": 1, "big": 2**70, "half": 1},
+        {"text": "b", "n": None, "mixed": "x", "list": [1], "half": 0.5},
+    ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     predict(classifier, tmp_path / "in.jsonl")
     first, second = rows()
     assert (first["n"], first["mixed"], first["big"], first["half"]) == (1, "1", str(2**70), 1.0)
     assert (second["n"], second["mixed"], second["list"], second["big"]) == (
-        None, '"x"', "[1]", None
-    )  # fmt: skip
+        None,
+        '"x"',
+        "[1]",
+        None,
+    )
 
 
 def test_bad_rows_have_an_error_and_the_others_their_answer(predict, rows, tmp_path, classifier):
@@ -123,9 +133,14 @@ def test_bad_rows_have_an_error_and_the_others_their_answer(predict, rows, tmp_p
     report = predict(classifier, tmp_path / "in.jsonl", "out.jsonl")
     found = rows("out.jsonl")
     assert [row["error"] for row in found] == [
-        None, "text is null", "text is a int, expected text", "text is empty", "text is empty",
-        "text holds a lone surrogate, which is no character", None,
-    ]  # fmt: skip
+        None,
+        "text is null",
+        "text is a int, expected text",
+        "text is empty",
+        "text is empty",
+        "text holds a lone surrogate, which is no character",
+        None,
+    ]
     assert [row["label"] is None for row in found] == [bool(row["error"]) for row in found]
     assert report.bad_rows == 5
     assert report.first_bad == "row 2: text is null"
@@ -170,8 +185,10 @@ def test_questions_are_answered_from_their_contexts(predict, rows, tmp_path, tin
         expected = model.answer([pair], top_k=2)[0]
     (row,) = rows()
     assert (row["answer"], row["start"], row["end"]) == (
-        expected[0].text, expected[0].start, expected[0].end
-    )  # fmt: skip
+        expected[0].text,
+        expected[0].start,
+        expected[0].end,
+    )
     assert [answer["text"] for answer in row["answers"]] == [answer.text for answer in expected]
 
 
@@ -277,13 +294,15 @@ def test_columns_that_the_answer_is_to_have_need_a_prefix(predict, rows, tmp_pat
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
-    [("out.xlsx", {}, "found the suffix '.xlsx', expected .parquet"),
-     ("reviews.csv", {"force": True}, "is the input, which is never overwritten"),
-     ("o.csv", {"pair_column": "id", "top_k": -1}, "top_k is -1, expected 0 or more"),
-     ("o.csv", {"encoding": "utf-9"}, "encoding 'utf-9' is not known"),
-     ("o.csv", {"delimiter": ";;"}, "expected one character")],
+    [
+        ("out.xlsx", {}, "found the suffix '.xlsx', expected .parquet"),
+        ("reviews.csv", {"force": True}, "is the input, which is never overwritten"),
+        ("o.csv", {"pair_column": "id", "top_k": -1}, "top_k is -1, expected 0 or more"),
+        ("o.csv", {"encoding": "utf-9"}, "encoding 'utf-9' is not known"),
+        ("o.csv", {"delimiter": ";;"}, "expected one character"),
+    ],
     ids=["suffix", "input", "top_k", "encoding", "delimiter"],
-)  # fmt: skip
+)
 def test_options_that_make_no_sense(predict, classifier, reviews, name, options, message):
     with pytest.raises(EngineryError, match=message):
         predict(classifier, reviews, name, **options)
@@ -327,8 +346,10 @@ def test_ways_of_running_reach_the_runner_and_change_no_fingerprint(
     monkeypatch.setattr(answering, "OrtRunner", runner)
     assert predict(classifier, reviews, shrink_arena=True, io_binding=False).worked
     assert (given[0]["io_binding"], given[0]["cuda_graph"], given[0]["shrink_arena"]) == (
-        False, False, True,
-    )  # fmt: skip
+        False,
+        False,
+        True,
+    )
     assert given[0]["keep_optimized"]
     assert predict(classifier, reviews, "plain.parquet", optimized_graph=False).worked
     assert not given[1]["keep_optimized"]

@@ -50,9 +50,11 @@ def test_no_threads_are_left_after_a_run(predict, tiny, reviews):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"window": 0}, "window is 0, expected 1 or more"),
-     ({"part_seconds": 0.0}, "part_seconds is 0.0, expected more than 0")],
-)  # fmt: skip
+    [
+        ({"window": 0}, "window is 0, expected 1 or more"),
+        ({"part_seconds": 0.0}, "part_seconds is 0.0, expected more than 0"),
+    ],
+)
 def test_config_refuses_what_no_run_could_have(options, message):
     with pytest.raises(OptionError, match=message):
         PredictConfig(**options)

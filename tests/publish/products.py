@@ -53,8 +53,13 @@ def large(artifact: Artifact, out: Path, *, seed: int = 0) -> Artifact:
     weights = np.random.default_rng(seed).standard_normal((768, 1024)).astype(np.float32)
     tensor = numpy_helper.from_array(weights, "unused_weights")
     model.graph.initializer.append(tensor)
-    onnx.save(model, file, save_as_external_data=True, location=f"{file.name}.data",
-              size_threshold=1 << 20)  # fmt: skip
+    onnx.save(
+        model,
+        file,
+        save_as_external_data=True,
+        location=f"{file.name}.data",
+        size_threshold=1 << 20,
+    )
     graph = artifact.manifest.graphs[0].model_copy(update={"data_files": (f"{file.name}.data",)})
     manifest: Manifest = artifact.manifest.model_copy(update={"graphs": (graph,)})
     commit_artifact(out, manifest)

@@ -112,9 +112,14 @@ QUANTIZATION = QuantizationReport(
 )
 BENCHMARK = made_result(
     contenders=[replace(made_contender("enginery int8"), label="our runner")],
-    cases=[made_case({"batch": 1, "sequence": 16}, {"enginery int8": 1.0, "pytorch": 3.0},
-                     pairs=[("enginery int8", "pytorch")])],
-)  # fmt: skip
+    cases=[
+        made_case(
+            {"batch": 1, "sequence": 16},
+            {"enginery int8": 1.0, "pytorch": 3.0},
+            pairs=[("enginery int8", "pytorch")],
+        )
+    ],
+)
 
 
 @pytest.fixture
@@ -288,13 +293,28 @@ def test_text_of_a_stranger_is_shown_as_it_is_and_becomes_no_markup(artifact, te
     (case, *_) = VALIDATION.cases
     case = replace(case, graph=text, kind=text, outputs=[output(text, 1.0, 1.0, 1.0)])
     found = [
-        replace(VALIDATION, cases=[case], notes=[text], tools={text: text}, reference={"as": text},
-                providers=[{"name": text, "reason": text}]),
-        replace(QUANTIZATION, scheme=text, residual=text, left_out={text: text},
-                calibration=CalibrationRecord(text, text, text)),
-        replace(BENCHMARK, machine={**BENCHMARK.machine, "cpu": text, "driver": text},
-                contenders=[replace(BENCHMARK.contenders[0], label=text)], notes=[text]),
-    ]  # fmt: skip
+        replace(
+            VALIDATION,
+            cases=[case],
+            notes=[text],
+            tools={text: text},
+            reference={"as": text},
+            providers=[{"name": text, "reason": text}],
+        ),
+        replace(
+            QUANTIZATION,
+            scheme=text,
+            residual=text,
+            left_out={text: text},
+            calibration=CalibrationRecord(text, text, text),
+        ),
+        replace(
+            BENCHMARK,
+            machine={**BENCHMARK.machine, "cpu": text, "driver": text},
+            contenders=[replace(BENCHMARK.contenders[0], label=text)],
+            notes=[text],
+        ),
+    ]
     reports = Reports(*found, benchmark_sha256="")
     (stage,) = artifact.manifest.stages
     stage = stage.model_copy(
@@ -303,9 +323,15 @@ def test_text_of_a_stranger_is_shown_as_it_is_and_becomes_no_markup(artifact, te
     source = SourceRecord(kind="hub", id=text, revision=text, sha256="0", files={})
     said = verdict(summary=text).model_copy(update={"stage": text})
     manifest = artifact.manifest.model_copy(
-        update={"source": source, "stages": (stage,), "verdicts": (said,), "task": text,
-                "precision": text, "target": text}
-    )  # fmt: skip
+        update={
+            "source": source,
+            "stages": (stage,),
+            "verdicts": (said,),
+            "task": text,
+            "precision": text,
+            "target": text,
+        }
+    )
     rights = SourceCard(license=text, license_link=text, sections=((text, "Its own *words*."),))
     named = Artifact(artifact.path, manifest)
     card = model_card(CardFacts(named, "minilm", rights, reports, (), problem=text))
@@ -328,9 +354,12 @@ def test_text_of_a_stranger_is_shown_as_it_is_and_becomes_no_markup(artifact, te
 
 def test_dynamic_quantization_has_a_card(artifact):
     found = QuantizationReport(
-        summary="dynamic INT8 for the CPU: 36 integer products in model.onnx", scheme="dynamic",
-        notes=[], fields={}, products={"model.onnx": {"MatMulInteger": 36}},
-    )  # fmt: skip
+        summary="dynamic INT8 for the CPU: 36 integer products in model.onnx",
+        scheme="dynamic",
+        notes=[],
+        fields={},
+        products={"model.onnx": {"MatMulInteger": 36}},
+    )
     reported = artifact.annotate(reports={f"reports/{found.FILE}": found.to_json()})
     card = model_card(facts(reported))
     assert "## Accuracy in DYNAMIC\n\ndynamic INT8 for the CPU: 36 integer products in" in card
@@ -364,10 +393,15 @@ def test_engines_are_marked_with_flavor_version_capability_and_profiles(tmp_path
         engine_record(source),
         engine_record(source, capabilities=(), profiles=()),
         engine_record(
-            source, flavor="tensorrt", tensorrt="10.14.1", gpu={"name": "H200", "driver": "580"},
-            version_compatible=True, hardware_compatibility="ampere-plus", capabilities=("9.0",),
+            source,
+            flavor="tensorrt",
+            tensorrt="10.14.1",
+            gpu={"name": "H200", "driver": "580"},
+            version_compatible=True,
+            hardware_compatibility="ampere-plus",
+            capabilities=("9.0",),
         ),
-    )  # fmt: skip
+    )
     card = model_card(facts(source, engines=records))
     assert "**Engines are bound to their hardware.**" in card
     for record in records:
@@ -414,10 +448,23 @@ def test_short_path_of_the_source_changes_no_code_and_no_table(artifact):
 # Code
 
 
-TEXTS = [("bert", task) for task in ("feature-extraction", "text-classification",
-         "token-classification", "question-answering", "fill-mask")]  # fmt: skip
-OTHERS = [("roberta", "fill-mask"), ("vit", "image-classification"), ("vit", "feature-extraction"),
-          ("gpt2", "text-generation"), ("t5", "text2text-generation")]  # fmt: skip
+TEXTS = [
+    ("bert", task)
+    for task in (
+        "feature-extraction",
+        "text-classification",
+        "token-classification",
+        "question-answering",
+        "fill-mask",
+    )
+]
+OTHERS = [
+    ("roberta", "fill-mask"),
+    ("vit", "image-classification"),
+    ("vit", "feature-extraction"),
+    ("gpt2", "text-generation"),
+    ("t5", "text2text-generation"),
+]
 
 
 @pytest.mark.parametrize(("kind", "task"), TEXTS + OTHERS)

@@ -42,9 +42,12 @@ def test_every_file_has_its_group_digest_and_place(artifact, packed):
     package = packed(artifact)
     groups = {file.name: file.group for file in package.files}
     assert groups == {
-        "README.md": "card", "config.json": "config", "manifest.json": "manifest",
-        "model.onnx": "graph", "reports/publication.json": "report",
-    }  # fmt: skip
+        "README.md": "card",
+        "config.json": "config",
+        "manifest.json": "manifest",
+        "model.onnx": "graph",
+        "reports/publication.json": "report",
+    }
     assert [file.name for file in package.files] == sorted(groups)
     assert (package.name, package.problem) == ("name", "")
 
@@ -197,8 +200,12 @@ def test_dates_and_durations_are_no_content(artifact, packed):
 
 def test_graph_verdict_benchmark_and_licence_are_content(artifact, packed, tmp_path):
     other = validated(make(tmp_path / "other", graph=b"another"))
-    changed = [packed(artifact), packed(other), packed(artifact, license="apache-2.0"),
-               packed(artifact, base_model="org/other")]  # fmt: skip
+    changed = [
+        packed(artifact),
+        packed(other),
+        packed(artifact, license="apache-2.0"),
+        packed(artifact, base_model="org/other"),
+    ]
     changed.append(packed(validated(artifact, summary="other words")))
     assert len({package.content_sha256 for package in changed}) == 5
 
@@ -252,10 +259,21 @@ def test_name_is_fit_for_every_registry():
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("name", "a/b"), ("name", ".."), ("version", "latest"), ("alias", "latest"),
-     ("alias", "two words"), ("license", "two\nlines"), ("version", "-1"), ("alias", "LATEST"),
-     ("version", "1.0."), ("name", "CON"), ("name", "nul.txt"), ("alias", "Com1")],
-)  # fmt: skip
+    [
+        ("name", "a/b"),
+        ("name", ".."),
+        ("version", "latest"),
+        ("alias", "latest"),
+        ("alias", "two words"),
+        ("license", "two\nlines"),
+        ("version", "-1"),
+        ("alias", "LATEST"),
+        ("version", "1.0."),
+        ("name", "CON"),
+        ("name", "nul.txt"),
+        ("alias", "Com1"),
+    ],
+)
 def test_option_that_no_registry_takes_is_refused(option, value):
     with pytest.raises(OptionError, match=f"option '{option}'"):
         PublishConfig(**{option: value})

@@ -76,9 +76,10 @@ def test_per_tensor_weights_are_multiplied_in_int8(
     assert engine["quantized_layers"] == len(report["quantized_layers"]) == layers
     assert engine["fused_attentions"] == attentions
     scales = [
-        tensor for tensor in onnx.load(made.model).graph.initializer
+        tensor
+        for tensor in onnx.load(made.model).graph.initializer
         if tensor.name.endswith("/weight_scale")
-    ]  # fmt: skip
+    ]
     assert len(scales) == layers
     assert all(len(tensor.dims) == 0 for tensor in scales)
 
@@ -105,8 +106,10 @@ def test_fp8_with_fp32_residual_runs_on_the_cpu(tiny, quantized):
     made = quantized(tiny("bert", "token-classification", **WIDE), scheme="fp8", residual="fp32")
     ids = np.array([[5, 6, 7, 8]], np.int64)
     feeds = {
-        "input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)
-    }  # fmt: skip
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "token_type_ids": np.zeros_like(ids),
+    }
     with OrtRunner(made) as runner:
         assert np.isfinite(runner(feeds)["logits"]).all()
 
@@ -115,10 +118,13 @@ def test_fp8_with_fp32_residual_runs_on_the_cpu(tiny, quantized):
     ("kind", "config", "kernels"),
     [
         ("vit", WIDE, {"gemm fp8": 8, "convolution fp16": 1}),
-        ("resnet", {"embedding_size": 16, "hidden_sizes": [64, 64, 64, 64]},
-         {"convolution fp8": 16, "convolution fp16": 1}),
+        (
+            "resnet",
+            {"embedding_size": 16, "hidden_sizes": [64, 64, 64, 64]},
+            {"convolution fp8": 16, "convolution fp16": 1},
+        ),
     ],
-)  # fmt: skip
+)
 def test_report_counts_only_convolutions_that_run_in_fp8(
     tiny, quantized, images, kind, config, kernels
 ):

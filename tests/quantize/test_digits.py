@@ -35,9 +35,15 @@ def trained(digits, tmp_path_factory):
     directory = tmp_path_factory.mktemp("digits")
     ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(directory)
     config = ViTConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128,
-        image_size=8, patch_size=2, num_labels=10, hidden_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        image_size=8,
+        patch_size=2,
+        num_labels=10,
+        hidden_dropout_prob=0.0,
+    )
     model = ViTForImageClassification(config).train()
     images, labels = digits
     processor = ImageProcessor.open(directory)
@@ -68,8 +74,10 @@ def test_trained_classifier_keeps_its_accuracy_in_fp16_and_int8(digits, trained)
     fp32 = export_model(str(trained), task="image-classification")
     fp16 = optimize_model(fp32, target="tensorrt", precision="fp16")
     int8 = quantize_model(fp32, list(images[:CALIBRATED]))
-    scores = {name: accuracy(artifact, *unseen) for name, artifact in
-              (("fp32", fp32), ("fp16", fp16), ("int8", int8))}  # fmt: skip
+    scores = {
+        name: accuracy(artifact, *unseen)
+        for name, artifact in (("fp32", fp32), ("fp16", fp16), ("int8", int8))
+    }
     assert scores["fp32"] > 0.8, "it has learned"
     # The training's rounding, and so the processor, decides which images lie at a boundary. Over
     # trainings from six seeds FP16 lost none of the 597 unseen images, and INT8 one at most.

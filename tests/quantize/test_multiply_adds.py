@@ -15,16 +15,21 @@ from enginery.runtime.multiply_adds import count_node_work
 def fed(artifact):
     record = artifact.manifest.graphs[0]
     limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
-    sizes = {name: 1 if canonical_dim(name) == "batch" else limits.sizes.get(name, 17)
-             for name in dynamic_dims(record.inputs)}  # fmt: skip
+    sizes = {
+        name: 1 if canonical_dim(name) == "batch" else limits.sizes.get(name, 17)
+        for name in dynamic_dims(record.inputs)
+    }
     return make_feeds(record.inputs, sizes, limits, seed=0)
 
 
 @pytest.mark.parametrize(
     ("kind", "task"),
-    [("bert", "text-classification"), ("resnet", "image-classification"),
-     ("vit", "image-classification")],
-)  # fmt: skip
+    [
+        ("bert", "text-classification"),
+        ("resnet", "image-classification"),
+        ("vit", "image-classification"),
+    ],
+)
 def test_multiply_adds_per_layer_match_those_per_node(tiny, kind, task):
     artifact = tiny(kind, task)
     model = ir.load(artifact.model)

@@ -39,8 +39,10 @@ def read(artifact, given=None, **options):
 
 
 def rows_of(texts, **more):
-    return [{"id": i, "text": text, **{n: v[i] for n, v in more.items()}}
-            for i, text in enumerate(texts)]  # fmt: skip
+    return [
+        {"id": i, "text": text, **{n: v[i] for n, v in more.items()}}
+        for i, text in enumerate(texts)
+    ]
 
 
 def labelled(datasets, names, labels):
@@ -298,9 +300,12 @@ def test_labels_of_every_source_set_the_budget(datasets, bert, quantized, tmp_pa
     else:
         given = datasets.Dataset.from_list(rows)
     made = quantized(
-        bert, given, calibration="" if given else str(path), label_column="right",
+        bert,
+        given,
+        calibration="" if given else str(path),
+        label_column="right",
         accuracy_budget="100%",
-    )  # fmt: skip
+    )
     with OrtRunner(bert) as runner:
         _, held_out = make_batches(bert, bert.manifest.graphs[0], read(bert, TEXT), seed=0)
         right = [

@@ -73,10 +73,11 @@ def test_the_engine_is_built_and_read_back(tiny, quantized):
 def test_smoothing_costs_neither_int8_gemms_nor_fused_attention(tiny, quantized):
     source = tiny(*BERT, hidden_size=128, num_attention_heads=2)
     engines = {
-        smoothing: report_of(quantized(source, capabilities=("8.9",), smoothing=smoothing,
-                                       shift=smoothing != "none"))["engines"][0]
+        smoothing: report_of(
+            quantized(source, capabilities=("8.9",), smoothing=smoothing, shift=smoothing != "none")
+        )["engines"][0]
         for smoothing in ("none", 0.5)
-    }  # fmt: skip
+    }
     assert engines["none"]["fused_attentions"] == 2
     assert engines[0.5]["layers"] == engines["none"]["layers"]
     assert engines[0.5]["fused_attentions"] == 2
@@ -226,9 +227,13 @@ def test_labels_make_the_budget_one_of_accuracy(tiny, quantized, tmp_path):
     rows = "".join(f'"{text.replace(chr(34), "")}",glad\n' for text in TEXT)
     (tmp_path / "data.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
     made = quantized(
-        tiny(*BERT), None, out=tmp_path / "int8", calibration=str(tmp_path / "data.csv"),
-        label_column="label", accuracy_budget="100%",
-    )  # fmt: skip
+        tiny(*BERT),
+        None,
+        out=tmp_path / "int8",
+        calibration=str(tmp_path / "data.csv"),
+        label_column="label",
+        accuracy_budget="100%",
+    )
     report = report_of(made)
     assert report["search"]["budget"].startswith("accuracy of at least")
     assert report["accuracy"]["label_accuracy"] is not None
@@ -236,8 +241,15 @@ def test_labels_make_the_budget_one_of_accuracy(tiny, quantized, tmp_path):
 
 def test_artifact_with_failed_validation_is_rejected(tiny, quantized, tmp_path):
     source = tiny(*BERT).copy_to(tmp_path / "source")
-    verdict = Verdict(stage="validate", key="k", fields={}, passed=False, summary="far off",
-                      report="reports/validation.json", finished="2026-01-01")  # fmt: skip
+    verdict = Verdict(
+        stage="validate",
+        key="k",
+        fields={},
+        passed=False,
+        summary="far off",
+        report="reports/validation.json",
+        finished="2026-01-01",
+    )
     source = source.annotate(verdict, b"{}")
     with pytest.raises(RejectedArtifactError, match="far off"):
         quantized(source)
@@ -337,9 +349,11 @@ def rows_of(batch):
 
 def test_layer_whose_input_is_always_zero_is_not_quantized(tmp_path, quantized):
     graph = in_rows(
-        node("Mul", "h none", "gone"), node("MatMul", "gone w", "a", name="silent"),
-        node("MatMul", "h v", "b", name="loud"), node("Add", "a b", "p"),
-    )  # fmt: skip
+        node("Mul", "h none", "gone"),
+        node("MatMul", "gone w", "a", name="silent"),
+        node("MatMul", "h v", "b", name="loud"),
+        node("Add", "a b", "p"),
+    )
     weights = {"w": WEIGHT, "v": WEIGHT, "none": np.float32([0])}
     source = artifact_of(tmp_path / "a", graph, {**weights, **SHAPES})
     report = report_of(quantized(source, rows_of(2)))

@@ -88,9 +88,9 @@ def test_every_option_of_every_stage_can_be_written(stage):
         lines.append(f"      {field.name}: {json.dumps(value)}")
     first = "" if stage == "export" else "  - export\n"
     recipe = Recipe.parse(f"model: m\nstages:\n{first}  - {stage}:\n" + "\n".join(lines))
-    assert recipe.steps[-1].options == kind(**expected | {
-        name: str(Path(expected[name])) for name in ("output",) if name in expected
-    })  # fmt: skip
+    assert recipe.steps[-1].options == kind(
+        **expected | {name: str(Path(expected[name])) for name in ("output",) if name in expected}
+    )
 
 
 @pytest.mark.parametrize("stage", ["lint", "bench", "validate", "optimize"])
@@ -138,19 +138,29 @@ def test_anchors_stand_for_whole_values():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (FULL.replace("opset", "opsets"),
-         "recipe.yaml:4: unknown option 'opsets' for export; did you mean 'opset'? Known op"),
-        (FULL.replace("validate:", "validat:"),
-         "recipe.yaml:5: unknown stage 'validat'; did you mean 'validate'? Known stages: export, "),
+        (
+            FULL.replace("opset", "opsets"),
+            "recipe.yaml:4: unknown option 'opsets' for export; did you mean 'opset'? Known op",
+        ),
+        (
+            FULL.replace("validate:", "validat:"),
+            "recipe.yaml:5: unknown stage 'validat'; did you mean 'validate'? Known stages: export",
+        ),
         (FULL.replace("# nothing more", "  - vaildate"), "recipe.yaml:6: unknown stage 'vaildate'"),
-        (FULL.replace("\nask:", "\nasks:"),
-         "recipe.yaml:7: unknown key 'asks'; did you mean 'ask'? Known keys: model, out, "),
-        (FULL.replace("opset: 17", "opset: new"),
-         "recipe.yaml:4: option 'opset' for export: input should be a valid integer"),
+        (
+            FULL.replace("\nask:", "\nasks:"),
+            "recipe.yaml:7: unknown key 'asks'; did you mean 'ask'? Known keys: model, out, ",
+        ),
+        (
+            FULL.replace("opset: 17", "opset: new"),
+            "recipe.yaml:4: option 'opset' for export: input should be a valid integer",
+        ),
         (FULL.replace("opset: 17", "opset: yes"), "recipe.yaml:4: option 'opset' for export"),
         (FULL.replace("opset: 17", "opset: [17]"), "found ['17']"),
-        (FULL.replace("opset: 17", "dtype: fp8"),
-         "input should be 'fp32', 'fp16' or 'bf16', found 'fp8'"),
+        (
+            FULL.replace("opset: 17", "dtype: fp8"),
+            "input should be 'fp32', 'fp16' or 'bf16', found 'fp8'",
+        ),
         (FULL.replace("column: review", "column: {a: b}"), "found {'a': 'b'}"),
         (FULL.replace("opset: 17", "opset: "), "recipe.yaml:4: option 'opset' has no value. Leave"),
         (FULL.replace("opset: 17", "opset:"), "unknown option 'opset:' for export; did you mean"),
@@ -159,8 +169,10 @@ def test_anchors_stand_for_whole_values():
         (FULL.replace("org/name@v1", ""), "recipe.yaml:1: model: found nothing, expected text."),
         (FULL.replace("org/name@v1", '""'), "recipe.yaml:1: the key 'model' is empty."),
         (FULL.replace("org/name@v1", "[a]"), "recipe.yaml:1: model: found a list, expected text."),
-        (FULL.replace('["What a day."]', "[{What: a}]"),
-         "recipe.yaml:7: ask: found a mapping, expected text."),
+        (
+            FULL.replace('["What a day."]', "[{What: a}]"),
+            "recipe.yaml:7: ask: found a mapping, expected text.",
+        ),
         ("stages: [export]", "recipe.yaml:1: the key 'model' is missing."),
         ("model: m", "recipe.yaml:1: the key 'stages' is missing."),
         ("model: m\nstages: []", "recipe.yaml:2: stages: found none, expected export first."),
@@ -171,9 +183,11 @@ def test_anchors_stand_for_whole_values():
         ("model: m\nstages:\n- [export]", "recipe.yaml:3: found a list, expected a stage."),
         ("model: m\nstages:\n- {}", "recipe.yaml:3: found nothing in one stage"),
         ("model: m\nstages:\n- export: 20", "recipe.yaml:3: export: found '20', expected its opt"),
-        ("model: m\nstages:\n- export:\n  opset: 20",
-         "recipe.yaml:3: found 'export', 'opset' in one stage, expected the stage's name alone. "
-         "Indent its options further"),
+        (
+            "model: m\nstages:\n- export:\n  opset: 20",
+            "recipe.yaml:3: found 'export', 'opset' in one stage, expected the stage's name alone. "
+            "Indent its options further",
+        ),
         ("", "recipe.yaml:1: the file is empty"),
         ("# only a comment\n", "recipe.yaml:1: the file is empty"),
         ("- export", "recipe.yaml:1: found a list, expected the keys model and stages."),
@@ -187,7 +201,7 @@ def test_anchors_stand_for_whole_values():
         ("model: m\n? [a]\n: b", "recipe.yaml:2: a key is a list or a mapping, expected a name."),
         ("model: m\nstages: [export: &e {opset: 20}, validate: {<<: *e}]", "'<<' is not read"),
     ],
-)  # fmt: skip
+)
 def test_error_names_the_line_and_what_was_found(text, message):
     assert message in error(text)
     assert error(text).startswith("recipe.yaml:")
@@ -200,9 +214,14 @@ def test_a_wrong_value_is_reported_with_its_own_line():
 
 @pytest.mark.parametrize(
     "value",
-    ["!!python/object/apply:os.system [ls]", "!!python/name:os.system", "!local x", "!!binary eA==",
-     "!!set {a, b}"],
-)  # fmt: skip
+    [
+        "!!python/object/apply:os.system [ls]",
+        "!!python/name:os.system",
+        "!local x",
+        "!!binary eA==",
+        "!!set {a, b}",
+    ],
+)
 def test_tags_are_refused_and_nothing_is_run(value, monkeypatch):
     monkeypatch.setattr("os.system", lambda _: pytest.fail("ran"))
     assert f"the tag '{value.split()[0]}" in error(f"model: m\nstages: {value}")

@@ -51,15 +51,18 @@ def test_lint_looks_through_every_graph_and_a_fit_one_passes(write):
     result = run_recipe(write("lint", "lint: {target: cuda}"))
     assert result.passed
     assert [report.target for stage in result.stages[1:] for report in stage.made] == [
-        "tensorrt", "cuda",
-    ]  # fmt: skip
+        "tensorrt",
+        "cuda",
+    ]
 
 
 def test_lint_that_fails_refuses_what_follows_and_ends_with_1(write, cli, tmp_path):
     path = write(
-        "optimize: {target: cuda, precision: fp32}", "lint", "export-triton: {directory: triton}",
+        "optimize: {target: cuda, precision: fp32}",
+        "lint",
+        "export-triton: {directory: triton}",
         out="out",
-    )  # fmt: skip
+    )
     status, out, err = cli("run", path, "--json")
     assert status == 1
     assert "does not suit tensorrt" in err
@@ -148,21 +151,30 @@ def test_triton_and_kserve_get_what_their_commands_write(write, cli, tmp_path):
     assert status == 0, err
     triton, kserve = (stage["result"] for stage in json.loads(out)["stages"][1:])
     assert triton["name"] == "mine"
-    assert all((tmp_path / "triton" / model / "config.pbtxt").is_file()
-               for model in triton["models"])  # fmt: skip
+    assert all(
+        (tmp_path / "triton" / model / "config.pbtxt").is_file() for model in triton["models"]
+    )
     assert kserve["path"] == str(tmp_path / "kserve/inferenceservice.yaml")
     assert "s3://models/mine" in (tmp_path / "kserve/inferenceservice.yaml").read_text()
 
 
 def test_what_stages_made_is_printed_as_their_commands_print_it(write, cli, tmp_path):
     path = write(
-        f"bench: {QUICK}", "predict: {input: reviews.csv, output: a.csv}", "validate: {rows: 4}",
+        f"bench: {QUICK}",
+        "predict: {input: reviews.csv, output: a.csv}",
+        "validate: {rows: 4}",
         "publish: {url: registry, name: mine}",
-    )  # fmt: skip
+    )
     status, out, err = cli("run", path)
     assert status == 0, err
-    for words in ("measured", "answered", "published", "Predicted", "2 in, 2 answered",
-                  (tmp_path / "registry/mine/1").as_uri()):  # fmt: skip
+    for words in (
+        "measured",
+        "answered",
+        "published",
+        "Predicted",
+        "2 in, 2 answered",
+        (tmp_path / "registry/mine/1").as_uri(),
+    ):
         assert words in out, words
     reviews, answers = tmp_path / "reviews.csv", tmp_path / "a.csv"
     words = ("predict", stored(path), "--input", reviews, "--output", answers, "--json")
@@ -183,5 +195,7 @@ def test_a_recipes_trust_holds_for_the_stages_behind_the_export(write, monkeypat
     run_recipe(write(f"bench: {QUICK}"), force=True, trust_remote_code=True, allow_failed=True)
     (config,) = granted
     assert (config.trust_remote_code, config.allow_pickle, config.allow_failed) == (
-        True, False, True,
-    )  # fmt: skip
+        True,
+        False,
+        True,
+    )

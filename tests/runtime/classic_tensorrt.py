@@ -252,8 +252,12 @@ class OnnxParser(Strict):
             if node.domain in ("", "ai.onnx"):
                 part.append(index)
                 continue
-            values = {"node": index, "node_name": node.name, "node_operator": node.op_type,
-                      "desc": "Plugin not found"}  # fmt: skip
+            values = {
+                "node": index,
+                "node_name": node.name,
+                "node_operator": node.op_type,
+                "desc": "Plugin not found",
+            }
             self._errors.append(SimpleNamespace(**{k: lambda v=v: v for k, v in values.items()}))
             self._parts += [part] if part else []
             part = []
@@ -317,13 +321,28 @@ class Runtime(Strict):
 
 
 _NAMES = (
-    ILogger, NetworkDefinitionCreationFlag, BuilderFlag, MemoryPoolType, ProfilingVerbosity,
-    HardwareCompatibilityLevel, LayerInformationFormat, OnnxParser,
-)  # fmt: skip
+    ILogger,
+    NetworkDefinitionCreationFlag,
+    BuilderFlag,
+    MemoryPoolType,
+    ProfilingVerbosity,
+    HardwareCompatibilityLevel,
+    LayerInformationFormat,
+    OnnxParser,
+)
 CLASSES = (
-    Builder, IBuilderConfig, INetworkDefinition, IOptimizationProfile, ITimingCache, OnnxParser,
-    Runtime, ICudaEngine, EngineInspector, ITensor, IHostMemory,
-)  # fmt: skip
+    Builder,
+    IBuilderConfig,
+    INetworkDefinition,
+    IOptimizationProfile,
+    ITimingCache,
+    OnnxParser,
+    Runtime,
+    ICudaEngine,
+    EngineInspector,
+    ITensor,
+    IHostMemory,
+)
 
 
 class ClassicTensorRT(ModuleType):

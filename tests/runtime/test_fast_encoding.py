@@ -5,9 +5,29 @@ import pytest
 from enginery.runtime.tokenizer import FastEncoder, TextTokenizer
 from tests.tiny import TEXT_KINDS, tiny_artifact
 
-PIECES = ["the pump", "IS Warm", "  ", "again,", "[MASK]", "[mask]", "</s>", "<mask>", "#tag", "[",
-          "é", "中文", "ﬁ", "\t", "\n", "\x00", "\x7f", "don't", "1,000.5", "##ing",
-          "Ünïcödé"]  # fmt: skip
+PIECES = [
+    "the pump",
+    "IS Warm",
+    "  ",
+    "again,",
+    "[MASK]",
+    "[mask]",
+    "</s>",
+    "<mask>",
+    "#tag",
+    "[",
+    "é",
+    "中文",
+    "ﬁ",
+    "\t",
+    "\n",
+    "\x00",
+    "\x7f",
+    "don't",
+    "1,000.5",
+    "##ing",
+    "Ünïcödé",
+]
 
 
 @pytest.fixture(scope="module", params=TEXT_KINDS)
@@ -25,8 +45,11 @@ def test_ids_are_those_with_offsets(tokenizer):
     quick += [tokenizer.encode([text], offsets=False)[0] for text in texts]
     for text, found, plain in zip(texts * 2, quick, tokenizer.encode(texts) * 2, strict=True):
         assert (found.ids, found.type_ids, found.attention_mask, found.special_tokens_mask) == (
-            plain.ids, plain.type_ids, plain.attention_mask, plain.special_tokens_mask
-        ), text  # fmt: skip
+            plain.ids,
+            plain.type_ids,
+            plain.attention_mask,
+            plain.special_tokens_mask,
+        ), text
         assert bool(found.overflowing) == bool(plain.overflowing)
 
 
@@ -55,9 +78,16 @@ def test_plain_ascii_skips_berts_normalizer(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("count", "letters", "is_quick"), [(5, 0, True), (100, 0, True), (256, 0, True),
-                                       (1_600, 0, False), (20_000, 0, False), (100, 400, False)],
-)  # fmt: skip
+    ("count", "letters", "is_quick"),
+    [
+        (5, 0, True),
+        (100, 0, True),
+        (256, 0, True),
+        (1_600, 0, False),
+        (20_000, 0, False),
+        (100, 400, False),
+    ],
+)
 def test_ids_are_right_with_any_number_of_added_tokens(tmp_path, count, letters, is_quick):
     artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "bert")
     texts = TextTokenizer.open(artifact.path).backend

@@ -52,9 +52,17 @@ PROCESSORS = [
     ("mobilenet_v1", "MobileNetV1", {}),
     ("mobilenet_v2", "MobileNetV2", {}),
     ("efficientnet", "EfficientNet", {}),
-    ("efficientnet", "EfficientNet", {"rescale_offset": True, "rescale_factor": 1 / 127.5,
-                                      "do_center_crop": True, "include_top": False}),
-]  # fmt: skip
+    (
+        "efficientnet",
+        "EfficientNet",
+        {
+            "rescale_offset": True,
+            "rescale_factor": 1 / 127.5,
+            "do_center_crop": True,
+            "include_top": False,
+        },
+    ),
+]
 
 
 def reference_processor(module, name):
@@ -288,8 +296,14 @@ def test_named_pipe_is_rejected(tmp_path):
         load_image(path)
 
 
-NARROW = [("CLIP", {}), ("ConvNext", {"size": {"shortest_edge": 224}}), ("Bit", {}),
-          ("MobileNetV1", {}), ("ViT", {}), ("DeiT", {"do_resize": False})]  # fmt: skip
+NARROW = [
+    ("CLIP", {}),
+    ("ConvNext", {"size": {"shortest_edge": 224}}),
+    ("Bit", {}),
+    ("MobileNetV1", {}),
+    ("ViT", {}),
+    ("DeiT", {"do_resize": False}),
+]
 
 
 @pytest.mark.parametrize(("name", "settings"), NARROW)

@@ -30,14 +30,29 @@ SENTENCE = {
 }
 TOKENIZER = {
     "tokenizer_config.json": (
-        "tokenizer_class", "model_max_length", "do_lower_case", "strip_accents", "add_prefix_space",
-        "added_tokens_decoder", "truncation_side", "padding_side", "pad_token_type_id", "pad_token",
-        "mask_token", "clean_up_tokenization_spaces", "tokenize_chinese_chars",
+        "tokenizer_class",
+        "model_max_length",
+        "do_lower_case",
+        "strip_accents",
+        "add_prefix_space",
+        "added_tokens_decoder",
+        "truncation_side",
+        "padding_side",
+        "pad_token_type_id",
+        "pad_token",
+        "mask_token",
+        "clean_up_tokenization_spaces",
+        "tokenize_chinese_chars",
     ),
     "special_tokens_map.json": ("pad_token", "unk_token", "cls_token", "mask_token"),
-    "config.json": ("max_position_embeddings", "id2label", "problem_type", "model_type",
-                    "pad_token_id"),
-}  # fmt: skip
+    "config.json": (
+        "max_position_embeddings",
+        "id2label",
+        "problem_type",
+        "model_type",
+        "pad_token_id",
+    ),
+}
 
 
 def changed(document, place, value):
@@ -72,14 +87,20 @@ def test_text_files_with_wrong_values_work_or_are_refused(tiny, altered):
         task.pooling.pool(np.ones((1, 2, 4)), np.ones((1, 2)))
 
     read()
-    places = [
-        (name, (key,)) for name, keys in TOKENIZER.items() for key in keys
-    ] + [
-        (name, (key,)) for name, value in SENTENCE.items() if isinstance(value, dict)
-        for key in value
-    ] + [("modules.json", (i, key)) for i in (0, 1) for key in ("type", "path")] + [
-        ("modules.json", (0,)), ("config_sentence_transformers.json", ("prompts", "q")),
-    ]  # fmt: skip
+    places = (
+        [(name, (key,)) for name, keys in TOKENIZER.items() for key in keys]
+        + [
+            (name, (key,))
+            for name, value in SENTENCE.items()
+            if isinstance(value, dict)
+            for key in value
+        ]
+        + [("modules.json", (i, key)) for i in (0, 1) for key in ("type", "path")]
+        + [
+            ("modules.json", (0,)),
+            ("config_sentence_transformers.json", ("prompts", "q")),
+        ]
+    )
     outcomes = []
     for name, place in places:
         file = artifact.path / name
@@ -101,8 +122,18 @@ def test_image_files_with_wrong_values_work_or_are_refused(tiny, altered):
     def prepare():
         ImageProcessor.open(artifact.path)(image)
 
-    keys = ("size", "crop_pct", "resample", "do_resize", "do_rescale", "rescale_factor",
-            "do_normalize", "image_mean", "image_std", "image_processor_type")  # fmt: skip
+    keys = (
+        "size",
+        "crop_pct",
+        "resample",
+        "do_resize",
+        "do_rescale",
+        "rescale_factor",
+        "do_normalize",
+        "image_mean",
+        "image_std",
+        "image_processor_type",
+    )
     outcomes = []
     for kind in ("ConvNext", "ViT", "CLIP"):
         for key in keys:
@@ -119,11 +150,15 @@ def test_image_files_with_wrong_values_work_or_are_refused(tiny, altered):
     [
         ("config.json", "type_vocab_size", "x", "type_vocab_size is 'x', expected an integer"),
         ("tokenizer_config.json", "model_max_length", "x", "model_max_length is 'x', expected a"),
-        ("tokenizer_config.json", "added_tokens_decoder", {"0": {"content": 5}},
-         "added_tokens_decoder.0.content is 5, expected a string"),
+        (
+            "tokenizer_config.json",
+            "added_tokens_decoder",
+            {"0": {"content": 5}},
+            "added_tokens_decoder.0.content is 5, expected a string",
+        ),
         ("special_tokens_map.json", "unk_token", [1], "unk_token is [1], expected a string, or an"),
     ],
-)  # fmt: skip
+)
 def test_a_model_with_a_wrong_value_is_not_loaded(tiny, altered, name, place, value, message):
     source = tiny.artifact("bert", "text-classification")
     document = json.loads((source.path / name).read_text(encoding="utf-8"))
@@ -166,20 +201,28 @@ LOGITS = TensorSpec("logits", "float32", ("batch", 3))
     ("changes", "message"),
     [
         ({"inputs": (IDS, MASK)}, "has the inputs input_ids, attention_mask, token_type_ids;"),
-        ({"inputs": (IDS, MASK, TYPES, TensorSpec("more", "int64", ()))},
-         "says input_ids, attention_mask, token_type_ids, more"),
-        ({"inputs": (TensorSpec("input_ids", "int32", IDS.dims), MASK, TYPES)},
-         "the input input_ids: int64 (batch, sequence) differs from manifest.json, which says "
-         "input_ids: int32 (batch, sequence)"),
-        ({"inputs": (TensorSpec("input_ids", "int64", ("batch",)), MASK, TYPES)},
-         "which says input_ids: int64 (batch)"),
-        ({"outputs": (TensorSpec("logits", "float32", ("batch", 5)),)},
-         "the output logits: float32 (batch, 3) differs from manifest.json, which says logits: "
-         "float32 (batch, 5)"),
+        (
+            {"inputs": (IDS, MASK, TYPES, TensorSpec("more", "int64", ()))},
+            "says input_ids, attention_mask, token_type_ids, more",
+        ),
+        (
+            {"inputs": (TensorSpec("input_ids", "int32", IDS.dims), MASK, TYPES)},
+            "the input input_ids: int64 (batch, sequence) differs from manifest.json, which says "
+            "input_ids: int32 (batch, sequence)",
+        ),
+        (
+            {"inputs": (TensorSpec("input_ids", "int64", ("batch",)), MASK, TYPES)},
+            "which says input_ids: int64 (batch)",
+        ),
+        (
+            {"outputs": (TensorSpec("logits", "float32", ("batch", 5)),)},
+            "the output logits: float32 (batch, 3) differs from manifest.json, which says logits: "
+            "float32 (batch, 5)",
+        ),
         ({"outputs": (TensorSpec("logits", "float16", ("batch", 3)),)}, "says logits: float16"),
         ({"outputs": (LOGITS, TensorSpec("more", "float32", ()))}, "has the outputs logits;"),
     ],
-)  # fmt: skip
+)
 def test_a_graph_that_is_not_the_manifests_is_refused(tiny, tmp_path, changes, message):
     source = tiny.artifact("bert", "text-classification")
     artifact = with_record(source, tmp_path / "altered", **changes)
@@ -192,11 +235,14 @@ def test_a_graph_that_is_not_the_manifests_is_refused(tiny, tmp_path, changes, m
 @pytest.mark.parametrize(
     ("shape", "dims", "fits"),
     [
-        (["batch", 8], ("batch", 8), True), (["batch", "seq"], (4, 8), True),
-        (["batch", 8], ("batch", "sequence"), False), (["batch", 8], ("batch", 9), False),
-        (["batch", None], ("batch", "sequence"), True), ([], ("batch",), False),
+        (["batch", 8], ("batch", 8), True),
+        (["batch", "seq"], (4, 8), True),
+        (["batch", 8], ("batch", "sequence"), False),
+        (["batch", 8], ("batch", 9), False),
+        (["batch", None], ("batch", "sequence"), True),
+        ([], ("batch",), False),
     ],
-)  # fmt: skip
+)
 def test_an_input_that_is_fixed_in_the_graph_is_fixed_in_the_manifest(shape, dims, fits):
     value = SimpleNamespace(name="x", type="tensor(float)", shape=shape)
     session = SimpleNamespace(get_inputs=lambda: [value], get_outputs=list)
@@ -222,10 +268,13 @@ def test_a_graph_of_gigabytes_is_not_loaded(tiny, tmp_path):
         load_model(tmp_path / "altered")
 
 
-@pytest.mark.parametrize(("task", "message"), [
-    ("question-answering", "question-answering needs start_logits"),
-    ("token-classification", "token-classification expects 3 dims"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("question-answering", "question-answering needs start_logits"),
+        ("token-classification", "token-classification expects 3 dims"),
+    ],
+)
 def test_a_graph_without_the_outputs_of_its_task_is_refused(tiny, tmp_path, task, message):
     source = tiny.artifact("bert", "text-classification")
     source.copy_to(tmp_path / "altered")

@@ -60,9 +60,11 @@ def test_graph_takes_texts_or_images_or_neither(bert, vit):
 
 @pytest.mark.parametrize(
     ("kind", "task", "file"),
-    [("bert", "text-classification", "tokenizer.json"),
-     ("vit", "image-classification", "preprocessor_config.json")],
-)  # fmt: skip
+    [
+        ("bert", "text-classification", "tokenizer.json"),
+        ("vit", "image-classification", "preprocessor_config.json"),
+    ],
+)
 def test_real_inputs_need_the_file_that_makes_them(exported, copied, kind, task, file):
     artifact = copied(exported(kind, task))
     assert takes_real_inputs(artifact, graph(artifact))
@@ -89,8 +91,10 @@ def test_lengths_equal_those_of_the_feeds(bert):
 def test_texts_are_cut_and_padded_to_a_fixed_sequence(bert):
     feeder = TextFeeder.open(bert, with_dims(graph(bert), "batch", 12))
     assert feeder.width == 12
-    assert feeder.lengths(["Yes.", *TEXT]) == [len(feeder.tokenizer.encode(["Yes."])[0].ids),
-                                               *[12] * len(TEXT)]  # fmt: skip
+    assert feeder.lengths(["Yes.", *TEXT]) == [
+        len(feeder.tokenizer.encode(["Yes."])[0].ids),
+        *[12] * len(TEXT),
+    ]
     assert feeder(["Yes.", *TEXT])["input_ids"].shape == (len(TEXT) + 1, 12)
 
 

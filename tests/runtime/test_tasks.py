@@ -125,8 +125,9 @@ def test_new_task_has_a_signature_for_mlflow(counting):
     found = signature(counting.manifest)
     assert found.inputs.to_dict() == [{"type": "string", "required": True}]
     assert [(each["name"], each["type"]) for each in found.outputs.to_dict()] == [
-        ("tokens", "long"), ("vowels", "long"),
-    ]  # fmt: skip
+        ("tokens", "long"),
+        ("vowels", "long"),
+    ]
     params = {each["name"]: (each["type"], each["default"]) for each in found.params.to_dict()}
     assert params == {"truncate": ("boolean", None), "vowels": ("string", "aeiou")}
 
@@ -174,9 +175,13 @@ def test_every_task_has_all_class_attributes():
 
 @pytest.mark.parametrize(
     ("kind", "task"),
-    [("bert", "feature-extraction"), ("bert", "fill-mask"), ("vit", "feature-extraction"),
-     ("vit", "image-classification")],
-)  # fmt: skip
+    [
+        ("bert", "feature-extraction"),
+        ("bert", "fill-mask"),
+        ("vit", "feature-extraction"),
+        ("vit", "image-classification"),
+    ],
+)
 def test_probe_row_runs(tiny, kind, task):
     with load_model(tiny.artifact(kind, task)) as model:
         row = model.definition.probe(5)
@@ -212,27 +217,59 @@ def test_images_of_a_call_are_not_all_held_at_once(tiny, monkeypatch):
         ("classify", {"top_kk": 1}, "top_kk", "unknown option 'top_kk'; did you mean 'top_k'?"),
         ("answer", {"truncate": True}, "truncate", "unknown option 'truncate'"),
         ("embed", {"x" * 999: 1}, "x" * 60, f"unknown option '{'x' * 60}'"),
-        ("classify", {"top_k": "two"}, "top_k",
-         "top_k: found the string 'two', expected a whole number from 0 to 10000."),
+        (
+            "classify",
+            {"top_k": "two"},
+            "top_k",
+            "top_k: found the string 'two', expected a whole number from 0 to 10000.",
+        ),
         ("classify", {"top_k": True}, "top_k", "top_k: found true, expected a whole number"),
         ("classify", {"top_k": 1.5}, "top_k", "top_k: found the number 1.5, expected a whole"),
         ("classify", {"top_k": [1]}, "top_k", "top_k: found a list, expected a whole number"),
-        ("classify", {"activation": "relu"}, "activation",
-         "activation: found the string 'relu', expected auto or softmax or sigmoid or none."),
-        ("answer", {"allow_none": 1}, "allow_none",
-         "allow_none: found the number 1, expected true or false."),
-        ("embed", {"normalize": "yes"}, "normalize",
-         "normalize: found the string 'yes', expected true or false."),
-        ("embed", {"dimensions": 0}, "dimensions",
-         "dimensions: found the number 0, expected a whole number of 1 or more."),
-        ("embed", {"prompt_name": 3}, "prompt_name",
-         "prompt_name: found the number 3, expected a string."),
-        ("fill", {"top_k": 0}, "top_k",
-         "top_k: found the number 0, expected a whole number from 1 to 1000."),
-        ("answer", {"max_tokens": 513}, "max_tokens",
-         "max_tokens: found the number 513, expected a whole number from 1 to 512."),
+        (
+            "classify",
+            {"activation": "relu"},
+            "activation",
+            "activation: found the string 'relu', expected auto or softmax or sigmoid or none.",
+        ),
+        (
+            "answer",
+            {"allow_none": 1},
+            "allow_none",
+            "allow_none: found the number 1, expected true or false.",
+        ),
+        (
+            "embed",
+            {"normalize": "yes"},
+            "normalize",
+            "normalize: found the string 'yes', expected true or false.",
+        ),
+        (
+            "embed",
+            {"dimensions": 0},
+            "dimensions",
+            "dimensions: found the number 0, expected a whole number of 1 or more.",
+        ),
+        (
+            "embed",
+            {"prompt_name": 3},
+            "prompt_name",
+            "prompt_name: found the number 3, expected a string.",
+        ),
+        (
+            "fill",
+            {"top_k": 0},
+            "top_k",
+            "top_k: found the number 0, expected a whole number from 1 to 1000.",
+        ),
+        (
+            "answer",
+            {"max_tokens": 513},
+            "max_tokens",
+            "max_tokens: found the number 513, expected a whole number from 1 to 512.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_option_that_a_task_does_not_take_is_named(verb, values, field, message):
     with pytest.raises(TaskOptionError) as error:
         TASKS[verb].Options.read(values)
@@ -292,9 +329,11 @@ def test_options_of_predict_are_those_of_the_task(tiny, tmp_path):
     ):
         with pytest.raises(OptionError, match=message):
             predict(
-                tiny.artifact("bert", task), str(tmp_path / "in.txt"), tmp_path / "out.jsonl",
+                tiny.artifact("bert", task),
+                str(tmp_path / "in.txt"),
+                tmp_path / "out.jsonl",
                 PredictConfig(**options),
-            )  # fmt: skip
+            )
 
 
 @pytest.mark.parametrize(
@@ -312,8 +351,10 @@ def test_tensors_without_a_batch_axis_run_as_one_row(inputs, outputs):
         outputs=tuple(TensorSpec(name, "float32", dims) for name, dims in outputs.items()),
     )
     sizes = {"texts": 3, "images": 2, "batch": 5}
-    shapes = {name: tuple(sizes.get(dim, dim) for dim in dims)
-              for name, dims in (inputs | outputs).items()}  # fmt: skip
+    shapes = {
+        name: tuple(sizes.get(dim, dim) for dim in dims)
+        for name, dims in (inputs | outputs).items()
+    }
     sent = {name: np.ones(shapes[name], np.float32) for name in inputs}
 
     class Runner:

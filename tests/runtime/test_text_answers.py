@@ -279,9 +279,14 @@ def test_a_failed_artifact_is_refused(tiny, altered):
 
     artifact = altered(tiny.artifact("bert", "text-classification"), {})
     verdict = Verdict(
-        stage="validate", key="k", fields={}, passed=False, summary="off by 3",
-        report="reports/validation.json", finished="2026-01-01T00:00:00+00:00",
-    )  # fmt: skip
+        stage="validate",
+        key="k",
+        fields={},
+        passed=False,
+        summary="off by 3",
+        report="reports/validation.json",
+        finished="2026-01-01T00:00:00+00:00",
+    )
     failed = artifact.annotate(verdict, json.dumps({}).encode())
     with pytest.raises(RejectedArtifactError, match="off by 3"):
         load_model(failed.path)

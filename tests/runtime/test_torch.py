@@ -72,9 +72,14 @@ def test_model_that_cannot_be_loaded_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ExportError, match=r"PyTorch cannot load .* for fill-mask"):
         load_pytorch(
-            tmp_path, "fill-mask", precision="fp32", library="transformers", pickled=False,
-            trust_remote_code=False, device="cpu",
-        )  # fmt: skip
+            tmp_path,
+            "fill-mask",
+            precision="fp32",
+            library="transformers",
+            pickled=False,
+            trust_remote_code=False,
+            device="cpu",
+        )
 
 
 def test_past_of_a_decoder_changes_its_answer_and_comes_back(tiny_model, home):

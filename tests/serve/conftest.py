@@ -53,8 +53,14 @@ class Running:
         sockets = bind("127.0.0.1", 0)
         self.port = sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        options = uvicorn.Config(self.app, log_config=None, access_log=False, ws="none",
-                                 lifespan="on", timeout_graceful_shutdown=10)  # fmt: skip
+        options = uvicorn.Config(
+            self.app,
+            log_config=None,
+            access_log=False,
+            ws="none",
+            lifespan="on",
+            timeout_graceful_shutdown=10,
+        )
         self._server = uvicorn.Server(options)
         self._thread = threading.Thread(target=self._server.run, args=(sockets,), daemon=True)
         self._thread.start()
@@ -86,9 +92,12 @@ def seen(response):
     content_type = response.headers.get("content-type", "")
     is_json = content_type == "application/json" and response.content
     return SimpleNamespace(
-        status=response.status_code, body=response.content, content_type=content_type,
-        headers=dict(response.headers), json=json.loads(response.content) if is_json else None,
-    )  # fmt: skip
+        status=response.status_code,
+        body=response.content,
+        content_type=content_type,
+        headers=dict(response.headers),
+        json=json.loads(response.content) if is_json else None,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -47,9 +47,12 @@ class StandInModel:
             self.task.record, self.task.notes = record, ()
         task = definition.tasks[0] if definition else "object-detection"
         source = SourceRecord(
-            kind="hub", id="sentence-transformers/all-MiniLM-L6-v2", revision="abc", sha256="",
+            kind="hub",
+            id="sentence-transformers/all-MiniLM-L6-v2",
+            revision="abc",
+            sha256="",
             files={},
-        )  # fmt: skip
+        )
         manifest = SimpleNamespace(
             source=source, precision="fp32", stages=(), task=task, verdict=lambda _: None
         )
@@ -57,15 +60,21 @@ class StandInModel:
             manifest=manifest, path=Path("nowhere"), failed=lambda: None
         )
         self.backend = SimpleNamespace(
-            config=ModelConfig.model_validate(config or {"vocab_size": 600}), dim=dim, limit=128,
-            on_cpu=False, runner=SimpleNamespace(record=record),
+            config=ModelConfig.model_validate(config or {"vocab_size": 600}),
+            dim=dim,
+            limit=128,
+            on_cpu=False,
+            runner=SimpleNamespace(record=record),
             tensors=object.__new__(Tensors),
             validation_status=lambda: "none",
-        )  # fmt: skip
+        )
 
     def info(self):
-        return {"task": self.artifact.manifest.task, "batching": {"max_tokens": 0, "max_rows": 0},
-                "providers": [{"name": "CUDAExecutionProvider"}]}  # fmt: skip
+        return {
+            "task": self.artifact.manifest.task,
+            "batching": {"max_tokens": 0, "max_rows": 0},
+            "providers": [{"name": "CUDAExecutionProvider"}],
+        }
 
     async def infer(self, task, inputs, options):
         self.calls.append((inputs, options))

@@ -25,8 +25,10 @@ class ServerProcess:
     def __init__(self, **options):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.serve.serving", json.dumps(options)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         self.heard = queue.Queue()
         self.lines = []
         threading.Thread(target=self._listen, daemon=True).start()

@@ -61,8 +61,9 @@ def validated(source, directory, *, passed):
     return directory
 
 
-@pytest.mark.parametrize(("passed", "verdict"), [(True, "passed"), (False, "failed"),
-                                                 (None, "none")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("passed", "verdict"), [(True, "passed"), (False, "failed"), (None, "none")]
+)
 def test_health_has_the_validation_verdict(tiny_paths, tmp_path, passed, verdict):
     path = validated(tiny_paths("mood")["mood"], tmp_path / "mood", passed=passed)
     server = Running({"mood": path}, ServeConfig(allow_failed=True, access_log="off"))
@@ -160,10 +161,14 @@ def test_reload_that_fails_is_409_and_names_the_model(caplog):
     models.broken["b"] = "build/b has no manifest.json."
     app = application(models, keys=(b"one",))
     found = ask(app, "POST", "/admin/reload", headers=KEY)
-    assert (found.status, found.json) == (409, {
-        "error": "not reloaded: b, which keeps serving as before.", "failed": ["b"],
-        "models": {"a": "reloaded", "b": "not reloaded: build/b has no manifest.json."},
-    })  # fmt: skip
+    assert (found.status, found.json) == (
+        409,
+        {
+            "error": "not reloaded: b, which keeps serving as before.",
+            "failed": ["b"],
+            "models": {"a": "reloaded", "b": "not reloaded: build/b has no manifest.json."},
+        },
+    )
     (record,) = caplog.records
     assert record.getMessage() == "b: not reloaded: build/b has no manifest.json."
     assert ask(app, "POST", "/admin/reload", {"model": "a"}, KEY).status == 200

@@ -41,10 +41,14 @@ def test_any_of_the_keys_is_accepted(headers):
 
 @pytest.mark.parametrize(
     ("headers", "message"),
-    [({}, "an API key is required."), ({"authorization": "Bearer tw"}, "the API key is invalid"),
-     ({"authorization": "Basic two"}, "is invalid"), ({"x-api-key": ""}, "is invalid"),
-     ({"x-api-key": b"\xe9\xff"}, "is invalid")],
-)  # fmt: skip
+    [
+        ({}, "an API key is required."),
+        ({"authorization": "Bearer tw"}, "the API key is invalid"),
+        ({"authorization": "Basic two"}, "is invalid"),
+        ({"x-api-key": ""}, "is invalid"),
+        ({"x-api-key": b"\xe9\xff"}, "is invalid"),
+    ],
+)
 def test_requests_without_a_valid_key_are_rejected(headers, message):
     app = application(keys=(b"one", b"two"))
     found = ask(app, *EMBED, headers)
@@ -56,9 +60,18 @@ def test_requests_without_a_valid_key_are_rejected(headers, message):
 
 def test_probes_scrapers_and_the_page_need_no_key():
     app = application(keys=(b"one",))
-    for path in ("/", "/health", "/health/live", "/health/ready", "/ping", "/metrics",
-                 "/openapi.json", "/v2/health/live", "/v2/health/ready",
-                 "/v2/models/minilm/ready"):  # fmt: skip
+    for path in (
+        "/",
+        "/health",
+        "/health/live",
+        "/health/ready",
+        "/ping",
+        "/metrics",
+        "/openapi.json",
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/v2/models/minilm/ready",
+    ):
         assert ask(app, "GET", path).status == 200, path
     for path in ("/info", "/v2", "/v1/models", "/v2/models/minilm", "/models/minilm/info"):
         assert ask(app, "GET", path).status == 401, path
@@ -132,8 +145,9 @@ def test_wrong_method_is_405_with_allow_in_the_shape_of_its_protocol():
 def test_unknown_route_is_404_with_the_nearest_one():
     found = ask(application(), "POST", "/embd", {"inputs": "a"})
     assert (found.status, found.json) == (
-        404, {"error": "there is no route '/embd'; did you mean '/embed'?"},
-    )  # fmt: skip
+        404,
+        {"error": "there is no route '/embd'; did you mean '/embed'?"},
+    )
     for path, shape in (("/v2/x", {"error"}), ("/v1/x", {"error"}), ("/x/y/z", {"error"})):
         assert set(ask(application(), "GET", path).json) == shape
     assert isinstance(ask(application(), "GET", "/v1/x").json["error"], dict)
@@ -155,12 +169,14 @@ def test_head_has_the_headers_and_no_body():
 # What goes wrong
 
 SHAPES = {
-    "/v2/models/minilm/infer": ({"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1],
-                                             "data": ["warm"]}]}, {"error": str}),
+    "/v2/models/minilm/infer": (
+        {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["warm"]}]},
+        {"error": str},
+    ),
     "/embed": ({"inputs": "warm"}, {"error": str, "error_type": str}),
     "/predict/minilm": ({"inputs": "warm"}, {"error": str}),
     "/v1/embeddings": ({"input": "warm"}, {"error": dict}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("path", SHAPES)
@@ -198,8 +214,10 @@ def test_fault_is_logged_with_traceback_and_the_response_has_only_its_id(caplog)
     with caplog.at_level(logging.ERROR):
         found = ask(app, *EMBED)
     request_id = found.headers["x-request-id"]
-    assert found.json == {"error": f"internal error. Request id: {request_id}",
-                          "error_type": "Backend"}  # fmt: skip
+    assert found.json == {
+        "error": f"internal error. Request id: {request_id}",
+        "error_type": "Backend",
+    }
     (record,) = caplog.records
     assert request_id in record.getMessage()
     assert record.exc_info[0] is ZeroDivisionError
@@ -275,11 +293,20 @@ def chunk(body=b"", more=False):
 
 def scope_of(path="/embed", headers=()):
     return {
-        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string":
-        b"", "root_path": "", "scheme": "http", "http_version": "1.1", "asgi": {"version": "3.0"},
-        "headers": list(headers), "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "http_version": "1.1",
+        "asgi": {"version": "3.0"},
+        "headers": list(headers),
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
         "state": {},
-    }  # fmt: skip
+    }
 
 
 def test_body_over_the_limit_is_413_by_declared_and_actual_size():
@@ -385,19 +412,27 @@ def test_cancellation_by_the_server_is_not_a_disconnect():
 
 
 def test_options_come_from_the_environment():
-    found = config_from({
-        "ENGINERY_SERVE_BATCH_ROWS": "7", "ENGINERY_SERVE_TRUNCATE": "false",
-        "ENGINERY_SERVE_PROVIDER_OPTION": "cuda.a=1,cuda.b=2", "OTHER": "1",
-    })  # fmt: skip
+    found = config_from(
+        {
+            "ENGINERY_SERVE_BATCH_ROWS": "7",
+            "ENGINERY_SERVE_TRUNCATE": "false",
+            "ENGINERY_SERVE_PROVIDER_OPTION": "cuda.a=1,cuda.b=2",
+            "OTHER": "1",
+        }
+    )
     assert (found.batch_rows, found.truncate) == (7, False)
     assert found.provider_option == ("cuda.a=1", "cuda.b=2")
 
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
-    [("BATCH_ROW", "7", "did you mean 'batch_rows'"), ("BATCH_ROWS", "x", "batch_rows"),
-     ("PORT", "80", "belongs to the ASGI server"), ("MAX_PADDING", "2", "less than 1")],
-)  # fmt: skip
+    [
+        ("BATCH_ROW", "7", "did you mean 'batch_rows'"),
+        ("BATCH_ROWS", "x", "batch_rows"),
+        ("PORT", "80", "belongs to the ASGI server"),
+        ("MAX_PADDING", "2", "less than 1"),
+    ],
+)
 def test_option_that_cannot_be_used_is_an_option_error(name, value, words):
     with pytest.raises(OptionError, match=words):
         config_from({f"ENGINERY_SERVE_{name}": value})
@@ -439,23 +474,54 @@ def test_a_missing_package_is_named_before_anything_is_loaded(monkeypatch, tmp_p
 # Whatever a client sends
 
 STRANGE = [
-    b"", b"{", b"null", b"3", b'"x"', b"[]", b"\xff\xfe", b"\xef\xbb\xbf{}", b"NaN", b"[" * 100_000,
-    b'{"inputs": ' + b"[" * 1000 + b"]" * 1000 + b"}", b'{"inputs": "\\ud800"}',
-    b'{"inputs": 1e400}', b'{"inputs": ' + b"9" * 400 + b"}", b'{"inputs": "a\x00"}',
-    b'{"inputs": null}', b"{}", b'{"\\u0000": 1}', b'{"inputs": [[[]]]}', b'{"inputs": {"a": {}}}',
-    b'{"inputs": [true]}', b'{"inputs": [1.5]}', b'{"inputs": [-1]}', b'{"inputs": [99999999]}',
-    b'{"inputs": [["a", "b", "c"]]}', b'{"inputs": ["a", 1]}',
+    b"",
+    b"{",
+    b"null",
+    b"3",
+    b'"x"',
+    b"[]",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf{}",
+    b"NaN",
+    b"[" * 100_000,
+    b'{"inputs": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+    b'{"inputs": "\\ud800"}',
+    b'{"inputs": 1e400}',
+    b'{"inputs": ' + b"9" * 400 + b"}",
+    b'{"inputs": "a\x00"}',
+    b'{"inputs": null}',
+    b"{}",
+    b'{"\\u0000": 1}',
+    b'{"inputs": [[[]]]}',
+    b'{"inputs": {"a": {}}}',
+    b'{"inputs": [true]}',
+    b'{"inputs": [1.5]}',
+    b'{"inputs": [-1]}',
+    b'{"inputs": [99999999]}',
+    b'{"inputs": [["a", "b", "c"]]}',
+    b'{"inputs": ["a", 1]}',
     b'{"inputs": "3", "truncate": "yes"}',
-    b'{"inputs": "a", "parameters": []}', b'{"inputs": [18446744073709551616]}', b"\x00" * 1000,
-    b'{"inputs": "a", "dimensions": "4"}', b'{"inputs": "a", "dimensions": 0}', b'{"inputs": ""}',
-    b'{"inputs": "a", "dimensions": 1e3}', b'{"input": []}',
-    b'{"input": "a", "encoding_format": 3}', b'{"input": "a", "model": 3}',
-    b'{"inputs": [{"name": 3}]}', b'{"inputs": "a", "inputs": [{"name": "text"}]}',
-    b'{"ids": [-1]}', b'{"ids": [[]]}', b'{"ids": 3}', b'{"texts": ["a"]}',
-    b'{"query": 1, "texts": []}', b'{"inputs": {"source_sentence": "a", "sentences": "b"}}',
+    b'{"inputs": "a", "parameters": []}',
+    b'{"inputs": [18446744073709551616]}',
+    b"\x00" * 1000,
+    b'{"inputs": "a", "dimensions": "4"}',
+    b'{"inputs": "a", "dimensions": 0}',
+    b'{"inputs": ""}',
+    b'{"inputs": "a", "dimensions": 1e3}',
+    b'{"input": []}',
+    b'{"input": "a", "encoding_format": 3}',
+    b'{"input": "a", "model": 3}',
+    b'{"inputs": [{"name": 3}]}',
+    b'{"inputs": "a", "inputs": [{"name": "text"}]}',
+    b'{"ids": [-1]}',
+    b'{"ids": [[]]}',
+    b'{"ids": 3}',
+    b'{"texts": ["a"]}',
+    b'{"query": 1, "texts": []}',
+    b'{"inputs": {"source_sentence": "a", "sentences": "b"}}',
     b'{"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]}], '
     b'"outputs": [{"name": "x"}, 3]}',
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("body", STRANGE, ids=lambda body: repr(body[:24]))
@@ -465,9 +531,12 @@ def test_no_fuzzed_request_is_a_fault(running, body):
             continue
         for model in ("vectors", "mood", "photos") if "{model}" in endpoint.path else ("",):
             path = endpoint.path.replace("{model}", model).replace("{version}", "1")
-            for headers in ({}, {"content-type": "multipart/form-data; boundary=x"},
-                            {"content-type": "image/png"},
-                            {"inference-header-content-length": "2"}):  # fmt: skip
+            for headers in (
+                {},
+                {"content-type": "multipart/form-data; boundary=x"},
+                {"content-type": "image/png"},
+                {"inference-header-content-length": "2"},
+            ):
                 found = running("POST", path, body, headers=headers)
                 assert found.status < 500, (path, headers, found.body)
                 if found.status != 200:

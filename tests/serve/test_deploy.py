@@ -32,9 +32,13 @@ class Hosted:
     name, task, state = "minilm", "feature-extraction", "ready"
 
     def info(self):
-        return {"providers": [{"name": "CPUExecutionProvider"}], "precision": "fp32",
-                "task": self.task,
-                "engines": [], "queue": {"inputs": 0, "tokens": 0}}  # fmt: skip
+        return {
+            "providers": [{"name": "CPUExecutionProvider"}],
+            "precision": "fp32",
+            "task": self.task,
+            "engines": [],
+            "queue": {"inputs": 0, "tokens": 0},
+        }
 
 
 def exposed_metrics():
@@ -89,8 +93,20 @@ def instructions(name):
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_dockerfile_is_multi_stage_pinned_and_not_root(name):
     found = instructions(name)
-    known = {"FROM", "ARG", "WORKDIR", "RUN", "ENV", "COPY", "USER", "EXPOSE", "HEALTHCHECK",
-             "STOPSIGNAL", "ENTRYPOINT", "CMD"}  # fmt: skip
+    known = {
+        "FROM",
+        "ARG",
+        "WORKDIR",
+        "RUN",
+        "ENV",
+        "COPY",
+        "USER",
+        "EXPOSE",
+        "HEALTHCHECK",
+        "STOPSIGNAL",
+        "ENTRYPOINT",
+        "CMD",
+    }
     assert {word for word, _ in found} <= known  # no ADD, no MAINTAINER
     images = [rest for word, rest in found if word == "FROM"]
     assert len(images) == 2
@@ -157,8 +173,10 @@ def objects():
 
 def test_kubernetes_objects_belong_together(objects):
     assert {kind: found["apiVersion"] for kind, found in objects.items()} == {
-        "Deployment": "apps/v1", "Service": "v1", "PodDisruptionBudget": "policy/v1",
-    }  # fmt: skip
+        "Deployment": "apps/v1",
+        "Service": "v1",
+        "PodDisruptionBudget": "policy/v1",
+    }
     labels = objects["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert objects["Deployment"]["spec"]["selector"]["matchLabels"] == labels
     assert objects["Service"]["spec"]["selector"] == labels
@@ -237,8 +255,9 @@ def test_dashboard_panels_do_not_overlap():
     taken = set()
     for panel in board["panels"]:
         place = panel["gridPos"]
-        cells = {(place["x"] + x, place["y"] + y)
-                 for x in range(place["w"]) for y in range(place["h"])}  # fmt: skip
+        cells = {
+            (place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])
+        }
         assert not cells & taken, panel["title"]
         assert max(x for x, _ in cells) < 24
         taken |= cells
@@ -301,8 +320,10 @@ def nginx(tmp_path):
         text = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
         text = text.replace("listen 80;", f"listen 127.0.0.1:{own};")
         text = text.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
-        places = "".join(f"{name}_temp_path {tmp_path}/{name};\n" for name in
-                         ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))  # fmt: skip
+        places = "".join(
+            f"{name}_temp_path {tmp_path}/{name};\n"
+            for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        )
         (tmp_path / "nginx.conf").write_text(
             f"daemon off; master_process off; pid {tmp_path}/pid; error_log {tmp_path}/error;\n"
             f"events {{}}\nhttp {{\naccess_log off;\n{places}{text}}}\n"

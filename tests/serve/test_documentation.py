@@ -15,8 +15,13 @@ from tests.serve.conftest import Running
 
 DOCUMENT = Path(__file__).parents[2] / "docs/serve.md"
 # The document's names of models, and the tiny ones that stand for them.
-MODELS = {"minilm": "vectors", "mood": "mood", "reader": "reader", "photos": "photos",
-          "ranker": "ranker"}  # fmt: skip
+MODELS = {
+    "minilm": "vectors",
+    "mood": "mood",
+    "reader": "reader",
+    "photos": "photos",
+    "ranker": "ranker",
+}
 
 
 def commands(program):
@@ -39,8 +44,9 @@ CURLS = commands("curl")
 @pytest.fixture(scope="module")
 def served(tiny_paths):
     paths = tiny_paths(*MODELS.values())
-    server = Running({name: paths[tiny] for name, tiny in MODELS.items()},
-                     ServeConfig(access_log="off"))  # fmt: skip
+    server = Running(
+        {name: paths[tiny] for name, tiny in MODELS.items()}, ServeConfig(access_log="off")
+    )
     yield server
     server.close()
 
@@ -62,8 +68,13 @@ def test_curl_is_answered(served, tmp_path, command):
     for name in ("cat", "boat"):
         Image.effect_noise((48, 40), 90).convert("RGB").save(tmp_path / f"{name}.png")
     done = subprocess.run(
-        command, shell=True, cwd=tmp_path, capture_output=True, timeout=60, check=False,
+        command,
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=60,
+        check=False,
         env={**os.environ, "CURL_HOME": str(tmp_path)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert json.loads(done.stdout)

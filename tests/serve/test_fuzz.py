@@ -32,21 +32,60 @@ BODIES = (
     {"model": "mood"},
 )
 VALUES = (
-    None, True, -1, 0, 3, 2**31, 10**30, 1.5, 1e308, "", "x", "é" * 50, "\x00", "../../etc/passwd",
-    [], [[]], {}, [None], ["a"] * 70, {"a": {}}, "[MASK] " * 200, [5] * 600,
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    3,
+    2**31,
+    10**30,
+    1.5,
+    1e308,
+    "",
+    "x",
+    "é" * 50,
+    "\x00",
+    "../../etc/passwd",
+    [],
+    [[]],
+    {},
+    [None],
+    ["a"] * 70,
+    {"a": {}},
+    "[MASK] " * 200,
+    [5] * 600,
+)
 HEADERS = (
-    {}, {}, {}, {"content-type": "application/json"}, {"content-type": "image/png"},
-    {"content-type": "multipart/form-data; boundary=x"}, {"content-encoding": "gzip"},
-    {"inference-header-content-length": "20"}, {"x-request-id": "r" * 200},
-    {"accept": "application/openmetrics-text"}, {"traceparent": "00-zz-1-1"},
-)  # fmt: skip
+    {},
+    {},
+    {},
+    {"content-type": "application/json"},
+    {"content-type": "image/png"},
+    {"content-type": "multipart/form-data; boundary=x"},
+    {"content-encoding": "gzip"},
+    {"inference-header-content-length": "20"},
+    {"x-request-id": "r" * 200},
+    {"accept": "application/openmetrics-text"},
+    {"traceparent": "00-zz-1-1"},
+)
 PIECES = (
-    b"\r\n", b"\0", b" ", b"%", b"\xff\xfe", b"Content-Length: 7\r\n", b"Content-Length: -1\r\n",
-    b"Transfer-Encoding: chunked\r\n", b"Upgrade: websocket\r\nConnection: upgrade\r\n",
-    b"Expect: 100-continue\r\n", b"HTTP/2.0", b"0\r\n\r\n", b"X" * 9000, b"X: y\r\n" * 120,
-    b"\x16\x03\x01", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-)  # fmt: skip
+    b"\r\n",
+    b"\0",
+    b" ",
+    b"%",
+    b"\xff\xfe",
+    b"Content-Length: 7\r\n",
+    b"Content-Length: -1\r\n",
+    b"Transfer-Encoding: chunked\r\n",
+    b"Upgrade: websocket\r\nConnection: upgrade\r\n",
+    b"Expect: 100-continue\r\n",
+    b"HTTP/2.0",
+    b"0\r\n\r\n",
+    b"X" * 9000,
+    b"X: y\r\n" * 120,
+    b"\x16\x03\x01",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+)
 
 
 def mutated(rng, value):

@@ -41,8 +41,11 @@ def numbers_input(name, array, *, binary=True):
 
 def ids(rows=2, *, binary=True):
     array = np.arange(5, 5 + rows * 3, dtype=np.int64).reshape(rows, 3)
-    feeds = {"input_ids": array, "attention_mask": np.ones_like(array),
-             "token_type_ids": np.zeros_like(array)}  # fmt: skip
+    feeds = {
+        "input_ids": array,
+        "attention_mask": np.ones_like(array),
+        "token_type_ids": np.zeros_like(array),
+    }
     return [numbers_input(name, value, binary=binary) for name, value in feeds.items()], feeds
 
 
@@ -81,8 +84,9 @@ def test_text_is_embedded(client, tiny_paths, binary):
     with load_model(tiny_paths("vectors")["vectors"]) as model:
         wanted = model.embed(TEXTS)
     asked = [triton.InferRequestedOutput("embedding", binary_data=binary)]
-    found = client.infer("vectors", [bytes_input("text", TEXTS, binary=binary)], outputs=asked,
-                         request_id="r-7")  # fmt: skip
+    found = client.infer(
+        "vectors", [bytes_input("text", TEXTS, binary=binary)], outputs=asked, request_id="r-7"
+    )
     np.testing.assert_allclose(found.as_numpy("embedding"), wanted, atol=OUTPUTS)
     assert found.get_response()["id"] == "r-7"
 
@@ -124,8 +128,9 @@ def test_spans_and_fillings_are_json(client):
     found = client.infer("names", [bytes_input("text", ["Marie Curie lived in Paris."])])
     spans = json.loads(found.as_numpy("entities")[0])
     assert {"label", "score", "start", "end", "text"} == set(spans[0])
-    found = client.infer("filler", [bytes_input("text", ["The [MASK] is warm."])],
-                         parameters={"top_k": 2})  # fmt: skip
+    found = client.infer(
+        "filler", [bytes_input("text", ["The [MASK] is warm."])], parameters={"top_k": 2}
+    )
     assert len(json.loads(found.as_numpy("fillings")[0])["masks"][0]) == 2
 
 
@@ -144,8 +149,12 @@ def test_image_comes_as_bytes_or_in_base64(client, running):
     Image.new("RGB", (40, 30), (200, 30, 30)).save(file, "PNG")
     array = np.array([file.getvalue()], dtype=object)
     found = client.infer("photos", [bytes_input("image", array)]).as_numpy("score")
-    tensor = {"name": "image", "datatype": "BYTES", "shape": [1],
-              "data": [base64.b64encode(file.getvalue()).decode()]}  # fmt: skip
+    tensor = {
+        "name": "image",
+        "datatype": "BYTES",
+        "shape": [1],
+        "data": [base64.b64encode(file.getvalue()).decode()],
+    }
     other = running("POST", "/v2/models/photos/infer", {"inputs": [tensor]}).json
     np.testing.assert_allclose(other["outputs"][1]["data"], found[0], atol=SCORES)
     broken = {**tensor, "data": [base64.b64encode(file.getvalue()[:50]).decode()]}
@@ -211,42 +220,68 @@ IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]
         ({"inputs": [{**TEXT, "name": "txet"}]}, "no input 'txet'; did you mean 'text'?"),
         ({"inputs": [{**TEXT, "shape": [2]}]}, "found 1 elements, expected 2"),
         ({"inputs": [{**TEXT, "shape": [0], "data": []}]}, "has no elements"),
-        ({"inputs": [{**TEXT, "shape": [-1]}]},
-         "inputs[0].shape[0]: found the number -1, expected a whole number from 0 to 2147483647."),
+        (
+            {"inputs": [{**TEXT, "shape": [-1]}]},
+            "inputs[0].shape[0]: found the number -1, expected a whole number from 0 to "
+            "2147483647.",
+        ),
         ({"inputs": [{**TEXT, "shape": [1, "2"]}]}, "inputs[0].shape[1]: found the string '2'"),
         ({"inputs": [{**TEXT, "shape": 1}]}, "inputs[0].shape: found the number 1"),
         ({"inputs": [{**TEXT, "shape": [1] * 9}]}, "9 dims"),
-        ({"inputs": [{**TEXT, "shape": [2, 10**12]}]},
-         "inputs[0].shape[1]: found the number 1000000000000, expected"),
+        (
+            {"inputs": [{**TEXT, "shape": [2, 10**12]}]},
+            "inputs[0].shape[1]: found the number 1000000000000, expected",
+        ),
         ({"inputs": [{**TEXT, "datatype": "TEXT"}]}, "unknown datatype 'TEXT'"),
         ({"inputs": [{**TEXT, "data": [3]}]}, "data[0]: found the number 3, expected strings"),
         ({"inputs": [{**TEXT, "parameters": {"shared_memory_region": "x"}}]}, "unknown field"),
         ({"inputs": [{**TEXT, "parameters": {"binary_data_size": 5}}]}, "expected one of them"),
-        ({"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1]}]},
-         "data is null, expected a list"),
-        ({"inputs": [{"name": "text", "datatype": "INT8", "shape": [1], "data": [1]}]},
-         "has the datatype INT8, expected BYTES"),
-        ({"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1, 2], "data": ["a", "b"]}]},
-         "expected [n] or [n, 1]"),
+        (
+            {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1]}]},
+            "data is null, expected a list",
+        ),
+        (
+            {"inputs": [{"name": "text", "datatype": "INT8", "shape": [1], "data": [1]}]},
+            "has the datatype INT8, expected BYTES",
+        ),
+        (
+            {
+                "inputs": [
+                    {"name": "text", "datatype": "BYTES", "shape": [1, 2], "data": ["a", "b"]}
+                ]
+            },
+            "expected [n] or [n, 1]",
+        ),
         ({"inputs": [TEXT], "outputs": [{"name": "scores"}]}, "did you mean 'score'?"),
         ({"inputs": [TEXT], "outputs": "score"}, "outputs: found the string"),
         ({"inputs": [TEXT], "outputs": [{}]}, "outputs[0].name is missing, expected a string"),
-        ({"inputs": [TEXT], "outputs": [{"name": "score", "parameters": {"binary_date": True}}]},
-         "unknown field 'outputs[0].parameters.binary_date'; did you mean 'binary_data'?"),
-        ({"inputs": [TEXT], "outputs": [{"name": "score", "parameters": {"classification": -1}}]},
-         "outputs[0].parameters.classification: found the number -1, expected a whole number from"),
+        (
+            {"inputs": [TEXT], "outputs": [{"name": "score", "parameters": {"binary_date": True}}]},
+            "unknown field 'outputs[0].parameters.binary_date'; did you mean 'binary_data'?",
+        ),
+        (
+            {
+                "inputs": [TEXT],
+                "outputs": [{"name": "score", "parameters": {"classification": -1}}],
+            },
+            "outputs[0].parameters.classification: found the number -1, expected a whole number",
+        ),
         ({"inputs": [TEXT], "parameters": {"topk": 1}}, "did you mean 'top_k'?"),
         ({"inputs": [TEXT], "parameters": {"top_k": "1"}}, "parameters.top_k: found the string"),
         ({"inputs": [TEXT], "id": 7}, "id: found the number 7"),
         ({"inputs": [{**TEXT, "name": "text_pair"}]}, "input 'text' is missing"),
-        ({"inputs": [TEXT, {**TEXT, "name": "text_pair", "shape": [2], "data": ["a", "b"]}]},
-         "differ in length: text 1, text_pair 2"),
+        (
+            {"inputs": [TEXT, {**TEXT, "name": "text_pair", "shape": [2], "data": ["a", "b"]}]},
+            "differ in length: text 1, text_pair 2",
+        ),
         ({"inputs": [IDS]}, "input 'attention_mask' is missing"),
         ({"inputs": [IDS, TEXT]}, "no input 'text'"),
         ({"inputs": [{**IDS, "datatype": "INT32"}]}, "has the datatype INT32, expected INT64"),
         ({"inputs": [{**IDS, "shape": [2]}]}, "has the shape [2], expected (batch, sequence)"),
-        ({"inputs": [IDS, {**IDS, "name": "attention_mask", "shape": [2, 1]}]},
-         "has the shape [2, 1]"),
+        (
+            {"inputs": [IDS, {**IDS, "name": "attention_mask", "shape": [2, 1]}]},
+            "has the shape [2, 1]",
+        ),
         ({"inputs": [{**IDS, "data": [1, 2.5]}]}, "data[1]: found the number 2.5"),
         ({"inputs": [{**IDS, "data": [True, False]}]}, "expected whole numbers"),
         ({"inputs": [{**IDS, "data": [[1], [2]]}]}, "the nesting of data"),
@@ -254,7 +289,7 @@ IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]
         ({"inputs": [{**IDS, "data": [[[1, 2]]]}]}, "the nesting of data"),
         ({"inputs": [IDS], "parameters": {"top_k": 1}}, "unknown field 'parameters.top_k'"),
     ],
-)  # fmt: skip
+)
 def test_infer_refuses(running, body, message):
     found = running("POST", "/v2/models/mood/infer", body)
     assert found.status in (400, 422), found.json
@@ -291,13 +326,21 @@ def test_nan_pixels_are_rejected(client, value):
 
 @pytest.mark.parametrize(
     ("length", "tail", "message"),
-    [("x", b"", "expected a whole number"), ("99999", b"", "expected a whole number"),
-     ("-1", b"", "expected a whole number"), (None, b"abc", "left of the body"),
-     (None, b"\x01\x00\x00\x00ab", "belong to no input")],
-)  # fmt: skip
+    [
+        ("x", b"", "expected a whole number"),
+        ("99999", b"", "expected a whole number"),
+        ("-1", b"", "expected a whole number"),
+        (None, b"abc", "left of the body"),
+        (None, b"\x01\x00\x00\x00ab", "belong to no input"),
+    ],
+)
 def test_binary_bodies_are_counted(running, length, tail, message):
-    tensor = {"name": "text", "datatype": "BYTES", "shape": [1],
-              "parameters": {"binary_data_size": 5}}  # fmt: skip
+    tensor = {
+        "name": "text",
+        "datatype": "BYTES",
+        "shape": [1],
+        "parameters": {"binary_data_size": 5},
+    }
     head = json.dumps({"inputs": [tensor]}).encode()
     headers = {"inference-header-content-length": length or str(len(head))}
     found = running("POST", "/v2/models/mood/infer", head + tail, headers=headers)

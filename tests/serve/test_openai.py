@@ -77,7 +77,7 @@ def test_base64_is_little_endian_float32(running, expected):
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "expected float or base64"),
         ({"input": "a", "user": 3}, "user", "expected a string"),
     ],
-)  # fmt: skip
+)
 def test_wrong_field_is_named_in_openais_shape(running, body, param, message):
     found = running("POST", "/v1/embeddings", {"model": "vectors", **body})
     assert found.status == 400

@@ -40,8 +40,11 @@ def test_document_has_every_route():
 
 
 def test_operation_ids_are_different():
-    ids = [operation["operationId"] for path in document()["paths"].values()
-           for operation in path.values()]  # fmt: skip
+    ids = [
+        operation["operationId"]
+        for path in document()["paths"].values()
+        for operation in path.values()
+    ]
     assert len(ids) == len(set(ids))
 
 
@@ -64,9 +67,12 @@ def test_new_endpoint_is_in_the_document():
 
 
 CHECKS = [
-    not_a_server_error, checks.status_code_conformance, checks.content_type_conformance,
-    checks.response_schema_conformance, checks.unsupported_method,
-]  # fmt: skip
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    checks.unsupported_method,
+]
 NAMES = ("vectors", "mood", "ranker", "names", "reader", "filler", "photos", "pictures", "nobody")
 
 
@@ -105,9 +111,13 @@ def test_generated_requests_get_documented_responses(running, endpoint):
         strategy = operation.as_strategy(generation_mode=mode)
 
         @settings(
-            max_examples=EXAMPLES, deadline=None, database=None, derandomize=True,
-            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
+            max_examples=EXAMPLES,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
         @given(strategy)
         def answered(case):
             case.call_and_validate(checks=CHECKS)
@@ -119,8 +129,11 @@ TEXT = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["warm"]}
 GOOD = [
     ("/embed", {}, {"inputs": ["warm"], "model": "vectors"}),
     ("/models/{model}/embed", {"model": "vectors"}, {"inputs": [5, 6]}),
-    ("/similarity", {}, {"inputs": {"source_sentence": "a", "sentences": ["b"]},
-                         "model": "vectors"}),
+    (
+        "/similarity",
+        {},
+        {"inputs": {"source_sentence": "a", "sentences": ["b"]}, "model": "vectors"},
+    ),
     ("/predict", {}, {"inputs": "warm", "model": "mood"}),
     ("/predict", {}, {"inputs": [["warm"], ["a", "b"]], "model": "mood"}),
     ("/rerank", {}, {"query": "a", "texts": ["b"], "return_text": True, "model": "ranker"}),
@@ -134,7 +147,7 @@ GOOD = [
     ("/predict/{model}", {"model": "names"}, {"inputs": "Marie Curie"}),
     ("/predict/{model}", {"model": "filler"}, {"inputs": "[MASK]", "parameters": {"top_k": 1}}),
     ("/predict/{model}", {"model": "vectors"}, {"inputs": "warm"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "values", "body"), GOOD)

@@ -20,23 +20,36 @@ from tests.bench.chromium import _WIDEST, Chromium, find_chromium
 
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 TASKS = {
-    "mood": "text-classification", "minilm": "feature-extraction", "names": "token-classification",
-    "reader": "question-answering", "filler": "fill-mask", "photos": "image-classification",
-}  # fmt: skip
+    "mood": "text-classification",
+    "minilm": "feature-extraction",
+    "names": "token-classification",
+    "reader": "question-answering",
+    "filler": "fill-mask",
+    "photos": "image-classification",
+}
 METHODS = {
-    "text-classification": "classify", "feature-extraction": "embed", "fill-mask": "fill",
-    "token-classification": "tag", "question-answering": "answer",
+    "text-classification": "classify",
+    "feature-extraction": "embed",
+    "fill-mask": "fill",
+    "token-classification": "tag",
+    "question-answering": "answer",
     "image-classification": "classify_images",
-}  # fmt: skip
+}
 OUTPUTS = {
     "mood": {"labels": [{"label": "glad", "score": 0.9}, {"label": EVIL, "score": 0.1}]},
     "minilm": [0.6, -0.8, 0.0, 0.0],
     "names": [{"label": "PER", "score": 0.9, "start": 2, "end": 7, "text": "Marie"}],
     "reader": [{"text": "Paris", "score": 0.8, "start": 9, "end": 14}],
-    "filler": {"masks": [[{"token": "warm", "token_id": 7, "score": 0.7, "sequence": "It is warm."},
-                          {"token": EVIL, "token_id": 8, "score": 0.1, "sequence": "x"}]]},
+    "filler": {
+        "masks": [
+            [
+                {"token": "warm", "token_id": 7, "score": 0.7, "sequence": "It is warm."},
+                {"token": EVIL, "token_id": 8, "score": 0.1, "sequence": "x"},
+            ]
+        ]
+    },
     "photos": {"labels": [{"label": "cat", "score": 0.75}]},
-}  # fmt: skip
+}
 
 
 # Without a browser
@@ -102,8 +115,9 @@ class Server:
                 elif self.path == "/metrics":
                     self.answer(200, *stub.metrics.exposition())
                 elif self.path == "/info":
-                    models = [{"name": model.name, "task": model.task, **model.info()}
-                              for model in hosted]  # fmt: skip
+                    models = [
+                        {"name": model.name, "task": model.task, **model.info()} for model in hosted
+                    ]
                     self.answer(200, json.dumps({"models": models}).encode(), "application/json")
                 else:
                     self.answer(404, b'{"error":"no route"}', "application/json")
@@ -122,15 +136,22 @@ class Server:
                 stub.metrics.observe(record)
                 record.timings, record.inputs = Timings(0.0005, 0.001, 0.0075), 1
                 stub.metrics.observe(record)
-                times = (("x-total-time", "10"), ("x-tokenization-time", "0.5"),
-                         ("x-queue-time", "1"), ("x-inference-time", "7.5"))  # fmt: skip
+                times = (
+                    ("x-total-time", "10"),
+                    ("x-tokenization-time", "0.5"),
+                    ("x-queue-time", "1"),
+                    ("x-inference-time", "7.5"),
+                )
                 found = {"model": name, "outputs": OUTPUTS[name], "truncated": 0}
                 return self.answer(200, json.dumps(found).encode(), "application/json", times)
 
             def answer(self, status, body, content_type, headers=()):
                 self.send_response(status)
-                for header in (("content-type", content_type),
-                               ("content-length", str(len(body))), *headers):  # fmt: skip
+                for header in (
+                    ("content-type", content_type),
+                    ("content-length", str(len(body))),
+                    *headers,
+                ):
                     self.send_header(*header)
                 self.end_headers()
                 self.wfile.write(body)
@@ -157,11 +178,16 @@ class _Hosted:
         self.name, self.task, self.state = name, task, "ready"
 
     def info(self):
-        return {"providers": [{"name": "CPUExecutionProvider", "reason": "requested"}],
-                "method": METHODS[self.task], "precision": "fp32", "engines": [],
-                "task": self.task,
-                "max tokens": 262144, "seconds": 0.00123456,
-                "queue": {"inputs": 3, "tokens": 57}}  # fmt: skip
+        return {
+            "providers": [{"name": "CPUExecutionProvider", "reason": "requested"}],
+            "method": METHODS[self.task],
+            "precision": "fp32",
+            "engines": [],
+            "task": self.task,
+            "max tokens": 262144,
+            "seconds": 0.00123456,
+            "queue": {"inputs": 3, "tokens": 57},
+        }
 
 
 class Page:
@@ -179,8 +205,9 @@ class Page:
         self.until("document.readyState === 'complete' && document.querySelector('#model option')")
 
     def run(self, expression):
-        found = self.browser.ask("Runtime.evaluate", session=True, expression=expression,
-                                 returnByValue=True)  # fmt: skip
+        found = self.browser.ask(
+            "Runtime.evaluate", session=True, expression=expression, returnByValue=True
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -249,8 +276,13 @@ def test_text_is_sent_and_its_result_shown(page, server, tmp_path, width, dark):
     assert server.asked[-1][:2] == ("mood", b'{"inputs":"The pump runs again."}')
     assert page.answer().split()[:2] == ["glad", "0.9"]
     split = page.run("$('split').innerText")
-    for words in ("tokenize 0.50 ms", "queue 1.00 ms", "inference 7.50 ms", "rest 1.00 ms",
-                  "10.0 ms in the server"):  # fmt: skip
+    for words in (
+        "tokenize 0.50 ms",
+        "queue 1.00 ms",
+        "inference 7.50 ms",
+        "rest 1.00 ms",
+        "10.0 ms in the server",
+    ):
         assert words in split
     widths = page.run("[...$('split').querySelectorAll('rect')].map(r => +r.getAttribute('width'))")
     assert widths == [5, 10, 75, 10]
@@ -264,8 +296,11 @@ def test_text_is_sent_and_its_result_shown(page, server, tmp_path, width, dark):
     assert (seen["page"], seen["wide"], seen["ids"]) == (0, [], [])
     assert picture.stat().st_size > 10_000
     assert page.complaints() == []
-    asked = [e["params"]["request"]["url"] for e in page.browser.events
-             if e["method"] == "Network.requestWillBeSent"]  # fmt: skip
+    asked = [
+        e["params"]["request"]["url"]
+        for e in page.browser.events
+        if e["method"] == "Network.requestWillBeSent"
+    ]
     assert all(url.startswith((server.url, "data:")) for url in asked)
 
 
@@ -344,7 +379,7 @@ def test_policy_blocks_injected_scripts(page):
         bad.textContent = "document.title = 'owned'";
         document.body.append(bad);
         document.body.insertAdjacentHTML('beforeend', '<img src=x onerror="document.title=1">');
-    """)  # fmt: skip
+    """)
     time.sleep(0.2)
     assert page.run("document.title") == "enginery serve"
 
@@ -377,8 +412,17 @@ class Process:
     """The real server."""
 
     def __init__(self, artifact):
-        words = [sys.executable, "-m", "enginery", "serve", f"mood={artifact.path}",
-                 "--port", "0", "--max-body-bytes", "2000"]  # fmt: skip
+        words = [
+            sys.executable,
+            "-m",
+            "enginery",
+            "serve",
+            f"mood={artifact.path}",
+            "--port",
+            "0",
+            "--max-body-bytes",
+            "2000",
+        ]
         self._process = subprocess.Popen(
             words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )

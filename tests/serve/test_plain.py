@@ -63,9 +63,12 @@ CASES = {
     "mood": ([TEXTS[0], TEXTS[1]], TEXTS, {}),
     "names": (TEXTS, TEXTS, {}),
     "filler": (["The [MASK] is warm."] * 2, ["The [MASK] is warm."] * 2, {"top_k": 2}),
-    "reader": ([{"question": "Who?", "context": CONTEXT}, ["Where?", CONTEXT]],
-               [("Who?", CONTEXT), ("Where?", CONTEXT)], {"top_k": 2}),
-}  # fmt: skip
+    "reader": (
+        [{"question": "Who?", "context": CONTEXT}, ["Where?", CONTEXT]],
+        [("Who?", CONTEXT), ("Where?", CONTEXT)],
+        {"top_k": 2},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,8 +90,11 @@ def test_vectors_are_the_models_own(running, tiny_paths):
         wanted = model.embed(TEXTS)
     found = running("POST", "/predict/vectors", {"inputs": TEXTS}).json["outputs"]
     np.testing.assert_allclose(found, wanted, atol=OUTPUTS)
-    one = running("POST", "/predict/vectors", {"inputs": TEXTS[0],
-                  "parameters": {"normalize": True, "dimensions": 4}}).json["outputs"]  # fmt: skip
+    one = running(
+        "POST",
+        "/predict/vectors",
+        {"inputs": TEXTS[0], "parameters": {"normalize": True, "dimensions": 4}},
+    ).json["outputs"]
     np.testing.assert_allclose(one, wanted[0, :4] / np.linalg.norm(wanted[0, :4]), atol=OUTPUTS)
     ids = running("POST", "/predict/vectors", {"inputs": [5, 6]}).json["outputs"]
     assert len(ids) == 32
@@ -158,8 +164,16 @@ def test_images_come_as_base64_as_files_and_as_the_body(running, tiny_paths, ima
     same(raw.json()["outputs"], best)
 
 
-@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "application/octet-stream",
-                                  "application/json", "text/plain", None])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "application/x-www-form-urlencoded",
+        "application/octet-stream",
+        "application/json",
+        "text/plain",
+        None,
+    ],
+)
 def test_image_is_recognized_with_any_content_type(running, images, kind):
     headers = {} if kind is None else {"content-type": kind}
     jpeg = io.BytesIO()
@@ -201,14 +215,25 @@ PART = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r
         (b"abc", {"content-type": "multipart/form-data"}, 400, "boundary"),
         (PART + b"\r\n\r\n--x--\r\n", BOUNDARY, 400, "'image' is empty"),
         (PART + b"\r\nabc\r\n--x--\r\n", BOUNDARY, 422, "image"),
-        (b'--x\r\nContent-Disposition: form-data; name="y"\r\n\r\nabc\r\n--x--\r\n', BOUNDARY, 422,
-         "unknown field 'y'"),
-        (b"--x\r\nContent-Disposition: form-data\r\n\r\nabc\r\n--x--\r\n", BOUNDARY, 400,
-         "name"),
-        (b'--x\r\nContent-Disposition: form-data; name="parameters"\r\n\r\n{}\r\n--x--\r\n',
-         BOUNDARY, 400, "has no file"),
-        (PART + b"\r\nabc\r\n--x--\r\n",
-         {"content-type": "multipart/form-data; boundary=x; charset=undefined"}, 400, "be read"),
+        (
+            b'--x\r\nContent-Disposition: form-data; name="y"\r\n\r\nabc\r\n--x--\r\n',
+            BOUNDARY,
+            422,
+            "unknown field 'y'",
+        ),
+        (b"--x\r\nContent-Disposition: form-data\r\n\r\nabc\r\n--x--\r\n", BOUNDARY, 400, "name"),
+        (
+            b'--x\r\nContent-Disposition: form-data; name="parameters"\r\n\r\n{}\r\n--x--\r\n',
+            BOUNDARY,
+            400,
+            "has no file",
+        ),
+        (
+            PART + b"\r\nabc\r\n--x--\r\n",
+            {"content-type": "multipart/form-data; boundary=x; charset=undefined"},
+            400,
+            "be read",
+        ),
         (b"", {"content-type": "image/png"}, 400, "the body is empty"),
         (b"abc", {"content-type": "image/png"}, 422, "image 0"),
         (b"abc", {}, 422, "image 0 is not an image"),
@@ -222,7 +247,7 @@ PART = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r
         (b'{"inputs": "https://example.org/a.png"}', {}, 422, "does not download anything"),
         (b'{"inputs": "data:image/png,abc"}', {}, 422, "without base64"),
     ],
-)  # fmt: skip
+)
 def test_invalid_images_are_rejected(running, body, headers, status, message):
     found = running("POST", "/predict/photos", body, headers=headers)
     assert (found.status, message in found.json["error"]) == (status, True), found.json
@@ -231,8 +256,13 @@ def test_invalid_images_are_rejected(running, body, headers, status, message):
 def test_file_with_the_boundary_inside_is_whole(running):
     model = StandInModel(verb="classify_images")
     image = b"a\r\n--xy\r\n--\r\nb" * 3
-    ask(application(model), "POST", "/predict/minilm",
-        PART + b"\r\n" + image + b"\r\n--x--\r\n", BOUNDARY)  # fmt: skip
+    ask(
+        application(model),
+        "POST",
+        "/predict/minilm",
+        PART + b"\r\n" + image + b"\r\n--x--\r\n",
+        BOUNDARY,
+    )
     assert model.calls[0][0] == [image]
 
 
@@ -265,11 +295,14 @@ def test_texts_are_not_images(running, images):
         ("reader", {"inputs": ["who?", "context"]}, "inputs[0]: found the string"),
         ("reader", {"inputs": {"question": "", "context": "a"}}, "is empty"),
         ("filler", {"inputs": "no mask"}, "has no [MASK]"),
-        ("vectors", {"inputs": "a", "parameters": {"dimensions": 99}},
-         "found 99, expected at most 32"),
+        (
+            "vectors",
+            {"inputs": "a", "parameters": {"dimensions": 99}},
+            "found 99, expected at most 32",
+        ),
         ("pictures", {"inputs": "YQ==", "parameters": {"dimensions": 0}}, "dimensions"),
     ],
-)  # fmt: skip
+)
 def test_predict_refuses(running, name, body, message):
     found = running("POST", f"/predict/{name}", body)
     assert found.status in (400, 422)
@@ -307,8 +340,9 @@ def test_new_task_works_on_task_independent_routes(tiny_paths, tmp_path, monkeyp
         text = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["The engine is warm."]}
         infer = server("POST", "/v2/models/counting/infer", {"inputs": [text]}).json
         assert {each["name"]: each["data"] for each in infer["outputs"]} == {
-            "tokens": [found.json["outputs"][0]["tokens"]], "vowels": [6],
-        }  # fmt: skip
+            "tokens": [found.json["outputs"][0]["tokens"]],
+            "vowels": [6],
+        }
         outputs = server("GET", "/v2/models/counting").json["outputs"]
         assert [each["name"] for each in outputs[:2]] == ["tokens", "vowels"]
         assert server("GET", "/models/counting/info").json["method"] == "count"

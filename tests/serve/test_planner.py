@@ -108,12 +108,13 @@ def test_no_partition_is_cheaper(seed):
     lengths = sorted(chance.randint(3, 40) for _ in range(chance.randint(1, 10)))
     most = chance.randint(1, 10)
     rules = BatchRules(
-        max_tokens=chance.choice([40, 100, 256]), max_rows=64,
+        max_tokens=chance.choice([40, 100, 256]),
+        max_rows=64,
         max_padding=chance.choice([0.0, 0.1, 0.3]),
         fixed_cost_tokens=chance.choice([0.5, 4.0, 8.0, 30]),
         equal_lengths=chance.random() < 0.2,
         max_rows_for_length=chance.choice([None, lambda length: 1 + 30 // length]),
-    )  # fmt: skip
+    )
     found = partition_rows(lengths, most, rules)
     assert found[0] == 0
     assert found[-1] == len(lengths)

@@ -118,9 +118,15 @@ def test_scheduler_reports_backlog_and_wait_to_the_queue():
 
     async def run():
         scheduler = BatchScheduler(
-            work, RULES, asyncio.get_running_loop(), workers=1, max_rows=8, max_tokens=1000,
-            max_wait_seconds=10, on_batch=lambda _: None,
-        )  # fmt: skip
+            work,
+            RULES,
+            asyncio.get_running_loop(),
+            workers=1,
+            max_rows=8,
+            max_tokens=1000,
+            max_wait_seconds=10,
+            on_batch=lambda _: None,
+        )
         queue = scheduler.queue
         queue.seconds_per_token = 0.5
         queue.observe_wait = lambda work, waited: learned.append((work, waited))
@@ -146,10 +152,15 @@ def test_rest_of_an_admitted_request_is_not_rejected():
     async def run():
         nonlocal asked
         scheduler = BatchScheduler(
-            lambda batch: time.sleep(0.002) or [0] * len(batch), RULES,
-            asyncio.get_running_loop(), workers=1, max_rows=40, max_tokens=10_000,
-            max_wait_seconds=1e9, on_batch=lambda _: None,
-        )  # fmt: skip
+            lambda batch: time.sleep(0.002) or [0] * len(batch),
+            RULES,
+            asyncio.get_running_loop(),
+            workers=1,
+            max_rows=40,
+            max_tokens=10_000,
+            max_wait_seconds=1e9,
+            on_batch=lambda _: None,
+        )
         done = asyncio.Event()
 
         async def others(number):

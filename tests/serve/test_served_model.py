@@ -375,9 +375,13 @@ def test_undeliverable_batch_does_not_end_the_worker(exported, caplog):
 
 @pytest.mark.parametrize(
     ("options", "threads", "spinning"),
-    [({"workers": 2}, 1, True), ({"workers": 2, "threads": 2}, 2, False),
-     ({"workers": 1}, 0, True), ({"workers": 1, "threads": 3}, 3, True)],
-)  # fmt: skip
+    [
+        ({"workers": 2}, 1, True),
+        ({"workers": 2, "threads": 2}, 2, False),
+        ({"workers": 1}, 0, True),
+        ({"workers": 1, "threads": 3}, 3, True),
+    ],
+)
 def test_threads_spin_only_if_they_have_the_cores_alone(
     exported, monkeypatch, options, threads, spinning
 ):

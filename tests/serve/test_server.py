@@ -177,8 +177,18 @@ def test_parent_is_small_and_imports_nothing_heavy(start):
     # A worker is a fork of the parent, and this one has imported nothing since.
     modules = set(server.get("modules").text.split())
     assert "uvicorn" in modules
-    assert not modules & {"numpy", "onnxruntime", "tokenizers", "pydantic", "prometheus_client",
-                          "orjson", "PIL", "opentelemetry", "starlette", "rich"}  # fmt: skip
+    assert not modules & {
+        "numpy",
+        "onnxruntime",
+        "tokenizers",
+        "pydantic",
+        "prometheus_client",
+        "orjson",
+        "PIL",
+        "opentelemetry",
+        "starlette",
+        "rich",
+    }
     assert server.end()[0] == 0
 
 

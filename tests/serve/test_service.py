@@ -73,8 +73,9 @@ class Server:
     @property
     def children(self):
         pid = self.process.pid
-        return [int(found) for found in
-                Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]  # fmt: skip
+        return [
+            int(found) for found in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
 
     @property
     def child(self):
@@ -85,9 +86,11 @@ class Server:
 def serving(*artifacts, options=(), **environment):
     process = subprocess.Popen(
         [sys.executable, "-m", "enginery", "serve", *map(str, artifacts), "--port", "0", *options],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
     try:
         server = Server(process)
         server.wait_ready()
@@ -163,9 +166,20 @@ def test_the_parent_imports_nothing_heavy(exported):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     modules = set(done.stdout.split())
     assert "uvicorn.supervisors.multiprocess" in modules
-    assert not modules & {"numpy", "onnxruntime", "tokenizers", "pydantic", "prometheus_client",
-                          "orjson", "PIL", "opentelemetry", "starlette", "rich", "pyarrow",
-                          "psutil"}  # fmt: skip
+    assert not modules & {
+        "numpy",
+        "onnxruntime",
+        "tokenizers",
+        "pydantic",
+        "prometheus_client",
+        "orjson",
+        "PIL",
+        "opentelemetry",
+        "starlette",
+        "rich",
+        "pyarrow",
+        "psutil",
+    }
 
 
 def test_sighup_reloads_the_artifact_without_losing_requests(exported, tmp_path):
@@ -213,15 +227,26 @@ def test_failed_validation_is_a_warning_and_missing_one_is_logged(tiny_paths, tm
     paths = tiny_paths("vectors", "mood")
     shutil.copytree(paths["vectors"], tmp_path / "bad")
     Artifact.open(tmp_path / "bad").annotate(
-        Verdict(stage="validate", key="k", fields={}, passed=False, finished="",
-                summary="1 of 9 cases differs.", report="reports/validation.json"), b"{}",
-    )  # fmt: skip
+        Verdict(
+            stage="validate",
+            key="k",
+            fields={},
+            passed=False,
+            finished="",
+            summary="1 of 9 cases differs.",
+            report="reports/validation.json",
+        ),
+        b"{}",
+    )
     given = (tmp_path / "bad", f"new={paths['mood']}")
     with serving(*given, options=("--allow-failed",)) as server:
-        server.says("ready: bad, feature-extraction, fp32 on CPUExecutionProvider, "
-                    "validation failed")  # fmt: skip
-        warning = ("warning: bad failed its validation; it is served because of --allow-failed: "
-                   "1 of 9 cases differs.")  # fmt: skip
+        server.says(
+            "ready: bad, feature-extraction, fp32 on CPUExecutionProvider, validation failed"
+        )
+        warning = (
+            "warning: bad failed its validation; it is served because of --allow-failed: "
+            "1 of 9 cases differs."
+        )
         server.says(warning)
         server.says("ready: new, text-classification, fp32 on CPUExecutionProvider, not validated")
         server.process.send_signal(signal.SIGHUP)
@@ -246,8 +271,10 @@ def test_log_has_the_status_of_requests_cancelled_by_the_server(tiny_paths):
             assert not found
         address = urlsplit(server.url).hostname, urlsplit(server.url).port
         with socket.create_connection(address, timeout=WAIT) as refused:
-            refused.sendall(b"POST /embed HTTP/1.1\r\nHost: a\r\nX-Request-Id: large\r\n"
-                            b"Content-Length: 2000001\r\n\r\n")  # fmt: skip
+            refused.sendall(
+                b"POST /embed HTTP/1.1\r\nHost: a\r\nX-Request-Id: large\r\n"
+                b"Content-Length: 2000001\r\n\r\n"
+            )
             assert refused.recv(65536).startswith(b"HTTP/1.1 413 ")
         server.process.terminate()
         client.join(WAIT)
@@ -261,26 +288,43 @@ def test_log_has_the_status_of_requests_cancelled_by_the_server(tiny_paths):
         for line in log
         if line["path"] != "/info" and "health" not in line["path"]
     ]
-    assert lines == [("POST", "/embed", "/embed", "", 413),
-                     ("POST", "/embed", "/embed", path.name, 503)]  # fmt: skip
+    assert lines == [
+        ("POST", "/embed", "/embed", "", 413),
+        ("POST", "/embed", "/embed", path.name, 503),
+    ]
     last = log[-1]
-    assert (last["bytes_out"], last["bytes_in"]) == (len(response.content),
-                                                     len(response.request.content))  # fmt: skip
+    assert (last["bytes_out"], last["bytes_in"]) == (
+        len(response.content),
+        len(response.request.content),
+    )
     assert last["request_id"] == response.headers["x-request-id"]
     assert next(line["request_id"] for line in log if line["status"] == 413) == "large"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(("--provider", "cudaa"), "did you mean 'cuda'"),
-     (("--provider", "cpu", "--provider-option", "cuda.gpu_mem_limit=2GiB"), "cuda")],
-)  # fmt: skip
+    [
+        (("--provider", "cudaa"), "did you mean 'cuda'"),
+        (("--provider", "cpu", "--provider-option", "cuda.gpu_mem_limit=2GiB"), "cuda"),
+    ],
+)
 def test_invalid_provider_is_rejected_before_listening(tiny_paths, options, message):
     done = subprocess.run(
-        [sys.executable, "-m", "enginery", "serve", str(tiny_paths("vectors")["vectors"]),
-         "--port", "0", *options],
-        capture_output=True, text=True, timeout=WAIT, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "enginery",
+            "serve",
+            str(tiny_paths("vectors")["vectors"]),
+            "--port",
+            "0",
+            *options,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+        check=False,
+    )
     assert done.returncode == 2
     assert message in done.stderr
     assert "listening" not in done.stderr
@@ -328,11 +372,23 @@ def test_garbage_collection_is_enabled_once_models_are_loaded(exported):
 
 def test_unavailable_provider_stops_the_startup(exported, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "enginery", "serve", str(exported("bert", "fill-mask").path),
-         "--port", "0", "--provider", "cuda"],
-        capture_output=True, text=True, timeout=WAIT, check=False,
+        [
+            sys.executable,
+            "-m",
+            "enginery",
+            "serve",
+            str(exported("bert", "fill-mask").path),
+            "--port",
+            "0",
+            "--provider",
+            "cuda",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+        check=False,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
     assert done.returncode == 2
     assert "error: " in done.stderr
     assert "Traceback" not in done.stderr

@@ -47,10 +47,13 @@ QUERY = {"query": "a", "texts": ["b"]}
 
 @pytest.mark.parametrize(
     ("path", "body", "model"),
-    [("/embed", {"inputs": "a"}, "vectors"),
-     ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}, "vectors"),
-     ("/rerank", QUERY, "ranker"), ("/v1/embeddings", {"input": "a"}, "vectors")],
-)  # fmt: skip
+    [
+        ("/embed", {"inputs": "a"}, "vectors"),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}, "vectors"),
+        ("/rerank", QUERY, "ranker"),
+        ("/v1/embeddings", {"input": "a"}, "vectors"),
+    ],
+)
 def test_without_a_name_the_only_fitting_model_is_used(running, path, body, model):
     found = running("POST", path, body)
     assert found.status == 200, found.json
@@ -72,9 +75,10 @@ def test_without_a_name_and_a_model_that_fits_all_are_named():
     mood, photos = StandInModel("mood", "classify"), StandInModel("photos", "classify_images")
     found = ask(application(mood, photos), "POST", "/embed", {"inputs": "a"})
     assert (found.status, found.json["error"]) == (
-        422, "none of the server's 2 models supports this route. "
+        422,
+        "none of the server's 2 models supports this route. "
         "Models: mood (text-classification), photos (image-classification).",
-    )  # fmt: skip
+    )
     labels = {"id2label": {"0": "a", "1": "b"}}
     two = application(StandInModel("mood", "classify", config=labels), StandInModel("words"))
     assert "supports this route" in ask(two, "POST", "/rerank", QUERY).json["error"]
@@ -84,11 +88,15 @@ def test_without_a_name_and_a_model_that_fits_all_are_named():
 
 @pytest.mark.parametrize(
     ("path", "body", "wanted"),
-    [("/embed", {}, True), ("/embed", {"normalize": True}, True),
-     ("/embed", {"normalize": False}, False), ("/predict/minilm", {}, None),
-     ("/predict/minilm", {"parameters": {"normalize": True}}, True),
-     ("/predict/minilm", {"parameters": {"normalize": False}}, False)],
-)  # fmt: skip
+    [
+        ("/embed", {}, True),
+        ("/embed", {"normalize": True}, True),
+        ("/embed", {"normalize": False}, False),
+        ("/predict/minilm", {}, None),
+        ("/predict/minilm", {"parameters": {"normalize": True}}, True),
+        ("/predict/minilm", {"parameters": {"normalize": False}}, False),
+    ],
+)
 def test_normalize_reaches_the_model(path, body, wanted):
     model = StandInModel()
     assert ask(application(model), "POST", path, {"inputs": "a", **body}).status == 200
@@ -120,7 +128,7 @@ def test_compressed_body_is_refused(running):
         ({"inputs": ["a"] * 65}, 413, "Validation", "65 inputs"),
         ({"inputs": [600]}, 422, "Validation", "token id 600, expected whole numbers from 0 to"),
     ],
-)  # fmt: skip
+)
 def test_embed_refuses(running, body, status, kind, message):
     found = running("POST", "/models/vectors/embed", body)
     assert (found.status, found.json["error_type"]) == (status, kind)
@@ -149,8 +157,9 @@ def test_predict_of_one_is_a_list_of_labels_best_first(running, tiny_paths):
 
 def test_predict_of_a_batch_mixes_texts_and_pairs(running):
     found = running("POST", "/models/mood/predict", {"inputs": [[TEXTS[0]], ["a", "b"]]}).json
-    single = [running("POST", "/models/mood/predict", {"inputs": i}).json
-              for i in (TEXTS[0], ["a", "b"])]  # fmt: skip
+    single = [
+        running("POST", "/models/mood/predict", {"inputs": i}).json for i in (TEXTS[0], ["a", "b"])
+    ]
     for got, want in zip(found, single, strict=True):
         assert [item["label"] for item in got] == [item["label"] for item in want]
         np.testing.assert_allclose(
@@ -167,11 +176,15 @@ def test_predict_raw_scores_are_logits(running):
 
 @pytest.mark.parametrize(
     ("inputs", "message"),
-    [(["a", "b", "c"], "expected a list of one or two strings"), ([["a"], "b"], "inputs[1]"),
-     ([["a", 1]], "inputs[0][1]: found the number 1"), (3, "found the number 3"),
-     ([[]], "inputs[0]: found a list, expected a list of one or two"),
-     ([None], "inputs[0]: found null")],
-)  # fmt: skip
+    [
+        (["a", "b", "c"], "expected a list of one or two strings"),
+        ([["a"], "b"], "inputs[1]"),
+        ([["a", 1]], "inputs[0][1]: found the number 1"),
+        (3, "found the number 3"),
+        ([[]], "inputs[0]: found a list, expected a list of one or two"),
+        ([None], "inputs[0]: found null"),
+    ],
+)
 def test_predict_rejects_inputs_other_than_texts_and_pairs(running, inputs, message):
     found = running("POST", "/models/mood/predict", {"inputs": inputs})
     assert (found.status, found.json["error_type"]) == (422, "Validation")
@@ -236,8 +249,9 @@ def test_tokens_have_byte_offsets_and_decode_to_the_text(running):
     ids = [token["id"] for token in found]
     (decoded,) = running("POST", "/models/mood/decode", {"ids": ids}).json
     assert decoded == "ou est la cle?"  # the tokenizer's own normalizer
-    (whole,) = running("POST", "/models/mood/decode",
-                       {"ids": [ids], "skip_special_tokens": False}).json  # fmt: skip
+    (whole,) = running(
+        "POST", "/models/mood/decode", {"ids": [ids], "skip_special_tokens": False}
+    ).json
     assert whole.startswith("[CLS]")
 
 
@@ -255,10 +269,17 @@ def test_long_text_is_tokenized_in_a_thread(running):
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("tokenize", {"inputs": []}), ("tokenize", {"inputs": "a", "prompt_name": "q"}),
-     ("tokenize", {"inputs": ["a"] * 65}), ("decode", {"ids": []}), ("decode", {"ids": [[1], 2]}),
-     ("decode", {"ids": [100_000]}), ("decode", {"ids": [True]}), ("decode", {"ids": [[1]] * 65})],
-)  # fmt: skip
+    [
+        ("tokenize", {"inputs": []}),
+        ("tokenize", {"inputs": "a", "prompt_name": "q"}),
+        ("tokenize", {"inputs": ["a"] * 65}),
+        ("decode", {"ids": []}),
+        ("decode", {"ids": [[1], 2]}),
+        ("decode", {"ids": [100_000]}),
+        ("decode", {"ids": [True]}),
+        ("decode", {"ids": [[1]] * 65}),
+    ],
+)
 def test_tokenize_and_decode_refuse(running, path, body):
     assert running("POST", f"/models/mood/{path}", body).status in (400, 413, 422)
 
@@ -286,8 +307,10 @@ def test_info_has_teis_fields(running_one, running):
     assert info["model_type"] == {"embedding": {"pooling": "mean"}}
     assert (info["model_dtype"], info["max_input_length"]) == ("float32", 128)
     assert (info["max_client_batch_size"], info["auto_truncate"]) == (64, True)
-    kinds = {name: running("GET", f"/models/{name}/info").json["model_type"]
-             for name in ("mood", "ranker")}  # fmt: skip
+    kinds = {
+        name: running("GET", f"/models/{name}/info").json["model_type"]
+        for name in ("mood", "ranker")
+    }
     assert kinds["mood"]["classifier"]["label2id"]["glad"] == 2
     assert list(kinds["ranker"]) == ["reranker"]
     assert json.dumps(info)

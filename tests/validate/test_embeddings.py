@@ -19,9 +19,10 @@ def compared(tmp_path):
         np.save(tmp_path / "0.npy", theirs)
         mask = np.ones(theirs.shape[:2], np.int64)
         comparison.add(
-            {"attention_mask": mask}, {"last_hidden_state": mine},
+            {"attention_mask": mask},
+            {"last_hidden_state": mine},
             ReferenceOutputs({"last_hidden_state": tmp_path / "0.npy"}),
-        )  # fmt: skip
+        )
         return comparison.metrics(min_cosine=min_cosine, **options)
 
     return make

@@ -40,8 +40,11 @@ def gpu(monkeypatch):
 
 
 def shapes(report, kind):
-    return {case.name: tuple(case.shapes["input_ids"]) for case in report.cases
-            if case.kind == kind and not case.skipped}  # fmt: skip
+    return {
+        case.name: tuple(case.shapes["input_ids"])
+        for case in report.cases
+        if case.kind == kind and not case.skipped
+    }
 
 
 def test_engine_is_compared_at_its_corners_and_on_inputs_that_fit(gpu, exported, tmp_path):
@@ -91,10 +94,14 @@ def test_artifact_without_a_matching_engine_is_rejected_before_pytorch_runs(
 
 
 RECORD = GraphRecord(
-    file="model.onnx", opset=18, outputs=(), data_files=(),
-    inputs=tuple(TensorSpec(name, "int64", ("batch", "sequence"))
-                 for name in ("input_ids", "attention_mask")),
-)  # fmt: skip
+    file="model.onnx",
+    opset=18,
+    outputs=(),
+    data_files=(),
+    inputs=tuple(
+        TensorSpec(name, "int64", ("batch", "sequence")) for name in ("input_ids", "attention_mask")
+    ),
+)
 LENGTHS = [3, 5, 2, 9]
 
 
@@ -163,9 +170,12 @@ def test_graph_with_a_fixed_batch_is_not_split():
 
 def test_images_are_split_into_rows():
     record = GraphRecord(
-        file="model.onnx", opset=18, outputs=(), data_files=(),
+        file="model.onnx",
+        opset=18,
+        outputs=(),
+        data_files=(),
         inputs=(TensorSpec("pixel_values", "float32", ("batch", 3, 8, 8)),),
-    )  # fmt: skip
+    )
     pixels = np.arange(5 * 192, dtype="float32").reshape(5, 3, 8, 8)
     case = ValidationCase("images 1–5", "real", lambda: {"pixel_values": pixels})
     parts, left_out = fitted(case, "batch=2:2:2", record=record)

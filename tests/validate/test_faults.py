@@ -46,8 +46,9 @@ def test_swapped_outputs(verdict):
     edit = faults.swap_outputs("start_logits", "end_logits")
     report = verdict(("bert", "question-answering"), edit)
     assert {o.output for case in report.cases for o in case.outputs if o.problem} == {
-        "start_logits", "end_logits",
-    }  # fmt: skip
+        "start_logits",
+        "end_logits",
+    }
 
 
 def test_batch_folded_to_a_constant_that_small_inputs_happen_to_have(verdict):
@@ -87,9 +88,12 @@ def test_logarithm_of_a_negative(verdict):
 
 @pytest.mark.parametrize(
     ("element_type", "name"),
-    [(TensorProto.DOUBLE, "float64"), (TensorProto.FLOAT16, "float16"),
-     (TensorProto.INT64, "int64")],
-)  # fmt: skip
+    [
+        (TensorProto.DOUBLE, "float64"),
+        (TensorProto.FLOAT16, "float16"),
+        (TensorProto.INT64, "int64"),
+    ],
+)
 def test_wrong_dtype(verdict, element_type, name):
     """A graph that differs from its manifest makes the artifact invalid."""
     with pytest.raises(ArtifactError, match=rf"the output logits: {name} .* differs from manifest"):
@@ -141,10 +145,13 @@ def test_fault_in_a_convolution(verdict):
     assert not report.passed
 
 
-@pytest.mark.parametrize(("branch", "fails"), [
-    ("else_branch", {"without past"}),
-    ("then_branch", {"one", "small", "odd", "ragged", "longest"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("branch", "fails"),
+    [
+        ("else_branch", {"without past"}),
+        ("then_branch", {"one", "small", "odd", "ragged", "longest"}),
+    ],
+)
 def test_fault_in_one_branch_of_a_merged_decoder(verdict, branch, fails):
     def edit(model):
         node = next(node for node in model.graph.node if node.op_type == "If")

@@ -20,9 +20,14 @@ QUIET = NoiseFloor(1e-6, 1.0)
 def judged(actual, reference, output="logits", noise=QUIET, tolerance=FP32, **options):
     actual = np.asarray(actual)
     return compare_output(
-        output, actual, np.asarray(reference, np.float32), dtype=actual.dtype.name,
-        noise=noise, tolerance=tolerance, **options,
-    )  # fmt: skip
+        output,
+        actual,
+        np.asarray(reference, np.float32),
+        dtype=actual.dtype.name,
+        noise=noise,
+        tolerance=tolerance,
+        **options,
+    )
 
 
 def normal(*shape, seed=0):
@@ -204,8 +209,9 @@ def test_padding_of_decoder_caches_and_new_tokens_is_ignored():
     assert padding.axis == 2
     assert padding.mask.tolist() == [[True] * 4, [False, False, False, True]]
     assert find_padding_mask(logits, [IDS, PAST_MASK], given).mask.tolist() == [
-        [True, True], [False, True],
-    ]  # fmt: skip
+        [True, True],
+        [False, True],
+    ]
     reference = normal(2, 2, 4, 4)
     actual = reference.copy()
     actual[1, :, :3] = np.inf
@@ -214,9 +220,13 @@ def test_padding_of_decoder_caches_and_new_tokens_is_ignored():
 
 def case(name, outputs, **options):
     return ValidationCaseResult(
-        graph="model.onnx", name=name, kind="sweep", shapes={"x": [1]}, outputs=outputs,
+        graph="model.onnx",
+        name=name,
+        kind="sweep",
+        shapes={"x": [1]},
+        outputs=outputs,
         **{"problem": "", **options},
-    )  # fmt: skip
+    )
 
 
 def test_summary_names_the_worst_output_that_fails():
@@ -242,12 +252,18 @@ def test_report_with_nan_survives_json():
     shape = judged(np.ones((2, 3), np.float32), np.ones((2, 4)))
     assert math.isnan(shape.max_abs)
     report = ValidationReport(
-        passed=False, summary="s", precision="fp32", providers=[{"name": "CPU", "reason": "r"}],
-        reference={"id": "m"}, tolerance={"floor_factor": 8.0, "max_abs_error set": None},
+        passed=False,
+        summary="s",
+        precision="fp32",
+        providers=[{"name": "CPU", "reason": "r"}],
+        reference={"id": "m"},
+        tolerance={"floor_factor": 8.0, "max_abs_error set": None},
         cases=[case("one", [shape, judged([[1.0, np.nan]], [[1, 2]])])],
-        embeddings=EmbeddingMetrics(2, math.nan, math.nan, 0.0, "NaN"), notes=["n"],
-        tools={"torch": "2"}, seconds=1.5,
-    )  # fmt: skip
+        embeddings=EmbeddingMetrics(2, math.nan, math.nan, 0.0, "NaN"),
+        notes=["n"],
+        tools={"torch": "2"},
+        seconds=1.5,
+    )
     text = report.to_json()
     assert b"NaN," not in text
     assert b"Infinity" not in text

@@ -38,16 +38,25 @@ def names(report, kind):
     ("model", "sweep", "real"),
     [
         (TEXT, ["one", "small", "odd", "ragged", "longest"], ["sentences 1–16"]),
-        (("bert", "question-answering"), ["one", "small", "odd", "ragged", "longest"],
-         ["questions 1–16", "questions 17"]),
-        (("gpt2", "text-generation"), ["one", "small", "odd", "ragged", "longest"],
-         ["sentences 1–16"]),
-        (("resnet", "image-classification"), ["one", "small", "odd", "largest"],
-         ["images 1–4", "images 5–6"]),
+        (
+            ("bert", "question-answering"),
+            ["one", "small", "odd", "ragged", "longest"],
+            ["questions 1–16", "questions 17"],
+        ),
+        (
+            ("gpt2", "text-generation"),
+            ["one", "small", "odd", "ragged", "longest"],
+            ["sentences 1–16"],
+        ),
+        (
+            ("resnet", "image-classification"),
+            ["one", "small", "odd", "largest"],
+            ["images 1–4", "images 5–6"],
+        ),
         (("wav2vec2", "audio-classification"), ["one", "small", "odd", "ragged", "longest"], []),
         (("gpt2", "text-generation-with-past"), ["one", "small", "odd", "ragged", "longest"], []),
     ],
-)  # fmt: skip
+)
 def test_correct_model_passes_on_all_sizes_and_real_inputs(exported, copied, model, sweep, real):
     report = validate_model(copied(exported(*model)))
     assert report.passed, report.summary
@@ -118,10 +127,14 @@ def test_every_profile_corner_runs_once(exported, copied):
     report = validate_model(copied(exported(*TEXT)), profile=profiles)
     assert report.passed, report.summary
     assert names(report, "profile") == [
-        "batch 1, sequence 2", "batch 1, sequence 16", "batch 4, sequence 2",
-        "batch 4, sequence 16", "batch 2, sequence 8",  # the second profile starts at 4 × 16
-        "batch 4, sequence 24", "batch 4, sequence 20",
-    ]  # fmt: skip
+        "batch 1, sequence 2",
+        "batch 1, sequence 16",
+        "batch 4, sequence 2",
+        "batch 4, sequence 16",
+        "batch 2, sequence 8",  # the second profile starts at 4 × 16
+        "batch 4, sequence 24",
+        "batch 4, sequence 20",
+    ]
     corner = next(case for case in report.cases if case.name == "batch 4, sequence 24")
     assert corner.shapes["input_ids"] == [4, 24]
 

@@ -73,8 +73,9 @@ class ParquetReader:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        texts = [f.name for f in self.schema if pa.types.is_string(f.type)
-                 or pa.types.is_binary(f.type)]  # fmt: skip
+        texts = [
+            f.name for f in self.schema if pa.types.is_string(f.type) or pa.types.is_binary(f.type)
+        ]
         first = 0
         with (
             _reading(self._path),
@@ -181,6 +182,10 @@ def _has_length(kind: Any) -> bool:
 
     return any(
         check(kind)
-        for check in (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string,
-                      pa.types.is_large_binary)
-    )  # fmt: skip
+        for check in (
+            pa.types.is_string,
+            pa.types.is_binary,
+            pa.types.is_large_string,
+            pa.types.is_large_binary,
+        )
+    )

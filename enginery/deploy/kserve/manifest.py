@@ -20,9 +20,14 @@ _MOUNT = "/mnt/models"
 _PORT = 8080
 # Of the images in docs/deploy.
 _USER = 10001
-_RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
-               "readOnlyRootFilesystem": True, "runAsNonRoot": True, "runAsUser": _USER,
-               "seccompProfile": {"type": "RuntimeDefault"}}  # fmt: skip
+_RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+    "runAsNonRoot": True,
+    "runAsUser": _USER,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
 
 
 def inference_service(name: str, model: str, memory: str, config: KserveConfig) -> dict[str, Any]:
@@ -92,8 +97,15 @@ def _triton(memory: str, config: KserveConfig) -> dict[str, Any]:
 def _enginery(model: str, memory: str, config: KserveConfig) -> dict[str, Any]:
     """A container of one's own; what it is given of the model is at /mnt/models."""
     # Less than the 30 seconds that Kubernetes gives a pod.
-    args = ["serve", f"{model}={_MOUNT}", "--host=0.0.0.0", f"--port={_PORT}",
-            f"--provider={config.provider}", "--drain-delay=5", "--grace=20"]  # fmt: skip
+    args = [
+        "serve",
+        f"{model}={_MOUNT}",
+        "--host=0.0.0.0",
+        f"--port={_PORT}",
+        f"--provider={config.provider}",
+        "--drain-delay=5",
+        "--grace=20",
+    ]
     if config.allow_failed:
         args.append("--allow-failed")
     env = [{"name": "PROTOCOL", "value": "v2"}]
@@ -124,13 +136,15 @@ def _enginery(model: str, memory: str, config: KserveConfig) -> dict[str, Any]:
         "readinessProbe": _ready(),
         "livenessProbe": {
             "httpGet": {"path": "/v2/health/live", "port": _PORT},
-            "initialDelaySeconds": 30, "periodSeconds": 10, "timeoutSeconds": 5,
+            "initialDelaySeconds": 30,
+            "periodSeconds": 10,
+            "timeoutSeconds": 5,
             "failureThreshold": 3,
         },
         "resources": _resources(memory, config),
         "securityContext": _RESTRICTED,
         "volumeMounts": mounts,
-    }  # fmt: skip
+    }
     return {"containers": [container], "volumes": volumes}
 
 
@@ -138,8 +152,10 @@ def _ready() -> dict[str, Any]:
     """Every model is ready; the first load may take minutes, so that nothing ends the pod."""
     return {
         "httpGet": {"path": "/v2/health/ready", "port": _PORT},
-        "periodSeconds": 5, "timeoutSeconds": 2, "failureThreshold": 3,
-    }  # fmt: skip
+        "periodSeconds": 5,
+        "timeoutSeconds": 2,
+        "failureThreshold": 3,
+    }
 
 
 def _resources(memory: str, config: KserveConfig) -> dict[str, Any]:

@@ -14,8 +14,20 @@ KserveProvider = Literal["cuda", "cpu", "tensorrt"]
 
 # SupportedStorageURIPrefixList in pkg/controller/v1beta1/inferenceservice/utils/utils.go of KServe
 # v0.20.0.
-SCHEMES = ("gs", "s3", "pvc", "file", "https", "http", "hdfs", "webhdfs", "oci", "oci+native",
-           "oci+fetch", "hf")  # fmt: skip
+SCHEMES = (
+    "gs",
+    "s3",
+    "pvc",
+    "file",
+    "https",
+    "http",
+    "hdfs",
+    "webhdfs",
+    "oci",
+    "oci+native",
+    "oci+fetch",
+    "hf",
+)
 # IsvcNameFmt in pkg/apis/serving/v1beta1/inference_service_validation.go of it. Kubernetes takes 63
 # letters for a service's name: KServe adds -predictor, and Knative -00001 for a revision.
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -25,8 +37,17 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
 _CPU = re.compile(r"[0-9]+m|[0-9]+(\.[0-9]{1,3})?")
 _MEMORY = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?)(?P<unit>[kMGT]|[KMGT]i)?")
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-          "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}  # fmt: skip
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 1 << 10,
+    "Mi": 1 << 20,
+    "Gi": 1 << 30,
+    "Ti": 1 << 40,
+}
 _LEAST_MEMORY_BYTES = 64 << 20
 """No server with ONNX Runtime starts in less."""
 

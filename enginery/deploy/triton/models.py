@@ -95,8 +95,9 @@ def graph_model(
         if config.provider == "tensorrt":
             # ONNX Runtime opens the engine by its wrapper; it must not write a cache beside it.
             accelerator = {
-                "name": "tensorrt", "parameters": entries({"trt_engine_cache_enable": "0"}),
-            }  # fmt: skip
+                "name": "tensorrt",
+                "parameters": entries({"trt_engine_cache_enable": "0"}),
+            }
             fields["optimization"] = {
                 "execution_accelerators": {"gpu_execution_accelerator": [accelerator]}
             }
@@ -188,9 +189,11 @@ def ensemble_model(task: Task, parts: GraphParts, name: str) -> TritonModel:
 
 def _step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> dict[str, Any]:
     return {
-        "model_name": model, "model_version": _NEWEST,
-        "input_map": entries(inputs), "output_map": entries(outputs),
-    }  # fmt: skip
+        "model_name": model,
+        "model_version": _NEWEST,
+        "input_map": entries(inputs),
+        "output_map": entries(outputs),
+    }
 
 
 def _task_inputs(task: Task) -> list[dict[str, Any]]:

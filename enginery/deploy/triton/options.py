@@ -71,10 +71,16 @@ class TritonConfig:
                 option="name",
             )
         for option, least in (
-            ("version", 1), ("max_batch_size", 1), ("max_queue_delay_us", 0),
-            ("max_queue_size", 0), ("queue_timeout_us", 0), ("instances", 1),
-            ("tokenizer_instances", 1), ("threads", 0), ("pad_multiple", 1),
-        ):  # fmt: skip
+            ("version", 1),
+            ("max_batch_size", 1),
+            ("max_queue_delay_us", 0),
+            ("max_queue_size", 0),
+            ("queue_timeout_us", 0),
+            ("instances", 1),
+            ("tokenizer_instances", 1),
+            ("threads", 0),
+            ("pad_multiple", 1),
+        ):
             found = getattr(self, option)
             if not least <= found < 2**31:  # most are int32 in Triton's model_config.proto
                 raise OptionError(

@@ -39,8 +39,15 @@ FILES = "artifact"
 """The folder beside model.py with the artifact's manifest, tokenizer and configuration."""
 
 
-_IGNORED = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout",
-            "binary_data_output", "triton_enable_empty_final_response")  # fmt: skip
+_IGNORED = (
+    "sequence_id",
+    "sequence_start",
+    "sequence_end",
+    "priority",
+    "timeout",
+    "binary_data_output",
+    "triton_enable_empty_final_response",
+)
 """Parameters that Triton's clients and front ends send for themselves."""
 _NOT_FINITE = "Its precision cannot hold this input; `enginery validate` says more."
 

@@ -96,8 +96,10 @@ class DeviceBinding(Closing):
             raise OptionError(f"buckets is {buckets}, expected 1 or more.")
         for spec in (*inputs, *outputs):
             if spec.dtype not in ELEMENTS:
-                raise ProviderError(f"{spec}: a tensor of {spec.dtype} cannot be bound.",
-                                    do="Run it with io_binding=False.")  # fmt: skip
+                raise ProviderError(
+                    f"{spec}: a tensor of {spec.dtype} cannot be bound.",
+                    do="Run it with io_binding=False.",
+                )
         self.device = device or device_of(session)
         self.capture = capture
         self._session: Any = session
@@ -181,8 +183,9 @@ class DeviceBinding(Closing):
                 return self._found(bucket)
             self._buckets.pop(key, None)  # its outputs may be half written
             self._captured.pop(key, None)
-            shapes = ", ".join(f"{spec.name} {shape}" for spec, shape in
-                               zip(self._inputs, key, strict=True))  # fmt: skip
+            shapes = ", ".join(
+                f"{spec.name} {shape}" for spec, shape in zip(self._inputs, key, strict=True)
+            )
             raise InputError(f"the graph fails on {shapes}: {error}") from error
         return self._found(bucket)
 

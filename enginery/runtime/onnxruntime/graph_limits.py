@@ -526,8 +526,23 @@ _RULES: dict[str, _Rule] = {
         ("Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape", "Flatten"), _same_numbers
     ),
     **dict.fromkeys(
-        ("Add", "Sub", "Mul", "Div", "Max", "Min", "Pow", "Where", "Equal", "Greater", "Less",
-         "And", "Or", "Xor", "Mod"),
+        (
+            "Add",
+            "Sub",
+            "Mul",
+            "Div",
+            "Max",
+            "Min",
+            "Pow",
+            "Where",
+            "Equal",
+            "Greater",
+            "Less",
+            "And",
+            "Or",
+            "Xor",
+            "Mod",
+        ),
         _elementwise,
     ),
-}  # fmt: skip
+}

@@ -93,8 +93,9 @@ class Placement:
         """What a user should know, in sentences without a full stop."""
         found = list(self.said)
         if fallen := self.fallen:
-            named = ", ".join(f"{node.name or 'unnamed'} ({node.op_type})"
-                              for node in fallen[:_SHOWN])  # fmt: skip
+            named = ", ".join(
+                f"{node.name or 'unnamed'} ({node.op_type})" for node in fallen[:_SHOWN]
+            )
             more = f" and {len(fallen) - _SHOWN} more" if len(fallen) > _SHOWN else ""
             work = f", {self.share(CPU):.1%} of the multiply-adds" if self.counted else ""
             nodes = "1 compute node is" if len(fallen) == 1 else f"{len(fallen)} compute nodes are"
@@ -134,23 +135,29 @@ class Placement:
         for name in self.providers:
             figures = self._figures(name)
             kinds = ", ".join(f"{count} {kind}" for kind, count in figures["op_types"].items())
-            rows.append({
-                "provider": short_name(name),
-                "nodes": str(figures["nodes"]),
-                "for shapes": str(figures["for_shapes"]),
-                "multiply-adds": f"{figures['multiply_adds']:,}" if self.counted else "–",
-                "share": f"{self.share(name):.1%}" if self.counted else "–",
-                "ops": kinds,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "provider": short_name(name),
+                    "nodes": str(figures["nodes"]),
+                    "for shapes": str(figures["for_shapes"]),
+                    "multiply-adds": f"{figures['multiply_adds']:,}" if self.counted else "–",
+                    "share": f"{self.share(name):.1%}" if self.counted else "–",
+                    "ops": kinds,
+                }
+            )
         return rows
 
     def node_rows(self) -> list[dict[str, str]]:
         """A table of the compute nodes that fell to the CPU."""
         return [
-            {"node": node.name, "op": node.op_type, "provider": short_name(node.provider),
-             "multiply-adds": f"{node.multiply_adds:,}" if self.counted else "–"}
+            {
+                "node": node.name,
+                "op": node.op_type,
+                "provider": short_name(node.provider),
+                "multiply-adds": f"{node.multiply_adds:,}" if self.counted else "–",
+            }
             for node in self.fallen
-        ]  # fmt: skip
+        ]
 
     def _figures(self, provider: str) -> dict[str, Any]:
         here = [node for node in self.nodes if node.provider == provider]

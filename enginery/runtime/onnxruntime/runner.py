@@ -111,9 +111,12 @@ class OrtRunner(Closing):
             specs, io_binding=io_binding, cuda_graph=cuda_graph, shrink_arena=shrink_arena
         )
         self.providers, self.engines = choose_with_engines(
-            artifact, self.record, specs,
-            allow_fallback=allow_fallback, allow_build=allow_build,
-        )  # fmt: skip
+            artifact,
+            self.record,
+            specs,
+            allow_fallback=allow_fallback,
+            allow_build=allow_build,
+        )
         self.profiles: list[Profile] = [reachable_profile(e.record) for e in self.engines]
         """What requests must fit, one for each session; none where no engine is used."""
         self._config = ModelConfig.read(artifact.path)
@@ -135,10 +138,14 @@ class OrtRunner(Closing):
             )
             self._sessions = [
                 open_session(
-                    kept or path, self.providers, threads=threads, optimize=kept is None,
-                    spinning=spinning, record=self.record,
+                    kept or path,
+                    self.providers,
+                    threads=threads,
+                    optimize=kept is None,
+                    spinning=spinning,
+                    record=self.record,
                 )
-            ]  # fmt: skip
+            ]
         self._capture = cuda_graph
         self._buckets = buckets
         self._shrink = shrink_arena
@@ -162,8 +169,10 @@ class OrtRunner(Closing):
         """
         if not self._sessions:
             raise ProviderError("the runner is closed.")
-        arrays = {spec.name: _fitting(feeds, spec.name, spec.dtype, len(spec.dims))
-                  for spec in self.record.inputs}  # fmt: skip
+        arrays = {
+            spec.name: _fitting(feeds, spec.name, spec.dtype, len(spec.dims))
+            for spec in self.record.inputs
+        }
         if unknown := [name for name in feeds if name not in arrays]:
             expected = ", ".join(str(spec) for spec in self.record.inputs)
             raise InputError(f"unknown input '{unknown[0]}'; the graph takes {expected}.")
@@ -203,8 +212,11 @@ class OrtRunner(Closing):
         index = 0
         if self.profiles:
             device = device_of(self._sessions[0])
-            values = {spec.name: read_value(spec, feeds[spec.name], device)
-                      for spec in self.record.inputs if spec.name in feeds}  # fmt: skip
+            values = {
+                spec.name: read_value(spec, feeds[spec.name], device)
+                for spec in self.record.inputs
+                if spec.name in feeds
+            }
             if len(values) == len(self.record.inputs):  # else the binding says what is missing
                 index = self._index({name: shaped_like(value) for name, value in values.items()})
         if index not in self._bindings:
@@ -243,8 +255,7 @@ class OrtRunner(Closing):
         """Inputs for one of the sessions: of its profile's optimum, or one small row."""
         limits = FeedLimits.from_config(self._config)
         length = max(limits.min_sequence, min(_TOKENS, limits.max_positions))
-        sizes = {name: limits.sizes.get(name, length)
-                 for name in dynamic_dims(self.record.inputs)}  # fmt: skip
+        sizes = {name: limits.sizes.get(name, length) for name in dynamic_dims(self.record.inputs)}
         sizes |= {name: 1 for name in sizes if canonical_dim(name) == "batch"}
         if self.profiles:
             sizes |= {name: dim.opt for name, dim in self.profiles[index].dims.items()}
@@ -258,9 +269,13 @@ class OrtRunner(Closing):
 
     def _bind(self, session: Any) -> DeviceBinding:
         return DeviceBinding(
-            session, self.record.inputs, self.record.outputs, capture=self._capture,
-            run_config=self._run_config(session), buckets=self._buckets,
-        )  # fmt: skip
+            session,
+            self.record.inputs,
+            self.record.outputs,
+            capture=self._capture,
+            run_config=self._run_config(session),
+            buckets=self._buckets,
+        )
 
     def _run_config(self, session: Any) -> dict[str, str]:
         return shrink_config(session) if self._shrink else {}

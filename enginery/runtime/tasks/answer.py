@@ -68,9 +68,11 @@ class Answer(TextTask):
     takes_pairs = True
     inputs = (InputField("question"), InputField("context"))
     outputs = (
-        OutputTensor("answer", "string", 2), OutputTensor("score", "float32", 2),
-        OutputTensor("start", "int64", 2), OutputTensor("end", "int64", 2),
-    )  # fmt: skip
+        OutputTensor("answer", "string", 2),
+        OutputTensor("score", "float32", 2),
+        OutputTensor("start", "int64", 2),
+        OutputTensor("end", "int64", 2),
+    )
     graph_outputs: ClassVar[Mapping[str, int]] = {"start_logits": 2, "end_logits": 2}
     result_type = list[ContextAnswer]
     example = ("Where did Ada live?", "Ada lived in London.")
@@ -111,11 +113,14 @@ class Answer(TextTask):
             windows[index].append(Window(row.content, start, end, self.tokenizer.cls_id))
         return [
             best_answers(
-                context, found, top_k=options.top_k, max_tokens=options.max_tokens,
+                context,
+                found,
+                top_k=options.top_k,
+                max_tokens=options.max_tokens,
                 allow_none=options.allow_none,
             )
             for (_, context), found in zip(pairs, windows, strict=True)
-        ]  # fmt: skip
+        ]
 
     def postprocess_cost(self, work: ModelInputs, options: AnswerOptions) -> ProcessingCost:
         """Return the cost of scoring every token."""

@@ -150,10 +150,14 @@ class Fill(TextTask):
         """Return one column, with a list of fillings per mask."""
         import pyarrow as pa
 
-        filling = pa.struct([
-            ("token", pa.string()), ("token_id", pa.int64()), ("score", pa.float32()),
-            ("sequence", pa.string()),
-        ])  # fmt: skip
+        filling = pa.struct(
+            [
+                ("token", pa.string()),
+                ("token_id", pa.int64()),
+                ("score", pa.float32()),
+                ("sequence", pa.string()),
+            ]
+        )
         return [pa.field("masks", pa.list_(pa.list_(filling)))]
 
     @classmethod

@@ -103,10 +103,15 @@ class Tag(TextTask):
         """Return one column of lists of spans."""
         import pyarrow as pa
 
-        span = pa.struct([
-            ("label", pa.string()), ("score", pa.float32()), ("start", pa.int64()),
-            ("end", pa.int64()), ("text", pa.string()),
-        ])  # fmt: skip
+        span = pa.struct(
+            [
+                ("label", pa.string()),
+                ("score", pa.float32()),
+                ("start", pa.int64()),
+                ("end", pa.int64()),
+                ("text", pa.string()),
+            ]
+        )
         return [pa.field("spans", pa.list_(span))]
 
     @classmethod
@@ -118,12 +123,14 @@ class Tag(TextTask):
         """Describe the spans of each text."""
         return [
             ResultDescription(
-                {"answer": "; ".join(f"{s.text} ({s.label} {s.score:.2f})" for s in spans)
-                 or "nothing found"},
+                {
+                    "answer": "; ".join(f"{s.text} ({s.label} {s.score:.2f})" for s in spans)
+                    or "nothing found"
+                },
                 {"spans": [span.to_dict() for span in spans]},
             )
             for spans in results
-        ]  # fmt: skip
+        ]
 
 
 @dataclass(frozen=True)

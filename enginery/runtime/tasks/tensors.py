@@ -57,10 +57,12 @@ class Tensors(RowTask):
         if not self.has_rows:
             return ModelInputs([self._row(inputs)])
         count = next(iter(inputs.values())).shape[0]
-        return ModelInputs([
-            self._row({name: array[index : index + 1] for name, array in inputs.items()})
-            for index in range(count)
-        ])  # fmt: skip
+        return ModelInputs(
+            [
+                self._row({name: array[index : index + 1] for name, array in inputs.items()})
+                for index in range(count)
+            ]
+        )
 
     def batch_key(self, row: Row) -> Hashable:
         """Return the shapes of a row; without a batch axis the row itself, which is unique."""

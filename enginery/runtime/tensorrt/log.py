@@ -27,9 +27,17 @@ _TACTIC = re.compile(r", TacticName: ([^,]*)")
 _SIZE = re.compile(r"^Total (Activation|Weights) Memory: (\d+) bytes")
 
 _PRECISIONS = {
-    "float": "fp32", "half": "fp16", "bfloat16": "bf16", "bf16": "bf16", "int8": "int8",
-    "fp8": "fp8", "e4m3": "fp8", "fp4": "fp4", "int4": "int4", "double": "fp64",
-}  # fmt: skip
+    "float": "fp32",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "int8": "int8",
+    "fp8": "fp8",
+    "e4m3": "fp8",
+    "fp4": "fp4",
+    "int4": "int4",
+    "double": "fp64",
+}
 
 # TensorRT computes a convolution as a correlation: the same sum without turning the kernel round.
 _KINDS: dict[str, Kind] = {"gemm": "gemm", "correlation": "convolution"}

@@ -24,8 +24,16 @@ from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
 from enginery.runtime.tensorrt.reports import Coverage, ParseReport, Refusal
 
 # One word for each: TensorRT names the C++ type, the rest of this package numpy's.
-_DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT8": "int8",
-           "INT32": "int32", "INT64": "int64", "BOOL": "bool", "UINT8": "uint8"}  # fmt: skip
+_DTYPES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "INT8": "int8",
+    "INT32": "int32",
+    "INT64": "int64",
+    "BOOL": "bool",
+    "UINT8": "uint8",
+}
 
 # TensorRT looks for a device now and then; without one it says so inside other errors.
 _NO_DEVICE = re.compile(r"^\[?checkMacros\.cpp::catchCudaError.*$", re.MULTILINE)
@@ -75,9 +83,10 @@ def cover_here(path: Path, *, flavor: Flavor = RTX, follow: Sequence[Sink] = ())
         parts = [parser.get_subgraph_nodes(index) for index in range(parser.num_subgraphs)]
         reasons = {refusal.node: refusal for refusal in _refusals(parser)}
     merged = {
-        index for index, node in enumerate(nodes)
+        index
+        for index, node in enumerate(nodes)
         if node.op_type == "If" and MERGED_CONDITION in node.input
-    }  # fmt: skip
+    }
     taken = {index for part in parts for index in part} - merged
     refused = {}
     for index, node in enumerate(nodes):

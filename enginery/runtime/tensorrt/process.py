@@ -151,9 +151,14 @@ def build_plan(
     targets = resolve_capabilities(flavor, capabilities)
     if not isolated:
         return build_here(
-            path, profiles, flavor=flavor, capabilities=targets, options=options, limits=limits,
+            path,
+            profiles,
+            flavor=flavor,
+            capabilities=targets,
+            options=options,
+            limits=limits,
             plan_path=plan_path,
-        )  # fmt: skip
+        )
     request = {
         "profiles": [str(profile) for profile in profiles],
         "capabilities": list(targets),
@@ -199,9 +204,12 @@ def _ask_worker(action: str, path: Path, flavor: Flavor, request: Mapping[str, A
 def _records(found: Mapping[str, Any]) -> dict[str, Any]:
     """The dataclasses in a result, from the JSON that the child made of them."""
     kinds = {
-        "inputs": TensorSpec, "outputs": TensorSpec, "layers": LayerRecord,
-        "refusals": Refusal, "refused": Refusal,
-    }  # fmt: skip
+        "inputs": TensorSpec,
+        "outputs": TensorSpec,
+        "layers": LayerRecord,
+        "refusals": Refusal,
+        "refused": Refusal,
+    }
     return {
         name: tuple(kind(**_frozen(record)) for record in found[name])
         for name, kind in kinds.items()

@@ -83,8 +83,9 @@ async def page(_: Request) -> Response:
     return page_response()
 
 
-@routes.get("/health", summary="State of every model", response=Health, public=True,
-            is_readiness=True)  # fmt: skip
+@routes.get(
+    "/health", summary="State of every model", response=Health, public=True, is_readiness=True
+)
 async def health(request: Request) -> Response:
     """Answer GET /health: 200 if every model is ready, else 503.
 
@@ -102,8 +103,14 @@ async def live(_: Request) -> Response:
     return json_response({"status": "live"})
 
 
-@routes.get("/health/ready", "/ping", summary="Readiness of all models", response=Status,
-            public=True, is_readiness=True)  # fmt: skip
+@routes.get(
+    "/health/ready",
+    "/ping",
+    summary="Readiness of all models",
+    response=Status,
+    public=True,
+    is_readiness=True,
+)
 async def ready(request: Request) -> Response:
     """Answer GET /health/ready and /ping: 200 if every model is ready, else 503."""
     models = registry_of(request)
@@ -117,8 +124,9 @@ def readiness_status(models: ModelRegistry) -> str:
     return next((model.state for model in models if model.state != "ready"), "ready")
 
 
-@routes.get("/metrics", summary="Metrics for Prometheus", response_types=("text/plain",),
-            public=True)  # fmt: skip
+@routes.get(
+    "/metrics", summary="Metrics for Prometheus", response_types=("text/plain",), public=True
+)
 async def metrics(request: Request) -> Response:
     """Answer GET /metrics in Prometheus' or OpenMetrics' text format."""
     accept = request.headers.get("accept", "")
@@ -143,8 +151,9 @@ async def info(request: Request) -> Response:
     return json_response(body)
 
 
-@routes.get("/models/{model}/info", summary="Properties of one model", response=ModelInfo,
-            statuses=(404,))  # fmt: skip
+@routes.get(
+    "/models/{model}/info", summary="Properties of one model", response=ModelInfo, statuses=(404,)
+)
 async def model_info(request: Request) -> Response:
     """Answer GET /models/{model}/info: all properties of one model."""
     model = registry_of(request).get(request.path_params["model"])
@@ -156,9 +165,13 @@ async def model_info(request: Request) -> Response:
 
 
 @routes.post(
-    "/admin/reload", summary="Reload artifacts", body=ReloadRequest, has_optional_body=True,
-    response=ReloadResponse, statuses=(403, 404, 409, 422),
-)  # fmt: skip
+    "/admin/reload",
+    summary="Reload artifacts",
+    body=ReloadRequest,
+    has_optional_body=True,
+    response=ReloadResponse,
+    statuses=(403, 404, 409, 422),
+)
 async def reload(request: Request, body: ReloadRequest) -> Response:
     """Answer POST /admin/reload: 200 if all models were reloaded, 409 if one could not be.
 

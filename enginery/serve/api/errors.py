@@ -112,10 +112,12 @@ def to_http_error(error: EngineryError) -> HTTPError:
         return error
     status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 503)
     return HTTPError(
-        status, error.message, do=error.do,
+        status,
+        error.message,
+        do=error.do,
         field=error.field if isinstance(error, TaskOptionError) else "",
         retry_after_seconds=getattr(error, "retry_after_seconds", 1.0),
-    )  # fmt: skip
+    )
 
 
 def error_response(protocol: Protocol, error: HTTPError, *, request_id: str = "") -> Response:
@@ -165,8 +167,10 @@ def _body(protocol: Protocol, status: int, message: str, error: HTTPError) -> di
         kind, code = _OPENAI_TYPES.get(status, fallback)
         return {
             "error": {
-                "message": message, "type": kind, "param": error.field or None,
+                "message": message,
+                "type": kind,
+                "param": error.field or None,
                 "code": error.code or code,
             }
-        }  # fmt: skip
+        }
     return {"error": message}

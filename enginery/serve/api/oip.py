@@ -183,11 +183,15 @@ class OutputSelection:
 
 
 @routes.post(
-    "/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer",
-    summary="Inference on tensors; texts are BYTES", body=InferRequest, response=InferResponse,
-    response_types=("application/json", "application/octet-stream"), statuses=INFERENCE_STATUSES,
+    "/v2/models/{model}/infer",
+    "/v2/models/{model}/versions/{version}/infer",
+    summary="Inference on tensors; texts are BYTES",
+    body=InferRequest,
+    response=InferResponse,
+    response_types=("application/json", "application/octet-stream"),
+    statuses=INFERENCE_STATUSES,
     other_bodies={"application/octet-stream": {}},
-)  # fmt: skip
+)
 async def infer(request: Request) -> Response:
     """Answer POST /v2/models/{model}/infer."""
     values, tail = await _split(request)
@@ -224,8 +228,13 @@ async def live(_: Request) -> Response:
     return json_response({"live": True})
 
 
-@routes.get("/v2/health/ready", summary="Readiness of all models", response=Ready,
-            public=True, is_readiness=True)  # fmt: skip
+@routes.get(
+    "/v2/health/ready",
+    summary="Readiness of all models",
+    response=Ready,
+    public=True,
+    is_readiness=True,
+)
 async def ready(request: Request) -> Response:
     """Answer GET /v2/health/ready: 200 if every model is ready, else 503."""
     is_ready = registry_of(request).ready
@@ -234,10 +243,14 @@ async def ready(request: Request) -> Response:
 
 
 @routes.get(
-    "/v2/models/{model}/ready", "/v2/models/{model}/versions/{version}/ready",
-    summary="Readiness of a model", response=ModelReady, statuses=(404,), public=True,
+    "/v2/models/{model}/ready",
+    "/v2/models/{model}/versions/{version}/ready",
+    summary="Readiness of a model",
+    response=ModelReady,
+    statuses=(404,),
+    public=True,
     is_readiness=True,
-)  # fmt: skip
+)
 async def model_ready(request: Request) -> Response:
     """Answer GET /v2/models/{model}/ready: 200 if the model is ready, else 503."""
     model = _model(request)
@@ -246,21 +259,26 @@ async def model_ready(request: Request) -> Response:
 
 
 @routes.get(
-    "/v2/models/{model}", "/v2/models/{model}/versions/{version}",
-    summary="Inputs and outputs of a model", response=ModelMetadata, statuses=(404, 503),
-)  # fmt: skip
+    "/v2/models/{model}",
+    "/v2/models/{model}/versions/{version}",
+    summary="Inputs and outputs of a model",
+    response=ModelMetadata,
+    statuses=(404, 503),
+)
 async def model_metadata(request: Request) -> Response:
     """Answer GET /v2/models/{model}: inputs and outputs of the task, then those of the graph."""
     model = require_ready(request, _model(request))
     inputs, outputs = task_metadata(model.task, model.backend.dim)
     record = model.backend.runner.record
-    return json_response({
-        "name": model.name,
-        "versions": [VERSION],
-        "platform": "onnxruntime_onnx",
-        "inputs": [*inputs, *map(tensor_metadata, record.inputs)],
-        "outputs": [*outputs, *map(tensor_metadata, record.outputs)],
-    })  # fmt: skip
+    return json_response(
+        {
+            "name": model.name,
+            "versions": [VERSION],
+            "platform": "onnxruntime_onnx",
+            "inputs": [*inputs, *map(tensor_metadata, record.inputs)],
+            "outputs": [*outputs, *map(tensor_metadata, record.outputs)],
+        }
+    )
 
 
 async def _infer_task(
@@ -371,8 +389,10 @@ def _respond(
         if selection.classes and tensor.name in graph_outputs:
             tensor = _classified(tensor, selection.classes, model)
         entry: dict[str, Any] = {
-            "name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape),
-        }  # fmt: skip
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": list(tensor.shape),
+        }
         if selection.binary:
             pieces.append(tensor.raw())
             entry["parameters"] = {"binary_data_size": len(pieces[-1])}
@@ -387,9 +407,10 @@ def _respond(
         return json_response(body)
     head = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(
-        b"".join([head, *pieces]), headers={HEADER_LENGTH: str(len(head))},
+        b"".join([head, *pieces]),
+        headers={HEADER_LENGTH: str(len(head))},
         media_type="application/octet-stream",
-    )  # fmt: skip
+    )
 
 
 def _classified(tensor: InferTensor, classes: int, model: ServedModel) -> InferTensor:

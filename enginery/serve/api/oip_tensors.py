@@ -27,10 +27,21 @@ from enginery.serve.api.errors import empty_input, invalid_body, invalid_field
 from enginery.serve.api.requests import image_from_base64, invalid_value, quote, unknown_field
 
 DATATYPES: dict[str, str] = {
-    "BOOL": "bool", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64",
-    "INT8": "int8", "INT16": "int16", "INT32": "int32", "INT64": "int64", "FP16": "float16",
-    "FP32": "float32", "FP64": "float64", "BF16": "bfloat16", "BYTES": "object",
-}  # fmt: skip
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "UINT16": "uint16",
+    "UINT32": "uint32",
+    "UINT64": "uint64",
+    "INT8": "int8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "FP16": "float16",
+    "FP32": "float32",
+    "FP64": "float64",
+    "BF16": "bfloat16",
+    "BYTES": "object",
+}
 """The protocol's datatypes with numpy's dtypes."""
 DATATYPE_OF = {dtype: name for name, dtype in DATATYPES.items()}
 
@@ -306,18 +317,24 @@ def task_metadata(task: Task | None, dim: int) -> tuple[list[dict[str, Any]], li
         return [], []
     inputs = [
         {
-            "name": field.name, "datatype": "BYTES", "shape": [-1],
+            "name": field.name,
+            "datatype": "BYTES",
+            "shape": [-1],
             "parameters": {"of": "task", "optional": field.optional},
         }
         for field in task.inputs
-    ]  # fmt: skip
+    ]
     outputs = []
     for tensor in task.outputs:
         size = (dim or -1) if tensor.name == "embedding" else -1
-        outputs.append({
-            "name": tensor.name, "datatype": _DATATYPE_OF_OUTPUT[tensor.dtype],
-            "shape": [-1] if tensor.rank == 1 else [-1, size], "parameters": {"of": "task"},
-        })  # fmt: skip
+        outputs.append(
+            {
+                "name": tensor.name,
+                "datatype": _DATATYPE_OF_OUTPUT[tensor.dtype],
+                "shape": [-1] if tensor.rank == 1 else [-1, size],
+                "parameters": {"of": "task"},
+            }
+        )
     return inputs, outputs
 
 
@@ -325,9 +342,7 @@ def tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
     """Return the metadata of an input or output of the graph; -1 for a dynamic dim."""
     shape = [dim if isinstance(dim, int) else -1 for dim in spec.dims]
     datatype = DATATYPE_OF.get(spec.dtype, "BYTES")
-    return {
-        "name": spec.name, "datatype": datatype, "shape": shape, "parameters": {"of": "graph"}
-    }  # fmt: skip
+    return {"name": spec.name, "datatype": datatype, "shape": shape, "parameters": {"of": "graph"}}
 
 
 def inputs_from_tensors(

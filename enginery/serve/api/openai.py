@@ -93,9 +93,13 @@ class ModelsResponse(Schema):
 
 
 @routes.post(
-    "/v1/embeddings", "/embeddings", summary="Embed texts", body=EmbeddingsRequest,
-    response=EmbeddingsResponse, statuses=(400, 404, 413, 429, 503),
-)  # fmt: skip
+    "/v1/embeddings",
+    "/embeddings",
+    summary="Embed texts",
+    body=EmbeddingsRequest,
+    response=EmbeddingsResponse,
+    statuses=(400, 404, 413, 429, 503),
+)
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """Answer POST /v1/embeddings: embed texts or token ids."""
     model = find_model(registry_of(request), body.model or "")
@@ -110,19 +114,21 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     vectors = await run_inference(request, model, task, body.input, options)
     as_base64 = body.encoding_format == "base64"
     tokens = request.scope["state"]["record"].timings.tokens
-    return json_response({
-        "object": "list",
-        "data": [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": _base64(vector) if as_base64 else vector,
-            }
-            for index, vector in enumerate(vectors)
-        ],
-        "model": model.name,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    })  # fmt: skip
+    return json_response(
+        {
+            "object": "list",
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": _base64(vector) if as_base64 else vector,
+                }
+                for index, vector in enumerate(vectors)
+            ],
+            "model": model.name,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+    )
 
 
 @routes.get("/v1/models", summary="List models", response=ModelsResponse, statuses=(503,))
@@ -132,8 +138,12 @@ async def list_models(request: Request) -> Response:
     return json_response({"object": "list", "data": data})
 
 
-@routes.get("/v1/models/{model:path}", summary="Retrieve a model", response=ModelResponse,
-            statuses=(404, 503))  # fmt: skip
+@routes.get(
+    "/v1/models/{model:path}",
+    summary="Retrieve a model",
+    response=ModelResponse,
+    statuses=(404, 503),
+)
 async def show_model(request: Request) -> Response:
     """Answer GET /v1/models/{model}: retrieve one model."""
     model = find_model(registry_of(request), request.path_params["model"].removesuffix("/"))

@@ -16,19 +16,27 @@ from enginery.serve.api.requests import Schema
 from enginery.serve.observability.record import Protocol
 
 _REASONS = {
-    200: "The response.", 400: "The body is malformed, or has no input.",
-    401: "An API key is required.", 403: "The route is disabled on this server.",
-    404: "Unknown model or route.", 405: "Wrong method.",
-    409: "A model could not be reloaded.", 413: "Too many bytes, inputs or tokens.",
-    422: "An input or an option is invalid.", 429: "Too many requests are waiting.",
+    200: "The response.",
+    400: "The body is malformed, or has no input.",
+    401: "An API key is required.",
+    403: "The route is disabled on this server.",
+    404: "Unknown model or route.",
+    405: "Wrong method.",
+    409: "A model could not be reloaded.",
+    413: "Too many bytes, inputs or tokens.",
+    422: "An input or an option is invalid.",
+    429: "Too many requests are waiting.",
     500: "Internal error; the server's log has its traceback.",
     503: "The model is loading, the server is draining, or a worker has failed.",
-}  # fmt: skip
+}
 _EVERYWHERE = (400, 405, 413, 500, 503)
 _TAGS: dict[Protocol, str] = {
-    "oip": "Open Inference Protocol", "tei": "text-embeddings-inference", "openai": "OpenAI",
-    "plain": "Every task", "admin": "The server",
-}  # fmt: skip
+    "oip": "Open Inference Protocol",
+    "tei": "text-embeddings-inference",
+    "openai": "OpenAI",
+    "plain": "Every task",
+    "admin": "The server",
+}
 _REF = "#/components/schemas/{model}"
 
 
@@ -126,8 +134,9 @@ def _operation(
 def _responses(endpoint: Endpoint, schemas: dict[str, Any], *, with_keys: bool) -> dict[str, Any]:
     answer = TypeAdapter(endpoint.response).json_schema(ref_template=_REF, mode="serialization")
     schemas.update(answer.pop("$defs", {}))
-    answers = {kind: {"schema": answer} if "json" in kind else {}
-               for kind in endpoint.response_types}  # fmt: skip
+    answers = {
+        kind: {"schema": answer} if "json" in kind else {} for kind in endpoint.response_types
+    }
     found: dict[str, Any] = {"200": {"description": _REASONS[200], "content": answers}}
     statuses = {*endpoint.statuses, *_EVERYWHERE}
     if with_keys and not endpoint.public:

@@ -73,16 +73,20 @@ class PredictInputs:
 
 
 @routes.post(
-    "/predict/{model}", summary="Run a model of any task",
-    body=PredictAnyRequest, response=PredictAnyResponse, statuses=INFERENCE_STATUSES,
+    "/predict/{model}",
+    summary="Run a model of any task",
+    body=PredictAnyRequest,
+    response=PredictAnyResponse,
+    statuses=INFERENCE_STATUSES,
     other_bodies={
         "multipart/form-data": {
-            "type": "object", "required": ["image"],
+            "type": "object",
+            "required": ["image"],
             "properties": {"image": _FILE, "parameters": {"type": "string"}},
         },
         "image/*": {},
     },
-)  # fmt: skip
+)
 async def predict_any(request: Request) -> Response:
     """Answer POST /predict/{model}: run the model's task."""
     model = registry_of(request).get(request.path_params["model"])
@@ -91,11 +95,13 @@ async def predict_any(request: Request) -> Response:
     results = await run_inference(
         request, model, task, inputs.items, inputs.parameters, "parameters."
     )
-    return json_response({
-        "model": model.name,
-        "outputs": results[0] if inputs.single else results,
-        "truncated": request.scope["state"]["record"].timings.truncated,
-    })  # fmt: skip
+    return json_response(
+        {
+            "model": model.name,
+            "outputs": results[0] if inputs.single else results,
+            "truncated": request.scope["state"]["record"].timings.truncated,
+        }
+    )
 
 
 async def _read(request: Request, task: Task) -> PredictInputs:
@@ -151,9 +157,10 @@ async def _read_form(request: Request) -> PredictInputs:
     parameters: dict[str, Any] = {}
     try:
         parts = await request.form(
-            max_files=_MAX_FORM_PARTS, max_fields=_MAX_FORM_PARTS,
+            max_files=_MAX_FORM_PARTS,
+            max_fields=_MAX_FORM_PARTS,
             max_part_size=config_of(request).max_body_bytes,
-        )  # fmt: skip
+        )
     except (ValueError, LookupError) as error:  # LookupError: an unknown charset
         raise invalid_body(f"the form cannot be read: {error}.") from error
     try:

@@ -297,8 +297,13 @@ def _expected(
     if field is not None and field.description:
         return field.description
     if field is None or is_item or _model_of(field.annotation) is not None:
-        words = {"string_type": "a string", "bool_type": "true or false", "dict_type": "an object",
-                 "list_type": "a list", "int_type": "a whole number",
-                 "model_type": "an object"}  # fmt: skip
+        words = {
+            "string_type": "a string",
+            "bool_type": "true or false",
+            "dict_type": "an object",
+            "list_type": "a list",
+            "int_type": "a whole number",
+            "model_type": "an object",
+        }
         return words.get(error["type"], "another value")
     return expected_values(without_null(owner.model_json_schema()["properties"][names[-1]]))

@@ -229,9 +229,13 @@ class RootRequest(RequestBody):
 
 
 @routes.post(
-    "/embed", "/models/{model}/embed", summary="Embed texts", body=EmbedRequest,
-    response=list[list[float]], statuses=INFERENCE_STATUSES,
-)  # fmt: skip
+    "/embed",
+    "/models/{model}/embed",
+    summary="Embed texts",
+    body=EmbedRequest,
+    response=list[list[float]],
+    statuses=INFERENCE_STATUSES,
+)
 async def embed(request: Request, body: EmbedRequest) -> Response:
     """Answer POST /embed: embed texts or token ids."""
     model, task = select_model(request, body.model, "embed")
@@ -245,9 +249,13 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
 
 
 @routes.post(
-    "/similarity", "/models/{model}/similarity", summary="Cosine similarity of one text to others",
-    body=SimilarityRequest, response=list[float], statuses=INFERENCE_STATUSES,
-)  # fmt: skip
+    "/similarity",
+    "/models/{model}/similarity",
+    summary="Cosine similarity of one text to others",
+    body=SimilarityRequest,
+    response=list[float],
+    statuses=INFERENCE_STATUSES,
+)
 async def similarity(request: Request, body: SimilarityRequest) -> Response:
     """Answer POST /similarity: cosine similarity of one text to others."""
     model, task = select_model(request, body.model, "embed")
@@ -263,10 +271,13 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
 
 
 @routes.post(
-    "/predict", "/models/{model}/predict", summary="Classify texts or pairs of texts",
-    body=PredictRequest, response=list[Prediction] | list[list[Prediction]],
+    "/predict",
+    "/models/{model}/predict",
+    summary="Classify texts or pairs of texts",
+    body=PredictRequest,
+    response=list[Prediction] | list[list[Prediction]],
     statuses=INFERENCE_STATUSES,
-)  # fmt: skip
+)
 async def predict(request: Request, body: PredictRequest) -> Response:
     """Answer POST /predict: classify texts or pairs of texts, best label first."""
     model, task = select_model(request, body.model, "classify")
@@ -281,9 +292,13 @@ async def predict(request: Request, body: PredictRequest) -> Response:
 
 
 @routes.post(
-    "/rerank", "/models/{model}/rerank", summary="Rank texts by relevance to a query",
-    body=RerankRequest, response=list[Rank], statuses=INFERENCE_STATUSES,
-)  # fmt: skip
+    "/rerank",
+    "/models/{model}/rerank",
+    summary="Rank texts by relevance to a query",
+    body=RerankRequest,
+    response=list[Rank],
+    statuses=INFERENCE_STATUSES,
+)
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Answer POST /rerank: rank texts by relevance to a query."""
     model, task = select_model(request, body.model, "classify", fits=_is_reranker)
@@ -295,26 +310,33 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         )
     pairs = [(body.query, text) for text in body.texts]
     options = {
-        "activation": "none" if body.raw_scores else "sigmoid", "truncate": body.to_option(),
-    }  # fmt: skip
+        "activation": "none" if body.raw_scores else "sigmoid",
+        "truncate": body.to_option(),
+    }
     results = await run_inference(request, model, task, pairs, options)
     scores = [result.score for result in results]
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
-    return json_response([
-        {
-            "index": index,
-            **({"text": body.texts[index]} if body.return_text else {}),
-            "score": scores[index],
-        }
-        for index in order
-    ])  # fmt: skip
+    return json_response(
+        [
+            {
+                "index": index,
+                **({"text": body.texts[index]} if body.return_text else {}),
+                "score": scores[index],
+            }
+            for index in order
+        ]
+    )
 
 
 @routes.post(
-    "/", "/invocations", summary="/embed, /predict or /rerank, depending on the model",
-    body=RootRequest, other_bodies={"application/json": {"type": "object"}}, response=list[Any],
+    "/",
+    "/invocations",
+    summary="/embed, /predict or /rerank, depending on the model",
+    body=RootRequest,
+    other_bodies={"application/json": {"type": "object"}},
+    response=list[Any],
     statuses=INFERENCE_STATUSES,
-)  # fmt: skip
+)
 async def root(request: Request) -> Response:
     """Answer POST / like /embed, /predict or /rerank, depending on the model."""
     values = json_object(request.scope["state"]["body"])
@@ -329,9 +351,13 @@ async def root(request: Request) -> Response:
 
 
 @routes.post(
-    "/tokenize", "/models/{model}/tokenize", summary="Tokenize texts", body=TokenizeRequest,
-    response=list[list[Token]], statuses=INFERENCE_STATUSES,
-)  # fmt: skip
+    "/tokenize",
+    "/models/{model}/tokenize",
+    summary="Tokenize texts",
+    body=TokenizeRequest,
+    response=list[list[Token]],
+    statuses=INFERENCE_STATUSES,
+)
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Answer POST /tokenize: tokenize texts without truncation."""
     model, task = _text_model(request, body.model)
@@ -356,9 +382,13 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
 
 @routes.post(
-    "/decode", "/models/{model}/decode", summary="Decode token ids", body=DecodeRequest,
-    response=list[str], statuses=INFERENCE_STATUSES,
-)  # fmt: skip
+    "/decode",
+    "/models/{model}/decode",
+    summary="Decode token ids",
+    body=DecodeRequest,
+    response=list[str],
+    statuses=INFERENCE_STATUSES,
+)
 async def decode(request: Request, body: DecodeRequest) -> Response:
     """Answer POST /decode: decode token ids to texts."""
     model, task = _text_model(request, body.model)
@@ -415,13 +445,15 @@ def _tokens(text: str, encoding: Any) -> list[dict[str, Any]]:
     for token_id, token, (start, stop), special in zip(
         encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True
     ):
-        tokens.append({
-            "id": token_id,
-            "text": token if special else text[start:stop],
-            "special": bool(special),
-            "start": None if special else places[start],
-            "stop": None if special else places[stop],
-        })  # fmt: skip
+        tokens.append(
+            {
+                "id": token_id,
+                "text": token if special else text[start:stop],
+                "special": bool(special),
+                "start": None if special else places[start],
+                "stop": None if special else places[stop],
+            }
+        )
     return tokens
 
 

@@ -148,11 +148,14 @@ class ModelBackend:
         if not threads and on_cpu and not alone:
             threads = 1
         runner = OrtRunner(
-            artifact, providers=providers, allow_fallback=options.allow_fallback, threads=threads,
+            artifact,
+            providers=providers,
+            allow_fallback=options.allow_fallback,
+            threads=threads,
             keep_optimized=options.optimized_graph,
             # Spinning threads of several workers would take the cores from each other.
             spinning=threads == 1 or (on_cpu and alone),
-        )  # fmt: skip
+        )
         try:
             return cls(artifact, runner, options, parallel_encode)
         except BaseException:
@@ -271,12 +274,14 @@ class ModelBackend:
             "max_inputs": self.options.max_inputs,
             "workers": self.workers,
             "batching": {
-                "max_tokens": self.rules.max_tokens, "max_rows": self.rules.max_rows,
-                "max_padding": self.rules.max_padding, "explanation": self._explanation,
+                "max_tokens": self.rules.max_tokens,
+                "max_rows": self.rules.max_rows,
+                "max_padding": self.rules.max_padding,
+                "explanation": self._explanation,
                 "fixed_seconds": cost.fixed_seconds,
                 "seconds_per_token": cost.seconds_per_token,
             },
-        }  # fmt: skip
+        }
         if self.limit:
             found["max_tokens"] = self.limit
         if self.task:
@@ -297,8 +302,10 @@ class ModelBackend:
 
     def _synthetic_feeds(self, tokens: int = 16) -> dict[str, Any]:
         limits = FeedLimits.from_config(self.config)
-        sizes = {name: limits.sizes.get(name, max(limits.min_sequence, tokens))
-                 for name in dynamic_dims(self.runner.record.inputs)}  # fmt: skip
+        sizes = {
+            name: limits.sizes.get(name, max(limits.min_sequence, tokens))
+            for name in dynamic_dims(self.runner.record.inputs)
+        }
         sizes |= {name: 1 for name in sizes if canonical_dim(name) == "batch"}
         if self.runner.profiles:
             sizes |= {name: dim.opt for name, dim in self.runner.profiles[0].dims.items()}
@@ -327,14 +334,17 @@ class ModelBackend:
             tokens, why = choose_max_tokens(self.cost, on_cpu=self.on_cpu)
         self._explanation = why
         rules = BatchRules(
-            max_tokens=tokens, max_rows=options.batch_rows, max_padding=options.max_padding,
+            max_tokens=tokens,
+            max_rows=options.batch_rows,
+            max_padding=options.max_padding,
             fixed_cost_tokens=self._cost.fixed_cost_tokens(),
-        )  # fmt: skip
+        )
         if self.task is not None:
             rules = replace(
-                rules, equal_lengths=not self.task.can_pad,
+                rules,
+                equal_lengths=not self.task.can_pad,
                 max_rows=min(rules.max_rows, fixed) if fixed else rules.max_rows,
-            )  # fmt: skip
+            )
         if self.runner.profiles:
             # An engine accepts at most the batch size that its profile allows.
             rules = replace(
@@ -409,15 +419,18 @@ class ServedModel:
         """Return the model's state, queue and, once loaded, properties, as JSON."""
         queue = self._scheduler.queue if self._scheduler else None
         found = {
-            "name": self.name, "state": self.state, "reason": self.reason,
+            "name": self.name,
+            "state": self.state,
+            "reason": self.reason,
             "queue": {
                 "inputs": queue.rows + self._pool.inputs if queue else 0,
                 "tokens": queue.tokens if queue else 0,
                 "wait_seconds": round(queue.estimated_wait_seconds, 3) if queue else 0.0,
-                "max_inputs": self._config.queue_inputs, "max_tokens": self._config.queue_tokens,
+                "max_inputs": self._config.queue_inputs,
+                "max_tokens": self._config.queue_tokens,
                 "max_wait": self._config.max_wait,
             },
-        }  # fmt: skip
+        }
         return {**found, **self._backend.info()} if self._backend else found
 
     # -- inference ----------------------------------------------------------------------------
@@ -531,10 +544,16 @@ class ServedModel:
         self._backend = backend
         config = self._config
         self._scheduler = BatchScheduler(
-            self._run_batch, backend.rules, self._loop, workers=backend.workers,
-            max_rows=config.queue_inputs, max_tokens=config.queue_tokens,
-            max_wait_seconds=config.max_wait, on_batch=self._observe_batch, name=self.name,
-        )  # fmt: skip
+            self._run_batch,
+            backend.rules,
+            self._loop,
+            workers=backend.workers,
+            max_rows=config.queue_inputs,
+            max_tokens=config.queue_tokens,
+            max_wait_seconds=config.max_wait,
+            on_batch=self._observe_batch,
+            name=self.name,
+        )
         self.state, self.reason = "ready", ""
         # In the background while the first requests run; several models take turns.
         Thread(target=self._measure, name=f"enginery-measure-{self.name}", daemon=True).start()

@@ -34,9 +34,25 @@ if TYPE_CHECKING:
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client's variable for the directory that worker processes share."""
 SECONDS = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
-    10.0, 30.0, 60.0,
-)  # fmt: skip
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
 """Upper bounds of the buckets of times, from tokenizing a phrase to a client's timeout."""
 INPUTS = tuple(float(1 << n) for n in range(11))
 TOKENS = tuple(float(1 << n) for n in range(3, 18))
@@ -61,9 +77,11 @@ class Metrics:
         # With several processes the counts are in files; then they must not be in `_registry`.
         self._counts = CollectorRegistry() if MULTIPROCESS in os.environ else self._registry
         self._duration = self._histogram(
-            "request_duration_seconds", "Time from a request's first byte to its response.",
-            SECONDS, ("route", "model", "status"),
-        )  # fmt: skip
+            "request_duration_seconds",
+            "Time from a request's first byte to its response.",
+            SECONDS,
+            ("route", "model", "status"),
+        )
         self._tokenize = self._histogram(
             "tokenize_seconds", "Time to tokenize texts or decode images, per request.", SECONDS
         )
@@ -155,10 +173,13 @@ class Metrics:
         if children is None:
             known = self._model_label(model)
             children = _InferenceMetrics(
-                self._tokenize.labels(known), self._queue.labels(known),
-                self._inference.labels(known), self._inputs.labels(known),
-                self._tokens.labels(known), self._truncated.labels(known),
-            )  # fmt: skip
+                self._tokenize.labels(known),
+                self._queue.labels(known),
+                self._inference.labels(known),
+                self._inputs.labels(known),
+                self._tokens.labels(known),
+                self._truncated.labels(known),
+            )
             if known == model:
                 self._inferences[model] = children
         children.tokenize.observe(timings.tokenize_seconds)

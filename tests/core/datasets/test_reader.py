@@ -64,16 +64,19 @@ def test_csv_keeps_quotes_line_breaks_blanks_and_leading_zeros(tmp_path):
     path.write_bytes(b'\xef\xbb\xbfid,text\r\n007,"a ""b"",\r\nc"\r\n\r\n 8 ,caf\xc3\xa9\r\n')
     (batch,) = read(path)
     assert batch.kept.to_pylist() == [
-        {"id": "007", "text": 'a "b",\r\nc'}, {"id": " 8 ", "text": "café"},
-    ]  # fmt: skip
+        {"id": "007", "text": 'a "b",\r\nc'},
+        {"id": " 8 ", "text": "café"},
+    ]
     assert batch.values == [('a "b",\r\nc',), ("café",)]
 
 
 def test_csv_rows_of_another_width_are_bad_and_lose_nothing(tmp_path):
     (tmp_path / "a.csv").write_text("id,text\n1\n2,warm\n3,well, yes, warm\n")
     (batch,) = read(tmp_path / "a.csv")
-    assert batch.errors == {0: "the row has 1 fields, expected 2",
-                            2: "the row has 4 fields, expected 2"}  # fmt: skip
+    assert batch.errors == {
+        0: "the row has 1 fields, expected 2",
+        2: "the row has 4 fields, expected 2",
+    }
     assert [row["text"] for row in batch.kept.to_pylist()] == ["", "warm", "well, yes, warm"]
 
 
@@ -105,13 +108,15 @@ def test_rows_in_another_encoding_are_bad_and_keep_their_bytes(tmp_path, suffix)
     [
         (['1,"warm'], "line 2: a quotation mark is not closed; the row was read up to line 2"),
         (["1,warm", '2,"cold', *["3,x"] * 1999], "line 3: a quotation mark is not closed"),
-        (["1,warm", '2,"cold', *["3,x"] * 1999, '4,"warm"', "5,x"],
-         "line 3: a quotation mark is not closed; the row was read up to line 2003"),
+        (
+            ["1,warm", '2,"cold', *["3,x"] * 1999, '4,"warm"', "5,x"],
+            "line 3: a quotation mark is not closed; the row was read up to line 2003",
+        ),
         (['"1","warm', '"2","cold"'], "line 2: a quotation mark is not closed"),
         (['1,"warm', '2,cold "again"'], "line 2: a quotation mark is not closed"),
     ],
     ids=["last line", "no other", "another later", "all quoted", "in a text"],
-)  # fmt: skip
+)
 def test_quotation_mark_that_is_not_closed_is_an_error_with_its_line(tmp_path, lines, message):
     (tmp_path / "a.csv").write_text("\n".join(["id,text", *lines]) + "\n")
     with pytest.raises(InputError, match=message):

@@ -33,12 +33,17 @@ JSONL = (
     [
         ("a.csv", CSV),
         ("a.CSV", "\ufeff" + CSV.replace("\n", "\r\n").replace("after\r\n", "after\n")),
-        ("a.tsv", CSV.replace("id,text", "id\ttext").replace("1,G", "1\tG")
-         .replace('2,"B', '2\t"B').replace('3,"', '3\t"')),
+        (
+            "a.tsv",
+            CSV.replace("id,text", "id\ttext")
+            .replace("1,G", "1\tG")
+            .replace('2,"B', '2\t"B')
+            .replace('3,"', '3\t"'),
+        ),
         ("a.jsonl", JSONL),
         ("a.ndjson", JSONL),
     ],
-)  # fmt: skip
+)
 def test_tables_of_each_kind_hold_the_same(tmp_path, name, content):
     assert read_texts(written(tmp_path / name, content), "text", rows=9) == REVIEWS
 
@@ -69,8 +74,9 @@ def test_nulls_and_blanks_do_not_count(tmp_path):
 
 def test_numbers_in_a_csv_are_texts(tmp_path):
     assert read_texts(written(tmp_path / "a.csv", "text\n5\n4.50\n"), "text", rows=9) == [
-        "5", "4.50",
-    ]  # fmt: skip
+        "5",
+        "4.50",
+    ]
 
 
 def test_row_longer_than_pyarrows_block(tmp_path):
@@ -161,8 +167,12 @@ def test_images_are_found_below_the_folder_and_hidden_files_left(tmp_path):
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
 def test_labels_stand_beside_their_texts(tmp_path, kind):
-    rows = [{"label": "good", "text": "x"}, {"label": "none", "text": " "},
-            {"label": "bad", "text": "y"}, {"label": "good", "text": "z"}]  # fmt: skip
+    rows = [
+        {"label": "good", "text": "x"},
+        {"label": "none", "text": " "},
+        {"label": "bad", "text": "y"},
+        {"label": "good", "text": "z"},
+    ]
     path = tmp_path / f"a.{kind}"
     if kind == "parquet":
         pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
@@ -227,9 +237,13 @@ def test_a_file_is_read_no_further_than_the_last_text_that_is_taken(tmp_path, mo
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [("[1]", "line 2 is a list"), ("5", "line 2 is a int"), ('{"text": ', "line 2: Expecting"),
-     ("[" * 100_000, "line 2: maximum recursion")],
-)  # fmt: skip
+    [
+        ("[1]", "line 2 is a list"),
+        ("5", "line 2 is a int"),
+        ('{"text": ', "line 2: Expecting"),
+        ("[" * 100_000, "line 2: maximum recursion"),
+    ],
+)
 def test_the_line_of_a_jsonl_that_is_no_object_is_named(tmp_path, line, said):
     path = written(tmp_path / "a.jsonl", '{"text": "x"}\n' + line + "\n")
     with pytest.raises(InputError, match=f"cannot be read: {said}"):

@@ -112,8 +112,10 @@ def hub_server():
                     digest = hashlib.sha256(content).hexdigest()
                     entry["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 130}
                 siblings.append(entry)
-            self.answer(200, {"id": name, "sha": commit, "siblings": siblings,
-                              "private": repository.private})  # fmt: skip
+            self.answer(
+                200,
+                {"id": name, "sha": commit, "siblings": siblings, "private": repository.private},
+            )
 
         def refs(self, body, name):
             repository = self.repository(name)
@@ -152,12 +154,16 @@ def hub_server():
             modes = []
             for file in json.loads(body)["files"]:
                 is_large = file["size"] >= LARGE_BYTES
-                mode = {"path": file["path"], "uploadMode": "lfs" if is_large else "regular",
-                        "shouldIgnore": False}  # fmt: skip
+                mode = {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if is_large else "regular",
+                    "shouldIgnore": False,
+                }
                 if file["path"] in there:
                     content = there[file["path"]]
-                    mode["oid"] = (hashlib.sha256(content).hexdigest() if is_large
-                                   else blob_id(content))  # fmt: skip
+                    mode["oid"] = (
+                        hashlib.sha256(content).hexdigest() if is_large else blob_id(content)
+                    )
                 modes.append(mode)
             self.answer(200, {"files": modes})
 
@@ -200,8 +206,14 @@ def hub_server():
                 elif line["key"] == "deletedFile":
                     del files[value["path"]]
             made = repository.commit(revision, files, header["summary"])
-            self.answer(200, {"commitUrl": f"{hub.endpoint}/{name}/commit/{made}",
-                              "commitOid": made, "pullRequestUrl": None})  # fmt: skip
+            self.answer(
+                200,
+                {
+                    "commitUrl": f"{hub.endpoint}/{name}/commit/{made}",
+                    "commitOid": made,
+                    "pullRequestUrl": None,
+                },
+            )
 
         def resolve(self, body, name, revision, file):
             repository = self.repository(name)

@@ -46,13 +46,26 @@ def mlflow_server(directory: Path):
             )
     port = free_port()
     command = [
-        python or sys.executable, "-m", "mlflow", "server",
-        "--host", "127.0.0.1", "--port", str(port),
-        "--backend-store-uri", f"sqlite:///{directory / 'mlflow.db'}",
-        "--artifacts-destination", str(directory / "artifacts"), "--workers", "1",
-    ]  # fmt: skip
-    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true",
-                   "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # fmt: skip
+        python or sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--backend-store-uri",
+        f"sqlite:///{directory / 'mlflow.db'}",
+        "--artifacts-destination",
+        str(directory / "artifacts"),
+        "--workers",
+        "1",
+    ]
+    environment = {
+        **os.environ,
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
     with _running(command, directory / "server.log", environment) as server:
         wait_for(f"http://127.0.0.1:{port}/health", server, directory / "server.log")
         yield f"http://127.0.0.1:{port}"
@@ -181,8 +194,9 @@ def docker_registry(directory: Path, *, password: str = ""):
 @contextmanager
 def _running(command: list[str], log: Path, environment: dict[str, str] | None):
     with log.open("w") as stream:
-        server = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment,
-                                  start_new_session=True)  # fmt: skip
+        server = subprocess.Popen(
+            command, stdout=stream, stderr=stream, env=environment, start_new_session=True
+        )
         try:
             yield server
         finally:

@@ -245,8 +245,19 @@ def test_missing_truncated_and_unlisted_files(artifact, registry, tmp_path):
         pull(str(registry / "m/1"), tmp_path / "two", PublishConfig())
 
 
-STRANGE = ["../../victim", "/tmp/victim", "..", "a/../../victim", "a\\..\\victim", "C:victim",
-           "a\0b", "", "./a", "a//b", "model.onnx/inside"]  # fmt: skip
+STRANGE = [
+    "../../victim",
+    "/tmp/victim",
+    "..",
+    "a/../../victim",
+    "a\\..\\victim",
+    "C:victim",
+    "a\0b",
+    "",
+    "./a",
+    "a//b",
+    "model.onnx/inside",
+]
 
 
 @pytest.mark.parametrize("name", STRANGE)
@@ -308,16 +319,20 @@ def test_published_places_and_artifacts_are_no_registries(artifact, registry, tm
 
 @pytest.mark.parametrize("url", ["file:///x%00b", "/x\0b"])
 def test_address_with_a_zero_byte_is_an_error_in_words(artifact, url, tmp_path):
-    for verb in (lambda: run(artifact, url, PublishConfig()),
-                 lambda: pull(url, tmp_path / "out", PublishConfig())):  # fmt: skip
+    for verb in (
+        lambda: run(artifact, url, PublishConfig()),
+        lambda: pull(url, tmp_path / "out", PublishConfig()),
+    ):
         with pytest.raises(OptionError, match="zero byte"):
             verb()
 
 
 def test_address_that_is_too_long_is_an_error_in_words(artifact, tmp_path):
     url = f"{tmp_path}/{'a' * 300}"
-    for verb in (lambda: run(artifact, url, PublishConfig()),
-                 lambda: pull(url, tmp_path / "out", PublishConfig())):  # fmt: skip
+    for verb in (
+        lambda: run(artifact, url, PublishConfig()),
+        lambda: pull(url, tmp_path / "out", PublishConfig()),
+    ):
         with pytest.raises(RegistryError, match="File name too long"):
             verb()
 
@@ -475,8 +490,11 @@ def test_waiting_writer_says_so(artifact, registry, tmp_path):
     with lock:
         child = subprocess.Popen(
             [sys.executable, "-m", "enginery", "publish", artifact.path, registry, "--name", "m"],
-            stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
         for line in child.stderr:
             if "waiting: another process writes" in line:
                 break

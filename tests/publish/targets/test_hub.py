@@ -315,11 +315,21 @@ def test_the_token_reaches_no_stream_of_the_command(hub, artifact, tmp_path):
         "print(stage.run(Artifact.open(sys.argv[1]), sys.argv[2],\n"
         "                PublishConfig(allow_unvalidated=True)))\n"
     )
-    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0",
-                   "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "hf"),
-                   "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
-    ran = subprocess.run([sys.executable, "-c", script, str(artifact.path), URL], env=environment,
-                         capture_output=True, text=True, check=False)  # fmt: skip
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HUB_OFFLINE": "0",
+        "HF_TOKEN": TOKEN,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(artifact.path), URL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     assert "is_new=True" in ran.stdout
     assert f"Bearer {TOKEN}" in hub.tokens

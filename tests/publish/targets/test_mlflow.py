@@ -117,9 +117,18 @@ def test_what_is_said_has_no_login_however_it_is_quoted():
 
 @pytest.mark.parametrize(
     "server",
-    ["http://", "https:///mlflow", "http://127.0.0.1:port", "http://127.0.0.1:99999", "http://[::1",
-     "http://ada:s3/cr3t@127.0.0.1:5000", "http://a b", "http:", "http://ada:s3cr3t@"],
-)  # fmt: skip
+    [
+        "http://",
+        "https:///mlflow",
+        "http://127.0.0.1:port",
+        "http://127.0.0.1:99999",
+        "http://[::1",
+        "http://ada:s3/cr3t@127.0.0.1:5000",
+        "http://a b",
+        "http:",
+        "http://ada:s3cr3t@",
+    ],
+)
 def test_a_server_that_is_no_address_is_told_at_once(server, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     with pytest.raises(OptionError, match=r"MLFLOW_TRACKING_URI is .*, expected https://") as told:
@@ -153,8 +162,10 @@ def test_an_alias_that_mlflow_keeps_is_told_before_anything_is_sent(artifact, mo
 
 def test_a_number_of_ones_own_is_refused(artifact, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
-    for url, config in (("mlflow:/name", replace(UNVALIDATED, version="7")),
-                        ("mlflow:/name/7", UNVALIDATED)):  # fmt: skip
+    for url, config in (
+        ("mlflow:/name", replace(UNVALIDATED, version="7")),
+        ("mlflow:/name/7", UNVALIDATED),
+    ):
         with pytest.raises(OptionError, match="numbers versions by itself, found 7"):
             stage.run(artifact, url, config)
 
@@ -209,8 +220,13 @@ def test_opening_it_imports_no_torch(artifact):
         "_load_pyfunc(sys.argv[1]).predict(['a'])\n"
         "print({'torch', 'transformers', 'optimum', 'mlflow'} & set(sys.modules))\n"
     )
-    ran = subprocess.run([sys.executable, "-c", script, str(artifact.path)], capture_output=True,
-                         text=True, check=True, env=os.environ)  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(artifact.path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ,
+    )
     assert ran.stdout.strip() == "set()"
 
 
@@ -219,9 +235,14 @@ def test_opening_it_imports_no_torch(artifact):
 
 @pytest.mark.parametrize(
     "task",
-    ["feature-extraction", "text-classification", "token-classification", "question-answering",
-     "fill-mask"],
-)  # fmt: skip
+    [
+        "feature-extraction",
+        "text-classification",
+        "token-classification",
+        "question-answering",
+        "fill-mask",
+    ],
+)
 def test_a_loaded_model_answers_as_the_artifact_does(server, exported, task):
     import pandas as pd
 
@@ -232,12 +253,16 @@ def test_a_loaded_model_answers_as_the_artifact_does(server, exported, task):
     inputs, table = {
         "question-answering": (
             [("Who built the bridge?", "Ada built the bridge in London.")],
-            pd.DataFrame({"question": ["Who built the bridge?"],
-                          "context": ["Ada built the bridge in London."]}),
+            pd.DataFrame(
+                {
+                    "question": ["Who built the bridge?"],
+                    "context": ["Ada built the bridge in London."],
+                }
+            ),
         ),
         "fill-mask": (["The engine is [MASK]."], ["The engine is [MASK]."]),
         "text-classification": (TEXTS, pd.DataFrame({"text": TEXTS})),
-    }.get(task, (TEXTS, TEXTS))  # fmt: skip
+    }.get(task, (TEXTS, TEXTS))
     with load_model(artifact) as direct:
         expected = direct(inputs)
     answers = model.predict(table)
@@ -347,8 +372,11 @@ def killed(artifact, url, **environment):
         "stage.run(Artifact.open(sys.argv[1]), sys.argv[2],\n"
         "          PublishConfig(allow_unvalidated=True))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script, str(artifact.path), url], check=False,
-                           env={**os.environ, **environment})  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(artifact.path), url],
+        check=False,
+        env={**os.environ, **environment},
+    )
     assert ended.returncode == -9
 
 
@@ -410,8 +438,11 @@ def test_a_file_that_the_store_lost_is_sent_again(server, artifact, tmp_path, tm
     whole = large(artifact, tmp_path / "l", seed=11)
     published = stage.run(whole, "mlflow:/lost", UNVALIDATED)
     digest = whole.manifest.files["model.onnx.data"].sha256
-    stored = [path for path in tmp_path_factory.getbasetemp().rglob("artifacts/**/model.onnx.data")
-              if sha256_of(path) == digest]  # fmt: skip
+    stored = [
+        path
+        for path in tmp_path_factory.getbasetemp().rglob("artifacts/**/model.onnx.data")
+        if sha256_of(path) == digest
+    ]
     assert stored
     for path in stored:
         path.unlink()
@@ -426,8 +457,11 @@ def test_a_file_that_the_store_lost_is_sent_again(server, artifact, tmp_path, tm
 def test_a_changed_byte_in_the_store_names_the_file(server, artifact, tmp_path, tmp_path_factory):
     changed = altered(artifact, tmp_path / "a", '{"byte": 1}')
     published = stage.run(changed, "mlflow:/byte", UNVALIDATED)
-    stored = [path for path in tmp_path_factory.getbasetemp().rglob("artifacts/**/notes.json")
-              if path.read_text() == '{"byte": 1}' and "mlflow" in str(path)]  # fmt: skip
+    stored = [
+        path
+        for path in tmp_path_factory.getbasetemp().rglob("artifacts/**/notes.json")
+        if path.read_text() == '{"byte": 1}' and "mlflow" in str(path)
+    ]
     assert stored
     for path in stored:
         path.write_text('{"byte": 2}')

@@ -64,9 +64,16 @@ def image(host: str, repository: str, tag: str) -> tuple[dict, dict, dict]:
 
 @pytest.mark.parametrize(
     "url",
-    ["oci://host", "oci://host/Upper:1", "oci://host/name:", "oci://host/name@sha256:12", "oci:///n",
-     "oci://host/na me", "oci://user@host/name"],
-)  # fmt: skip
+    [
+        "oci://host",
+        "oci://host/Upper:1",
+        "oci://host/name:",
+        "oci://host/name@sha256:12",
+        "oci:///n",
+        "oci://host/na me",
+        "oci://user@host/name",
+    ],
+)
 def test_an_address_that_is_none_says_what_one_looks_like(url):
     with pytest.raises(OptionError, match=r"expected oci://registry/name:tag"):
         OciRegistry(url, UNVALIDATED)
@@ -201,9 +208,10 @@ def test_an_engine_is_marked_as_bound_to_its_hardware(registry, artifact, tmp_pa
     )
     _, manifest, _ = image(host, "engine", "1")
     marks = next(
-        layer["annotations"] for layer in manifest["layers"]
+        layer["annotations"]
+        for layer in manifest["layers"]
         if "enginery.engine.flavor" in layer["annotations"]
-    )  # fmt: skip
+    )
     assert marks["enginery.engine.hardware_bound"] == "true"
     assert marks["enginery.engine.capabilities"] == "8.9"
     assert marks["enginery.engine.tensorrt"] == "1.7.1.116"
@@ -268,9 +276,10 @@ def test_a_changed_byte_in_the_registry_names_the_file(registry, artifact, tmp_p
     stage.run(altered(artifact, tmp_path / "a", '{"a": 1}'), f"oci://{host}/byte:1", UNVALIDATED)
     _, manifest, _ = image(host, "byte", "1")
     layer = next(
-        layer for layer in manifest["layers"]
+        layer
+        for layer in manifest["layers"]
         if "notes.json" in json.loads(layer["annotations"]["enginery.files"])
-    )  # fmt: skip
+    )
     hexdigits = layer["digest"].removeprefix("sha256:")
     data = next(blobs.rglob(f"{hexdigits}/data"))
     data.write_bytes(data.read_bytes().replace(b'{"a": 1}', b'{"a": 2}'))
@@ -334,8 +343,9 @@ def test_a_publish_that_was_killed_goes_on(registry, artifact, tmp_path, home):
         "          PublishConfig(allow_unvalidated=True, insecure=True))\n"
     )
     url = f"oci://{host}/killed:1"
-    ended = subprocess.run([sys.executable, "-c", script, str(whole.path), url], check=False,
-                           env=os.environ)  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(whole.path), url], check=False, env=os.environ
+    )
     assert ended.returncode == -9
     with pytest.raises(RegistryError, match="has no killed with 1"):
         stage.pull(url, tmp_path / "none", UNVALIDATED)

@@ -101,11 +101,19 @@ def unpacked(content: bytes, out, files):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"digest": "/tmp/x/backup"}, {"digest": "sha256:../../backup"}, {"digest": None},
-        {"digest": f"sha256:{'A' * 64}"}, {"digest": f"sha256:{'0' * 64}/x"}, {"size": -1},
-        {"size": "7"}, {"size": None}, {"size": True}, {"size": 1.5}, {"size": []},
+        {"digest": "/tmp/x/backup"},
+        {"digest": "sha256:../../backup"},
+        {"digest": None},
+        {"digest": f"sha256:{'A' * 64}"},
+        {"digest": f"sha256:{'0' * 64}/x"},
+        {"size": -1},
+        {"size": "7"},
+        {"size": None},
+        {"size": True},
+        {"size": 1.5},
+        {"size": []},
     ],
-)  # fmt: skip
+)
 def test_layer_with_another_digest_or_size_is_refused(changes):
     with pytest.raises(RegistryError, match="describes a blob by digest"):
         layers_of(document(described(b"x", **changes)), URL)
@@ -138,8 +146,9 @@ def test_image_without_the_listing_is_refused():
 def test_layer_with_the_listing_comes_first():
     other = described(b"y", annotations={TITLE: "weights.tar"})
     assert [x.title for x in layers_of(document(other, described(b"x")), URL)] == [
-        "report.tar", "weights.tar",
-    ]  # fmt: skip
+        "report.tar",
+        "weights.tar",
+    ]
 
 
 # What a lying registry cannot do
@@ -237,8 +246,11 @@ def test_what_is_listed_is_written_and_nothing_else(tmp_path):
     content = tar("stranger", ("d/a", b"abc"), ("e/b", b""))
     for packed in (content, gzip.compress(content)):
         unpacked(packed, tmp_path / "out", {"d/a": 3, "e/b": 0})
-        found = {p.relative_to(tmp_path / "out").as_posix(): p.read_bytes()
-                 for p in (tmp_path / "out").rglob("*") if p.is_file()}  # fmt: skip
+        found = {
+            p.relative_to(tmp_path / "out").as_posix(): p.read_bytes()
+            for p in (tmp_path / "out").rglob("*")
+            if p.is_file()
+        }
         assert found == {"d/a": b"abc", "e/b": b""}
         assert not (tmp_path / "out/stranger").exists()
 
@@ -264,10 +276,16 @@ def test_packed_headers_do_not_fill_the_memory(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"no tar", tar(("a", bytes(4096)))[:600], gzip.compress(tar(("a", bytes(4096))))[:-20],
-     gzip.compress(tar("a"))[:12] + b"\xff" * 40, b"\x1f\x8b\x08"],
+    [
+        b"",
+        b"no tar",
+        tar(("a", bytes(4096)))[:600],
+        gzip.compress(tar(("a", bytes(4096))))[:-20],
+        gzip.compress(tar("a"))[:12] + b"\xff" * 40,
+        b"\x1f\x8b\x08",
+    ],
     ids=["empty", "text", "short", "gzip without its end", "gzip with other bytes", "gzip alone"],
-)  # fmt: skip
+)
 def test_broken_layer_is_an_error_in_words(content, tmp_path):
     with pytest.raises(ArtifactError, match="is no tar"):
         unpacked(content, tmp_path / "out", {"a": 4096})

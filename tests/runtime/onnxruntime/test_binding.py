@@ -22,10 +22,11 @@ Y = TensorSpec("y", "float32", ("batch_size", 4))
 
 def session_of(nodes, *, inputs=("x",), outputs=("y",), dtype=TensorProto.FLOAT):
     graph = helper.make_graph(
-        nodes, "graph",
+        nodes,
+        "graph",
         [helper.make_tensor_value_info(name, dtype, ["n", 4]) for name in inputs],
         [helper.make_tensor_value_info(name, dtype, None) for name in outputs],
-    )  # fmt: skip
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
@@ -246,9 +247,13 @@ def test_shapes_beyond_the_buckets_are_not_captured_and_no_capture_is_given_up(d
 def test_a_shape_that_fails_under_capture_gives_its_place_and_no_number_comes_twice(doubling):
     session = Recorded(doubling)
     binding = DeviceBinding(
-        session, [TensorSpec("x", "float32", ("n", "m"))], [TensorSpec("y", "float32", ("n", "m"))],
-        Device(), capture=True, buckets=2,
-    )  # fmt: skip
+        session,
+        [TensorSpec("x", "float32", ("n", "m"))],
+        [TensorSpec("y", "float32", ("n", "m"))],
+        Device(),
+        capture=True,
+        buckets=2,
+    )
     binding({"x": rows(1)})
     with pytest.raises(InputError, match=r"the graph fails on x \(2, 5\)"):
         binding({"x": np.ones((2, 5), np.float32)})
@@ -384,8 +389,10 @@ def test_a_large_batch_is_not_held_where_the_arena_shrinks(tiny):
     def held(shrink):
         done = subprocess.run(
             [sys.executable, "-c", _ARENA, str(artifact.path), str(shrink)],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return int(done.stdout)
 
     kept, shrunk = held(shrink=False), held(shrink=True)

@@ -26,9 +26,12 @@ NODE = helper.make_node
 def saved(path, nodes, initializers=(), shape=("batch",)):
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
-        nodes, "g", [value("x", TensorProto.FLOAT, shape)],
-        [value("y", TensorProto.FLOAT, None)], list(initializers),
-    )  # fmt: skip
+        nodes,
+        "g",
+        [value("x", TensorProto.FLOAT, shape)],
+        [value("y", TensorProto.FLOAT, None)],
+        list(initializers),
+    )
     opsets = [helper.make_opsetid("", 17)]
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
     return path
@@ -53,32 +56,53 @@ def bomb(op, inputs, **attributes):
 FILL = bomb("ConstantOfShape", ["size"])
 NINE_FILLS = [NODE("ConstantOfShape", ["size"], [f"y{i}"]) for i in range(9)]
 SUBGRAPH = helper.make_graph(
-    [constant("size", BIG), NODE("ConstantOfShape", ["size"], ["z"], name="bomb")], "then", [],
+    [constant("size", BIG), NODE("ConstantOfShape", ["size"], ["z"], name="bomb")],
+    "then",
+    [],
     [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)],
-)  # fmt: skip
+)
 
 BOMBS = {
     "stored": ([FILL], [stored("size", BIG)]),
     "constant": ([constant("size", BIG), FILL], []),
     "value_ints": ([NODE("Constant", [], ["size"], value_ints=[2**16, 2**15]), FILL], []),
     "not sorted": ([FILL, constant("size", BIG)], []),
-    "product": ([constant("a", 2**20), constant("b", 2**11), NODE("Mul", ["a", "b"], ["size"]),
-                 FILL], []),
-    "concatenated": ([constant("a", 2**20), constant("b", 2**11),
-                      NODE("Concat", ["a", "b"], ["size"], axis=0), FILL], []),
-    "cast": ([constant("a", 2.0**31, dtype=np.float32),
-              NODE("Cast", ["a"], ["size"], to=TensorProto.INT64), FILL], []),
-    "shape of shape": ([constant("a", 2), NODE("ConstantOfShape", ["a"], ["size"],
-                        value=stored("", 2**16)), FILL], []),
+    "product": (
+        [constant("a", 2**20), constant("b", 2**11), NODE("Mul", ["a", "b"], ["size"]), FILL],
+        [],
+    ),
+    "concatenated": (
+        [
+            constant("a", 2**20),
+            constant("b", 2**11),
+            NODE("Concat", ["a", "b"], ["size"], axis=0),
+            FILL,
+        ],
+        [],
+    ),
+    "cast": (
+        [
+            constant("a", 2.0**31, dtype=np.float32),
+            NODE("Cast", ["a"], ["size"], to=TensorProto.INT64),
+            FILL,
+        ],
+        [],
+    ),
+    "shape of shape": (
+        [constant("a", 2), NODE("ConstantOfShape", ["a"], ["size"], value=stored("", 2**16)), FILL],
+        [],
+    ),
     "Expand": ([constant("a", 1), constant("b", BIG), bomb("Expand", ["a", "b"])], []),
     "Tile": ([constant("a", 1), constant("b", BIG), bomb("Tile", ["a", "b"])], []),
     "Range": ([bomb("Range", ["a", "b", "c"])], scalars(a=0, b=BIG, c=1)),
     "Pad": ([constant("a", 1), constant("b", 0, BIG), bomb("Pad", ["a", "b"])], []),
-    "Resize": ([constant("a", 1), bomb("Resize", ["a", "", "b"])],
-               [stored("b", 2.0**31, dtype=np.float32)]),
+    "Resize": (
+        [constant("a", 1), bomb("Resize", ["a", "", "b"])],
+        [stored("b", 2.0**31, dtype=np.float32)],
+    ),
     "RandomNormal": ([bomb("RandomNormal", [], shape=[BIG])], []),
     "in a branch": ([NODE("If", ["x"], ["y"], then_branch=SUBGRAPH, else_branch=SUBGRAPH)], []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -103,12 +127,18 @@ def test_a_session_is_not_even_created(tmp_path, monkeypatch):
         ([constant("size", -5), FILL], [], r"node 'bomb' .* has the shape \[-5\], expected sizes"),
         ([constant("size", 2**40, 2**40), FILL], [], "expected fewer than 2^63 elements"),
         ([constant("b", 2**20, 2**20), bomb("Expand", ["x", "b"])], [], "of this machine's memory"),
-        ([constant("size", 2**27), *NINE_FILLS], [],
-         "with node 'y8' (ConstantOfShape) the graph makes 4.5 GiB of constants"),
-        ([NODE("Add", ["p", "x"], ["q"]), NODE("Add", ["q", "x"], ["p"])], [],
-         "nodes wait for each other's outputs: node"),
+        (
+            [constant("size", 2**27), *NINE_FILLS],
+            [],
+            "with node 'y8' (ConstantOfShape) the graph makes 4.5 GiB of constants",
+        ),
+        (
+            [NODE("Add", ["p", "x"], ["q"]), NODE("Add", ["q", "x"], ["p"])],
+            [],
+            "nodes wait for each other's outputs: node",
+        ),
     ],
-)  # fmt: skip
+)
 def test_sizes_and_orders_that_cannot_be_are_refused(tmp_path, nodes, initializers, message):
     path = saved(tmp_path / "model.onnx", nodes, initializers)
     pattern = message if "\\" in message else re.escape(message)
@@ -155,10 +185,12 @@ def test_usual_graphs_pass_whatever_their_weights(tmp_path):
     """A large stored tensor may be cast and multiplied: that is no constant made of nothing."""
     weights = numpy_helper.from_array(np.zeros((64, 64), np.float16), "w")
     nodes = [
-        NODE("Cast", ["w"], ["v"], to=TensorProto.FLOAT), NODE("MatMul", ["x", "v"], ["m"]),
-        NODE("Shape", ["m"], ["s"]), NODE("ConstantOfShape", ["s"], ["zeros"]),
+        NODE("Cast", ["w"], ["v"], to=TensorProto.FLOAT),
+        NODE("MatMul", ["x", "v"], ["m"]),
+        NODE("Shape", ["m"], ["s"]),
+        NODE("ConstantOfShape", ["s"], ["zeros"]),
         NODE("Add", ["m", "zeros"], ["y"]),
-    ]  # fmt: skip
+    ]
     check_allocations(saved(tmp_path / "model.onnx", nodes, [weights], shape=("batch", 64)))
 
 
@@ -318,8 +350,14 @@ def test_what_a_deep_graph_takes_from_far_outside_orders_the_nodes_there(tmp_pat
 @pytest.mark.parametrize("content", [b"\x0a\x00", b"\x2a\x00"], ids=["nodes", "tensors"])
 def test_empty_parts_are_counted_before_they_take_gigabytes(tmp_path, content):
     body = content * 2_100_000
-    length = b"\x3a" + bytes([len(body) & 0x7F | 0x80, len(body) >> 7 & 0x7F | 0x80,
-                              len(body) >> 14 & 0x7F | 0x80, len(body) >> 21])  # fmt: skip
+    length = b"\x3a" + bytes(
+        [
+            len(body) & 0x7F | 0x80,
+            len(body) >> 7 & 0x7F | 0x80,
+            len(body) >> 14 & 0x7F | 0x80,
+            len(body) >> 21,
+        ]
+    )
     (tmp_path / "model.onnx").write_bytes(length + body)
     with pytest.raises(ArtifactError, match=r"has more than \d+ (nodes and graphs|attributes and)"):
         check_allocations(tmp_path / "model.onnx")

@@ -41,11 +41,12 @@ def write_model(path, nodes, *, output="y", opset=17):
     """A graph of `x`: float32 (n, 4) and a stored `w`: float32 (4, 3)."""
     weight = numpy_helper.from_array(np.ones((4, 3), np.float32), "w")
     graph = helper.make_graph(
-        nodes, "graph",
+        nodes,
+        "graph",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])],
         [helper.make_tensor_value_info(output, TensorProto.FLOAT, None)],
         [weight],
-    )  # fmt: skip
+    )
     opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
     return path
@@ -60,11 +61,15 @@ def two_products(tmp_path):
             helper.make_node("MatMul", ["x", "w"], ["a"], name="first"),
             helper.make_node("LpNormalization", ["a"], ["b"], name="norm"),
             helper.make_node(
-                "TransposeMatMul", ["b", "b"], ["y"], name="second",
-                domain="com.microsoft", transB=1,
+                "TransposeMatMul",
+                ["b", "b"],
+                ["y"],
+                name="second",
+                domain="com.microsoft",
+                transB=1,
             ),
         ],
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -118,8 +123,11 @@ def test_without_feeds_nothing_is_run_and_nothing_counted(two_products):
 def test_arithmetic_on_shapes_is_told_from_the_same_ops_on_activations(with_shapes):
     work = count_node_work(with_shapes, FEEDS)
     assert [name for name, node in work.items() if node.for_shapes] == [
-        "shape", "gather", "times", "unsqueeze"
-    ]  # fmt: skip
+        "shape",
+        "gather",
+        "times",
+        "unsqueeze",
+    ]
     assert not work["square"].for_shapes
     assert not work["reshape"].for_shapes
 
@@ -329,8 +337,10 @@ def with_openvino(tmp_path_factory):
     python = place / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     installed = subprocess.run(
         [python, "-m", "pip", "install", "-q", "onnxruntime-openvino==1.24.1"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if installed.returncode:
         pytest.skip(f"onnxruntime-openvino cannot be had: {installed.stderr.strip()[-200:]}")
 
@@ -339,8 +349,11 @@ def with_openvino(tmp_path_factory):
         path = [entry for entry in sys.path if entry]
         done = subprocess.run(
             [python, "-c", f"import sys; sys.path += {path!r}\n{code}", *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            env=os.environ | {"PYTHONPATH": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
 

@@ -70,12 +70,27 @@ def test_sizes_are_read_with_units_and_as_calculations(text, size):
 @pytest.mark.parametrize(
     "text",
     [
-        "9 ** 9 ** 9", "2 ** -1", "", "GiB", "1.5", "0.3 B", "1 // 0", "2 ** 1000",
-        "1 << 100000", "9" * 99, "9" * 200, "__import__('os').getpid()", "len('aa')",
-        "[1][0]", "True", "1 if 1 else 2", "x", "1;2",
+        "9 ** 9 ** 9",
+        "2 ** -1",
+        "",
+        "GiB",
+        "1.5",
+        "0.3 B",
+        "1 // 0",
+        "2 ** 1000",
+        "1 << 100000",
+        "9" * 99,
+        "9" * 200,
+        "__import__('os').getpid()",
+        "len('aa')",
+        "[1][0]",
+        "True",
+        "1 if 1 else 2",
+        "x",
+        "1;2",
         "(" * 50 + "1",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_calculation_with_whole_numbers_is_not_evaluated(text):
     with pytest.raises(ValueError):  # noqa: PT011
         parse_integer(text)
@@ -86,8 +101,10 @@ def test_what_is_no_calculation_with_whole_numbers_is_not_evaluated(text):
 def test_options_of_other_providers_are_handed_on_as_they_are():
     given = {"device_type": "CPU", "num_of_threads": 2, "its_own": "x"}
     assert read_options("openvino", given) == {
-        "device_type": "CPU", "num_of_threads": "2", "its_own": "x"
-    }  # fmt: skip
+        "device_type": "CPU",
+        "num_of_threads": "2",
+        "its_own": "x",
+    }
 
 
 @pytest.mark.parametrize("kind", [CudaOptions, TensorrtOptions, TensorrtRtxOptions])
@@ -168,18 +185,29 @@ def cudas_parser(tmp_path_factory):
         versions.write_text(f"{soname} {{ global: *; }};\n")
         versioned = [f"-Wl,--version-script={versions}"] if soname in symbols else []
         subprocess.run(
-            ["gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{soname}", *versioned,
-             "-o", places / soname, source],
+            [
+                "gcc",
+                "-shared",
+                "-fPIC",
+                "-w",
+                f"-Wl,-soname,{soname}",
+                *versioned,
+                "-o",
+                places / soname,
+                source,
+            ],
             check=True,
-        )  # fmt: skip
+        )
 
     def parse(*options):
         path = os.pathsep.join(entry for entry in sys.path if entry)
         done = subprocess.run(
             [sys.executable, "-c", _STUBS, json.dumps(options)],
             env=os.environ | {"LD_LIBRARY_PATH": str(places), "PYTHONPATH": path},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout.splitlines()[-1])
 

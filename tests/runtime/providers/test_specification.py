@@ -96,8 +96,10 @@ def test_rapidocrs_third_version_is_read_too():
 def whole_file(**sections):
     """A config.yaml of version 1, with what a section says of providers."""
     names = ("Det", "Cls", "Rec")
-    parts = {name: {"model_path": "x.onnx", "use_cuda": False, **sections.get(name, {})}
-             for name in names}  # fmt: skip
+    parts = {
+        name: {"model_path": "x.onnx", "use_cuda": False, **sections.get(name, {})}
+        for name in names
+    }
     return {"Global": {"text_score": 0.5, "use_det": True}, **parts}
 
 
@@ -272,8 +274,9 @@ def test_a_providers_own_option_for_graphs_is_refused_with_the_way_to_them(text,
     with pytest.raises(OptionError, match="is set by itself") as error:
         check_run_options(parse_providers(text), cuda_graph=cuda_graph)
     assert "--cuda-graph" in error.value.do
-    check_run_options(parse_providers(text.replace("=1", "=0").replace("=true", "=no")
-                             .replace("=yes", "=off")))  # fmt: skip
+    check_run_options(
+        parse_providers(text.replace("=1", "=0").replace("=true", "=no").replace("=yes", "=off"))
+    )
 
 
 def test_a_runner_itself_refuses_what_does_not_fit(tiny, monkeypatch):
@@ -301,9 +304,13 @@ def test_a_model_is_given_the_ways_it_is_to_run(tiny, monkeypatch):
     monkeypatch.setattr("enginery.runtime.model.OrtRunner", runner)
     with pytest.raises(Stopped):
         load_model(
-            artifact, provider="cuda", provider_options=["cuda.gpu_mem_limit=2GiB"],
-            io_binding=False, shrink_arena=True, allow_fallback=True,
-        )  # fmt: skip
+            artifact,
+            provider="cuda",
+            provider_options=["cuda.gpu_mem_limit=2GiB"],
+            io_binding=False,
+            shrink_arena=True,
+            allow_fallback=True,
+        )
     assert given["providers"] == parse_providers("cuda; cuda.gpu_mem_limit=2147483648")
     ways = ("io_binding", "cuda_graph", "shrink_arena", "allow_fallback")
     assert [given[name] for name in ways] == [False, False, True, True]

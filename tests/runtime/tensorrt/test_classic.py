@@ -45,9 +45,13 @@ def graph(tmp_path):
 
 def build(graph, **options):
     return build_plan(
-        graph, profiles=[BATCH], flavor=CLASSIC, capabilities="current", isolated=False,
+        graph,
+        profiles=[BATCH],
+        flavor=CLASSIC,
+        capabilities="current",
+        isolated=False,
         options=BuildOptions(**options),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.skipif(not has_tensorrt(RTX), reason="pip install 'enginery[tensorrt-rtx]'")
@@ -57,9 +61,15 @@ def test_double_has_nothing_that_the_real_bindings_lack():
         there = getattr(real, kind.__name__)
         names = {name for name in vars(kind) if not name.startswith("_")}
         assert names <= set(dir(there)), kind
-    for values in (double.BuilderFlag, double.MemoryPoolType, double.ProfilingVerbosity,
-                   double.HardwareCompatibilityLevel, double.LayerInformationFormat,
-                   double.DataType, double.Severity):  # fmt: skip
+    for values in (
+        double.BuilderFlag,
+        double.MemoryPoolType,
+        double.ProfilingVerbosity,
+        double.HardwareCompatibilityLevel,
+        double.LayerInformationFormat,
+        double.DataType,
+        double.Severity,
+    ):
         there = (
             real.ILogger.Severity if values is double.Severity else getattr(real, values.__name__)
         )
@@ -85,20 +95,31 @@ def test_network_is_strongly_typed_and_defaults_are_said(calls, graph):
 
 def test_every_option_reaches_the_builder_before_it_builds(calls, graph):
     build(
-        graph, workspace_bytes=1 << 20, weight_streaming=True, optimization_level=5, sparsity=True,
-        auxiliary_streams=2, hardware_compatibility="same-compute-capability",
-        version_compatible=True, tf32=False,
-    )  # fmt: skip
+        graph,
+        workspace_bytes=1 << 20,
+        weight_streaming=True,
+        optimization_level=5,
+        sparsity=True,
+        auxiliary_streams=2,
+        hardware_compatibility="same-compute-capability",
+        version_compatible=True,
+        tf32=False,
+    )
     flags = double.BuilderFlag
     names = [call[0] for call in calls]
     done = names.index("build_serialized_network")
     assert calls[done][1] == {
-        flags.WEIGHT_STREAMING, flags.SPARSE_WEIGHTS, flags.VERSION_COMPATIBLE
-    }  # fmt: skip
+        flags.WEIGHT_STREAMING,
+        flags.SPARSE_WEIGHTS,
+        flags.VERSION_COMPATIBLE,
+    }
     level = double.HardwareCompatibilityLevel.SAME_COMPUTE_CAPABILITY
-    for call in (("max_aux_streams", 2), ("builder_optimization_level", 5),
-                 ("hardware_compatibility_level", level),
-                 ("set_memory_pool_limit", double.MemoryPoolType.WORKSPACE, 1 << 20)):  # fmt: skip
+    for call in (
+        ("max_aux_streams", 2),
+        ("builder_optimization_level", 5),
+        ("hardware_compatibility_level", level),
+        ("set_memory_pool_limit", double.MemoryPoolType.WORKSPACE, 1 << 20),
+    ):
         assert calls.index(call) < done
     # The inspector loads the engine, which holds code of its own when it is version compatible.
     assert calls[-1] == ("engine_host_code_allowed", True)
@@ -127,9 +148,13 @@ def test_child_process_builds_with_it_too(calls, graph, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{':'.join(p for p in sys.path if p)}")
     plan = tmp_path / "model.plan"
     built = build_plan(
-        graph, profiles=[BATCH], flavor=CLASSIC, capabilities=["8.9"], plan_path=plan,
+        graph,
+        profiles=[BATCH],
+        flavor=CLASSIC,
+        capabilities=["8.9"],
+        plan_path=plan,
         options=BuildOptions(timing_cache=str(tmp_path / "timing.cache")),
-    )  # fmt: skip
+    )
     assert plan.read_bytes() == built.plan == b"a plan of x"
     assert (tmp_path / "timing.cache").read_bytes() == double.HERE + b"kernel of x"
     assert [layer.precision for layer in built.layers] == ["int8", "fp16"]
@@ -138,10 +163,13 @@ def test_child_process_builds_with_it_too(calls, graph, tmp_path, monkeypatch):
 def test_refused_nodes_are_covered_as_with_the_other_flavor(calls, tmp_path):
     path = save_graph(
         tmp_path / "g.onnx",
-        [node("Relu", "x", "a"), node("BiasGelu", "a b", "c", domain="com.microsoft", name="fused"),
-         node("Relu", "c", "y")],
+        [
+            node("Relu", "x", "a"),
+            node("BiasGelu", "a b", "c", domain="com.microsoft", name="fused"),
+            node("Relu", "c", "y"),
+        ],
         {"b": np.ones(WIDTH, np.float32)},
-    )  # fmt: skip
+    )
     found = coverage(path, flavor=CLASSIC, isolated=False)
     assert (found.total, found.taken, found.partitions) == (3, 2, 2)
     assert [refusal.node for refusal in found.refused] == ["fused"]
@@ -212,8 +240,14 @@ def test_layers_come_from_the_inspector(calls, graph):
 
 def test_precision_of_dynamic_shapes_is_that_of_the_weights():
     unknown = [{"Name": "x", "Format/Datatype": "N/A due to dynamic shapes"}]
-    layer = {"Name": "conv", "LayerType": "CaskConvolution", "ParameterType": "Convolution",
-             "Inputs": unknown, "Outputs": unknown, "Weights": {"Type": "Half"}}  # fmt: skip
+    layer = {
+        "Name": "conv",
+        "LayerType": "CaskConvolution",
+        "ParameterType": "Convolution",
+        "Inputs": unknown,
+        "Outputs": unknown,
+        "Weights": {"Type": "Half"},
+    }
     (found,) = read_inspector(json.dumps({"Layers": [layer]}))
     assert (found.kind, found.precision, found.inputs) == ("convolution", "fp16", ())
 

@@ -224,8 +224,10 @@ def classic(monkeypatch, gpu):
 def test_key_of_classic_has_the_gpu_and_how_it_searches(classic, gpu, monkeypatch):
     found = fields(CLASSIC)
     assert (found["gpu"], found["driver"], found["tensorrt"]) == (
-        "NVIDIA L4", "580.65.06", "10.16.1.11",
-    )  # fmt: skip
+        "NVIDIA L4",
+        "580.65.06",
+        "10.16.1.11",
+    )
     changed = [
         fields(CLASSIC, optimization_level=5),
         fields(CLASSIC, sparsity=True),

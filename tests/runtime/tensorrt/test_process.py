@@ -39,9 +39,12 @@ BATCH = Profile.parse("batch=1:4:8")
 def wide_bert(tmp_path_factory):
     """A BERT whose heads are wide enough (64) for TensorRT's fused attention."""
     return tiny_artifact(
-        "bert", "text-classification", tmp_path_factory.mktemp("wide") / "bert",
-        hidden_size=128, num_attention_heads=2,
-    )  # fmt: skip
+        "bert",
+        "text-classification",
+        tmp_path_factory.mktemp("wide") / "bert",
+        hidden_size=128,
+        num_attention_heads=2,
+    )
 
 
 @pytest.fixture
@@ -68,12 +71,20 @@ def merged_decoder(path):
         path,
         [
             node("Relu", "x", "r"),
-            node("If", "use_cache_branch", "y", name="choice",
-                 then_branch=branch("t", "Relu"), else_branch=branch("e", "Sigmoid")),
+            node(
+                "If",
+                "use_cache_branch",
+                "y",
+                name="choice",
+                then_branch=branch("t", "Relu"),
+                else_branch=branch("e", "Sigmoid"),
+            ),
         ],
-        inputs={"x": (TensorProto.FLOAT, ["batch", WIDTH]),
-                "use_cache_branch": (TensorProto.BOOL, [1])},
-    )  # fmt: skip
+        inputs={
+            "x": (TensorProto.FLOAT, ["batch", WIDTH]),
+            "use_cache_branch": (TensorProto.BOOL, [1]),
+        },
+    )
 
 
 def wait_for(condition):
@@ -179,8 +190,11 @@ def test_child_process_and_this_one_find_the_same(tmp_path):
     child = build_plan(path, profiles=[BATCH])
     here = build_plan(path, profiles=[BATCH], isolated=False)
     assert (child.layers, child.inputs, child.outputs, child.warnings) == (
-        here.layers, here.inputs, here.outputs, here.warnings,
-    )  # fmt: skip
+        here.layers,
+        here.inputs,
+        here.outputs,
+        here.warnings,
+    )
     assert parse_onnx(path) == parse_onnx(path, isolated=False)
 
 
@@ -208,8 +222,10 @@ def test_refused_operators_are_all_named(tmp_path):
 
 @needs_tensorrt
 def test_node_without_a_name_is_refused_by_number(tmp_path):
-    path = save_graph(tmp_path / "g.onnx", [node("DynamicQuantizeLinear", "x", "q s z"),
-                                            node("DequantizeLinear", "q s z", "y")])  # fmt: skip
+    path = save_graph(
+        tmp_path / "g.onnx",
+        [node("DynamicQuantizeLinear", "x", "q s z"), node("DequantizeLinear", "q s z", "y")],
+    )
     assert [r.node for r in parse_onnx(path).refusals] == ["#0"]
 
 
@@ -252,9 +268,11 @@ def test_bad_profile_never_reaches_the_builder(exported, profiles, words, isolat
     model = exported("bert", "text-classification").model
     with pytest.raises(ShapeError, match=words):
         build_plan(
-            model, profiles=[Profile.parse(text) for text in profiles],
-            limits={"sequence": 128}, isolated=isolated,
-        )  # fmt: skip
+            model,
+            profiles=[Profile.parse(text) for text in profiles],
+            limits={"sequence": 128},
+            isolated=isolated,
+        )
 
 
 @needs_tensorrt
@@ -328,8 +346,10 @@ def test_attention_operator_in_fp32_says_what_to_do(tmp_path):
             node("Attention", "q k v", "y", q_num_heads=4, kv_num_heads=4),
         ],
         {weight: np.full((256, 256), 0.01, np.float32) for weight in names.values()},
-        inputs={"x": dims}, outputs={"y": dims}, opset=23,
-    )  # fmt: skip
+        inputs={"x": dims},
+        outputs={"y": dims},
+        opset=23,
+    )
     assert parse_onnx(path).accepted
     with pytest.raises(ProviderError, match="make the graph FP16"):
         build_plan(path, profiles=[BATCH])
@@ -495,14 +515,18 @@ def test_missing_package_names_the_extra(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_graph_over_two_gigabytes_parses(tmp_path):
     big = onnx.TensorProto(
-        name="w", data_type=TensorProto.FLOAT, dims=[WIDTH, 9_000_000],
+        name="w",
+        data_type=TensorProto.FLOAT,
+        dims=[WIDTH, 9_000_000],
         data_location=TensorProto.EXTERNAL,
-    )  # fmt: skip
+    )
     big.external_data.add(key="location", value="weights.bin")
     with (tmp_path / "weights.bin").open("wb") as file:
         file.truncate(WIDTH * 9_000_000 * 4)  # 2.3 GB of zeros that take no room on disk
     path = save_graph(
-        tmp_path / "big.onnx", [node("MatMul", "x w", "y")], {"w": big},
+        tmp_path / "big.onnx",
+        [node("MatMul", "x w", "y")],
+        {"w": big},
         outputs={"y": (TensorProto.FLOAT, ["batch", 9_000_000])},
-    )  # fmt: skip
+    )
     assert parse_onnx(path).accepted

@@ -18,8 +18,14 @@ TIMINGS = Timings(0.00025, 0.001, 0.0025, tokens=7, truncated=1)
 def record(**known):
     """A record as `POST /embed` leaves it."""
     made = RequestRecord("abc", "POST", "/embed", "10.0.0.7:51234", started=0.0)
-    values = {"route": "/embed", "model": "minilm", "status": 200, "body_bytes": 24,
-              "sent_bytes": 8, "ended": 0.0041} | known  # fmt: skip
+    values = {
+        "route": "/embed",
+        "model": "minilm",
+        "status": 200,
+        "body_bytes": 24,
+        "sent_bytes": 8,
+        "ended": 0.0041,
+    } | known
     for name, value in values.items():
         setattr(made, name, value)
     return made
@@ -48,8 +54,9 @@ class App:
             setattr(self.record, name, value)
         if self.before:
             await self.before()
-        await send({"type": "http.response.start", "status": self.status,
-                    "headers": list(self.headers)})  # fmt: skip
+        await send(
+            {"type": "http.response.start", "status": self.status, "headers": list(self.headers)}
+        )
         half = len(self.body) // 2
         await send({"type": "http.response.body", "body": self.body[:half], "more_body": True})
         await send({"type": "http.response.body", "body": self.body[half:]})
@@ -57,16 +64,24 @@ class App:
 
 def scope(*, method="POST", path="/embed", headers=(), client=("10.0.0.7", 51234), **more):
     return {
-        "type": "http", "method": method, "path": path, "query_string": b"key=secret-query",
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": b"key=secret-query",
         "headers": [(b"host", b"a"), (b"authorization", b"Bearer secret-key"), *headers],
-        "client": client, "scheme": "http", "server": ("127.0.0.1", 8000), **more,
-    }  # fmt: skip
+        "client": client,
+        "scheme": "http",
+        "server": ("127.0.0.1", 8000),
+        **more,
+    }
 
 
 def ask(app, *, observed=None, activity=None, chunks=(b'{"inputs":', b'"secret text"}'), **request):
     """The response of an application within the middleware, and the scope it was given."""
-    parts = [{"type": "http.request", "body": chunk, "more_body": number < len(chunks) - 1}
-             for number, chunk in enumerate(chunks)]  # fmt: skip
+    parts = [
+        {"type": "http.request", "body": chunk, "more_body": number < len(chunks) - 1}
+        for number, chunk in enumerate(chunks)
+    ]
     sent = []
 
     async def receive():
@@ -90,6 +105,8 @@ def ask(app, *, observed=None, activity=None, chunks=(b'{"inputs":', b'"secret t
     start, *bodies = sent
     headers = [(name.decode(), value.decode()) for name, value in start["headers"]]
     return SimpleNamespace(
-        status=start["status"], headers=dict(headers), all_headers=headers,
+        status=start["status"],
+        headers=dict(headers),
+        all_headers=headers,
         body=b"".join(each["body"] for each in bodies),
-    )  # fmt: skip
+    )

@@ -71,10 +71,21 @@ def test_line_has_client_request_and_timings(pipe):
     when = datetime.fromisoformat(line.pop("time"))
     assert when.utcoffset().total_seconds() == 0
     assert line == {
-        "client": "10.0.0.7:51234", "method": "POST", "path": "/embed", "route": "/embed",
-        "model": "minilm", "status": 200, "duration_ms": 4.1, "tokenize_ms": 0.25, "queue_ms": 1.0,
-        "inference_ms": 2.5, "tokens": 7, "request_id": "abc", "bytes_in": 24, "bytes_out": 8,
-    }  # fmt: skip
+        "client": "10.0.0.7:51234",
+        "method": "POST",
+        "path": "/embed",
+        "route": "/embed",
+        "model": "minilm",
+        "status": 200,
+        "duration_ms": 4.1,
+        "tokenize_ms": 0.25,
+        "queue_ms": 1.0,
+        "inference_ms": 2.5,
+        "tokens": 7,
+        "request_id": "abc",
+        "bytes_in": 24,
+        "bytes_out": 8,
+    }
     assert text.endswith(b"}\n")
 
 
@@ -94,10 +105,17 @@ def test_bodies_keys_and_queries_are_never_logged(pipe):
 
 @pytest.mark.parametrize(
     "path",
-    ['/a\n{"status":200}', "/a\r\nb", "/\x00\x1b[2J\x7f", "/\x85b\u2028c\u2029d",
-     "/\ud800half", '/"},{"a":"', "/名前"],
+    [
+        '/a\n{"status":200}',
+        "/a\r\nb",
+        "/\x00\x1b[2J\x7f",
+        "/\x85b\u2028c\u2029d",
+        "/\ud800half",
+        '/"},{"a":"',
+        "/名前",
+    ],
     ids=ascii,
-)  # fmt: skip
+)
 def test_path_cannot_forge_a_line(pipe, path):
     text = logged(pipe, {"path": path}, {}).decode("ascii")
     assert len(text.splitlines()) == 2  # which also splits at U+0085 and U+2028

@@ -22,10 +22,13 @@ class Hosted:
 
     def info(self):
         assert self.state != "loading", "there is nothing to ask yet"
-        return {"providers": [{"name": "CPUExecutionProvider", "reason": "requested"}],
-                "precision": "fp32", "task": self.task,
-                "engines": [{"key": key} for key in self.engines],
-                "queue": {"inputs": 3, "tokens": 57}}  # fmt: skip
+        return {
+            "providers": [{"name": "CPUExecutionProvider", "reason": "requested"}],
+            "precision": "fp32",
+            "task": self.task,
+            "engines": [{"key": key} for key in self.engines],
+            "queue": {"inputs": 3, "tokens": 57},
+        }
 
 
 @pytest.fixture
@@ -71,13 +74,25 @@ def test_reply_fills_times_inputs_tokens_and_truncated(metrics):
     metrics.observe(record(timings=timings, inputs=2))
     found = {
         name: value(metrics, name, model="minilm")
-        for name in ("tokenize_seconds_sum", "queue_seconds_sum", "inference_seconds_sum",
-                     "inputs_total", "input_tokens_total", "truncated_total")
-    }  # fmt: skip
+        for name in (
+            "tokenize_seconds_sum",
+            "queue_seconds_sum",
+            "inference_seconds_sum",
+            "inputs_total",
+            "input_tokens_total",
+            "truncated_total",
+        )
+    }
     assert found == pytest.approx(
-        {"tokenize_seconds_sum": 0.002, "queue_seconds_sum": 0.04, "inference_seconds_sum": 0.6,
-         "inputs_total": 5, "input_tokens_total": 84, "truncated_total": 6}
-    )  # fmt: skip
+        {
+            "tokenize_seconds_sum": 0.002,
+            "queue_seconds_sum": 0.04,
+            "inference_seconds_sum": 0.6,
+            "inputs_total": 5,
+            "input_tokens_total": 84,
+            "truncated_total": 6,
+        }
+    )
 
 
 def test_batch_fills_size_tokens_and_the_share_of_padding(metrics):
@@ -105,14 +120,20 @@ def test_refusals_are_counted_by_reason(metrics):
     metrics.observe(record(status=422))
     assert value(metrics, "refused_total", model="minilm", reason="overloaded") == 2
     assert value(metrics, "refused_total", model="minilm", reason="too_large") == 1
-    reasons = {dict(labels)["reason"] for name, labels in samples(metrics)
-               if name == "enginery_refused_total"}  # fmt: skip
+    reasons = {
+        dict(labels)["reason"]
+        for name, labels in samples(metrics)
+        if name == "enginery_refused_total"
+    }
     assert reasons == {"overloaded", "too_large", "cancelled", "http", "invalid"}
 
 
 def test_gauges_are_read_at_each_scrape():
-    hosted = [Hosted("minilm", engines=("abc", "def")), Hosted("late", state="loading"),
-              Hosted("hung", state="stuck")]  # fmt: skip
+    hosted = [
+        Hosted("minilm", engines=("abc", "def")),
+        Hosted("late", state="loading"),
+        Hosted("hung", state="stuck"),
+    ]
     metrics = Metrics()
     metrics.watch_models(lambda: hosted)
     assert value(metrics, "model_ready", model="minilm") == 1
@@ -120,8 +141,13 @@ def test_gauges_are_read_at_each_scrape():
     assert value(metrics, "model_ready", model="hung") == 0
     assert value(metrics, "queue_inputs", model="minilm") == 3
     assert value(metrics, "queue_tokens", model="hung") == 57
-    labels = {"model": "minilm", "task": "feature-extraction", "precision": "fp32",
-              "provider": "CPUExecutionProvider", "engine": "abc,def"}  # fmt: skip
+    labels = {
+        "model": "minilm",
+        "task": "feature-extraction",
+        "precision": "fp32",
+        "provider": "CPUExecutionProvider",
+        "engine": "abc,def",
+    }
     assert value(metrics, "model_info", **labels) == 1
     hosted[1].state = "ready"
     assert value(metrics, "model_ready", model="late") == 1
@@ -143,8 +169,9 @@ def test_process_metrics_exist_and_created_series_do_not(metrics):
 def test_text_from_clients_never_becomes_a_label(metrics):
     for number in range(1000):
         name = f"no-such-model-{number}"
-        metrics.observe(record(route="/predict/{model}", model=name, status=404,
-                               timings=Timings(), inputs=1))  # fmt: skip
+        metrics.observe(
+            record(route="/predict/{model}", model=name, status=404, timings=Timings(), inputs=1)
+        )
         metrics.observe_batch(name, BatchStatistics(1, 1, 1, 0.1))
     body = metrics.exposition()[0].decode()
     assert "no-such-model" not in body

@@ -44,12 +44,20 @@ def record(tracing, *, headers=(), status=200, timings=None, seconds=0.0, **requ
     async def wait():
         await asyncio.sleep(seconds)
 
-    app = App(status=status, body=b"secret too", before=wait,
-              known={"route": "/v2/models/{model}/infer", "model": "minilm",
-                     "timings": timings})  # fmt: skip
+    app = App(
+        status=status,
+        body=b"secret too",
+        before=wait,
+        known={"route": "/v2/models/{model}/infer", "model": "minilm", "timings": timings},
+    )
     pairs = [(name.encode(), value.encode()) for name, value in dict(headers).items()]
-    ask(app, observed={"tracing": tracing}, path="/v2/models/minilm/infer",
-        headers=[*pairs, (b"x-request-id", b"abc")], **request)  # fmt: skip
+    ask(
+        app,
+        observed={"tracing": tracing},
+        path="/v2/models/minilm/infer",
+        headers=[*pairs, (b"x-request-id", b"abc")],
+        **request,
+    )
     return app
 
 
@@ -114,11 +122,17 @@ def test_attributes_are_http_conventions_and_hold_no_secret(exporter):
     attributes = dict(spans(exporter)["POST /v2/models/{model}/infer"].attributes)
     assert "secret" not in str(attributes)
     expected = {
-        "http.request.method": "POST", "url.path": "/v2/models/minilm/infer",
-        "http.response.status_code": 200, "client.address": "10.0.0.7", "client.port": 51234,
-        "http.route": "/v2/models/{model}/infer", "enginery.model": "minilm", "enginery.tokens": 7,
-        "enginery.truncated": 1, "enginery.request_id": "abc",
-    }  # fmt: skip
+        "http.request.method": "POST",
+        "url.path": "/v2/models/minilm/infer",
+        "http.response.status_code": 200,
+        "client.address": "10.0.0.7",
+        "client.port": 51234,
+        "http.route": "/v2/models/{model}/infer",
+        "enginery.model": "minilm",
+        "enginery.tokens": 7,
+        "enginery.truncated": 1,
+        "enginery.request_id": "abc",
+    }
     assert {name: attributes.get(name) for name in expected} == expected
 
 
@@ -188,8 +202,9 @@ def test_spans_arrive_at_a_collector(collector, monkeypatch, named):
     names, services = set(), set()
     for _, message in received:
         for group in message.resource_spans:
-            services |= {a.value.string_value for a in group.resource.attributes
-                         if a.key == "service.name"}  # fmt: skip
+            services |= {
+                a.value.string_value for a in group.resource.attributes if a.key == "service.name"
+            }
             names |= {span.name for scope in group.scope_spans for span in scope.spans}
     assert names == {"POST /v2/models/{model}/infer", "tokenize", "queue", "inference"}
     assert services == {named}
@@ -197,11 +212,14 @@ def test_spans_arrive_at_a_collector(collector, monkeypatch, named):
 
 @pytest.mark.parametrize(
     "variables",
-    [{}, {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
-     {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_SDK_DISABLED": "true"},
-     {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_TRACES_EXPORTER": "none"}],
+    [
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_TRACES_EXPORTER": "none"},
+    ],
     ids=["unset", "empty", "disabled", "exporter-none"],
-)  # fmt: skip
+)
 def test_tracing_is_off_by_default(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -209,9 +227,11 @@ def test_tracing_is_off_by_default(monkeypatch, variables):
 
 
 def test_nothing_is_imported_without_traces():
-    code = ("import sys\nfrom enginery.serve.observability.tracing import Tracing\n"
-            "assert Tracing.from_environment() is None\n"
-            "print([m for m in sys.modules if m.startswith('opentelemetry')])")  # fmt: skip
+    code = (
+        "import sys\nfrom enginery.serve.observability.tracing import Tracing\n"
+        "assert Tracing.from_environment() is None\n"
+        "print([m for m in sys.modules if m.startswith('opentelemetry')])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert done.stdout == "[]\n"
 
