@@ -92,7 +92,7 @@ def export_model(
             `package:NAME`.
         out: where the artifact goes; empty for the store.
         force: export although a finished artifact is there.
-        progress: who is told what happens.
+        progress: receives progress messages.
         options: of the stage, see `ExportConfig`.
 
     Raises:
@@ -118,7 +118,7 @@ def optimize_model(
         out: where the new artifact goes; empty for the store.
         force: optimize although a finished artifact is there.
         allow_failed: take an artifact whose validation failed.
-        progress: who is told what happens.
+        progress: receives progress messages.
         options: of the stage, see `OptimizeConfig`.
 
     Raises:
@@ -150,7 +150,7 @@ def quantize_model(
             `column` (a Hugging Face Dataset, dicts), or dicts of the graph's own inputs.
         out: where the new artifact goes; empty for the store.
         force: quantize although a finished artifact is there.
-        progress: who is told what happens.
+        progress: receives progress messages.
         options: of the stage, see `QuantizeConfig`.
 
     Raises:
@@ -183,7 +183,7 @@ def build_engine(
         out: where the artifact with the engines goes, which may be where it is; empty for the
             store.
         force: build although the engines are there.
-        progress: who is told what happens.
+        progress: receives progress messages.
         options: of the stage, see `BuildConfig`.
 
     Raises:
@@ -207,7 +207,7 @@ def validate_model(
     Args:
         artifact: the artifact or its path.
         force: validate although a verdict is there.
-        progress: who is told what happens.
+        progress: receives progress messages.
         options: of the stage, see `ValidateConfig`.
 
     Raises:
@@ -234,7 +234,7 @@ def bench_model(
     Args:
         models: artifacts, their paths, or .onnx files.
         out: where `reports/` goes; empty for the artifacts themselves.
-        progress: who is told what happens.
+        progress: receives progress messages.
         options: of the stage, see `BenchConfig`.
 
     Raises:
@@ -262,7 +262,7 @@ def predict_file(
         source: a CSV, TSV, JSONL, Parquet or text file, a folder of images, or `-`.
         output: a .parquet, .csv or .jsonl file.
         force: answer anew although there is an output.
-        progress: who is told what happens.
+        progress: receives progress messages.
         options: of the stage, see `PredictConfig`.
 
     Raises:
@@ -289,7 +289,7 @@ def publish_model(
         artifact: the artifact or its path.
         url: the registry: `file:///path` or a plain path, `mlflow:/name`, `hf://org/name`,
             `oci://registry/name:tag`.
-        progress: who is told what happens.
+        progress: receives progress messages.
         options: of the stage, see `PublishConfig`.
 
     Raises:
@@ -315,7 +315,7 @@ def pull_model(
         url: the address that `publish_model` returned; also with an alias, or without a version.
         out: where the artifact goes. An artifact that is there is replaced.
         insecure: talk plain HTTP to an OCI registry.
-        progress: who is told what happens.
+        progress: receives progress messages.
 
     Raises:
         EngineryError: there is no such version, the registry cannot be reached, or a file is
@@ -340,7 +340,7 @@ def export_triton(
     Args:
         artifact: the artifact or its path.
         out: the repository's folder; models of others in it stay.
-        progress: who is told what happens.
+        progress: receives progress messages.
         options: see `TritonConfig`.
 
     Raises:
@@ -367,7 +367,7 @@ def export_kserve(
     Args:
         artifact: the artifact or its path.
         out: where `inferenceservice.yaml` goes.
-        progress: who is told what happens.
+        progress: receives progress messages.
         options: see `KserveConfig`; `storage_uri` says where the cluster finds the model.
 
     Raises:
@@ -402,7 +402,7 @@ def run_recipe(
         trust_remote_code: run Python code that comes with the recipe's model. What the recipe
             grants its export holds for the stages behind it, too: they load the same files.
         allow_pickle: load pickled weights, likewise.
-        progress: who is told what happens.
+        progress: receives progress messages.
 
     Raises:
         RecipeError: `file:line: …`, before anything has run.

@@ -43,7 +43,7 @@ class BenchConfig:
     """Give memory that a run took beyond the arena's first piece back after it; each run allocates
     anew."""
     against: str = AUTO
-    """What stands beside it: onnxruntime, optimum, pytorch, pytorch-compile, pytorch-fp16,
+    """What it is compared with: onnxruntime, optimum, pytorch, pytorch-compile, pytorch-fp16,
     enginery-cpu; none for nothing. `auto`: those that can run here, the others with their reasons.
     One that is named and cannot run is an error."""
     batch: str = "1,8,32"
@@ -77,7 +77,7 @@ class BenchConfig:
     """Ratios nearer to 1 are no difference: the same program in two processes differs as much."""
     min_rounds: int = 10
     """Turns that each contender has at each shape, unless `max_seconds` is over before. As many as
-    an interval needs, 6 at a confidence of 0.95, are had all the same."""
+    an interval needs, 6 at a confidence of 0.95, always run."""
     max_rounds: int = 60
     """The most turns of each contender at each shape."""
     max_seconds: float = 20.0
@@ -142,7 +142,7 @@ def contender_names(config: BenchConfig) -> tuple[str, ...]:
     """The contenders that were named, each once; none for `auto`.
 
     Raises:
-        OptionError: a name is unknown, or `auto` or `none` stands beside others.
+        OptionError: a name is unknown, or `auto` or `none` is combined with others.
     """
     names = tuple(dict.fromkeys(part.strip() for part in config.against.split(",")))
     if names in ((AUTO,), ("none",)):

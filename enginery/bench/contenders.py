@@ -1,11 +1,11 @@
-"""Who is measured: the artifact through this package's runner, and what stands beside it.
+"""Plan which backends are measured: this package's runner, and those it is compared with.
 
 >>> plans, left_out = plan_contenders(subjects, BenchConfig())
 >>> [plan.name for plan in plans], left_out
 (['enginery', 'onnxruntime', 'optimum', 'pytorch'], {'pytorch-fp16': 'on the CPU it is …'})
 
-A plan says what a process is to open; whether it can is known when it has tried. Providers are
-chosen before, so that where one is fallen back from, nothing else is planned for its GPU.
+A plan says what a process opens; whether that works is known once it has tried. Providers are
+chosen first: after a fallback to the CPU, nothing else is planned for the GPU.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def plan_contenders(
         head = heads[subject.name]
         providers = specs
         if kind == "enginery-cpu":
-            providers, head = (ProviderSpec("cpu"),), Provider(CPU, "to stand beside")
+            providers, head = (ProviderSpec("cpu"),), Provider(CPU, "for comparison")
         elif kind == "optimum":  # it takes one provider, and falls back to none by itself
             providers = (ProviderSpec(short_name(head.name), head.options),)
         device = _device(head)

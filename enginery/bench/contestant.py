@@ -1,4 +1,4 @@
-"""The process of one contender: it loads a model, and runs it when it is told to.
+"""The process of one contender: it loads a model and runs it on request.
 
 Reads one JSON command a line from standard input, answers one JSON line on standard output:
 

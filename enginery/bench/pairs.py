@@ -1,11 +1,10 @@
-"""Who is told beside whom: pairs of contenders that a person would hold against one another.
+"""Choose which pairs of contenders the report compares.
 
 >>> comparisons(rounds.turns, plans, BenchConfig())[0].words
 '1.21 times as fast (1.18 to 1.24)'
 
-PyTorch and Optimum run once, for the first artifact; PyTorch stands for the model, so that our
-runner of every artifact is told beside it. Else a pair is of one artifact, or of two of our
-runners.
+PyTorch and Optimum run once, for the first artifact. PyTorch represents the model, so the runner of
+every artifact is compared with it. All other pairs are of one artifact, or of two runners of ours.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from enginery.core.reports import Comparison
 def comparisons(
     turns: Mapping[str, Sequence[Sequence[float]]], plans: Mapping[str, Plan], config: BenchConfig
 ) -> list[Comparison]:
-    """Everyone beside PyTorch, and beside our runner; each pair that `belong` holds, once."""
+    """Compare every contender with PyTorch and with our runner; each pair of `belong` once."""
     bases = [name for name in turns if plans[name].kind == "pytorch"]
     bases += [name for name in turns if plans[name].kind == OURS]
     found: dict[frozenset[str], Comparison] = {}
@@ -41,7 +40,7 @@ def comparisons(
 
 
 def belong(one: Plan, other: Plan) -> bool:
-    """Whether two contenders are of one artifact, two of our runners, or ours beside PyTorch."""
+    """Return True for two contenders of one artifact, two of our runners, or ours and PyTorch."""
     if one.subject == other.subject:
         return True
     stands = [plan.kind == OURS or plan.kind.startswith("pytorch") for plan in (one, other)]

@@ -71,7 +71,7 @@ def run(
         config: what is measured, beside what, how long.
         out: a directory for `reports/`, in place of the artifacts' own. Without it, what is found
             of .onnx files alone is returned, and written nowhere.
-        progress: who is told what happens.
+        progress: receives progress messages.
 
     Raises:
         OptionError: an option cannot be used, or the model has no such dim.

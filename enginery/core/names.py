@@ -10,7 +10,7 @@ _DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNOR
 
 
 def is_portable_name(text: str) -> bool:
-    """Whether a text can name a model, a version or an alias in every registry and file system."""
+    """Return True if a text can be a name in every registry and file system."""
     return _PORTABLE.fullmatch(text) is not None and not _DEVICE.fullmatch(text)
 
 

@@ -178,7 +178,7 @@ class Journal:
             columns: of the windows.
             config: when a part ends.
             kind: of the output.
-            progress: who is told.
+            progress: receives progress messages.
 
         Raises:
             InputError: the input cannot be read to its end, or holds no rows; with `fail_fast`,

@@ -100,7 +100,7 @@ def run(
         output: a .parquet, .csv or .jsonl file.
         config: how rows are read, answered and written.
         force: replace an output that is there.
-        progress: who is told what happens.
+        progress: receives progress messages.
         stdin: read in place of standard input.
 
     Returns:

@@ -32,7 +32,7 @@ def run(
         artifact: what to publish. It stays as it is.
         url: the registry's address; `open_destination` says which there are.
         config: the options.
-        progress: who is told what happens.
+        progress: receives progress messages.
 
     Raises:
         OptionError: the address or an option cannot be used.
@@ -68,7 +68,7 @@ def pull(url: str, out: Path, config: PublishConfig, *, progress: Progress = SIL
         url: the address that `run` returned, or one with an alias or without a version.
         out: where the artifact goes.
         config: the options; the address's own.
-        progress: who is told what happens.
+        progress: receives progress messages.
 
     Raises:
         OptionError: the address cannot be used.

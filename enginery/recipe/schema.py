@@ -31,7 +31,7 @@ Schema = dict[str, Any]
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 """yaml-language-server, which most editors run, reads draft 7 and older ones (its README). In it,
-what stands beside `$ref` is no part of the schema: descriptions and defaults alone do."""
+keywords next to `$ref` are ignored, so only descriptions and defaults may be there."""
 
 _TYPED: dict[str, type] = {
     CUDA: CudaOptions,

@@ -100,10 +100,10 @@ class NodeWork:
 
 
 def count_node_work(model: Path, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NodeWork]:
-    """What each node does on these feeds, by the node's name; one without has `unnamed_7`.
+    """Count the work of each node on these feeds, by name; a node without one is `unnamed_7`.
 
-    ONNX Runtime's placement knows no such name, so that the work of those nodes is told as nobody's
-    in particular. Of a node inside a loop the last round is counted.
+    ONNX Runtime's placement does not list such names, so their work belongs to no provider. For a
+    node inside a loop, the last iteration counts.
 
     Raises:
         InputError: the CPU cannot run the graph on the feeds: it has no kernel for it (bfloat16,

@@ -58,7 +58,7 @@ def run(
         artifact: what is served; its size and its names are read, and it stays where it is.
         out: the folder.
         config: the options.
-        progress: who is told what happens.
+        progress: receives progress messages.
 
     Raises:
         OptionError: an option does not fit the artifact.

@@ -68,7 +68,7 @@ def run(
         artifact: what to export. It stays as it is.
         out: the repository's folder; models of others in it stay.
         config: the options.
-        progress: who is told what happens.
+        progress: receives progress messages.
 
     Raises:
         OptionError: an option does not fit the artifact, or the repository has a newer version.

@@ -424,7 +424,7 @@ def write_version(
         package: what is published.
         folder: of the model.
         version: its name, without anything else in its place than a damaged version.
-        progress: who is told.
+        progress: receives progress messages.
         stamp_ns: when the version was published; 0 for now, and later than every other version.
 
     Raises:

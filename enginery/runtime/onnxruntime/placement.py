@@ -215,7 +215,7 @@ def read_placement(
 def placement_of(session: Any, head: str) -> Placement:
     """The assignment that a session has kept; it was opened with the option `RECORD` set to 1.
 
-    Whether a node computes shapes is told by its op alone: `with_work` knows better.
+    Whether a node computes shapes is judged by its op alone: `with_work` knows better.
 
     Raises:
         ProviderError: the session has kept none.

@@ -1,4 +1,4 @@
-"""What MLflow is told of a package: signature, input example, tags and parameters."""
+"""Describe a package to MLflow: signature, input example, tags and parameters."""
 
 from __future__ import annotations
 

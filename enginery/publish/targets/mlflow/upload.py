@@ -48,7 +48,7 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
         package: what is published.
         name: of the registered model, which exists. The caller holds this machine's lock of the
             package's content on this server.
-        progress: who is told how many files are there.
+        progress: receives the number of files that are there.
     """
     import mlflow
     from mlflow.entities import LoggedModelOutput
