@@ -122,8 +122,8 @@ def _documented(model: Model) -> Callable[..., Any]:
 
     method.__name__ = model.method
     method.__doc__ = model.definition.__doc__
-    method.__signature__ = inspect.Signature(
-        [  # type: ignore[attr-defined]
+    method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
             inspect.Parameter("inputs", inspect.Parameter.POSITIONAL_OR_KEYWORD),
             *(
                 inspect.Parameter(
