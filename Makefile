@@ -98,7 +98,7 @@ format: setup  ## rewrite the code as the linter wants it
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 schema: setup  ## write the schemas of manifests and recipes in docs/ anew from the code
-	$(BIN)/python -m enginery.core.manifest > docs/manifest.schema.json
+	$(BIN)/python -m enginery.core.artifact.manifest > docs/manifest.schema.json
 	$(BIN)/python -m enginery.recipe.schema > docs/recipe.schema.json
 
 clean:  ## remove the virtual environment and what tools left; the store stays

@@ -32,8 +32,8 @@ PRECISIONS = ("fp32", "fp16", "int8")
 BUILD = f"""
 import json, sys, time
 from enginery import build_engine
-from enginery.core.engine import Engine
-from enginery.core.engine_record import engine_directories
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.engine_record import engine_directories
 from enginery.engine import stage
 started = time.perf_counter()
 made = build_engine(sys.argv[1], profile=["{PROFILE}"], capability="{CAPABILITY}")
@@ -57,7 +57,7 @@ def bert_base(directory: Path) -> Path:
 def made_in(precision: str, exported: Path, out: Path) -> Path:
     """The artifact in a precision; how near its answers are is not asked here."""
     from enginery import optimize_model, quantize_model
-    from enginery.core.artifact import Artifact
+    from enginery.core.artifact.artifact import Artifact
 
     if precision == "fp16":
         optimize_model(exported, target="tensorrt", precision="fp16", out=out)

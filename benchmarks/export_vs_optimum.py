@@ -30,7 +30,7 @@ from pathlib import Path
 
 import psutil
 
-from enginery.core.source import resolve_source
+from enginery.core.model.source import resolve_source
 
 SAMPLE_SECONDS = 0.02
 ATOL = 1e-5  # fp32 weights, one tracer: the graphs differ by fusions of constants at most
@@ -178,8 +178,8 @@ def largest_difference(model: Path, first: Path, second: Path) -> float:
     import numpy as np
     import onnxruntime as ort
 
-    from enginery.core.feeds import FeedLimits, make_feeds
-    from enginery.core.model_files import ModelConfig
+    from enginery.core.model.feeds import FeedLimits, make_feeds
+    from enginery.core.model.files import ModelConfig
     from enginery.export.graphs import record_graph
 
     limits = FeedLimits.from_config(ModelConfig.read(model))

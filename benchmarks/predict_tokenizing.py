@@ -22,7 +22,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 from predict_vs_seed import write_phrases
 
 from enginery import export_model
-from enginery.runtime.tokenizer import TextTokenizer
+from enginery.runtime.text.tokenizer import TextTokenizer
 
 WINDOW = 1024
 

@@ -62,7 +62,7 @@ print(json.dumps({"boot": boot, "encode": encode, "inference": inference,
 PREDICT = """
 import json, sys
 from pathlib import Path
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.predict.config import PredictConfig
 from enginery.predict.stage import run
 config = PredictConfig(**json.loads(sys.argv[4]))
@@ -77,7 +77,7 @@ IDEAL = """
 import itertools, json, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.runtime.onnxruntime.runner import OrtRunner
 threads, budgets, grid = int(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4])
 seconds = {}
@@ -130,7 +130,7 @@ def write_phrases(path: Path, rows: int) -> None:
 
 
 def token_lengths(artifact: Path, data: Path) -> list[int]:
-    from enginery.runtime.tokenizer import TextTokenizer
+    from enginery.runtime.text.tokenizer import TextTokenizer
 
     tokenizer = TextTokenizer.open(artifact)
     with data.open(newline="", encoding="utf-8") as stream:

@@ -14,9 +14,9 @@ from pathlib import Path
 from quantize_minilm import sentences
 
 from enginery import export_model
-from enginery.engine.buckets import bucket_lengths
-from enginery.engine.lengths import token_lengths
-from enginery.runtime.tokenizer import TextTokenizer
+from enginery.engine.profiles.buckets import bucket_lengths
+from enginery.engine.profiles.lengths import token_lengths
+from enginery.runtime.text.tokenizer import TextTokenizer
 
 COUNTS = (1, 2, 3, 5)
 

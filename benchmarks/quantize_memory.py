@@ -25,7 +25,7 @@ import numpy as np
 from quantize_minilm import sentences
 
 from enginery import export_model
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_from
 from enginery.quantize import stage

@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 
 from enginery import export_model
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.options import options_from
 from enginery.quantize import stage
 from enginery.quantize.accuracy import AccuracyEvaluator
+from enginery.quantize.calibration.data import CalibrationData, make_batches
 from enginery.quantize.config import QuantizeConfig
-from enginery.quantize.data import CalibrationData, make_batches
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
 CALIBRATION, UNSEEN, DRAWS = 512, 256, 6

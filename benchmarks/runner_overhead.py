@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from enginery import export_model
-from enginery.bench.machine import describe_machine
-from enginery.bench.statistics import compare
-from enginery.core.artifact import Artifact
-from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.model_files import ModelConfig
+from enginery.bench.measurement.machine import describe_machine
+from enginery.bench.measurement.statistics import compare
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.model.feeds import FeedLimits, make_feeds
+from enginery.core.model.files import ModelConfig
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
 TURN = {1: 10, 8: 4}
@@ -134,7 +134,7 @@ def beside(source: str, artifact: Artifact, feeds: dict[str, Any]) -> dict[str, 
     from optimum.onnxruntime import ORTModelForFeatureExtraction
     from transformers import AutoModel
 
-    from enginery.core.source import resolve_source
+    from enginery.core.model.source import resolve_source
 
     path = str(resolve_source(source).path)
     tensors = {name: torch.from_numpy(array) for name, array in feeds.items()}

@@ -94,9 +94,9 @@ CEILING = """
 import csv, json, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.tokenizer import TextTokenizer
+from enginery.runtime.text.tokenizer import TextTokenizer
 artifact, data, phrases = Artifact.open(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 tokenizer = TextTokenizer.open(artifact.path)
 with open(data, newline="", encoding="utf-8") as stream:

@@ -16,10 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from enginery.core.artifact import Artifact
-    from enginery.core.errors import EngineryError
-    from enginery.core.version import __version__
-    from enginery.pipeline import (
+    from enginery.api import (
         bench_model,
         build_engine,
         export_kserve,
@@ -33,6 +30,9 @@ if TYPE_CHECKING:
         run_recipe,
         validate_model,
     )
+    from enginery.core.artifact.artifact import Artifact
+    from enginery.core.errors import EngineryError
+    from enginery.core.version import __version__
     from enginery.recipe import Recipe
     from enginery.runtime.model import load_model
 
@@ -59,22 +59,22 @@ __all__ = [
 
 _HOMES = {
     "__version__": "enginery.core.version",
-    "Artifact": "enginery.core.artifact",
+    "Artifact": "enginery.core.artifact.artifact",
     "EngineryError": "enginery.core.errors",
     "Recipe": "enginery.recipe.model",
-    "bench_model": "enginery.pipeline",
-    "build_engine": "enginery.pipeline",
-    "export_kserve": "enginery.pipeline",
-    "export_model": "enginery.pipeline",
-    "export_triton": "enginery.pipeline",
+    "bench_model": "enginery.api",
+    "build_engine": "enginery.api",
+    "export_kserve": "enginery.api",
+    "export_model": "enginery.api",
+    "export_triton": "enginery.api",
     "load_model": "enginery.runtime.model",
-    "optimize_model": "enginery.pipeline",
-    "predict_file": "enginery.pipeline",
-    "publish_model": "enginery.pipeline",
-    "pull_model": "enginery.pipeline",
-    "quantize_model": "enginery.pipeline",
-    "run_recipe": "enginery.pipeline",
-    "validate_model": "enginery.pipeline",
+    "optimize_model": "enginery.api",
+    "predict_file": "enginery.api",
+    "publish_model": "enginery.api",
+    "pull_model": "enginery.api",
+    "quantize_model": "enginery.api",
+    "run_recipe": "enginery.api",
+    "validate_model": "enginery.api",
 }
 
 

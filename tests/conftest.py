@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from tests.tiny import save_tiny
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and so would every command that

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from enginery.core.artifact import Artifact, commit_artifact
+from enginery.core.artifact.artifact import Artifact, commit_artifact
 
 UNKNOWN = "xyzzy"
 """A word that the vocabulary of `no_unk` lacks."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from enginery.core.manifest import Manifest
+from enginery.core.artifact.manifest import Manifest
 
 ROOT = Path(__file__).parents[1]
 LINKS = ("export", "optimize", "quantize", "serve")
@@ -194,11 +194,11 @@ def test_source_distribution_holds_what_the_wheel_is_built_from(shipped):
 
 
 def test_manifest_schema_is_the_models_own():
-    """Made by: python -m enginery.core.manifest > docs/manifest.schema.json"""
+    """Made by: python -m enginery.core.artifact.manifest > docs/manifest.schema.json"""
     text = (ROOT / "docs/manifest.schema.json").read_text(encoding="utf-8")
     described = json.loads(text)
     assert described["properties"].pop("self_sha256")["type"] == "string"
     described["required"].remove("self_sha256")
     assert described == Manifest.model_json_schema()
-    made = call(sys.executable, "-m", "enginery.core.manifest")
+    made = call(sys.executable, "-m", "enginery.core.artifact.manifest")
     assert (made.returncode, made.stdout) == (0, text)

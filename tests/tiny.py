@@ -19,10 +19,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from enginery.core.artifact import Artifact, commit_artifact, staging
+from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
+from enginery.core.artifact.manifest import Manifest, StageRecord
 from enginery.core.json_file import read_json
-from enginery.core.manifest import Manifest, StageRecord
-from enginery.core.source import resolve_source
+from enginery.core.model.source import resolve_source
 
 TEXT_KINDS = (
     "bert",

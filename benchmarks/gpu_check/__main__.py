@@ -24,11 +24,11 @@ from benchmarks.gpu_check.goals import judge
 from benchmarks.gpu_check.page import page
 from benchmarks.gpu_check.parts import Outcome, chosen_parts, failures, run_parts
 from benchmarks.gpu_check.settings import PARTS, TEXT_MODELS, settings_for
-from enginery.bench.machine import describe_machine
+from enginery.bench.measurement.machine import describe_machine
+from enginery.core.artifact.staging import write_beside
 from enginery.core.errors import ProviderError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import json_bytes
-from enginery.core.staging import write_beside
 from enginery.runtime.providers.gpus import visible_gpus
 
 DRY_RUN = "on the CPU: a dry run"

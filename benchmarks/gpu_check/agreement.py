@@ -21,15 +21,15 @@ import torch
 from benchmarks.gpu_check import pytorch
 from benchmarks.gpu_check.settings import PRECISIONS, TEXT_MODELS
 from benchmarks.gpu_check.work import Work
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import InputError
-from enginery.core.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
+from enginery.core.model.files import ModelConfig
 from enginery.core.precision import Tolerance
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
-from enginery.validate.metrics import NoiseFloor, compare_output, noise_floor
-from enginery.validate.padding import find_padding_mask
+from enginery.validate.cases.padding import find_padding_mask
+from enginery.validate.metrics.outputs import NoiseFloor, compare_output, noise_floor
 
 _NOISE = {"fp32": "fp64", "fp16": "fp16", "bf16": "bf16"}
 

@@ -23,7 +23,7 @@ import torch
 from benchmarks.gpu_check.pytorch import tensors_of, wait
 from benchmarks.gpu_check.work import in_words
 from enginery.core.errors import ProviderError
-from enginery.core.feeds import Feeds
+from enginery.core.model.feeds import Feeds
 
 STRONGEST, FALLBACK = "max-autotune", "reduce-overhead"
 _LEAST_SECONDS = {STRONGEST: 45.0}

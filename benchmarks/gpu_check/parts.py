@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.settings import PARTS, Part
-from enginery.core.child import how_it_ended
+from enginery.core.subprocess import how_it_ended
 
 MODULE = "benchmarks.gpu_check.work"
 Outcome = dict[str, Any]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from benchmarks.gpu_check.settings import PRECISIONS, TEXT_MODELS
 from benchmarks.gpu_check.work import Work
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import InputError
-from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.model_files import ModelConfig
-from enginery.runtime.multiply_adds import count_node_work
+from enginery.core.model.feeds import FeedLimits, make_feeds
+from enginery.core.model.files import ModelConfig
+from enginery.runtime.onnxruntime.multiply_adds import count_node_work
 from enginery.runtime.onnxruntime.placement import Placement, read_placement, with_work
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.selection import choose_providers

@@ -85,11 +85,11 @@ class Settings:
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Keywords of the models' configurations; none are transformers' defaults."""
     min_rounds: int = 6
-    """For an interval of 95 %, see bench/statistics.py."""
+    """For an interval of 95 %, see bench/measurement/statistics.py."""
     max_rounds: int = 8
     point_seconds: float = 10.0
     most_runs: int = 1000
-    """Of one turn, which is 50 ms of runs: bench/rounds.py."""
+    """Of one turn, which is 50 ms of runs: bench/measurement/rounds.py."""
     warm_up_seconds: float = 1.0
     compile_backend: str = "inductor"
 

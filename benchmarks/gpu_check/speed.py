@@ -5,7 +5,8 @@
 0.31
 
 All take turns in this one process, a round after another, in an order that is reversed from round
-to round (bench/rounds.py); medians and intervals are those of bench/statistics.py.
+to round (bench/measurement/rounds.py); medians and intervals are those of
+bench/measurement/statistics.py.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from benchmarks.gpu_check.contenders import (
 )
 from benchmarks.gpu_check.settings import Point
 from benchmarks.gpu_check.work import Work, in_words
-from enginery.bench.rounds import Limits, Rounds, run_rounds, runs_in_turn
-from enginery.bench.statistics import compare, latency
-from enginery.bench.warmup import take_turn, warm_up
-from enginery.core.artifact import Artifact
-from enginery.core.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.model_files import ModelConfig
+from enginery.bench.backends.warmup import take_turn, warm_up
+from enginery.bench.measurement.rounds import Limits, Rounds, run_rounds, runs_in_turn
+from enginery.bench.measurement.statistics import compare, latency
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
+from enginery.core.model.files import ModelConfig
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
 CONFIDENCE, SMALLEST = 0.95, 0.02

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.gpu_check.agreement import feeds_at
 from benchmarks.gpu_check.work import Work
 from enginery import build_engine, optimize_model
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ProviderError
 from enginery.core.precision import Tolerance
 from enginery.runtime.onnxruntime.runner import OrtRunner

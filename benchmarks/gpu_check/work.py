@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.settings import Settings, settings_for
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.staging import write_beside
 from enginery.core.errors import EngineryError
 from enginery.core.json_file import json_bytes
-from enginery.core.staging import write_beside
 
 Found = dict[str, Any]
 

@@ -24,24 +24,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from enginery.bench.advice import advise
-from enginery.bench.cases import sweep
+from enginery.bench.backends.plan import Plan, for_images, plan_contenders, providers_of
+from enginery.bench.backends.process import Contender
 from enginery.bench.config import OURS, BenchConfig, check_options
-from enginery.bench.contenders import Plan, for_images, plan_contenders, providers_of
-from enginery.bench.image_passes import measure_images
-from enginery.bench.images import ImageInputs
-from enginery.bench.machine import describe_machine
-from enginery.bench.measure import measure_case, on_gpu
-from enginery.bench.notes import fallback_notes, stage_notes
-from enginery.bench.padding import measure_padding
-from enginery.bench.page import store_reports, write_report
-from enginery.bench.process import Contender
-from enginery.bench.subject import Subject, with_unique_names
-from enginery.core.artifact import REPORTS, Artifact
-from enginery.core.errors import ArtifactError, EngineryError, OptionError
-from enginery.core.options import options_dict
-from enginery.core.progress import SILENT, Progress
-from enginery.core.reports import (
+from enginery.bench.measurement.cases import sweep
+from enginery.bench.measurement.image_passes import measure_images
+from enginery.bench.measurement.images import ImageInputs
+from enginery.bench.measurement.machine import describe_machine
+from enginery.bench.measurement.padding import measure_padding
+from enginery.bench.measurement.shapes import measure_case, on_gpu
+from enginery.bench.report.advice import advise
+from enginery.bench.report.notes import fallback_notes, stage_notes
+from enginery.bench.report.page import store_reports, write_report
+from enginery.bench.target import Subject, with_unique_names
+from enginery.core.artifact.artifact import REPORTS, Artifact
+from enginery.core.artifact.reports import (
     BenchCase,
     BenchResult,
     ContenderFacts,
@@ -49,6 +46,9 @@ from enginery.core.reports import (
     ImagesResult,
     Machine,
 )
+from enginery.core.errors import ArtifactError, EngineryError, OptionError
+from enginery.core.options import options_dict
+from enginery.core.progress import SILENT, Progress
 from enginery.runtime.onnxruntime.binding import BUCKETS
 from enginery.runtime.providers.specification import format_providers
 

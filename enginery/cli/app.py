@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from enginery import __version__
 
 if TYPE_CHECKING:
-    from enginery.console import Console
+    from enginery.cli.console import Console
 
 # Stages are imported by the command that runs them: `enginery --help` shows within a blink.
 
@@ -47,7 +47,7 @@ class Output:
 
     def console(self) -> Console:
         """The console of this command."""
-        from enginery.console import Console
+        from enginery.cli.console import Console
 
         return Console(as_json=self.json, quiet=self.quiet, verbose=self.verbose)
 

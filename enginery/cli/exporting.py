@@ -35,8 +35,8 @@ def export_triton(
     directory
         The model repository; models of others in it stay as they are.
     """
+    from enginery.api import export_triton as export
     from enginery.core.options import options_dict
-    from enginery.pipeline import export_triton as export
 
     console = output.console()
     made = export(artifact, directory, progress=console, **options_dict(config))
@@ -63,8 +63,8 @@ def export_kserve(
     directory
         Where inferenceservice.yaml goes.
     """
+    from enginery.api import export_kserve as export
     from enginery.core.options import options_dict
-    from enginery.pipeline import export_kserve as export
 
     console = output.console()
     made = export(artifact, directory, progress=console, **options_dict(config))

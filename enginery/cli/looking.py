@@ -35,9 +35,9 @@ def validate(
     force
         Validate although a verdict with the same options is there.
     """
-    from enginery import show
+    from enginery.api import validate_model
+    from enginery.cli import render as show
     from enginery.core.options import options_dict
-    from enginery.pipeline import validate_model
 
     console = output.console()
     report = validate_model(artifact, force=force, progress=console, **options_dict(config))
@@ -68,7 +68,7 @@ def lint(
     target
         Who is to run it.
     """
-    from enginery.pipeline import lint_model
+    from enginery.api import lint_model
 
     console = output.console()
     reports = lint_model(model, target=target)
@@ -110,7 +110,7 @@ def inspect(
     allow_fallback
         Take the next provider where the first cannot be had, and say so.
     """
-    from enginery.core.engine_record import ENGINE_FILE
+    from enginery.core.artifact.engine_record import ENGINE_FILE
 
     if not placement and (provider or provider_option or allow_fallback or graph):
         named = "a graph" if graph else "a provider"
@@ -118,13 +118,14 @@ def inspect(
     if (path / ENGINE_FILE).is_file():
         _inspect_engine(path, verify=verify, output=output)
         return
-    from enginery import show, show_engines
-    from enginery.core.artifact import Artifact
+    from enginery.cli import render as show
+    from enginery.cli import render_engines as show_engines
+    from enginery.core.artifact.artifact import Artifact
 
     console = output.console()
     is_bare = path.suffix == ".onnx"
     if is_bare:
-        from enginery.bench.subject import artifact_of_file
+        from enginery.bench.target import artifact_of_file
 
         opened = artifact_of_file(path)
     else:
@@ -163,8 +164,8 @@ def inspect(
 
 
 def _inspect_engine(path: Path, *, verify: bool, output: Output) -> None:
-    from enginery import show_engines
-    from enginery.core.engine import Engine
+    from enginery.cli import render_engines as show_engines
+    from enginery.core.artifact.engine import Engine
 
     console = output.console()
     engine = Engine.open(path, verify=verify)
@@ -210,7 +211,7 @@ def show_provider_options(
     """
     import json
 
-    from enginery.core.artifact import Artifact
+    from enginery.core.artifact.artifact import Artifact
     from enginery.engine.provider_options import provider_options, to_json, to_python
 
     console = output.console()

@@ -18,8 +18,8 @@ from enginery.optimize.config import OptimizeConfig
 from enginery.quantize.config import QuantizeConfig
 
 if TYPE_CHECKING:
-    from enginery.console import Console
-    from enginery.core.artifact import Artifact
+    from enginery.cli.console import Console
+    from enginery.core.artifact.artifact import Artifact
 
 _EXPORT = ExportConfig()
 _OPTIMIZE = OptimizeConfig()
@@ -47,9 +47,9 @@ def export(
     force
         Export although a finished artifact is there.
     """
-    from enginery import show
+    from enginery.api import export_model
+    from enginery.cli import render as show
     from enginery.core.options import options_dict
-    from enginery.pipeline import export_model
 
     console = output.console()
     artifact = export_model(model, out=out, force=force, progress=console, **options_dict(config))
@@ -82,8 +82,8 @@ def optimize(
     allow_failed
         Take an artifact whose validation failed.
     """
+    from enginery.api import optimize_model
     from enginery.core.options import options_dict
-    from enginery.pipeline import optimize_model
 
     console = output.console()
     made = optimize_model(
@@ -120,8 +120,8 @@ def quantize(
     force
         Quantize although a finished artifact is there.
     """
+    from enginery.api import quantize_model
     from enginery.core.options import options_dict
-    from enginery.pipeline import quantize_model
 
     console = output.console()
     options = options_dict(config)
@@ -153,9 +153,9 @@ def build(
     force
         Build although the engines are there.
     """
-    from enginery import show_engines
+    from enginery.api import build_engine
+    from enginery.cli import render_engines as show_engines
     from enginery.core.options import options_dict
-    from enginery.pipeline import build_engine
 
     console = output.console()
     made = build_engine(artifact, out=out, force=force, progress=console, **options_dict(config))
@@ -212,10 +212,10 @@ def run(
     """
     from dataclasses import replace
 
-    from enginery import show
-    from enginery.ask import ask as answer
-    from enginery.ask import builtin_inputs
-    from enginery.pipeline import run_recipe
+    from enginery.api import run_recipe
+    from enginery.cli import render as show
+    from enginery.cli.demo import ask as answer
+    from enginery.cli.demo import builtin_inputs
     from enginery.recipe import Recipe
     from enginery.recipe.checks import check_recipe
 
@@ -268,7 +268,7 @@ def run(
 
 
 def _show_made(console: Console, artifact: Artifact, done: str) -> None:
-    from enginery import show
+    from enginery.cli import render as show
 
     console.json(show.artifact_json(artifact))
     console.table(f"{done} to {artifact.path}", show.artifact_rows(artifact))

@@ -31,8 +31,8 @@ def bench(
     out
         Where `reports/` goes; empty for the artifacts themselves.
     """
+    from enginery.api import bench_model
     from enginery.core.options import options_dict
-    from enginery.pipeline import bench_model
 
     console = output.console()
     result = bench_model(*models, out=out, progress=console, **options_dict(config))
@@ -49,7 +49,7 @@ def report(artifact: Path, *, output: Output = OUTPUT) -> None:
     artifact
         The artifact's directory.
     """
-    from enginery.bench.page import write_report
+    from enginery.bench.report.page import write_report
 
     console = output.console()
     page = write_report(artifact)

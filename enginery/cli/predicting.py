@@ -40,8 +40,8 @@ def predict(
     force
         Answer anew although there is a finished or a half-finished output.
     """
+    from enginery.api import predict_file
     from enginery.core.options import options_dict
-    from enginery.pipeline import predict_file
 
     console = output.console()
     report = predict_file(

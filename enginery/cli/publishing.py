@@ -35,8 +35,8 @@ def publish(
         The registry: file:///path or a plain path, mlflow:/name, hf://org/name or
         hf://org/name@branch, oci://registry/name or oci://registry/name:tag.
     """
+    from enginery.api import publish_model
     from enginery.core.options import options_dict
-    from enginery.pipeline import publish_model
 
     console = output.console()
     published = publish_model(artifact, url, progress=console, **options_dict(config))
@@ -58,7 +58,7 @@ def pull(url: str, out: Path, *, insecure: Flag = False, output: Output = OUTPUT
     insecure
         Talk plain HTTP to an OCI registry.
     """
-    from enginery.pipeline import pull_model
+    from enginery.api import pull_model
 
     console = output.console()
     artifact = pull_model(url, out, insecure=insecure, progress=console)

@@ -9,7 +9,7 @@ from enginery.core.errors import BadRowsError
 from enginery.core.options import options_dict
 
 if TYPE_CHECKING:
-    from enginery.console import Console
+    from enginery.cli.console import Console
 
 
 def result_json(stage: str, made: Any) -> Any:
@@ -32,7 +32,7 @@ def show_result(console: Console, stage: str, made: Any) -> None:
             console.table(report.path, report.rows())
             console.line(report.summary)
     elif stage == "bench":
-        from enginery.bench.rows import lines, tables
+        from enginery.bench.report.rows import lines, tables
 
         for title, rows in tables(made).items():
             console.table(title, rows)

@@ -20,8 +20,8 @@ application.command(store_app)
 @store_app.command(name="list")
 def list_store(*, output: Output = OUTPUT) -> None:
     """List the finished artifacts and engines, most recently used first."""
-    from enginery import show
-    from enginery.core.store import Store
+    from enginery.cli import render as show
+    from enginery.core.store.store import Store
 
     console = output.console()
     entries = Store().entries()
@@ -50,9 +50,9 @@ def prune(
     everything
         Keep nothing.
     """
-    from enginery import show
-    from enginery.console import human_bytes, parse_bytes
-    from enginery.core.store import Store
+    from enginery.cli import render as show
+    from enginery.cli.console import human_bytes, parse_bytes
+    from enginery.core.store.store import Store
     from enginery.predict.journal import remove_leftovers
 
     if bool(max_size) == everything:
@@ -74,7 +74,7 @@ def prune(
 @store_app.command
 def path(*, output: Output = OUTPUT) -> None:
     """Print where the store is."""
-    from enginery.core.store import Store
+    from enginery.core.store.store import Store
 
     console = output.console()
     console.json({"path": str(Store().home)})

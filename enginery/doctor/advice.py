@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from enginery.core.artifact.reports import Advice
 from enginery.core.errors import EngineryError
-from enginery.core.reports import Advice
 from enginery.doctor.report import Finding, MachineStatus, NvidiaStatus, ProviderStatus
 from enginery.runtime.advice import exhaustive_search, too_many_threads
 from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name

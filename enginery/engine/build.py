@@ -11,9 +11,9 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from enginery.core.artifact import Artifact, link_or_copy, staging
-from enginery.core.engine import Engine
-from enginery.core.engine_record import (
+from enginery.core.artifact.artifact import Artifact, link_or_copy, staging
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.engine_record import (
     ENGINE_FILE,
     ENGINES,
     EngineRecord,
@@ -21,12 +21,12 @@ from enginery.core.engine_record import (
     plan_name,
     wrapper_name,
 )
+from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.errors import ArtifactError, ProviderError
-from enginery.core.fingerprint import sha256_of
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
-from enginery.core.store import ENGINES as STORED
-from enginery.core.store import Store
+from enginery.core.store.store import ENGINES as STORED
+from enginery.core.store.store import Store
 from enginery.engine.config import BuildConfig
 from enginery.engine.ep_context import write_wrapper
 from enginery.engine.key import EngineRequest, size_limits
@@ -107,7 +107,7 @@ def find_coverage(path: Path, name: str, flavor: Flavor) -> GraphCoverage:
         ProviderError: TensorRT crashed.
     """
     # Importing this and onnx takes half the time of a cache hit, which needs neither.
-    from enginery.passes.lint import lint_onnx
+    from enginery.passes.lint.lint import lint_onnx
 
     faults = lint_onnx(path, parser=False).errors
     if faults:

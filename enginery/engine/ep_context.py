@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from enginery.core.engine_record import EngineRecord
+from enginery.core.artifact.engine_record import EngineRecord
+from enginery.core.artifact.staging import write_beside
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import require_regular
 from enginery.core.shapes import TensorSpec
-from enginery.core.staging import write_beside
 from enginery.runtime.tensorrt.options import RTX, flavor_named
 
 ENGINE_HEADER_BYTES = 64

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from enginery.core.artifact import Artifact
-from enginery.core.engine_record import graph_sha256
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.engine_record import graph_sha256
+from enginery.core.artifact.fingerprint import Fingerprint, data_sha256
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import OptionError, ShapeError
-from enginery.core.feeds import FeedLimits
-from enginery.core.fingerprint import Fingerprint, data_sha256
-from enginery.core.manifest import GraphRecord
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.feeds import FeedLimits
+from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, dynamic_dims
-from enginery.core.store import ENGINES, Store
-from enginery.engine.buckets import LengthBuckets
+from enginery.core.store.store import ENGINES, Store
 from enginery.engine.config import BuildConfig, check_config
-from enginery.engine.lengths import profiles_from_data
-from enginery.engine.profiles import ProfileReport, check_profiles, read_profiles
+from enginery.engine.profiles.buckets import LengthBuckets
+from enginery.engine.profiles.lengths import profiles_from_data
+from enginery.engine.profiles.parse import ProfileReport, check_profiles, read_profiles
 from enginery.runtime.tensorrt.library import require_tensorrt
 from enginery.runtime.tensorrt.options import check_options, flavor_named
 from enginery.runtime.tensorrt.process import key_fields, resolve_capabilities

@@ -16,18 +16,18 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from enginery.core.artifact import Artifact
-from enginery.core.engine import Engine
-from enginery.core.engine_record import engine_directories, graph_sha256
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.engine_record import engine_directories, graph_sha256
+from enginery.core.artifact.fingerprint import Fingerprint, runtime_version, tool_versions
+from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import OptionError, ShapeError
-from enginery.core.feeds import FeedLimits
-from enginery.core.fingerprint import Fingerprint, runtime_version, tool_versions
 from enginery.core.home import enginery_home
-from enginery.core.manifest import GraphRecord, Manifest
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.feeds import FeedLimits
+from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, dim_terms
-from enginery.engine.profiles import check_profiles, read_profiles
-from enginery.runtime.engines import flavor_of
+from enginery.engine.profiles.parse import check_profiles, read_profiles
+from enginery.runtime.engines.selection import flavor_of
 from enginery.runtime.providers.known import full_name, short_name
 from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from enginery.core.engine import Engine
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.reports import BuildReport, BuiltEngine
 from enginery.core.figures import save_figure
-from enginery.core.reports import BuildReport, BuiltEngine
-from enginery.engine.buckets import LengthBuckets
 from enginery.engine.build import GraphCoverage
 from enginery.engine.key import RequestedEngines
+from enginery.engine.profiles.buckets import LengthBuckets
 
 _FIRST_PROFILE = (
     "ONNX Runtime uses only the first profile of an engine; without --no-engine-per-profile each "

@@ -14,22 +14,22 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from enginery.core.artifact import (
+from enginery.core.artifact.artifact import (
     REPORTS,
     Artifact,
     commit_artifact,
     copy_file,
     link_or_copy,
 )
-from enginery.core.engine import Engine
-from enginery.core.engine_record import ENGINE_FILE, ENGINES, engine_directories
-from enginery.core.fingerprint import Fingerprint, combined_sha256, tool_versions
-from enginery.core.manifest import StageRecord
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.engine_record import ENGINE_FILE, ENGINES, engine_directories
+from enginery.core.artifact.fingerprint import Fingerprint, combined_sha256, tool_versions
+from enginery.core.artifact.manifest import StageRecord
+from enginery.core.artifact.reports import BuildReport
+from enginery.core.artifact.staging import CARD, LISTING, staging
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
-from enginery.core.reports import BuildReport
-from enginery.core.staging import CARD, LISTING, staging
 from enginery.engine.build import (
     GraphCoverage,
     find_coverage,

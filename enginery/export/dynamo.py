@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from enginery.core.errors import ExportError, SourceError
-from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.feeds import FeedLimits, make_feeds
+from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.export.config import ExportConfig
 from enginery.export.optimum import choose_task, fixed_dims, with_image_size
 from enginery.export.protocol import ExportedModel
 from enginery.export.side_files import copy_side_files
-from enginery.runtime.torch import load_pytorch
+from enginery.runtime.torch_runner import load_pytorch
 
 _PROTOBUF_LIMIT_BYTES = 2**31 - 2**26  # protobuf's limit of 2 GiB, minus space for the nodes
 

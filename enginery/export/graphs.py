@@ -14,9 +14,9 @@ from typing import Any
 import onnx
 from pydantic import TypeAdapter, ValidationError
 
+from enginery.core.artifact.external_data import external_data_files, load_graph
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError
-from enginery.core.external_data import external_data_files, load_graph
-from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import (
     Dim,
     TensorSpec,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from enginery.core.artifact.external_data import external_data_files
 from enginery.core.errors import ExportError, SourceError
-from enginery.core.external_data import external_data_files
-from enginery.core.model_files import ModelConfig
-from enginery.core.screening import screen_model
+from enginery.core.model.files import ModelConfig
+from enginery.core.model.screening import screen_model
 from enginery.export.config import ExportConfig
 from enginery.export.protocol import ExportedModel
 from enginery.export.side_files import copy_side_file, copy_side_files

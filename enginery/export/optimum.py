@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
-from enginery.core.model_files import ModelConfig, PreprocessorConfig
+from enginery.core.model.files import ModelConfig, PreprocessorConfig
 from enginery.export.config import ExportConfig, check_options
 from enginery.export.protocol import ExportedModel
 from enginery.export.side_files import copy_side_files
@@ -23,7 +23,7 @@ try:
     from optimum.exporters.tasks import TasksManager
     from optimum.utils.save_utils import maybe_load_preprocessors
 
-    from enginery.runtime.torch import load_pytorch
+    from enginery.runtime.torch_runner import load_pytorch
 except ImportError as error:
     raise MissingPackageError(
         error.name or "optimum", extra="export", purpose="Exporting a model"

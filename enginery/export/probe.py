@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError
-from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.manifest import GraphRecord
+from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.shapes import Dim, dim_terms, dynamic_dims
 from enginery.export.graphs import set_interface_dims
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.files import ModelConfig
 from enginery.export.config import ExportConfig
 
 PHASE = "\x1ephase "

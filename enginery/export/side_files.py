@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 
 from enginery.core.errors import UntrustedModelError
+from enginery.core.model.screening import refuse_linked_out
 from enginery.core.paths import is_inside
-from enginery.core.screening import refuse_linked_out
 
 _COPIED = (".json", ".txt", ".model", ".jinja")
 # The exporter writes these itself, in the form that Optimum's loaders require.

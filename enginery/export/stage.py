@@ -11,14 +11,14 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from enginery.core.artifact import Artifact, commit_artifact, staging
-from enginery.core.child import ask_child
+from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
+from enginery.core.artifact.fingerprint import Fingerprint, option_fields, tool_versions
+from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord
 from enginery.core.errors import ExportError, SourceError, UntrustedModelError
-from enginery.core.fingerprint import Fingerprint, option_fields, tool_versions
 from enginery.core.home import enginery_home
-from enginery.core.manifest import GraphRecord, Manifest, StageRecord
+from enginery.core.model.source import ModelSource
 from enginery.core.progress import SILENT, Progress
-from enginery.core.source import ModelSource
+from enginery.core.subprocess import ask_child
 from enginery.export.config import ExportConfig
 from enginery.export.protocol import PHASE, WorkerRequest, WorkerResult
 

@@ -17,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from enginery.core.child import answer_parent
-from enginery.core.feeds import FeedLimits
 from enginery.core.memory import peak_rss_bytes
+from enginery.core.model.feeds import FeedLimits
+from enginery.core.subprocess import answer_parent
 from enginery.export.config import ExportConfig
 from enginery.export.protocol import PHASE, ExportedModel, WorkerRequest, WorkerResult
 
@@ -78,7 +78,7 @@ def _trace(request: WorkerRequest, source: Path, out: Path) -> ExportedModel:
     _load_transformers()
     config = request.config
     exporter = _import_exporter(config.exporter)
-    from enginery.runtime.torch import guarded
+    from enginery.runtime.torch_runner import guarded
 
     gc.freeze()  # modules are never freed, so later collections need not scan them
     with guarded(source, trust_remote_code=config.trust_remote_code, writable=[out]):

@@ -20,11 +20,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginery.core.precision import Tolerance
-from enginery.passes.graph_file import read_graph, write_graph
-from enginery.passes.low_precision import low_precision_type
-from enginery.passes.op_types import FLOAT
-from enginery.passes.simulation import round_tensor
-from enginery.runtime.tracing import GraphTracer
+from enginery.passes.cast.low_precision import low_precision_type
+from enginery.passes.cast.simulation import round_tensor
+from enginery.passes.ir.graph_file import read_graph, write_graph
+from enginery.passes.ir.op_types import FLOAT
+from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 Feeds = Mapping[str, NDArray[Any]]
 Batches = list[dict[str, NDArray[Any]]]

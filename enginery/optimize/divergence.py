@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.optimize.comparison import cast_feeds, drop_padding, input_types
-from enginery.passes.graph_file import read_graph
-from enginery.passes.nodes import all_nodes, infer_types
-from enginery.passes.op_types import FLOAT, has_subgraph
-from enginery.passes.ranges import float_tensors
-from enginery.runtime.tracing import GraphTracer
+from enginery.passes.ir.graph_file import read_graph
+from enginery.passes.ir.nodes import all_nodes, infer_types
+from enginery.passes.ir.op_types import FLOAT, has_subgraph
+from enginery.passes.ranges.measure import float_tensors
+from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 Feeds = Mapping[str, NDArray[Any]]
 

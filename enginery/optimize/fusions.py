@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from enginery.core.artifact import Artifact, link_or_copy
-from enginery.core.child import ask_child
+from enginery.core.artifact.artifact import Artifact, link_or_copy
+from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ExportError, MissingPackageError
-from enginery.core.external_data import load_graph
 from enginery.core.home import enginery_home
+from enginery.core.subprocess import ask_child
 
 
 def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], int]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError, OptionError, nearest
-from enginery.core.feeds import Feeds
-from enginery.core.manifest import GraphRecord
+from enginery.core.model.feeds import Feeds
 from enginery.core.precision import Tolerance
 from enginery.core.progress import SILENT, Progress
 from enginery.optimize.comparison import OutputComparison, compare_outputs, run_on_batches
@@ -17,10 +17,10 @@ from enginery.optimize.config import OptimizeConfig
 from enginery.optimize.fusions import fuse_graphs
 from enginery.optimize.guard import GuardRecord, cast_guarded
 from enginery.optimize.inputs import range_feeds
-from enginery.passes.cleanup import clean_graph, non_standard_nodes
-from enginery.passes.dynamic_quantization import quantize_dynamically
-from enginery.passes.graph_file import check_graph, externalize_weights, read_graph, write_graph
-from enginery.passes.nodes import infer_types
+from enginery.passes.ir.cleanup import clean_graph, non_standard_nodes
+from enginery.passes.ir.graph_file import check_graph, externalize_weights, read_graph, write_graph
+from enginery.passes.ir.nodes import infer_types
+from enginery.passes.qdq.dynamic import quantize_dynamically
 
 # Relative to an output's largest magnitude. Sums in another order differ by a few FP32 roundoffs
 # per layer; the tanh approximation of GELU by up to 5e-4 of its input per layer.

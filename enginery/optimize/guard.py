@@ -3,14 +3,14 @@
 The search for the nodes that must stay FP32 has two parts:
 
 1. The FP32 graph runs on real inputs, and the ranges of its tensors say which nodes do not fit FP16
-   (`passes/overflow.py`). BF16 has the range of FP32, so this part is skipped.
+   (`passes/cast/overflow.py`). BF16 has the range of FP32, so this part is skipped.
 2. The cast graph is compared with the FP32 graph on the same inputs. If an output is not finite or
    exceeds the tolerance, the nodes at which the graphs diverge (`optimize/divergence.py`) stay FP32
    too, and the check is repeated. Each round may add twice as many nodes as the one before (1, 2,
    4, …): one cause costs one node, and many causes still take few rounds.
 
-The check runs a simulation (`passes/simulation.py`), because ONNX Runtime computes most of an FP16
-graph in FP32 on the CPU and would hide an overflow.
+The check runs a simulation (`passes/cast/simulation.py`), because ONNX Runtime computes most of an
+FP16 graph in FP32 on the CPU and would hide an overflow.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from enginery.optimize.comparison import (
 )
 from enginery.optimize.config import OptimizeConfig
 from enginery.optimize.divergence import Divergence, find_divergences
-from enginery.passes.cast import CastResult, cast_graph
-from enginery.passes.graph_file import check_graph, read_graph, write_graph
-from enginery.passes.nodes import all_nodes, infer_types
-from enginery.passes.overflow import Fp32Node, find_fp32_nodes, mask_floor
-from enginery.passes.ranges import (
+from enginery.passes.cast.cast import CastResult, cast_graph
+from enginery.passes.cast.overflow import Fp32Node, find_fp32_nodes, mask_floor
+from enginery.passes.cast.simulation import simulate_cast
+from enginery.passes.ir.graph_file import check_graph, read_graph, write_graph
+from enginery.passes.ir.nodes import all_nodes, infer_types
+from enginery.passes.ranges.measure import (
     float_tensors,
     make_value_names_unique,
     measure_ranges,
 )
-from enginery.passes.simulation import simulate_cast
-from enginery.passes.tensor_range import TensorRange
+from enginery.passes.ranges.tensor_range import TensorRange
 
 Feeds = Mapping[str, NDArray[Any]]
 

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.datasets.images import list_images
 from enginery.core.datasets.samples import read_texts
 from enginery.core.errors import ArtifactError, InputError
-from enginery.core.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.manifest import GraphRecord
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
+from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.optimize.config import OptimizeConfig
 from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images
-from enginery.runtime.real_inputs import (
+from enginery.runtime.sample_inputs import (
     ImageFeeder,
     TextFeeder,
     in_batches,

@@ -14,20 +14,20 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from enginery.core.artifact import REPORTS, Artifact, commit_artifact, staging
-from enginery.core.errors import OptionError
-from enginery.core.external_data import load_graph
-from enginery.core.fingerprint import (
+from enginery.core.artifact.artifact import REPORTS, Artifact, commit_artifact, staging
+from enginery.core.artifact.external_data import load_graph
+from enginery.core.artifact.fingerprint import (
     Fingerprint,
     data_sha256,
     option_fields,
     runtime_version,
     tool_versions,
 )
-from enginery.core.manifest import GraphRecord, Manifest, StageRecord, Verdict
+from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord, Verdict
+from enginery.core.artifact.reports import Report
+from enginery.core.errors import OptionError
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.progress import SILENT, Progress
-from enginery.core.reports import Report
 from enginery.core.shapes import TensorSpec
 from enginery.optimize.config import OptimizeConfig, check_options
 from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs

@@ -13,9 +13,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from enginery.core.child import answer_parent
 from enginery.core.errors import ExportError, UntrustedModelError
 from enginery.core.memory import peak_rss_bytes
+from enginery.core.subprocess import answer_parent
 
 
 def fuse(model: Path, files: list[str], level: str, out: Path) -> list[str]:
@@ -26,7 +26,7 @@ def fuse(model: Path, files: list[str], level: str, out: Path) -> list[str]:
             requires code of the model's author.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when the Hub library is imported below
-    from enginery.runtime.torch import guarded
+    from enginery.runtime.torch_runner import guarded
 
     try:
         with guarded(model, trust_remote_code=False, writable=[out]):

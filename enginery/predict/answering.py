@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closing
 from enginery.core.datasets.batches import DatasetReader, RowBatch, Values
 from enginery.core.errors import InputError

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.datasets.batches import Values
 from enginery.core.errors import ArtifactError, InputError, OptionError
 from enginery.predict.config import PredictConfig
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 from enginery.runtime.tasks import manifest_task, supported_tasks
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
-from enginery.runtime.tokenizer import check_texts
+from enginery.runtime.text.tokenizer import check_texts
 
 PAIR_LETTERS = 1_000_000
 """Of a text in a pair; all of it is tokenized, kilobytes for each token."""

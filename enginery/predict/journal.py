@@ -27,8 +27,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.errors import InputError
-from enginery.core.fingerprint import Fingerprint
 from enginery.core.home import enginery_home
 from enginery.core.json_file import json_bytes
 from enginery.core.locks import named_lock

@@ -24,14 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from enginery.core.artifact import Artifact
-from enginery.core.datasets.batches import DatasetReader, ReadOptions
-from enginery.core.datasets.delimited import LineReader
-from enginery.core.datasets.images import ImageReader
-from enginery.core.datasets.parquet import ParquetReader
-from enginery.core.datasets.reader import find_format, open_dataset
-from enginery.core.errors import EngineryError, InputError, OptionError
-from enginery.core.fingerprint import (
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.fingerprint import (
     Fingerprint,
     data_sha256,
     option_fields,
@@ -39,6 +33,12 @@ from enginery.core.fingerprint import (
     sha256_of,
     tool_versions,
 )
+from enginery.core.datasets.batches import DatasetReader, ReadOptions
+from enginery.core.datasets.delimited import LineReader
+from enginery.core.datasets.images import ImageReader
+from enginery.core.datasets.parquet import ParquetReader
+from enginery.core.datasets.reader import find_format, open_dataset
+from enginery.core.errors import EngineryError, InputError, OptionError
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
@@ -54,7 +54,7 @@ from enginery.predict.journal import (
     parts_directory,
     remove_parts,
 )
-from enginery.predict.on_ray import RayAnswerer
+from enginery.predict.ray.executor import RayAnswerer
 from enginery.predict.report import PredictReport, sidecar
 from enginery.predict.writing import OutputFormat, assemble, output_format
 from enginery.runtime.machine import usable_cores

@@ -20,18 +20,18 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closing
 from enginery.predict.asking import read_options, require_task
 from enginery.predict.config import PredictConfig
 from enginery.predict.encoding_watch import EncodingWatch
 from enginery.runtime.onnxruntime.runner import OrtRunner, Outputs
-from enginery.runtime.pooling import Vectors
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
 from enginery.runtime.tasks.task import Arrays, ModelInputs, Row, Task, TaskOptions
 from enginery.runtime.tasks.text import TextTask
-from enginery.runtime.tokenizer import TextTokenizer
+from enginery.runtime.text.pooling import Vectors
+from enginery.runtime.text.tokenizer import TextTokenizer
 
 _PROBE_TOKENS = 8
 

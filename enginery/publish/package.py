@@ -17,15 +17,15 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from enginery.core.artifact import MANIFEST, Artifact
-from enginery.core.engine import Engine
-from enginery.core.engine_record import ENGINES, EngineRecord, engine_directories
+from enginery.core.artifact.artifact import MANIFEST, Artifact
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.engine_record import ENGINES, EngineRecord, engine_directories
+from enginery.core.artifact.fingerprint import combined_sha256
+from enginery.core.artifact.manifest import FileRecord
+from enginery.core.artifact.reports import Reports
 from enginery.core.errors import ArtifactError, RegistryError, RejectedArtifactError
-from enginery.core.fingerprint import combined_sha256
 from enginery.core.json_file import json_bytes
-from enginery.core.manifest import FileRecord
 from enginery.core.names import portable_name
-from enginery.core.reports import Reports
 from enginery.publish.card.metrics import metrics
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.config import PublishConfig

@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from enginery.core.artifact import MANIFEST, Artifact
-from enginery.core.engine_record import ENGINES
+from enginery.core.artifact.artifact import MANIFEST, Artifact
+from enginery.core.artifact.engine_record import ENGINES
+from enginery.core.artifact.fingerprint import sha256_of
+from enginery.core.artifact.staging import STAGING_PREFIX
 from enginery.core.errors import ArtifactError
-from enginery.core.fingerprint import sha256_of
-from enginery.core.staging import STAGING_PREFIX
 from enginery.publish.publication import CARD, LISTING
 
 _TOKENIZER = (

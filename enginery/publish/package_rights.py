@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError
 from enginery.publish.card.source import SourceCard, read_source_card
 from enginery.publish.config import PublishConfig

@@ -18,12 +18,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
+from enginery.core.artifact.manifest import FileRecord
+from enginery.core.artifact.staging import CARD, LISTING
 from enginery.core.errors import ArtifactError, RegistryError
-from enginery.core.fingerprint import combined_sha256, sha256_of
 from enginery.core.json_file import UnsealedError, document_bytes, sealed_bytes, unsealed_bytes
-from enginery.core.manifest import FileRecord
 from enginery.core.paths import InsideName, resolve_inside
-from enginery.core.staging import CARD, LISTING
 
 __all__ = ["CARD", "LISTING", "EngineMark", "Publication", "Rights", "check_file"]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from enginery.core.artifact import Artifact, staging
+from enginery.core.artifact.artifact import Artifact, staging
 from enginery.core.errors import ArtifactError, RegistryError
 from enginery.core.progress import SILENT, Progress
 from enginery.publish.config import PublishConfig

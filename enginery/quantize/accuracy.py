@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact import Artifact
-from enginery.core.feeds import Feeds
-from enginery.core.reports import AccuracyMetrics
-from enginery.quantize.data import Batch
-from enginery.runtime.pooling import Pooling, read_pooling
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.reports import AccuracyMetrics
+from enginery.core.model.feeds import Feeds
+from enginery.quantize.calibration.data import Batch
+from enginery.runtime.text.pooling import Pooling, read_pooling
 
 _MOST_ELEMENTS = 1 << 16
 """Limit for one row of one output. Longer rows are subsampled: a language model has a logit for

@@ -13,35 +13,35 @@ from fnmatch import fnmatchcase
 import numpy as np
 import onnx_ir as ir
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.fingerprint import sha256_of
+from enginery.core.artifact.reports import AccuracyMetrics
 from enginery.core.errors import InputError, OptionError, nearest
-from enginery.core.fingerprint import sha256_of
 from enginery.core.progress import SILENT, Progress
-from enginery.core.reports import AccuracyMetrics
-from enginery.passes.layers import Layer, operands
-from enginery.passes.overflow import find_fp32_nodes, mask_floor
-from enginery.passes.qdq import ActivationQuantParams, fp16_scale
-from enginery.passes.ranges import float_tensors, measure_ranges
-from enginery.passes.scheme import FP8, INT8, Scheme, Vector
+from enginery.passes.cast.overflow import find_fp32_nodes, mask_floor
+from enginery.passes.qdq.insert import ActivationQuantParams, fp16_scale
+from enginery.passes.qdq.layers import Layer, operands
+from enginery.passes.qdq.scheme import FP8, INT8, Scheme, Vector
+from enginery.passes.ranges.measure import float_tensors, measure_ranges
 from enginery.quantize.accuracy import AccuracyEvaluator
-from enginery.quantize.activation_statistics import (
+from enginery.quantize.calibration.activation_statistics import (
     ChannelStatistics,
     collect_channel_statistics,
     collect_histograms,
 )
-from enginery.quantize.batches import MAX_HELD_OUT
-from enginery.quantize.calibration_cache import CalibrationCache, SmoothQuantParams
+from enginery.quantize.calibration.batches import MAX_HELD_OUT
+from enginery.quantize.calibration.cache import CalibrationCache, SmoothQuantParams
+from enginery.quantize.calibration.data import Batch, CalibrationData, make_batches
+from enginery.quantize.calibration.ranges import choose_range
+from enginery.quantize.calibration.smoothing import choose_smoothing, mean_output_error
 from enginery.quantize.config import QuantizeConfig
-from enginery.quantize.data import Batch, CalibrationData, make_batches
 from enginery.quantize.layer_toggles import LayerToggleModel
 from enginery.quantize.multiply_adds import (
     MultiplyAddCounts,
     count_multiply_adds,
     mean_length_feeds,
 )
-from enginery.quantize.ranges import choose_range
 from enginery.quantize.search import AccuracyBudget, SearchResult, search_mixed_precision
-from enginery.quantize.smoothing import choose_smoothing, mean_output_error
 
 _MAX_COUNTED_ROWS = 1024
 """Held-out rows for a budget in accuracy, which counts right answers; a cosine needs fewer rows."""

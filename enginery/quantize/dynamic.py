@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.reports import AccuracyMetrics, QuantizationReport
 from enginery.core.errors import ArtifactError, CheckFailedError
-from enginery.core.manifest import GraphRecord
 from enginery.core.progress import Progress
-from enginery.core.reports import AccuracyMetrics, QuantizationReport
-from enginery.passes.dynamic_quantization import count_integer_nodes, quantize_dynamically
+from enginery.passes.qdq.dynamic import count_integer_nodes, quantize_dynamically
 from enginery.quantize.accuracy import AccuracyEvaluator
+from enginery.quantize.calibration.data import CalibrationData, make_batches
 from enginery.quantize.config import QuantizeConfig
-from enginery.quantize.data import CalibrationData, make_batches
 from enginery.quantize.report import budget_notes, describe_accuracy
 from enginery.quantize.search import AccuracyBudget
-from enginery.runtime.tracing import GraphTracer
+from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 
 def quantize_dynamic(

@@ -19,19 +19,19 @@ from numpy.typing import NDArray
 
 from enginery.core.closing import Closing
 from enginery.core.errors import InputError
-from enginery.core.feeds import Feeds
-from enginery.passes.graph_file import read_graph, write_graph
-from enginery.passes.layers import Layer, operands
-from enginery.passes.nodes import infer_types
-from enginery.passes.qdq import (
+from enginery.core.model.feeds import Feeds
+from enginery.passes.ir.graph_file import read_graph, write_graph
+from enginery.passes.ir.nodes import infer_types
+from enginery.passes.qdq.insert import (
     ActivationQuantParams,
     bias_shift,
     fake_quantize_weight,
     scale_weight,
 )
-from enginery.passes.scheme import INT8, Scheme, Vector
+from enginery.passes.qdq.layers import Layer, operands
+from enginery.passes.qdq.scheme import INT8, Scheme, Vector
+from enginery.runtime.onnxruntime.tracing import open_in_memory
 from enginery.runtime.providers.selection import choose_providers
-from enginery.runtime.tracing import open_in_memory
 
 
 class LayerToggleModel(Closing):

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from enginery.core.feeds import Feeds
-from enginery.core.manifest import GraphRecord
-from enginery.passes.layers import Layer, constant_tensor
-from enginery.quantize.data import Batch
-from enginery.runtime.real_inputs import fixed_batch
-from enginery.runtime.tracing import GraphTracer
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.model.feeds import Feeds
+from enginery.passes.qdq.layers import Layer, constant_tensor
+from enginery.quantize.calibration.data import Batch
+from enginery.runtime.onnxruntime.tracing import GraphTracer
+from enginery.runtime.sample_inputs import fixed_batch
 
 
 @dataclass(frozen=True)

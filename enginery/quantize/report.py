@@ -7,8 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from enginery.core.figures import save_figure
-from enginery.core.reports import (
+from enginery.core.artifact.reports import (
     AccuracyMetrics,
     CalibrationRecord,
     EngineTrial,
@@ -18,11 +17,12 @@ from enginery.core.reports import (
     QuantizationReport,
     SearchRecord,
 )
-from enginery.passes.layers import Layer
+from enginery.core.figures import save_figure
+from enginery.passes.qdq.layers import Layer
 from enginery.quantize.calibrate import AccuracySearch
-from enginery.quantize.calibration_cache import CalibrationCache
+from enginery.quantize.calibration.cache import CalibrationCache
+from enginery.quantize.calibration.data import CalibrationData
 from enginery.quantize.config import QuantizeConfig
-from enginery.quantize.data import CalibrationData
 from enginery.quantize.search import HEADROOM, AccuracyBudget
 
 COUNTED = (

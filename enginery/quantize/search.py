@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from enginery.core.artifact.reports import AccuracyMetrics
 from enginery.core.errors import CheckFailedError, OptionError
-from enginery.core.reports import AccuracyMetrics
 from enginery.quantize.config import QuantizeConfig, parse_accuracy_budget
 
 HEADROOM = 0.95

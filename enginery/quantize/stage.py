@@ -17,26 +17,26 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from enginery.core.artifact import REPORTS, Artifact, commit_artifact, staging
-from enginery.core.errors import ArtifactError, CheckFailedError, OptionError
-from enginery.core.figures import NOT_DRAWN
-from enginery.core.fingerprint import (
+from enginery.core.artifact.artifact import REPORTS, Artifact, commit_artifact, staging
+from enginery.core.artifact.fingerprint import (
     Fingerprint,
     option_fields,
     runtime_version,
     sha256_of,
     tool_versions,
 )
-from enginery.core.manifest import GraphRecord, StageRecord
+from enginery.core.artifact.manifest import GraphRecord, StageRecord
+from enginery.core.artifact.reports import AccuracyMetrics, QuantizationReport
+from enginery.core.errors import ArtifactError, CheckFailedError, OptionError
+from enginery.core.figures import NOT_DRAWN
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
-from enginery.core.reports import AccuracyMetrics, QuantizationReport
-from enginery.passes.cast import cast_graph
-from enginery.passes.graph_file import check_graph, read_graph, write_graph
-from enginery.passes.layers import Layer, find_layers
-from enginery.passes.nodes import infer_types
-from enginery.passes.qdq import insert_qdq
+from enginery.passes.cast.cast import cast_graph
+from enginery.passes.ir.graph_file import check_graph, read_graph, write_graph
+from enginery.passes.ir.nodes import infer_types
+from enginery.passes.qdq.insert import insert_qdq
+from enginery.passes.qdq.layers import Layer, find_layers
 from enginery.quantize.accuracy import AccuracyEvaluator
 from enginery.quantize.calibrate import (
     AccuracySearch,
@@ -44,13 +44,13 @@ from enginery.quantize.calibrate import (
     excluded_layers,
     scheme_from_config,
 )
-from enginery.quantize.calibration_cache import RANGES, CalibrationCache, find_ranges_file
+from enginery.quantize.calibration.cache import RANGES, CalibrationCache, find_ranges_file
+from enginery.quantize.calibration.data import CalibrationData, read_data
 from enginery.quantize.config import QuantizeConfig, check_options
-from enginery.quantize.data import CalibrationData, read_data
 from enginery.quantize.dynamic import quantize_dynamic
 from enginery.quantize.report import budget_notes, make_report, save_curve
 from enginery.quantize.trial import build_trials, check_trial_options
-from enginery.runtime.tracing import GraphTracer
+from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 STAGE = "quantize"
 STAGE_VERSION = "3"

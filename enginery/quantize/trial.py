@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.reports import EngineTrial
 from enginery.core.errors import ProviderError
-from enginery.core.feeds import FeedLimits
-from enginery.core.manifest import GraphRecord
-from enginery.core.model_files import ModelConfig
-from enginery.core.reports import EngineTrial
+from enginery.core.model.feeds import FeedLimits
+from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, dynamic_dims
-from enginery.passes.layers import Layer
-from enginery.passes.lint import lint_onnx
+from enginery.passes.lint.lint import lint_onnx
+from enginery.passes.qdq.layers import Layer
 from enginery.quantize.config import QuantizeConfig, list_capabilities
 from enginery.runtime.tensorrt.library import require_tensorrt
 from enginery.runtime.tensorrt.process import RTX, build_plan, parse_onnx, resolve_capabilities

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.bench import config as bench
+from enginery.core.artifact.staging import refuse_foreign
 from enginery.core.datasets.images import IMAGE_SUFFIXES, list_images
 from enginery.core.datasets.samples import require_texts
 from enginery.core.errors import (
@@ -29,12 +30,11 @@ from enginery.core.errors import (
     SourceError,
     nearest,
 )
-from enginery.core.feeds import FeedLimits
-from enginery.core.model_files import ModelConfig
-from enginery.core.onnx_structure import read_structure
+from enginery.core.model.feeds import FeedLimits
+from enginery.core.model.files import ModelConfig
+from enginery.core.model.onnx_structure import read_structure
+from enginery.core.model.source import check_directory, find_local
 from enginery.core.shapes import DimRange, Profile, TensorSpec
-from enginery.core.source import check_directory, find_local
-from enginery.core.staging import refuse_foreign
 from enginery.engine import config as engine
 from enginery.export import config as export
 from enginery.optimize import config as optimize
@@ -144,7 +144,7 @@ def _check_export(options: export.ExportConfig, known: _Known) -> None:
 
 
 def _check_quantize(options: quantize.QuantizeConfig, _known: _Known) -> None:
-    from enginery.quantize.calibration_cache import find_ranges_file
+    from enginery.quantize.calibration.cache import find_ranges_file
     from enginery.runtime.tensorrt.capabilities import resolve_capabilities
     from enginery.runtime.tensorrt.library import require_tensorrt
     from enginery.runtime.tensorrt.options import RTX

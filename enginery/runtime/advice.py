@@ -8,7 +8,7 @@ The bench says it of what it measured, the doctor of what is set before anything
 
 from __future__ import annotations
 
-from enginery.core.reports import Advice
+from enginery.core.artifact.reports import Advice
 
 
 def too_many_threads(threads: int, cores: int, *, evidence: str, remedy: str) -> Advice | None:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closing
 from enginery.core.errors import InputError
 from enginery.runtime.onnxruntime.runner import OrtRunner

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.child import Answer, ChildWorker, answer_requests
+from enginery.core.artifact.manifest import Manifest
 from enginery.core.closing import Closing
 from enginery.core.errors import ArtifactError, EngineryError, ExportError, InputError
-from enginery.core.manifest import Manifest
 from enginery.core.memory import peak_rss_bytes
-from enginery.core.source import ModelSource
+from enginery.core.model.source import ModelSource
+from enginery.core.subprocess import Answer, ChildWorker, answer_requests
 
 _IDLE_SECONDS = 30.0
 _LARGE_BYTES = 2 << 30
@@ -215,7 +215,7 @@ class _Child:
     def load(self, request: Answer) -> Answer:
         if not request["trust_remote_code"]:
             os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
-        from enginery.runtime.torch import TorchRunner, guarded
+        from enginery.runtime.torch_runner import TorchRunner, guarded
 
         manifest = Manifest.model_validate(request["manifest"])
         path, trust = Path(request["path"]), request["trust_remote_code"]

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from enginery.core.artifact.staging import MANIFEST
 from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
-from enginery.core.staging import MANIFEST
 
 _PACKAGES = (
     "httptools",

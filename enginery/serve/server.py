@@ -233,7 +233,7 @@ class Worker(Process):
         # In its own process group: otherwise Ctrl-C would arrive twice, from the terminal and from
         # the parent.
         os.setpgid(0, 0)
-        from enginery.core.child import end_when_closed
+        from enginery.core.subprocess import end_when_closed
 
         if parent := multiprocessing.parent_process():
             end_when_closed(parent.sentinel)
@@ -404,9 +404,10 @@ def describe_exit(status: int) -> str:
     """Describe how a worker ended, from its exit status."""
     if status == REPLACE:
         return "exited because it was stuck"
-    from enginery.core import child  # imports modules that the parent rarely needs
+    # Imported here because it imports modules that the parent rarely needs.
+    from enginery.core.subprocess import how_it_ended
 
-    return child.how_it_ended(status)
+    return how_it_ended(status)
 
 
 def log_config(*, as_json: bool = False, quiet: bool = False) -> dict[str, Any]:

@@ -11,26 +11,26 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.reports import OutputMetrics, ValidationCaseResult
 from enginery.core.errors import EngineryError
-from enginery.core.feeds import Feeds
-from enginery.core.manifest import GraphRecord
+from enginery.core.model.feeds import Feeds
 from enginery.core.precision import QuantizedTolerance, Tolerance
 from enginery.core.progress import SILENT, Progress
-from enginery.core.reports import OutputMetrics, ValidationCaseResult
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers import Provider
 from enginery.runtime.providers.known import CUDA
-from enginery.validate.budget import is_quantized, quantization_budget
-from enginery.validate.cases import ValidationCase
+from enginery.validate.cases.padding import find_padding_mask
+from enginery.validate.cases.sweep import ValidationCase
 from enginery.validate.config import ValidateConfig
 from enginery.validate.embeddings import EmbeddingComparison
-from enginery.validate.metrics import (
+from enginery.validate.metrics.budget import is_quantized, quantization_budget
+from enginery.validate.metrics.outputs import (
     compare_output,
     unmatched_output,
 )
 from enginery.validate.overall import OverallComparison
-from enginery.validate.padding import find_padding_mask
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun
 
 Outputs = dict[str, NDArray[Any]]

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact import Artifact
-from enginery.core.feeds import Feeds
-from enginery.core.reports import EmbeddingMetrics
-from enginery.runtime.pooling import Pooling, read_pooling
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.reports import EmbeddingMetrics
+from enginery.core.model.feeds import Feeds
+from enginery.runtime.text.pooling import Pooling, read_pooling
 from enginery.validate.reference import ReferenceOutputs
 
 _OUTPUT = "last_hidden_state"

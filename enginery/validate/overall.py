@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.feeds import Feeds
-from enginery.core.manifest import GraphRecord
-from enginery.core.reports import OverallMetrics
-from enginery.validate.differences import CosineSums, compute_differences
-from enginery.validate.padding import find_padding_mask
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.reports import OverallMetrics
+from enginery.core.model.feeds import Feeds
+from enginery.validate.cases.padding import find_padding_mask
+from enginery.validate.metrics.differences import CosineSums, compute_differences
 from enginery.validate.reference import ReferenceOutputs
 
 

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError, InputError
-from enginery.core.manifest import GraphRecord
+from enginery.core.model.source import ModelSource
 from enginery.core.precision import roundoff
 from enginery.core.progress import Progress
-from enginery.core.source import ModelSource
 from enginery.runtime.torch_reference import TorchReference
-from enginery.validate.cases import ValidationCase
-from enginery.validate.metrics import NoiseFloor, noise_floor
-from enginery.validate.padding import find_padding_mask
+from enginery.validate.cases.padding import find_padding_mask
+from enginery.validate.cases.sweep import ValidationCase
+from enginery.validate.metrics.outputs import NoiseFloor, noise_floor
 
 # Artifact precision -> PyTorch precision whose error against FP32 is the noise floor.
 _NOISE_PRECISION = {"fp32": "fp64", "fp16": "fp16", "bf16": "bf16"}

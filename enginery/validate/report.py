@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from enginery.core.reports import (
+from enginery.core.artifact.reports import (
     EmbeddingMetrics,
     OutputMetrics,
     OverallMetrics,

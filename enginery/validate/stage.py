@@ -17,42 +17,42 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from enginery.core.artifact import REPORTS, Artifact
-from enginery.core.engine_record import engine_directories
-from enginery.core.errors import ArtifactError, SourceError
-from enginery.core.feeds import FeedLimits
-from enginery.core.fingerprint import (
+from enginery.core.artifact.artifact import REPORTS, Artifact
+from enginery.core.artifact.engine_record import engine_directories
+from enginery.core.artifact.fingerprint import (
     Fingerprint,
     data_sha256,
     option_fields,
     runtime_version,
     tool_versions,
 )
-from enginery.core.home import enginery_home
-from enginery.core.json_file import document_bytes
-from enginery.core.manifest import Verdict
-from enginery.core.model_files import ModelConfig
-from enginery.core.precision import QuantizedTolerance
-from enginery.core.progress import SILENT, Progress
-from enginery.core.reports import (
+from enginery.core.artifact.manifest import Verdict
+from enginery.core.artifact.reports import (
     OverallMetrics,
     ProviderRecord,
     ValidationCaseResult,
     ValidationReport,
 )
-from enginery.core.source import ModelSource, resolve_record, resolve_source
+from enginery.core.errors import ArtifactError, SourceError
+from enginery.core.home import enginery_home
+from enginery.core.json_file import document_bytes
+from enginery.core.model.feeds import FeedLimits
+from enginery.core.model.files import ModelConfig
+from enginery.core.model.source import ModelSource, resolve_record, resolve_source
+from enginery.core.precision import QuantizedTolerance
+from enginery.core.progress import SILENT, Progress
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
-from enginery.validate.budget import is_quantized
-from enginery.validate.cases import LONGEST, profile_cases, profiles_by_graph, sweep_cases
+from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
+from enginery.validate.cases.real_inputs import check_data_usable, real_cases
+from enginery.validate.cases.sweep import LONGEST, profile_cases, profiles_by_graph, sweep_cases
 from enginery.validate.compare import ComparisonLimits, compare_graph
 from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.declared_precision import check_declared_precision
 from enginery.validate.embeddings import EmbeddingComparison
-from enginery.validate.engine_cases import reachable_profiles, split_by_profiles
+from enginery.validate.metrics.budget import is_quantized
 from enginery.validate.overall import OverallComparison
-from enginery.validate.real_inputs import check_data_usable, real_cases
 from enginery.validate.reference import run_pytorch
 from enginery.validate.report import summarize
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from enginery.bench.config import BenchConfig
-from enginery.bench.statistics import compare, latency
-from enginery.core.reports import BenchCase, BenchResult, ContenderRecord, Measurement
+from enginery.bench.measurement.statistics import compare, latency
+from enginery.core.artifact.reports import BenchCase, BenchResult, ContenderRecord, Measurement
 
 QUICK = {
     "min_rounds": 1,

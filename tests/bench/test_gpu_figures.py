@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from enginery.bench import contestant
-from enginery.bench.copies import Copies, measure_copies
-from enginery.bench.measure import _gpu_of, _told
-from enginery.bench.nvml import Nvml, _bus_id, _Process
+from enginery.bench.backends import worker as contestant
+from enginery.bench.backends.copies import Copies, measure_copies
+from enginery.bench.backends.nvml import Nvml, _bus_id, _Process
+from enginery.bench.measurement.shapes import _gpu_of, _told
 from enginery.core.errors import ProviderError
 from tests.bench.made import CPU, CUDA, save_detector
 

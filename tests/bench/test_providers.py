@@ -7,12 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from enginery.bench import contenders, opened, stage
+from enginery.bench import stage
+from enginery.bench.backends import backend as opened
+from enginery.bench.backends import plan as contenders
+from enginery.bench.backends.backend import BareSession, OurRunner
+from enginery.bench.backends.plan import plan_contenders
 from enginery.bench.config import BenchConfig
-from enginery.bench.contenders import plan_contenders
-from enginery.bench.opened import BareSession, OurRunner
 from enginery.bench.stage import run
-from enginery.bench.subject import Subject
+from enginery.bench.target import Subject
 from enginery.core.errors import OptionError, ProviderError
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.selection import Provider
@@ -170,7 +172,7 @@ def test_bare_session_shrinks_the_arena_after_each_run(detector):
 
 
 def test_optimum_is_given_the_options_through_its_own_argument(bert, monkeypatch):
-    from enginery.bench import frameworks
+    from enginery.bench.backends import frameworks
 
     given = {}
 

@@ -7,10 +7,13 @@ import shutil
 
 import pytest
 
+from enginery.bench.backends.process import Contender
 from enginery.bench.config import BenchConfig
-from enginery.bench.process import Contender
-from enginery.bench.rows import lines, tables
+from enginery.bench.report.rows import lines, tables
 from enginery.bench.stage import run
+from enginery.core.artifact.fingerprint import Fingerprint
+from enginery.core.artifact.manifest import Verdict
+from enginery.core.artifact.reports import BenchResult
 from enginery.core.errors import (
     ArtifactError,
     InputError,
@@ -19,9 +22,6 @@ from enginery.core.errors import (
     ShapeError,
     SourceError,
 )
-from enginery.core.fingerprint import Fingerprint
-from enginery.core.manifest import Verdict
-from enginery.core.reports import BenchResult
 from tests.bench.made import QUICK, save_detector, save_photographs
 
 
@@ -202,7 +202,7 @@ def test_an_automatic_contender_that_breaks_in_a_round_is_told_and_the_rest_goes
         return real(self, does, **values)
 
     monkeypatch.setattr(Contender, "ask", ask)
-    monkeypatch.setattr("enginery.bench.contenders.CONTENDERS", ("onnxruntime",))
+    monkeypatch.setattr("enginery.bench.backends.plan.CONTENDERS", ("onnxruntime",))
     result = bench(bert, batch="1,2", sequence="8")
     for case in result.cases:
         assert [found.contender for found in case.measurements] == ["enginery"]

@@ -8,10 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from enginery.core.artifact import Artifact, commit_artifact, staging
-from enginery.core.fingerprint import Fingerprint
+from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
+from enginery.core.artifact.fingerprint import Fingerprint
+from enginery.core.artifact.manifest import (
+    GraphRecord,
+    Manifest,
+    SourceRecord,
+    StageRecord,
+    Verdict,
+)
 from enginery.core.json_file import SEAL, sealed_bytes
-from enginery.core.manifest import GraphRecord, Manifest, SourceRecord, StageRecord, Verdict
 from enginery.core.shapes import TensorSpec
 
 FINGERPRINT = Fingerprint("export", {"model": "org/name", "opset": "20"})

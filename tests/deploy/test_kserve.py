@@ -9,12 +9,12 @@ import jsonschema_rs
 import pytest
 import yaml
 
+from enginery.api import export_kserve, export_triton
 from enginery.cli import main
-from enginery.core.artifact import Artifact, commit_artifact
+from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
 from enginery.deploy.kserve.options import SCHEMES, KserveConfig
 from enginery.deploy.kserve.stage import service_name
-from enginery.pipeline import export_kserve, export_triton
 from enginery.serve.config import ServeConfig
 from tests.core.artifacts import make, verdict
 from tests.engine.made import with_engines

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from enginery import load_model
+from enginery.api import export_triton
 from enginery.cli import main
-from enginery.core.artifact import Artifact, commit_artifact
+from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.errors import (
     ArtifactError,
     CheckFailedError,
@@ -29,7 +30,6 @@ from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.steps import TextSteps, open_text_task
 from enginery.deploy.triton.tensors import has_batch_dim, tensor_fields
 from enginery.deploy.triton.text import Word, config_text, entries
-from enginery.pipeline import export_triton
 from enginery.runtime.tasks import find_task
 from enginery.runtime.tasks.tag import TokenSpan
 from tests.core.artifacts import start, verdict
@@ -750,7 +750,7 @@ import os, sys
 from pathlib import Path
 artifact, models, name, home, pause = sys.argv[1:]
 os.environ["ENGINERY_HOME"] = home
-from enginery.pipeline import export_triton
+from enginery.api import export_triton
 from enginery.deploy.triton import repository as triton_repository
 from enginery.deploy.triton import stage as triton
 write, place = triton_repository._write, triton.place
@@ -786,7 +786,7 @@ def test_exporters_with_stores_of_their_own_do_not_meet(mood, models, tmp_path):
 
 KILLED = """
 import os, sys
-from enginery.core import staging
+from enginery.core.artifact import staging
 artifact, models, exchanges = sys.argv[1:]
 replace, exchanged = os.replace, staging._exchanged
 def killed_after(run):
@@ -798,7 +798,7 @@ def killed_after(run):
     return once
 os.replace = killed_after(replace)
 staging._exchanged = killed_after(exchanged) if exchanges else lambda *_: False
-from enginery.pipeline import export_triton
+from enginery.api import export_triton
 export_triton(artifact, models, name="m", provider="cpu")
 """
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.options import options_from
 from enginery.engine import stage
 from enginery.engine.config import BuildConfig

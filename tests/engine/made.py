@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from enginery.core.artifact import Artifact, commit_artifact
-from enginery.core.engine_record import (
+from enginery.core.artifact.artifact import Artifact, commit_artifact
+from enginery.core.artifact.engine_record import (
     ENGINE_FILE,
     ENGINES,
     EngineRecord,
@@ -17,7 +17,7 @@ from enginery.core.engine_record import (
     plan_name,
     wrapper_name,
 )
-from enginery.core.fingerprint import Fingerprint
+from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.engine.ep_context import write_wrapper
 
 LAYER = {

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from enginery.core.artifact import Artifact, commit_artifact, staging
+from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.export.graphs import record_graph
 from tests.core.artifacts import manifest
 from tests.passes.onnx_graphs import WIDTH, node, save_graph

@@ -12,11 +12,11 @@ import numpy as np
 import psutil
 import pytest
 
-from enginery.core.artifact import Artifact, commit_artifact
-from enginery.core.engine import Engine
-from enginery.core.engine_record import engine_directories
+from enginery.core.artifact.artifact import Artifact, commit_artifact
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.errors import ArtifactError, ProviderError
-from enginery.core.store import Store
+from enginery.core.store.store import Store
 from enginery.engine import build, stage
 from enginery.engine.build import find_engine, obtain_engine
 from enginery.engine.key import resolve_requests

@@ -7,7 +7,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto
 
-from enginery.core.engine_record import EngineRecord
+from enginery.core.artifact.engine_record import EngineRecord
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.engine.ep_context import ENGINE_HEADER_BYTES, write_wrapper

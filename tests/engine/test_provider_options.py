@@ -7,7 +7,7 @@ from pathlib import Path
 import onnxruntime as ort
 import pytest
 
-from enginery.core.artifact import Artifact, commit_artifact
+from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.errors import OptionError, ShapeError
 from enginery.engine.provider_options import provider_options, to_json, to_python
 from tests.engine.made import with_engines

@@ -6,10 +6,10 @@ import numpy as np
 import onnx
 import pytest
 
-from enginery import Recipe, build_engine, run_recipe, steps, validate_model
-from enginery.core.artifact import Artifact
-from enginery.core.engine import Engine
-from enginery.core.engine_record import engine_directories
+from enginery import Recipe, build_engine, run_recipe, stages, validate_model
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.errors import (
     InputError,
     OptionError,
@@ -18,7 +18,7 @@ from enginery.core.errors import (
     ShapeError,
 )
 from enginery.core.progress import SILENT
-from enginery.core.store import Store
+from enginery.core.store.store import Store
 from enginery.engine import stage
 from enginery.engine.key import resolve_requests
 from enginery.runtime.tensorrt.process import has_tensorrt
@@ -232,7 +232,7 @@ def test_validation_stays_valid_after_a_build(exported, copied, built):
     opened = Artifact.open(source.path)
     made = built(opened, profile=["batch=1:2:4,sequence=1:16:32"])
     assert validate.read_current_report(made, config) == report
-    assert not steps.validate_step(made, config, force=False, progress=SILENT).worked
+    assert not stages.validate_step(made, config, force=False, progress=SILENT).worked
     # What the verdict is about is still looked at.
     other = made.manifest.model_copy(update={"precision": "fp16"})
     assert validate.read_current_report(Artifact(made.path, other), config) is None

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from enginery import bench_model, export_model, validate_model
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, EngineryError, SourceError, UntrustedModelError
 
 

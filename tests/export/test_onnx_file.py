@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginery import export_model, validate_model
 from enginery.core.errors import ExportError, SourceError, UntrustedModelError
-from enginery.core.source import resolve_source
+from enginery.core.model.source import resolve_source
 from enginery.export import graphs
 from enginery.export.config import ExportConfig
 from enginery.export.onnx_file import import_onnx

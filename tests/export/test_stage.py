@@ -12,7 +12,7 @@ import pytest
 
 from enginery import Artifact, export_model, validate_model
 from enginery.core.errors import ExportError, OptionError, ProviderError, SourceError
-from enginery.core.store import Store
+from enginery.core.store.store import Store
 
 
 def edited_config(source, out, **changes):
@@ -164,7 +164,7 @@ def test_damaged_weights_are_an_error_with_a_log(tiny_model, tmp_path):
 
 
 def test_killed_exporter_is_an_error_that_names_the_signal(tiny_model, tmp_path, monkeypatch):
-    from enginery.core.source import resolve_source
+    from enginery.core.model.source import resolve_source
     from enginery.export import stage
     from enginery.export.config import ExportConfig
 

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from enginery import export_model
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 
 WIDTH = 4096
 LAYERS = 16

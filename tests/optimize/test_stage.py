@@ -6,10 +6,10 @@ import numpy as np
 import onnx
 import pytest
 
-from enginery.core.artifact import Artifact, commit_artifact, staging
+from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.core.errors import ExportError, InputError, OptionError, RejectedArtifactError
-from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.feeds import FeedLimits, make_feeds
+from enginery.core.model.files import ModelConfig
 from enginery.optimize import stage
 from enginery.optimize.config import OptimizeConfig
 from enginery.runtime.onnxruntime.runner import OrtRunner

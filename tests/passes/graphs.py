@@ -23,7 +23,7 @@ def graph(text, opset=20, **weights):
 
 def saved(model, path):
     """Write the model, and check that it is valid and strictly typed."""
-    from enginery.passes.graph_file import check_graph, write_graph
+    from enginery.passes.ir.graph_file import check_graph, write_graph
 
     write_graph(model, path)
     check_graph(path)

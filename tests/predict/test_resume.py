@@ -24,7 +24,7 @@ ROWS = 200
 _PROGRAM = """
 import sys, time
 from pathlib import Path
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.predict.config import PredictConfig
 from enginery.predict.stage import run
 from enginery.runtime.onnxruntime.runner import OrtRunner

@@ -380,7 +380,7 @@ def test_a_provider_that_does_not_fit_is_an_error_and_nothing_is_opened(
 
 
 def test_where_a_token_is_is_found_only_for_spans(predict, tiny, reviews, monkeypatch):
-    from enginery.runtime.tokenizer import FastEncoder
+    from enginery.runtime.text.tokenizer import FastEncoder
 
     real, quick = FastEncoder.encode, []
 

@@ -79,7 +79,7 @@ def test_predict_loads_neither_torch_nor_transformers(tiny, reviews, tmp_path):
         "from pathlib import Path\n"
         "from enginery.predict.config import PredictConfig\n"
         "print('config:', *sorted({'numpy', 'pyarrow', 'onnxruntime'} & set(sys.modules)))\n"
-        "from enginery.core.artifact import Artifact\n"
+        "from enginery.core.artifact.artifact import Artifact\n"
         "from enginery.predict.stage import run\n"
         f"artifact, folder = Artifact.open({str(artifact.path)!r}), Path({str(tmp_path)!r})\n"
         f"run(artifact, {str(reviews)!r}, folder / 'o.csv', PredictConfig())\n"
@@ -101,7 +101,7 @@ def test_memory_does_not_follow_the_file(tiny, tmp_path):
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from enginery.core.artifact import Artifact\n"
+        "from enginery.core.artifact.artifact import Artifact\n"
         "from enginery.predict.config import PredictConfig\n"
         "from enginery.predict.stage import run\n"
         "artifact = Artifact.open(sys.argv[1])\n"
@@ -124,7 +124,7 @@ def test_memory_does_not_follow_the_file(tiny, tmp_path):
 def test_beginning_of_a_long_text_has_the_same_first_tokens(tiny, unit):
     from enginery.predict.token_batches import Meter, RunPool, WindowModel
     from enginery.runtime.onnxruntime.runner import OrtRunner
-    from enginery.runtime.tokenizer import TextTokenizer
+    from enginery.runtime.text.tokenizer import TextTokenizer
 
     artifact = tiny("bert", "feature-extraction")
     text = unit * (1_000_000 // len(unit)) + "the end"

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from enginery.core.artifact import Artifact, commit_artifact
-from enginery.core.manifest import Manifest
+from enginery.core.artifact.artifact import Artifact, commit_artifact
+from enginery.core.artifact.manifest import Manifest
 from enginery.publish.config import PublishConfig
 from tests.core.artifacts import validated
 from tests.engine.made import with_engines

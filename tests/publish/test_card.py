@@ -9,9 +9,9 @@ import pytest
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
-from enginery.core.artifact import Artifact, commit_artifact
-from enginery.core.manifest import SourceRecord
-from enginery.core.reports import (
+from enginery.core.artifact.artifact import Artifact, commit_artifact
+from enginery.core.artifact.manifest import SourceRecord
+from enginery.core.artifact.reports import (
     AccuracyMetrics,
     CalibrationRecord,
     EmbeddingMetrics,
@@ -189,7 +189,7 @@ def test_what_limits_the_source_is_carried_over(artifact):
 
 
 def test_source_card_of_a_directory_is_read_where_it_lies(tiny_model):
-    from enginery.core.source import resolve_source
+    from enginery.core.model.source import resolve_source
 
     directory = tiny_model("bert", "fill-mask")
     record = resolve_source(str(directory)).record
@@ -204,7 +204,7 @@ def test_source_card_of_a_directory_is_read_where_it_lies(tiny_model):
 
 
 def test_card_of_a_package_with_weights_is_read(minilm):
-    from enginery.core.source import resolve_source
+    from enginery.core.model.source import resolve_source
 
     found = read_source_card(resolve_source(minilm).record)
     assert (found.license, found.language) == ("apache-2.0", ("en",))

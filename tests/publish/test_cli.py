@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from tests.core.artifacts import make, validated
 from tests.terminal import in_pipe
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
 from enginery.core.json_file import unsealed_bytes
 from enginery.core.names import is_portable_name, portable_name
@@ -56,7 +56,7 @@ def test_external_weights_tokenizer_and_engines_have_groups_of_their_own(tmp_pat
     source = product(tmp_path / "source", external=True)
     made = with_engines(source, tmp_path / "made", {"capabilities": ("8.0", "8.9")}, {})
     (made.path / "tokenizer.json").write_text("{}")
-    from enginery.core.artifact import commit_artifact
+    from enginery.core.artifact.artifact import commit_artifact
 
     commit_artifact(made.path, made.manifest)
     package = packed(Artifact.open(made.path), allow_unvalidated=True)
@@ -164,8 +164,8 @@ def test_reports_that_nobody_recorded_stay_behind(artifact, packed):
 
 
 def test_model_file_with_the_cards_name_is_refused(artifact, packed):
-    from enginery.core.fingerprint import sha256_of
-    from enginery.core.manifest import FileRecord
+    from enginery.core.artifact.fingerprint import sha256_of
+    from enginery.core.artifact.manifest import FileRecord
 
     (artifact.path / "README.md").write_text("mine")
     record = FileRecord(sha256=sha256_of(artifact.path / "README.md"), size_bytes=4)

@@ -3,7 +3,7 @@
 import pytest
 
 from enginery import publish_model, pull_model
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import (
     ArtifactError,
     MissingPackageError,
@@ -130,8 +130,8 @@ bad at sums
 @pytest.fixture
 def with_a_card(tmp_path):
     """An artifact whose source lies in `tmp_path/source`, with a card that states rights."""
-    from enginery.core.artifact import commit_artifact
-    from enginery.core.source import resolve_source
+    from enginery.core.artifact.artifact import commit_artifact
+    from enginery.core.model.source import resolve_source
 
     source = tmp_path / "source"
     source.mkdir()
@@ -158,7 +158,7 @@ def test_what_was_pulled_keeps_its_rights_where_the_source_is_not(with_a_card, t
 
 
 def test_rights_of_another_model_are_not_taken_over(with_a_card, tmp_path):
-    from enginery.core.artifact import commit_artifact
+    from enginery.core.artifact.artifact import commit_artifact
 
     pulled = pull_model(publish_model(with_a_card, tmp_path / "r").url, tmp_path / "pulled")
     (tmp_path / "source").rename(tmp_path / "gone")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.options import options_from
 from enginery.quantize import stage
 from enginery.quantize.config import QuantizeConfig

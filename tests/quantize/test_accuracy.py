@@ -1,7 +1,7 @@
 import numpy as np
 
 from enginery.quantize.accuracy import AccuracyEvaluator
-from enginery.quantize.data import Batch
+from enginery.quantize.calibration.data import Batch
 
 
 def judged(expected, found, labels=()):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from enginery import export_model, optimize_model, quantize_model
-from enginery.core.artifact import Artifact
-from enginery.runtime.images import ImageProcessor, load_image
+from enginery.core.artifact.artifact import Artifact
+from enginery.runtime.image.processor import ImageProcessor, load_image
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
 TRAINED = 1200

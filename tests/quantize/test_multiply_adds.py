@@ -4,12 +4,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.feeds import FeedLimits, make_feeds
+from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
-from enginery.passes.layers import find_layers
+from enginery.passes.qdq.layers import find_layers
 from enginery.quantize.multiply_adds import MultiplyAddCounts, count_multiply_adds
-from enginery.runtime.multiply_adds import count_node_work
+from enginery.runtime.onnxruntime.multiply_adds import count_node_work
 
 
 def fed(artifact):

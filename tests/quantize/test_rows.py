@@ -10,8 +10,8 @@ import pytest
 
 from enginery.core.errors import InputError
 from enginery.core.options import options_from
+from enginery.quantize.calibration.data import make_batches, read_data
 from enginery.quantize.config import QuantizeConfig
-from enginery.quantize.data import make_batches, read_data
 from enginery.runtime.builtin_inputs import synthetic_images
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.tiny import LABELS, TEXT

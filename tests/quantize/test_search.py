@@ -1,7 +1,7 @@
 import pytest
 
+from enginery.core.artifact.reports import AccuracyMetrics
 from enginery.core.errors import CheckFailedError, OptionError
-from enginery.core.reports import AccuracyMetrics
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.report import budget_notes
 from enginery.quantize.search import AccuracyBudget, search_mixed_precision

@@ -5,7 +5,8 @@ import numpy as np
 import onnx
 import pytest
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import (
     ArtifactError,
     CheckFailedError,
@@ -15,13 +16,12 @@ from enginery.core.errors import (
     RejectedArtifactError,
     ShapeError,
 )
-from enginery.core.manifest import Verdict
 from enginery.core.options import options_from
-from enginery.passes.lint import LintReport
-from enginery.passes.overflow import Fp32Node
+from enginery.passes.cast.overflow import Fp32Node
+from enginery.passes.lint.lint import LintReport
 from enginery.quantize import calibrate, stage, trial
+from enginery.quantize.calibration.data import make_batches
 from enginery.quantize.config import QuantizeConfig
-from enginery.quantize.data import make_batches
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.engine.products import artifact_of
 from tests.passes.onnx_graphs import WIDTH, node

@@ -10,8 +10,8 @@ from PIL import Image
 
 from enginery import Artifact, load_model
 from enginery.cli import main
-from enginery.core.engine import Engine
-from enginery.core.engine_record import engine_directories
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.errors import RecipeError
 from enginery.recipe import Recipe
 from enginery.runtime.builtin_inputs import synthetic_images

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from tests.tiny import save_tiny, tiny_artifact
 
 
@@ -53,7 +53,7 @@ def altered(tmp_path):
     """A copy of an artifact with other files beside the graph, hashed anew."""
     import shutil
 
-    from enginery.core.artifact import commit_artifact
+    from enginery.core.artifact.artifact import commit_artifact
 
     def alter(artifact: Artifact, files: dict[str, str | None]) -> Artifact:
         copy = tmp_path / f"altered-{len(list(tmp_path.iterdir()))}"

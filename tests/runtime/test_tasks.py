@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from enginery import load_model
-from enginery.ask import ask, builtin_inputs
-from enginery.core.artifact import Artifact, commit_artifact
+from enginery.api import export_triton
+from enginery.cli.demo import ask, builtin_inputs
+from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.errors import ArtifactError, InputError, OptionError
 from enginery.core.shapes import TensorSpec
-from enginery.pipeline import export_triton
 from enginery.predict.config import PredictConfig
 from enginery.predict.stage import run as predict
 from enginery.publish.card.snippets import loading_snippets
@@ -54,7 +54,7 @@ def counting(uncounted, monkeypatch):
 @pytest.fixture
 def counted(uncounted):
     """What is to be counted in the texts, for some vowels."""
-    from enginery.runtime.tokenizer import TextTokenizer
+    from enginery.runtime.text.tokenizer import TextTokenizer
 
     tokenizer = TextTokenizer.open(uncounted.path)
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import httpx
 import numpy as np
 
+from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.errors import nearest
-from enginery.core.manifest import SourceRecord
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.classify import Classification, Label

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import OptionError
 from enginery.serve.app import make_app
 from enginery.serve.config import ServeConfig

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from enginery import load_model
-from enginery.core.artifact import Artifact, commit_artifact
+from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.runtime.tasks import TASKS
 from enginery.serve.config import ServeConfig
 from tests.runtime.count_task import Count

@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import ArtifactError, OptionError
-from enginery.core.manifest import Verdict
 from enginery.serve.app import load
 from enginery.serve.config import ServeConfig, named_paths
 from enginery.serve.models.registry import ModelRegistry

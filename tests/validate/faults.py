@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from enginery.core.artifact import Artifact, commit_artifact
+from enginery.core.artifact.artifact import Artifact, commit_artifact
 
 
 def break_graph(artifact, edit, *, graph="model.onnx", **manifest):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from enginery.runtime.pooling import Pooling
+from enginery.runtime.text.pooling import Pooling
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.reference import ReferenceOutputs
 

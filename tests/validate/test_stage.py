@@ -9,6 +9,8 @@ import pytest
 from PIL import Image
 
 from enginery import Artifact, export_model, load_model, validate_model
+from enginery.core.artifact.manifest import Verdict
+from enginery.core.artifact.reports import ValidationReport
 from enginery.core.errors import (
     ArtifactError,
     EngineryError,
@@ -19,9 +21,7 @@ from enginery.core.errors import (
     ShapeError,
     SourceError,
 )
-from enginery.core.manifest import Verdict
 from enginery.core.progress import Silent
-from enginery.core.reports import ValidationReport
 from enginery.validate.config import ValidateConfig
 from enginery.validate.stage import fingerprint
 from tests.tolerances import SCORES
@@ -91,7 +91,7 @@ def test_minilm_is_as_close_as_promised(minilm, tmp_path):
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    from enginery.core.source import resolve_source
+    from enginery.core.model.source import resolve_source
     from enginery.runtime.builtin_inputs import SENTENCES
 
     artifact = export_model(minilm, out=tmp_path / "minilm")
@@ -388,7 +388,7 @@ def test_unavailable_provider_is_an_error_without_a_verdict(exported, copied):
         validate_model(artifact, provider="nonsense")
     artifact.model.write_bytes(b"no graph")
     broken = Artifact(artifact.path, artifact.manifest)
-    from enginery.core.artifact import commit_artifact
+    from enginery.core.artifact.artifact import commit_artifact
 
     commit_artifact(artifact.path, artifact.manifest)
     with pytest.raises(ArtifactError, match="is not an ONNX model, or a damaged one"):

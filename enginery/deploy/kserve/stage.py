@@ -17,15 +17,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from enginery.core.artifact import Artifact
-from enginery.core.engine_record import ENGINES
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.engine_record import ENGINES
+from enginery.core.artifact.staging import write_beside
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.names import portable_name
 from enginery.core.progress import SILENT, Progress
-from enginery.core.staging import write_beside
 from enginery.deploy.kserve.manifest import MADE_BY, inference_service, is_image, manifest_text
 from enginery.deploy.kserve.options import MOST_LETTERS_KNATIVE, KserveConfig
-from enginery.runtime.engines import read_engines
+from enginery.runtime.engines.selection import read_engines
 from enginery.runtime.tasks import manifest_task, supported_tasks
 from enginery.runtime.tensorrt.options import CLASSIC
 

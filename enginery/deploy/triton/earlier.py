@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.errors import ArtifactError, OptionError
-from enginery.core.fingerprint import sha256_of
 from enginery.core.json_file import document_bytes, parse_json
 
 LISTING = "enginery.json"

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from enginery.core.artifact import Artifact
-from enginery.core.engine import Engine
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, OptionError, ShapeError, nearest
-from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Profile
 from enginery.deploy.triton.options import TritonConfig
-from enginery.runtime.engines import read_engines
+from enginery.runtime.engines.selection import read_engines
 from enginery.runtime.tensorrt.options import CLASSIC
 
 

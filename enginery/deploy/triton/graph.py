@@ -12,19 +12,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from enginery.core.artifact import Artifact
-from enginery.core.engine import Engine
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, OptionError
-from enginery.core.feeds import FeedLimits
-from enginery.core.manifest import GraphRecord
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.feeds import FeedLimits
+from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile
 from enginery.deploy.triton.engines import largest_batch, profiles_of
 from enginery.deploy.triton.models import GraphParts, TritonModel, graph_model, plan_file
 from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.tensors import batch_dim, has_batch_dim
 from enginery.deploy.triton.warmup import warmup_samples
-from enginery.runtime.engines import wrapper_of
+from enginery.runtime.engines.selection import wrapper_of
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.classify import LabelResults, label_names
 

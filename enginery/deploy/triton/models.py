@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from enginery.core.engine import Engine
-from enginery.core.manifest import GraphRecord
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.tensors import DATA_TYPES, STRING, batch_dim, tensor_fields

@@ -28,12 +28,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from enginery.core.artifact import MANIFEST, link_or_copy
+from enginery.core.artifact.artifact import MANIFEST, link_or_copy
+from enginery.core.artifact.fingerprint import sha256_of
+from enginery.core.artifact.staging import STAGING_PREFIX, put_in_place
 from enginery.core.errors import ArtifactError
-from enginery.core.fingerprint import sha256_of
 from enginery.core.json_file import json_bytes
 from enginery.core.locks import named_lock
-from enginery.core.staging import STAGING_PREFIX, put_in_place
 from enginery.deploy.triton.earlier import LISTING, notes_on, read_earlier, require_newest
 from enginery.deploy.triton.models import ANSWERS, GRAPH, TOKENIZER, TritonModel
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from enginery import __version__
-from enginery.core.artifact import MANIFEST, Artifact
-from enginery.core.engine_record import ENGINES
-from enginery.core.manifest import GraphRecord
+from enginery.core.artifact.artifact import MANIFEST, Artifact
+from enginery.core.artifact.engine_record import ENGINES
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.names import portable_name
 from enginery.core.progress import SILENT, Progress
 from enginery.deploy.triton.engines import triton_engines

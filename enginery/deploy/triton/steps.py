@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact import MANIFEST, Artifact
+from enginery.core.artifact.artifact import MANIFEST, Artifact
+from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, CheckFailedError, InputError
 from enginery.core.json_file import document_bytes
-from enginery.core.manifest import GraphRecord, Manifest
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile
-from enginery.runtime.batching import fill_rows
-from enginery.runtime.profiles import padded_sizes, sizes_of
+from enginery.runtime.engines.profiles import padded_sizes, sizes_of
 from enginery.runtime.tasks import require_task
 from enginery.runtime.tasks.task import ModelInputs, Row, TaskOptions
 from enginery.runtime.tasks.text import TextTask
+from enginery.runtime.text.batching import fill_rows
 
 Arrays = Mapping[str, NDArray[Any]]
 Step = Callable[[Arrays, Mapping[str, Any]], dict[str, NDArray[Any]]]

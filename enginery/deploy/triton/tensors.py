@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError
-from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import TensorSpec, canonical_dim
 from enginery.deploy.triton.options import Backend
 from enginery.deploy.triton.text import Word

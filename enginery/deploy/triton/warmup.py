@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.manifest import GraphRecord
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.shapes import Profile, canonical_dim, dynamic_dims
 from enginery.deploy.triton.tensors import DATA_TYPES, batch_dim
 from enginery.deploy.triton.text import Word, entries

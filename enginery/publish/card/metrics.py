@@ -11,7 +11,12 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from enginery.core.reports import BenchResult, QuantizationReport, Reports, ValidationReport
+from enginery.core.artifact.reports import (
+    BenchResult,
+    QuantizationReport,
+    Reports,
+    ValidationReport,
+)
 
 Figures = Iterator[tuple[str, float | None]]
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from enginery.core.artifact import Artifact
-from enginery.core.engine_record import EngineRecord
-from enginery.core.manifest import SourceRecord
-from enginery.core.reports import (
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.engine_record import EngineRecord
+from enginery.core.artifact.manifest import SourceRecord
+from enginery.core.artifact.reports import (
     OutputMetrics,
     QuantizationReport,
     Reports,

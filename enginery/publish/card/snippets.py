@@ -13,12 +13,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from enginery.core.artifact import Artifact
-from enginery.core.model_files import ModelConfig, mask_token
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.model.files import ModelConfig, mask_token
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.pooling import Vectors
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.tasks import manifest_task, takes_pixels
+from enginery.runtime.text.pooling import Vectors
 
 CPU = "CPUExecutionProvider"
 _PIXELS = ("float32", "float16")

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.errors import SourceError
-from enginery.core.manifest import SourceRecord
-from enginery.core.source import resolve_record
+from enginery.core.model.source import resolve_record
 from enginery.publish.config import PublishConfig
 
 CARD = "README.md"

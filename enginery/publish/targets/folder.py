@@ -30,7 +30,8 @@ from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock, Timeout
 
-from enginery.core.artifact import MANIFEST
+from enginery.core.artifact.artifact import MANIFEST
+from enginery.core.artifact.staging import STAGING_PREFIX, put_in_place, write_beside
 from enginery.core.errors import (
     ArtifactError,
     EngineryError,
@@ -42,7 +43,6 @@ from enginery.core.json_file import json_bytes
 from enginery.core.names import is_portable_name
 from enginery.core.paths import resolve_inside
 from enginery.core.progress import Progress
-from enginery.core.staging import STAGING_PREFIX, put_in_place, write_beside
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
 from enginery.publish.package import Package

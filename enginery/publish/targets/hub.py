@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from enginery.core.artifact import MANIFEST, REPORTS
-from enginery.core.engine_record import ENGINES
+from enginery.core.artifact.artifact import MANIFEST, REPORTS
+from enginery.core.artifact.engine_record import ENGINES
 from enginery.core.errors import (
     ArtifactError,
     EngineryError,

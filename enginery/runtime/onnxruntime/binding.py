@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from enginery.core.closing import Closing
 from enginery.core.errors import InputError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec, canonical_dim
-from enginery.runtime.device_values import (
+from enginery.runtime.engines.profiles import sizes_of
+from enginery.runtime.onnxruntime.device_values import (
     ELEMENTS,
     Device,
     device_of,
@@ -37,7 +38,6 @@ from enginery.runtime.device_values import (
     shape_of,
     shaped_like,
 )
-from enginery.runtime.profiles import sizes_of
 
 BUCKETS = 8
 """Combinations of input shapes that keep their buffers, where nobody says how many."""

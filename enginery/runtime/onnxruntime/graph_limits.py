@@ -19,9 +19,9 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, EngineryError
-from enginery.core.manifest import GraphRecord
-from enginery.core.onnx_structure import (
+from enginery.core.model.onnx_structure import (
     BITS,
     Attribute,
     Graph,

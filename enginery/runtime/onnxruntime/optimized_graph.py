@@ -14,13 +14,13 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.fingerprint import Fingerprint, combined_sha256, runtime_version
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.staging import staging
 from enginery.core.errors import EngineryError
-from enginery.core.fingerprint import Fingerprint, combined_sha256, runtime_version
-from enginery.core.loaded_graph import MODEL_FILE, STAGE, LoadedGraph, write_record
-from enginery.core.manifest import GraphRecord
-from enginery.core.staging import staging
-from enginery.core.store import GRAPHS, Store
+from enginery.core.store.optimized_graph import MODEL_FILE, STAGE, LoadedGraph, write_record
+from enginery.core.store.store import GRAPHS, Store
 from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.onnxruntime.session import EXACT_INT8

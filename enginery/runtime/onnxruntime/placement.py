@@ -25,7 +25,12 @@ from typing import Any
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, ProviderError
-from enginery.runtime.multiply_adds import SHAPE_OPS, NodeWork, count_node_work, profiled_run
+from enginery.runtime.onnxruntime.multiply_adds import (
+    SHAPE_OPS,
+    NodeWork,
+    count_node_work,
+    profiled_run,
+)
 from enginery.runtime.onnxruntime.session import new_session
 from enginery.runtime.providers.known import CPU, full_name, short_name
 from enginery.runtime.providers.selection import Provider

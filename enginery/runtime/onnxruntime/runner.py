@@ -19,23 +19,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.closing import Closing
-from enginery.core.engine import Engine
 from enginery.core.errors import InputError, ProviderError
-from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.manifest import GraphRecord
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.feeds import FeedLimits, make_feeds
+from enginery.core.model.files import ModelConfig
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, dynamic_dims
-from enginery.runtime.device_values import device_of, read_value, shaped_like
-from enginery.runtime.engines import choose_with_engines, reachable_profile, wrapper_of
+from enginery.runtime.engines.profiles import most_rows, padded_sizes, sizes_of
+from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_of
 from enginery.runtime.onnxruntime.binding import BUCKETS, DeviceBinding, run_options
 from enginery.runtime.onnxruntime.cuda_graphs import with_cuda_graph
+from enginery.runtime.onnxruntime.device_values import device_of, read_value, shaped_like
 from enginery.runtime.onnxruntime.optimized_graph import optimized_graph
 from enginery.runtime.onnxruntime.placement import Placement, read_placement
 from enginery.runtime.onnxruntime.session import new_session, require_interface
-from enginery.runtime.profiles import most_rows, padded_sizes, sizes_of
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import (
     Providers,

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, ProviderError
-from enginery.core.manifest import GraphRecord
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.providers.availability import register_plugin

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError
-from enginery.core.manifest import GraphRecord, Manifest
 from enginery.runtime.tasks.answer import Answer
 from enginery.runtime.tasks.classify import Classify
 from enginery.runtime.tasks.embed import Embed

@@ -32,7 +32,7 @@ from enginery.runtime.tasks.task import (
     string_tensor,
 )
 from enginery.runtime.tasks.text import TextTask
-from enginery.runtime.tokenizer import check_texts
+from enginery.runtime.text.tokenizer import check_texts
 
 MAX_ANSWER_TOKENS = 15
 

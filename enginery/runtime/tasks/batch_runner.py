@@ -8,15 +8,15 @@ from typing import Any
 
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import canonical_dim
-from enginery.runtime.batching import (
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.tasks.task import Arrays, Row, RowTask
+from enginery.runtime.text.batching import (
     MAX_ROWS,
     MAX_TOKENS,
     fill_rows,
     first_rows,
     plan_batches,
 )
-from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.tasks.task import Arrays, Row, RowTask
 
 
 class BatchRunner:

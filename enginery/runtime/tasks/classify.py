@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.files import ModelConfig
 from enginery.runtime.tasks.task import (
     MAX_RESULTS,
     Arrays,

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError, nearest
-from enginery.core.manifest import GraphRecord
-from enginery.core.model_files import SentenceTransformersConfig
-from enginery.runtime.pooling import Pooling, Vectors, read_pooling
+from enginery.core.model.files import SentenceTransformersConfig
 from enginery.runtime.tasks.task import (
     Arrays,
     ModelInputs,
@@ -26,7 +25,8 @@ from enginery.runtime.tasks.task import (
     TaskOptions,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows
-from enginery.runtime.tokenizer import check_texts
+from enginery.runtime.text.pooling import Pooling, Vectors, read_pooling
+from enginery.runtime.text.tokenizer import check_texts
 
 TOKEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
 SENTENCE_OUTPUT = "sentence_embedding"

@@ -9,12 +9,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError
-from enginery.core.manifest import GraphRecord
-from enginery.core.model_files import ModelConfig
-from enginery.runtime.image_files import load_image
-from enginery.runtime.images import ImageProcessor
+from enginery.core.model.files import ModelConfig
+from enginery.runtime.image.files import load_image
+from enginery.runtime.image.processor import ImageProcessor
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
 from enginery.runtime.tasks.embed import VectorOptions, VectorResults, finish_vectors
 from enginery.runtime.tasks.task import Arrays, InputField, ModelInputs, Row, Task, require_outputs

@@ -25,7 +25,7 @@ from enginery.runtime.tasks.task import (
     json_tensor,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, softmax
-from enginery.runtime.tokenizer import TextTokenizer, check_texts
+from enginery.runtime.text.tokenizer import TextTokenizer, check_texts
 
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 

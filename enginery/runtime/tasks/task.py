@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError, nearest
-from enginery.core.manifest import GraphRecord
 
 Arrays = dict[str, NDArray[Any]]
 ProcessingCost = Literal["light", "medium", "heavy"]

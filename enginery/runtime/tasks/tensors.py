@@ -9,14 +9,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError
-from enginery.core.feeds import FeedLimits
-from enginery.core.manifest import GraphRecord
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.feeds import FeedLimits
+from enginery.core.model.files import ModelConfig
 from enginery.core.profile_choice import choose_profile
 from enginery.core.shapes import Profile
-from enginery.runtime.profiles import sizes_of
+from enginery.runtime.engines.profiles import sizes_of
 from enginery.runtime.tasks.task import Arrays, ModelInputs, ProcessingCost, Row, RowTask
 
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError
-from enginery.core.manifest import GraphRecord
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.files import ModelConfig
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
@@ -23,7 +23,7 @@ from enginery.runtime.tasks.task import (
     TaskOptions,
     require_outputs,
 )
-from enginery.runtime.tokenizer import TextTokenizer, TokenIds, check_texts
+from enginery.runtime.text.tokenizer import TextTokenizer, TokenIds, check_texts
 
 TEXT = (InputField("text"),)
 

@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from enginery.core.engine_record import LayerRecord
+from enginery.core.artifact.engine_record import LayerRecord
+from enginery.core.artifact.staging import write_beside
 from enginery.core.errors import OptionError, ProviderError, ShapeError
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.shapes import Profile, TensorSpec, dynamic_dims
-from enginery.core.staging import write_beside
 from enginery.runtime.tensorrt.inspector import inspect_plan
 from enginery.runtime.tensorrt.library import (
     Messages,

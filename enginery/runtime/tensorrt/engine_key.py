@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.errors import OptionError
-from enginery.core.fingerprint import sha256_of
 from enginery.core.shapes import Profile
 from enginery.runtime.providers import gpus
 from enginery.runtime.providers.gpus import driver_version

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from enginery.core.engine_record import Kind, LayerRecord
+from enginery.core.artifact.engine_record import Kind, LayerRecord
 from enginery.core.errors import ProviderError
 from enginery.runtime.tensorrt.library import Messages
 from enginery.runtime.tensorrt.log import (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from enginery.core.engine_record import Kind, LayerRecord
+from enginery.core.artifact.engine_record import Kind, LayerRecord
 
 _LAYER = re.compile(
     r"^Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), Inputs: (?P<inputs>\[.*?\])"

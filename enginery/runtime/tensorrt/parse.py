@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ProviderError, SourceError
-from enginery.core.external_data import load_graph
 from enginery.core.shapes import TensorSpec, canonical_dim
 from enginery.runtime.tensorrt.library import Messages, Sink, load_tensorrt, trt_messages
 from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor

@@ -21,11 +21,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from enginery.core.child import ask_child
-from enginery.core.engine_record import LayerRecord
+from enginery.core.artifact.engine_record import LayerRecord
 from enginery.core.errors import OptionError, ProviderError, ShapeError, SourceError
 from enginery.core.home import enginery_home
 from enginery.core.shapes import Profile, TensorSpec
+from enginery.core.subprocess import ask_child
 from enginery.runtime.tensorrt.build import build_here
 from enginery.runtime.tensorrt.capabilities import resolve_capabilities
 from enginery.runtime.tensorrt.engine_key import key_fields

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from enginery.core.engine_record import Kind, LayerRecord
+from enginery.core.artifact.engine_record import Kind, LayerRecord
 from enginery.core.errors import ProviderError
 from enginery.core.shapes import TensorSpec
 

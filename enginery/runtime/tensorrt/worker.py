@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from enginery.core.child import answer_parent
 from enginery.core.shapes import Profile
+from enginery.core.subprocess import answer_parent
 from enginery.runtime.tensorrt.build import build_here
 from enginery.runtime.tensorrt.options import BuildOptions, flavor_named
 from enginery.runtime.tensorrt.parse import cover_here, parse_here

@@ -18,10 +18,10 @@ from pydantic import ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from enginery.core.manifest import SourceRecord
+from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.version import __version__
-from enginery.runtime.pooling import read_pooling
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT
+from enginery.runtime.text.pooling import read_pooling
 from enginery.serve.api.endpoints import Routes, config_of, json_response, registry_of
 from enginery.serve.api.errors import HTTPError
 from enginery.serve.api.requests import Schema, StrictRequestBody

@@ -17,10 +17,10 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Literal, TypeVar
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError, InputError, ProviderError
-from enginery.core.feeds import FeedLimits, make_feeds
-from enginery.core.model_files import ModelConfig
+from enginery.core.model.feeds import FeedLimits, make_feeds
+from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.runtime.machine import usable_cores
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -32,8 +32,8 @@ from enginery.runtime.tasks.images import ImageTask
 from enginery.runtime.tasks.task import ProcessingCost, Row, RowTask, Task, TaskOptions
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.tasks.text import TextTask
-from enginery.runtime.tokenizer import Encode
-from enginery.runtime.tokenizer_files import is_panic
+from enginery.runtime.text.tokenizer import Encode
+from enginery.runtime.text.tokenizer_files import is_panic
 from enginery.serve.batching.cost import BatchCost, CostEstimator, choose_max_tokens, measure_cost
 from enginery.serve.batching.planner import BatchRules
 from enginery.serve.batching.preprocess_pool import PreprocessPool

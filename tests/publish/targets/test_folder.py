@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, RegistryError
 from enginery.core.json_file import SEAL, sealed_bytes
 from enginery.publish.config import PublishConfig
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 PUBLISH = """
 import sys
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.publish.config import PublishConfig
 from enginery.publish.stage import run
 for path in sys.argv[2:]:
@@ -32,7 +32,7 @@ for path in sys.argv[2:]:
 
 HANGS = """
 import sys, time
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.publish.targets import folder
 from enginery.publish.config import PublishConfig
 from enginery.publish.stage import run

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, RegistryError
 from enginery.publish import stage
 from tests.publish.products import UNVALIDATED, Heard, altered, large, with_an_engine
@@ -309,7 +309,7 @@ def test_the_token_reaches_no_stream_of_the_command(hub, artifact, tmp_path):
     script = (
         "import logging, sys\n"
         "logging.basicConfig(level=logging.DEBUG)\n"
-        "from enginery.core.artifact import Artifact\n"
+        "from enginery.core.artifact.artifact import Artifact\n"
         "from enginery.publish import stage\n"
         "from enginery.publish.config import PublishConfig\n"
         "print(stage.run(Artifact.open(sys.argv[1]), sys.argv[2],\n"

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from enginery import load_model
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.errors import ArtifactError, InputError, OptionError, RegistryError
-from enginery.core.fingerprint import sha256_of
 from enginery.publish import stage
 from enginery.publish.pyfunc import _load_pyfunc
 from tests.publish.products import UNVALIDATED, Heard, altered, large, with_an_engine
@@ -360,7 +360,7 @@ def killed(artifact, url, **environment):
     script = (
         "import os, signal, sys\n"
         "from mlflow import MlflowClient\n"
-        "from enginery.core.artifact import Artifact\n"
+        "from enginery.core.artifact.artifact import Artifact\n"
         "from enginery.publish import stage\n"
         "from enginery.publish.config import PublishConfig\n"
         "upload = MlflowClient.log_model_artifact\n"

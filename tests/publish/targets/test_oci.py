@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, RegistryError
 from enginery.publish import stage
 from enginery.publish.config import PublishConfig
@@ -330,7 +330,7 @@ def test_a_publish_that_was_killed_goes_on(registry, artifact, tmp_path, home):
     whole = large(artifact, tmp_path / "l", seed=5)
     script = (
         "import os, signal, sys\n"
-        "from enginery.core.artifact import Artifact\n"
+        "from enginery.core.artifact.artifact import Artifact\n"
         "from enginery.publish import stage\n"
         "from enginery.publish.targets.oci import client as oci_client\n"
         "from enginery.publish.config import PublishConfig\n"

@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from enginery.core.artifact.manifest import FileRecord
 from enginery.core.errors import ArtifactError, RegistryError
-from enginery.core.manifest import FileRecord
 from enginery.publish import stage
 from enginery.publish.publication import LISTING
 from enginery.publish.targets.oci.image import CONTENT, FILES, INDEX, LAYER, MANIFEST, TITLE

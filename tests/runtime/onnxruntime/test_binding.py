@@ -11,8 +11,8 @@ from onnx import TensorProto, helper
 
 from enginery.core.errors import InputError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.device_values import Device, device_of
 from enginery.runtime.onnxruntime.binding import DeviceBinding
+from enginery.runtime.onnxruntime.device_values import Device, device_of
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.tolerances import OUTPUTS
 
@@ -370,7 +370,7 @@ _ARENA = """
 import sys
 import numpy as np
 import psutil
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.runtime.onnxruntime.runner import OrtRunner
 with OrtRunner(Artifact.open(sys.argv[1]), shrink_arena=sys.argv[2] == "True") as runner:
     def run(rows):

@@ -3,7 +3,7 @@ import os
 import numpy as np
 import pytest
 
-from enginery.core.store import GRAPHS, Store
+from enginery.core.store.store import GRAPHS, Store
 from enginery.runtime.onnxruntime.optimized_graph import optimized_graph
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import Provider, choose_providers

@@ -15,8 +15,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginery.core.errors import InputError, ProviderError
-from enginery.runtime.multiply_adds import NodeWork, count_node_work, multiply_adds
 from enginery.runtime.onnxruntime.cuda_graphs import with_cuda_graph
+from enginery.runtime.onnxruntime.multiply_adds import NodeWork, count_node_work, multiply_adds
 from enginery.runtime.onnxruntime.placement import (
     RECORD,
     PlacedNode,
@@ -392,7 +392,7 @@ def test_openvino_runs_its_nodes_and_what_it_leaves_to_the_cpu_is_named(
 _RUN = """
 import json
 import numpy as np
-from enginery.core.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.specification import parse_providers
 ids = np.full((2, 9), 7, np.int64)

@@ -8,8 +8,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginery.runtime.model import load_model
 from enginery.runtime.onnxruntime.session import new_session
+from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.providers.selection import choose_providers
-from enginery.runtime.tracing import GraphTracer
 
 ROWS, COLUMNS = 64, 16
 # With the largest weights there are, two products leave 16 bits.

@@ -8,11 +8,11 @@ from io import BytesIO
 from typing import Any, get_args, get_type_hints
 
 import enginery
-from enginery.core.manifest import Manifest
+from enginery.core.artifact.manifest import Manifest
 from enginery.publish.card.snippets import example_texts
 from enginery.publish.package import Package
-from enginery.runtime.pooling import Vectors
 from enginery.runtime.tasks import manifest_task
+from enginery.runtime.text.pooling import Vectors
 
 ARTIFACT = "data/artifact"
 """Where the artifact is inside of the MLflow model."""

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import enginery
-from enginery.core.fingerprint import runtime_version
+from enginery.core.artifact.fingerprint import runtime_version
 from enginery.core.home import enginery_home
 from enginery.core.progress import Progress
 from enginery.publish.package import Package

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Protocol, cast
 
+from enginery.core.artifact.manifest import FileRecord
 from enginery.core.errors import ArtifactError, RegistryError
-from enginery.core.manifest import FileRecord
 from enginery.publish.publication import LISTING
 from enginery.publish.targets.oci.image import CONTENT, FILES, LAYER, TITLE
 

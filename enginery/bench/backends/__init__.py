@@ -1,0 +1,1 @@
+"""The models and libraries that are measured, each in a process of its own."""

@@ -1,0 +1,1 @@
+"""Shapes, rounds and statistics of a measurement."""

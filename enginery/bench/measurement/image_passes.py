@@ -1,0 +1,105 @@
+"""A folder of images, run by every contender in turn, each image alone at its own size.
+
+>>> with started(plans, subjects, config) as contenders:
+...     result = measure_images(ImageInputs.of(subject, config), contenders, config, scratch)
+
+A first pass has each shape for the first time; later passes are the turns of the rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from enginery.bench.config import BenchConfig
+from enginery.bench.measurement.images import ImageInputs
+from enginery.bench.measurement.pairs import comparisons
+from enginery.bench.measurement.rounds import run_rounds
+from enginery.bench.measurement.shapes import Contenders, limits_of, may_fail, plans_of, save_feeds
+from enginery.bench.measurement.statistics import latency
+from enginery.core.artifact.reports import ImagesResult, ImageTimes
+from enginery.core.errors import EngineryError
+
+
+def measure_images(
+    inputs: ImageInputs,
+    contenders: Contenders,
+    config: BenchConfig,
+    scratch: Path,
+    advance: Callable[[], None] = lambda: None,
+) -> ImagesResult:
+    """Every contender on every image: a first pass with cold shapes, then rounds of passes.
+
+    Raises:
+        InputError: an image cannot be read.
+        EngineryError: our runner, or a contender that was named, fails on one.
+    """
+    files: list[Path] = []
+    shapes: list[list[int]] = []
+    prepare_ms: list[float] = []
+    for index, image in enumerate(inputs.files):
+        before = time.perf_counter()
+        feeds = inputs.feeds(image)
+        prepare_ms.append((time.perf_counter() - before) * 1e3)
+        shapes.append(list(feeds[inputs.spec.name].shape))
+        files.append(save_feeds(feeds, scratch / f"image-{index}.npz"))
+
+    def cold_run(name: str, file: Path) -> float:
+        contenders[name].ask("prepare", feeds=str(file), seconds=0)
+        (time_ms,) = contenders[name].ask("turn", runs=1, cold=True)["times_ms"]
+        return float(time_ms)
+
+    first = {name: [0.0] * len(files) for name in contenders}
+    problems: dict[str, str] = {}
+    for index, file in enumerate(files):
+        # Whoever goes first at one image goes last at the next.
+        for name in list(first)[:: 1 if index % 2 == 0 else -1]:
+            try:
+                first[name][index] = cold_run(name, file)
+            except EngineryError as error:
+                if name not in may_fail(contenders):
+                    raise
+                problems[name] = f"{inputs.files[index].name}: {error.message}"
+                del first[name]
+        advance()
+    passes: dict[str, list[list[float]]] = {name: [] for name in first}
+
+    def run_pass(name: str, _: int) -> list[float]:
+        times = [cold_run(name, file) for file in files]
+        passes[name].append(times)
+        return [sum(times)]
+
+    rounds = run_rounds(
+        {name: partial(run_pass, name) for name in first},
+        dict.fromkeys(first, 1),
+        limits_of(config),
+        may_fail=may_fail(contenders),
+    )
+    kept = list(rounds.turns)
+    images = [
+        ImageTimes(
+            file=image.name,
+            shape=shape,
+            first_ms={name: first[name][index] for name in kept},
+            median_ms={name: median(times[index] for times in passes[name]) for name in kept},
+        )
+        for index, (image, shape) in enumerate(zip(inputs.files, shapes, strict=True))
+    ]
+    return ImagesResult(
+        folder=config.images,
+        images=images,
+        shapes=len({tuple(shape) for shape in shapes}),
+        prepare_ms=median(prepare_ms),
+        first_total_ms={name: sum(first[name]) for name in kept},
+        totals={
+            name: latency(turns, confidence=config.confidence)
+            for name, turns in rounds.turns.items()
+        },
+        comparisons=comparisons(rounds.turns, plans_of(contenders), config),
+        passes=max(len(turns) for turns in rounds.turns.values()),
+        layout=inputs.layout,
+        problems=problems | rounds.failed,
+    )

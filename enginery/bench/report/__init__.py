@@ -1,0 +1,1 @@
+"""The report page of an artifact: tables, curves, advice."""

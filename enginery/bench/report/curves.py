@@ -1,0 +1,222 @@
+"""The figures of a bench: latency and throughput against batch and sequence, and speed-ups.
+
+>>> sorted(draw_figures(result))
+['latency-by-batch', 'latency-by-sequence', 'speedup', 'throughput']
+
+A figure is a function that draws, so that the same one becomes a file and a part of the page. Lines
+of latency have the median's interval as bars; ratios have theirs, and a hollow mark where the
+rounds were too few for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from enginery.core.artifact.reports import BenchCase, BenchResult, Measurement
+from enginery.core.figures import Draw
+
+Point = tuple[BenchCase, Measurement]
+
+FIGURES = ("latency-by-batch", "latency-by-sequence", "throughput", "speedup", "images")
+"""All that there may be."""
+
+_AXES = ("batch", "sequence")
+
+
+def draw_figures(result: BenchResult) -> dict[str, Draw]:
+    """Name -> what draws it; only those that have something to show."""
+    found: dict[str, Draw] = {}
+    for axis, other in (_AXES, _AXES[::-1]):
+        sizes = {case.sizes.get(axis) for case in result.cases} - {None}
+        if len(sizes) > 1:
+            fixed = _most_common(result, other)
+            found[f"latency-by-{axis}"] = partial(_latency, result, axis, other, fixed)
+    if len({case.rows for case in result.cases}) > 1:
+        fixed = _most_common(result, "sequence")
+        found["throughput"] = partial(_throughput, result, fixed)
+    if any(case.comparisons for case in result.cases):
+        found["speedup"] = partial(_speedup, result, reference_of(result))
+    if result.images and len(result.images.images) > 1:
+        found["images"] = partial(_images, result)
+    return found
+
+
+def reference_of(result: BenchResult) -> str:
+    """Return the contender that ratios are relative to: PyTorch where it ran, else the first."""
+    names = [record.name for record in result.contenders if record.kind == "pytorch"]
+    return (names or [result.contenders[0].name])[0]
+
+
+def caption(name: str, result: BenchResult) -> str:
+    """Return what a figure shows, in words for those who do not see it."""
+    batch, sequence = _most_common(result, "batch"), _most_common(result, "sequence")
+    at = {
+        "latency-by-batch": f" at sequence {sequence}" if sequence else "",
+        "latency-by-sequence": f" at batch {batch}" if batch else "",
+        "throughput": f" at sequence {sequence}" if sequence else "",
+    }.get(name, "")
+    words = {
+        "latency-by-batch": "Median latency against batch",
+        "latency-by-sequence": "Median latency against sequence",
+        "throughput": "Inputs a second against batch",
+        "speedup": f"Speed beside {reference_of(result)}, every shape",
+        "images": "Median time of each image by its pixels",
+    }
+    if name == "speedup":
+        return f"{words[name]}; bars are intervals, hollow marks have too few rounds for one"
+    return f"{words[name]}{at}"
+
+
+def _most_common(result: BenchResult, dim: str) -> int | None:
+    """Return the middle one of the sizes that a dim has."""
+    sizes = sorted({case.sizes[dim] for case in result.cases if dim in case.sizes})
+    return sizes[len(sizes) // 2] if sizes else None
+
+
+def _points(result: BenchResult, name: str, fixed: Mapping[str, int | None]) -> list[Point]:
+    return [
+        (case, found)
+        for case in result.cases
+        if all(case.sizes.get(dim) == size for dim, size in fixed.items())
+        for found in case.measurements
+        if found.contender == name
+    ]
+
+
+def _latency(result: BenchResult, axis: str, other: str, fixed: int | None, axes: Any) -> None:
+    for record in result.contenders:
+        points = sorted(
+            _points(result, record.name, {other: fixed}), key=lambda point: point[0].sizes[axis]
+        )
+        if not points:
+            continue
+        values = [found.latency.median_ms for _, found in points]
+        spans = [
+            found.latency.interval_ms or (value, value)
+            for (_, found), value in zip(points, values, strict=True)
+        ]
+        bars = [
+            [value - low for value, (low, _) in zip(values, spans, strict=True)],
+            [high - value for value, (_, high) in zip(values, spans, strict=True)],
+        ]
+        axes.errorbar(
+            [case.sizes[axis] for case, _ in points],
+            values,
+            yerr=bars,
+            capsize=3,
+            label=record.name,
+        )
+    _log_axes(axes, sorted({case.sizes[axis] for case in result.cases if axis in case.sizes}))
+    axes.set(xlabel=axis, ylabel="latency, ms")
+    axes.legend(fontsize=9)
+
+
+def _throughput(result: BenchResult, fixed: int | None, axes: Any) -> None:
+    for record in result.contenders:
+        points = sorted(
+            _points(result, record.name, {"sequence": fixed}), key=lambda point: point[0].rows
+        )
+        axes.plot(
+            [case.rows for case, _ in points],
+            [found.inputs_per_second for _, found in points],
+            label=record.name,
+        )
+    _log_axes(axes, sorted({case.rows for case in result.cases}))
+    axes.set(xlabel="batch", ylabel="inputs/s")
+    axes.legend(fontsize=9)
+
+
+def _log_axes(axes: Any, sizes: Sequence[int]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.xaxis.set_minor_locator(NullLocator())
+    _label_decades(axes.yaxis, *axes.get_ylim())
+
+
+def _label_decades(axis: Any, low: float, high: float) -> None:
+    """Plain numbers on a log axis; one decade has one label, or none, and its parts get theirs."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if high / low < 30:
+        every = high / low < 4
+        axis.set_minor_formatter(
+            FuncFormatter(lambda value, _: f"{value:g}" if every else _half_decade(value))
+        )
+        axis.set_tick_params(which="minor", labelsize=8)
+    else:
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _half_decade(value: float) -> str:
+    text = f"{value:.1e}"
+    return f"{value:g}" if text[0] in "25" and text[2] == "0" else ""
+
+
+def _speedup(result: BenchResult, reference: str, axes: Any) -> None:
+    """Draw a row for each shape, with a mark and an interval for each contender."""
+    names = [record.name for record in result.contenders if record.name != reference]
+    labels = []
+    labelled: set[str] = set()
+    for row, case in enumerate(result.cases):
+        labels.append("×".join(str(size) for size in case.sizes.values()) or "fixed")
+        for place, name in enumerate(names):
+            found = next(
+                (c for c in case.comparisons if {c.contender, c.base} == {name, reference}), None
+            )
+            if found is None:
+                continue
+            flipped = found.contender == reference
+            value = 1 / found.speedup if flipped else found.speedup
+            low, high = found.interval or (found.speedup, found.speedup)
+            low, high = (1 / high, 1 / low) if flipped else (low, high)
+            offset = (place - (len(names) - 1) / 2) * 0.6 / max(1, len(names))
+            style = {
+                "color": f"C{place}",
+                "marker": "os^DvPX"[place % 7],
+                "linestyle": "none",
+                "fillstyle": "full" if found.interval else "none",
+            }
+            axes.errorbar(
+                [value],
+                [row + offset],
+                xerr=[[max(0, value - low)], [max(0, high - value)]],
+                capsize=2,
+                label=None if name in labelled else name,
+                **style,
+            )
+            labelled.add(name)
+    axes.axvline(1, color="0.5", linewidth=1, linestyle="--")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    dims = "×".join(result.cases[0].sizes) or "shape"
+    axes.set(xlabel=f"times as fast as {reference}", ylabel=dims)
+    # Half as fast is as far from 1 as twice as fast.
+    axes.set_xscale("log")
+    _label_decades(axes.xaxis, *axes.get_xlim())
+    axes.legend(fontsize=9, loc="best")
+
+
+def _images(result: BenchResult, axes: Any) -> None:
+    if result.images is None:
+        return
+    height = 2 if result.images.layout == "first" else 1
+    for name in result.images.totals:
+        points = sorted(
+            (image.shape[height] * image.shape[height + 1] / 1e6, image.median_ms[name])
+            for image in result.images.images
+        )
+        axes.plot(*zip(*points, strict=True), linestyle="none", label=name)
+    axes.set(xlabel="input, megapixels", ylabel="time, ms")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=9)
+
+
+def height_of(name: str, result: BenchResult) -> float:
+    """Inches: a figure with a row a shape grows with them."""
+    return max(2.6, 0.42 * len(result.cases) + 1.1) if name == "speedup" else 3.0

@@ -1,0 +1,257 @@
+"""Tables of a benchmark, for the terminal and the page: the same rows, the same words.
+
+>>> for title, rows in tables(result).items():
+...     console.table(title, rows)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from enginery.bench.report.notes import is_overloaded
+from enginery.core.artifact.reports import BenchResult, Latency, PlacementRecord
+from enginery.runtime.providers.known import short_name
+
+Row = dict[str, str]
+_NOTHING = "–"
+_SHOWN = 8
+
+
+def tables(result: BenchResult) -> dict[str, list[Row]]:
+    """Title -> rows; only what was measured."""
+    found = {
+        "Latency": latency_rows(result),
+        "Beside one another": comparison_rows(result),
+        "Images": image_rows(result),
+        "All images": image_total_rows(result),
+        "Contenders": contender_rows(result),
+        "Placement": placement_rows(result),
+        "Compute on the CPU": fallen_rows(result),
+        "Copies between devices": copy_rows(result),
+        "Padding": padding_rows(result),
+        "Advice": advice_rows(result),
+        "Left out": [{"contender": n, "because": why} for n, why in result.left_out.items()],
+    }
+    return {title: rows for title, rows in found.items() if rows}
+
+
+def lines(result: BenchResult) -> list[str]:
+    """Return what the tables do not say, in sentences."""
+    machine = result.machine
+    gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) or f"no GPU: {machine['no_gpu']}"
+    said = [f"on {machine['cpu']}, {machine['physical_cores']} cores; {gpus.rstrip('.')}"]
+    for reason in dict.fromkeys(result.unknown.values()):
+        names = ", ".join(name for name, why in result.unknown.items() if why == reason)
+        said.append(f"not measured: {names}: {reason.rstrip('.')}")
+    for record in result.contenders:
+        if problem := record.facts.get("no_placement"):
+            said.append(f"where the nodes of {record.name} run is not known: {problem.rstrip('.')}")
+        said += [f"{record.name}: {note}" for note in record.notes]
+    at: dict[str, list[str]] = {}
+    for case in result.cases:
+        for one in case.measurements:
+            for note in one.notes:
+                at.setdefault(f"{one.contender} {note}", []).append(_shape(case.sizes))
+    said += [f"{note}: at {', '.join(shapes)}" for note, shapes in at.items()]
+    if result.images:
+        said += [f"{name} did not run: {why}" for name, why in result.images.problems.items()]
+    return said + [f"note: {note}" for note in result.notes]
+
+
+def latency_rows(result: BenchResult) -> list[Row]:
+    """Return a row for each contender at each shape."""
+    found = []
+    for case in result.cases:
+        for one in case.measurements:
+            times = one.latency
+            tokens = one.tokens_per_second
+            found.append(
+                {
+                    _dims(case.sizes): _shape(case.sizes),
+                    "contender": one.contender,
+                    "median": _ms(times.median_ms),
+                    "interval": _interval(times),
+                    "mean": _ms(times.mean_ms),
+                    "p90": _ms(times.p90_ms),
+                    "p99": _ms(times.p99_ms) if times.p99_ms is not None else _NOTHING,
+                    "first": _ms(one.first_ms),
+                    "inputs/s": f"{one.inputs_per_second:,.1f}",
+                    "tokens/s": f"{tokens:,.0f}" if tokens else _NOTHING,
+                    "runs": str(times.runs),
+                }
+            )
+        for name, problem in case.problems.items():
+            blank = dict.fromkeys(
+                ("interval", "mean", "p90", "p99", "first", "inputs/s", "tokens/s", "runs"),
+                _NOTHING,
+            )
+            head = {_dims(case.sizes): _shape(case.sizes), "contender": name}
+            found.append({**head, "median": problem, **blank})
+    return found
+
+
+def comparison_rows(result: BenchResult) -> list[Row]:
+    """Return a row for each pair at each shape."""
+    shaped = [(_shape(case.sizes), c) for case in result.cases for c in case.comparisons]
+    shaped += [("all images", c) for c in result.images.comparisons] if result.images else []
+    head = _dims(result.cases[0].sizes) if result.cases else "over"
+    busy = "; on a busy machine" if is_overloaded(result.machine) else ""
+    return [
+        {head: shape, "contender": c.contender, "beside": c.base, "is": c.words + busy}
+        for shape, c in shaped
+    ]
+
+
+def image_rows(result: BenchResult) -> list[Row]:
+    """Return a row for each image."""
+    if result.images is None:
+        return []
+    names = list(result.images.totals)
+    return [
+        {
+            "image": image.file,
+            "input": "×".join(str(size) for size in image.shape),
+            **{f"{name}, first": _ms(image.first_ms[name]) for name in names},
+            **{name: _ms(image.median_ms[name]) for name in names},
+        }
+        for image in result.images.images
+    ]
+
+
+def image_total_rows(result: BenchResult) -> list[Row]:
+    """Return a row for each contender over all images."""
+    images = result.images
+    if images is None:
+        return []
+    return [
+        {
+            "contender": name,
+            "images": str(len(images.images)),
+            "shapes": str(images.shapes),
+            "first pass": _ms(images.first_total_ms[name]),
+            "later passes": _ms(total.median_ms),
+            "an image": _ms(total.median_ms / len(images.images)),
+            "passes": str(images.passes),
+        }
+        for name, total in images.totals.items()
+    ]
+
+
+def contender_rows(result: BenchResult) -> list[Row]:
+    """Return what each contender is, and what it took."""
+    return [
+        {
+            "contender": record.name,
+            "is": record.label,
+            "runs on": ", ".join(short_name(p["name"]) for p in record.providers)
+            or str(record.facts.get("device", _NOTHING)),
+            "because": record.providers[0]["reason"] if record.providers else _NOTHING,
+            "load": f"{record.load_seconds:.1f} s",
+            "peak memory": f"{record.peak_rss_bytes / 1e6:,.0f} MB",
+            "most GPU memory seen": f"{record.device_memory_bytes / 1e6:,.0f} MB"
+            if record.device_memory_bytes is not None
+            else _NOTHING,
+            "versions": ", ".join(f"{tool} {version}" for tool, version in record.tools.items()),
+        }
+        for record in result.contenders
+    ]
+
+
+def placement_rows(result: BenchResult) -> list[Row]:
+    """Return the number of nodes, and the share of the work, of each provider of each contender."""
+    found = []
+    for name, placed in _placements(result):
+        total = sum(part["multiply_adds"] for part in placed["providers"])
+        counted = placed["multiply_adds_counted"]
+        found += [
+            {
+                "contender": name,
+                "provider": short_name(part["name"]),
+                "nodes": str(part["nodes"]),
+                "for shapes": str(part["for_shapes"]),
+                "multiply-adds": f"{part['multiply_adds']:,}" if counted else _NOTHING,
+                "share": f"{part['multiply_adds'] / total:.1%}" if total else _NOTHING,
+                "most": ", ".join(f"{n} {op}" for op, n in list(part["op_types"].items())[:4]),
+            }
+            for part in placed["providers"]
+        ]
+    return found
+
+
+def fallen_rows(result: BenchResult) -> list[Row]:
+    """Return the compute nodes that are on the CPU although another provider was asked for."""
+    return [
+        {
+            "contender": name,
+            "node": node["name"] or "unnamed",
+            "op": node["op_type"],
+            "multiply-adds": f"{node['multiply_adds']:,}"
+            if placed["multiply_adds_counted"]
+            else _NOTHING,
+        }
+        for name, placed in _placements(result)
+        for node in placed["fallen"]
+    ]
+
+
+def copy_rows(result: BenchResult) -> list[Row]:
+    """Return how many Memcpy nodes each run of a contender has, and which."""
+    return [
+        {
+            "contender": name,
+            "copies in a run": str(len(copies)),
+            "nodes": ", ".join(copies[:_SHOWN])
+            + (f" and {len(copies) - _SHOWN} more" if len(copies) > _SHOWN else ""),
+        }
+        for name, placed in _placements(result)
+        if (copies := placed["copies"])
+    ]
+
+
+def _placements(result: BenchResult) -> list[tuple[str, PlacementRecord]]:
+    """Return the placement of each contender that has one."""
+    return [(record.name, record.placement) for record in result.contenders if record.placement]
+
+
+def padding_rows(result: BenchResult) -> list[Row]:
+    """Return a row for each batch size."""
+    return [
+        {
+            "batch": str(found.batch),
+            "padding in the file's order": f"{found.in_order:.0%}",
+            "sorted by length": f"{found.sorted:.0%}",
+        }
+        for found in result.padding
+    ]
+
+
+def advice_rows(result: BenchResult) -> list[Row]:
+    """Return what the measurement suggests."""
+    return [
+        {"found": advice.finding, "evidence": advice.evidence, "do": advice.remedy}
+        for advice in result.advice
+    ]
+
+
+def _dims(sizes: Mapping[str, int]) -> str:
+    """`batch×sequence`, over the sizes that `_shape` gives."""
+    return "×".join(sizes) or "shape"
+
+
+def _shape(sizes: Mapping[str, int]) -> str:
+    return "×".join(str(size) for size in sizes.values()) or "fixed"
+
+
+def _ms(value: float) -> str:
+    """Three significant digits, in ms below a second."""
+    if value >= 1000:
+        return f"{value / 1000:.2f} s"
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:.{digits}f} ms"
+
+
+def _interval(times: Latency) -> str:
+    if times.interval_ms is None:
+        return f"too few rounds ({times.rounds})"
+    low, high = times.interval_ms
+    return f"{_ms(low).removesuffix(' ms').removesuffix(' s')} to {_ms(high)}"

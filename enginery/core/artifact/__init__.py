@@ -1,0 +1,1 @@
+"""Artifacts: their files, manifest, hashes, engines and reports."""

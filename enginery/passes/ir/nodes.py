@@ -1,0 +1,103 @@
+"""Iterate over all nodes of a model, subgraphs included, and give them names and types.
+
+>>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
+... g (float[n] x) => (float[n] y) { h = Relu (x)  y = Relu (h) }''')
+>>> infer_types(model)
+>>> [(node.name, str(node.outputs[0].dtype)) for node in all_nodes(model)]
+[('Relu_1', 'FLOAT'), ('Relu_2', 'FLOAT')]
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
+
+from enginery.passes.ir.op_types import has_subgraph, infer_missing_types
+
+
+def all_graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """Yield a graph and the subgraphs of its nodes, outermost first."""
+    yield graph
+    for node in graph:
+        if has_subgraph(node):
+            for attribute in node.attributes.values():
+                if attribute.type == ir.AttributeType.GRAPH:
+                    yield from all_graphs(attribute.as_graph())
+                elif attribute.type == ir.AttributeType.GRAPHS:
+                    for inner in attribute.as_graphs():
+                        yield from all_graphs(inner)
+
+
+def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """Yield the nodes of all graphs of a model."""
+    return (node for graph in all_graphs(model.graph) for node in graph)
+
+
+def infer_types(model: ir.Model) -> None:
+    """Infer the type and, if known, the shape of every value; name nodes that have no name."""
+    ensure_unique_node_names(model)
+    logger = logging.getLogger("onnx_ir")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        # Not strict: ONNX has no schemas for ONNX Runtime's own ops, which graphs may contain.
+        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
+    finally:
+        logger.setLevel(level)
+    for graph in all_graphs(model.graph):
+        infer_missing_types(graph, dict(model.opset_imports))
+
+
+def ensure_unique_node_names(model: ir.Model) -> None:
+    """Give every node a unique name, because nodes that stay FP32 are identified by name."""
+    taken = {node.name for node in all_nodes(model) if node.name}
+    seen: set[str] = set()
+    for node in all_nodes(model):
+        if not node.name or node.name in seen:
+            stem, count = node.name or node.op_type, 1
+            while f"{stem}_{count}" in taken:
+                count += 1
+            node.name = f"{stem}_{count}"
+            taken.add(node.name)
+        seen.add(node.name)
+
+
+_BF16_OPSET = 22
+
+
+def raise_opset_for_bf16(model: ir.Model) -> None:
+    """Raise opset 20 or 21 to 22, the first in which convolution and pooling accept BF16.
+
+    Between opsets 20 and 22 operators only gained types, except GroupNormalization, whose
+    semantics changed. A model that contains it keeps its opset.
+    """
+    opset = model.opset_imports.get("", 1)
+    changed = any(node.op_type == "GroupNormalization" for node in all_nodes(model))
+    if 20 <= opset < _BF16_OPSET and not changed:
+        model.opset_imports[""] = _BF16_OPSET
+
+
+class NameAllocator:
+    """Allocates unique names for new nodes and values."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._taken = {
+            name
+            for node in all_nodes(model)
+            for name in (node.name, *(value.name for value in node.outputs))
+            if name
+        }
+        for graph in all_graphs(model.graph):
+            self._taken |= set(graph.initializers)
+            self._taken |= {value.name or "" for value in graph.inputs}
+
+    def __call__(self, name: str) -> str:
+        """Return the name, with a number appended if it is taken."""
+        candidate, count = name, 1
+        while candidate in self._taken:
+            candidate, count = f"{name}_{count}", count + 1
+        self._taken.add(candidate)
+        return candidate

@@ -1,0 +1,1 @@
+"""Check graphs for what TensorRT or CUDA rejects."""

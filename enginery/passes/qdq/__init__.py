@@ -1,0 +1,1 @@
+"""Quantize graphs: explicit Q/DQ for TensorRT, dynamic INT8 for the CPU."""

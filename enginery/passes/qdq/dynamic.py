@@ -1,0 +1,50 @@
+"""Dynamic INT8 quantization for ONNX Runtime on the CPU.
+
+Weights are stored as INT8; the scales of activations are computed at run time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+
+from enginery.core.artifact.external_data import external_data_files, load_graph
+
+_FLOAT32 = 1
+"""onnx.TensorProto.FLOAT"""
+_INTEGER_OPS = (
+    "MatMulInteger",
+    "ConvInteger",
+    "DynamicQuantizeMatMul",
+    "MatMulIntegerToFloat",
+    "QAttention",
+    "DynamicQuantizeLSTM",
+)
+
+
+def quantize_dynamically(source: Path, out: Path) -> tuple[str, ...]:
+    """Write the graph with INT8 weights, one scale per column; return its external data files."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    logging.disable(logging.WARNING)  # it recommends its pre-processing on every call
+    try:
+        quantize_dynamic(
+            source,
+            out,
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+            use_external_data_format=bool(external_data_files(source)),
+            # ONNX cannot infer the output types of fused ops; they are float32.
+            extra_options={"MatMulConstBOnly": True, "DefaultTensorType": _FLOAT32},
+        )
+    finally:
+        logging.disable(logging.NOTSET)
+    return tuple(external_data_files(out))
+
+
+def count_integer_nodes(path: Path) -> dict[str, int]:
+    """Count the nodes of a graph that multiply integers, by op."""
+    found = Counter(node.op_type for node in load_graph(path).graph.node)
+    return {op: found[op] for op in _INTEGER_OPS if found[op]}

@@ -1,0 +1,306 @@
+"""Insert QuantizeLinear and DequantizeLinear nodes where TensorRT fuses them into layers.
+
+>>> from enginery.passes.qdq.layers import find_layers
+>>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
+... g (float[n, 2] x) => (float[n, 2] y) <float[2, 2] w = {1, 2, 3, 4}> { y = MatMul (x, w) }''')
+>>> insert_qdq(model, find_layers(model), {"x": ActivationQuantParams(scale=0.05)})
+QdqSummary(layers=1, activations=1, smoothed=0)
+>>> [node.op_type for node in model.graph]
+['QuantizeLinear', 'DequantizeLinear', 'DequantizeLinear', 'MatMul']
+
+The activation and the weight of a MatMul, Gemm or Conv are quantized, both symmetrically. Biases
+and outputs are not: Q/DQ nodes behind a GEMM would separate it from the ops that TensorRT fuses
+into it. Source: TensorRT developer guide, "Q/DQ layer-placement recommendations".
+
+An activation can be scaled and shifted per channel before it is quantized (SmoothQuant). The weight
+and the bias then take up the inverse, so that the layer computes the same:
+x @ W + b = (x * m + o) @ (W / m) + (b - o @ (W / m)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from enginery.passes.qdq.layers import Layer, constant_tensor, following_add, operands
+from enginery.passes.qdq.scheme import INT8, Scheme, Vector
+
+MIN_SCALE = 2.0**-20
+"""The smallest scale, for channels that are all zero. FP16 represents it with four significand
+bits."""
+
+
+@dataclass(frozen=True)
+class ActivationQuantParams:
+    """The parameters that quantize an activation: round((x * multiplier + offset) / scale)."""
+
+    scale: float
+    multiplier: Vector | None = None
+    """The factor of each channel, (K,); None if channels are not scaled."""
+    offset: Vector | None = None
+    """The shift of each channel after scaling, (K,); None if channels are not shifted."""
+
+
+@dataclass(frozen=True)
+class QdqSummary:
+    """The numbers of layers and activations that `insert_qdq` quantized."""
+
+    layers: int
+    activations: int
+    smoothed: int
+    """Activations whose channels are scaled or shifted before they are quantized."""
+
+
+def insert_qdq(
+    model: ir.Model,
+    layers: Sequence[Layer],
+    ranges: Mapping[str, ActivationQuantParams],
+    *,
+    scheme: Scheme = INT8,
+    bias_deltas: Mapping[str, Vector] | None = None,
+) -> QdqSummary:
+    """Quantize the layers in place.
+
+    Args:
+        model: an FP32 model of opset 13 or later, for FP8 of opset 19 or later.
+        layers: the layers to quantize, see `find_layers`.
+        ranges: the parameters of each activation, by name.
+        scheme: the quantized type.
+        bias_deltas: vectors (N,) by layer, to add to the bias besides the one for the offset.
+    """
+    graph = model.graph
+    nodes = {node.name: node for node in graph}
+    chosen = {layer.name: layer for layer in layers}
+    quantized: dict[str, ir.Value] = {}
+    for node in [nodes[name] for name in nodes if name in chosen]:
+        layer = chosen[node.name or ""]
+        params = ranges[layer.activation]
+        source, weight = operands(node)
+        if layer.activation not in quantized:
+            quantized[layer.activation] = _quantize_activation(graph, node, source, params, scheme)
+        scaled = scale_weight(layer, weight, params)
+        delta = bias_shift(layer, scaled, params)
+        if bias_deltas is not None and layer.name in bias_deltas:
+            delta = delta + bias_deltas[layer.name]
+        if np.any(delta):
+            add_to_bias(graph, node, layer, delta)
+        node.replace_input_with(0, quantized[layer.activation])
+        scales = _channel_scales(layer, scaled, scheme)
+        if _has_shared_scale(layer, scheme):
+            # TensorRT splits such a weight and then multiplies in floating point, unless the weight
+            # has a single scale. So the scales of the channels are applied to the product instead.
+            shared, factors = _split_scales(scales)
+            weights = _quantize_weight(graph, node, layer, scaled, scheme, shared, factors)
+            node.replace_input_with(1, weights)
+            _scale_output(graph, node, layer, factors)
+        else:
+            weights = _quantize_weight(graph, node, layer, scaled, scheme, scales)
+            node.replace_input_with(1, weights)
+    used = [ranges[name] for name in quantized]
+    smoothed = sum(r.multiplier is not None or r.offset is not None for r in used)
+    return QdqSummary(layers=len(chosen), activations=len(quantized), smoothed=smoothed)
+
+
+def scale_weight(layer: Layer, weight: Vector, params: ActivationQuantParams) -> Vector:
+    """Return W[k] / multiplier[k], with which the scaled activation yields the same product."""
+    if params.multiplier is None:
+        return weight
+    shape = (1, -1) if layer.weight_axis == 0 else (-1, 1)
+    return np.asarray(weight / params.multiplier.reshape(shape), dtype=np.float32)
+
+
+def bias_shift(layer: Layer, scaled: Vector, params: ActivationQuantParams) -> Vector:
+    """Return the vector (N,) that compensates the activation's offset in the bias: -offset @ W."""
+    if params.offset is None:
+        return np.zeros(layer.out_channels, dtype=np.float32)
+    matrix = scaled.T if layer.weight_axis == 0 else scaled
+    return np.asarray(-(params.offset.astype(np.float64) @ matrix), dtype=np.float32)
+
+
+def weight_scales(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
+    """Return the scale of each output channel (N,), or of the weight (), as stored in the graph."""
+    scales = _channel_scales(layer, weight, scheme)
+    if _has_shared_scale(layer, scheme):
+        shared, factors = _split_scales(scales)
+        return np.asarray(shared * factors, dtype=np.float32)
+    return scales
+
+
+def _channel_scales(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
+    others = tuple(axis for axis in range(weight.ndim) if axis != layer.weight_axis)
+    max_abs = np.abs(weight).max(axis=others if scheme.per_channel else None)
+    return fp16_scale(max_abs / scheme.largest)
+
+
+def _has_shared_scale(layer: Layer, scheme: Scheme) -> bool:
+    return scheme.per_channel and layer.split and layer.linear
+
+
+def _split_scales(scales: Vector) -> tuple[Vector, Vector]:
+    """Split scales (N,) into a shared one () and the factor of each channel (N,)."""
+    shared = fp16_scale(np.exp(np.log(scales).mean()))
+    return shared, (scales / shared).astype(np.float16).astype(np.float32)
+
+
+def fp16_scale(scale: Any) -> Vector:
+    """Round scales to FP16 numbers, at least `MIN_SCALE`, because the graph may be cast later."""
+    floored = np.maximum(np.asarray(scale, dtype=np.float32), MIN_SCALE)
+    return floored.astype(np.float16).astype(np.float32)
+
+
+def fake_quantize_weight(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
+    """Quantize and dequantize a weight: return the values of the quantized layer as float32."""
+    scales = _broadcast(layer, weight, weight_scales(layer, weight, scheme))
+    return np.asarray(scheme.nearest(weight / scales) * scales, dtype=np.float32)
+
+
+def _broadcast(layer: Layer, weight: Vector, scales: Vector) -> Vector:
+    shape = [1] * weight.ndim
+    shape[layer.weight_axis] = -1
+    return scales.reshape(shape)
+
+
+def add_to_bias(graph: ir.Graph, node: ir.Node, layer: Layer, delta: Vector) -> None:
+    """Add a vector (N,) to the layer's output: to its bias, or with a new Add if it has none."""
+    holder = node if layer.op_type in ("Gemm", "Conv") else following_add(node)
+    if layer.bias and holder is not None:
+        index = next(
+            i for i, value in enumerate(holder.inputs) if value and value.name == layer.bias
+        )
+        tensor = constant_tensor(holder.inputs[index])
+        total = delta if tensor is None else tensor.numpy().astype(np.float32) + delta
+        holder.replace_input_with(index, _add_initializer(graph, f"{layer.name}/bias", total))
+        return
+    shape = (-1, 1, 1) if layer.op_type == "Conv" else (-1,)
+    vector = _add_initializer(graph, f"{layer.name}/bias", delta.reshape(shape))
+    output = node.outputs[0]
+    made = _node("Add", [output, vector], f"{layer.name}/add_bias", like=output)
+    graph.insert_after(node, made)
+    _replace_uses(graph, output, [made])
+
+
+def _scale_output(graph: ir.Graph, node: ir.Node, layer: Layer, factors: Vector) -> None:
+    """Multiply the channels of the product by factors (N,), before the bias is added."""
+    output = node.outputs[0]
+    factor = _add_initializer(graph, f"{layer.name}/weight_factors", factors)
+    made = [_node("Mul", [output, factor], f"{layer.name}/scale_output", like=output)]
+    if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
+        scaled = [made[0].outputs[0], node.inputs[2]]
+        made.append(_node("Add", scaled, f"{layer.name}/add_bias", like=output))
+        node.resize_inputs(2)
+    graph.insert_after(node, made)
+    _replace_uses(graph, output, made)
+
+
+def _replace_uses(graph: ir.Graph, old: ir.Value, made: Sequence[ir.Node]) -> None:
+    """Replace all uses of `old`, graph outputs included, with the output of the last new node."""
+    new = made[-1].outputs[0]
+    for use in list(old.uses()):
+        if use.node not in made:
+            use.node.replace_input_with(use.idx, new)
+    for index, value in enumerate(graph.outputs):
+        if value is old:
+            old.name, new.name = f"{old.name}/product", old.name
+            graph.outputs[index] = new
+
+
+def _quantize_activation(
+    graph: ir.Graph,
+    before: ir.Node,
+    source: ir.Value,
+    params: ActivationQuantParams,
+    scheme: Scheme,
+) -> ir.Value:
+    """Insert scaling, shift, Q and DQ before the first layer that reads the activation."""
+    name, value = source.name or "", source
+    made = []
+    if params.multiplier is not None:
+        factor = _add_initializer(graph, f"{name}/multiplier", params.multiplier)
+        made.append(_node("Mul", [value, factor], f"{name}/scale_channels", like=source))
+        value = made[-1].outputs[0]
+    if params.offset is not None:
+        shift = _add_initializer(graph, f"{name}/offset", params.offset)
+        made.append(_node("Add", [value, shift], f"{name}/shift_channels", like=source))
+        value = made[-1].outputs[0]
+    scale = _add_initializer(graph, f"{name}/scale", fp16_scale(params.scale).reshape(()))
+    zero = _add_initializer(graph, f"{name}/zero_point", scheme.zeros(()))
+    made.append(
+        _node(
+            "QuantizeLinear",
+            [value, scale, zero],
+            f"{name}/quantize",
+            like=source,
+            dtype=scheme.dtype,
+        )
+    )
+    made.append(
+        _node(
+            "DequantizeLinear",
+            [made[-1].outputs[0], scale, zero],
+            f"{name}/dequantize",
+            like=source,
+        )
+    )
+    graph.insert_before(before, made)
+    return made[-1].outputs[0]
+
+
+def _quantize_weight(
+    graph: ir.Graph,
+    before: ir.Node,
+    layer: Layer,
+    weight: Vector,
+    scheme: Scheme,
+    scales: Vector,
+    factors: Vector | None = None,
+) -> ir.Value:
+    """Store the quantized weight and insert a DequantizeLinear before the layer.
+
+    The scales `scales` are (N,), or () with `factors` (N,) that multiply the layer's output.
+    """
+    channel_scales = scales if factors is None else np.asarray(scales * factors, dtype=np.float32)
+    numbers = scheme.stored(weight / _broadcast(layer, weight, channel_scales))
+    rounded = _add_initializer(graph, f"{layer.name}/weight", numbers)
+    scale = _add_initializer(graph, f"{layer.name}/weight_scale", scales)
+    zero = _add_initializer(graph, f"{layer.name}/weight_zero_point", scheme.zeros(scales.shape))
+    made = _node(
+        "DequantizeLinear",
+        [rounded, scale, zero],
+        f"{layer.name}/dequantize_weight",
+        attributes={"axis": layer.weight_axis} if scales.ndim else {},
+    )
+    made.outputs[0].shape = ir.Shape(weight.shape)
+    graph.insert_before(before, made)
+    return made.outputs[0]
+
+
+def _add_initializer(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
+    # Not ascontiguousarray, which turns a scalar into a vector.
+    tensor = ir.tensor(np.asarray(array, order="C"), name=name)
+    value = ir.Value(
+        name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
+
+
+def _node(
+    op_type: str,
+    inputs: Sequence[ir.Value],
+    name: str,
+    *,
+    like: ir.Value | None = None,
+    dtype: ir.DataType = ir.DataType.FLOAT,
+    attributes: Mapping[str, int] | None = None,
+) -> ir.Node:
+    node = ir.node(op_type, inputs, attributes=dict(attributes or {}), name=name)
+    output = node.outputs[0]
+    output.name = f"{name}_output"
+    output.type = ir.TensorType(dtype)
+    output.shape = None if like is None else like.shape
+    return node

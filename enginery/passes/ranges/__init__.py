@@ -1,0 +1,1 @@
+"""Measure the ranges of a graph's tensors."""

@@ -1,0 +1,185 @@
+"""Split a graph into consecutive segments, to read all its inner tensors in bounded memory.
+
+The model of a segment takes values that earlier segments computed (`inputs`) and returns the
+tensors of one group. Each node runs once. To fetch the groups from the whole graph instead would
+run it once for each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from enginery.runtime.onnxruntime.tracing import expose_branches
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive nodes of a graph."""
+
+    start: int
+    """The index of the first node."""
+    stop: int
+    """The index after the last node."""
+    inputs: tuple[str, ...]
+    """Graph inputs and values of earlier segments that the nodes read."""
+    outputs: tuple[str, ...]
+    """Values computed here that later segments read."""
+    groups: tuple[tuple[str, ...], ...]
+    """The tensors to fetch, one run for each group. There are several groups only if one node
+    computes more than a group holds, as an If does with the tensors of its branches."""
+
+
+def split_graph(
+    graph: Any,
+    sizes: Mapping[str, int],
+    *,
+    typed_values: Collection[str],
+    max_bytes: int,
+) -> list[Segment]:
+    """Split a graph so that the tensors to fetch from each segment take at most `max_bytes`.
+
+    The nodes are taken in order. A new segment starts at the first node whose tensors would exceed
+    the limit, unless a value that cannot be passed between models (of unknown type, or no tensor)
+    is alive there: its producer and its consumers must be in one segment.
+
+    Args:
+        graph: an `onnx.GraphProto`, its nodes in topological order.
+        sizes: bytes of each tensor to fetch, those in branches of If nodes included.
+        typed_values: values that can be passed from one segment to the next. The others have an
+            unknown type or are not tensors, so no cut separates their producer from a consumer.
+        max_bytes: the limit of one segment; a single node may exceed it.
+    """
+    reads = [input_names(node) for node in graph.node]
+    last_use = {name: index for index, names in enumerate(reads) for name in names}
+    no_cut = _no_cut_before(graph, last_use, typed_values)
+    starts, total = [0], 0
+    tensors = [[name for name in output_names(node) if name in sizes] for node in graph.node]
+    for index, names in enumerate(tensors):
+        size = sum(sizes[name] for name in names)
+        if total and total + size > max_bytes and index not in no_cut:
+            starts.append(index)
+            total = 0
+        total += size
+    stored = {tensor.name for tensor in graph.initializer}
+    segments = []
+    for start, stop in zip(starts, [*starts[1:], len(graph.node)], strict=True):
+        made = [name for node in graph.node[start:stop] for name in node.output if name]
+        wanted = dict.fromkeys(name for names in reads[start:stop] for name in names)
+        outside = wanted.keys() - set(made) - stored
+        fetched = (name for names in tensors[start:stop] for name in names)
+        segment = Segment(
+            start,
+            stop,
+            tuple(name for name in wanted if name in outside),
+            tuple(name for name in made if last_use.get(name, -1) >= stop),
+            tuple(_fetch_groups(fetched, sizes, max_bytes)),
+        )
+        segments.append(segment)
+    return segments
+
+
+def peak_live_bytes(segments: Sequence[Segment], sizes: Mapping[str, int]) -> int:
+    """Return the most bytes that must be kept between two segments, for one batch."""
+    last = {name: index for index, segment in enumerate(segments) for name in segment.inputs}
+    alive = most = 0
+    freed = [0] * (len(segments) + 1)
+    for index, segment in enumerate(segments):
+        for name in segment.outputs:
+            alive += sizes.get(name, 0)
+            freed[last[name]] += sizes.get(name, 0)
+        most = max(most, alive)
+        alive -= freed[index]
+    return most
+
+
+def segment_model(
+    proto: Any, segment: Segment, fetch: Sequence[str], types: Mapping[str, int]
+) -> tuple[Any, dict[str, list[str]]]:
+    """Build a model of the segment's nodes, with the weights that they read.
+
+    Args:
+        proto: the `onnx.ModelProto` that was split; it is not changed.
+        segment: the nodes.
+        fetch: names of tensors computed in the segment.
+        types: the ONNX element type of each value, as a number.
+
+    Returns:
+        An `onnx.ModelProto`, and for each tensor the names of the outputs that carry its values
+        (see `expose_branches`).
+    """
+    import onnx
+
+    model = onnx.ModelProto(
+        ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions
+    )
+    graph = model.graph
+    graph.name = proto.graph.name
+    graph.node.extend(proto.graph.node[segment.start : segment.stop])
+    needed = {name for node in graph.node for name in input_names(node)} - set(segment.inputs)
+    graph.initializer.extend(t for t in proto.graph.initializer if t.name in needed)
+    for name in segment.inputs:
+        value = graph.input.add()
+        value.name = name
+        value.type.tensor_type.elem_type = types[name]
+    made = {name for node in graph.node for name in node.output}
+    sources = expose_branches(graph, {*fetch} - made)
+    sources |= {name: [name] for name in fetch if name in made}
+    for name in dict.fromkeys(source for names in sources.values() for source in names):
+        graph.output.add().name = name
+    return model, sources
+
+
+def input_names(node: Any) -> set[str]:
+    """Return the values that a node reads from its graph, also through its subgraphs."""
+    names = {name for name in node.input if name}
+    for graph in _subgraphs(node):
+        own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+        own |= {name for inner in graph.node for name in inner.output}
+        taken = {name for inner in graph.node for name in input_names(inner)}
+        names |= (taken | {value.name for value in graph.output}) - own
+    return names
+
+
+def output_names(node: Any) -> Iterator[str]:
+    """Yield the outputs of a node; for an If, those of the nodes in its branches first."""
+    if node.op_type == "If" and node.domain in ("", "ai.onnx"):
+        for graph in _subgraphs(node):
+            for inner in graph.node:
+                yield from output_names(inner)
+    yield from (name for name in node.output if name)
+
+
+def _subgraphs(node: Any) -> Iterator[Any]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _no_cut_before(
+    graph: Any, last_use: Mapping[str, int], typed_values: Collection[str]
+) -> set[int]:
+    """Return the indices of the nodes at which no segment may start."""
+    return {
+        index
+        for made, node in enumerate(graph.node)
+        for name in node.output
+        if name and name not in typed_values
+        for index in range(made + 1, last_use.get(name, made) + 1)
+    }
+
+
+def _fetch_groups(
+    names: Iterable[str], sizes: Mapping[str, int], max_bytes: int
+) -> Iterator[tuple[str, ...]]:
+    group: dict[str, None] = {}
+    total = 0
+    for name in names:
+        if group and total + sizes[name] > max_bytes:
+            yield tuple(group)
+            group, total = {}, 0
+        group[name] = None
+        total += sizes[name]
+    yield tuple(group)

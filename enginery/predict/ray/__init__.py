@@ -1,0 +1,1 @@
+"""Predict on a Ray cluster."""

@@ -1,0 +1,1 @@
+"""Calibration inputs, and what is measured on them: ranges, statistics, smoothing."""

@@ -1,0 +1,188 @@
+"""Statistics of the FP32 graph's activations on calibration inputs.
+
+The first pass collects the minimum and maximum of each channel and a fixed-size sample of rows.
+The second pass collects a histogram of magnitudes after smoothing. Memory does not grow with the
+number of calibration rows. Positions that the attention mask marks as padding are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.errors import InputError
+from enginery.core.model.feeds import Feeds
+from enginery.passes.qdq.insert import ActivationQuantParams
+from enginery.passes.qdq.layers import Layer
+from enginery.passes.qdq.scheme import Vector
+from enginery.quantize.calibration.data import Batch
+from enginery.quantize.calibration.ranges import Histogram
+from enginery.runtime.onnxruntime.tracing import GraphTracer
+
+_SAMPLE_ROWS = 512
+_SAMPLE_BYTES = 4 << 20
+
+Advance = Callable[[], None]
+
+
+@dataclass
+class ChannelStatistics:
+    """Minimum and maximum of each channel of an activation, and a random sample of its rows."""
+
+    width: int
+    """Number of channels; 1 for the input of a convolution, which has a single scale."""
+    seed: int
+    smallest: Vector = field(init=False)
+    largest: Vector = field(init=False)
+    rows: int = 0
+    _keys: NDArray[np.float64] = field(init=False)
+    _sample: Vector = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.smallest = np.full(self.width, np.inf, dtype=np.float32)
+        self.largest = np.full(self.width, -np.inf, dtype=np.float32)
+        self._keys = np.zeros(0)
+        self._sample = np.zeros((0, self.width), dtype=np.float32)
+        self._generator = np.random.default_rng(self.seed)
+
+    @property
+    def largest_magnitude(self) -> float:
+        """Largest magnitude over all channels."""
+        return float(max(np.abs(self.smallest).max(), np.abs(self.largest).max()))
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of rows in the sample."""
+        return max(16, min(_SAMPLE_ROWS, _SAMPLE_BYTES // (4 * self.width)))
+
+    @property
+    def sample(self) -> Vector:
+        """Uniform random sample of the added rows: float32 (at most `capacity`, width)."""
+        return self._sample
+
+    def add(self, rows: Vector) -> None:
+        """Add rows (n, width) to the statistics.
+
+        Reservoir sampling: each row gets a random key, and the rows with the smallest keys are
+        kept. This is a uniform sample, although the number of rows is not known in advance.
+        """
+        if len(rows) == 0:
+            return
+        np.minimum(self.smallest, rows.min(axis=0), out=self.smallest)
+        np.maximum(self.largest, rows.max(axis=0), out=self.largest)
+        self.rows += len(rows)
+        if self.width == 1:
+            return
+        keys = np.concatenate([self._keys, self._generator.random(len(rows))])
+        kept = np.sort(np.argsort(keys, kind="stable")[: self.capacity])
+        old = kept[kept < len(self._keys)]
+        new = kept[kept >= len(self._keys)] - len(self._keys)
+        self._sample = np.concatenate([self._sample[old], rows[new]])
+        self._keys = keys[kept]
+
+
+def collect_channel_statistics(
+    model: Path,
+    layers: Sequence[Layer],
+    batches: Sequence[Batch],
+    *,
+    seed: int,
+    advance: Advance = lambda: None,
+) -> dict[str, ChannelStatistics]:
+    """Run the first pass: collect statistics of every activation that feeds one of the layers.
+
+    Raises:
+        InputError: an activation is not finite, or was never computed.
+    """
+    linear = _per_channel_activations(layers)
+    seen: dict[str, ChannelStatistics] = {}
+    for name, rows in _trace_activations(model, linear, batches, advance):
+        if name not in seen:
+            seen[name] = ChannelStatistics(rows.shape[1], seed)
+        seen[name].add(rows)
+    for name in linear:
+        if name not in seen or seen[name].rows == 0:
+            raise InputError(
+                f"no calibration input computes activation '{name}', so it has no range."
+            )
+        if not (np.isfinite(seen[name].smallest).all() and np.isfinite(seen[name].largest).all()):
+            raise InputError(
+                f"activation '{name}' has NaN or infinite values on the calibration inputs, so it "
+                "has no range.",
+                do="Validate the model first: enginery validate ARTIFACT",
+            )
+    return seen
+
+
+def collect_histograms(
+    model: Path,
+    layers: Sequence[Layer],
+    batches: Sequence[Batch],
+    seen: Mapping[str, ChannelStatistics],
+    transforms: Mapping[str, ActivationQuantParams],
+    *,
+    advance: Advance = lambda: None,
+) -> dict[str, Histogram]:
+    """Run the second pass: collect a histogram of every activation after its smoothing."""
+    histograms = {
+        name: Histogram.empty(largest_scaled_magnitude(seen[name], transforms[name]))
+        for name in seen
+    }
+    for name, rows in _trace_activations(model, _per_channel_activations(layers), batches, advance):
+        histograms[name].add(scale_and_shift(rows, transforms[name]))
+    return histograms
+
+
+def scale_and_shift(rows: Vector, params: ActivationQuantParams) -> Vector:
+    """Apply the multiplier and the offset to rows (n, K)."""
+    if params.multiplier is not None:
+        rows = rows * params.multiplier
+    return rows if params.offset is None else rows + params.offset
+
+
+def largest_scaled_magnitude(channels: ChannelStatistics, params: ActivationQuantParams) -> float:
+    """Return the exact largest magnitude of the activation after scaling and shifting."""
+    ends = np.stack([channels.smallest, channels.largest])
+    return float(np.abs(scale_and_shift(ends, params)).max())
+
+
+def _per_channel_activations(layers: Sequence[Layer]) -> dict[str, bool]:
+    """Map each activation to whether all its layers multiply over the last axis."""
+    linear: dict[str, bool] = {}
+    for layer in layers:
+        linear[layer.activation] = linear.get(layer.activation, True) and layer.linear
+    return linear
+
+
+def _trace_activations(
+    model: Path, linear: Mapping[str, bool], batches: Sequence[Batch], advance: Advance
+) -> Iterator[tuple[str, Vector]]:
+    with GraphTracer(model, list(linear), optimized=True) as tracer:
+        for batch in batches:
+            feeds = batch.load()
+            values = tracer(feeds)
+            for name in list(values):
+                yield name, unpadded_rows(values.pop(name), feeds, by_channel=linear[name])
+            advance()
+
+
+def unpadded_rows(value: NDArray[Any], feeds: Feeds, *, by_channel: bool) -> Vector:
+    """Reshape an activation to rows (n, K) without padding; (n, 1) unless `by_channel`.
+
+    The attention mask applies to activations of shape (batch, sequence, K), and to the same
+    flattened to (batch * sequence, K).
+    """
+    value = np.asarray(value, dtype=np.float32)
+    mask = feeds.get("attention_mask")
+    if mask is not None and not mask.all():
+        kept = mask.astype(bool)
+        if value.ndim >= 3 and value.shape[:2] == kept.shape:
+            value = value[kept]
+        elif value.ndim == 2 and len(value) == kept.size and len(kept) > 1:
+            value = value[kept.ravel()]
+    return value.reshape(-1, value.shape[-1] if by_channel else 1)

@@ -1,0 +1,170 @@
+"""Group calibration inputs into batches, and hold some of them out to measure accuracy.
+
+Only texts of equal length share a batch, so that nothing is padded unless the graph has a fixed
+sequence length. Texts are tokenized and images decoded when their batch runs: memory holds one
+batch, however many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.errors import InputError
+from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
+from enginery.core.model.files import ModelConfig
+from enginery.core.shapes import dynamic_dims
+from enginery.runtime.sample_inputs import (
+    ImageFeeder,
+    TextFeeder,
+    fixed_batch,
+    in_batches,
+    pad_batch,
+)
+from enginery.runtime.text.batching import plan_batches
+
+_MAX_ROWS = 32
+_MAX_TOKENS = 512
+"""Tokens of one batch: all its activations are in memory at once. A CPU gains little from batches
+of more than a few hundred tokens. Without this limit, memory would grow with the number of rows,
+because more of them would have the same length."""
+_MAX_IMAGES = 4
+_HELD_OUT_STRIDE = 4
+"""Every fourth row is held out; fewer where that would exceed the limit."""
+MAX_HELD_OUT = 128
+_MIN_ROWS_TO_HOLD_OUT = 8
+
+Kind = Literal["texts", "images", "feeds", "random"]
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """Calibration inputs as read, not yet tokenized."""
+
+    kind: Kind
+    items: Sequence[Any]
+    """Texts, images or image paths, or dicts of arrays."""
+    labels: tuple[Any, ...]
+    """One label for each item, or empty."""
+    sha256: str
+    """Digest of the items' content."""
+    description: str
+
+    @property
+    def has_held_out_rows(self) -> bool:
+        """True if there are enough rows to hold some out; otherwise all rows do both jobs."""
+        return len(self.items) >= _MIN_ROWS_TO_HOLD_OUT
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs that run through the graph together."""
+
+    rows: tuple[int, ...]
+    """Indices into the items."""
+    load: Callable[[], Feeds]
+
+
+def make_batches(
+    artifact: Artifact,
+    record: GraphRecord,
+    data: CalibrationData,
+    *,
+    seed: int,
+    max_held_out: int = MAX_HELD_OUT,
+) -> tuple[list[Batch], list[Batch]]:
+    """Return the batches to calibrate on and the held-out batches to measure on.
+
+    With fewer than eight inputs both lists hold all of them.
+
+    Raises:
+        InputError: an input cannot be read or does not fit the graph.
+        ArtifactError: the tokenizer or the image processor cannot be loaded.
+    """
+    count = len(data.items)
+    rows = list(range(count))
+    every = max(_HELD_OUT_STRIDE, -(-count // max_held_out))
+    held_out = rows[every - 1 :: every] if data.has_held_out_rows else rows
+    calibrating = sorted(set(rows) - set(held_out)) if data.has_held_out_rows else rows
+    make = {"texts": _text_batches, "images": _image_batches, "feeds": _feed_batches}
+    if data.kind == "random":
+        limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+        build = partial(_random_batches, record, limits, seed)
+    else:
+        build = partial(make[data.kind], artifact, record, data.items)
+    return build(calibrating), build(held_out)
+
+
+def _text_batches(
+    artifact: Artifact, record: GraphRecord, items: Sequence[str], rows: Sequence[int]
+) -> list[Batch]:
+    feeder = TextFeeder.open(artifact, record)
+    plans = plan_batches(
+        feeder.lengths([items[row] for row in rows]),
+        max_rows=fixed_batch(record) or _MAX_ROWS,
+        max_tokens=_MAX_TOKENS,
+        equal_lengths=feeder.width is None,
+    )
+    return [_batch(feeder, items, [rows[place] for place in plan], record) for plan in plans]
+
+
+def _image_batches(
+    artifact: Artifact, record: GraphRecord, items: Sequence[Any], rows: Sequence[int]
+) -> list[Batch]:
+    feeder = ImageFeeder.open(artifact, record)
+    by_shape = feeder.by_shape(items[row] for row in rows)
+    return [
+        _batch(feeder, items, part, record)
+        for places in by_shape.values()
+        for part in in_batches([rows[place] for place in places], _MAX_IMAGES, record)
+    ]
+
+
+def _batch(
+    feeder: TextFeeder | ImageFeeder, items: Sequence[Any], rows: Sequence[int], record: GraphRecord
+) -> Batch:
+    places = tuple(pad_batch(rows, record))
+    return Batch(places, lambda: feeder([items[place] for place in places]))
+
+
+def _feed_batches(
+    _artifact: Artifact, record: GraphRecord, items: Sequence[Any], rows: Sequence[int]
+) -> list[Batch]:
+    """Make one batch of each dict, as given."""
+    return [Batch((row,), partial(_cast_feeds, record, items[row])) for row in rows]
+
+
+def _cast_feeds(record: GraphRecord, feeds: Mapping[str, NDArray[Any]]) -> Feeds:
+    names = [spec.name for spec in record.inputs]
+    if set(feeds) != set(names):
+        raise InputError(
+            f"a calibration input has the arrays {', '.join(sorted(feeds))}, expected the graph's "
+            f"inputs {', '.join(names)}."
+        )
+    arrays = {spec.name: np.asarray(feeds[spec.name]).astype(spec.dtype) for spec in record.inputs}
+    for spec in record.inputs:
+        if arrays[spec.name].ndim != len(spec.dims):
+            raise InputError(
+                f"a calibration input has {spec.name} of shape {arrays[spec.name].shape}, expected "
+                f"({', '.join(map(str, spec.dims))}).",
+                do="Add the batch dim to each array.",
+            )
+    return arrays
+
+
+def _random_batches(
+    record: GraphRecord, limits: FeedLimits, seed: int, rows: Sequence[int]
+) -> list[Batch]:
+    sizes = {name: limits.sizes.get(name, 16) for name in dynamic_dims(record.inputs)}
+    sizes["batch"] = 1
+    return [
+        Batch((row,), partial(make_feeds, record.inputs, sizes, limits, seed=seed + row))
+        for row in rows
+    ]

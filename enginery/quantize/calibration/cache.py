@@ -1,0 +1,146 @@
+"""Calibration cache: the file from which the same quantized graph is made again without data.
+
+It is `reports/ranges.json` of a quantized artifact.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from enginery.core.errors import InputError
+from enginery.core.json_file import document_bytes, parse_json
+from enginery.passes.qdq.insert import ActivationQuantParams
+from enginery.passes.qdq.layers import Layer
+from enginery.passes.qdq.scheme import Vector
+
+RANGES = "ranges.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class SmoothQuantParams:
+    """Smoothing of one activation, as the report shows it."""
+
+    strength: float
+    shifted: bool
+    error: float
+
+
+@dataclass(frozen=True)
+class CalibrationCache:
+    """All results of a calibration."""
+
+    graph_sha256: str
+    """Digest of the FP32 graph; the ranges fit no other."""
+    scheme: str
+    """`int8` or `fp8`, which the scales are for."""
+    ranges: dict[str, ActivationQuantParams]
+    """Activation name -> range."""
+    bias_deltas: dict[str, Vector]
+    """Layer name -> correction of its bias, float32 (output channels,)."""
+    left_out: dict[str, str]
+    """Layers that are not quantized -> reason."""
+    smoothed: dict[str, SmoothQuantParams]
+    """Activation name -> smoothing."""
+    fp32_nodes: dict[str, str]
+    """Nodes that would overflow in FP16 -> reason."""
+
+    def quantized_layers(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Return the layers that are quantized."""
+        return [layer for layer in layers if layer.name not in self.left_out]
+
+    def to_json(self) -> bytes:
+        """Return the content of the file."""
+        document = {
+            "version": VERSION,
+            "graph_sha256": self.graph_sha256,
+            "scheme": self.scheme,
+            "ranges": {
+                name: {
+                    "scale": float(r.scale),
+                    "multiplier": _list(r.multiplier),
+                    "offset": _list(r.offset),
+                }
+                for name, r in self.ranges.items()
+            },
+            "bias_deltas": {name: _list(delta) for name, delta in self.bias_deltas.items()},
+            "left_out": self.left_out,
+            "fp32_nodes": self.fp32_nodes,
+            "smoothed": {name: asdict(found) for name, found in self.smoothed.items()},
+        }
+        return json.dumps(document).encode() + b"\n"
+
+    @classmethod
+    def read(cls, path: str | Path, *, graph_sha256: str, scheme: str) -> CalibrationCache:
+        """Read the file, or the one in an artifact's directory.
+
+        Raises:
+            InputError: the file is missing or malformed, or was written for another graph or
+                scheme.
+        """
+        file = find_ranges_file(path)
+        try:
+            found = parse_json(document_bytes(file))
+            cache = cls(
+                graph_sha256=found["graph_sha256"],
+                scheme=found["scheme"],
+                ranges={n: _range(r) for n, r in found["ranges"].items()},
+                bias_deltas={n: _required(v) for n, v in found["bias_deltas"].items()},
+                left_out=dict(found["left_out"]),
+                smoothed={n: SmoothQuantParams(**s) for n, s in found["smoothed"].items()},
+                fp32_nodes=dict(found["fp32_nodes"]),
+            )
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"ranges '{file}' cannot be read: {error}.") from error
+        if cache.graph_sha256 != graph_sha256:
+            raise InputError(
+                f"ranges '{file}' were calibrated for another graph "
+                f"(found {cache.graph_sha256[:12]}…, expected {graph_sha256[:12]}…).",
+                do="Calibrate this graph: --calibration FILE",
+            )
+        if cache.scheme != scheme:
+            raise InputError(
+                f"ranges '{file}' were calibrated for {cache.scheme}, but --scheme is {scheme}.",
+                do=f"Calibrate for {scheme}: --calibration FILE",
+            )
+        return cache
+
+
+def find_ranges_file(path: str | Path) -> Path:
+    """Return the path of the cache: the file itself, or the one in an artifact.
+
+    Raises:
+        InputError: neither exists.
+    """
+    given = Path(path).expanduser()
+    for file in (given, given / "reports" / RANGES):
+        if file.is_file():
+            return file
+    raise InputError(
+        f"ranges '{given}' not found: expected a {RANGES} file or an artifact that has one."
+    )
+
+
+def _range(record: dict[str, Any]) -> ActivationQuantParams:
+    return ActivationQuantParams(
+        float(record["scale"]), _vector(record["multiplier"]), _vector(record["offset"])
+    )
+
+
+def _list(vector: Vector | None) -> list[float] | None:
+    # Converting float32 to float64 and back is exact.
+    return None if vector is None else [float(value) for value in vector]
+
+
+def _vector(values: list[float] | None) -> Vector | None:
+    return None if values is None else _required(values)
+
+
+def _required(values: list[float]) -> Vector:
+    return np.asarray(values, dtype=np.float32)

@@ -1,0 +1,230 @@
+"""Calibration inputs: files, folders or anything Python hands over, that are read and checked.
+
+    >>> data = read_data(artifact, QuantizeConfig(calibration="reviews.csv"), None)
+    >>> data.kind, data.description
+    ('texts', "reviews.csv: 512 rows of 'text'")
+
+Files are streamed, and so is whatever Python can only iterate over: at most `rows` inputs are held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
+from enginery.core.datasets.images import list_images
+from enginery.core.datasets.samples import (
+    ARRAY_SUFFIXES,
+    iterate,
+    read_arrays,
+    read_text_rows,
+    sample_rows,
+    select_columns,
+)
+from enginery.core.errors import InputError, OptionError
+from enginery.core.model.files import ModelConfig
+from enginery.quantize.calibration.batches import Batch, CalibrationData, Kind, make_batches
+from enginery.quantize.config import QuantizeConfig, require_calibration
+from enginery.quantize.labels import index_labels
+from enginery.runtime.image.processor import load_image
+from enginery.runtime.sample_inputs import takes_images, takes_texts
+from enginery.runtime.text.tokenizer import check_texts
+
+__all__ = ["Batch", "CalibrationData", "make_batches", "read_data"]
+
+_RANDOM_ROWS = 32
+
+
+def read_data(
+    artifact: Artifact, config: QuantizeConfig, given: Iterable[Any] | None
+) -> CalibrationData | None:
+    """The inputs, or None where ranges are reused and no data are named.
+
+    Args:
+        artifact: what is calibrated.
+        config: names the file, or allows made-up inputs.
+        given: from Python, in place of a file: texts, images, rows that are mappings with a
+            `column` of either (a Hugging Face Dataset, say), or dicts of the graph's own inputs.
+
+    Raises:
+        InputError: the file or an item cannot be used, or there are none.
+        OptionError: there are no inputs, and made-up ones are not allowed; or there is no column
+            of labels to read.
+    """
+    if given is not None:
+        return _given(artifact, config, given)
+    if config.calibration:
+        return _from_file(artifact, config)
+    if config.ranges:
+        return None
+    require_calibration(config)
+    return CalibrationData(
+        "random",
+        tuple(range(_RANDOM_ROWS)),
+        (),
+        f"seed {config.seed}",
+        f"{_RANDOM_ROWS} made-up inputs",
+    )
+
+
+def _given(artifact: Artifact, config: QuantizeConfig, given: Iterable[Any]) -> CalibrationData:
+    _require_iterable(given)
+    record = artifact.manifest.graphs[0]
+    columns = [name for name in (config.column, config.label_column) if name]
+    given = select_columns(given, columns)
+    stream = iterate(given, config.rows)
+    first = list(islice(stream, 1))
+    if not first:
+        raise InputError("the calibration inputs are empty.")
+    stream = chain(first, stream)
+    inputs = {spec.name for spec in record.inputs}
+    if isinstance(first[0], Mapping) and set(first[0]) != inputs:
+        return _from_rows(artifact, config, given, stream)
+    items = list(islice(stream, config.rows))
+    kinds = {_kind(item, images=takes_images(record)) for item in items}
+    if len(kinds) != 1:
+        raise InputError(f"calibration inputs are of several kinds: {', '.join(sorted(kinds))}.")
+    kind = kinds.pop()
+    if config.label_column:
+        raise OptionError(
+            f"option 'label_column' is '{config.label_column}', but the inputs are {kind}.",
+            do="Hand over rows: a Dataset, or dicts with both columns.",
+        )
+    if kind == "texts":
+        check_texts(items)
+    return CalibrationData(kind, tuple(items), (), _digest(kind, items), f"{len(items)} {kind}")
+
+
+def _require_iterable(given: Any) -> None:
+    name = type(given).__name__
+    if name == "DataFrame":  # it iterates over the names of its columns
+        raise InputError(
+            "calibration is a DataFrame, expected an iterable of rows.",
+            do="Hand over its rows: frame.to_dict('records').",
+        )
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise InputError(
+            f"calibration is one {name}, expected an iterable of inputs.",
+            do="Hand over one split: dataset['train']." if name.endswith("DatasetDict") else "",
+        )
+
+
+def _from_rows(
+    artifact: Artifact, config: QuantizeConfig, given: Any, stream: Iterable[Any]
+) -> CalibrationData:
+    record = artifact.manifest.graphs[0]
+    images = takes_images(record)
+    if not images and not takes_texts(record):
+        names = ", ".join(spec.name for spec in record.inputs)
+        raise InputError(
+            f"calibration rows cannot be used: the graph takes {names}.",
+            do=f"Hand over dicts with exactly these arrays: {names}.",
+        )
+    found = sample_rows(
+        given, stream, config.column, config.label_column, rows=config.rows, images=images
+    )
+    labels = index_labels(
+        found.labels,
+        _label2id(artifact),
+        where=f"calibration column '{config.label_column}'",
+        names=found.label_names,
+    )
+    if not images:
+        check_texts(found.items)
+    described = _described(
+        type(given).__name__,
+        len(found.items),
+        config.column,
+        found.left_out,
+        "image" if images else "text",
+    )
+    kind: Kind = "images" if images else "texts"
+    digest = _digest(kind, found.items, labels)
+    return CalibrationData(kind, found.items, tuple(labels), digest, described)
+
+
+def _described(source: str, count: int, column: str, left_out: int, what: str) -> str:
+    without = f", {left_out} without {'an' if what == 'image' else 'a'} {what} left out"
+    return f"{source}: {count} rows of '{column}'{without if left_out else ''}"
+
+
+def _label2id(artifact: Artifact) -> dict[str, int]:
+    return ModelConfig.read(artifact.path).label2id
+
+
+def _kind(item: Any, *, images: bool) -> Kind:
+    """What an item is, where a string is the path of an image or a text."""
+    if isinstance(item, str):
+        return "images" if images else "texts"
+    return "feeds" if isinstance(item, Mapping) else "images"
+
+
+def _digest(kind: Kind, items: Iterable[Any], labels: Sequence[int] = ()) -> str:
+    digest = hashlib.sha256()
+    for index, item in enumerate(items):
+        if kind == "texts":
+            digest.update(json.dumps(item).encode() + b"\0")
+        elif kind == "feeds":
+            digest.update(_feed_bytes(item))
+        else:
+            image = load_image(item, name=f"image {index}")
+            digest.update(json.dumps([image.mode, image.size]).encode() + image.tobytes())
+    if labels:
+        digest.update(json.dumps(list(labels)).encode())
+    return digest.hexdigest()
+
+
+def _feed_bytes(item: Mapping[str, Any]) -> bytes:
+    arrays = {name: np.asarray(array) for name, array in sorted(item.items())}
+    head = json.dumps([[n, a.dtype.str, a.shape] for n, a in arrays.items()]).encode()
+    return head + b"".join(np.ascontiguousarray(a).tobytes() for a in arrays.values())
+
+
+def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
+    path = Path(config.calibration).expanduser()
+    record = artifact.manifest.graphs[0]
+    if path.suffix.lower() in ARRAY_SUFFIXES:
+        if config.label_column:
+            raise OptionError(
+                f"option 'label_column' is '{config.label_column}', but arrays have no columns.",
+                do="Leave it out, or hand over rows in Python: quantize_model(…, rows, …).",
+            )
+        feeds = read_arrays(path, [spec.name for spec in record.inputs], rows=config.rows)
+        described = f"{path.name}: {len(feeds)} rows of arrays"
+        return CalibrationData("feeds", tuple(feeds), (), sha256_of(path), described)
+    if takes_images(record):
+        if config.label_column:
+            raise OptionError(
+                f"option 'label_column' is '{config.label_column}', but a folder of images has no "
+                "columns.",
+                do="Hand over rows in Python: quantize_model(…, dataset, column='image', …).",
+            )
+        images = list_images(path, rows=config.rows)
+        digest = combined_sha256(
+            {
+                image.relative_to(path).as_posix() if path.is_dir() else image.name: sha256_of(
+                    image
+                )
+                for image in images
+            }
+        )
+        return CalibrationData("images", tuple(images), (), digest, f"{path.name}: images")
+    if not takes_texts(record):
+        names = ", ".join(sorted(spec.name for spec in record.inputs))
+        raise InputError(
+            f"calibration '{path}' cannot be used: the graph takes {names}.",
+            do="Save an array for each of them as .npz, or hand dicts of arrays to "
+            "quantize_model(…, data).",
+        )
+    found = read_text_rows(path, config.column, rows=config.rows, label_column=config.label_column)
+    labels = index_labels(found.labels, _label2id(artifact), where=f"data '{path}'")
+    described = _described(path.name, len(found.items), config.column, found.left_out, "text")
+    return CalibrationData("texts", tuple(found.items), tuple(labels), sha256_of(path), described)

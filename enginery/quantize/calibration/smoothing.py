@@ -1,0 +1,184 @@
+"""Smoothing: move outlier channels of an activation into the weights and biases of its layers.
+
+An activation has one scale for all its channels. In transformers a few channels are many times
+larger than the others; they set the scale, and little precision is left for the rest.
+
+Scaling divides channel k of the activation by s_k and multiplies row k of the weights by it, which
+leaves the product unchanged: s_k = max|x_k|^a / max|W_k|^(1-a), normalized to a geometric mean of
+1 (Xiao et al., "SmoothQuant", 2023, eq. 4). The strength a says how much of the outliers the
+weights take over.
+
+Shifting subtracts the midpoint of each channel and corrects the bias (Wei et al., "Outlier
+Suppression+", 2023, eq. 3). The output of a GELU or ReLU is almost one-sided; centered, it uses
+both halves of the symmetric INT8 range.
+
+Every strength is tried with and without the shift on a sample of rows, and the candidate with the
+smallest squared error in the layers' outputs wins. Scaling and shifting are pointwise, and TensorRT
+fuses them into the kernel that quantizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from enginery.passes.qdq.insert import (
+    ActivationQuantParams,
+    bias_shift,
+    fake_quantize_weight,
+    scale_weight,
+)
+from enginery.passes.qdq.layers import Layer
+from enginery.passes.qdq.scheme import Scheme, Vector
+from enginery.quantize.calibration.activation_statistics import (
+    ChannelStatistics,
+    largest_scaled_magnitude,
+    scale_and_shift,
+)
+
+STRENGTHS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+_FACTOR_LIMIT = 2.0**10
+"""Limit of the multipliers; larger ones would lose precision in FP16."""
+
+LayerWeight = tuple[Layer, Vector]
+"""A layer and its weight as stored: (K, N), or (N, K) if `weight_axis` is 0."""
+
+
+@dataclass(frozen=True)
+class SmoothingChoice:
+    """Smoothing chosen for one activation."""
+
+    params: ActivationQuantParams
+    """Multiplier, offset, and the scale at which nothing is clipped."""
+    strength: float
+    """Migration strength, 0 to 1; 0 without a multiplier."""
+    shifted: bool
+    error: float
+    """Squared error of the layers' outputs on the sample, relative to their squared norm."""
+
+
+def choose_smoothing(
+    channels: ChannelStatistics,
+    layer_weights: Sequence[LayerWeight],
+    scheme: Scheme,
+    *,
+    strength: float | Literal["search", "none"],
+    shift: bool,
+) -> SmoothingChoice:
+    """Choose the multiplier and offset with the smallest output error on the sample.
+
+    Args:
+        channels: statistics of the activation that all the layers read.
+        layer_weights: those layers with their weights.
+        scheme: the quantized type.
+        strength: `search` tries no scaling and all `STRENGTHS`; `none`, no scaling; a number, only
+            that strength.
+        shift: also try shifting.
+    """
+    unscaled = with_minmax_scale(channels, ActivationQuantParams(1.0), scheme)
+    plain = SmoothingChoice(unscaled, 0.0, shifted=False, error=0.0)
+    if channels.width == 1 or not all(layer.linear for layer, _ in layer_weights):
+        return plain
+    strengths: Sequence[float] = STRENGTHS
+    if not isinstance(strength, str):
+        strengths = (strength,)
+    elif strength == "none":
+        strengths = ()
+    candidates = [] if strengths and strength != "search" else [(0.0, plain.params)]
+    candidates += [(a, _smoothed(channels, layer_weights, a, shift=False)) for a in strengths]
+    if shift:
+        candidates.append((0.0, _shifted(channels)))
+        candidates += [(a, _smoothed(channels, layer_weights, a, shift=True)) for a in strengths]
+    exact = [channels.sample @ _as_matrix(layer, weight) for layer, weight in layer_weights]
+    total = sum(float(np.square(output).sum()) for output in exact) or 1.0
+    found = []
+    for tried, unscaled in candidates:
+        params = with_minmax_scale(channels, unscaled, scheme)
+        error = 0.0
+        for (layer, weight), output in zip(layer_weights, exact, strict=True):
+            found_output = simulate_layer(channels.sample, layer, weight, params, scheme)
+            error += float(np.square(found_output - output).sum())
+        found.append(SmoothingChoice(params, tried, params.offset is not None, error / total))
+    return min(found, key=lambda choice: choice.error)
+
+
+def with_minmax_scale(
+    channels: ChannelStatistics, params: ActivationQuantParams, scheme: Scheme
+) -> ActivationQuantParams:
+    """Return the range with the scale at which no observed value is clipped."""
+    scale = largest_scaled_magnitude(channels, params) / scheme.largest
+    return ActivationQuantParams(scale, params.multiplier, params.offset)
+
+
+def simulate_layer(
+    sample: Vector, layer: Layer, weight: Vector, params: ActivationQuantParams, scheme: Scheme
+) -> Vector:
+    """Return the quantized layer's output for the sample, without its bias: float32 (rows, N)."""
+    scaled = scale_weight(layer, weight, params)
+    rounded = fake_quantize_weight(layer, scaled, scheme)
+    product = fake_quantize(sample, params, scheme) @ _as_matrix(layer, rounded)
+    return np.asarray(product + bias_shift(layer, scaled, params), dtype=np.float32)
+
+
+def fake_quantize(sample: Vector, params: ActivationQuantParams, scheme: Scheme) -> Vector:
+    """Scale, shift, quantize and dequantize rows (n, K)."""
+    scale = max(params.scale, 1e-12)
+    return np.asarray(
+        scheme.nearest(scale_and_shift(sample, params) / scale) * scale, dtype=np.float32
+    )
+
+
+def mean_output_error(
+    sample: Vector, layer: Layer, weight: Vector, params: ActivationQuantParams, scheme: Scheme
+) -> Vector:
+    """Return the mean error of each output channel: float32 (N,). Adding it to the bias removes it.
+
+    Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction",
+    2019, section 4.2, on real inputs.
+    """
+    exact = sample @ _as_matrix(layer, weight)
+    error = exact - simulate_layer(sample, layer, weight, params, scheme)
+    return np.asarray(error.mean(axis=0, dtype=np.float64), dtype=np.float32)
+
+
+def _smoothed(
+    channels: ChannelStatistics,
+    layer_weights: Sequence[LayerWeight],
+    strength: float,
+    *,
+    shift: bool,
+) -> ActivationQuantParams:
+    middle = _midpoints(channels) if shift else np.zeros(channels.width, dtype=np.float32)
+    activation_max = np.maximum(channels.largest - middle, middle - channels.smallest)
+    # Channels of zeros would have no logarithm.
+    activation_max = np.maximum(activation_max, 1e-5 * max(float(activation_max.max()), 1e-12))
+    weight_max = np.max(
+        [np.abs(_as_matrix(layer, w)).max(axis=1) for layer, w in layer_weights], axis=0
+    )
+    weight_max = np.maximum(weight_max, 1e-5 * max(float(weight_max.max()), 1e-12))
+    logarithm = strength * np.log(activation_max) - (1 - strength) * np.log(weight_max)
+    factor = np.exp(logarithm - logarithm.mean())
+    # Rounded to FP16, so that casting the graph changes neither the activation nor the weight.
+    multiplier = _fp16(1 / np.clip(factor, 1 / _FACTOR_LIMIT, _FACTOR_LIMIT))
+    offset = _fp16(-middle * multiplier) if shift else None
+    return ActivationQuantParams(1.0, multiplier, offset)
+
+
+def _shifted(channels: ChannelStatistics) -> ActivationQuantParams:
+    return ActivationQuantParams(1.0, None, _fp16(-_midpoints(channels)))
+
+
+def _midpoints(channels: ChannelStatistics) -> Vector:
+    return np.asarray((channels.smallest + channels.largest) / 2, dtype=np.float32)
+
+
+def _fp16(values: Vector) -> Vector:
+    return np.asarray(values).astype(np.float16).astype(np.float32)
+
+
+def _as_matrix(layer: Layer, weight: Vector) -> Vector:
+    """Return the weight as (K, N)."""
+    return weight.T if layer.weight_axis == 0 else weight

@@ -1,0 +1,1 @@
+"""Choose the TensorRT engines of an artifact that run on this machine."""

@@ -1,0 +1,224 @@
+"""The engines of an artifact, and which of them this machine's GPU runs.
+
+Takes an artifact with `engines/`; leaves the engines to open, one for each profile that a session
+of ONNX Runtime reaches, and the reason in words.
+
+    >>> engines, reason = choose_engines(artifact, artifact.manifest.graphs[0], RTX)
+    >>> wrapper_of(engines[0]).name, str(reachable_profile(engines[0].record))
+    ('model_ctx.onnx', 'batch=1:8:32,sequence=8:128:512')
+
+Nothing is ever built here, and what does not fit is refused before ONNX Runtime sees it. No engine
+has been run on a GPU by this project yet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.engine_record import EngineRecord, engine_directories
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.errors import ProviderError
+from enginery.core.shapes import Profile, dynamic_dims
+from enginery.runtime.engines.compatibility import incompatibility, loaded_version
+from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
+from enginery.runtime.providers.known import CPU, short_name
+from enginery.runtime.providers.selection import REQUESTED, Provider, choose_providers
+from enginery.runtime.providers.specification import Providers, parse_providers
+from enginery.runtime.tensorrt.options import CLASSIC, FLAVORS, Flavor
+
+
+def wrapper_of(engine: Engine) -> Path:
+    """The ONNX model that a session opens."""
+    return engine.path / engine.record.wrapper
+
+
+def reachable_profile(record: EngineRecord) -> Profile:
+    """The profile that requests must fit: the first; of no dims where all shapes are fixed.
+
+    A session over an EPContext node keeps its execution context on profile 0: TensorRT's provider
+    in ONNX Runtime 1.31 (github.com/microsoft/onnxruntime/pull/31624 is to change it), and that of
+    TensorRT for RTX, whose `nv_profile_index` is for engines that it builds itself.
+    """
+    return Profile.parse(record.profiles[0]) if record.profiles else Profile({})
+
+
+def flavor_of(provider: str) -> Flavor | None:
+    """The flavor whose engines an execution provider loads; None for one that needs no engine."""
+    return next((flavor for flavor in FLAVORS.values() if flavor.provider == provider), None)
+
+
+def read_engines(artifact: Artifact) -> list[Engine]:
+    """All engines of an artifact, by name, their plans verified.
+
+    Raises:
+        ArtifactError: a file of one is missing or altered.
+    """
+    return [Engine.open(path) for path in engine_directories(artifact.path)]
+
+
+def choose_engines(
+    artifact: Artifact, graph: GraphRecord, flavor: Flavor, *, device_id: int = 0
+) -> tuple[list[Engine], str]:
+    """The engines of a graph that a GPU runs, one for each profile, and why these.
+
+    Of two with the same profile, the one built for this very GPU goes before a portable one.
+
+    Args:
+        artifact: where the engines are.
+        graph: the graph that they stand for.
+        flavor: of the execution provider that is to load them.
+        device_id: which of the visible GPUs.
+
+    Raises:
+        ProviderError: no engine fits; the message names those that are there and what each lacks,
+            and the GPU. Or there is no such GPU.
+        ArtifactError: a file of an engine is missing or altered.
+    """
+    gpu = gpu_of(device_id)
+    version = loaded_version(flavor)
+    fitting: dict[str, Engine] = {}
+    refused = []
+    for engine in sorted(read_engines(artifact), key=_generality):
+        if engine.record.graph != graph.file:
+            continue
+        if problem := incompatibility(artifact, graph, engine, flavor, gpu, version):
+            refused.append(f"{_described(engine)}: {problem}")
+        else:
+            fitting.setdefault(str(reachable_profile(engine.record)), engine)
+    if not fitting:
+        raise _no_engine(artifact, graph, flavor, gpu, refused, device_id)
+    chosen = list(fitting.values())
+    return chosen, _reason(chosen, gpu, version)
+
+
+def choose_with_engines(
+    artifact: Artifact,
+    graph: GraphRecord,
+    providers: Providers,
+    *,
+    allow_fallback: bool = False,
+    allow_build: bool = False,
+) -> tuple[list[Provider], list[Engine]]:
+    """What a session of a graph is given, and the engines to open; none under other providers.
+
+    Args:
+        artifact: where the engines are.
+        graph: which graph.
+        providers: in order, as `choose_providers` takes them.
+        allow_fallback: take a later provider when an earlier one, or an engine for it, cannot be
+            had.
+        allow_build: where no engine fits, leave it to ONNX Runtime to build one.
+
+    Raises:
+        ProviderError: a provider cannot be had, or no engine runs on this GPU.
+        ArtifactError: a file of an engine is missing or altered.
+    """
+    specs = parse_providers(providers)
+    missed: list[str] = []
+    while True:
+        head, *below = choose_providers(specs, allow_fallback=allow_fallback)
+        flavor = flavor_of(head.name)
+        if flavor is None:
+            return [_because(head, *missed), *below], []
+        later = specs[[one.full_name for one in specs].index(head.name) + 1 :]
+        try:
+            device_id = int(head.options.get("device_id", "0"))
+            engines, reason = choose_engines(artifact, graph, flavor, device_id=device_id)
+        except ProviderError as error:
+            if allow_build:
+                built = "ONNX Runtime builds an engine while it loads (allow_build)"
+                return [_because(head, *missed, error.message, built), *below], []
+            if not allow_fallback or not later:
+                raise
+            missed.append(f"{short_name(head.name)} requested, but {error.message}")
+            specs = later
+        else:
+            rest = Provider(CPU, "ONNX Runtime adds it; an engine leaves no operations over")
+            return [_because(head, *missed, reason), rest], engines
+
+
+def gpu_of(device_id: int) -> CudaGpu:
+    """The visible GPU of a provider's `device_id`.
+
+    Raises:
+        ProviderError: there is no such GPU, or none at all.
+    """
+    gpus = visible_gpus()
+    if device_id >= len(gpus):
+        names = ", ".join(f"{index} {gpu.name}" for index, gpu in enumerate(gpus))
+        raise ProviderError(
+            f"device_id is {device_id}, and this process sees the GPUs {names}.",
+            do="Name one of them, or show the process more: CUDA_VISIBLE_DEVICES.",
+        )
+    return gpus[device_id]
+
+
+def _because(provider: Provider, *reasons: str) -> Provider:
+    said = [reason.rstrip(".") for reason in (*reasons, provider.reason) if reason != REQUESTED]
+    return replace(provider, reason="; ".join(said) or provider.reason)
+
+
+def _described(engine: Engine) -> str:
+    record = engine.record
+    targets = ", ".join(record.capabilities) or "all GPUs that it supports"
+    return f"{engine.name} (TensorRT {record.tensorrt} for {targets})"
+
+
+def _generality(engine: Engine) -> tuple[int, str]:
+    """Engines for fewer GPUs first: they are the faster ones; then by name."""
+    record = engine.record
+    wide = record.hardware_compatibility != "none"
+    return (100 if wide or not record.capabilities else len(record.capabilities)), engine.name
+
+
+def _reason(engines: Sequence[Engine], gpu: CudaGpu, version: str) -> str:
+    parts = []
+    for engine in engines:
+        more = len(engine.record.profiles) - 1
+        unreached = f", the first of {more + 1}: ONNX Runtime reaches no other" if more else ""
+        profile = reachable_profile(engine.record)
+        shapes = f"the profile {profile}{unreached}" if profile.dims else "one shape"
+        parts.append(f"{_described(engine)} with {shapes}")
+    checked = "" if version else "; which TensorRT runs it could not be read"
+    names = "; ".join(parts)
+    return f"{gpu.name} ({gpu.compute_capability}) runs the engine {names}{checked}"
+
+
+def _no_engine(
+    artifact: Artifact,
+    graph: GraphRecord,
+    flavor: Flavor,
+    gpu: CudaGpu,
+    refused: Sequence[str],
+    device_id: int,
+) -> ProviderError:
+    found = f": {'; '.join(refused)}" if refused else ", it has none"
+    message = (
+        f"{artifact.path} has no engine of {graph.file} that {flavor.title} runs on this GPU, "
+        f"{gpu.name} of compute capability {gpu.compute_capability}{found}."
+    )
+    if flavor.capabilities and gpu.compute_capability not in flavor.capabilities:
+        supported = ", ".join(flavor.capabilities)
+        return ProviderError(
+            message,
+            do=f"{flavor.title} supports {supported}. On this GPU use --provider "
+            f"{CLASSIC.name} with an engine of that flavor, or --provider cuda.",
+        )
+    profile = ",".join(f"{name}=1:8:32" for name in dynamic_dims(graph.inputs))
+    shapes = f" --profile {profile}" if profile else ""
+    line = f"enginery build {artifact.path} --flavor {flavor.name} --capability current{shapes}"
+    if device_id:
+        # A build looks at the first GPU that it sees.
+        line = f"CUDA_VISIBLE_DEVICES={_outer_number(device_id)} {line}"
+    return ProviderError(message, do=f"Build one: {line}")
+
+
+def _outer_number(device_id: int) -> str:
+    """What CUDA_VISIBLE_DEVICES calls one of the GPUs that it leaves."""
+    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return visible[device_id] if device_id < len(visible) else str(device_id)

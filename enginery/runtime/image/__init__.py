@@ -1,0 +1,1 @@
+"""Image files, and the processors that turn them into pixel values."""

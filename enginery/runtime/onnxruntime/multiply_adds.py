@@ -1,0 +1,291 @@
+"""The multiply-adds of a graph's nodes, counted on one input.
+
+Takes an ONNX file and feeds; leaves nothing on disk, and the file as it is.
+
+    >>> work = count_node_work(artifact.model, feeds)
+    >>> sum(node.multiply_adds for node in work.values())
+    1327104
+
+The graph runs once on the CPU as it is written, nothing fused, under ONNX Runtime's profiler, which
+gives the shape of every tensor; so dynamic dims and sums of them need no shape inference. Counted
+are matrix products, convolutions and attention; what is elementwise is no multiply-add.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from enginery.core.artifact.external_data import load_graph
+from enginery.core.errors import InputError
+
+Shape = tuple[int, ...]
+
+# ONNX Runtime's own limit for a tensor that its GPU providers compute on the CPU:
+# kSmallInitializerThreshold in core/framework/fallback_cpu_capability.cc.
+_SMALL = 100
+_WHOLE = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+SHAPE_OPS = frozenset(
+    {
+        "Add",
+        "And",
+        "Cast",
+        "Ceil",
+        "Concat",
+        "Constant",
+        "ConstantOfShape",
+        "Div",
+        "Equal",
+        "Expand",
+        "Flatten",
+        "Floor",
+        "Gather",
+        "GatherElements",
+        "GatherND",
+        "Greater",
+        "GreaterOrEqual",
+        "Identity",
+        "Less",
+        "LessOrEqual",
+        "Max",
+        "Min",
+        "Mod",
+        "Mul",
+        "Neg",
+        "Not",
+        "Or",
+        "Range",
+        "ReduceMax",
+        "ReduceMin",
+        "ReduceProd",
+        "ReduceSum",
+        "Reshape",
+        "Shape",
+        "Size",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Sub",
+        "Tile",
+        "Transpose",
+        "Unsqueeze",
+        "Where",
+        "Xor",
+    }
+)
+"""Ops that compute shapes, where what they make is small and whole.
+
+ONNX Runtime places such nodes on the CPU on purpose, though a GPU provider could run them
+(onnxruntime issue 17930; `GetCpuPreferredNodes`): their results decide how memory is laid out,
+which the CPU does, and fetching each from the GPU would wait for it.
+"""
+
+
+@dataclass(frozen=True)
+class NodeWork:
+    """What one node of a graph does."""
+
+    op_type: str
+    multiply_adds: int
+    for_shapes: bool
+    """It computes shapes: one of `SHAPE_OPS`, and all its outputs are whole and small."""
+
+
+def count_node_work(model: Path, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NodeWork]:
+    """Count the work of each node on these feeds, by name; a node without one is `unnamed_7`.
+
+    ONNX Runtime's placement does not list such names, so their work belongs to no provider. For a
+    node inside a loop, the last iteration counts.
+
+    Raises:
+        InputError: the CPU cannot run the graph on the feeds: it has no kernel for it (bfloat16,
+            an engine), or the feeds do not fit.
+    """
+    graph = load_graph(model)
+    for number, node in enumerate(_nodes(graph.graph, {})):
+        node.name = node.name or f"unnamed_{number}"
+    types, shapes = _profiled(graph.SerializeToString(), model.parent, feeds)
+    known: dict[str, Shape] = {name: array.shape for name, array in feeds.items()}
+    nodes = list(_nodes(graph.graph, known))
+    for node in nodes:
+        made = (name for name in node.output if name)
+        known.update(zip(made, shapes.get(node.name, ()), strict=False))
+    work = {}
+    for node in nodes:
+        if node.name not in shapes:
+            continue
+        outputs = shapes[node.name]
+        small = all(math.prod(shape) <= _SMALL for shape in outputs)
+        whole = all(dtype in _WHOLE for dtype in types[node.name])
+        work[node.name] = NodeWork(
+            node.op_type,
+            multiply_adds(node.op_type, [known.get(name, ()) for name in node.input], outputs),
+            node.op_type in SHAPE_OPS and small and whole,
+        )
+    return work
+
+
+def multiply_adds(op_type: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+    """The multiply-adds of one node of these shapes; 0 for an op that is not counted."""
+    count = _COUNTED.get(op_type)
+    if count is None or not inputs or not outputs:
+        return 0
+    try:
+        return count(list(inputs), outputs[0])
+    except (IndexError, ZeroDivisionError):  # an optional input of an unusual form
+        return 0
+
+
+def _matmul(inputs: list[Shape], output: Shape) -> int:
+    """Output elements times the dim that is summed; whichever operand is transposed."""
+    left, right = inputs[0], inputs[1] if len(inputs) > 1 else ()
+    if len(left) < 2:
+        return math.prod(output) * math.prod(left)
+    if len(right) == 1:
+        return math.prod(output) * right[0]
+    inner = math.prod(left) // (math.prod(left[:-2]) * output[-2])
+    return math.prod(output) * inner
+
+
+def _quantized_matmul(inputs: list[Shape], output: Shape) -> int:
+    """QLinearMatMul and com.microsoft::QGemm: a scale and a zero point follow each operand."""
+    return _matmul([inputs[0], inputs[3]], output)
+
+
+def _convolution(weight: int) -> Callable[[list[Shape], Shape], int]:
+    """Output elements times what one of them sums: the kernel over the channels of its group."""
+    return lambda inputs, output: math.prod(output) * math.prod(inputs[weight][1:])
+
+
+def _transposed_convolution(inputs: list[Shape], _output: Shape) -> int:
+    """Each input element is spread over the kernel and the channels out of its group."""
+    return math.prod(inputs[0]) * math.prod(inputs[1][1:])
+
+
+def _projected_attention(inputs: list[Shape], output: Shape) -> int:
+    """com.microsoft::Attention: the projection of input (B, S, H) by (H, 3H), then the scores."""
+    batch, sequence, hidden = inputs[0]
+    projection = batch * sequence * hidden * inputs[1][1]
+    return projection + 2 * batch * sequence * sequence * output[-1]
+
+
+def _attention(inputs: list[Shape], _output: Shape) -> int:
+    """Queries times keys, and the weights times values: (B, S, H) or (B, heads, S, H / heads).
+
+    A packed query holds its keys. Keys of the past that are inputs of their own are not counted.
+    """
+    query = inputs[0]
+    keys = inputs[1] if len(inputs) > 1 and inputs[1] else query
+    if len(query) == 5:  # packed: (B, S, heads, 3, H / heads)
+        batch, sequence, heads, _, size = query
+        return 2 * batch * sequence * sequence * heads * size
+    length = keys[-2]
+    return 2 * math.prod(query) * length
+
+
+_COUNTED: dict[str, Callable[[list[Shape], Shape], int]] = {
+    **dict.fromkeys(
+        (
+            "MatMul",
+            "Gemm",
+            "FusedMatMul",
+            "FusedGemm",
+            "TransposeMatMul",
+            "FusedMatMulActivation",
+            "MatMulInteger",
+            "MatMulIntegerToFloat",
+            "DynamicQuantizeMatMul",
+            "MatMulNBits",
+        ),
+        _matmul,
+    ),
+    **dict.fromkeys(("QLinearMatMul", "QGemm"), _quantized_matmul),
+    **dict.fromkeys(
+        ("Conv", "FusedConv", "NhwcFusedConv", "NhwcConv", "ConvInteger"), _convolution(1)
+    ),
+    "QLinearConv": _convolution(3),
+    "ConvTranspose": _transposed_convolution,
+    "Attention": lambda i, o: _attention(i, o) if len(i[1]) > 2 else _projected_attention(i, o),
+    "QAttention": _projected_attention,
+    **dict.fromkeys(
+        ("MultiHeadAttention", "GroupQueryAttention", "PackedMultiHeadAttention"), _attention
+    ),
+}
+
+
+def _profiled(
+    model: bytes, directory: Path, feeds: Mapping[str, NDArray[Any]]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[Shape, ...]]]:
+    """The types and the shapes of each node's outputs, by the node's name."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # errors come back as exceptions
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(directory.resolve())
+    )
+    with tempfile.TemporaryDirectory(prefix="enginery-profile-") as scratch:
+        try:
+            events = profiled_run(
+                lambda: ort.InferenceSession(model, options, providers=["CPUExecutionProvider"]),
+                options,
+                feeds,
+                Path(scratch),
+            )
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            raise InputError(f"the CPU does not run the graph: {error}") from error
+    types, shapes = {}, {}
+    for name, event in events:
+        typed = [
+            (dtype, tuple(shape))
+            for entry in event.get("output_type_shape", ())
+            for dtype, shape in entry.items()
+        ]
+        types[name] = tuple(dtype for dtype, _ in typed)
+        shapes[name] = tuple(shape for _, shape in typed)
+    return types, shapes
+
+
+def profiled_run(
+    open_session: Callable[[], Any], options: Any, feeds: Mapping[str, NDArray[Any]], scratch: Path
+) -> list[tuple[str, dict[str, Any]]]:
+    """One run under ONNX Runtime's profiler: the name and the arguments of each kernel's event.
+
+    Args:
+        open_session: opens the session from `options`, which are changed before.
+        options: an `onnxruntime.SessionOptions`.
+        feeds: an array for each input.
+        scratch: an empty directory for the profile.
+    """
+    options.enable_profiling = True
+    options.profile_file_prefix = str(scratch / "run")
+    session = open_session()
+    session.run(None, dict(feeds))
+    events = json.loads(Path(session.end_profiling()).read_bytes())
+    return [
+        (event["name"].removesuffix("_kernel_time"), event["args"])
+        for event in events
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")
+    ]
+
+
+def _nodes(graph: Any, known: dict[str, Shape]) -> Iterator[Any]:
+    """All nodes, those of branches and loops too; the shapes of stored tensors go into `known`."""
+    for tensor in graph.initializer:
+        known[tensor.name] = tuple(tensor.dims)
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _nodes(inner, known)
+            if node.op_type == "Constant" and attribute.name == "value":
+                known[node.output[0]] = tuple(attribute.t.dims)

@@ -1,0 +1,199 @@
+"""Read the values of a graph's intermediate tensors.
+
+    with GraphTracer(artifact.model, ["/encoder/layer.0/Add_output_0"]) as trace:
+        trace(feeds)["/encoder/layer.0/Add_output_0"].shape    # (4, 17, 384)
+
+The tensors become outputs of a copy of the graph in memory; the ONNX file is not changed, and
+nothing is written to disk. The copy reads external weights from the file's own directory. ONNX
+Runtime can only output tensors of the main graph, so a float tensor inside a branch of an If
+becomes an additional output of that If, which is empty if the other branch ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from enginery.core.artifact.external_data import load_graph
+from enginery.core.closing import Closing
+from enginery.core.errors import InputError, ProviderError, nearest
+from enginery.runtime.onnxruntime.session import EXACT_INT8
+from enginery.runtime.providers.known import TENSORRT_RTX
+from enginery.runtime.providers.selection import Provider, choose_providers
+
+Feeds = Mapping[str, NDArray[Any]]
+Values = dict[str, NDArray[Any]]
+
+
+class GraphTracer(Closing):
+    """An ONNX Runtime session that also outputs intermediate tensors. A context manager."""
+
+    def __init__(
+        self,
+        model: Path,
+        tensors: Sequence[str],
+        *,
+        provider: str = "cpu",
+        optimized: bool = False,
+    ) -> None:
+        """Open the session.
+
+        Args:
+            model: an ONNX file.
+            tensors: names of node outputs, graph outputs, graph inputs, or float32 tensors in a
+                branch of an If.
+            provider: providers in order of preference.
+            optimized: let ONNX Runtime fuse the nodes between the tensors: about twice as fast,
+                but values differ in the last bits.
+
+        Raises:
+            InputError: the graph has no tensor of one of the names.
+            ProviderError: the provider is unavailable, or the graph cannot be loaded.
+        """
+        graph = load_graph(model)
+        self.tensors = tuple(dict.fromkeys(tensors))
+        self.inputs = tuple(value.name for value in graph.graph.input)
+        made = {name for node in graph.graph.node for name in node.output if name}
+        inner = expose_branches(graph.graph, {*self.tensors} - made - {*self.inputs})
+        for name in self.tensors:
+            if name not in made and name not in self.inputs and name not in inner:
+                raise InputError(
+                    f"{model} has no tensor '{name}'{nearest(name, [*made, *self.inputs])}"
+                )
+        # Two branches may have tensors of the same name, of which at most one is computed in a run.
+        self._sources = {
+            name: inner.get(name, [name]) for name in self.tensors if name not in self.inputs
+        }
+        self._fetched = [source for sources in self._sources.values() for source in sources]
+        present = {value.name for value in graph.graph.output}
+        for name in self._fetched:
+            if name not in present:
+                graph.graph.output.add().name = name
+        self._session: Any = open_in_memory(
+            graph.SerializeToString(),
+            model.parent,
+            choose_providers(provider),
+            optimized=optimized,
+        )
+
+    def __call__(self, feeds: Feeds) -> Values:
+        """Return the values of the tensors for one batch, by name in the requested order.
+
+        Raises:
+            InputError: the graph fails on the feeds.
+        """
+        if self._session is None:
+            raise ProviderError("the tracer is closed.")
+        try:
+            found = self._session.run(self._fetched, dict(feeds)) if self._fetched else []
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
+            raise InputError(f"the graph fails on {shapes}: {error}") from error
+        values = dict(zip(self._fetched, found, strict=True))
+        given = {}
+        for name in self.tensors:
+            sources = [values[source] for source in self._sources.get(name, ())]
+            taken = next((array for array in sources if array.size), None)
+            given[name] = feeds[name] if not sources else sources[0] if taken is None else taken
+        return given
+
+    def close(self) -> None:
+        """Free the session and its memory."""
+        self._session = None
+
+
+def expose_branches(graph: Any, names: Collection[str]) -> dict[str, list[str]]:
+    """Make float32 tensors inside the branches of If nodes outputs of those nodes, in place.
+
+    Args:
+        graph: an `onnx.GraphProto`.
+        names: names of tensors; names that occur in no branch are ignored.
+
+    Returns:
+        For each name that was found, the outputs of `graph`'s own nodes with its values: one for
+        each branch with a tensor of that name. An output is empty if another branch ran.
+    """
+    return _expose(graph, frozenset(names), count()) if names else {}
+
+
+def _expose(graph: Any, names: frozenset[str], numbers: count[int]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for node in graph.node:
+        if node.op_type != "If" or node.domain not in ("", "ai.onnx"):
+            continue
+        branches = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+        for branch in branches:
+            inner = _expose(branch, names, numbers)
+            made = {name: [name] for n in branch.node for name in n.output if name in names}
+            for name, sources in (*made.items(), *inner.items()):
+                for source in sources:
+                    outside = f"{name}:fetched:{next(numbers)}"
+                    _add_output(branch, source, f"{outside}:inside")
+                    for other in branches:
+                        if other is not branch:
+                            _add_empty(other, f"{outside}:empty")
+                    node.output.append(outside)
+                    found.setdefault(name, []).append(outside)
+    return found
+
+
+def _add_output(branch: Any, source: str, copy: str) -> None:
+    """Add a copy of a tensor as an output, since the tensor itself may already be an output."""
+    branch.node.add(op_type="Identity", input=[source], output=[copy], name=copy)
+    branch.output.add().name = copy
+
+
+def _add_empty(branch: Any, name: str) -> None:
+    import onnx
+
+    empty = onnx.TensorProto(name=name, data_type=onnx.TensorProto.FLOAT, dims=[0])
+    node = branch.node.add(op_type="Constant", output=[name], name=name)
+    node.attribute.append(onnx.helper.make_attribute("value", empty))
+    branch.output.add().name = name
+
+
+def open_in_memory(
+    model: bytes,
+    directory: Path,
+    providers: Sequence[Provider],
+    *,
+    optimized: bool,
+    keep_memory: bool = True,
+) -> Any:
+    """Open an `onnxruntime.InferenceSession` on a serialized graph.
+
+    Args:
+        model: a serialized `onnx.ModelProto`, without its external data.
+        directory: the directory of its external data.
+        providers: the result of `choose_providers`.
+        optimized: let ONNX Runtime optimize the graph.
+        keep_memory: keep the memory of a run for the next one; if False, free it after each run.
+
+    Raises:
+        ProviderError: the provider cannot load a graph from memory, or the graph is invalid.
+    """
+    import onnxruntime as ort
+
+    if any(provider.name == TENSORRT_RTX for provider in providers):
+        raise ProviderError(
+            "intermediate tensors cannot be read on tensorrt-rtx, because an engine has none.",
+            do="Trace on cpu or cuda.",
+        )
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # errors come back as exceptions
+    level = ort.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimized else level.ORT_DISABLE_ALL
+    options.enable_cpu_mem_arena = keep_memory
+    options.add_session_config_entry(*EXACT_INT8)
+    options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(directory.resolve())
+    )
+    wanted = [(provider.name, dict(provider.options)) for provider in providers]
+    try:
+        return ort.InferenceSession(model, options, providers=wanted, enable_fallback=0)
+    except Exception as error:
+        raise ProviderError(f"ONNX Runtime cannot load the graph: {error}") from error

@@ -1,0 +1,183 @@
+"""Convert texts and images to the inputs of a graph, with the artifact's tokenizer or processor.
+
+    feed = TextFeeder.open(artifact, graph)
+    batches = in_batches(texts, 16, graph)
+    feed(batches[0])["input_ids"].shape    # (16, 31)
+
+Encodings and pixels are not kept: lengths and sizes are computed in a first pass, and each batch is
+tokenized or opened again when it runs. So memory depends on the largest batch, not on the number of
+inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.model.feeds import Feeds
+from enginery.core.shapes import TensorSpec
+from enginery.runtime.image.processor import ImageProcessor, load_image
+from enginery.runtime.text.tokenizer import TextTokenizer, check_texts, fixed_sequence
+
+TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids"})
+"""Graph inputs that a tokenizer produces."""
+
+_TOKENIZED = 256
+"""Number of texts whose encodings, kilobytes each, are in memory at the same time."""
+
+Item = TypeVar("Item")
+Text = str | tuple[str, str]
+"""A text, or a question with its context."""
+
+
+def takes_texts(record: GraphRecord) -> bool:
+    """Return True if a tokenizer produces all inputs of the graph."""
+    names = _names(record)
+    return "input_ids" in names and names <= TEXT_INPUTS
+
+
+def takes_images(record: GraphRecord) -> bool:
+    """Return True if pixel_values is the graph's only input."""
+    return _names(record) == {"pixel_values"}
+
+
+def takes_real_inputs(artifact: Artifact, record: GraphRecord) -> bool:
+    """Return True if the artifact has the tokenizer or image processor for the graph's inputs."""
+    if takes_images(record):
+        return (artifact.path / "preprocessor_config.json").is_file()
+    return takes_texts(record) and (artifact.path / "tokenizer.json").is_file()
+
+
+def fixed_batch(record: GraphRecord) -> int | None:
+    """Return the graph's fixed batch size; None if it is dynamic."""
+    batch = record.inputs[0].dims[0]
+    return batch if isinstance(batch, int) else None
+
+
+def in_batches(items: Sequence[Item], rows: int, record: GraphRecord) -> list[list[Item]]:
+    """Split items into batches of up to `rows`; if the graph's batch is fixed, of exactly that."""
+    rows = fixed_batch(record) or rows
+    parts = [items[start : start + rows] for start in range(0, len(items), rows)]
+    return [pad_batch(part, record) for part in parts]
+
+
+def pad_batch(items: Sequence[Item], record: GraphRecord) -> list[Item]:
+    """Repeat the last item to fill the graph's fixed batch; without one return items unchanged."""
+    missing = (fixed_batch(record) or 0) - len(items)
+    return [*items, *[items[-1]] * missing]
+
+
+@dataclass(frozen=True)
+class TextFeeder:
+    """A converter of texts to feeds, which truncates texts if the graph's sequence is fixed."""
+
+    tokenizer: TextTokenizer
+    inputs: tuple[TensorSpec, ...]
+
+    @classmethod
+    def open(cls, artifact: Artifact, record: GraphRecord) -> TextFeeder:
+        """Read the artifact's tokenizer.
+
+        Raises:
+            ArtifactError: the tokenizer is missing or cannot be read.
+        """
+        return cls(TextTokenizer.open(artifact.path), record.inputs)
+
+    @property
+    def can_pad(self) -> bool:
+        """True if texts of different lengths can share a batch."""
+        return self.tokenizer.can_pad(self.inputs)
+
+    @property
+    def width(self) -> int | None:
+        """The graph's sequence length if it is fixed, else None."""
+        return fixed_sequence(self.inputs)
+
+    def lengths(self, texts: Sequence[Text]) -> list[int]:
+        """Return the number of tokens of each text, with special tokens and without padding.
+
+        Raises:
+            InputError: an item is not a text, or a question is too long for its context to fit.
+        """
+        check_texts(texts, pairs=True)
+        return [
+            len(encoding.ids)
+            for start in range(0, len(texts), _TOKENIZED)
+            for encoding in self._encode(texts[start : start + _TOKENIZED])
+        ]
+
+    def __call__(self, texts: Sequence[Text]) -> Feeds:
+        """Return the graph's inputs: (len(texts), sequence) each, of the graph's dtypes.
+
+        Raises:
+            InputError: see `lengths`; or a text needs padding, but the tokenizer or the graph does
+                not support it.
+            ArtifactError: the graph has an input that does not come from a tokenizer.
+        """
+        return self.tokenizer.feeds(self._encode(texts), self.inputs)
+
+    def _encode(self, texts: Sequence[Text]) -> list[Any]:
+        pairs = [text for text in texts if isinstance(text, tuple)]
+        if len(pairs) == len(texts):
+            encodings = self.tokenizer.encode_pairs(pairs)
+        else:
+            prepare = self.tokenizer.prepare
+            encodings = self.tokenizer.encode(
+                [prepare(text) if isinstance(text, str) else text for text in texts]
+            )
+        if self.width:
+            for encoding in encodings:
+                encoding.truncate(self.width)
+        return encodings
+
+
+@dataclass(frozen=True)
+class ImageFeeder:
+    """A converter of images (paths, Pillow images or uint8 arrays) to feeds."""
+
+    processor: ImageProcessor
+    dtype: str
+    """The dtype of the graph's pixel_values; some FP16 graphs take float16."""
+
+    @classmethod
+    def open(cls, artifact: Artifact, record: GraphRecord) -> ImageFeeder:
+        """Read the artifact's image processor.
+
+        Raises:
+            ArtifactError: preprocessor_config.json is missing or its processor is not supported.
+        """
+        return cls(ImageProcessor.open(artifact.path), record.inputs[0].dtype)
+
+    def by_shape(self, images: Iterable[Any]) -> dict[tuple[int, ...], list[int]]:
+        """Group the indices of images by the shape of their pixels, (channels, height, width).
+
+        A processor without a fixed size returns pixels of different shapes, which cannot share a
+        batch. Every image is opened for this, so damaged ones are found before anything runs.
+
+        Raises:
+            InputError: an image cannot be read; the message has its index.
+        """
+        found: dict[tuple[int, ...], list[int]] = {}
+        for index, image in enumerate(images):
+            name = f"image {index}"
+            pixels = self.processor(load_image(image, name=name), name=name)
+            found.setdefault(pixels.shape, []).append(index)
+        return found
+
+    def __call__(self, images: Sequence[Any]) -> Feeds:
+        """Return `pixel_values`: (len(images), channels, height, width), of the graph's dtype.
+
+        Raises:
+            InputError: an image cannot be read.
+        """
+        pixels = np.stack([self.processor(load_image(image)) for image in images])
+        return {"pixel_values": pixels.astype(self.dtype, copy=False)}
+
+
+def _names(record: GraphRecord) -> set[str]:
+    return {spec.name for spec in record.inputs}

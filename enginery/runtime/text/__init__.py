@@ -1,0 +1,1 @@
+"""Tokenizers, batches of texts, and pooling."""

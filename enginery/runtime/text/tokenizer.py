@@ -1,0 +1,564 @@
+"""Tokenize texts into the inputs of a graph, using only the `tokenizers` package.
+
+Reads the tokenizer files of an artifact and behaves as transformers' fast tokenizer does with them.
+
+    tokenizer = TextTokenizer.open(artifact.path)
+    encodings = tokenizer.encode(["The engine is warm.", ""])
+    tokenizer.feeds(encodings, graph.inputs)["input_ids"].shape    # (2, 7)
+
+Padding and truncation settings in tokenizer.json are ignored, because they are often unsuitable:
+all-MiniLM-L6-v2, for example, pads every text to 128 tokens. Texts are truncated to the smallest of
+the limits in the model's own files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.errors import ArtifactError, InputError
+from enginery.core.model.files import (
+    ModelConfig,
+    SentenceBertConfig,
+    SpecialTokensMap,
+    TokenizerConfig,
+)
+from enginery.core.shapes import TensorSpec
+from enginery.runtime.text.tokenizer_files import (
+    apply_settings,
+    failure_reason,
+    length_limit,
+    load_tokenizer,
+    special_token_id,
+)
+
+# Window size and overlap with which transformers' question-answering pipeline splits a context.
+_WINDOW = 384
+_WINDOW_OVERLAP = 128
+
+_CHARACTERS_PER_TOKEN = 32
+"""Number of characters, per token of the limit, that are tokenized of a long text at first."""
+_MAX_CHARACTERS_PER_TOKEN = 1024
+"""Number of characters, per token of the limit, after which a text is ignored."""
+_MARGIN = 64
+"""Number of tokens beyond the limit after which a cut within a word no longer affects the tokens
+up to the limit."""
+_MAX_ADDED_TOKENS, _MAX_ADDED_CHARACTERS = 1000, 2**14
+"""Maximum number of added tokens, and of their characters in total, that Python searches for."""
+_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Token ids from a client, with the attributes of `tokenizers.Encoding` that are used here."""
+
+    ids: list[int]
+    overflowing: tuple[Any, ...] = ()
+    """Not empty if ids were truncated."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def attention_mask(self) -> list[int]:
+        """1 for each token."""
+        return [1] * len(self.ids)
+
+    @property
+    def type_ids(self) -> list[int]:
+        """0 for each token, as for a single text."""
+        return [0] * len(self.ids)
+
+
+@dataclass(frozen=True)
+class FastEncoder:
+    """An encoder that returns the same ids as `encode_batch`, faster and without offsets.
+
+    BERT's normalizer takes a third of the time, but all it does to ASCII text is to lowercase it.
+    Python's `str.lower` is much faster, so ASCII texts skip the normalizer.
+    """
+
+    tokenizer: Any
+    """`tokenizers.Tokenizer`, with its truncation set."""
+    plain: Any
+    """The same tokenizer without normalizer and added tokens, for ASCII texts; None if ASCII texts
+    need the full tokenizer."""
+    added: tuple[str, ...]
+    """The added tokens in lower case; empty if `plain` is None."""
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any) -> FastEncoder:
+        """Build an encoder that shares the tokenizer's vocabulary, which may take megabytes."""
+        from tokenizers import Tokenizer, normalizers
+
+        normalizer = tokenizer.normalizer
+        if not (isinstance(normalizer, normalizers.BertNormalizer) and normalizer.lowercase):
+            return cls(tokenizer, None, ())
+        added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        # With many added tokens, or ones that are not ASCII, use the full tokenizer: Python has to
+        # search for them one by one while holding the GIL; `tokenizers` searches for all at once,
+        # without the GIL and after normalization.
+        is_short = len(added) <= _MAX_ADDED_TOKENS and sum(map(len, added)) <= _MAX_ADDED_CHARACTERS
+        if not (is_short and all(text.isascii() and text.isprintable() for text in added)):
+            return cls(tokenizer, None, ())
+        plain = Tokenizer(tokenizer.model)
+        plain.pre_tokenizer = tokenizer.pre_tokenizer
+        plain.post_processor = tokenizer.post_processor
+        if tokenizer.truncation:
+            plain.enable_truncation(**tokenizer.truncation)
+        return cls(tokenizer, plain, tuple(text.lower() for text in added))
+
+    def encode(self, texts: Sequence[str | tuple[str, str]]) -> list[Any]:
+        """Return a `tokenizers.Encoding` for each text or pair; its offsets are meaningless."""
+        if self.plain is None:
+            return list(self.tokenizer.encode_batch_fast(list(texts)))
+        places = [place for place, text in enumerate(texts) if self._is_plain(text)]
+        lowercased = [str(texts[place]).lower() for place in places]
+        found: list[Any] = self.plain.encode_batch_fast(lowercased)
+        if len(places) == len(texts):
+            return found
+        encodings: list[Any] = [None] * len(texts)
+        for place, encoding in zip(places, found, strict=True):
+            encodings[place] = encoding
+        others = [place for place, encoding in enumerate(encodings) if encoding is None]
+        full = self.tokenizer.encode_batch_fast([texts[place] for place in others])
+        for place, encoding in zip(others, full, strict=True):
+            encodings[place] = encoding
+        return encodings
+
+    def _is_plain(self, text: str | tuple[str, str]) -> bool:
+        """Return True if the text is ASCII, without control characters and added tokens."""
+        if not (isinstance(text, str) and text.isascii() and text.isprintable()):
+            return False
+        lowercased = text.lower()
+        return not any(token in lowercased for token in self.added)
+
+
+Encode = Callable[[list[Any]], list[Any]]
+"""Returns one `tokenizers.Encoding` for each text or pair of a list."""
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """The tokenizer of one model, with the settings of its config files."""
+
+    backend: Any
+    """`tokenizers.Tokenizer` that truncates single texts to `limit` tokens."""
+    load_pair_backend: Callable[[], Any]
+    """Returns the `tokenizers.Tokenizer` for (question, context), which splits a long context into
+    overlapping windows; loaded on the first call."""
+    limit: int
+    """Maximum number of tokens of an input, including special tokens."""
+    limit_source: str
+    """The setting and file that `limit` comes from."""
+    pad_id: int | None
+    """Id of the padding token; None if there is none, so that only texts of equal length can share
+    a batch."""
+    pad_type_id: int
+    pad_left: bool
+    unk_id: int | None
+    cls_id: int | None
+    mask_token: str
+    """The mask token; empty if the tokenizer has none."""
+    lower_case: bool
+    """Lowercase texts before tokenizing, as sentence_bert_config.json specifies."""
+    strip: bool
+    """Strip whitespace around texts before tokenizing, as sentence-transformers does."""
+    clean_up: bool
+    """Remove spaces before punctuation from decoded text."""
+    parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None
+    """Runs the encoding of a list of texts, for example in chunks on several threads; None for the
+    threads of `tokenizers`, which all tokenizers of the process share."""
+
+    @classmethod
+    def open(cls, directory: Path) -> TextTokenizer:
+        """Read tokenizer.json and the configs beside it.
+
+        Raises:
+            ArtifactError: tokenizer.json is missing, it or a config file cannot be read, or the
+                tokenizer rejects the settings of the config files.
+        """
+        backend = load_tokenizer(directory)
+        settings = TokenizerConfig.read(directory)
+        config = ModelConfig.read(directory)
+        sentence = SentenceBertConfig.read(directory)
+        special = settings.with_map(SpecialTokensMap.read(directory))
+        limit, limit_source = length_limit(config, settings, sentence)
+
+        def configure(tokenizer: Any, **truncation: Any) -> None:
+            try:
+                apply_settings(tokenizer, settings)
+                tokenizer.enable_truncation(**truncation)
+            except BaseException as error:
+                raise ArtifactError(
+                    f"{directory / 'tokenizer.json'} rejects the settings of "
+                    f"tokenizer_config.json and a limit of {truncation['max_length']} tokens: "
+                    f"{failure_reason(error)}."
+                ) from error
+
+        configure(backend, max_length=limit, direction=settings.truncation_side)
+
+        @cache
+        def load_pair_backend() -> Any:
+            tokenizer = load_tokenizer(directory)
+            window = min(limit, _WINDOW)
+            stride = min(window // 2, _WINDOW_OVERLAP)
+            configure(tokenizer, max_length=window, stride=stride, strategy="only_second")
+            return tokenizer
+
+        return cls(
+            backend=backend,
+            load_pair_backend=load_pair_backend,
+            limit=limit,
+            limit_source=limit_source,
+            pad_id=special_token_id(backend, special.pad_token),
+            pad_type_id=settings.pad_token_type_id,
+            pad_left=settings.padding_side == "left",
+            unk_id=special_token_id(backend, special.unk_token),
+            cls_id=special_token_id(backend, special.cls_token),
+            mask_token=special.mask_token or "",
+            lower_case=sentence.do_lower_case,
+            strip=(directory / "modules.json").is_file(),
+            clean_up=settings.clean_up_tokenization_spaces,
+        )
+
+    def encode(self, texts: Sequence[str | tuple[str, str]], *, offsets: bool = True) -> list[Any]:
+        """Encode texts, truncated to `limit` tokens.
+
+        Args:
+            texts: texts or pairs of texts; a pair becomes one encoding, joined by the model's
+                template.
+            offsets: compute the character offsets of tokens; without them encoding is faster.
+
+        Returns:
+            A `tokenizers.Encoding` per text; `overflowing` is not empty for a truncated one.
+
+        Raises:
+            InputError: `texts` is one string, or an item is neither a string nor a pair, or cannot
+                be tokenized; the message has its index.
+        """
+        check_texts(texts, pairs=True)
+        encode_batch = self.backend.encode_batch if offsets else self._fast_encoder.encode
+        most = self.limit * _CHARACTERS_PER_TOKEN
+
+        def encode(items: Sequence[Any]) -> list[Any]:
+            cut = [
+                self._shorten(text) if isinstance(text, str) and len(text) > most else text
+                for text in items
+            ]
+            return encode_batch(cut) if len(cut) == 1 else self._encode_list(encode_batch, cut)
+
+        try:
+            return encode(texts)
+        except BaseException as error:
+            failure_reason(error)  # re-raises errors that do not come from `tokenizers`
+            return _encode_each(encode, texts)  # finds the text that fails
+
+    def encode_untruncated(self, texts: Sequence[str], *, special: bool) -> list[Any]:
+        """Encode texts without truncating them.
+
+        Args:
+            texts: the texts.
+            special: add the model's special tokens.
+
+        Returns:
+            A `tokenizers.Encoding` per text.
+
+        Raises:
+            InputError: see `encode`.
+        """
+        check_texts(texts)
+
+        def encode(items: list[Any]) -> list[Any]:
+            encodings: list[Any] = self._untruncated.encode_batch(items, add_special_tokens=special)
+            return encodings
+
+        return _encode_each(lambda items: self._encode_list(encode, items), texts)
+
+    def encode_ids(self, ids: Sequence[int], index: int = 0) -> TokenIds:
+        """Add the model's special tokens around a client's token ids and truncate to `limit`.
+
+        Args:
+            ids: token ids, with or without the model's special tokens around them.
+            index: index of the input, for error messages.
+
+        Raises:
+            InputError: an id is not in the vocabulary.
+        """
+        before, after = self._special_tokens_around
+        inner = list(ids)
+        ends = len(inner) - len(after)
+        if before + after and inner[: len(before)] == before and inner[ends:] == after:
+            inner = inner[len(before) : ends]
+        room = max(self.limit - len(before) - len(after), 0)
+        cut = len(inner) > room
+        left = self.backend.truncation["direction"] == "left"
+        inner = inner[len(inner) - room :] if cut and left else inner[:room]
+        size = self.backend.get_vocab_size(with_added_tokens=True)
+        for found in inner:
+            if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:
+                raise InputError(
+                    f"input {index} has the token id {found!r}, expected whole numbers from 0 to "
+                    f"{size - 1}."
+                )
+        return TokenIds([*before, *inner, *after], ("cut",) if cut else ())
+
+    def _encode_list(self, encode: Encode, texts: list[Any]) -> list[Any]:
+        """Encode a list of texts without blocking other Python threads.
+
+        `encode_batch` releases the GIL; `Tokenizer.encode` does not. `encode_batch` encodes a
+        single text in the calling thread, and a list in a thread pool that the process shares.
+        """
+        return (
+            encode(texts) if self.parallel_encode is None else self.parallel_encode(encode, texts)
+        )
+
+    @cached_property
+    def _fast_encoder(self) -> FastEncoder:
+        return FastEncoder.from_tokenizer(self.backend)
+
+    @cached_property
+    def _untruncated(self) -> Any:
+        """A copy of the tokenizer without truncation."""
+        copy = type(self.backend).from_str(self.backend.to_str())
+        copy.no_truncation()
+        return copy
+
+    @cached_property
+    def _special_tokens_around(self) -> tuple[list[int], list[int]]:
+        """The ids of the special tokens that the model adds before and after a text."""
+        try:
+            (encoding,) = self.backend.encode_batch(["a"])
+        except BaseException as error:
+            raise InputError(
+                "token ids cannot be used: to find the model's special tokens, the text 'a' is "
+                f"tokenized, which failed: {failure_reason(error)}.",
+                do="Send texts instead.",
+            ) from error
+        mask = encoding.special_tokens_mask
+        first = mask.index(0) if 0 in mask else len(mask)
+        last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
+        return encoding.ids[:first], encoding.ids[last:]
+
+    def _shorten(self, text: str) -> str:
+        """Return the beginning of a long text, enough of it to fill the limit with the same tokens.
+
+        A text of megabytes would take long to tokenize, only to be truncated afterwards. So try a
+        short beginning, and a four times longer one until its tokens exceed the limit by a margin.
+        A text that has too few tokens even then (whitespace, one endless word) is cut there.
+        """
+        characters = self.limit * _CHARACTERS_PER_TOKEN
+        truncation = self.backend.truncation
+        if len(text) <= characters or not truncation or truncation["direction"] != "right":
+            return text
+        most = self.limit * _MAX_CHARACTERS_PER_TOKEN
+        while characters < min(len(text), most):
+            beginning = text[:characters]
+            (encoding,) = self.backend.encode_batch([beginning])
+            if len(encoding) + sum(len(e) for e in encoding.overflowing) > self.limit + _MARGIN:
+                return beginning
+            characters *= 4
+        return text[:most]
+
+    def prepare(self, text: str) -> str:
+        """Strip and lowercase a text as sentence-transformers does before tokenizing."""
+        stripped = text.strip() if self.strip else text
+        return stripped.lower() if self.lower_case else stripped
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Any]:
+        """Encode (question, context) pairs.
+
+        Returns:
+            A `tokenizers.Encoding` per pair, of the first window of the context; `overflowing` has
+            the other windows.
+
+        Raises:
+            InputError: a question is so long that no token of its context fits beside it, or a
+                pair cannot be tokenized; the message has its index.
+            ArtifactError: the tokenizer cannot split contexts into windows.
+        """
+        tokenizer = self.load_pair_backend()
+        try:
+            return self._encode_list(tokenizer.encode_batch, list(pairs))
+        except BaseException as error:
+            reason = failure_reason(error)
+            for index, pair in enumerate(pairs):
+                self._require_pair(tokenizer, pair, index)
+            raise InputError(f"the questions cannot be tokenized together: {reason}.") from error
+
+    def _require_pair(self, tokenizer: Any, pair: tuple[str, str], index: int) -> None:
+        """Raise InputError if a (question, context) pair cannot be tokenized."""
+        for what, text in zip(("question", "context"), pair, strict=True):
+            try:
+                self.encode([text])
+            except InputError as error:
+                message = error.message.replace("text 0", f"{what} {index}", 1)
+                raise InputError(message) from error
+        try:
+            tokenizer.encode_batch([pair])
+        except BaseException as error:
+            raise InputError(
+                f"question {index} is too long: in windows of {min(self.limit, _WINDOW)} tokens no "
+                f"token of its context fits beside it ({failure_reason(error)}).",
+                do="Shorten the question.",
+            ) from error
+
+    def feeds(
+        self, encodings: Sequence[Any], inputs: Iterable[TensorSpec], *, width: int = 1
+    ) -> dict[str, NDArray[Any]]:
+        """Pad encodings into the inputs that the graph declares.
+
+        Args:
+            encodings: encodings of texts.
+            inputs: the graph's inputs.
+            width: minimum number of tokens to pad to; ignored if the graph's sequence is fixed.
+
+        Returns:
+            input_ids, attention_mask, …: (len(encodings), sequence), of the graph's dtypes.
+
+        Raises:
+            ArtifactError: the graph has an input that does not come from a tokenizer.
+            InputError: an encoding is longer than the graph's fixed sequence, or needs padding but
+                the tokenizer or graph cannot pad.
+        """
+        specs = {spec.name: spec for spec in inputs}
+        if unknown := next((name for name in specs if name not in _TEXT_INPUTS), None):
+            raise ArtifactError(
+                f"the graph has the input {specs[unknown]}, which no tokenizer produces; "
+                f"expected only {', '.join(_TEXT_INPUTS)}."
+            )
+        longest = max(map(len, encodings))
+        width = fixed_sequence(specs.values()) or max(longest, width)
+        if longest > width:
+            raise InputError(f"a text has {longest} tokens, but the graph takes exactly {width}.")
+        padded = any(len(encoding) != width for encoding in encodings)
+        if padded and not self.can_pad(specs.values()):
+            lacking = "tokenizer has no padding token"
+            if self.pad_id is not None:
+                lacking = "graph has no attention_mask"
+            raise InputError(f"a text must be padded to {width} tokens, but the {lacking}.")
+        return {
+            name: self._padded_input(name, encodings, width, spec.dtype)
+            for name, spec in specs.items()
+        }
+
+    def can_pad(self, inputs: Iterable[TensorSpec]) -> bool:
+        """Return True if texts of different lengths can share a batch of the graph."""
+        return self.pad_id is not None and any(spec.name == "attention_mask" for spec in inputs)
+
+    def strip_padding(self, row: NDArray[Any], encoding: Any) -> NDArray[Any]:
+        """Strip the padding from one output row: (sequence, …) to (tokens, …)."""
+        length = len(encoding.ids)
+        return row[len(row) - length :] if self.pad_left else row[:length]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        """Decode token ids to text as transformers does.
+
+        Raises:
+            InputError: the ids cannot be decoded.
+        """
+        try:  # `decode_batch` releases the GIL; `decode` does not
+            text: str
+            (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)
+        except BaseException as error:
+            raise InputError(f"token ids cannot be decoded: {failure_reason(error)}.") from error
+        return _clean_up_tokenization(text) if self.clean_up else text
+
+    def _padded_input(
+        self, name: str, encodings: Sequence[Any], width: int, dtype: str
+    ) -> NDArray[Any]:
+        """Return one input of the graph, padded: (len(encodings), width)."""
+        padding = 0
+        if name == "input_ids":
+            rows, padding = [encoding.ids for encoding in encodings], self.pad_id or 0
+        elif name == "token_type_ids":
+            rows, padding = [encoding.type_ids for encoding in encodings], self.pad_type_id
+        else:
+            rows = [[1] * len(encoding) for encoding in encodings]
+        if all(len(row) == width for row in rows):
+            column = np.array(rows, dtype=dtype)
+        else:
+            column = np.full((len(rows), width), padding, dtype=dtype)
+            for padded, row in zip(column, rows, strict=True):
+                start = width - len(row) if self.pad_left else 0
+                padded[start : start + len(row)] = row
+        if name == "position_ids":
+            column = np.maximum(np.cumsum(column, axis=1, dtype=dtype) - 1, 0).astype(dtype)
+        return column
+
+
+def _encode_each(encode: Encode, texts: Sequence[Any], *, first: int = 0) -> list[Any]:
+    """Encode all texts at once; if that fails, find the text that cannot be tokenized.
+
+    Args:
+        encode: encodes a list of texts with `tokenizers`.
+        texts: the texts.
+        first: index of the first text, for error messages.
+
+    Raises:
+        InputError: a text cannot be tokenized; the message has its index.
+    """
+    try:
+        return encode(list(texts))
+    except BaseException as error:
+        reason = failure_reason(error)
+        if len(texts) == 1:
+            raise InputError(f"text {first} cannot be tokenized: {reason}.") from error
+        for index, text in enumerate(texts):
+            _encode_each(encode, [text], first=index)
+        raise InputError(f"the texts cannot be tokenized together: {reason}.") from error
+
+
+def check_texts(texts: Sequence[Any], *, what: str = "text", pairs: bool = False) -> None:
+    """Raise InputError, with the index of the item, unless `texts` is a list of strings.
+
+    Args:
+        texts: the inputs to check.
+        what: what error messages call an item.
+        pairs: also accept tuples of two strings.
+    """
+    if isinstance(texts, str | bytes):
+        raise InputError(f"found one {what}, expected a list of them.", do=f"Pass [{what}].")
+    for index, item in enumerate(texts):
+        is_pair = pairs and isinstance(item, tuple) and len(item) == 2
+        for text in item if is_pair else (item,):
+            if not isinstance(text, str):
+                raise InputError(f"{what} {index} is a {type(text).__name__}, expected a string.")
+            if not text.isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    raise InputError(
+                        f"{what} {index} contains a lone surrogate, which is not a character.",
+                        do="Decode the text with its own encoding first, such as UTF-8 or Latin-1.",
+                    ) from None
+
+
+def fixed_sequence(inputs: Iterable[TensorSpec]) -> int | None:
+    """Return the graph's sequence length if it is fixed, else None."""
+    dims = next((spec.dims for spec in inputs if spec.name == "input_ids"), ())
+    return dims[1] if len(dims) == 2 and isinstance(dims[1], int) else None
+
+
+def _clean_up_tokenization(text: str) -> str:
+    """Remove spaces before punctuation, as transformers' `clean_up_tokenization` does."""
+    for spaced, joined in (
+        (" .", "."),
+        (" ?", "?"),
+        (" !", "!"),
+        (" ,", ","),
+        (" ' ", "'"),
+        (" n't", "n't"),
+        (" 'm", "'m"),
+        (" 's", "'s"),
+        (" 've", "'ve"),
+        (" 're", "'re"),
+    ):
+        text = text.replace(spaced, joined)
+    return text

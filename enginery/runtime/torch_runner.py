@@ -1,0 +1,381 @@
+"""Run an artifact's source model in PyTorch, as the reference for validation.
+
+    with guarded(source.path, trust_remote_code=False):
+        with TorchRunner(source, artifact.manifest, precision="fp32") as reference:
+            outputs = reference(feeds)    # both by the graph's names
+
+A model with one graph runs unchanged, with eager attention. A model that Optimum exports as several
+graphs, or with past key values, runs through Optimum's submodels; `TorchRunner.notes` states that.
+This is the only module of the runtime that imports torch, transformers and optimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.artifact.manifest import GraphRecord, Manifest
+from enginery.core.closing import Closing
+from enginery.core.errors import (
+    ArtifactError,
+    EngineryError,
+    ExportError,
+    InputError,
+    MissingPackageError,
+)
+from enginery.core.model.confinement import Confinement, confined
+from enginery.core.model.screening import screen_model
+from enginery.core.model.source import ModelSource
+
+try:
+    import torch
+    from optimum.exporters.tasks import TasksManager
+    from torch.overrides import TorchFunctionMode
+    from transformers import CONFIG_MAPPING, AutoConfig
+except ImportError as error:
+    raise MissingPackageError(
+        error.name or "torch", extra="export", purpose="Running the PyTorch reference"
+    ) from error
+
+_UPCAST_ON_USE_BYTES = 1 << 30
+"""Size of a model's FP32 weights above which FP64 weights are made only as they are used."""
+
+Feeds = Mapping[str, NDArray[Any]]
+Outputs = dict[str, NDArray[Any]]
+
+_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+@contextmanager
+def guarded(
+    directory: Path, *, trust_remote_code: bool, writable: Iterable[Path] = ()
+) -> Iterator[Confinement | None]:
+    """Screen a model's directory, and confine this process while the model is loaded and run.
+
+    With `trust_remote_code`, do neither and yield None.
+
+    Raises:
+        UntrustedModelError: the model's files require permissions that the user did not grant, or
+            the model attempted an operation that no model needs.
+    """
+    if trust_remote_code:
+        yield None
+        return
+    screen_model(directory, known_types=CONFIG_MAPPING)
+    with confined(model=directory, writable=writable) as confinement:
+        yield confinement
+
+
+def load_pytorch(
+    path: Path,
+    task: str,
+    *,
+    precision: str,
+    library: str,
+    pickled: bool,
+    trust_remote_code: bool,
+    device: str,
+    attention: str = "eager",
+) -> Any:
+    """Load a model from a directory, in evaluation mode. Call this inside `guarded`.
+
+    Loads only the weights that `find_weights` found; pickled ones with PyTorch's restricted
+    unpickler.
+
+    Args:
+        path: the model's directory.
+        task: the task, by Optimum's name.
+        precision: fp64, fp32, fp16 or bf16.
+        library: transformers or timm.
+        pickled: load pickled weights instead of safetensors.
+        trust_remote_code: run Python code that comes with the model.
+        device: cpu, cuda or cuda:N.
+        attention: the attention implementation; empty for transformers' default.
+
+    Raises:
+        ExportError: PyTorch cannot load the model.
+    """
+    options: dict[str, Any] = {
+        "torch_dtype": torch.float32 if precision == "fp64" else _DTYPES[precision],
+        "trust_remote_code": trust_remote_code,
+        "use_safetensors": not pickled,
+        "weights_only": True,
+        "local_files_only": True,
+    }
+    if attention:
+        options["attn_implementation"] = attention
+    with _quiet():
+        try:
+            if library == "timm":
+                model = TasksManager.get_model_from_task(
+                    task, str(path), framework="pt", library_name=library, device=device, **options
+                )
+            else:
+                model = _from_transformers(path, task, options, device)
+        except EngineryError:
+            raise
+        except Exception as error:  # a bad config can cause any error, anywhere in transformers
+            first = _first_line(error)
+            raise ExportError(f"PyTorch cannot load {path} for {task}: {first}") from error
+    # FP64 weights take twice the memory of FP32: for a large model, upcast each as it is used.
+    large = precision == "fp64" and _weights_bytes(model) > _UPCAST_ON_USE_BYTES
+    return (model if large else model.to(_DTYPES[precision])).eval()
+
+
+def _weights_bytes(model: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+
+
+class UpcastWeights(TorchFunctionMode):  # type: ignore[misc]  # torch is not type-checked
+    """A context manager that upcasts FP32 weights to FP64 as each operation uses them.
+
+    Outputs equal those of `model.double()`. It saves memory, because only the weights of one
+    operation are in FP64 at a time, but converts every weight again in every run.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        weights = (*model.parameters(), *model.buffers())
+        self._narrow = {id(tensor) for tensor in weights if tensor.dtype == torch.float32}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a torch function, or read an attribute of a tensor, with upcast weights."""
+        if getattr(func, "__name__", "") == "__get__":
+            # Reading an attribute needs no values. Report float64 as the dtype of upcast weights.
+            is_dtype = func.__self__ is torch.Tensor.dtype
+            return torch.float64 if is_dtype and id(args[0]) in self._narrow else func(*args)
+        return func(*self._upcast(args), **self._upcast(kwargs or {}))
+
+    def _upcast(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.double() if id(value) in self._narrow else value
+        if type(value) in (list, tuple):
+            return type(value)(self._upcast(item) for item in value)
+        if type(value) is dict:
+            return {key: self._upcast(item) for key, item in value.items()}
+        return value
+
+
+def _from_transformers(path: Path, task: str, options: dict[str, Any], device: str) -> Any:
+    """Load a model like Optimum's TasksManager.get_model_from_task, without its fallback.
+
+    If PyTorch weights cannot be read, Optimum's function falls back to TensorFlow weights.
+    """
+    trust = options["trust_remote_code"]
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust, local_files_only=True)
+    # For these tasks transformers has several classes per model type: take that of config.json.
+    several = task in ("automatic-speech-recognition", "reinforcement-learning")
+    named = (config.architectures or [None])[0] if several else None
+    model_class = TasksManager.get_model_class_for_task(
+        task,
+        framework="pt",
+        model_type=config.model_type,
+        model_class_name=named,
+        library="transformers",
+    )
+    with torch.device(device):
+        model = model_class.from_pretrained(str(path), **options)
+    TasksManager.standardize_model_attributes(model, library_name="transformers")
+    return model
+
+
+class TorchRunner(Closing):
+    """A PyTorch model as the reference for one graph. A context manager; closing frees it."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        manifest: Manifest,
+        *,
+        graph: str = "",
+        precision: str = "fp32",
+        trust_remote_code: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        """Load the model. Call this inside `guarded`.
+
+        Args:
+            source: the model, as returned by `resolve_record(manifest.source)`.
+            manifest: manifest of the artifact to compare with.
+            graph: file name of the graph; empty for the first.
+            precision: fp64, fp32, fp16 or bf16.
+            trust_remote_code: run Python code that comes with the model.
+            device: cpu, cuda or cuda:N.
+
+        Raises:
+            ArtifactError: the artifact has no such graph.
+            ExportError: PyTorch cannot load the model.
+        """
+        graphs = {record.file: record for record in manifest.graphs}
+        if graph and graph not in graphs:
+            raise ArtifactError(
+                f"the artifact has no graph '{graph}', expected one of {', '.join(graphs)}."
+            )
+        self.record: GraphRecord = graphs[graph or manifest.graphs[0].file]
+        self.notes: list[str] = []
+        self._device = device
+        self._float = _DTYPES[precision]
+        self._model = load_pytorch(
+            source.path,
+            manifest.task,
+            precision=precision,
+            library=manifest.library if manifest.library == "timm" else "transformers",
+            pickled=source.pickled,
+            trust_remote_code=trust_remote_code,
+            device=device,
+        )
+        cut = len(graphs) > 1 or any("past" in spec.name for spec in self.record.inputs)
+        self._submodels: dict[str, tuple[Any, Any]] = {}
+        if cut:
+            self._submodels = _optimum_submodels(self._model, manifest, precision)
+            self.notes.append("the reference is PyTorch through Optimum's submodels")
+
+    def __call__(self, feeds: Feeds) -> Outputs:
+        """Run the model on the feeds of the graph.
+
+        Returns:
+            Outputs by the graph's names, as float32 or wider, because numpy has no bfloat16.
+
+        Raises:
+            InputError: PyTorch itself rejects the feeds.
+        """
+        tensors = {name: self._tensor(array) for name, array in feeds.items()}
+        try:
+            with torch.inference_mode(), _quiet(), self._precision():
+                found = self._run_submodel(tensors) if self._submodels else self._run_whole(tensors)
+        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
+            first = _first_line(error)
+            raise InputError(f"PyTorch rejects the inputs {shapes}: {first}") from error
+        return {
+            spec.name: _array(found[spec.name])
+            for spec in self.record.outputs
+            if spec.name in found
+        }
+
+    def close(self) -> None:
+        """Free the model."""
+        self._model = None
+        self._submodels = {}
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Return the context manager that upcasts weights on use, or one that does nothing."""
+        narrow = self._float == torch.float64 and self._model.dtype == torch.float32
+        return UpcastWeights(self._model) if narrow else nullcontext()
+
+    def _tensor(self, array: NDArray[Any]) -> Any:
+        tensor = torch.from_numpy(np.array(array)).to(self._device)
+        return tensor.to(self._float) if tensor.is_floating_point() else tensor
+
+    def _run_whole(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        if type(self._model).__module__.startswith("timm"):
+            return {"logits": self._model(tensors["pixel_values"])}
+        return dict(self._model(**tensors, return_dict=True).items())
+
+    def _run_submodel(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        stem = Path(self.record.file).stem
+        if "use_cache_branch" in tensors:  # Optimum's merged decoder has both branches
+            with_past = bool(tensors.pop("use_cache_branch").item())
+            stem = "decoder_with_past_model" if with_past else "decoder_model"
+            if not with_past:
+                tensors = {n: t for n, t in tensors.items() if not n.startswith("past_")}
+        model, config = self._submodels[stem]
+        inputs = _submodel_inputs(tensors, config)
+        if "encoder_outputs" in config.torch_to_onnx_input_map.keys() - inputs.keys():
+            # With a past, the encoder's keys and values come from the cache. PyTorch still needs
+            # encoder outputs, of any value, to know that the encoder has run.
+            rows, length = tensors["encoder_attention_mask"].shape
+            width = self._model.config.hidden_size
+            inputs["encoder_outputs"] = (torch.zeros(rows, length, width), None, None)
+        with config.patch_model_for_export(model, model_kwargs={}):
+            found = model(**config.rename_ambiguous_inputs(inputs))
+        flat: dict[str, Any] = {}
+        for name, value in found.items():
+            graph_name = "present" if name == "past_key_values" else name
+            if isinstance(value, (list, tuple)):
+                graph_name = config.torch_to_onnx_output_map.get(graph_name, graph_name)
+                flat.update(config.flatten_output_collection_property(graph_name, value))
+            else:
+                flat[graph_name] = value
+        return flat
+
+
+def _optimum_submodels(
+    model: Any, manifest: Manifest, precision: str
+) -> dict[str, tuple[Any, Any]]:
+    """Return each graph's PyTorch module and Optimum's ONNX config, by the graph's file stem."""
+    import optimum.exporters.onnx.model_configs  # noqa: F401  registers the model types
+    from optimum.exporters.onnx.utils import _get_submodels_and_onnx_configs
+
+    model.config.use_cache = manifest.task.endswith("with-past")
+    _, parts = _get_submodels_and_onnx_configs(
+        model=model,
+        task=manifest.task,
+        monolith=False,
+        custom_onnx_configs={},
+        custom_architecture=False,
+        float_dtype="fp32" if precision == "fp64" else precision,
+        fn_get_submodels=None,
+        preprocessors=None,
+        _variant="default",
+        library_name="transformers",
+        model_kwargs={},
+    )
+    return dict(parts)
+
+
+def _submodel_inputs(tensors: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Convert the graph's inputs to the arguments of Optimum's patched models.
+
+    Inputs get PyTorch's names; the encoder's output becomes a tuple, and `past_key_values.0.key`, …
+    become a list with one tuple per layer.
+    """
+    torch_names = {graph: name for name, graph in config.torch_to_onnx_input_map.items()}
+    layers: dict[str, list[Any]] = {}
+    plain: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("past_key_values."):
+            layers.setdefault(name.split(".")[1], []).append(tensor)
+        elif torch_names.get(name) == "encoder_outputs":
+            plain["encoder_outputs"] = (tensor, None, None)
+        else:
+            plain[torch_names.get(name, name)] = tensor
+    return {**plain, "past_key_values": [tuple(v) for v in layers.values()]} if layers else plain
+
+
+def _array(tensor: Any) -> NDArray[Any]:
+    tensor = tensor.detach().cpu()
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.float()
+    array: NDArray[Any] = tensor.numpy()
+    return array
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class without a message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' log messages; errors are raised as exceptions anyway."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

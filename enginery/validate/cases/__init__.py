@@ -1,0 +1,1 @@
+"""Test cases: shapes, the profiles of engines, real inputs."""

@@ -1,0 +1,153 @@
+"""Test cases of real inputs: the user's texts or images, or built-in ones.
+
+They pass through the artifact's own tokenizer or image processor, as in serving. Graphs that take
+neither texts nor images (audio, decoders) have no such cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.datasets.images import list_images
+from enginery.core.datasets.samples import ARRAY_SUFFIXES, read_arrays, read_texts
+from enginery.core.errors import ArtifactError, InputError
+from enginery.core.model.feeds import Feeds
+from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images
+from enginery.runtime.sample_inputs import (
+    ImageFeeder,
+    Text,
+    TextFeeder,
+    fixed_batch,
+    pad_batch,
+    takes_images,
+    takes_real_inputs,
+)
+from enginery.validate.cases.sweep import ValidationCase
+from enginery.validate.config import ValidateConfig
+
+__all__ = ["check_data_usable", "real_cases", "takes_real_inputs"]
+
+_ROWS = 16
+"""Texts per case: enough to differ in length, few enough for any machine."""
+_IMAGES = 4
+
+QUESTION = "When is the museum closed?"
+CONTEXT = (
+    "The museum stands on the north bank of the river. It is closed on Mondays, but its garden "
+    "stays open every day until nine in the evening, and entry to both is free for children."
+)
+QUESTIONS = tuple((QUESTION, context) for context in (CONTEXT, *SENTENCES))
+"""Pairs (question, context); only the first context has the answer."""
+
+
+def real_cases(
+    artifact: Artifact, record: GraphRecord, config: ValidateConfig
+) -> tuple[list[ValidationCase], list[str]]:
+    """Return the cases of real inputs for a graph, and notes on what was not compared.
+
+    Raises:
+        InputError: the user's data cannot be read or do not fit the graph.
+        ArtifactError: the tokenizer or processor for the user's data cannot be loaded.
+    """
+    if _is_arrays(config):
+        return _array_cases(record, config), []
+    if not takes_real_inputs(artifact, record):
+        return [], []
+    make = _image_cases if takes_images(record) else _text_cases
+    try:
+        return make(artifact, record, config), []
+    except (ArtifactError, InputError) as error:
+        if config.data:
+            raise
+        return [], [f"no real inputs were compared: {error.message}"]
+
+
+def check_data_usable(artifact: Artifact, config: ValidateConfig) -> None:
+    """Check that a graph of the artifact takes the given data.
+
+    Raises:
+        InputError: none does.
+    """
+    graphs = artifact.manifest.graphs
+    if _is_arrays(config):
+        return
+    if config.data and not any(takes_real_inputs(artifact, record) for record in graphs):
+        names = sorted(spec.name for spec in graphs[0].inputs)
+        raise InputError(
+            f"data '{config.data}' cannot be used: the artifact takes {', '.join(names)}, and has "
+            "no tokenizer or image processor for them.",
+            do="Leave the data out, the shape sweep still compares the outputs; or save an array "
+            "for each input as .npz.",
+        )
+
+
+def _is_arrays(config: ValidateConfig) -> bool:
+    return Path(config.data).suffix.lower() in ARRAY_SUFFIXES
+
+
+def _array_cases(record: GraphRecord, config: ValidateConfig) -> list[ValidationCase]:
+    names = [spec.name for spec in record.inputs]
+    rows = read_arrays(Path(config.data).expanduser(), names, rows=config.rows)
+
+    def feed(part: list[Feeds]) -> Feeds:
+        return {
+            spec.name: np.concatenate([row[spec.name] for row in part]).astype(spec.dtype)
+            for spec in record.inputs
+        }
+
+    return _cases("rows", rows, _ROWS, record, feed)
+
+
+def _text_cases(
+    artifact: Artifact, record: GraphRecord, config: ValidateConfig
+) -> list[ValidationCase]:
+    feeder = TextFeeder.open(artifact, record)
+    what, texts = "sentences", list[Text](SENTENCES)
+    if config.data:
+        path = Path(config.data).expanduser()
+        what, texts = "rows", list[Text](read_texts(path, config.column, rows=config.rows))
+    elif artifact.manifest.task == "question-answering":
+        what, texts = "questions", list[Text](QUESTIONS)
+    # Tokenize once here, so that errors show before PyTorch starts.
+    feeder.lengths(texts)
+    # Without a padding token, one text per case.
+    return _cases(what, texts, _ROWS if feeder.can_pad else 1, record, feeder)
+
+
+def _image_cases(
+    artifact: Artifact, record: GraphRecord, config: ValidateConfig
+) -> list[ValidationCase]:
+    feeder = ImageFeeder.open(artifact, record)
+    images: list[Any] = list(synthetic_images())
+    if config.data:
+        images = list(list_images(Path(config.data).expanduser(), rows=config.rows))
+    by_shape = feeder.by_shape(images)
+    cases = []
+    for shape, places in by_shape.items():
+        what = "images" if len(by_shape) == 1 else f"images of {shape[1]} × {shape[2]},"
+        cases += _cases(what, [images[place] for place in places], _IMAGES, record, feeder)
+    return cases
+
+
+def _cases(
+    what: str,
+    items: Sequence[Any],
+    rows: int,
+    record: GraphRecord,
+    feed: Callable[[list[Any]], Feeds],
+) -> list[ValidationCase]:
+    """Return cases of up to `rows` items each, named by item numbers."""
+    rows = fixed_batch(record) or rows
+    cases = []
+    for start in range(0, len(items), rows):
+        part = items[start : start + rows]
+        name = f"{what} {start + 1}–{start + len(part)}" if len(part) > 1 else f"{what} {start + 1}"
+        cases.append(ValidationCase(name, "real", partial(feed, pad_batch(part, record))))
+    return cases

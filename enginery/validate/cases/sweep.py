@@ -1,0 +1,162 @@
+"""Test cases of the validation: a sweep over shapes, and the corners of shape profiles.
+
+A case generates its feeds on demand and always the same ones, so that PyTorch can be freed before
+ONNX Runtime starts.
+
+A shape profile is a box: one min:opt:max range per dim. An engine is checked at every corner of the
+box (each combination of minima and maxima) and at the optimum, because kernels are chosen for the
+optimum and errors show where sizes are extreme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.errors import ShapeError
+from enginery.core.model.feeds import FeedLimits, Feeds, is_padding_mask, make_feeds
+from enginery.core.shapes import Profile, canonical_dim, dynamic_dims
+
+LONGEST = 1024
+"""Longest sequence of the sweep: eager attention needs quadratic memory. Longer inputs are compared
+only if a profile includes them."""
+
+
+@dataclass(frozen=True)
+class ValidationCase:
+    """One set of inputs to compare on."""
+
+    name: str
+    kind: Literal["sweep", "profile", "real"]
+    make: Callable[[], Feeds]
+    """Generates the feeds."""
+
+
+def sweep_cases(record: GraphRecord, limits: FeedLimits, *, seed: int) -> list[ValidationCase]:
+    """Return the cases one, small, odd, ragged (padded) and longest; equal sizes run once."""
+    names = dynamic_dims(record.inputs)
+    longest = min(limits.max_positions, LONGEST)
+    rows = 2 if longest <= 512 else 1
+    steps = [
+        ("one", 1, 1, 0),
+        ("small", 2, 8, 0),
+        ("odd", 3, 17, 1),
+        ("ragged", 4, 24, 0),
+        ("longest", rows, longest, 0),
+    ]
+    if not any("sequence" in name for name in names):
+        # Without a sequence dim, the largest input is a full batch.
+        steps = [("one", 1, 0, 0), ("small", 2, 0, 0), ("odd", 3, 0, 1), ("largest", 8, 0, 0)]
+        if any(is_padding_mask(spec) for spec in record.inputs):
+            steps.append(("ragged", 4, 0, 0))
+    seen = []
+    cases = []
+    for name, batch, sequence, odd in steps:
+        sizes = _sizes(names, limits, batch, sequence, odd)
+        ragged = name == "ragged"
+        if (sizes, ragged) in seen:
+            continue
+        seen.append((sizes, ragged))
+        make = partial(make_feeds, record.inputs, sizes, limits, seed=seed, ragged=ragged)
+        cases.append(ValidationCase(name, "sweep", make))
+    if any(spec.name == "use_cache_branch" for spec in record.inputs):
+        sizes = _sizes(names, limits, 2, 8, 0)
+        cases.append(
+            ValidationCase(
+                "without past", "sweep", partial(_feeds_without_past, record, sizes, limits, seed)
+            )
+        )
+    return cases
+
+
+def profile_cases(
+    record: GraphRecord, profiles: Sequence[Profile], limits: FeedLimits, *, seed: int
+) -> list[ValidationCase]:
+    """Return a case for every corner and optimum of the profiles; shared corners run once.
+
+    Raises:
+        ShapeError: a profile does not fit the graph.
+    """
+    names = dynamic_dims(record.inputs)
+    cases: dict[str, ValidationCase] = {}
+    for profile in profiles:
+        profile.check(record.inputs, _largest_sizes(names, limits))
+        for corner in profile.corners():
+            sizes = {name: corner[name] for name in names}
+            label = ", ".join(f"{dim} {size}" for dim, size in sizes.items()) or "fixed"
+            make = partial(make_feeds, record.inputs, sizes, limits, seed=seed)
+            cases.setdefault(label, ValidationCase(label, "profile", make))
+    return list(cases.values())
+
+
+def profiles_by_graph(
+    graphs: Sequence[GraphRecord], texts: Sequence[str], limits: FeedLimits
+) -> dict[str, list[Profile]]:
+    """Return the profiles that each graph runs, by the graph's file.
+
+    The graphs of one model (an encoder, decoders) have different dims. A profile applies to those
+    that it fits.
+
+    Raises:
+        ShapeError: a profile is malformed or fits no graph. The message is about the graph that
+            shares most dims with it.
+    """
+    found: dict[str, list[Profile]] = {graph.file: [] for graph in graphs}
+    for text in texts:
+        profile = Profile.parse(text)
+        problems: list[tuple[int, ShapeError]] = []
+        for graph in graphs:
+            names = dynamic_dims(graph.inputs)
+            try:
+                profile.check(graph.inputs, _largest_sizes(names, limits))
+                found[graph.file].append(profile)
+            except ShapeError as error:
+                mismatches = len(set(names) ^ set(profile.dims))
+                problems.append((mismatches, error))
+        if len(problems) == len(graphs):
+            raise min(problems, key=lambda pair: pair[0])[1]
+    return found
+
+
+def _largest_sizes(names: Sequence[str], limits: FeedLimits) -> dict[str, int]:
+    if limits.hard_limit is None:
+        return {}
+    return {name: limits.hard_limit for name in names if name == "sequence"}
+
+
+def _sizes(
+    names: list[str], limits: FeedLimits, batch: int, sequence: int, odd: int
+) -> dict[str, int]:
+    past = [name for name in names if name.startswith("past_")]
+    sizes: dict[str, int] = {}
+    for name in names:
+        natural = limits.sizes.get(canonical_dim(name))
+        if name == "batch":
+            sizes[name] = batch
+        elif natural is not None:
+            sizes[name] = natural + 32 * odd
+        elif "sequence" in name:
+            sizes[name] = _length(sequence, limits, shared=bool(past))
+        else:
+            sizes[name] = max(1, batch)
+    return sizes
+
+
+def _length(sequence: int, limits: FeedLimits, *, shared: bool) -> int:
+    """Return a length in the model's unit: tokens, or audio samples, many of which make a frame."""
+    length = min(sequence * limits.min_sequence, limits.max_positions)
+    # Past and present share the positions.
+    return max(1, length // 2) if shared and length > 1 else length
+
+
+def _feeds_without_past(
+    record: GraphRecord, sizes: dict[str, int], limits: FeedLimits, seed: int
+) -> Feeds:
+    feeds = make_feeds(record.inputs, sizes, limits, seed=seed)
+    feeds["use_cache_branch"] = np.zeros(1, dtype=bool)
+    return feeds

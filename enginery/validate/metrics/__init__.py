@@ -1,0 +1,1 @@
+"""Metrics and the tolerances that decide whether an output passes."""

@@ -1,0 +1,144 @@
+"""Compare one output with its reference, and decide whether it passes.
+
+    >>> reference = np.float32([[1, -4, 2]])
+    >>> metrics = compare_output(
+    ...     "logits", reference + np.float32(1e-7), reference, dtype="float32",
+    ...     noise=NoiseFloor(1e-6, 1.0), tolerance=Tolerance.for_precision("fp32"),
+    ... )
+    >>> metrics.passed
+    True
+
+The limit of the absolute error is scaled from the noise floor: PyTorch's own error at the same
+precision on the same inputs. Arrays are read one row of the batch at a time, because an output of
+a large profile takes gigabytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.artifact.reports import OutputMetrics
+from enginery.core.precision import PRECISION_OF_DTYPE, QuantizedTolerance, Tolerance
+from enginery.validate.cases.padding import PaddingMask
+from enginery.validate.metrics.differences import (
+    Differences,
+    argmax_disagreement,
+    compute_differences,
+)
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class NoiseFloor:
+    """Error of PyTorch at one precision against PyTorch at a higher one."""
+
+    max_abs: float
+    cosine: float
+
+    def wider(self, other: NoiseFloor) -> NoiseFloor:
+        """Return the larger of two floors. On a small output, PyTorch may be exact by chance."""
+        return NoiseFloor(max(self.max_abs, other.max_abs), min(self.cosine, other.cosine))
+
+
+def compare_output(
+    output: str,
+    actual: Array,
+    reference: Array,
+    *,
+    dtype: str,
+    noise: NoiseFloor,
+    tolerance: Tolerance | QuantizedTolerance,
+    max_abs_error: float | None = None,
+    min_cosine: float | None = None,
+    padding: PaddingMask | None = None,
+) -> OutputMetrics:
+    """Compare one output with the reference.
+
+    Args:
+        output: name of the output.
+        actual: the graph's output.
+        reference: PyTorch's output.
+        dtype: dtype in the manifest.
+        noise: PyTorch's own error at this precision.
+        tolerance: derives the limits from the noise.
+        max_abs_error: limit set by the user; replaces the derived one.
+        min_cosine: limit set by the user; replaces the derived one.
+        padding: positions to compare; None for all.
+    """
+    if problem := _interface_problem(actual, reference, dtype, tolerance.precision):
+        return _unmeasured(output, actual.shape, problem)
+    found = compute_differences(actual, reference, padding)
+    limit = tolerance.limit(noise_floor=noise.max_abs, largest=found.largest)
+    limit = limit if max_abs_error is None else max_abs_error
+    cosine_limit = min_cosine
+    if cosine_limit is None:
+        has_direction = found.rms > 4 * noise.max_abs
+        cosine_limit = tolerance.cosine_limit(noise_cosine=noise.cosine) if has_direction else -1.0
+    agreement = 1.0
+    if "logits" in output and not found.unequal and not found.undefined:
+        margin = 2 * limit if math.isfinite(limit) else 0.0
+        agreement = 1.0 - argmax_disagreement(actual, reference, padding, margin=margin)
+    return OutputMetrics(
+        output=output,
+        shape=actual.shape,
+        max_abs=found.max_abs,
+        p99_abs=found.p99_abs,
+        max_rel=found.max_abs / found.largest if found.largest else 0.0,
+        cosine=found.cosine,
+        argmax_agreement=agreement,
+        nonfinite=found.unequal,
+        noise_floor=noise.max_abs,
+        limit=limit,
+        cosine_limit=cosine_limit,
+        problem=_problem(found, limit, cosine_limit, agreement),
+    )
+
+
+def noise_floor(narrow: Array, wide: Array, padding: PaddingMask | None) -> NoiseFloor:
+    """Measure the noise floor: PyTorch at one precision against PyTorch at a higher one."""
+    found = compute_differences(narrow, wide, padding)
+    return NoiseFloor(found.max_abs, found.cosine)
+
+
+def unmatched_output(output: str, actual: Array) -> OutputMetrics:
+    """Return the failure for an output that PyTorch's model does not have."""
+    return _unmeasured(output, actual.shape, "PyTorch has no such output")
+
+
+def _interface_problem(actual: Array, reference: Array, dtype: str, precision: str) -> str:
+    """Return the problem with shape or dtype, or an empty text."""
+    if actual.shape != reference.shape:
+        return f"shape {actual.shape}, expected {reference.shape} as in PyTorch"
+    if actual.dtype.name != dtype:
+        return f"dtype {actual.dtype.name}, expected {dtype} as in the manifest"
+    # The reference is always float32. A graph may keep float32 inputs and outputs.
+    floats = {"float32", *(n for n, p in PRECISION_OF_DTYPE.items() if p == precision)}
+    expected = floats if np.issubdtype(reference.dtype, np.floating) else {reference.dtype.name}
+    if actual.dtype.name not in expected:
+        return f"dtype {actual.dtype.name}, expected {' or '.join(sorted(expected))}"
+    return ""
+
+
+def _problem(found: Differences, limit: float, cosine_limit: float, agreement: float) -> str:
+    if found.undefined:
+        return f"{found.undefined} elements are NaN in PyTorch itself"
+    if found.unequal:
+        return f"{found.unequal} elements are NaN or infinite on one side only"
+    if found.max_abs > limit:
+        return f"largest error {found.max_abs:.3g}, allowed {limit:.3g}"
+    if found.cosine < cosine_limit:
+        return f"cosine {found.cosine:.7f}, expected at least {cosine_limit:.7f}"
+    if agreement < 1.0 and math.isfinite(limit):
+        return f"the argmax differs in {1 - agreement:.2%} of rows"
+    return ""
+
+
+def _unmeasured(output: str, shape: tuple[int, ...], problem: str) -> OutputMetrics:
+    nan = math.nan
+    return OutputMetrics(output, shape, nan, nan, nan, nan, 0.0, 0, nan, nan, nan, problem)

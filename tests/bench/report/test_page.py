@@ -1,0 +1,393 @@
+from __future__ import annotations
+
+import base64
+import json
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from enginery.bench.measurement.statistics import compare, latency
+from enginery.bench.report import page
+from enginery.bench.report.curves import draw_figures
+from enginery.bench.report.page import write_report
+from enginery.core.artifact.reports import (
+    AccuracyMetrics,
+    Advice,
+    BuildReport,
+    CalibrationRecord,
+    ImagesResult,
+    ImageTimes,
+    MixAccuracy,
+    MultiplyAdds,
+    QuantizationReport,
+    SearchRecord,
+)
+from enginery.core.errors import ArtifactError
+from enginery.core.figures import figure_svg
+from tests.bench.chromium import Chromium, find_chromium
+from tests.bench.made import made_case, made_contender, made_result
+
+
+class Outline(HTMLParser):
+    """Words, tags and what they point at."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.links, self.words = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_data(self, data):
+        self.words.append(data.strip())
+
+
+def measured(names=("enginery", "onnxruntime", "optimum", "pytorch")):
+    pairs = [("enginery", "pytorch"), ("onnxruntime", "pytorch"), ("onnxruntime", "enginery")]
+    pairs = pairs if "pytorch" in names else [(names[1], names[0])]
+    cases = [
+        made_case(
+            {"batch": batch, "sequence": sequence},
+            {n: (1 + i) * batch * sequence / 64 for i, n in enumerate(names)},
+            pairs=pairs,
+        )
+        for batch in (1, 8, 32)
+        for sequence in (16, 128, 512)
+    ]
+    return made_result(contenders=[made_contender(name) for name in names], cases=cases)
+
+
+def with_images():
+    turns = {"enginery": [[9.0]] * 8, "enginery-cpu": [[4.0]] * 8}
+    images = [
+        ImageTimes(
+            f"photograph-{i}.png",
+            [1, 3, 640, 32 * i],
+            dict.fromkeys(turns, 9.0),
+            dict.fromkeys(turns, 1.0 * i),
+        )
+        for i in range(1, 9)
+    ]
+    totals = {name: latency(found) for name, found in turns.items()}
+    pair = compare(
+        turns["enginery"],
+        turns["enginery-cpu"],
+        confidence=0.95,
+        smallest=0.02,
+        names=("enginery-cpu", "enginery"),
+    )
+    found = ImagesResult("photos", images, 8, 2.0, dict.fromkeys(turns, 70.0), totals, [pair], 8)
+    return made_result(contenders=[made_contender(name) for name in turns], images=found)
+
+
+def save_result(directory, result):
+    (directory / "reports").mkdir(parents=True, exist_ok=True)
+    (directory / "reports" / "benchmark.json").write_bytes(result.to_json())
+    return directory
+
+
+def full_artifact(exported, copied):
+    """An artifact with every report that a page shows."""
+    from enginery import validate_model
+
+    artifact = copied(exported("bert", "feature-extraction"))
+    validate_model(artifact)
+    advice = Advice("threads", "too many", "9 threads on 4 cores", "Pass --threads 4.")
+    save_result(artifact.path, replace(measured(), advice=[advice]))
+    accuracy = AccuracyMetrics(64, 0.9999, 0.999, None, None, None)
+    quantization = QuantizationReport(
+        summary="36 of 36 layers in INT8",
+        scheme="int8",
+        notes=["a note"],
+        fields={},
+        calibration=CalibrationRecord("reviews.csv", "texts", "mse"),
+        multiply_adds=MultiplyAdds("all", 1, 1, 1, 1.0, 1.0),
+        search=SearchRecord(
+            "cosine 0.9985",
+            "cosine",
+            1.0,
+            0.0015,
+            accuracy,
+            {},
+            [MixAccuracy(64, 0.9999, 0.999, None, None, None, left_out=18, share=0.5)],
+        ),
+    )
+    engine = {
+        "directory": "tensorrt-rtx-sm89-" + "8b029eef" * 4,
+        "capabilities": ["8.9"],
+        "profiles": ["batch=1:8:32,sequence=8:128:512"],
+        "layers": {"gemm fp16": 14},
+        "plan_size_bytes": 2922564,
+    }
+    notes = ["no engine has been run on a GPU yet"]
+    reports = artifact.path / "reports"
+    for report in (quantization, BuildReport("1 engine", notes, [engine])):
+        (reports / report.FILE).write_bytes(report.to_json())
+    for name in ("quantization.svg", "lengths.svg"):
+        (reports / name).write_text(figure_svg(lambda axes: axes.plot([1, 2, 3])))
+    return artifact
+
+
+def test_page_has_all_that_the_artifact_has_and_asks_for_nothing(exported, copied):
+    artifact = full_artifact(exported, copied)
+    text = write_report(artifact.path).read_text()
+    outline = Outline(text)
+    words = set(outline.words)
+    assert {
+        "What it is",
+        "How it was made",
+        "Quantization",
+        "Engines",
+        "Speed",
+        "Advice",
+        "What ran, and where",
+        "36 of 36 layers in INT8",
+    } <= words
+    assert {"last_hidden_state", "passed", "export"} <= words
+    assert "opset=20" in text
+    assert "2.00 times as fast (2.00 to 2.00)" in words
+    assert outline.tags.count("img") == 4 + 2
+    assert all(link.startswith(("#", "data:")) for link in outline.links)
+    assert not {"script", "svg", "iframe"} & set(outline.tags)
+    assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", text)
+    figures = {path.name for path in (artifact.path / "reports").glob("*.svg")}
+    assert {
+        "latency-by-batch.svg",
+        "latency-by-sequence.svg",
+        "throughput.svg",
+        "speedup.svg",
+    } <= figures
+
+
+def test_page_is_the_same_each_time(exported, copied):
+    artifact = full_artifact(exported, copied)
+    first = write_report(artifact.path).read_bytes()
+    assert write_report(artifact.path).read_bytes() == first
+
+
+def test_damaged_report_is_said_and_the_rest_is_shown(exported, copied):
+    artifact = full_artifact(exported, copied)
+    artifact.annotate(reports={"reports/validation.json": b"{", "reports/engines.json": b"{}"})
+    words = " ".join(Outline(write_report(artifact.path).read_text()).words)
+    assert "reports/validation.json cannot be read" in words
+    assert "reports/engines.json cannot be read: summary is missing" in words
+    assert str(artifact.path) not in words.partition("What ran")[0]
+    assert "36 of 36 layers" in words
+
+
+@pytest.mark.parametrize("name", ["validation.json", "quantization.json", "engines.json"])
+@pytest.mark.parametrize("depth", [700, 200_000])
+def test_nested_report_is_said(exported, copied, name, depth):
+    artifact = full_artifact(exported, copied)
+    nested = b'{"a": ' + b"[" * depth + b"]" * depth + b"}"
+    artifact.annotate(reports={f"reports/{name}": nested})
+    words = " ".join(Outline(write_report(artifact.path).read_text()).words)
+    assert f"reports/{name} cannot be read: lists or objects are nested too deeply" in words
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("validation.json", {"passed": "yes"}, 'passed: found "yes", expected a valid boolean'),
+        ("validation.json", {"providers": [{}]}, "providers.0.name is missing"),
+        ("quantization.json", {"layers": [1]}, "layers: found [1], expected an object"),
+        ("engines.json", {"engines": 3}, "engines: found 3, expected a valid array"),
+    ],
+)
+def test_report_with_a_wrong_type_is_said_by_its_key(exported, copied, name, change, said):
+    artifact = full_artifact(exported, copied)
+    report = json.loads((artifact.path / "reports" / name).read_bytes())
+    artifact.annotate(reports={f"reports/{name}": json.dumps(report | change).encode()})
+    words = " ".join(Outline(write_report(artifact.path).read_text()).words)
+    assert f"reports/{name} cannot be read: {said}" in words
+
+
+def test_number_that_no_float_holds_is_said(exported, copied):
+    artifact = full_artifact(exported, copied)
+    report = json.loads((artifact.path / "reports/validation.json").read_bytes())
+    report["cases"][0]["outputs"][0]["max_abs"] = 10**400
+    artifact.annotate(reports={"reports/validation.json": json.dumps(report).encode()})
+    words = " ".join(Outline(write_report(artifact.path).read_text()).words)
+    assert "cases.0.outputs.0.max_abs: found 1000000" in words
+    assert "expected a valid number" in words
+
+
+@pytest.mark.parametrize("content", ['{"schema_version": 9}', "[" * 200_000, "[" * 700 + "]" * 700])
+def test_benchmark_of_another_version_is_an_error(tmp_path, content):
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports" / "benchmark.json").write_text(content)
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        write_report(tmp_path)
+
+
+def test_directory_with_nothing_is_no_artifact(tmp_path):
+    with pytest.raises(ArtifactError, match="is not an artifact"):
+        write_report(tmp_path)
+
+
+def test_everything_is_escaped(exported, copied):
+    evil = "<script>alert('x')</script>&\"'"
+    artifact = full_artifact(exported, copied)
+    result = measured()
+    contenders = [replace(record, label=evil, notes=[evil]) for record in result.contenders]
+    save_result(
+        artifact.path,
+        replace(
+            result, contenders=contenders, notes=[evil], machine={**result.machine, "cpu": evil}
+        ),
+    )
+    for name in ("validation.json", "quantization.json", "engines.json"):
+        report = json.loads((artifact.path / "reports" / name).read_bytes())
+        report |= {"summary": evil, "notes": [evil]}
+        artifact.annotate(reports={f"reports/{name}": json.dumps(report).encode()})
+    text = write_report(artifact.path).read_text()
+    assert "<script" not in text
+    assert "script" not in Outline(text).tags
+    assert Outline(text).words.count(evil) >= 3 * 2 + 4
+
+
+HOSTILE = [
+    "<svg/onload=alert(1)><a xlink:href=javascript:alert(1)></a></svg>",
+    "<svg><script>alert(1)</script><image href='https://example.org/x.png'/></svg>",
+    '"><script>alert(1)</script>',
+    "<svg>" + "<!--" * 100_000,
+    "\ud800</svg>",
+]
+
+
+@pytest.mark.parametrize("svg", HOSTILE, ids=lambda svg: svg[:12].encode(errors="replace").decode())
+def test_nothing_in_a_page_may_run_or_load_whatever_a_figure_holds(tmp_path, svg):
+    save_result(tmp_path, made_result(contenders=[made_contender("enginery")]))
+    (tmp_path / "reports/engines.json").write_bytes(BuildReport("none", [], []).to_json())
+    (tmp_path / "reports/lengths.svg").write_bytes(svg.encode(errors="surrogatepass"))
+    text = write_report(tmp_path).read_text()
+    outline = Outline(text)
+    assert not {"svg", "script", "image"} & set(outline.tags)
+    (address,) = [link for link in outline.links if link.startswith("data:image")]
+    held = base64.b64decode(address.removeprefix("data:image/svg+xml;base64,"), validate=True)
+    assert held == svg.encode(errors="surrogatepass").decode(errors="replace").encode()
+    head = text.partition("</head>")[0]
+    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in head
+    assert "script-src" not in head
+
+
+@pytest.mark.parametrize("change", [{"contenders": []}, {"subjects": []}])
+def test_bench_that_contradicts_itself_is_an_error(tmp_path, change):
+    save_result(tmp_path, replace(measured(), **change))
+    with pytest.raises(ArtifactError, match="contradicts itself"):
+        write_report(tmp_path)
+
+
+def test_a_huge_figure_is_said_and_the_rest_is_shown(exported, copied):
+    artifact = full_artifact(exported, copied)
+    with (artifact.path / "reports" / "lengths.svg").open("wb") as stream:
+        stream.truncate(2**22 + 1)
+    outline = Outline(write_report(artifact.path).read_text())
+    assert "reports/lengths.svg cannot be read: it has more than 4 MiB" in " ".join(outline.words)
+    assert outline.tags.count("img") == 4 + 1
+
+
+def test_without_matplotlib_the_page_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "can_draw", lambda: False)
+    text = write_report(save_result(tmp_path, measured())).read_text()
+    assert "no figures were drawn" in text
+    assert "<img" not in text
+
+
+def test_figures_are_those_that_have_something_to_show():
+    assert set(draw_figures(measured())) == {
+        "latency-by-batch",
+        "latency-by-sequence",
+        "throughput",
+        "speedup",
+    }
+    assert set(draw_figures(with_images())) == {"images"}
+    one = made_result(
+        contenders=[made_contender("enginery")], cases=[made_case({}, {"enginery": 1.0})]
+    )
+    assert draw_figures(one) == {}
+
+
+def test_figures_of_an_earlier_bench_are_removed_and_those_of_other_stages_stay(tmp_path):
+    save_result(tmp_path, measured())
+    write_report(tmp_path)
+    reports = tmp_path / "reports"
+    (reports / "quantization.svg").write_text("<svg></svg>")
+    assert (reports / "throughput.svg").is_file()
+    write_report(save_result(tmp_path, with_images()))
+    assert {path.name for path in reports.glob("*.svg")} == {"images.svg", "quantization.svg"}
+
+
+def axes_of(draw):
+    """A figure's axes after drawing, to be asked what is on them."""
+    from matplotlib import figure
+
+    axes = figure.Figure().subplots()
+    draw(axes)
+    return axes
+
+
+def test_speedups_are_on_a_log_axis_and_hollow_where_there_is_no_interval():
+    times = {"enginery": 1.0, "pytorch": 4.0}
+    contenders = [made_contender(name) for name in times]
+    pairs = [("enginery", "pytorch")]
+    cases = [
+        made_case({"batch": 1}, times, pairs=pairs),
+        made_case({"batch": 8}, times, pairs=pairs, rounds=3),
+    ]
+    axes = axes_of(draw_figures(made_result(contenders=contenders, cases=cases))["speedup"])
+    assert axes.get_xscale() == "log"
+    marks = [bar[0].get_fillstyle() for bar in axes.containers]
+    assert marks == ["full", "none"]
+
+
+def test_pixels_of_images_with_the_channels_last_are_height_by_width():
+    result = with_images()
+    images = [replace(image, shape=[1, 640, 960, 3]) for image in result.images.images]
+    last = replace(result, images=replace(result.images, images=images, layout="last"))
+    axes = axes_of(draw_figures(last)["images"])
+    assert set(axes.lines[0].get_xdata()) == {0.6144}
+
+
+def test_latency_is_drawn_on_log_axes_with_the_sizes_that_were_run():
+    svg = figure_svg(draw_figures(measured())["latency-by-batch"])
+    texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    words = {"".join(text.itertext()) for text in texts}
+    assert {"1", "8", "32", "batch", "latency, ms", "enginery", "pytorch"} <= words
+    assert "2" not in words
+
+
+@pytest.mark.skipif(not find_chromium(), reason="no Chromium is installed (apt install chromium)")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("kind", ["artifact", "images", "several"])
+def test_page_in_a_browser(exported, copied, tmp_path, dark, kind):
+    """The pictures stay in pytest's temporary directory."""
+    if kind == "artifact":
+        directory = full_artifact(exported, copied).path
+    elif kind == "several":
+        names = [
+            f"bert-base-uncased-{p}: {k}"
+            for p in ("fp16", "int8")
+            for k in ("enginery", "onnxruntime")
+        ]
+        directory = save_result(tmp_path / "several", measured(names))
+    else:
+        directory = save_result(tmp_path / "images", with_images())
+    html = write_report(directory)
+    with Chromium(find_chromium(), tmp_path) as browser:
+        for width in (1280, 360):
+            picture = tmp_path / f"{kind}-{width}-{'dark' if dark else 'light'}.png"
+            look = browser.look(html, width=width, picture=picture, dark=dark)
+            assert look.overflow == 0
+            assert look.wide == []
+            assert look.medians <= width
+            assert look.labels == 0
+            assert look.logged == []
+            assert look.repeated_ids == []
+            assert look.smallest_text >= 8
+            assert picture.stat().st_size > 10_000

@@ -1,0 +1,883 @@
+"""The promises of the command line: exit status, one JSON document, words instead of tracebacks."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from enginery import Artifact, export_model, validate_model
+from enginery.bench.config import BenchConfig
+from enginery.cli import COMMANDS as MODULES
+from enginery.cli import commands, main, render
+from enginery.cli.console import Console
+from enginery.core.artifact.artifact import commit_artifact
+from enginery.core.errors import EngineryError
+from enginery.core.store.store import Store
+from enginery.deploy.kserve.options import KserveConfig
+from enginery.deploy.triton.options import TritonConfig
+from enginery.doctor.config import DoctorConfig
+from enginery.engine.config import BuildConfig
+from enginery.export.config import ExportConfig
+from enginery.optimize.config import OptimizeConfig
+from enginery.predict.config import PredictConfig
+from enginery.publish.config import PublishConfig
+from enginery.quantize.config import QuantizeConfig
+from enginery.serve.config import ServeConfig
+from enginery.validate.config import ValidateConfig
+from tests.core.artifacts import edit_manifest, make
+from tests.engine.made import engine_record, write_engine
+from tests.terminal import in_pipe, on_terminal, start
+
+COMMANDS = {
+    ("export",): ExportConfig,
+    ("optimize",): OptimizeConfig,
+    ("quantize",): QuantizeConfig,
+    ("build",): BuildConfig,
+    ("validate",): ValidateConfig,
+    ("bench",): BenchConfig,
+    ("report",): None,
+    ("predict",): PredictConfig,
+    ("serve",): ServeConfig,
+    ("publish",): PublishConfig,
+    ("pull",): None,
+    ("export-triton",): TritonConfig,
+    ("export-kserve",): KserveConfig,
+    ("lint",): None,
+    ("doctor",): DoctorConfig,
+    ("run",): None,
+    ("inspect",): None,
+    ("provider-options",): None,
+    ("store",): None,
+    ("store", "list"): None,
+    ("store", "prune"): None,
+    ("store", "path"): None,
+}
+
+
+@pytest.fixture
+def cli(capsys):
+    """`cli("store", "path")`: exit status, standard output, standard error."""
+
+    def run(*words):
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return ended.value.code, out, err
+
+    return run
+
+
+@pytest.fixture
+def tiny(tiny_model):
+    return tiny_model("bert", "text-classification")
+
+
+@pytest.fixture
+def artifact(exported, copied):
+    return copied(exported("bert", "text-classification")).path
+
+
+def recipe(path, model, *stages, **keys):
+    path.write_text(json.dumps({"model": str(model), "stages": list(stages), **keys}))
+    return path
+
+
+# Help
+
+
+@pytest.mark.parametrize(
+    "words", [words for words in COMMANDS if words != ("store",)], ids=" ".join
+)
+def test_help_lists_every_option_with_its_meaning(cli, words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    status, out, _ = cli(*words, "--help")
+    assert status == 0
+    meanings = {}
+    for line in out.splitlines():
+        if found := re.match(r"│ [* ]*(.*?--\S.*?)  +(\S.*?) *│$", line):
+            for name in re.findall(r"--([a-z0-9-]+)", found[1]):
+                meanings[name] = re.sub(r" *\[(default|choices|required).*", "", found[2])
+    expected = {"json", "quiet", "verbose"}
+    for field in dataclasses.fields(COMMANDS[words]) if COMMANDS[words] else ():
+        expected.add(field.name.replace("_", "-"))
+    assert expected <= set(meanings)
+    assert set(meanings) == set(re.findall(r"(?<=\s)--([a-z0-9-]+)", out.partition("╭")[2]))
+    assert [name for name, meaning in meanings.items() if len(meaning) < 10] == []
+
+
+def test_every_command_is_in_the_table_above():
+    app = commands()
+    assert {name for name in app if not name.startswith("-")} == set(MODULES)
+    names = {(name,) for name in app if not name.startswith("-")}
+    names |= {("store", name) for name in app["store"] if not name.startswith("-")}
+    assert names == set(COMMANDS)
+
+
+# Errors
+
+
+def test_unknown_option_names_the_nearest(cli):
+    status, out, err = cli("export", "model", "--opsets", "17")
+    assert (status, out) == (2, "")
+    assert "--opsets" in err
+    assert "Did you mean --opset?" in err
+
+
+def test_unknown_command_names_the_nearest(cli):
+    status, out, err = cli("exprot", "model")
+    assert (status, out) == (2, "")
+    assert 'Did you mean "export"?' in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("export",),
+        ("export", "no-such-directory/here/model"),
+        ("export", "model", "--dtype", "fp8"),
+        ("validate", "no-such-directory"),
+        ("validate", "no-such-directory", "--rows", "many"),
+        ("run", "no-such-recipe.yaml"),
+        ("run", "--ask"),
+        ("build",),
+        ("build", "no-such-directory"),
+        ("build", "no-such-directory", "--flavor", "trt"),
+        ("build", "no-such-directory", "--count", "many"),
+        ("inspect", "no-such-directory"),
+        ("publish", "no-such-directory", "registry"),
+        ("publish", "no-such-directory", "registry", "--alias", "a/b"),
+        ("pull", "mlfow:/name", "out"),
+        ("pull", "no-such-registry", "out"),
+        ("provider-options", "no-such-directory"),
+        ("doctor", "--require", "cud"),
+        ("store", "list", "surplus"),
+        ("store", "prune"),
+        ("store", "prune", "--max-size", "-1GB"),
+        ("store", "prune", "--max-size", "inf"),
+        ("store", "prune", "--max-size", "1GB", "--all"),
+        ("frobnicate",),
+    ],
+    ids=" ".join,
+)
+def test_users_error_is_one_message_and_one_json_document(cli, words):
+    status, out, err = cli(*words)
+    assert status == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    status, out, _ = cli(*words, "--json")
+    assert status == 2
+    said = json.loads(out)
+    assert set(said) == {"error", "do", "kind"}
+    assert said["error"] in err
+
+
+def test_unreadable_file_is_a_users_error(cli, monkeypatch):
+    def full(self):
+        raise OSError(28, "No space left on device", "/store/model.onnx")
+
+    monkeypatch.setattr(Store, "entries", full)
+    status, _, err = cli("store", "list")
+    assert (status, err) == (2, "error: /store/model.onnx: No space left on device.\n")
+
+
+def test_bug_is_a_traceback(monkeypatch):
+    def broken(self):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Store, "entries", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["store", "list"])
+
+
+# JSON
+
+
+def test_export_prints_its_manifest_as_json(cli, tiny, exported):
+    made = exported("bert", "text-classification")
+    status, out, _ = cli("export", tiny, "--task", "text-classification", "--json")
+    said = json.loads(out)
+    assert status == 0
+    assert said.pop("path") == str(made.path)
+    assert said == made.manifest.model_dump(mode="json")
+
+
+def test_validate_prints_every_case_as_json(cli, artifact):
+    status, out, _ = cli("validate", artifact, "--json")
+    said = json.loads(out)
+    assert (status, said["passed"]) == (0, True)
+    assert said == json.loads((artifact / "reports/validation.json").read_text())
+
+
+def test_failed_validation_is_status_1_one_document_and_a_marked_artifact(cli, artifact):
+    status, out, err = cli("validate", artifact, "--max-abs-error", "1e-12", "--json")
+    assert status == 1
+    assert json.loads(out)["passed"] is False
+    assert f"error: {artifact} failed its validation" in err
+    assert Artifact.open(artifact).failed()
+    again, out, err = cli("validate", artifact, "--max-abs-error", "1e-12")
+    assert again == 1, "a verdict that is there already counts the same"
+    assert "nothing to do" in err
+    assert cli("validate", artifact)[0] == 0, "a failed artifact can be validated anew"
+    assert Artifact.open(artifact).failed() is None
+
+
+def test_run_prints_stages_and_answers_as_json(cli, tiny):
+    status, out, _ = cli(
+        "run",
+        "--model",
+        tiny,
+        "--task",
+        "text-classification",
+        "--ask",
+        "a",
+        "--ask",
+        "b",
+        "--json",
+    )
+    said = json.loads(out)
+    assert (status, said["passed"], said["refused"]) == (0, True, [])
+    assert [stage["stage"] for stage in said["stages"]] == ["export", "validate"]
+    assert said["stages"][1]["report"]["passed"] is True
+    assert [answer["input"] for answer in said["answers"]] == ["a", "b"]
+    labels = said["answers"][0]["labels"]
+    assert {label["label"] for label in labels} == {"calm", "angry", "glad"}
+    assert sum(label["score"] for label in labels) == pytest.approx(1, abs=1e-5)
+
+
+def test_inspect_doctor_and_store_print_json(cli, artifact, exported):
+    made = exported("bert", "text-classification")
+    assert json.loads(cli("inspect", artifact, "--json")[1])["path"] == str(artifact)
+    providers = json.loads(cli("doctor", "--json")[1])["providers"]
+    assert "CPUExecutionProvider" in [provider["name"] for provider in providers]
+    entries = json.loads(cli("store", "list", "--json")[1])
+    entry = next(entry for entry in entries if entry["path"] == str(made.path))
+    assert entry["size_bytes"] > made.model.stat().st_size
+    assert json.loads(cli("store", "path", "--json")[1]) == {"path": str(made.path.parents[1])}
+
+
+def test_inspect_places_the_graph_on_the_providers_that_are_asked_for(cli, artifact, monkeypatch):
+    status, out, _ = cli("inspect", artifact, "--placement", "--json")
+    placed = json.loads(out)["placement"]
+    assert (status, placed["head"], placed["reason"]) == (0, "CPUExecutionProvider", "requested")
+    status, out, _ = cli(
+        "inspect",
+        artifact,
+        "--placement",
+        "--provider",
+        "openvino,cpu",
+        "--provider-option",
+        "openvino.device_type=CPU",
+        "--allow-fallback",
+        "--json",
+    )
+    placed = json.loads(out)["placement"]
+    assert (status, placed["head"]) == (0, "CPUExecutionProvider")
+    assert placed["reason"].startswith("openvino requested, but ")
+    monkeypatch.setenv("ENGINERY_PROVIDERS", "openvino")
+    assert "openvino requested, but" in cli("inspect", artifact, "--placement")[2]
+    status, _, said = cli("inspect", artifact, "--provider", "cpu")
+    assert status == 2
+    assert "Add --placement." in said
+
+
+@pytest.mark.parametrize("command", ["bench", "predict", "validate"])
+def test_providers_are_named_alike(cli, artifact, tmp_path, command):
+    words = [command, artifact, "--provider", "cuda"]
+    if command == "predict":
+        (tmp_path / "in.txt").write_text("warm")
+        words += ["--input", tmp_path / "in.txt", "--output", tmp_path / "out.csv"]
+    options = ["--provider-option", "cuda.device_id=0", "--provider-option", "cuda.memory=2GiB"]
+    status, _, said = cli(*words, "--allow-fallback", *options)
+    assert (status, "unknown option 'memory' for cuda" in said) == (2, True)
+    if command != "validate":
+        status, _, said = cli(*words[:2], *words[4:], "--cuda-graph", "--no-io-binding")
+        assert (status, "cpu has no CUDA graphs" in said) == (2, True)
+
+
+def test_doctor_says_no_with_status_1_and_one_document(cli, monkeypatch):
+    from enginery.doctor import stage
+    from enginery.doctor.subprocess_probe import ProbeResult
+
+    dead = ProbeResult(reason="the process died of SIGSEGV")
+    monkeypatch.setattr(stage, "run_probe", lambda words, timeout_seconds: dead)
+    status, out, err = cli("doctor", "--require", "cpu", "--json")
+    assert status == 1
+    assert json.loads(out)["machine"]
+    assert "SIGSEGV" in err
+
+
+# Store and inspect
+
+
+def test_prune_says_what_it_freed_and_removes_nothing_unasked(cli, exported, tmp_path, monkeypatch):
+    made = exported("bert", "text-classification")
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path))
+    kept = made.copy_to(tmp_path / "artifacts" / made.path.name).path
+    size = sum(file.stat().st_size for file in kept.rglob("*") if file.is_file())
+
+    assert cli("store", "prune")[0] == 2
+    assert "Nothing to remove." in cli("store", "prune", "--max-size", "1GB")[1]
+    assert kept.is_dir()
+    status, out, _ = cli("store", "prune", "--all", "--json")
+    said = json.loads(out)
+    assert (status, said["freed_bytes"]) == (0, size)
+    assert [entry["path"] for entry in said["removed"]] == [str(kept)]
+    assert not kept.exists()
+    assert cli("store", "list")[1] == "The store is empty.\n"
+
+
+def test_inspect_says_what_is_damaged_and_verify_reads_again(cli, artifact, monkeypatch):
+    model = artifact / "model.onnx"
+    content = model.read_bytes()
+    model.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    status, out, err = cli("inspect", artifact)
+    assert (status, out) == (2, "")
+    assert f"{model} was altered" in err
+    model.unlink()
+    assert "is missing from the artifact" in cli("inspect", artifact)[2]
+
+    model.write_bytes(content)
+    assert cli("inspect", artifact)[0] == 0
+    read = []
+    from enginery.core.artifact import artifact as core
+
+    remembered = core.sha256_of
+    monkeypatch.setattr(
+        core,
+        "sha256_of",
+        lambda path, *, trust_stat: read.append(trust_stat) or remembered(path),
+    )
+    cli("inspect", artifact)
+    cli("inspect", artifact, "--verify")
+    half = len(read) // 2
+    assert read == [True] * half + [False] * half
+    assert half == len(Artifact.open(artifact).manifest.files)
+
+
+# Engines
+
+
+@pytest.fixture
+def engine_words(tmp_path):
+    """An artifact with one small product, and the words that build its engine."""
+    pytest.importorskip("tensorrt_rtx_bindings", reason="pip install 'enginery[tensorrt-rtx]'")
+    from tests.engine.products import PROFILE, product
+
+    made = product(tmp_path / "product").path
+    return made, ("build", made, "--profile", PROFILE, "--capability", "8.9")
+
+
+def test_build_adds_an_engine_to_the_artifact_and_shows_it(cli, engine_words):
+    made, words = engine_words
+    status, out, err = cli(*words, "--out", made)
+    assert status == 0, err
+    (engine,) = (made / "engines").iterdir()
+    assert engine.name in out
+    assert "1 gemm fp32" in out
+    status, out, err = cli(*words, "--out", made, "--json")
+    assert "build: nothing to do, product has the engines" in err
+    (record,) = json.loads(out)["engines"]
+    assert record == {"path": str(engine), **json.loads((engine / "engine.json").read_text())}
+
+
+def test_inspect_shows_an_engine_by_itself_and_within_its_artifact(cli, engine_words):
+    made, words = engine_words
+    cli(*words, "--out", made)
+    (engine,) = (made / "engines").iterdir()
+    status, out, _ = cli("inspect", engine)
+    assert status == 0
+    for fact in (
+        "tensorrt-rtx, TensorRT ",
+        "batch=1:4:8",
+        "device memory",
+        "peak memory",
+        "model_ctx.onnx",
+        "not on a GPU by this project yet",
+        "gemm fp32",
+    ):
+        assert fact in out
+    said = json.loads(cli("inspect", engine, "--json")[1])
+    assert said["all_layers"] == json.loads((engine / "layers.json").read_text())
+    assert said["layers"]["gemm fp32"] == 1
+    assert "product" in [node for layer in said["all_layers"] for node in layer["nodes"]]
+    status, out, _ = cli("inspect", made)
+    assert (status, engine.name in out) == (0, True)
+    (listed,) = json.loads(cli("inspect", made, "--json")[1])["engines"]
+    assert listed["path"] == str(engine)
+
+
+def test_inspect_says_what_is_damaged_of_an_engine(cli, engine_words):
+    made, words = engine_words
+    cli(*words, "--out", made)
+    (engine,) = (made / "engines").iterdir()
+    plan = engine / "model.plan"
+    content = plan.read_bytes()
+    plan.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    status, out, err = cli("inspect", engine)
+    assert (status, out) == (2, "")
+    assert f"{plan} was altered" in err
+    assert "make its artifact again" in err
+    (engine / "layers.json").write_text("{}")
+    plan.write_bytes(content)
+    assert "layers.json is no list of layers" in cli("inspect", engine)[2]
+
+
+def test_layers_on_a_terminal_are_those_that_multiply(engine_words, home):
+    made, words = engine_words
+    assert in_pipe(*words, "--out", made).status == 0
+    (engine,) = (made / "engines").iterdir()
+    layers = json.loads((engine / "layers.json").read_text())
+    shown = on_terminal("inspect", engine, columns=200).out
+    every = in_pipe("inspect", engine).out
+    products = [layer["name"] for layer in layers if layer["kind"] != "other"]
+    assert all(name in shown for name in products)
+    assert all(layer["name"] in every for layer in layers)
+    assert len(products) < len(layers)
+
+
+def test_store_lists_engines_and_prunes_them_with_the_artifacts(
+    cli, engine_words, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+    _, words = engine_words
+    cli(*words)
+    entries = json.loads(cli("store", "list", "--json")[1])
+    assert sorted(entry["kind"] for entry in entries) == ["artifact", "engine"]
+    engine = next(entry for entry in entries if entry["kind"] == "engine")
+    assert engine["source"].startswith("model.onnx (sha256 ")
+    assert engine["state"] == "ok"
+    assert "model.onnx (sha256 " in cli("store", "list")[1]
+    assert "Nothing to remove." in cli("store", "prune", "--max-size", "20GB")[1]
+    before = Store().size_bytes()
+    said = json.loads(cli("store", "prune", "--all", "--json")[1])
+    assert {entry["kind"] for entry in said["removed"]} == {"artifact", "engine"}
+    assert said["freed_bytes"] == before
+    assert Store().size_bytes() == 0
+
+
+def test_provider_options_are_python_or_json_with_the_profiles_of_the_engines(cli, engine_words):
+    made, words = engine_words
+    cli(*words, "--out", made)
+    status, out, _ = cli("provider-options", made, "--provider", "tensorrt-rtx")
+    assert status == 0
+    scope = {}
+    exec(out, scope)
+    ((name, options),) = scope["providers"]
+    assert name == "NvTensorRTRTXExecutionProvider"
+    assert options["nv_profile_max_shapes"] == "x:8x64"
+    said = json.loads(cli("provider-options", made, "--provider", "tensorrt-rtx", "--json")[1])
+    assert said == {"provider": name, "provider_options": options}
+    classic = cli("provider-options", made, "--profile", "batch=1:2:3", "--json")[1]
+    assert json.loads(classic)["provider_options"]["trt_profile_opt_shapes"] == "x:2x64"
+    status, _, err = cli("provider-options", made, "--provider", "cuda")
+    assert status == 2
+    assert "builds no engines" in err
+
+
+def test_build_without_a_gpu_says_which_capabilities_there_are(cli, engine_words, monkeypatch):
+    from enginery.core.errors import ProviderError
+
+    def none():
+        raise ProviderError("no GPU can be used.")
+
+    monkeypatch.setattr("enginery.runtime.tensorrt.capabilities.visible_gpus", none)
+    _, words = engine_words
+    status, _, err = cli(*words[:-2])
+    assert status == 2
+    assert "capability 'current' is that of this machine's GPU" in err
+    assert "--capability 8.9" in err
+
+
+# A run
+
+
+def test_run_in_a_pipe_is_aligned_lines_without_escapes(tiny, home):
+    words = ("run", "--model", tiny, "--task", "text-classification", "--quiet")
+    found = in_pipe(*words, FORCE_COLOR="1")
+    assert (found.status, found.err) == (0, "")
+    assert "\x1b" not in found.out
+    assert "─" not in found.out
+    sections = [part.splitlines() for part in found.out.strip().split("\n\n")]
+    assert [lines[0] for lines in sections] == ["Made", "Stages", "Answers"]
+    facts = dict(line.split("  ", 1) for line in sections[0][1:])
+    assert Artifact.open(facts["where"].strip()).path.parent == home / "artifacts"
+    header, export, validate = sections[1][1:]
+    for column in ("result", "max abs error", "allowed", "cosine", "provider"):
+        start_of = header.index(column)
+        assert export[start_of - 2 : start_of] == validate[start_of - 2 : start_of] == "  "
+    assert "passed" in validate
+    assert float(validate[header.index("max abs error") :].split()[0]) < 1e-3
+    assert float(validate[header.index("cosine") :].split()[0]) > 0.999
+    assert validate.endswith("cpu")
+    assert len(sections[2]) == 2 + 3, "the built-in sentences are asked of another model"
+
+
+def test_run_a_second_time_does_nothing_and_says_why(cli, tiny):
+    words = ("run", "--model", tiny, "--task", "text-classification")
+    cli(*words)
+    status, out, err = cli(*words)
+    assert status == 0
+    assert "export: nothing to do" in err
+    assert "validate: nothing to do" in err
+    assert "made earlier" in out
+    assert "passed earlier" in out
+    _, out, _ = cli(*words, "--json")
+    assert [stage["worked"] for stage in json.loads(out)["stages"]] == [False, False]
+
+
+def test_failed_check_in_a_run_marks_both_copies_and_answers_nothing(cli, tiny, tmp_path):
+    strict = {"validate": {"max_abs_error": 1e-12, "seed": 5}}
+    made = recipe(
+        tmp_path / "r.yaml",
+        tiny,
+        {"export": {"task": "text-classification"}},
+        strict,
+        out="out",
+        ask=["hello"],
+    )
+    for _ in range(2):  # the second time from the verdict that is there
+        status, out, err = cli("run", made, "--json")
+        said = json.loads(out)
+        assert status == 1
+        assert said["answers"] == []
+        assert "failed its validation" in err
+    assert said["artifact"] == str(tmp_path / "out")
+    assert Artifact.open(tmp_path / "out").failed()
+    key = Artifact.open(tmp_path / "out").manifest.stages[0].key
+    stored = [e.artifact for e in Store().entries() if e.artifact]
+    alike = [a for a in stored if [stage.key for stage in a.manifest.stages] == [key]]
+    assert [a.failed() is not None for a in alike] == [True]
+
+    status, out, _ = cli("run", made, "--allow-failed", "--json")
+    said = json.loads(out)
+    assert (status, len(said["stages"])) == (1, 2)
+    assert len(said["answers"]) == 1
+
+
+def test_builtin_sentences_wear_the_models_own_mask(cli, tiny_model):
+    model = tiny_model("roberta", "fill-mask")
+    status, out, _ = cli("run", "--model", model, "--task", "fill-mask", "--json")
+    answers = json.loads(out)["answers"]
+    assert status == 0
+    assert len(answers) == 3
+    assert all(answer["input"].endswith(" <mask>.") for answer in answers)
+    assert all(len(answer["masks"]) == 1 for answer in answers)
+
+
+def test_questions_are_skipped_with_a_line_and_refused_when_asked(cli, tiny_model):
+    words = (
+        "run",
+        "--model",
+        tiny_model("bert", "question-answering"),
+        "--task",
+        "question-answering",
+    )
+    status, out, err = cli(*words, "--json")
+    assert (status, json.loads(out)["answers"]) == (0, [])
+    assert "ask: skipped, question-answering" in err
+    status, _, err = cli(*words, "--ask", "Who?")
+    assert status == 2
+    assert "question-answering is not answered from single texts" in err
+
+
+def test_images_are_asked_by_path_alone(cli, tiny_model, tmp_path):
+    from PIL import Image
+
+    words = (
+        "run",
+        "--model",
+        tiny_model("vit", "image-classification"),
+        "--task",
+        "image-classification",
+        "--json",
+    )
+    status, out, err = cli(*words)
+    assert (status, json.loads(out)["answers"]) == (0, [])
+    assert "ask" not in err
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "red.png")
+    (answer,) = json.loads(cli(*words, "--ask", tmp_path / "red.png")[1])["answers"]
+    assert {label["label"] for label in answer["labels"]} == {"cat", "boat", "tree"}
+
+
+# A terminal
+
+
+def test_terminal_shows_the_worst_case_of_each_output_and_v_shows_all(tiny_model):
+    model = str(tiny_model("t5", "text2text-generation"))
+    artifact = export_model(model, task="text2text-generation-with-past")
+    report = validate_model(artifact)
+    cases = sum(len(case.outputs) for case in report.cases)
+    graphs = artifact.manifest.graphs
+    kinds = sum(len({re.sub("[0-9]", "", spec.name) for spec in g.outputs}) for g in graphs)
+
+    shown = on_terminal("validate", artifact.path).out
+    assert shown.count(" ok") == kinds < cases / 5
+    for graph in graphs:
+        assert f"{graph.file} against PyTorch" in shown
+    assert "present.*.decoder.key  " in shown, "not folded"
+    assert f"{report.worst()[1].max_abs:.1e}" in shown
+    assert on_terminal("validate", artifact.path, "-v").out.count(" ok") == cases
+    assert in_pipe("validate", artifact.path).out.count(" ok") == cases
+
+
+def test_validation_table_says_what_failed_and_what_was_not_compared(exported):
+    report = validate_model(exported("bert", "text-classification"))
+    first, second, third, *rest = report.cases
+    (output,) = first.outputs
+    wrong = dataclasses.replace(output, max_abs=2 * output.limit, problem="largest error …")
+    cases = [
+        dataclasses.replace(first, outputs=[wrong]),
+        dataclasses.replace(second, outputs=[], problem="ONNX Runtime fails"),
+        dataclasses.replace(third, outputs=[], skipped="too long for PyTorch"),
+        *rest,
+    ]
+    report = dataclasses.replace(report, cases=cases)
+    ((_, few),) = render.validation_tables(report, every=False).items()
+    assert [row["verdict"] for row in few] == ["failed", "ONNX Runtime fails"]
+    assert few[0]["worst input"] == f"{first.kind}: {first.name}"
+    ((_, every),) = render.validation_tables(report, every=True).items()
+    assert len(every) == len(report.cases)
+    assert "skipped: too long for PyTorch" in [row["verdict"] for row in every]
+    assert "skipped: 1 inputs that PyTorch rejects or no engine takes" in render.report_lines(
+        report
+    )
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_tables_on_a_terminal_fit_and_keep_numbers_whole(tiny, columns):
+    words = ("run", "--model", tiny, "--task", "text-classification", "--quiet")
+    found = on_terminal(*words, columns=columns)
+    assert found.status == 0
+    assert max(map(len, found.out.splitlines())) <= columns
+    assert "─" in found.out
+    lines = found.out.splitlines()
+    header = next(line for line in lines if "max abs error" in line)
+    row = next(line for line in lines if line.startswith("validate"))
+    assert float(row[header.index("max abs error") :].split()[0]) < 1e-3
+    assert float(row[header.index("cosine") :].split()[0]) > 0.999
+
+
+def test_long_names_fold_and_short_columns_do_not(exported):
+    made = exported("bert", "text-classification")
+    shown = on_terminal("store", "list").out
+    assert max(map(len, shown.splitlines())) <= 80
+    row = next(line for line in shown.splitlines() if line.startswith(made.path.name[:8]))
+    assert re.search(r"\d B|\d [kMG]B", row)
+    assert re.search(r"20\d\d-\d\d-\d\d", row)
+    folded = "".join(line.split("  ")[0] for line in shown.splitlines())
+    assert made.path.name in folded
+
+
+def test_crowded_table_breaks_its_long_columns_alone(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "74")
+    long = dict.fromkeys("abc", "many words " * 4)
+    console = Console()
+    monkeypatch.setattr(Console, "is_terminal", True)
+    console.table("Crowded", [{**long, "result": "passed earlier", "time": "12 345 678 s"}])
+    out = capsys.readouterr().out
+    assert "passed earlier  12 345 678 s" in out
+    assert max(map(len, out.splitlines())) <= 74
+
+
+def test_a_profile_is_printed_as_it_is_written(monkeypatch, capsys):
+    """`:100:` is also the name of a picture."""
+    monkeypatch.setattr(Console, "is_terminal", True)
+    console, profile = Console(), "batch=1:100:512"
+    console.line(profile)
+    console.say(profile)
+    console.table("Profiles", [{"profile": profile}])
+    shown = capsys.readouterr()
+    assert shown.out.count(profile) == 2
+    assert shown.err.count(profile) == 1
+
+
+def test_narrow_terminal_gets_a_line_a_cell(tiny):
+    words = ("run", "--model", tiny, "--task", "text-classification", "--quiet")
+    shown = on_terminal(*words, columns=40).out
+    assert "max abs error: " in shown
+    assert "cosine: 1.0000" in shown
+
+
+def test_no_color_and_a_pipe_have_no_colours():
+    coloured = on_terminal("doctor").raw
+    plain = on_terminal("doctor", NO_COLOR="1").raw
+    assert b"\x1b[32m" in coloured
+    assert b"\x1b[3" not in plain
+    assert b"\x1b" not in in_pipe("doctor", FORCE_COLOR="1").raw
+
+
+def test_ascii_terminal_shows_what_it_can(tiny):
+    words = ("run", "--model", tiny, "--task", "text-classification", "--ask", "Größe 水 🎉")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    found = in_pipe(*words, **ascii_only)
+    assert found.status == 0, found.err
+    assert "Gr\\xf6\\xdfe" in found.out
+    found.raw.decode("ascii")
+    found = in_pipe(*words, "--json", **ascii_only)
+    assert json.loads(found.raw.decode("ascii"))["answers"][0]["input"] == "Größe 水 🎉"
+
+
+# Ends
+
+
+def without_reader(*words):
+    with start(*words) as child:
+        child.stdout.close()
+        err = child.stderr.read()
+    return child.returncode, err
+
+
+def test_reader_that_goes_away_is_not_an_error(tiny, home):
+    for words in (("store", "path"), ("store", "path", "--json")):
+        assert without_reader(*words) == (0, b"")
+
+
+def test_reader_that_goes_away_does_not_change_the_answer(artifact):
+    words = ("validate", artifact, "--max-abs-error", "1e-12", "--quiet")
+    assert in_pipe(*words).status == 1
+    status, err = without_reader(*words)
+    assert status == 1
+    assert err.startswith(b"error: ")
+    assert err.count(b"\n") == 1
+
+
+def test_full_disk_under_the_output_is_an_error_in_words():
+    for words in (("store", "path"), ("store", "path", "--json")):
+        with Path("/dev/full").open("wb") as full, start(*words, stdout=full.fileno()) as child:
+            err = child.stderr.read()
+        assert (child.returncode, err) == (2, b"error: No space left on device.\n")
+
+
+def test_interrupt_is_status_130_without_traceback_and_leaves_no_exporter(tiny, tmp_path):
+    with start("export", tiny, ENGINERY_HOME=str(tmp_path)) as child:
+        while line := child.stderr.readline():
+            if b"loading PyTorch" in line:
+                break
+        exporters = psutil.Process(child.pid).children(recursive=True)
+        for exporter in exporters:
+            exporter.suspend()  # so that it cannot end by itself
+        os.kill(child.pid, signal.SIGINT)
+        out, err = child.stdout.read(), child.stderr.read()
+    assert exporters
+    assert child.returncode == 130
+    assert err == b"error: interrupted.\n"
+    assert out == b""
+    _, alive = psutil.wait_procs(exporters, timeout=10)
+    for exporter in alive:
+        exporter.kill()
+    assert not alive
+    assert not list((tmp_path / "artifacts").glob("*"))
+
+
+def test_module_and_script_are_the_same_command():
+    script = Path(sys.executable).parent / "enginery"
+    said = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert in_pipe("--version").out == said.stdout
+
+
+HOSTILE = "a\x1b]52;c;eA==\x07b\rc\x9b31md\x85e\x7f"
+SHOWN = "a\\x1b]52;c;eA==\\x07b\\x0dc\\x9b31md\\x85e\\x7f"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_control_characters_of_a_file_reach_nobodys_terminal(monkeypatch, capsys, is_terminal):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(Console, "is_terminal", is_terminal)
+    console = Console()
+    console.line(HOSTILE)
+    console.table(HOSTILE, [{HOSTILE: HOSTILE, "n": 1}])
+    console.table("Facts", [{"what": HOSTILE, "value": f"one{HOSTILE}\ntwo"}])
+    console.say(HOSTILE)
+    console.error(EngineryError(HOSTILE, do=HOSTILE))
+    shown = capsys.readouterr()
+    for text, times in ((shown.out, 6), (shown.err, 3)):
+        assert text.count(SHOWN) == times
+        assert all(c.isprintable() or c == "\n" for c in text)
+    assert "\\ntwo" in shown.out
+
+
+def test_control_characters_are_their_own_in_json(capsys):
+    Console(as_json=True).json({HOSTILE: [HOSTILE]})
+    out = capsys.readouterr().out
+    assert all(c.isprintable() or c == "\n" for c in out)
+    assert json.loads(out) == {HOSTILE: [HOSTILE]}
+
+
+def test_progress_is_no_markup(monkeypatch, capsys):
+    """A model's name may look like rich's, which would end the command."""
+    monkeypatch.setenv("COLUMNS", "200")
+    console = Console()
+    monkeypatch.setattr(console._err, "_force_terminal", True)
+    monkeypatch.setattr(console._err, "is_interactive", True)
+    with console.task(f"exporting [/b]{HOSTILE}") as advance:
+        advance()
+    shown = capsys.readouterr().err
+    assert SHOWN in shown
+    assert "\x1b]52" not in shown
+
+
+def test_inspect_shows_a_hostile_manifest_without_its_control_characters(cli, tmp_path):
+    made = make(tmp_path / "made").path
+    edit_manifest(made, task=HOSTILE, precision=f"{HOSTILE}\nvalidate passed")
+    status, out, _ = cli("inspect", made, "-v")
+    assert status == 0
+    assert SHOWN in out
+    assert "\\nvalidate passed" in out
+    assert all(c.isprintable() or c == "\n" for c in out)
+    status, out, _ = cli("inspect", made, "--json")
+    assert json.loads(out)["task"] == HOSTILE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dims": ["batch", 10**12]}, {"dims": ["batch", -5]}, {"name": HOSTILE}, {"dims": [HOSTILE]}],
+)
+def test_inspect_says_which_of_a_manifests_dims_no_graph_has(cli, tmp_path, change):
+    made = make(tmp_path / "made").path
+    graphs = json.loads((made / "manifest.json").read_text())["graphs"]
+    graphs[0]["inputs"][0].update(change)
+    edit_manifest(made, graphs=graphs)
+    status, _, err = cli("inspect", made, "--placement")
+    assert status == 2
+    assert "manifest.json is damaged: graphs.0.inputs.0." in err
+    assert "Make it again" in err
+
+
+@pytest.mark.parametrize(
+    ("dims", "said"), [(["batch", 2**31 - 1], "elements"), (["²", "sequence"], "")]
+)
+def test_placement_with_dims_of_another_graph_is_no_traceback(cli, artifact, dims, said):
+    graphs = json.loads((artifact / "manifest.json").read_text())["graphs"]
+    graphs[0]["inputs"][0]["dims"] = dims
+    edit_manifest(artifact, graphs=graphs)
+    status, _, err = cli("inspect", artifact, "--placement")
+    assert (status, said in err) == (2 if said else 0, True)
+
+
+@pytest.mark.parametrize("layers", ["[{}]", "[" * 200_000, '[{"name": 3}]', "{", "3"])
+def test_inspect_says_that_a_list_of_layers_is_damaged(cli, tmp_path, layers):
+    artifact = make(tmp_path / "made")
+    record = engine_record(artifact)
+    engine = write_engine(artifact.path / "engines" / record.directory_name, record)
+    assert cli("inspect", engine, "-v")[0] == 0
+    (engine / "layers.json").write_text(layers)
+    commit_artifact(artifact.path, artifact.manifest)
+    for words in ((engine,), (engine, "-v"), (engine, "--json"), (artifact.path,)):
+        status, _, err = cli("inspect", *words)
+        assert (status, "layers.json is no list of layers" in err) == (2, True)
+
+
+def test_inspect_says_that_a_number_of_bytes_is_none(cli, tmp_path):
+    made = make(tmp_path / "made").path
+    stages = json.loads((made / "manifest.json").read_text())["stages"]
+    edit_manifest(made, stages=[{**stages[0], "peak_rss_bytes": 10**400}])
+    status, _, err = cli("inspect", made, "-v")
+    assert (status, "stages.0.peak_rss_bytes" in err) == (2, True)

@@ -1,0 +1,235 @@
+"""A child process answers, fails in words, and never outlives the process that asked it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from enginery.core.errors import ExportError, ShapeError, SourceError
+from enginery.core.subprocess import ask_child, how_it_ended, run_child
+
+ROOT = str(Path(__file__).parents[2])
+
+CHILD = """
+import os, sys, time
+from enginery.core.subprocess import answer_parent
+from enginery.core.errors import ShapeError, SourceError
+def answer(request):
+    match request["do"]:
+        case "double":
+            print("\\x1ephase doubling", flush=True)
+            print("a warning", flush=True)
+            return {"value": 2 * request["value"]}
+        case "source":
+            raise SourceError("no such model.", do="Name another.")
+        case "shape":
+            raise ShapeError("a dim does not fit.")
+        case "bug":
+            raise ValueError("first line\\nsecond line")
+        case "crash":
+            os.kill(os.getpid(), 11)
+        case "leave":
+            sys.stdout.write("last words")
+            sys.stdout.flush()
+            os._exit(3)
+answer_parent(answer, what="{do}: work")
+"""
+
+# Says its process id, then is busy in the interpreter's lock or out of it, for ten minutes.
+BUSY = """
+import re, sys, time
+from enginery.core.subprocess import end_with_parent
+end_with_parent()
+import os
+print(os.getpid(), flush=True)
+if sys.argv[1] == "locked":
+    re.match(r"(a+)+$", "a" * 64 + "b")  # C code that keeps the lock
+time.sleep(600)
+"""
+
+PARENT = """
+import sys
+from enginery.core.subprocess import run_child
+run_child("busy", sys.argv[1], heard=lambda line: print(line, end="", flush=True))
+"""
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """The directory of the modules `child` and `busy`, which child processes import."""
+    (tmp_path / "child.py").write_text(CHILD)
+    (tmp_path / "busy.py").write_text(BUSY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), ROOT]))
+    return tmp_path
+
+
+def ask(modules, do, **options):
+    return ask_child(
+        "child",
+        {"do": do, "value": 21},
+        log=modules / "logs" / "child.log",
+        what="working",
+        error=ExportError,
+        **options,
+    )
+
+
+def test_answer_comes_back_and_what_is_said_is_heard_or_logged(modules):
+    heard = []
+
+    def phases(line):
+        if line.startswith("\x1ephase "):
+            heard.append(line)
+            return True
+        return False
+
+    assert ask(modules, "double", heard=phases) == {"value": 42}
+    assert heard == ["\x1ephase doubling\n"]
+    assert (modules / "logs" / "child.log").read_text() == "a warning\n"
+
+
+def test_expected_error_keeps_its_kind_where_it_is_asked_for(modules):
+    with pytest.raises(SourceError, match=r"no such model\. Name another\.") as found:
+        ask(modules, "source", kinds=(SourceError,))
+    assert (found.value.message, found.value.do) == ("no such model.", "Name another.")
+    with pytest.raises(ExportError, match=r"a dim does not fit\. The whole log: .*child\.log"):
+        ask(modules, "shape", kinds=(SourceError,))
+    with pytest.raises(ShapeError):
+        ask(modules, "shape", kinds=(SourceError, ShapeError))
+
+
+def test_bug_is_an_error_of_one_line_and_a_traceback_in_the_log(modules):
+    with pytest.raises(ExportError) as found:
+        ask(modules, "bug")
+    assert found.value.message == "bug: work failed in ValueError: first line"
+    assert "Traceback" in (modules / "logs" / "child.log").read_text()
+
+
+def test_crash_names_the_signal_and_where_the_last_words_are(modules):
+    with pytest.raises(ExportError, match=r"working: the process crashed with signal 11\. Its"):
+        ask(modules, "crash")
+    with pytest.raises(ExportError, match=r"the process ended with status 3\..*child\.log"):
+        ask(modules, "leave")
+    assert (modules / "logs" / "child.log").read_text() == "last words"
+
+
+def test_module_that_cannot_be_imported_is_an_error(modules):
+    with pytest.raises(ExportError, match="ended with status 1"):
+        ask_child("no_such_module", {}, log=modules / "a.log", what="x", error=ExportError)
+    assert "No module named" in (modules / "a.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(-9, "killed (signal 9); the usual"), (-11, "crashed with signal 11"), (2, "with status 2")],
+)
+def test_status_in_words(status, words):
+    assert words in how_it_ended(status)
+
+
+def is_running(process):
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(process, seconds=60):
+    deadline = time.monotonic() + seconds
+    while is_running(process) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_running(process)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks processes up in /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("busy", ["sleeping", "locked"])
+def test_child_ends_with_its_parent_however_that_ends(modules, number, busy):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, busy],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    child = int(parent.stdout.readline())
+    try:
+        assert is_running(child)
+        os.kill(parent.pid, number)  # the parent alone, not its group
+        parent.communicate()
+        assert parent.returncode != 0
+        assert wait_until_gone(child)
+    finally:
+        for process in (parent.pid, child):
+            if is_running(process):
+                os.kill(process, signal.SIGKILL)
+
+
+def test_child_that_finds_its_parent_gone_ends_at_once(modules):
+    theirs, ours = os.pipe()
+    os.close(ours)
+    ended = subprocess.run(
+        [sys.executable, "-m", "busy", "sleeping"],
+        pass_fds=(theirs,),
+        check=False,
+        env={**os.environ, "ENGINERY_PARENT_PIPE": str(theirs)},
+        capture_output=True,
+    )
+    os.close(theirs)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGIO, b"")
+
+
+def test_child_of_a_thread_that_blocks_signals_still_ends(modules):
+    code = (
+        "import signal, threading, sys\n"
+        "def work():\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))\n"
+        + "".join(f"    {line}\n" for line in PARENT.strip().splitlines())
+        + "threading.Thread(target=work).start()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, "sleeping"], stdout=subprocess.PIPE, text=True
+    )
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    assert wait_until_gone(child)
+
+
+def test_error_while_listening_ends_the_child(modules):
+    heard = []
+
+    def interrupted(line):
+        heard.append(int(line))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_child("busy", "sleeping", heard=interrupted)
+    assert wait_until_gone(heard[0])
+
+
+def test_two_children_at_once_do_not_hold_each_others_pipes(modules):
+    code = (
+        "import threading\nfrom enginery.core.subprocess import run_child\n"
+        "def work():\n"
+        "    run_child('busy', 'sleeping', heard=lambda line: print(line, end='', flush=True))\n"
+        "for _ in range(2):\n    threading.Thread(target=work).start()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    children = [int(parent.stdout.readline()) for _ in range(2)]
+    parent.kill()
+    parent.communicate()
+    assert all(wait_until_gone(child) for child in children)
+
+
+def test_worker_run_by_hand_answers_too(modules):
+    (modules / "request.json").write_text(json.dumps({"do": "double", "value": 4}))
+    words = [sys.executable, "-m", "child", modules / "request.json", modules / "result.json"]
+    assert subprocess.run(words, check=False, stdin=subprocess.DEVNULL).returncode == 0
+    assert json.loads((modules / "result.json").read_text()) == {"value": 8}

@@ -1,0 +1,242 @@
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+
+from enginery.core.errors import InputError, OptionError
+from enginery.core.options import options_from
+from enginery.quantize.calibration.data import make_batches, read_data
+from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.labels import index_labels
+from enginery.runtime import sample_inputs as real_inputs
+from enginery.runtime.text.tokenizer import TextTokenizer
+from tests.tiny import TEXT
+
+
+@pytest.fixture
+def bert(tiny):
+    return tiny("bert", "text-classification")
+
+
+@pytest.fixture
+def vit(tiny):
+    return tiny("vit", "image-classification")
+
+
+def read(artifact, given=None, **options):
+    return read_data(artifact, options_from(QuantizeConfig, "quantize", options), given)
+
+
+def split(artifact, data):
+    return make_batches(artifact, artifact.manifest.graphs[0], data, seed=0)
+
+
+def test_ragged_texts_are_never_padded(bert):
+    texts = [" ".join(["engine"] * (1 + i % 7)) for i in range(40)]
+    calibrating, held_out = split(bert, read(bert, texts))
+    for batch in [*calibrating, *held_out]:
+        assert batch.load()["attention_mask"].all()
+
+
+def test_rows_that_measure_do_not_calibrate(bert):
+    calibrating, held_out = split(bert, read(bert, [f"text {i}" for i in range(40)]))
+    first = {row for batch in calibrating for row in batch.rows}
+    second = {row for batch in held_out for row in batch.rows}
+    assert not first & second
+    assert first | second == set(range(40))
+    assert len(second) == 10
+
+
+@pytest.mark.parametrize("name", ["csv", "jsonl", "parquet", "txt"])
+def test_files_of_every_kind_give_the_same_texts(bert, tmp_path, name):
+    path = tmp_path / f"data.{name}"
+    table = pa.table({"text": TEXT})
+    if name == "csv":
+        pyarrow.csv.write_csv(table, path)
+    elif name == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif name == "jsonl":
+        path.write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXT), encoding="utf-8")
+    else:
+        path.write_text("\n".join(TEXT), encoding="utf-8")
+    assert read(bert, calibration=str(path)).items == tuple(TEXT)
+
+
+def test_a_generator_is_read_up_to_the_rows_and_no_further(bert):
+    source = (f"text {i}" for i in range(1000))
+    assert len(read(bert, source, rows=16).items) == 16
+    assert next(source) == "text 16"
+
+
+def test_no_inputs_are_refused_unless_made_up_ones_are_allowed(bert):
+    with pytest.raises(OptionError, match="no calibration inputs"):
+        read(bert)
+    assert read(bert, allow_random=True).kind == "random"
+
+
+def test_ranges_need_no_inputs(bert):
+    assert read(bert, ranges="somewhere") is None
+
+
+@pytest.mark.parametrize("given", ["one text", {"input_ids": np.zeros((1, 4))}])
+def test_one_input_in_place_of_many_is_an_error(bert, given):
+    with pytest.raises(InputError, match="expected an iterable"):
+        read(bert, given)
+
+
+def test_inputs_of_several_kinds_are_an_error(bert):
+    with pytest.raises(InputError, match="several kinds: images, texts"):
+        read(bert, ["text", np.zeros((4, 4, 3), np.uint8)])
+
+
+def test_the_key_follows_the_content(bert):
+    assert read(bert, ["a", "b"]).sha256 == read(bert, ["a", "b"]).sha256
+    assert read(bert, ["a", "b"]).sha256 != read(bert, ["ab", ""]).sha256
+
+
+def feeds(bert, shape=(1, 4), **more):
+    names = [spec.name for spec in bert.manifest.graphs[0].inputs]
+    return {**{name: np.ones(shape) for name in names}, **more}
+
+
+def test_mappings_of_the_graphs_own_inputs_are_fed_as_they_are(bert):
+    data = read(bert, [feeds(bert), feeds(bert, (2, 3))])
+    assert (data.kind, data.description) == ("feeds", "2 feeds")
+    calibrating, _ = split(bert, data)
+    assert [batch.load()["input_ids"].shape for batch in calibrating] == [(1, 4), (2, 3)]
+    assert calibrating[0].load()["input_ids"].dtype == np.int64
+
+
+def test_feeds_with_other_names_are_an_error(bert):
+    calibrating, _ = split(bert, read(bert, [feeds(bert), {"pixels": np.zeros((1, 4))}]))
+    with pytest.raises(InputError, match="pixels, expected the graph's inputs input_ids"):
+        calibrating[1].load()
+
+
+def test_feeds_without_their_batch_dim_are_an_error(bert):
+    calibrating, _ = split(bert, read(bert, [feeds(bert, (4,))]))
+    with pytest.raises(
+        InputError, match=r"input_ids of shape \(4,\), expected \(batch, sequence\)"
+    ):
+        calibrating[0].load()
+
+
+def test_texts_are_tokenized_when_their_batch_is_loaded(bert, monkeypatch):
+    monkeypatch.setattr(real_inputs, "_TOKENIZED", 8)
+    kept = []
+    encode = TextTokenizer.encode
+
+    def counted(self, texts):
+        found = encode(self, texts)
+        kept.append(len(found))
+        return found
+
+    monkeypatch.setattr(TextTokenizer, "encode", counted)
+    calibrating, _ = split(bert, read(bert, TEXT * 8))
+    assert max(kept) == 8, "never all at one time"
+    kept.clear()
+    feeds = calibrating[0].load()
+    assert kept == [len(calibrating[0].rows)]
+    texts = [(TEXT * 8)[row] for row in calibrating[0].rows]
+    assert feeds["attention_mask"].sum(axis=1).tolist() == [
+        len(encoding.ids) for encoding in encode(TextTokenizer.open(bert.path), texts)
+    ]
+
+
+def test_more_rows_of_one_length_do_not_make_larger_batches(bert):
+    few, many = (
+        max(batch.load()["input_ids"].size for batch in split(bert, read(bert, TEXT * count))[0])
+        for count in (8, 40)
+    )
+    assert many <= max(few, 512)
+
+
+def test_a_lone_surrogate_is_named(bert):
+    with pytest.raises(InputError, match="text 1 contains a lone surrogate"):
+        read(bert, ["a", "\ud800"])
+
+
+def test_labels_need_rows_that_have_them(bert, vit, tmp_path):
+    with pytest.raises(OptionError, match="'label', but the inputs are texts"):
+        read(bert, TEXT, label_column="label")
+    with pytest.raises(OptionError, match="a folder of images has no columns"):
+        read(vit, calibration=str(tmp_path), label_column="label")
+
+
+def test_a_graph_that_takes_neither_texts_nor_images_says_what_it_takes(tiny, tmp_path):
+    audio = tiny("wav2vec2", "audio-classification")
+    with pytest.raises(InputError, match="the graph takes input_values"):
+        read(audio, calibration=str(tmp_path / "a.csv"))
+    with pytest.raises(
+        InputError, match=r"rows cannot be used.*exactly these arrays: input_values"
+    ):
+        read(audio, [{"audio": [0.5]}])
+
+
+LABELS = {"calm": 0, "angry": 1, "glad": 2}
+
+
+def test_labels_are_names_or_indices():
+    found = index_labels(["glad", "1", 0, np.int64(2), 1.0, True], LABELS, where="here")
+    assert found == [2, 1, 0, 2, 1, 1]
+
+
+@pytest.mark.parametrize("label", ["happy", 3, -1, None, 1.5, "2²"])
+def test_a_label_that_the_model_does_not_know_is_an_error(label):
+    with pytest.raises(InputError, match=r"here: the label .* Its labels: calm, angry, glad\."):
+        index_labels([0, label], LABELS, where="here")
+
+
+def test_the_nearest_label_is_named():
+    with pytest.raises(InputError, match="did you mean 'glad'"):
+        index_labels(["gladd"], LABELS, where="here")
+
+
+def test_names_decide_where_the_source_orders_its_labels_otherwise():
+    assert index_labels([0, 1, 2], LABELS, where="", names=("glad", "calm", "angry")) == [2, 0, 1]
+    assert index_labels([0, 2], LABELS, where="", names=("bad", "fair", "good")) == [0, 2]
+    assert index_labels([0, 1], {}, where="", names=("bad", "good")) == [0, 1]
+    with pytest.raises(InputError, match="the label 'sad' is not"):
+        index_labels([0, 1], LABELS, where="", names=("glad", "sad"))
+
+
+def test_inputs_that_differ_have_different_digests(bert):
+    assert read(bert, ["a\0b"]).sha256 != read(bert, ["a", "b"]).sha256
+    ids = np.zeros((1, 4), np.int64)
+    names = [spec.name for spec in bert.manifest.graphs[0].inputs]
+    feeds = [dict.fromkeys(names, ids)]
+    wide = [dict.fromkeys(names, ids.view(np.float64))]
+    assert read(bert, feeds).sha256 != read(bert, wide).sha256
+
+
+def test_a_folder_of_images_that_is_moved_is_the_same(vit, tmp_path):
+    from PIL import Image
+
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", (40, 40), (7, 8, 9)).save(tmp_path / folder / "one.png")
+    first, second = (read(vit, calibration=str(tmp_path / f)).sha256 for f in ("a", "b"))
+    assert first == second
+
+
+def save_arrays(path, names, rows=12):
+    ids = np.arange(rows * 4).reshape(rows, 4) % 7
+    np.savez(path, **dict.fromkeys(names, ids))
+    return ids
+
+
+def test_arrays_of_a_file_are_rows_of_the_graphs_own_inputs(bert, tmp_path):
+    names = [spec.name for spec in bert.manifest.graphs[0].inputs]
+    path = tmp_path / "feeds.npz"
+    ids = save_arrays(path, names)
+    data = read(bert, calibration=str(path), rows=3)
+    assert (data.kind, data.description) == ("feeds", "feeds.npz: 3 rows of arrays")
+    calibrating, _ = split(bert, data)
+    assert [batch.load()["input_ids"].tolist() for batch in calibrating] == [
+        ids[row : row + 1].tolist() for row in (0, 4, 8)
+    ]
+    with pytest.raises(OptionError, match="arrays have no columns"):
+        read(bert, calibration=str(path), label_column="label")

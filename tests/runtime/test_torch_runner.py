@@ -1,0 +1,141 @@
+"""The reference answers as transformers does, and rejects in words."""
+
+import numpy as np
+import pytest
+
+from enginery.core.errors import ArtifactError, ExportError, InputError
+from enginery.core.model.feeds import FeedLimits, make_feeds
+from enginery.core.model.source import resolve_record
+from enginery.runtime.torch_runner import TorchRunner, load_pytorch
+from tests.tolerances import OUTPUTS
+
+
+def runner(artifact, **options):
+    return TorchRunner(resolve_record(artifact.manifest.source), artifact.manifest, **options)
+
+
+def feeds_for(artifact, graph=0, **sizes):
+    record = artifact.manifest.graphs[graph]
+    limits = FeedLimits(vocab_size=90, type_vocab_size=2)
+    return make_feeds(record.inputs, {"batch": 2, "sequence": 7, **sizes}, limits, seed=0)
+
+
+@pytest.fixture
+def bert(exported):
+    return exported("bert", "text-classification")
+
+
+def test_answers_are_transformers_own(bert, tiny_model):
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    feeds = feeds_for(bert)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tiny_model("bert", "text-classification")
+    ).eval()
+    with torch.no_grad():
+        expected = model(**{name: torch.tensor(array) for name, array in feeds.items()})
+    with runner(bert) as reference:
+        found = reference(feeds)
+    assert list(found) == ["logits"]
+    assert found["logits"].dtype == np.float32
+    np.testing.assert_allclose(found["logits"], expected.logits.numpy(), atol=OUTPUTS)
+
+
+def test_precisions_differ_by_about_their_roundoff(bert):
+    feeds = feeds_for(bert)
+    answers = {}
+    for precision in ("fp64", "fp32", "fp16", "bf16"):
+        with runner(bert, precision=precision) as reference:
+            answers[precision] = reference(feeds)["logits"]
+    assert answers["fp64"].dtype == np.float64
+    assert answers["bf16"].dtype == np.float32, "numpy has no bfloat16"
+    errors = [np.abs(answers[p] - answers["fp64"]).max() for p in ("fp32", "fp16", "bf16")]
+    assert errors == sorted(errors)
+    assert 0 < errors[0] < 1e-4 < errors[1] < errors[2] < 1
+
+
+def test_inputs_that_the_model_rejects_are_an_error_with_their_shapes(bert):
+    with (
+        runner(bert) as reference,
+        pytest.raises(InputError, match=r"PyTorch rejects the inputs input_ids \(2, 200\)"),
+    ):
+        reference(feeds_for(bert, sequence=200))
+
+
+def test_unknown_graph_names_the_known_ones(bert):
+    with pytest.raises(ArtifactError, match=r"no graph 'x\.onnx', expected one of model\.onnx"):
+        runner(bert, graph="x.onnx")
+
+
+def test_model_that_cannot_be_loaded_is_an_error(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ExportError, match=r"PyTorch cannot load .* for fill-mask"):
+        load_pytorch(
+            tmp_path,
+            "fill-mask",
+            precision="fp32",
+            library="transformers",
+            pickled=False,
+            trust_remote_code=False,
+            device="cpu",
+        )
+
+
+def test_past_of_a_decoder_changes_its_answer_and_comes_back(tiny_model, home):
+    from enginery import export_model
+
+    source = tiny_model("gpt2", "text-generation")
+    artifact = export_model(str(source), task="text-generation-with-past")
+    feeds = feeds_for(artifact, past_sequence=5)
+    with runner(artifact) as reference:
+        assert reference.notes == ["the reference is PyTorch through Optimum's submodels"]
+        found = reference(feeds)
+        past = {n: np.zeros_like(a) if n.startswith("past_") else a for n, a in feeds.items()}
+        other = reference(past)
+    key = feeds["past_key_values.0.key"]
+    assert found["present.0.key"].shape == (2, 4, 12, 8)
+    np.testing.assert_array_equal(found["present.0.key"][:, :, :5], key)
+    assert np.abs(found["logits"] - other["logits"]).max() > 1e-3
+
+
+def test_both_branches_of_a_merged_decoder_answer(tiny_model, home):
+    from enginery import export_model
+
+    source = tiny_model("t5", "text2text-generation")
+    artifact = export_model(str(source), task="text2text-generation-with-past")
+    files = [graph.file for graph in artifact.manifest.graphs]
+    index = files.index("decoder_model_merged.onnx")
+    sizes = {"encoder_sequence": 6, "decoder_sequence": 3, "past_decoder_sequence": 4}
+    feeds = feeds_for(artifact, graph=index, **sizes)
+    without = {**feeds, "use_cache_branch": np.zeros(1, bool)}
+    with runner(artifact, graph=files[index]) as reference:
+        assert reference(feeds)["present.0.decoder.key"].shape == (2, 4, 7, 8)
+        assert reference(without)["present.0.decoder.key"].shape == (2, 4, 3, 8)
+
+
+@pytest.mark.parametrize(
+    "kind", ["bert", "deberta-v2", "modernbert", "mpnet", "vit", "resnet", "swin"]
+)
+def test_weights_upcast_on_use_equal_fp64(tiny_model, kind, monkeypatch):
+    """A large model's weights are never in memory in FP64; its answers are the same."""
+    import torch
+
+    from enginery import export_model
+    from enginery.runtime import torch_runner as reference
+
+    task = "image-classification" if kind in ("vit", "resnet") else "feature-extraction"
+    artifact = export_model(str(tiny_model(kind, task)), task=task)
+    feeds = feeds_for(artifact, height=64, width=64)
+    with runner(artifact, precision="fp64") as whole:
+        expected = whole(feeds)
+    monkeypatch.setattr(reference, "_UPCAST_ON_USE_BYTES", 0)
+    with runner(artifact, precision="fp64") as widened:
+        assert widened._model.dtype == torch.float32
+        found = widened(feeds)
+    with runner(artifact) as narrow:
+        other = narrow(feeds)
+    for name, array in expected.items():
+        assert found[name].dtype == np.float64
+        np.testing.assert_allclose(found[name], array, rtol=1e-13, atol=1e-13)
+        assert np.abs(other[name] - array).max() > 1e-9, "FP32 would have shown"

@@ -1,0 +1,179 @@
+"""Texts become the same ids, types, masks and offsets as with transformers' tokenizers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from enginery.core.errors import ArtifactError, InputError
+from enginery.core.shapes import TensorSpec
+from enginery.runtime.text.batching import plan_batches
+from enginery.runtime.text.tokenizer import TextTokenizer, check_texts
+from tests.tiny import MAX_POSITIONS, TEXT_KINDS, save_tiny
+
+TEXTS = ["The Engine is warm, isn't it?", "", " über  Köln 引擎 x/y", "the [MASK] <mask> </s>"]
+INPUTS = tuple(
+    TensorSpec(name, "int64", ("batch", "sequence"))
+    for name in ("input_ids", "attention_mask", "token_type_ids")
+)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {kind: save_tiny(kind, "feature-extraction", root / kind) for kind in TEXT_KINDS}
+
+
+@pytest.mark.parametrize("kind", TEXT_KINDS)
+def test_feeds_equal_transformers(directories, kind):
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(directories[kind])(
+        TEXTS, padding=True, return_tensors="np", return_token_type_ids=True
+    )
+    tokenizer = TextTokenizer.open(directories[kind])
+    found = tokenizer.feeds(tokenizer.encode(TEXTS), INPUTS)
+    for name, array in found.items():
+        assert array.dtype == np.int64
+        np.testing.assert_array_equal(array, reference[name], err_msg=name)
+
+
+@pytest.mark.parametrize("kind", TEXT_KINDS)
+def test_texts_are_cut_at_the_positions_of_the_model(directories, kind, tmp_path):
+    import torch
+    from transformers import AutoModel
+
+    directory = shutil.copytree(directories[kind], tmp_path / kind)
+    _edit(directory / "tokenizer_config.json", model_max_length=int(1e30))
+    tokenizer = TextTokenizer.open(directory)
+    assert tokenizer.limit == MAX_POSITIONS
+    encoding = tokenizer.encode(["pump " * 500])[0]
+    assert len(encoding.ids) == MAX_POSITIONS
+    assert encoding.overflowing
+    model = AutoModel.from_pretrained(directories[kind]).eval()
+    ids = torch.tensor([encoding.ids])
+    with torch.no_grad():
+        model(input_ids=ids)  # the longest that the model takes
+        if kind not in ("deberta-v2", "modernbert"):  # relative positions have no hard end
+            with pytest.raises((IndexError, RuntimeError)):
+                model(input_ids=torch.cat([ids, ids[:, 1:2]], dim=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence", "limit"),
+    [
+        ({"model_max_length": 20}, {}, 20),
+        ({"model_max_length": 1e30}, {}, MAX_POSITIONS),
+        ({"model_max_length": 20}, {"max_seq_length": 12}, 12),
+        ({"model_max_length": 512}, {"max_seq_length": 256}, MAX_POSITIONS),
+    ],
+)
+def test_the_smallest_limit_holds(directories, tmp_path, settings, sentence, limit):
+    directory = shutil.copytree(directories["roberta"], tmp_path / "model")
+    _edit(directory / "tokenizer_config.json", **settings)
+    (directory / "sentence_bert_config.json").write_text(json.dumps(sentence))
+    assert TextTokenizer.open(directory).limit == limit
+
+
+def test_saved_padding_and_truncation_are_dropped(directories, tmp_path):
+    from tokenizers import Tokenizer
+
+    directory = shutil.copytree(directories["bert"], tmp_path / "model")
+    saved = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    saved.enable_padding(length=64)
+    saved.enable_truncation(max_length=4)
+    saved.save(str(directory / "tokenizer.json"))
+    fresh, plain = TextTokenizer.open(directory), TextTokenizer.open(directories["bert"])
+    assert [e.ids for e in fresh.encode(TEXTS)] == [e.ids for e in plain.encode(TEXTS)]
+
+
+def test_lower_casing_follows_the_tokenizer_config_as_in_transformers(directories, tmp_path):
+    from transformers import AutoTokenizer
+
+    directory = shutil.copytree(directories["bert"], tmp_path / "model")
+    _edit(directory / "tokenizer_config.json", do_lower_case=False)
+    expected = AutoTokenizer.from_pretrained(directory)(TEXTS)["input_ids"]
+    assert [e.ids for e in TextTokenizer.open(directory).encode(TEXTS)] == expected
+    assert expected != [e.ids for e in TextTokenizer.open(directories["bert"]).encode(TEXTS)]
+
+
+def test_padding_is_on_the_side_that_the_tokenizer_names(directories, tmp_path):
+    directory = shutil.copytree(directories["bert"], tmp_path / "model")
+    _edit(directory / "tokenizer_config.json", padding_side="left")
+    tokenizer = TextTokenizer.open(directory)
+    encodings = tokenizer.encode(["the pump", "the"])
+    feeds = tokenizer.feeds(encodings, INPUTS)
+    assert feeds["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
+    assert tokenizer.strip_padding(feeds["input_ids"][1], encodings[1]).tolist() == encodings[1].ids
+
+
+def test_only_the_inputs_of_the_graph_are_fed(directories):
+    tokenizer = TextTokenizer.open(directories["bert"])
+    spec = (
+        TensorSpec("input_ids", "int32", ("batch", 9)),
+        TensorSpec("attention_mask", "int32", ("batch", 9)),
+        TensorSpec("position_ids", "int64", ("batch", 9)),
+    )
+    feeds = tokenizer.feeds(tokenizer.encode(["the pump"]), spec)
+    assert {name: (array.dtype.name, array.shape) for name, array in feeds.items()} == {
+        "input_ids": ("int32", (1, 9)),
+        "attention_mask": ("int32", (1, 9)),
+        "position_ids": ("int64", (1, 9)),
+    }
+    assert feeds["position_ids"][0, :4].tolist() == [0, 1, 2, 3]
+    with pytest.raises(InputError, match="has 4 tokens, but the graph takes exactly 3"):
+        tokenizer.feeds(
+            tokenizer.encode(["the pump"]), (TensorSpec("input_ids", "int64", ("batch", 3)),)
+        )
+    with pytest.raises(ArtifactError, match="pixel_values"):
+        tokenizer.feeds(
+            tokenizer.encode(["x"]), (TensorSpec("pixel_values", "float32", ("batch",)),)
+        )
+
+
+def test_without_attention_mask_nothing_is_padded(directories):
+    tokenizer = TextTokenizer.open(directories["bert"])
+    assert not tokenizer.can_pad(INPUTS[:1])
+    with pytest.raises(InputError, match="no attention_mask"):
+        tokenizer.feeds(tokenizer.encode(["the pump", "the"]), INPUTS[:1])
+
+
+def test_a_broken_tokenizer_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json cannot be read"):
+        TextTokenizer.open(tmp_path)
+
+
+def test_batches_hold_every_input_once_within_bounds():
+    lengths = [3, 400, 5, 390, 1, 1, 5000, 0]
+    batches = plan_batches(lengths, max_rows=3, max_tokens=1000)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    assert batches[0] == [6]  # longer than the budget: alone
+    for batch in batches[1:]:
+        assert len(batch) <= 3
+        assert len(batch) * max(lengths[index] for index in batch) <= 1000
+    assert plan_batches([]) == []
+
+
+def test_only_equal_lengths_share_a_batch():
+    batches = plan_batches([2, 3, 2, 3], equal_lengths=True)
+    assert sorted(map(sorted, batches)) == [[0, 2], [1, 3]]
+
+
+def _edit(file, **changes):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_text_with_a_lone_surrogate_is_refused_by_its_index():
+    with pytest.raises(InputError, match="text 1 contains a lone surrogate"):
+        check_texts(["fine", "broken \udcff"])
+
+
+def test_long_text_is_complete_without_truncation(directories):
+    tokenizer = TextTokenizer.open(directories["bert"])
+    tokenizer.backend.no_truncation()  # as lengths of data are measured
+    (encoding,) = tokenizer.encode(["pump " * 5000])
+    assert len(encoding.ids) == 5002

@@ -1,0 +1,191 @@
+"""What a run reuses, what it leaves where, and which verdict holds."""
+
+import pytest
+
+from enginery import Artifact, Recipe, export_model, run_recipe, stages, validate_model
+from enginery.core.artifact.artifact import MANIFEST
+from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
+from enginery.core.progress import SILENT
+from enginery.core.store.store import Store
+from enginery.export.config import ExportConfig
+from enginery.recipe import Step
+from enginery.recipe.stages import LintStage
+from enginery.validate.config import ValidateConfig
+
+EXPORT = Step("export", ExportConfig(task="text-classification"))
+VALIDATE = Step("validate", ValidateConfig())
+STRICT = Step("validate", ValidateConfig(max_abs_error=1e-12))
+LINT = Step("lint", LintStage(target="cuda"))
+
+
+class Listener:
+    """A progress that remembers what was said."""
+
+    from contextlib import contextmanager
+
+    def __init__(self):
+        self.said = []
+
+    @contextmanager
+    def task(self, name, total=0):
+        yield lambda: None
+
+    def say(self, message):
+        self.said.append(message)
+
+
+@pytest.fixture
+def model(tiny_model):
+    return str(tiny_model("bert", "text-classification"))
+
+
+def export(model, out, **options):
+    return export_model(model, out=out, task="text-classification", **options)
+
+
+def deliver(artifact, out):
+    return stages.deliver(artifact, out, SILENT)
+
+
+def state(directory):
+    """Every file with its content and times."""
+    return {
+        file: (file.read_bytes(), file.stat().st_mtime_ns)
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+
+
+def test_second_export_to_the_same_place_does_nothing(model, tmp_path):
+    export(model, tmp_path / "out")
+    before = state(tmp_path / "out")
+    listener = Listener()
+    export(model, tmp_path / "out", progress=listener)
+    assert state(tmp_path / "out") == before
+    assert any("nothing to do" in line for line in listener.said)
+    assert not any("wrote" in line for line in listener.said)
+
+
+def test_export_keeps_the_verdict_that_the_copy_has_come_by(model, tmp_path):
+    out = tmp_path / "out"
+    export(model, out)
+    validate_model(out, max_abs_error=1e-12)
+    before = state(out)
+    assert export(model, out).failed()
+    assert state(out) == before
+    with pytest.raises(RejectedArtifactError):
+        Artifact.open(out).require_passed(allow_failed=False)
+    # The store's artifact then gets an older or a newer verdict of its own; the newest holds.
+    run_recipe(Recipe(model, (EXPORT, VALIDATE)))
+    stored = export_model(model, task="text-classification")
+    mine = Artifact.open(out).manifest.verdict("validate")
+    theirs = stored.manifest.verdict("validate")
+    kept = export(model, out).manifest.verdict("validate")
+    assert kept == (theirs if theirs.finished > mine.finished else mine)
+
+
+def made_again(artifact, path):
+    """The same files by another run of the exporter, which took longer."""
+    again = artifact.copy_to(path)
+    (stage,) = again.manifest.stages
+    longer = stage.model_copy(update={"seconds": stage.seconds + 1})
+    manifest = again.manifest.model_copy(update={"stages": (longer,), "verdicts": ()})
+    (path / MANIFEST).write_bytes(manifest.to_bytes())
+    return Artifact.open(again.path)
+
+
+def test_export_anew_keeps_the_verdict_of_the_same_content(model, tmp_path):
+    out = tmp_path / "out"
+    first = export(model, out)
+    report = validate_model(out, max_abs_error=1e-12)
+    again = deliver(made_again(first, tmp_path / "again"), out)
+    assert again.manifest.stages != first.manifest.stages
+    assert again == Artifact.open(out)
+    assert again.failed()
+    assert (out / "reports/validation.json").read_bytes() == report.to_json()
+
+    (out / "reports/validation.json").unlink()
+    assert deliver(made_again(first, tmp_path / "third"), out).failed(), "a report is not a verdict"
+
+
+def test_export_of_another_model_takes_no_verdict_along(model, exported, tmp_path):
+    out = tmp_path / "out"
+    export(model, out)
+    validate_model(out, max_abs_error=1e-12)
+    other = deliver(exported("bert", "fill-mask"), out)
+    assert other.manifest.task == "fill-mask"
+    assert other.failed() is None
+
+
+def test_verdict_of_a_run_goes_before_the_one_at_its_out(model, tmp_path):
+    out = tmp_path / "out"
+    run_recipe(Recipe(model, (EXPORT, VALIDATE), out=str(out)))
+    validate_model(out, max_abs_error=1e-12)
+    result = run_recipe(Recipe(model, (EXPORT, VALIDATE), out=str(out)))
+    assert result.passed
+    assert result.artifact.path == out
+    assert Artifact.open(out).failed() is None
+
+
+def test_second_run_works_nowhere_and_writes_nothing(model, tmp_path):
+    plan = Recipe(model, (EXPORT, VALIDATE), out=str(tmp_path / "out"))
+    run_recipe(plan)
+    before = state(tmp_path / "out")
+    listener = Listener()
+    result = run_recipe(plan, progress=listener)
+    assert [stage.worked for stage in result.stages] == [False, False]
+    assert state(tmp_path / "out") == before
+    assert len([line for line in listener.said if "nothing to do" in line]) == 2
+    assert result.stages[1].report.passed
+
+
+def test_force_works_everywhere(model):
+    result = run_recipe(Recipe(model, (EXPORT, VALIDATE)), force=True)
+    assert [stage.worked for stage in result.stages] == [True, True]
+
+
+def test_changed_option_is_named_in_words(model):
+    run_recipe(Recipe(model, (EXPORT, VALIDATE)))
+    listener = Listener()
+    run_recipe(Recipe(model, (EXPORT, Step("validate", ValidateConfig(seed=3)))), progress=listener)
+    assert any("validating anew: seed: 0 → 3" in line for line in listener.said), listener.said
+
+
+def test_failed_check_marks_the_store_and_out_and_refuses_what_follows(model, tmp_path):
+    listener = Listener()
+    plan = Recipe(model, (EXPORT, STRICT, LINT), out=str(tmp_path / "out"))
+    result = run_recipe(plan, progress=listener)
+    assert not result.passed
+    assert result.refused == ("lint",)
+    assert [stage.stage for stage in result.stages] == ["export", "validate"]
+    assert "differ from PyTorch" in result.failure
+    assert Artifact.open(tmp_path / "out").failed().summary == result.failure
+    assert result.stages[0].artifact.path.parent == Store().artifacts
+    assert Artifact.open(result.stages[0].artifact.path).failed()
+    assert any("lint: refused" in line for line in listener.said)
+
+    again = run_recipe(plan)
+    assert (again.passed, again.refused) == (False, ("lint",)), "a verdict is taken, not lost"
+    forgiven = run_recipe(plan, allow_failed=True)
+    assert (forgiven.passed, forgiven.refused, len(forgiven.stages)) == (False, (), 3)
+
+
+def test_looser_tolerance_lets_a_failed_artifact_pass(model):
+    assert not run_recipe(Recipe(model, (EXPORT, STRICT))).passed
+    assert run_recipe(Recipe(model, (EXPORT, VALIDATE))).passed
+
+
+def test_foreign_directory_is_refused_before_any_work(model, tmp_path, monkeypatch):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    monkeypatch.setattr(stages, "resolve_source", lambda *_, **__: pytest.fail("it worked"))
+    with pytest.raises(ArtifactError, match="not an enginery artifact"):
+        run_recipe(Recipe(model, (EXPORT,), out=str(tmp_path)))
+    with pytest.raises(ArtifactError, match="not an enginery artifact"):
+        export(model, tmp_path)
+
+
+def test_unknown_option_of_either_stage_names_the_nearest(model, tmp_path):
+    with pytest.raises(OptionError, match="'opsets' for export; did you mean 'opset'"):
+        export_model(model, opsets=17)
+    with pytest.raises(OptionError, match="'profiles' for validate; did you mean 'profile'"):
+        validate_model(tmp_path, profiles=())
