@@ -95,10 +95,10 @@ def test_layers_hold(package_copy):
 @pytest.mark.parametrize(
     ("file", "line", "contract"),
     [
-        ("core/x.py", "import enginery.cli", "cli over pipeline"),
-        ("runtime/x.py", "from enginery.export import stage", "cli over pipeline"),
-        ("export/x.py", "from enginery.validate import stage", "cli over pipeline"),
-        ("validate/x.py", "from enginery.recipe import Recipe", "cli over pipeline"),
+        ("core/x.py", "import enginery.cli", "cli over api"),
+        ("runtime/x.py", "from enginery.export import stage", "cli over api"),
+        ("export/x.py", "from enginery.validate import stage", "cli over api"),
+        ("validate/x.py", "from enginery.recipe import Recipe", "cli over api"),
         ("core/x.py", "import torch", "no framework"),
         ("runtime/x.py", "def f():\n    import transformers", "no framework"),
     ],
