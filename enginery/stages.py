@@ -110,7 +110,7 @@ def run_cached(
     if isinstance(config, ExportConfig):
         plan = _plan_export(str(source), config, progress)
     else:
-        artifact = cast(Artifact, source)
+        artifact = cast("Artifact", source)
         allow_failed = allow_failed or getattr(config, "allow_failed", False)
         artifact.require_passed(allow_failed=allow_failed)
         if isinstance(config, OptimizeConfig):
