@@ -584,7 +584,7 @@ def test_questions_are_skipped_with_a_line_and_refused_when_asked(cli, tiny_mode
     assert "ask: skipped, question-answering" in err
     status, _, err = cli(*words, "--ask", "Who?")
     assert status == 2
-    assert "question-answering is not answered from single texts" in err
+    assert "question-answering takes more than single texts" in err
 
 
 def test_images_are_asked_by_path_alone(cli, tiny_model, tmp_path):
