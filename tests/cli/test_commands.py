@@ -705,12 +705,14 @@ def test_narrow_terminal_gets_a_line_a_cell(tiny):
     assert "cosine: 1.0000" in shown
 
 
-def test_no_color_and_a_pipe_have_no_colours():
-    coloured = on_terminal("doctor").raw
-    plain = on_terminal("doctor", NO_COLOR="1").raw
+def test_no_color_and_a_pipe_have_no_colours(exported):
+    exported("bert", "text-classification")
+    words = ("store", "list")
+    coloured = on_terminal(*words).raw
+    plain = on_terminal(*words, NO_COLOR="1").raw
     assert b"\x1b[32m" in coloured
     assert b"\x1b[3" not in plain
-    assert b"\x1b" not in in_pipe("doctor", FORCE_COLOR="1").raw
+    assert b"\x1b" not in in_pipe(*words, FORCE_COLOR="1").raw
 
 
 def test_ascii_terminal_shows_what_it_can(tiny):
