@@ -1,7 +1,9 @@
 """Print tables, progress and messages on a terminal, plain lines in a pipe.
 
-    >>> console = Console(as_json=False, quiet=False, verbose=False)
-    >>> console.table("Stages", [{"stage": "export", "time": "5.2 s"}])
+>>> Console().table("Stages", [{"stage": "export", "time": "5.2 s"}])
+Stages
+stage   time
+export  5.2 s
 
 Results go to standard output; messages and progress go to standard error, so that a pipe gets only
 results. If the reader of a pipe has closed it, as `head` does, the rest of the output is dropped

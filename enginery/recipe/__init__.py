@@ -1,4 +1,4 @@
-"""Recipes: one YAML file that names a model and the stages to take it through."""
+"""Recipes: YAML files that name a model and the stages to run."""
 
 from enginery.recipe.model import Recipe, Step
 from enginery.recipe.stages import STAGES

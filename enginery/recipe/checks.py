@@ -1,10 +1,11 @@
-"""What can be known of a recipe before it runs: its options, its files, this machine.
+"""Check a recipe before it runs: its options, its files, this machine.
 
->>> check_recipe(Recipe.load("recipes/sentiment.yaml"))
-RecipeError: recipes/sentiment.yaml:18: data 'recipes/reviews.csv': expected a file with texts …
+>>> check_recipe(Recipe.parse("{model: org/name, stages: [export, {validate: {data: no.csv}}]}"))
+Traceback (most recent call last):
+enginery.core.errors.RecipeError: recipe:1: data 'no.csv': there is nothing of that name. Change ...
 
-Nothing runs and nothing is written: files are opened as the stages will open them, tables up to
-their first text. What only the exported graph knows is left to the stages.
+Nothing runs and nothing is written. Files are opened as the stages will open them, tables up to
+their first text. What depends on the exported graph is checked by the stages.
 """
 
 from __future__ import annotations
@@ -52,35 +53,35 @@ _DIMS = {
     **dict.fromkeys(_TEXTS, ("batch", "sequence")),
     **dict.fromkeys(_IMAGES, ("batch", "channels", "height", "width")),
 }
-"""The dims of tasks that have the same ones whatever the model."""
+"""The dims of tasks that have the same ones in every model."""
 
 
 @dataclass
 class _Known:
-    """What is known where a stage begins."""
+    """What is known before a stage runs."""
 
     task: str
-    """As the recipe says it; empty where it is inferred."""
+    """The task in the recipe; empty if it is inferred."""
     is_onnx: bool
     limits: dict[str, int]
-    """The largest sizes of the model's dims, where its config.json is on this machine."""
+    """The largest sizes of the model's dims, if its config.json is on this machine."""
     outputs: set[str] = field(default_factory=set)
-    """The files that earlier stages leave."""
+    """The files that earlier stages write."""
 
 
 def check_recipe(recipe: Recipe) -> None:
     """Check everything that can be known before a recipe runs.
 
     Raises:
-        RecipeError: `file:line: …` for what would fail.
-        EngineryError: the same of a value that no file names: it was made in Python, or is an
-            option of the command line.
+        RecipeError: `file:line: …` of the first mistake.
+        EngineryError: the mistake is not in a file: the recipe was made in Python, or the value is
+            an option of the command line.
     """
     with _located(recipe, key="model"), _about("model"):
         known = _read_model(recipe)
     with _located(recipe, key="out"), _about("out"):
         if recipe.out:
-            _require_place(Path(recipe.out), directory=True)
+            _require_writable(Path(recipe.out), directory=True)
             refuse_foreign(Path(recipe.out))
     for step in recipe.steps:
         with _located(recipe, step=step):
@@ -94,7 +95,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 @contextmanager
 def _located(recipe: Recipe, *, key: str = "", step: Step | None = None) -> Iterator[None]:
-    """Put file and line before what is wrong, where the recipe has it from a file."""
+    """Add file and line to an error, if the recipe is from a file."""
     try:
         yield
     except EngineryError as error:
@@ -106,7 +107,7 @@ def _located(recipe: Recipe, *, key: str = "", step: Step | None = None) -> Iter
 
 @contextmanager
 def _about(option: str) -> Iterator[None]:
-    """Name the option that an error is about, where the error does not."""
+    """Set the option of an error that names none."""
     try:
         yield
     except EngineryError as error:
@@ -131,7 +132,7 @@ def _read_model(recipe: Recipe) -> _Known:
     return _Known(task, is_onnx=False, limits=FeedLimits.from_config(settings).ends)
 
 
-# What each stage has of its own
+# Checks of one stage
 
 
 def _check_export(options: export.ExportConfig, known: _Known) -> None:
@@ -193,7 +194,7 @@ def _check_bench(options: BenchStage, known: _Known) -> None:
     bench.check_options(options)
     with _about("out"):
         if options.out:
-            _require_place(Path(options.out), directory=True)
+            _require_writable(Path(options.out), directory=True)
     bench.read_sizes(options.batch, "batch")
     for text in options.shape:
         with _about("shape"):
@@ -216,7 +217,7 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
 
     with _about("output"):
         output_format(Path(options.output))
-        _require_place(Path(options.output))
+        _require_writable(Path(options.output))
         if Path(options.input).resolve() == Path(options.output).resolve():
             raise OptionError(
                 f"output '{options.output}' is the input, which is never overwritten.",
@@ -240,7 +241,7 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
 
 
 def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
-    """Check that the task answers such an input, and has columns for its answers."""
+    """Check that the task takes this input, and that its columns are free."""
     from enginery.core.datasets.reader import open_dataset
     from enginery.predict.asking import column_names, read_options
     from enginery.predict.columns import AnswerColumns
@@ -285,7 +286,7 @@ def _check_directory(options: TritonStage | KserveStage, _known: _Known) -> None
             "option 'directory' is empty.", do="Name where the files go.", option="directory"
         )
     with _about("directory"):
-        _require_place(Path(options.directory), directory=True)
+        _require_writable(Path(options.directory), directory=True)
 
 
 _CHECKS: dict[str, Callable[[Any, _Known], None]] = {
@@ -302,11 +303,11 @@ _CHECKS: dict[str, Callable[[Any, _Known], None]] = {
 }
 
 
-# What several stages have
+# Checks of several stages
 
 
 def _check_providers(options: Any) -> None:
-    """Say why a provider cannot be had, or not run so, before anything runs for nothing."""
+    """Check that the providers are available and take these options."""
     ways = ("io_binding", "cuda_graph", "shrink_arena")
     with _about("provider"):
         check_run_options(parse_providers(options.provider, default="cpu"))
@@ -324,7 +325,7 @@ def _check_providers(options: Any) -> None:
 
 
 def _check_profiles(options: Any, known: _Known) -> None:
-    """Hold profiles to the dims of the task and the positions of the model."""
+    """Check profiles against the dims of the task and the positions of the model."""
     with _about("profile"):
         for text in getattr(options, "profile", ()):
             profile = Profile.parse(text)
@@ -335,7 +336,7 @@ def _check_profiles(options: Any, known: _Known) -> None:
 
 
 def _require_dims(where: str, names: Iterable[str], known: _Known) -> None:
-    """Raise ShapeError for a dim that no model of the task has."""
+    """Raise ShapeError if no model of the task has a dim."""
     dims = () if known.is_onnx else _DIMS.get(known.task, ())
     for name in names if dims else ():
         if name not in dims:
@@ -376,8 +377,8 @@ def _check_data(path: Path, column: str, label_column: str, task: str) -> None:
         require_texts(path, column, label_column=label_column)
 
 
-def _require_place(path: Path, *, directory: bool = False) -> None:
-    """Raise ArtifactError where a file or a directory stands in the way of what is written."""
+def _require_writable(path: Path, *, directory: bool = False) -> None:
+    """Raise ArtifactError if a path cannot be written because of an existing file or directory."""
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
     if there.is_dir() != (directory or there != path):
         kinds = ("a directory", "a file") if there.is_dir() else ("a file", "a directory")

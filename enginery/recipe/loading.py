@@ -1,11 +1,12 @@
-"""YAML 1.2 as plain data with line numbers; what a value means is said by the option it is for.
+"""Read YAML 1.2 as plain text, lists and dicts with line numbers.
 
 >>> document = read_yaml("{model: org/name, revision: 012}", "recipe.yaml")
 >>> document.data, document.line(("revision",))
 ({'model': 'org/name', 'revision': '012'}, 1)
 
-YAML guesses: `1e-3` is a number and `2024-01-01` a date. None of that happens here; a scalar stays
-the text that is written. Only plain data is read: a tag such as `!!python/object` is refused.
+YAML converts `1e-3` to a number and `2024-01-01` to a date. Here every scalar stays the text in the
+file, and the type of the option decides. Only plain data is read: a tag such as `!!python/object`
+is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ruamel.yaml.reader import ReaderError
 from enginery.core.errors import RecipeError
 
 _MAX_CHARACTERS = 1 << 20  # a model passed for a recipe is refused before it is parsed
-_MAX_VALUES = 10_000  # after aliases are followed: nine lines of them can make a billion values
+_MAX_VALUES = 10_000  # after expanding aliases: nine lines of them can make a billion values
 _MAX_DEPTH = 20
 
 _CORE = "tag:yaml.org,2002:"
@@ -40,13 +41,13 @@ Path = tuple[int | str, ...]
 
 @dataclass
 class Document:
-    """A YAML document as plain data: text, None for nothing or `null`, lists and dicts."""
+    """A YAML document as plain data: text, None for `null` or an empty value, lists and dicts."""
 
     name: str
-    """What messages call it: the file."""
+    """The file's name, for messages."""
     data: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
-    """The line of each value; in a mapping that of its key."""
+    """The line of each value; in a mapping the line of its key."""
 
     def line(self, path: Path) -> int:
         """Return the line of a path, or of the nearest value around it."""
@@ -73,7 +74,7 @@ def read_yaml(text: str, name: str) -> Document:
     if len(text) > _MAX_CHARACTERS:
         raise RecipeError(
             f"{name}:1: {len(text)} characters, expected at most {_MAX_CHARACTERS}.",
-            do="Name a recipe, which is a YAML file of some lines.",
+            do="Check the file name: a recipe is a short YAML file.",
         )
     try:
         root = YAML(typ="safe", pure=True).compose(text)
@@ -82,7 +83,7 @@ def read_yaml(text: str, name: str) -> Document:
         words = ", ".join(part for part in (error.context, error.problem) if part)
         raise RecipeError(
             f"{name}:{mark.line + 1 if mark else 1}: {words}.",
-            do="Mend the YAML: brackets and quotes that do not close, tabs, indentation.",
+            do="Fix the YAML: check brackets, quotes, tabs and indentation.",
         ) from error
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -111,8 +112,8 @@ def read_yaml(text: str, name: str) -> Document:
 def expand_variables(text: str, environment: Mapping[str, str]) -> str:
     """Replace `${NAME}` and `${NAME:-default}`; `$${` is a literal `${`.
 
-    The default is taken where the variable is unset or empty. Any other `$` is left alone, and
-    what a variable holds is not expanded again.
+    The default is used if the variable is unset or empty. Any other `$` is left alone, and the
+    value of a variable is not expanded again.
 
     Raises:
         KeyError: a variable without a default is not set; its argument is the name.
@@ -136,19 +137,19 @@ class _Reader:
 
     def read(self, node: Node, path: Path) -> Any:
         line = node.start_mark.line + 1
-        self.document.lines.setdefault(path, line)  # a mapping has put its key's line there
+        self.document.lines.setdefault(path, line)  # in a mapping this is the line of the key
         self._values += 1
         if self._values > _MAX_VALUES:
             self._fail(
                 line,
-                f"more than {_MAX_VALUES} values once aliases are followed.",
+                f"more than {_MAX_VALUES} values after expanding aliases.",
                 do="Write fewer values, or fewer aliases of aliases.",
             )
         if len(path) > _MAX_DEPTH:
             self._fail(line, f"nested deeper than {_MAX_DEPTH} levels.", do="Close the brackets.")
         self._check_tag(node, line)
         if isinstance(node, ScalarNode):
-            return None if node.tag == f"{_CORE}null" else self._expanded(node.value, line)
+            return None if node.tag == f"{_CORE}null" else self._expand(node.value, line)
         if isinstance(node, MappingNode):
             return self._mapping(node, path)
         return [self.read(item, (*path, place)) for place, item in enumerate(node.value)]
@@ -164,13 +165,17 @@ class _Reader:
                     do="Write name: value.",
                 )
             if key.tag == f"{_CORE}merge":
-                self._fail(line, "'<<' is not read.", do="Name a whole value with an alias: *name.")
+                self._fail(
+                    line, "'<<' is not supported.", do="Use an alias for a whole value: *name."
+                )
             self._check_tag(key, line)
             name = key.value
             if name in found:
                 there = self.document.lines[*path, name]
                 self._fail(
-                    line, f"the key '{name}' is there already, at line {there}.", do="Keep one."
+                    line,
+                    f"the key '{name}' is repeated: see line {there}.",
+                    do="Keep one.",
                 )
             self.document.lines[*path, name] = line
             found[name] = self.read(value, (*path, name))
@@ -181,11 +186,11 @@ class _Reader:
             tag = str(node.tag).replace(_CORE, "!!")
             self._fail(
                 line,
-                f"the tag '{tag}' is not allowed; a recipe holds plain values only.",
+                f"the tag '{tag}' is not allowed; recipes have plain values only.",
                 do="Leave the tag out.",
             )
 
-    def _expanded(self, text: str, line: int) -> str:
+    def _expand(self, text: str, line: int) -> str:
         if "\0" in text:
             self._fail(line, "a value has a NUL character.", do="Leave it out.")
         try:

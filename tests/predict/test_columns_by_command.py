@@ -81,7 +81,7 @@ def test_relative_folder_of_images_is_found(tiny, photos, tmp_path, monkeypatch,
     model = tiny("vit", "image-classification")
     words = ["--input", "photos", "--output", "out.jsonl"]
     assert status_of("predict", str(model.path), *words) == 3  # c.png is none
-    assert "error: 1 of 3 rows have no answer" in capsys.readouterr().err
+    assert "error: 1 of 3 rows have no result" in capsys.readouterr().err
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["path"], row["error"] is None) for row in found] == [
         ("a.png", True),

@@ -76,13 +76,13 @@ BROKEN = {
         "in one stage, expected",
         "Indent its options",
     ),
-    "key twice": (HEAD + EXPORT + "out: b\n", 5, "the key 'out' is there already", "Keep one"),
+    "key twice": (HEAD + EXPORT + "out: b\n", 5, "the key 'out' is repeated", "Keep one"),
     "tag": (HEAD + EXPORT + "ask: !!set {a}\n", 5, "the tag '!!set' is not allowed", "Leave the"),
     "variable": (HEAD + EXPORT + "ask: ${NO_SUCH}\n", 5, "'NO_SUCH' is not set", "Set it, or"),
-    "bracket": (HEAD + "  - export: {task\nask: a\n", 5, "while parsing a flow", "Mend the YAML"),
+    "bracket": (HEAD + "  - export: {task\nask: a\n", 5, "while parsing a flow", "Fix the YAML"),
     # order
     "no export": (HEAD + "  - validate\n", 4, "the first stage is 'validate'", "Begin with"),
-    "export twice": (HEAD + EXPORT + "  - export\n", 5, "export is there twice", "Leave one out"),
+    "export twice": (HEAD + EXPORT + "  - export\n", 5, "export is named twice", "Leave one out"),
     "stage twice": (
         HEAD + EXPORT + "  - validate\n  - validate: {rows: 8}\n",
         6,
@@ -118,7 +118,7 @@ BROKEN = {
         HEAD + EXPORT + "  - quantize: {calibration: reviews.csv}\n  - validate\n"
         "  - quantize: {calibration: reviews.csv}\n",
         7,
-        "quantize is there twice",
+        "quantize is named twice",
         "Leave one out",
     ),
     "publish without a validation": (

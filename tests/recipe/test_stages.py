@@ -116,7 +116,7 @@ def test_rows_without_an_answer_end_the_run_with_3_as_the_command_does(write, cl
     path = write("predict: {input: reviews.jsonl, output: a.jsonl}")
     status, out, err = cli("run", path, "--json")
     assert status == 3
-    assert "1 of 2 rows have no answer" in err
+    assert "1 of 2 rows have no result" in err
     (_, predicted) = json.loads(out)["stages"]
     assert predicted["result"]["counts"]["bad_rows"] == 1
 

@@ -1,8 +1,7 @@
-"""Calibration inputs: files, folders or anything Python hands over, that are read and checked.
+"""Read and check calibration inputs: files, folders or Python iterables.
 
-    >>> data = read_data(artifact, QuantizeConfig(calibration="reviews.csv"), None)
-    >>> data.kind, data.description
-    ('texts', "reviews.csv: 512 rows of 'text'")
+    data = read_data(artifact, QuantizeConfig(calibration="reviews.csv"), None)
+    data.kind, data.description    # ('texts', "reviews.csv: 512 rows of 'text'")
 
 Files are streamed, and so is whatever Python can only iterate over: at most `rows` inputs are held.
 """
