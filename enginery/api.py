@@ -29,8 +29,6 @@ from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
 from enginery.publish.config import PublishConfig
 from enginery.quantize.config import QuantizeConfig
-from enginery.recipe import Recipe
-from enginery.recipe.checks import check_recipe
 from enginery.stages import StageResult, deliver, run_cached, run_validate
 from enginery.validate.config import ValidateConfig
 
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
     from enginery.passes.lint.lint import LintReport
     from enginery.predict.report import PredictReport
     from enginery.publish.destination import Published
+    from enginery.recipe import Recipe
 
 Config = TypeVar("Config")
 
@@ -430,6 +429,9 @@ def run_recipe(
         RecipeError: `file:line: …`, before anything has run.
         EngineryError: a stage failed.
     """
+    from enginery.recipe import Recipe
+    from enginery.recipe.checks import check_recipe
+
     plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     plan = plan.trusted(trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     check_recipe(plan)
