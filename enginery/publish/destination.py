@@ -93,15 +93,16 @@ def scheme_of(url: str) -> str:
         OptionError: the address is empty or has an unknown scheme.
     """
     if not url.strip():
-        raise OptionError("the address to publish to is empty.", do=_known())
+        raise OptionError("the address to publish to is empty.", do=_supported_addresses())
     found = _SCHEME.match(url)
     scheme = found[1].lower() if found else "file"
     if scheme not in _SCHEMES:
         raise OptionError(
-            f"address '{url}': unknown scheme '{scheme}'{nearest(scheme, _SCHEMES)}", do=_known()
+            f"address '{url}': unknown scheme '{scheme}'{nearest(scheme, _SCHEMES)}",
+            do=_supported_addresses(),
         )
     return scheme
 
 
-def _known() -> str:
+def _supported_addresses() -> str:
     return f"Known: {'; '.join(example for _, _, example in _SCHEMES.values())}."

@@ -29,13 +29,13 @@ from enginery.core.names import portable_name
 from enginery.publish.card.metrics import metrics
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.config import PublishConfig
-from enginery.publish.package_files import PackageFile, files_of, package_file
-from enginery.publish.package_rights import rights_of, rights_record
+from enginery.publish.package_files import PackageFile, collect_files, package_file
+from enginery.publish.package_rights import resolve_rights, rights_record
 from enginery.publish.publication import (
     CARD,
     LISTING,
-    EngineMark,
     Publication,
+    PublishedEngine,
     Rights,
     without_rights,
 )
@@ -70,7 +70,7 @@ class Package:
     """Why it would have been refused without --allow-unvalidated."""
     notes: tuple[str, ...] = ()
     """What was left out, and what somebody who publishes should know."""
-    knows_rights: bool = True
+    rights_known: bool = True
     """False where the source's card could not be read, and nothing else states the rights."""
     version: str = ""
     """What --version named."""
@@ -106,13 +106,13 @@ class Package:
         found = [Engine.open(path) for path in engine_directories(opened.path)]
         engines = tuple(engine.record for engine in found)
         reports = Reports.of(opened)
-        rights = rights_of(opened, config)
+        rights = resolve_rights(opened, config)
         name = config.name or portable_name(opened.manifest.source.name)
         card = model_card(CardFacts(opened, name, rights, reports, engines, problem))
         stated = rights_record(rights)
         content = _content(opened, reports, stated, problem)
         (scratch / CARD).write_text(card, encoding="utf-8")
-        files, left_out = files_of(opened, scratch / CARD)
+        files, left_out = collect_files(opened, scratch / CARD)
         publication = Publication(
             name=name,
             version=config.version,
@@ -120,7 +120,7 @@ class Package:
             content=content,
             validated=not problem,
             rights=stated,
-            engines=tuple(_mark(engine) for engine in found),
+            engines=tuple(_published_engine(engine) for engine in found),
             files={f.name: FileRecord(sha256=f.sha256, size_bytes=f.size_bytes) for f in files},
         )
         listing = scratch / "publication.json"
@@ -138,7 +138,7 @@ class Package:
             plots=tuple(file for file in files if PurePosixPath(file.name).suffix in _PLOTS),
             problem=problem,
             notes=(*_notes(opened, left_out), *rights.notes),
-            knows_rights=stated is not None,
+            rights_known=stated is not None,
             version=config.version,
         )
 
@@ -147,20 +147,20 @@ class Package:
         """Over `content` but the rights."""
         return without_rights(self.content)
 
-    def is_same(self, content_sha256: str, without_rights_sha256: str) -> bool:
+    def has_content(self, content_sha256: str, without_rights_sha256: str) -> bool:
         """Whether a version with these digests is this content."""
         if content_sha256 == self.content_sha256:
             return True
         # What could not be read now was read when the version was made.
-        return not self.knows_rights and without_rights_sha256 == self.without_rights_sha256
+        return not self.rights_known and without_rights_sha256 == self.without_rights_sha256
 
-    def is_version(self, there: Publication | None) -> bool:
+    def matches(self, there: Publication | None) -> bool:
         """Whether a listing is of this content."""
-        return there is not None and self.is_same(
+        return there is not None and self.has_content(
             there.content_sha256, without_rights(there.content)
         )
 
-    def require_rights(self, damage: str, content_sha256: str) -> None:
+    def check_rights_known(self, damage: str, content_sha256: str) -> None:
         """Raises RegistryError where a damaged version has rights that cannot be read here."""
         if content_sha256 != self.content_sha256:
             raise RegistryError(
@@ -209,9 +209,9 @@ def _sha256(value: object) -> str:
     return hashlib.sha256(json_bytes(value)).hexdigest()
 
 
-def _mark(engine: Engine) -> EngineMark:
+def _published_engine(engine: Engine) -> PublishedEngine:
     record = engine.record
-    return EngineMark(
+    return PublishedEngine(
         directory=f"{ENGINES}/{engine.name}",
         flavor=record.flavor,
         tensorrt=record.tensorrt,

@@ -1,6 +1,6 @@
 """The files of a package: which they are, what each is for, and how one gets to its place.
 
->>> files, left_out = files_of(artifact, scratch / "README.md")
+>>> files, left_out = collect_files(artifact, scratch / "README.md")
 >>> {file.group for file in files}
 {'card', 'config', 'graph', 'manifest', 'report', 'tokenizer'}
 """
@@ -65,7 +65,7 @@ def write_file(file: PackageFile, target: Path) -> None:
     part.replace(target)
 
 
-def files_of(artifact: Artifact, card: Path) -> tuple[list[PackageFile], list[str]]:
+def collect_files(artifact: Artifact, card: Path) -> tuple[list[PackageFile], list[str]]:
     """The files of the package but its listing, and the names of those that stay behind."""
     root, manifest = artifact.path, artifact.manifest
     files = [package_file(CARD, card, "card")]

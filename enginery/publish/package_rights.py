@@ -2,7 +2,7 @@
 
 Takes an artifact; reads the source's card where the source lies, else the artifact's own listing.
 
-    >>> rights = rights_of(Artifact.open("pulled"), PublishConfig())
+    >>> rights = resolve_rights(Artifact.open("pulled"), PublishConfig())
     >>> rights.license, rights.notes[-1]
     ('apache-2.0', 'licence and limitations are those that it was published with')
 
@@ -20,10 +20,10 @@ from enginery.publish.config import PublishConfig
 from enginery.publish.publication import Publication, Rights
 
 
-def rights_of(artifact: Artifact, config: PublishConfig) -> SourceCard:
+def resolve_rights(artifact: Artifact, config: PublishConfig) -> SourceCard:
     """What the card has to state; `is_read` is False where nobody can say."""
     found = read_source_card(artifact.manifest.source)
-    if not found.is_read and (published := _published_with(artifact)):
+    if not found.is_read and (published := _published_rights(artifact)):
         said = "licence and limitations are those that it was published with"
         notes = (*found.notes, said)
         found = replace(found, **published.model_dump(), is_read=True, notes=notes)
@@ -37,7 +37,7 @@ def rights_record(rights: SourceCard) -> Rights | None:
     return Rights(**{name: getattr(rights, name) for name in Rights.model_fields})
 
 
-def _published_with(artifact: Artifact) -> Rights | None:
+def _published_rights(artifact: Artifact) -> Rights | None:
     """The rights in the listing that the artifact was pulled with, if it is of these very files."""
     try:
         listing = Publication.read(artifact.path, str(artifact.path))

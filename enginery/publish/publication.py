@@ -25,7 +25,7 @@ from enginery.core.errors import ArtifactError, RegistryError
 from enginery.core.json_file import UnsealedError, document_bytes, sealed_bytes, unsealed_bytes
 from enginery.core.paths import InsideName, resolve_inside
 
-__all__ = ["CARD", "LISTING", "EngineMark", "Publication", "Rights", "check_file"]
+__all__ = ["CARD", "LISTING", "Publication", "PublishedEngine", "Rights", "check_file"]
 
 SCHEMA_VERSION: Literal[2] = 2
 REMEDY = "It cannot be trusted: publish it again from a whole artifact."
@@ -35,7 +35,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class EngineMark(_Record):
+class PublishedEngine(_Record):
     """What an engine of the package is bound to."""
 
     directory: str
@@ -87,7 +87,7 @@ class Publication(_Record):
     """False for what was published with --allow-unvalidated and would have been refused."""
     rights: Rights | None = None
     """None where the source's card could not be read."""
-    engines: tuple[EngineMark, ...]
+    engines: tuple[PublishedEngine, ...]
     files: dict[InsideName, FileRecord]
     """Every file of the package but this one."""
 

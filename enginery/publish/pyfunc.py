@@ -62,7 +62,7 @@ class PyfuncModel:
         """
         rows = _rows(model_input, type(self.model.definition))
         answers = self.model(rows, **(params or {}))
-        return answers if isinstance(answers, np.ndarray) else _plain(answers)
+        return answers if isinstance(answers, np.ndarray) else _to_plain(answers)
 
 
 def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) -> PyfuncModel:
@@ -85,20 +85,20 @@ def _rows(model_input: Any, task: type[Task]) -> list[Any]:
         # MLflow makes one row of a dict of lists.
         if all(len(column) == 1 and isinstance(column[0], list) for column in values):
             values = [column[0] for column in values]
-        if len(names) == 1 and len(_required(task)) == 1:
+        if len(names) == 1 and len(_required_names(task)) == 1:
             return _column(values[0], task)  # whatever the only column is called
         return _from_columns(dict(zip(names, values, strict=True)), task)
     if isinstance(model_input, Mapping):
         return _from_columns(
-            {str(name): _listed(value) for name, value in model_input.items()}, task
+            {str(name): _as_list(value) for name, value in model_input.items()}, task
         )
     if isinstance(model_input, str | bytes):
         return _column([model_input], task)
-    return _column(_listed(model_input), task)
+    return _column(_as_list(model_input), task)
 
 
 def _from_columns(columns: Mapping[str, Sequence[Any]], task: type[Task]) -> list[Any]:
-    required = _required(task)
+    required = _required_names(task)
     names = [field.name for field in task.inputs]
     if missing := [name for name in required if name not in columns]:
         raise InputError(
@@ -113,12 +113,12 @@ def _from_columns(columns: Mapping[str, Sequence[Any]], task: type[Task]) -> lis
         raise InputError("the input's columns differ in length, expected one value a row.")
     # A row without a second text is a text alone.
     return [
-        row[0] if len(required) == 1 and _absent(row[1]) else row
+        row[0] if len(required) == 1 and _is_missing(row[1]) else row
         for row in zip(*known, strict=True)
     ]
 
 
-def _required(task: type[Task]) -> list[str]:
+def _required_names(task: type[Task]) -> list[str]:
     return [field.name for field in task.inputs if not field.optional]
 
 
@@ -126,23 +126,23 @@ def _column(values: Iterable[Any], task: type[Task]) -> list[Any]:
     # numpy's strings and bytes are Python's by subclass, but pandas has missing values as floats.
     rows = list(values)
     for index, value in enumerate(rows):
-        if _absent(value):
+        if _is_missing(value):
             raise InputError(f"row {index} has no {task.inputs[0].name}: it is {value!r}.")
     return rows
 
 
-def _absent(value: Any) -> bool:
+def _is_missing(value: Any) -> bool:
     """Whether a value is None, or NaN, which is not equal to itself; an array is neither."""
     return value is None or (isinstance(value, float) and value != value)  # noqa: PLR0124
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     if isinstance(value, str | bytes):
         return [value]
     return value.tolist() if hasattr(value, "tolist") and value.ndim == 1 else list(value)
 
 
-def _plain(answer: Any) -> Any:
+def _to_plain(answer: Any) -> Any:
     if isinstance(answer, list):
-        return [_plain(item) for item in answer]
+        return [_to_plain(item) for item in answer]
     return answer.to_dict()

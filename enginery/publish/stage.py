@@ -83,7 +83,7 @@ def pull(url: str, out: Path, config: PublishConfig, *, progress: Progress = SIL
         with progress.task(f"checking {out.name}"):
             publication = Publication.read(directory, url)
             publication.verify(directory, url, do=destination.remedy)
-        _remove_strangers(directory, publication, progress)
+        _remove_unlisted_files(directory, publication, progress)
         try:
             Artifact.open(directory)
         except ArtifactError as error:
@@ -96,7 +96,7 @@ def pull(url: str, out: Path, config: PublishConfig, *, progress: Progress = SIL
     return Artifact.open(out)
 
 
-def _remove_strangers(directory: Path, publication: Publication, progress: Progress) -> None:
+def _remove_unlisted_files(directory: Path, publication: Publication, progress: Progress) -> None:
     """Removes what the listing does not have: a registry may keep files of its own beside."""
     for path in sorted(directory.rglob("*"), reverse=True):
         name = path.relative_to(directory).as_posix()

@@ -29,7 +29,7 @@ from enginery.deploy.triton.engines import largest_batch
 from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.steps import TextSteps, open_text_task
 from enginery.deploy.triton.tensors import has_batch_dim, tensor_fields
-from enginery.deploy.triton.text import Word, config_text, entries
+from enginery.deploy.triton.text_format import EnumValue, config_text, map_entries
 from enginery.runtime.tasks import find_task
 from enginery.runtime.tasks.tag import TokenSpan
 from tests.core.artifacts import start, verdict
@@ -496,8 +496,8 @@ def test_text_of_a_configuration_is_read_back_as_it_was():
         {
             "name": name,
             "max_batch_size": 3,
-            "input": [{"data_type": Word("TYPE_BOOL"), "dims": [-1]}],
-            "parameters": entries({name: {"string_value": ""}}),
+            "input": [{"data_type": EnumValue("TYPE_BOOL"), "dims": [-1]}],
+            "parameters": map_entries({name: {"string_value": ""}}),
             "output": [],
             "backend": None,
             "dynamic_batching": {"preserve_ordering": True},
@@ -753,7 +753,7 @@ os.environ["ENGINERY_HOME"] = home
 from enginery.api import export_triton
 from enginery.deploy.triton import repository as triton_repository
 from enginery.deploy.triton import stage as triton
-write, place = triton_repository._write, triton.place
+write, place = triton_repository._write, triton.install_models
 def wait(*arguments):
     write(*arguments)
     if pause and arguments[0].name == name:
@@ -762,7 +762,7 @@ def wait(*arguments):
 def ask(*arguments, **options):
     print("asking", flush=True)
     return place(*arguments, **options)
-triton_repository._write, triton.place = wait, ask
+triton_repository._write, triton.install_models = wait, ask
 export_triton(artifact, models, name=name, provider="cpu")
 """
 

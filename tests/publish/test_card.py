@@ -25,7 +25,12 @@ from enginery.core.artifact.reports import (
 )
 from enginery.publish.card import source as card_source
 from enginery.publish.card.metrics import metrics
-from enginery.publish.card.model_card import CardFacts, card_metadata, engine_words, model_card
+from enginery.publish.card.model_card import (
+    CardFacts,
+    card_metadata,
+    describe_hardware_target,
+    model_card,
+)
 from enginery.publish.card.snippets import loading_snippets
 from enginery.publish.card.source import SourceCard, parse_card, read_source_card
 from enginery.publish.config import PublishConfig
@@ -405,7 +410,7 @@ def test_engines_are_marked_with_flavor_version_capability_and_profiles(tmp_path
     card = model_card(facts(source, engines=records))
     assert "**Engines are bound to their hardware.**" in card
     for record in records:
-        assert engine_words(record) in card
+        assert describe_hardware_target(record) in card
         assert f"engines/{record.directory_name}" in card
     assert "tensorrt-rtx, TensorRT 1.7.1.116 and no other version; compute capability 8.9" in card
     assert "any RTX GPU from Ampere on" in card

@@ -226,7 +226,7 @@ def test_whether_it_may_be_relied_on_is_content(artifact, packed):
 def test_rights_that_nobody_can_read_are_not_known_to_differ(artifact, packed):
     """The double's source is a Hub model, which cannot be reached."""
     stated, unread = packed(artifact), packed(artifact, license="")
-    assert (stated.knows_rights, unread.knows_rights) == (True, False)
+    assert (stated.rights_known, unread.rights_known) == (True, False)
     assert unread.is_same(stated.content_sha256, stated.without_rights_sha256)
     other = packed(artifact, license="apache-2.0")
     assert not other.is_same(stated.content_sha256, stated.without_rights_sha256)

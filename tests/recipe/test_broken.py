@@ -216,14 +216,14 @@ BROKEN = {
         HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      output: a.csv\n"
         "      ray_actors: 2\n",
         8,
-        "the engine is local",
+        "option 'engine' is local",
         "--engine ray",
     ),
     "encoding": (
         HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      output: a.csv\n"
         "      encoding: utf-99\n",
         8,
-        "encoding 'utf-99' is not known",
+        "'encoding' is 'utf-99', expected an encoding",
         "utf-8, cp1252",
     ),
     "NUL": (HEAD + EXPORT + 'ask: "a\\0b"\n', 5, "NUL character", "Leave it out"),
@@ -274,7 +274,7 @@ BROKEN = {
     "output of another kind": (
         HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: a.xlsx\n",
         7,
-        "found the suffix '.xlsx'",
+        "has the suffix '.xlsx'",
         "",
     ),
     "option missing": (
@@ -458,8 +458,8 @@ BROKEN = {
         HEAD + "  - export: {task: token-classification}\n  - predict:\n      input: plain.csv\n"
         "      output: a.csv\n      pair_column: other\n",
         8,
-        "pair_column is 'other', but the model does token-classification",
-        "classify two texts",
+        "option 'pair_column' is 'other', but the model does token-classification",
+        "classify pairs of texts",
     ),
     "images for a model of texts": (
         HEAD + EXPORT + "  - bench:\n      images: photos\n",
@@ -588,7 +588,7 @@ BROKEN = {
     "column that the answer has": (
         HEAD + EXPORT + "  - predict:\n      output: a.csv\n      input: reviews.csv\n",
         7,
-        "has a column 'label' already",
+        "has a column 'label', and the prediction",
         "a prefix",
     ),
     "option that the task does not take": (

@@ -172,7 +172,7 @@ def test_what_stages_made_is_printed_as_their_commands_print_it(write, cli, tmp_
         "answered",
         "published",
         "Predicted",
-        "2 in, 2 answered",
+        "2 read, 2 predicted",
         (tmp_path / "registry/mine/1").as_uri(),
     ):
         assert words in out, words

@@ -31,7 +31,7 @@ SCHEMES = (
 # IsvcNameFmt in pkg/apis/serving/v1beta1/inference_service_validation.go of it. Kubernetes takes 63
 # letters for a service's name: KServe adds -predictor, and Knative -00001 for a revision.
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-MOST_LETTERS, MOST_LETTERS_KNATIVE = 53, 47
+MAX_CHARACTERS, MAX_CHARACTERS_KNATIVE = 53, 47
 # A label and a subdomain of RFC 1123, as Kubernetes' validation of the two has it.
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
@@ -48,7 +48,7 @@ _UNITS = {
     "Gi": 1 << 30,
     "Ti": 1 << 40,
 }
-_LEAST_MEMORY_BYTES = 64 << 20
+_MIN_MEMORY_BYTES = 64 << 20
 """No server with ONNX Runtime starts in less."""
 
 
@@ -152,7 +152,7 @@ class KserveConfig:
     def _check_names(self) -> None:
         # Without replicas there is Knative alone.
         knative = self.min_replicas == 0
-        most = MOST_LETTERS_KNATIVE if knative else MOST_LETTERS
+        most = MAX_CHARACTERS_KNATIVE if knative else MAX_CHARACTERS
         if self.name and (not _NAME.fullmatch(self.name) or len(self.name) > most):
             raise OptionError(
                 f"option 'name' is {self.name!r}, expected small letters, digits and '-', at most "
@@ -191,7 +191,7 @@ class KserveConfig:
         if self.memory == "auto":
             return
         found = _MEMORY.fullmatch(self.memory)
-        if not found or float(found["number"]) * _UNITS[found["unit"] or ""] < _LEAST_MEMORY_BYTES:
+        if not found or float(found["number"]) * _UNITS[found["unit"] or ""] < _MIN_MEMORY_BYTES:
             raise OptionError(
                 f"option 'memory' is {self.memory!r}, expected a quantity of Kubernetes from 64Mi: "
                 "512Mi, 4G or 4Gi.",

@@ -24,14 +24,14 @@ from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.names import portable_name
 from enginery.core.progress import SILENT, Progress
 from enginery.deploy.kserve.manifest import MADE_BY, inference_service, is_image, manifest_text
-from enginery.deploy.kserve.options import MOST_LETTERS_KNATIVE, KserveConfig
+from enginery.deploy.kserve.options import MAX_CHARACTERS_KNATIVE, KserveConfig
 from enginery.runtime.engines.selection import read_engines
 from enginery.runtime.tasks import manifest_task, supported_tasks
 from enginery.runtime.tensorrt.options import CLASSIC
 
 FILE = "inferenceservice.yaml"
 _GIB = 1 << 30
-_MOST_LETTERS_OF_A_HOST = 63
+_MAX_HOST_CHARACTERS = 63
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def service_name(text: str) -> str:
     """
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"model-{plain}"
-    return named[:MOST_LETTERS_KNATIVE].strip("-")
+    return named[:MAX_CHARACTERS_KNATIVE].strip("-")
 
 
 def _memory(artifact: Artifact, config: KserveConfig) -> str:
@@ -146,15 +146,15 @@ def _notes(name: str, config: KserveConfig) -> tuple[str, ...]:
         notes.append("the artifact is an image volume: Kubernetes 1.33, or 1.31 with its gate")
     if config.min_replicas == 0:
         notes.append("0 replicas are of Knative alone; in KServe's standard mode there is one")
-    if len(name) > MOST_LETTERS_KNATIVE and not is_image(config):
+    if len(name) > MAX_CHARACTERS_KNATIVE and not is_image(config):
         notes.append(
-            f"the name has {len(name)} letters, and Knative takes {MOST_LETTERS_KNATIVE}: use "
+            f"the name has {len(name)} letters, and Knative takes {MAX_CHARACTERS_KNATIVE}: use "
             "KServe's standard mode"
         )
     host = f"{name}-predictor-{config.namespace}"
-    if config.namespace and len(host) > _MOST_LETTERS_OF_A_HOST:
+    if config.namespace and len(host) > _MAX_HOST_CHARACTERS:
         notes.append(
             f"KServe's own domain template makes the host {host}, {len(host)} letters, and DNS "
-            f"takes {_MOST_LETTERS_OF_A_HOST}"
+            f"takes {_MAX_HOST_CHARACTERS}"
         )
     return tuple(notes)

@@ -1,6 +1,6 @@
 """Classic TensorRT engines for Triton: which of an artifact's, and the batches that they take.
 
-    >>> engines = triton_engines(artifact, artifact.manifest.graphs[0], TritonConfig(…))
+    >>> engines = select_engines(artifact, artifact.manifest.graphs[0], TritonConfig(…))
     >>> {engine.record.capabilities: engine.plan.name for engine in engines}
     {('8.9',): 'model.plan'}
     >>> largest_batch([Profile.parse("batch=1:8:32,sequence=8:64:128")], "batch")
@@ -24,7 +24,7 @@ from enginery.runtime.engines.selection import read_engines
 from enginery.runtime.tensorrt.options import CLASSIC
 
 
-def triton_engines(artifact: Artifact, graph: GraphRecord, config: TritonConfig) -> list[Engine]:
+def select_engines(artifact: Artifact, graph: GraphRecord, config: TritonConfig) -> list[Engine]:
     """The engines that Triton is to load: one, or one for each compute capability.
 
     Raises:
@@ -47,14 +47,14 @@ def triton_engines(artifact: Artifact, graph: GraphRecord, config: TritonConfig)
         if engine.record.flavor == CLASSIC.name and engine.record.graph == graph.file
     ]
     if not fitting:
-        raise _none_fits(artifact, graph, found)
+        raise _no_engine_error(artifact, graph, found)
     if config.backend == "onnxruntime" and len(fitting) > 1:
-        raise _several(artifact, fitting, "ONNX Runtime's backend opens one")
-    _check_together(artifact, fitting)
+        raise _ambiguous_error(artifact, fitting, "ONNX Runtime's backend opens one")
+    _check_shared_config(artifact, fitting)
     return fitting
 
 
-def profiles_of(engines: Sequence[Engine]) -> list[Profile]:
+def parse_profiles(engines: Sequence[Engine]) -> list[Profile]:
     """The profiles that engines share, in their order; none for fixed shapes."""
     return [Profile.parse(text) for text in engines[0].record.profiles] if engines else []
 
@@ -105,7 +105,7 @@ def _covers(outer: Profile, inner: Profile, batch: str) -> bool:
     )
 
 
-def _check_together(artifact: Artifact, engines: Sequence[Engine]) -> None:
+def _check_shared_config(artifact: Artifact, engines: Sequence[Engine]) -> None:
     """Engines that share one configuration have the same profiles, and each GPU has one."""
     seen: dict[str, Engine] = {}
     for engine in engines:
@@ -117,14 +117,16 @@ def _check_together(artifact: Artifact, engines: Sequence[Engine]) -> None:
                 f"name one: --engine {engines[0].name}",
             )
         if len(engines) > 1 and not engine.record.capabilities:
-            raise _several(artifact, engines, "one is for every compute capability")
+            raise _ambiguous_error(artifact, engines, "one is for every compute capability")
         for capability in engine.record.capabilities:
             if capability in seen:
-                raise _several(artifact, [seen[capability], engine], f"two are for {capability}")
+                raise _ambiguous_error(
+                    artifact, [seen[capability], engine], f"two are for {capability}"
+                )
             seen[capability] = engine
 
 
-def _several(artifact: Artifact, engines: Sequence[Engine], why: str) -> OptionError:
+def _ambiguous_error(artifact: Artifact, engines: Sequence[Engine], why: str) -> OptionError:
     names = " or ".join(engine.name for engine in engines)
     return OptionError(
         f"{artifact.path} has several engines of one graph, and {why}.",
@@ -132,7 +134,9 @@ def _several(artifact: Artifact, engines: Sequence[Engine], why: str) -> OptionE
     )
 
 
-def _none_fits(artifact: Artifact, graph: GraphRecord, found: Sequence[Engine]) -> ArtifactError:
+def _no_engine_error(
+    artifact: Artifact, graph: GraphRecord, found: Sequence[Engine]
+) -> ArtifactError:
     there = ", ".join(f"{e.name} of {e.record.graph}" for e in found) or "none"
     return ArtifactError(
         f"{artifact.path} has no engine of {graph.file} that Triton loads, which is one of "

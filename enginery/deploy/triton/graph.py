@@ -2,8 +2,8 @@
 
 Takes an artifact and the options; leaves what the repository is to have of the graph.
 
-    >>> parts, notes = graph_parts(artifact, artifact.manifest.graphs[0], [], TritonConfig())
-    >>> exported_graph(artifact, parts, TritonConfig(), "minilm-graph").files
+    >>> parts, notes = read_graph_info(artifact, artifact.manifest.graphs[0], [], TritonConfig())
+    >>> build_graph_model(artifact, parts, TritonConfig(), "minilm-graph").files
     {'1/model.onnx': PosixPath('minilm/model.onnx')}
 """
 
@@ -19,8 +19,8 @@ from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile
-from enginery.deploy.triton.engines import largest_batch, profiles_of
-from enginery.deploy.triton.models import GraphParts, TritonModel, graph_model, plan_file
+from enginery.deploy.triton.engines import largest_batch, parse_profiles
+from enginery.deploy.triton.models import GraphInfo, TritonModel, graph_model, plan_file
 from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.tensors import batch_dim, has_batch_dim
 from enginery.deploy.triton.warmup import warmup_samples
@@ -31,7 +31,7 @@ from enginery.runtime.tasks.classify import LabelResults, label_names
 _NO_BATCH = "not every tensor starts with the same dynamic dim"
 
 
-def chosen_graph(artifact: Artifact, config: TritonConfig) -> GraphRecord:
+def select_graph(artifact: Artifact, config: TritonConfig) -> GraphRecord:
     """The graph that the options name, or the only one.
 
     Raises:
@@ -48,9 +48,9 @@ def chosen_graph(artifact: Artifact, config: TritonConfig) -> GraphRecord:
     return artifact.graph(config.graph or graphs[0].file)
 
 
-def graph_parts(
+def read_graph_info(
     artifact: Artifact, record: GraphRecord, engines: list[Engine], config: TritonConfig
-) -> tuple[GraphParts, list[str]]:
+) -> tuple[GraphInfo, list[str]]:
     """What is known of the graph, and what of it should be told.
 
     Raises:
@@ -65,7 +65,7 @@ def graph_parts(
             f"option 'profile' is given, and {engines[0].name} has profiles of its own.",
             do="Leave it out.",
         )
-    profiles = profiles_of(engines)
+    profiles = parse_profiles(engines)
     if engines and config.backend == "onnxruntime" and len(profiles) > 1:
         notes.append(f"ONNX Runtime reaches the first profile alone, {profiles[0]}")
         profiles = profiles[:1]
@@ -82,7 +82,7 @@ def graph_parts(
             notes.append(f"batches have {most} rows at most, as the profiles have it")
     else:
         notes.append(f"Triton makes no batches: {_NO_BATCH}")
-    _require_possible(config.preferred_batch_size, most)
+    _check_preferred(config.preferred_batch_size, most)
     logits = next((spec for spec in record.outputs if spec.name == "logits"), None)
     labels: list[str] = []
     task = manifest_task(artifact.manifest, record)
@@ -91,11 +91,11 @@ def graph_parts(
         count = logits.dims[1] if isinstance(logits.dims[1], int) else 0
         labels = label_names(settings, count or len(settings.id2label))
     plain = tuple(" ".join(label.split()) for label in labels)
-    return GraphParts(record, most, tuple(profiles), tuple(engines), plain), notes
+    return GraphInfo(record, most, tuple(profiles), tuple(engines), plain), notes
 
 
-def exported_graph(
-    artifact: Artifact, parts: GraphParts, config: TritonConfig, name: str
+def build_graph_model(
+    artifact: Artifact, parts: GraphInfo, config: TritonConfig, name: str
 ) -> TritonModel:
     """The model that runs the graph, with the files that its backend loads.
 
@@ -112,7 +112,7 @@ def exported_graph(
     return graph_model(parts, config, name, files=below, warmup=samples, texts=texts)
 
 
-def _require_possible(preferred: Sequence[int], most: int) -> None:
+def _check_preferred(preferred: Sequence[int], most: int) -> None:
     """Triton does not load a model that prefers a batch larger than its largest."""
     too_large = [size for size in preferred if size > most]
     if not too_large:
@@ -124,7 +124,7 @@ def _require_possible(preferred: Sequence[int], most: int) -> None:
     )
 
 
-def _graph_files(artifact: Artifact, parts: GraphParts, config: TritonConfig) -> dict[str, Path]:
+def _graph_files(artifact: Artifact, parts: GraphInfo, config: TritonConfig) -> dict[str, Path]:
     """What the backend loads, by its name below the version's folder."""
     if config.backend == "tensorrt":
         if len(parts.engines) == 1:

@@ -21,7 +21,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.tensors import DATA_TYPES, STRING, batch_dim, tensor_fields
-from enginery.deploy.triton.text import Word, config_text, entries, parameters
+from enginery.deploy.triton.text_format import EnumValue, config_text, map_entries, parameters
 from enginery.runtime.tasks.task import Task
 
 LABELS_FILE = "labels.txt"
@@ -52,7 +52,7 @@ class TritonModel:
 
 
 @dataclass(frozen=True)
-class GraphParts:
+class GraphInfo:
     """What is known of the graph that is exported."""
 
     record: GraphRecord
@@ -70,7 +70,7 @@ class GraphParts:
 
 
 def graph_model(
-    parts: GraphParts,
+    parts: GraphInfo,
     config: TritonConfig,
     name: str,
     *,
@@ -96,14 +96,14 @@ def graph_model(
             # ONNX Runtime opens the engine by its wrapper; it must not write a cache beside it.
             accelerator = {
                 "name": "tensorrt",
-                "parameters": entries({"trt_engine_cache_enable": "0"}),
+                "parameters": map_entries({"trt_engine_cache_enable": "0"}),
             }
             fields["optimization"] = {
                 "execution_accelerators": {"gpu_execution_accelerator": [accelerator]}
             }
         fields["parameters"] = parameters(_runtime_parameters(config)) or None
     elif len(parts.engines) > 1:
-        fields["cc_model_filenames"] = entries(
+        fields["cc_model_filenames"] = map_entries(
             {c: plan_file(e) for e in parts.engines for c in e.record.capabilities}
         )
     fields["model_warmup"] = list(warmup)
@@ -121,7 +121,7 @@ def plan_file(engine: Engine) -> str:
 def step_model(
     step: str,
     task: Task,
-    parts: GraphParts,
+    parts: GraphInfo,
     config: TritonConfig,
     name: str,
     *,
@@ -157,13 +157,13 @@ def step_model(
         "version_policy": {"latest": {"num_versions": 1}},
         "input": inputs,
         "output": outputs,
-        "instance_group": [{"count": config.tokenizer_instances, "kind": Word("KIND_CPU")}],
+        "instance_group": [{"count": config.tokenizer_instances, "kind": EnumValue("KIND_CPU")}],
         "parameters": parameters(options),
     }
     return TritonModel(name, fields, files)
 
 
-def ensemble_model(task: Task, parts: GraphParts, name: str) -> TritonModel:
+def ensemble_model(task: Task, parts: GraphInfo, name: str) -> TritonModel:
     """Return the model that clients ask: texts in, results out."""
     record = parts.record
     given = {field.name: field.name for field in task.inputs}
@@ -191,8 +191,8 @@ def _step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> 
     return {
         "model_name": model,
         "model_version": _NEWEST,
-        "input_map": entries(inputs),
-        "output_map": entries(outputs),
+        "input_map": map_entries(inputs),
+        "output_map": map_entries(outputs),
     }
 
 
@@ -213,25 +213,25 @@ def _task_outputs(task: Task) -> list[dict[str, Any]]:
     return [
         {
             "name": tensor.name,
-            "data_type": Word(DATA_TYPES[tensor.dtype]),
+            "data_type": EnumValue(DATA_TYPES[tensor.dtype]),
             "dims": [-1] * tensor.rank,
         }
         for tensor in task.outputs
     ]
 
 
-def _output(spec: TensorSpec, parts: GraphParts) -> dict[str, Any]:
+def _output(spec: TensorSpec, parts: GraphInfo) -> dict[str, Any]:
     fields = tensor_fields(spec, batched=parts.batched)
     if parts.labels and spec.name == "logits":
         fields["label_filename"] = LABELS_FILE
     return fields
 
 
-def _instances(parts: GraphParts, config: TritonConfig) -> dict[str, Any]:
+def _instances(parts: GraphInfo, config: TritonConfig) -> dict[str, Any]:
     on_cpu = config.backend == "onnxruntime" and config.provider == "cpu"
     fields: dict[str, Any] = {
         "count": config.instances,
-        "kind": Word("KIND_CPU" if on_cpu else "KIND_GPU"),
+        "kind": EnumValue("KIND_CPU" if on_cpu else "KIND_GPU"),
     }
     if config.backend == "tensorrt" and parts.profiles:
         # An instance has a context for each, and takes the nearest that covers a batch.
@@ -239,14 +239,14 @@ def _instances(parts: GraphParts, config: TritonConfig) -> dict[str, Any]:
     return fields
 
 
-def _dynamic_batching(parts: GraphParts, config: TritonConfig) -> dict[str, Any]:
+def _dynamic_batching(parts: GraphInfo, config: TritonConfig) -> dict[str, Any]:
     preferred = list(config.preferred_batch_size)
     if not preferred:
         name = batch_dim(parts.record)
         optima = {p.dims[name].opt for p in parts.profiles if name in p.dims}
         preferred = sorted(size for size in optima if 1 < size <= parts.max_batch_size)
     policy = {
-        "timeout_action": Word("REJECT"),
+        "timeout_action": EnumValue("REJECT"),
         "default_timeout_microseconds": config.queue_timeout_us,
         "allow_timeout_override": True,
         "max_queue_size": config.max_queue_size,
@@ -270,7 +270,7 @@ def _runtime_parameters(config: TritonConfig) -> dict[str, str]:
     return found
 
 
-def _max_rows(parts: GraphParts) -> int:
+def _max_rows(parts: GraphInfo) -> int:
     """The most rows of one request; of a fixed batch, that."""
     fixed = next((s.dims[0] for s in parts.record.inputs if isinstance(s.dims[0], int)), 0)
     return parts.max_batch_size or fixed

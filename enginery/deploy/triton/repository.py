@@ -1,6 +1,6 @@
 """A Triton model repository on disk: models written beside it, then renamed into it.
 
-    >>> place(Path("models"), "minilm", models, version=2, made_from=artifact.content_sha256())
+    >>> install_models(Path("models"), "minilm", models, version=2, made_from=digest)
     ['version 1 stays beside 2; Triton serves the newest']
 
     models/
@@ -34,7 +34,12 @@ from enginery.core.artifact.staging import STAGING_PREFIX, put_in_place
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import json_bytes
 from enginery.core.locks import named_lock
-from enginery.deploy.triton.earlier import LISTING, notes_on, read_earlier, require_newest
+from enginery.deploy.triton.existing_model import (
+    LISTING,
+    check_newest,
+    describe_changes,
+    read_existing_model,
+)
 from enginery.deploy.triton.models import ANSWERS, GRAPH, TOKENIZER, TritonModel
 
 CONFIG = "config.pbtxt"
@@ -45,7 +50,7 @@ _OLD = "old"
 _READABLE = 0o044
 
 
-def place(
+def install_models(
     out: Path, name: str, models: Sequence[TritonModel], *, version: int, made_from: str
 ) -> list[str]:
     """Leaves the models in the repository; the last one is the one that clients ask.
@@ -61,22 +66,22 @@ def place(
         OptionError: a version that stays is newer than `version`, and Triton would serve that.
     """
     out = out.resolve()
-    _require_repository(out)
+    _check_repository(out)
     parts = [name, *(f"{name}-{part}" for part in (GRAPH, TOKENIZER, ANSWERS))]
     try:
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out) as alone:
             if alone:
                 _clear_leftovers(out)
-            earlier = {part: read_earlier(out / part, name) for part in parts}
+            earlier = {part: read_existing_model(out / part, name) for part in parts}
             kept = {
                 model.name: earlier[model.name].other_versions(model.backend, version)
                 for model in models
             }
-            require_newest(out, kept, version)
+            check_newest(out, kept, version)
             gone = [part for part in parts if part not in kept and earlier[part].files]
-            _place(out, name, models, kept, gone, version=version, made_from=made_from)
-            return notes_on(earlier, kept, gone, version)
+            _install(out, name, models, kept, gone, version=version, made_from=made_from)
+            return describe_changes(earlier, kept, gone, version)
     except OSError as error:
         raise ArtifactError(
             f"{out} cannot be written: {error.strerror}: {error.filename}.",
@@ -114,17 +119,17 @@ def _clear_leftovers(out: Path) -> None:
     """Brings back the models that a killed export had moved away, and removes what it left."""
     name = re.compile(rf"{re.escape(STAGING_PREFIX + out.name)}-[0-9a-f]{{12}}-triton")
     for leftover in [path for path in out.parent.iterdir() if name.fullmatch(path.name)]:
-        _bring_back(leftover, out)
+        _restore_moved(leftover, out)
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _bring_back(staged: Path, out: Path) -> None:
+def _restore_moved(staged: Path, out: Path) -> None:
     for model in (staged / _OLD).iterdir() if (staged / _OLD).is_dir() else ():
         if not (out / model.name).exists():
             os.replace(model, out / model.name)
 
 
-def _place(
+def _install(
     out: Path,
     name: str,
     models: Sequence[TritonModel],
@@ -155,7 +160,7 @@ def _place(
         for part in gone:
             os.replace(out / part, fresh / "gone" / part)
     finally:
-        _bring_back(fresh, out)
+        _restore_moved(fresh, out)
         shutil.rmtree(fresh, ignore_errors=True)
 
 
@@ -198,7 +203,7 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def _require_repository(out: Path) -> None:
+def _check_repository(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ArtifactError(f"{out} is a file, expected the folder of a model repository.")
     if (out / MANIFEST).is_file():

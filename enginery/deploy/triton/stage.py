@@ -21,19 +21,19 @@ from enginery.core.artifact.engine_record import ENGINES
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.names import portable_name
 from enginery.core.progress import SILENT, Progress
-from enginery.deploy.triton.engines import triton_engines
-from enginery.deploy.triton.graph import chosen_graph, exported_graph, graph_parts
+from enginery.deploy.triton.engines import select_engines
+from enginery.deploy.triton.graph import build_graph_model, read_graph_info, select_graph
 from enginery.deploy.triton.models import (
     ANSWERS,
     GRAPH,
     TOKENIZER,
-    GraphParts,
+    GraphInfo,
     TritonModel,
     ensemble_model,
     step_model,
 )
 from enginery.deploy.triton.options import TritonConfig
-from enginery.deploy.triton.repository import place
+from enginery.deploy.triton.repository import install_models
 from enginery.deploy.triton.steps import FILES, open_text_task
 from enginery.deploy.triton.tensors import check_types
 from enginery.runtime.tasks import TASKS, manifest_task
@@ -80,16 +80,16 @@ def run(
     with progress.task(f"checking {artifact.name}"):
         opened = Artifact.open(artifact.path, verify=True)
     opened.require_passed(allow_failed=config.allow_failed)
-    record = chosen_graph(opened, config)
+    record = select_graph(opened, config)
     check_types(record, config.backend)
-    engines = triton_engines(opened, record, config) if config.needs_engine else []
-    parts, notes = graph_parts(opened, record, engines, config)
+    engines = select_engines(opened, record, config) if config.needs_engine else []
+    parts, notes = read_graph_info(opened, record, engines, config)
     name = config.name or portable_name(opened.manifest.source.name)
-    lacking = _no_texts(opened, record)
+    lacking = _why_graph_only(opened, record)
     if config.tokenizer and lacking:
         notes.append(f"the graph alone: {lacking}")
     with_texts = config.tokenizer and not lacking
-    graph = exported_graph(opened, parts, config, f"{name}-{GRAPH}" if with_texts else name)
+    graph = build_graph_model(opened, parts, config, f"{name}-{GRAPH}" if with_texts else name)
     models = [graph, *(_text_models(opened, parts, config, name) if with_texts else ())]
     if with_texts:
         notes.append(
@@ -97,7 +97,9 @@ def run(
             "or name an environment with --execution-env"
         )
     with progress.task(f"writing {name}"):
-        notes += place(out, name, models, version=config.version, made_from=opened.content_sha256())
+        notes += install_models(
+            out, name, models, version=config.version, made_from=opened.content_sha256()
+        )
     for note in notes:
         progress.say(f"export-triton: {note}")
     return TritonExport(
@@ -105,7 +107,7 @@ def run(
     )
 
 
-def _no_texts(artifact: Artifact, record: GraphRecord) -> str:
+def _why_graph_only(artifact: Artifact, record: GraphRecord) -> str:
     """Return why texts cannot be answered; empty where they can."""
     manifest = artifact.manifest
     task = manifest_task(manifest, record)
@@ -121,12 +123,12 @@ def _no_texts(artifact: Artifact, record: GraphRecord) -> str:
 
 
 def _text_models(
-    artifact: Artifact, parts: GraphParts, config: TritonConfig, name: str
+    artifact: Artifact, parts: GraphInfo, config: TritonConfig, name: str
 ) -> list[TritonModel]:
     """Return tokenizer, answers and ensemble."""
     # Opened here as the server will open it: what is wrong with the files is said now.
     task = open_text_task(artifact, parts.record)
-    names = [MANIFEST, *_side_files(artifact)]
+    names = [MANIFEST, *_processor_files(artifact)]
     files = {f"{config.version}/{FILES}/{file}": artifact.path / file for file in names}
     files[f"{config.version}/model.py"] = _MODEL_PY
     steps = [
@@ -136,7 +138,7 @@ def _text_models(
     return [*steps, ensemble_model(task, parts, name)]
 
 
-def _side_files(artifact: Artifact) -> list[str]:
+def _processor_files(artifact: Artifact) -> list[str]:
     """Return tokenizer and configuration: all but graphs and engines."""
     manifest = artifact.manifest
     graphs = {file for graph in manifest.graphs for file in (graph.file, *graph.data_files)}

@@ -130,7 +130,7 @@ class TextSteps:
         width = longest
         if self.task.can_pad:
             multiple = -(-longest // self.pad_multiple) * self.pad_multiple
-            width = self._within(max(longest, min(multiple, self.task.tokenizer.limit)), longest)
+            width = self._fit_width(max(longest, min(multiple, self.task.tokenizer.limit)), longest)
         if self.profiles:
             sizes = padded_sizes(self.profiles, {"batch": count, "sequence": width})
             # Rows that fill a batch cost what a text costs; Triton's batcher adds real ones.
@@ -141,7 +141,7 @@ class TextSteps:
             choose_profile(self.profiles, sizes_of(inputs, feeds))
         return feeds
 
-    def _within(self, width: int, longest: int) -> int:
+    def _fit_width(self, width: int, longest: int) -> int:
         """Return a width that a profile takes, where one takes the texts as they are.
 
         Texts that none takes stay as long as they are, for the error that says so.

@@ -19,7 +19,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError
 from enginery.core.shapes import TensorSpec, canonical_dim
 from enginery.deploy.triton.options import Backend
-from enginery.deploy.triton.text import Word
+from enginery.deploy.triton.text_format import EnumValue
 
 DATA_TYPES = {
     "bool": "TYPE_BOOL",
@@ -37,7 +37,7 @@ DATA_TYPES = {
     "string": "TYPE_STRING",
     "bfloat16": "TYPE_BF16",
 }
-STRING = Word("TYPE_STRING")
+STRING = EnumValue("TYPE_STRING")
 
 # The table "Datatypes" of model_configuration.md.
 _NOT_TAKEN = {
@@ -77,7 +77,7 @@ def tensor_fields(spec: TensorSpec, *, batched: bool) -> dict[str, Any]:
     sizes = sizes[1:] if batched else sizes
     fields: dict[str, Any] = {
         "name": spec.name,
-        "data_type": Word(_data_type(spec)),
+        "data_type": EnumValue(_data_type(spec)),
         # A tensor without dims does not exist in Triton: one number is (1,).
         "dims": sizes or [1],
     }

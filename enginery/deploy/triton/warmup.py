@@ -21,7 +21,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.shapes import Profile, canonical_dim, dynamic_dims
 from enginery.deploy.triton.tensors import DATA_TYPES, batch_dim
-from enginery.deploy.triton.text import Word, entries
+from enginery.deploy.triton.text_format import EnumValue, map_entries
 
 _FOLDER = "warmup"
 _TOKENS = 16
@@ -65,7 +65,7 @@ def _sample(
     for spec in record.inputs:
         shape = spec.shape(sizes)
         entry: dict[str, Any] = {
-            "data_type": Word(DATA_TYPES[spec.dtype]),
+            "data_type": EnumValue(DATA_TYPES[spec.dtype]),
             "dims": list(shape[1:] if max_batch_size else shape) or [1],
         }
         array = feeds.get(spec.name)
@@ -78,7 +78,7 @@ def _sample(
             entry["input_data_file"] = name
         inputs[spec.name] = entry
     name = f"the optimum of {profile}" if profile.dims else "one row"
-    return {"name": name, "batch_size": rows, "inputs": entries(inputs)}, files
+    return {"name": name, "batch_size": rows, "inputs": map_entries(inputs)}, files
 
 
 def _optimum(record: GraphRecord, profile: Profile, limits: FeedLimits) -> dict[str, int]:

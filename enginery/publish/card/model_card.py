@@ -45,7 +45,7 @@ _TARGETS = {
     "cpu": "ONNX Runtime on a CPU",
     "tensorrt": "TensorRT",
 }
-_WAYS = {
+_LOADER_TITLES = {
     "enginery": "enginery: answers, without torch",
     "Optimum": "Optimum: tensors, with transformers",
     "onnxruntime": "ONNX Runtime alone",
@@ -74,18 +74,18 @@ def model_card(facts: CardFacts) -> str:
     artifact, manifest, reports = facts.artifact, facts.artifact.manifest, facts.reports
     environment = Environment(  # noqa: S701  # it is Markdown, which `finalize` escapes
         loader=FileSystemLoader(Path(__file__).parent),
-        finalize=escaped,
+        finalize=escape_markdown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     environment.filters |= {
-        "bound_to": engine_words,
+        "bound_to": describe_hardware_target,
         "code": _code,
         "codes": lambda texts, between=", ": Markdown(between.join(map(_code, texts))),
         "gpus": gpu_names,
-        "local": lambda text: without_path(text, manifest.source),
+        "local": lambda text: hide_source_path(text, manifest.source),
         "markdown": Markdown,
         "number": _number,
         "options": _options,
@@ -103,12 +103,12 @@ def model_card(facts: CardFacts) -> str:
         source=manifest.source,
         target=_TARGETS.get(manifest.target, manifest.target),
         validation=reports.validation,
-        compared=list(_compared(reports.validation)) if reports.validation else [],
+        compared=list(_compared_outputs(reports.validation)) if reports.validation else [],
         quantization=reports.quantization,
-        accuracies=list(_accuracies(reports.quantization)) if reports.quantization else [],
+        accuracies=list(_accuracy_rows(reports.quantization)) if reports.quantization else [],
         benchmark=reports.benchmark,
         engines=facts.engines,
-        snippets=[(_WAYS[way], code) for way, code in snippets.items()],
+        snippets=[(_LOADER_TITLES[way], code) for way, code in snippets.items()],
         rights=facts.rights,
     )
     return f"---\n{card_metadata(facts).to_yaml()}\n---\n\n{body}"
@@ -145,7 +145,7 @@ def card_metadata(facts: CardFacts) -> ModelCardData:
     )
 
 
-_EVALUATED = {
+_EVAL_METRICS = {
     "validation.max_abs_error": ("max_abs_error", "Largest error beside PyTorch"),
     "validation.min_cosine": ("cosine_similarity", "Least cosine to PyTorch's outputs"),
     "quantization.cosine": ("cosine_similarity", "Mean cosine to FP32's answers"),
@@ -164,7 +164,7 @@ def _evaluations(facts: CardFacts) -> Iterator[EvalResult]:
         "validation": "inputs compared with PyTorch",
         "quantization": f"rows of {calibration.inputs}" if calibration else "rows of the data",
     }
-    for figure, (metric_type, metric_name) in _EVALUATED.items():
+    for figure, (metric_type, metric_name) in _EVAL_METRICS.items():
         stage = figure.partition(".")[0]
         if figure in figures:
             yield EvalResult(
@@ -181,15 +181,15 @@ def _evaluations(facts: CardFacts) -> Iterator[EvalResult]:
 
 
 class Markdown(str):
-    """Text that is Markdown already, and is not escaped when it is inserted."""
+    """Text that is Markdown already, and is not escape_markdown when it is inserted."""
 
     __slots__ = ()
 
 
-def escaped(value: object) -> str:
+def escape_markdown(value: object) -> str:
     r"""Return text that is shown as it is, on one line, also in a cell of a table.
 
-    >>> escaped("<b> & [x](y) | snake_case _it_")
+    >>> escape_markdown("<b> & [x](y) | snake_case _it_")
     '\\<b\\> \\& \\[x\\](y) \\| snake_case \\_it\\_'
     """
     if isinstance(value, Markdown):
@@ -230,7 +230,7 @@ def _value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def without_path(text: str, source: SourceRecord) -> str:
+def hide_source_path(text: str, source: SourceRecord) -> str:
     """Return a sentence with the source's name in place of its path on the publishing machine.
 
     Another path that has it inside stays. Only sentences that a stage wrote go through this: a path
@@ -248,7 +248,7 @@ def without_path(text: str, source: SourceRecord) -> str:
 
 
 @dataclass(frozen=True)
-class _Compared:
+class _ComparedOutput:
     """One output over all inputs of one kind."""
 
     graph: str
@@ -260,13 +260,13 @@ class _Compared:
     failed: int
 
 
-def _compared(report: ValidationReport) -> Iterator[_Compared]:
+def _compared_outputs(report: ValidationReport) -> Iterator[_ComparedOutput]:
     groups: dict[tuple[str, str, str], list[OutputMetrics]] = {}
     for case in report.cases:
         for output in case.outputs:
             groups.setdefault((case.graph, output.output, case.kind), []).append(output)
     for group, outputs in groups.items():
-        yield _Compared(
+        yield _ComparedOutput(
             *group,
             count=len(outputs),
             worst=max(outputs, key=lambda output: output.limit_ratio),
@@ -275,7 +275,7 @@ def _compared(report: ValidationReport) -> Iterator[_Compared]:
         )
 
 
-def _accuracies(report: QuantizationReport) -> Iterable[tuple[str, float, str]]:
+def _accuracy_rows(report: QuantizationReport) -> Iterable[tuple[str, float, str]]:
     """Yield what was measured: the words, the value, its format."""
     kind = report.scheme.upper()
     found: list[tuple[str, float | None, str]] = []
@@ -295,7 +295,7 @@ def _accuracies(report: QuantizationReport) -> Iterable[tuple[str, float, str]]:
     return [(words, value, form) for words, value, form in found if value is not None]
 
 
-def engine_words(record: EngineRecord) -> str:
+def describe_hardware_target(record: EngineRecord) -> str:
     """Return what an engine is bound to, in one line."""
     targets = ", ".join(record.capabilities)
     where = f"compute capability {targets}" if targets else "any RTX GPU from Ampere on"

@@ -68,7 +68,7 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
     optimum_class = _OPTIMUM_CLASSES.get(manifest.task, "")
     if images and manifest.task == "feature-extraction":
         optimum_class = "ORTModelForCustomTasks"  # the other class feeds token ids
-    inputs = _known_inputs(artifact)
+    inputs = _input_expressions(artifact)
     takes_tokens = {spec.name for spec in graph.inputs} <= _TOKENS.keys()
     template = environment.get_template("snippets.jinja")
     facts = {
@@ -115,7 +115,7 @@ def example_texts(artifact: Artifact) -> tuple[str, ...]:
     )
 
 
-def _known_inputs(artifact: Artifact) -> list[tuple[TensorSpec, str]]:
+def _input_expressions(artifact: Artifact) -> list[tuple[TensorSpec, str]]:
     """Return the inputs of the first graph with code for their values.
 
     None unless a text's tokens or one image is all that the graph takes.

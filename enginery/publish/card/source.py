@@ -28,7 +28,7 @@ CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HEADING = re.compile(r"^(#{1,6})[ \t]+(.+?)[ \t#]*$")
 _FENCE = re.compile(r"^ {0,3}(```|~~~)")
-_CARRIED = (
+_CARRIED_HEADINGS = (
     "limitation",
     "bias",
     "risk",
@@ -83,7 +83,7 @@ class SourceCard:
 def read_source_card(source: SourceRecord) -> SourceCard:
     """Read the card of the model that an artifact was made from, where there is one."""
     base_model = source.id.partition("@")[0] if source.kind == "hub" else ""
-    path, problem = _find(source)
+    path, problem = _find_card(source)
     if path is None:
         is_read = problem == _NO_CARD
         return SourceCard(base_model=base_model, notes=(problem,), is_read=is_read)
@@ -126,12 +126,12 @@ def parse_card(text: str, base_model: str = "") -> SourceCard:
         base_model=base_model or (own_base if _HUB_ID.fullmatch(own_base) else ""),
         language=_texts(data.get("language")),
         tags=_texts(data.get("tags")),
-        sections=tuple(_carried(body)),
+        sections=tuple(_carried_sections(body)),
         notes=notes,
     )
 
 
-def _find(source: SourceRecord) -> tuple[Path | None, str]:
+def _find_card(source: SourceRecord) -> tuple[Path | None, str]:
     """Return the path of the source's card, or None and why there is none."""
     if source.kind == "hub":
         return _hub_card(source)
@@ -161,7 +161,7 @@ def _hub_card(source: SourceRecord) -> tuple[Path | None, str]:
         return None, f"{unknown}: {type(error).__name__}"
 
 
-def _carried(body: str) -> Iterator[tuple[str, str]]:
+def _carried_sections(body: str) -> Iterator[tuple[str, str]]:
     """Yield the sections under a heading with one of the words, with their subsections."""
     heading, level, lines, fenced = "", 0, list[str](), False
     for line in body.splitlines():
@@ -172,7 +172,7 @@ def _carried(body: str) -> Iterator[tuple[str, str]]:
             if heading:
                 yield heading, _section(lines)
             title = found[2].strip()
-            is_carried = any(word in title.lower() for word in _CARRIED)
+            is_carried = any(word in title.lower() for word in _CARRIED_HEADINGS)
             heading, level, lines = (title if is_carried else ""), len(found[1]), []
         elif heading:
             # Headings inside it go below the one that the new card has for all of them.

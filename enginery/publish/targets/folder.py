@@ -51,12 +51,12 @@ from enginery.publish.publication import LISTING, REMEDY, Publication
 
 INDEX = "index.json"
 SCHEMA_VERSION = 1
-_LONGEST_NAME = 200
+_MAX_NAME_BYTES = 200
 _WAIT_SECONDS = 0.0
 _PART = ".part-"
 _OLD = ".old-"
 # Clocks of two machines differ, and shares round: what is published later has a later time still.
-_APART_NS = 10_000_000
+_MIN_INTERVAL_NS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class FolderRegistry:
     @property
     def path(self) -> Path:
         """Return the path in the address."""
-        return path_of(self.url)
+        return path_from_url(self.url)
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
         """Write the package as a version, unless its content is one already.
@@ -82,17 +82,17 @@ class FolderRegistry:
         root = self.path
         folder = root / package.name
         with _registry_errors(root):
-            refuse_foreign(root)
+            check_registry_root(root)
             with _locked(folder, progress):
-                bring_back(folder)
+                restore_interrupted(folder)
                 version, is_new = _find_or_write(package, folder, config, progress)
                 if is_new:
-                    point(folder, LATEST, version)
+                    set_alias(folder, LATEST, version)
                 else:
                     # A run that was killed may have left a version that `latest` does not know.
-                    mend_latest(folder, versions_of(folder))
+                    repair_latest(folder, read_versions(folder))
                 if config.alias:
-                    point(folder, config.alias, version)
+                    set_alias(folder, config.alias, version)
             with _locked(root, progress):
                 write_index(root)
         url = (folder / version).resolve().as_uri()
@@ -123,9 +123,9 @@ def _find_or_write(
     package: Package, folder: Path, config: PublishConfig, progress: Progress
 ) -> tuple[str, bool]:
     """Return the version of this content and whether it is new; write a damaged one again."""
-    found = versions_of(folder)
+    found = read_versions(folder)
     _check_names(folder, config, list(found))
-    same = [version for version, listing in found.items() if package.is_version(listing)]
+    same = [version for version, listing in found.items() if package.matches(listing)]
     if same and config.version not in ("", *same):
         raise RegistryError(
             f"{folder} has this content as version {same[-1]} already, and version "
@@ -134,13 +134,13 @@ def _find_or_write(
         )
     if not same:
         version = config.version or _next_version(folder)
-        _require_free(folder / version, found.get(version), package)
+        _check_version_free(folder / version, found.get(version), package)
         write_version(package, folder, version, progress)
         return version, True
     version = config.version or same[-1]
     place, listing = folder / version, found[version]
-    if damage := damage_of(listing, place):
-        package.require_rights(damage.rstrip("."), listing.content_sha256)
+    if damage := find_damage(listing, place):
+        package.check_rights_known(damage.rstrip("."), listing.content_sha256)
         progress.say(f"publish: writes version {version} again: {damage}")
         write_version(package, folder, version, progress, stamp_ns=published_ns(place))
     else:
@@ -148,11 +148,11 @@ def _find_or_write(
     return version, False
 
 
-def _require_free(place: Path, there: Publication | None, package: Package) -> None:
+def _check_version_free(place: Path, there: Publication | None, package: Package) -> None:
     """Raise RegistryError if a new version cannot be made under this name."""
     if there:
         raise RegistryError(
-            f"{place} has another content: {_changes(there, package)}.",
+            f"{place} has another content: {_describe_changes(there, package)}.",
             do="Name another --version, or leave it out.",
         )
     if place.exists():
@@ -173,11 +173,11 @@ def _check_names(folder: Path, config: PublishConfig, versions: list[str]) -> No
         raise OptionError(f"alias '{config.alias}' is the name of a version of {folder.name}.")
     if config.alias and config.alias == config.version:
         raise OptionError(f"alias and version are both '{config.alias}'.", do="Keep the version.")
-    if config.version in aliases_of(folder):
+    if config.version in read_aliases(folder):
         raise OptionError(f"version '{config.version}' is the name of an alias of {folder.name}.")
 
 
-def _changes(there: Publication, package: Package) -> str:
+def _describe_changes(there: Publication, package: Package) -> str:
     """Say which parts of the content differ, by name."""
     names = sorted({*there.content, *package.content})
     changed = [n for n in names if there.content.get(n) != package.content.get(n)]
@@ -213,7 +213,7 @@ def _registry_errors(place: Path) -> Iterator[None]:
         ) from error
 
 
-def path_of(url: str) -> Path:
+def path_from_url(url: str) -> Path:
     """Return the path that `file:///path` or a plain path names.
 
     Raises:
@@ -248,25 +248,25 @@ def find_version(url: str) -> tuple[Path, Publication]:
         RegistryError: there is no such version, or no such registry.
         OptionError: the address is none of a folder.
     """
-    path = path_of(url)
+    path = path_from_url(url)
     if (path / LISTING).is_file():
         return path, Publication.read(path, url)
     folder, wanted = path, LATEST
     if "@" in path.name and not path.exists():
         name, _, wanted = path.name.rpartition("@")
         folder = path.with_name(name)
-    elif not versions_of(path) and versions_of(path.parent):
+    elif not read_versions(path) and read_versions(path.parent):
         folder, wanted = path.parent, path.name
-    versions, aliases = versions_of(folder), aliases_of(folder)
+    versions, aliases = read_versions(folder), read_aliases(folder)
     version = aliases.get(wanted, wanted)
     if wanted == LATEST and versions and LATEST not in aliases:
-        version = newest(folder, versions)
+        version = newest_version(folder, versions)
     if (folder / version / LISTING).is_file():
         return folder / version, Publication.read(folder / version, url)
-    raise _not_there(url, folder, wanted, [*versions, *aliases])
+    raise _version_not_found(url, folder, wanted, [*versions, *aliases])
 
 
-def _not_there(url: str, folder: Path, wanted: str, known: list[str]) -> RegistryError:
+def _version_not_found(url: str, folder: Path, wanted: str, known: list[str]) -> RegistryError:
     """Say what there is in place of what was asked for."""
     if known:
         return RegistryError(
@@ -287,15 +287,15 @@ def _not_there(url: str, folder: Path, wanted: str, known: list[str]) -> Registr
 
 def _models(path: Path) -> list[str]:
     found = path.iterdir() if path.is_dir() else ()
-    return sorted(p.name for p in found if p.is_dir() and versions_of(p))
+    return sorted(p.name for p in found if p.is_dir() and read_versions(p))
 
 
-def refuse_foreign(root: Path) -> None:
+def check_registry_root(root: Path) -> None:
     """Raise if a folder is a version, a model's folder or an artifact, and so no registry."""
     if root.exists() and not root.is_dir():
         raise RegistryError(f"{root} is a file, expected the folder of a registry.")
     for inside, registry in ((root, root.parent), (root.parent, root.parent.parent)):
-        if (registry / INDEX).is_file() and versions_of(inside):
+        if (registry / INDEX).is_file() and read_versions(inside):
             raise OptionError(
                 f"{root} lies inside the registry {registry}.",
                 do=f"Publish to {registry.as_uri()}; --name and --version say where in it.",
@@ -304,17 +304,17 @@ def refuse_foreign(root: Path) -> None:
         raise RegistryError(f"{root} is an artifact, expected the folder of a registry.")
 
 
-def versions_of(folder: Path) -> dict[str, Publication]:
+def read_versions(folder: Path) -> dict[str, Publication]:
     """Return the versions of a model by name, in their natural order, without damaged ones."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if is_portable_name(path.name) and not path.is_symlink() and (path / LISTING).is_file():
             with suppress(EngineryError):
                 found[path.name] = Publication.read(path, str(path))
-    return dict(sorted(found.items(), key=lambda pair: _natural(pair[0])))
+    return dict(sorted(found.items(), key=lambda pair: _natural_key(pair[0])))
 
 
-def aliases_of(folder: Path) -> dict[str, str]:
+def read_aliases(folder: Path) -> dict[str, str]:
     """Return what points to an existing version: `latest` and the aliases, links or files."""
     found = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -322,23 +322,23 @@ def aliases_of(folder: Path) -> dict[str, str]:
             continue
         if path.is_symlink():
             found[path.name] = path.readlink().name
-        elif path.is_file() and path.stat().st_size <= _LONGEST_NAME:
+        elif path.is_file() and path.stat().st_size <= _MAX_NAME_BYTES:
             name = path.read_text(encoding="utf-8", errors="replace").strip()
             if is_portable_name(name):
                 found[path.name] = name
     return {name: version for name, version in found.items() if (folder / version).is_dir()}
 
 
-def newest(folder: Path, versions: dict[str, Publication]) -> str:
+def newest_version(folder: Path, versions: dict[str, Publication]) -> str:
     """Return the version that was published last."""
     dates = {version: published_ns(folder / version) for version in versions}
-    return max(versions, key=lambda version: (dates[version], _natural(version)))
+    return max(versions, key=lambda version: (dates[version], _natural_key(version)))
 
 
-def point(folder: Path, name: str, version: str) -> None:
+def set_alias(folder: Path, name: str, version: str) -> None:
     """Let `name` point to a version, at once: readers see the old one or the new."""
     place = folder / name
-    if aliases_of(folder).get(name) == version:
+    if read_aliases(folder).get(name) == version:
         return
     fresh = folder / f"{STAGING_PREFIX}{name}"
     fresh.unlink(missing_ok=True)
@@ -350,19 +350,19 @@ def point(folder: Path, name: str, version: str) -> None:
     fresh.replace(place)
 
 
-def mend_latest(folder: Path, versions: dict[str, Publication]) -> None:
+def repair_latest(folder: Path, versions: dict[str, Publication]) -> None:
     """Point `latest` to a version that a killed run has left unpointed, and never back.
 
     Times alone do not say so: a registry that was copied has those of the copy.
     """
     if not versions:
         return
-    pointed, last = aliases_of(folder).get(LATEST, ""), newest(folder, versions)
+    pointed, last = read_aliases(folder).get(LATEST, ""), newest_version(folder, versions)
     if pointed in versions:
         is_later = published_ns(folder / last) > published_ns(folder / pointed)
-        if not is_later or _natural(last) <= _natural(pointed):
+        if not is_later or _natural_key(last) <= _natural_key(pointed):
             return
-    point(folder, LATEST, last)
+    set_alias(folder, LATEST, last)
 
 
 def write_index(root: Path) -> None:
@@ -383,7 +383,7 @@ def write_index(root: Path) -> None:
 
 
 def _model(folder: Path) -> dict[str, Any]:
-    aliases = aliases_of(folder)
+    aliases = read_aliases(folder)
     return {
         "latest": aliases.pop(LATEST, ""),
         "aliases": aliases,
@@ -395,7 +395,7 @@ def _model(folder: Path) -> dict[str, Any]:
                 "validated": publication.validated,
                 "engines": [mark.model_dump(mode="json") for mark in publication.engines],
             }
-            for version, publication in versions_of(folder).items()
+            for version, publication in read_versions(folder).items()
         },
     }
 
@@ -409,7 +409,7 @@ def _date(nanoseconds: int) -> str:
     return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="seconds")
 
 
-def _natural(name: str) -> tuple[tuple[int, str], ...]:
+def _natural_key(name: str) -> tuple[tuple[int, str], ...]:
     """Return a key for sorting: 2 before 10, 1.9 before 1.10."""
     parts = re.findall(r"\d+|\D+", name)
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
@@ -438,7 +438,7 @@ def write_version(
     part.mkdir(exist_ok=True)
     with progress.task(f"writing {folder.name}/{version}", total=len(package.files)) as advance:
         for file in package.files:
-            _write_one(package, file, part)
+            _write_file(package, file, part)
             advance()
     wanted = {file.name for file in package.files}
     for path in part.rglob("*"):
@@ -455,7 +455,7 @@ def write_version(
     progress.say(f"publish: wrote {folder / version}")
 
 
-def damage_of(listing: Publication, place: Path) -> str:
+def find_damage(listing: Publication, place: Path) -> str:
     """Read a version; return what is not as its listing says, empty if all is."""
     try:
         listing.verify(place, str(place))
@@ -464,7 +464,7 @@ def damage_of(listing: Publication, place: Path) -> str:
     return ""
 
 
-def bring_back(folder: Path) -> None:
+def restore_interrupted(folder: Path) -> None:
     """Finish what a writer killed between two renames has left, under the model's lock."""
     for old in folder.glob(f"{_OLD}*"):
         place = folder / old.name.removeprefix(_OLD)
@@ -476,11 +476,11 @@ def bring_back(folder: Path) -> None:
 
 def _now_ns(folder: Path) -> int:
     """Return the time now, or just after the version that was published last."""
-    others = [published_ns(folder / version) for version in versions_of(folder)]
-    return max([time.time_ns(), *(other + _APART_NS for other in others)])
+    others = [published_ns(folder / version) for version in read_versions(folder)]
+    return max([time.time_ns(), *(other + _MIN_INTERVAL_NS for other in others)])
 
 
-def _write_one(package: Package, file: PackageFile, part: Path) -> None:
+def _write_file(package: Package, file: PackageFile, part: Path) -> None:
     try:
         write_file(file, part / file.name)
     except FileNotFoundError as error:

@@ -87,22 +87,22 @@ class HubRegistry:
             base = head or self._head(_MAIN)
             before = {} if base is None else self._files(base)
             listing = self._listing(before, base)
-            self._require_alias(config)
-            taken = self._tag(config.version) if config.version else ""
+            self._check_alias(config)
+            taken = self._tag_commit(config.version) if config.version else ""
             if taken:
-                return self._same_version(taken, package, config)
+                return self._existing_version(taken, package, config)
             if head is None:
                 self._api.create_branch(self.repo, branch=self.revision, exist_ok=True)
                 head = self._head(self.revision)
             notes = [f"{r.directory_name} is {r.binding}" for r in package.engines]
-            is_new = head is None or not package.is_version(listing)
+            is_new = head is None or not package.matches(listing)
             if head and listing and not is_new and self._is_current(before, listing, package):
                 commit = head
             else:
                 commit = self._commit(package, before, listing, head, progress)
             if config.version:
                 self._api.create_tag(self.repo, tag=config.version, revision=commit)
-            self._move_alias(config.alias, commit)
+            self._set_alias(config.alias, commit)
         version = config.version or commit
         return Published(f"hf://{self.repo}@{version}", version, is_new, tuple(notes))
 
@@ -195,10 +195,10 @@ class HubRegistry:
                 is_same = size_bytes == record.size_bytes
             if not is_same:
                 damage = f"{self.url}: {name} is not as {LISTING} says"
-                package.require_rights(damage, listing.content_sha256)
+                package.check_rights_known(damage, listing.content_sha256)
                 return False
         is_marked = listing.version == package.version
-        return not package.version or is_marked or not package.knows_rights
+        return not package.version or is_marked or not package.rights_known
 
     def _commit(
         self,
@@ -235,31 +235,31 @@ class HubRegistry:
             )
         return str(made.oid)
 
-    def _tag(self, name: str) -> str:
+    def _tag_commit(self, name: str) -> str:
         """Return the commit that a tag points to; empty if there is no such tag."""
         refs = self._api.list_repo_refs(self.repo)
         return next((str(tag.target_commit) for tag in refs.tags if tag.name == name), "")
 
-    def _same_version(self, commit: str, package: Package, config: PublishConfig) -> Published:
+    def _existing_version(self, commit: str, package: Package, config: PublishConfig) -> Published:
         """Return the version that has this name already; raise if its content is another."""
         found = self._listing(self._files(commit), commit)
-        if not package.is_version(found):
+        if not package.matches(found):
             raise RegistryError(
                 f"hf://{self.repo}@{config.version} is another content than {package.name}: "
                 f"{found.content_sha256[:12] if found else 'unknown'}, found "
                 f"{package.content_sha256[:12]}.",
                 do="Name another --version.",
             )
-        self._move_alias(config.alias, commit)
+        self._set_alias(config.alias, commit)
         return Published(f"hf://{self.repo}@{config.version}", config.version, is_new=False)
 
-    def _require_alias(self, config: PublishConfig) -> None:
+    def _check_alias(self, config: PublishConfig) -> None:
         """Raise if --alias is a version's name: the listing at a version's tag has it."""
         if not config.alias:
             return
         if config.alias == config.version:
             raise OptionError(f"alias and version are both '{config.alias}'.", do="Leave one out.")
-        commit = self._tag(config.alias)
+        commit = self._tag_commit(config.alias)
         listing = self._listing(self._files(commit), commit) if commit else None
         if listing and listing.version == config.alias:
             raise RegistryError(
@@ -267,11 +267,11 @@ class HubRegistry:
                 do="Name another --alias: a version is never moved.",
             )
 
-    def _move_alias(self, alias: str, commit: str) -> None:
+    def _set_alias(self, alias: str, commit: str) -> None:
         """Let a tag point to `commit`."""
-        if not alias or self._tag(alias) == commit:
+        if not alias or self._tag_commit(alias) == commit:
             return
-        if self._tag(alias):
+        if self._tag_commit(alias):
             self._api.delete_tag(self.repo, tag=alias)
         self._api.create_tag(self.repo, tag=alias, revision=commit)
 
@@ -296,7 +296,7 @@ def _hub_errors(url: str) -> Iterator[None]:
         raise
     except (OSError, ValueError) as error:  # every error of the library's and of its client's
         # Not `from error`: what is chained may hold a request, and that the token.
-        raise _refusal(url, error) from None
+        raise _to_registry_error(url, error) from None
 
 
 @contextmanager
@@ -325,7 +325,7 @@ def _first_line(error: Exception) -> str:
     return (lines[0] if lines else type(error).__name__).rstrip(".")
 
 
-def _refusal(url: str, error: Exception) -> RegistryError:
+def _to_registry_error(url: str, error: Exception) -> RegistryError:
     from huggingface_hub import errors, get_token
 
     status = getattr(getattr(error, "response", None), "status_code", 0)

@@ -16,7 +16,7 @@ from enginery.publish.config import PublishConfig
 from enginery.publish.publication import LISTING, Publication
 from enginery.publish.stage import pull, run
 from enginery.publish.targets import folder
-from enginery.publish.targets.folder import path_of
+from enginery.publish.targets.folder import path_from_url
 from tests.core.artifacts import make, start, validated
 
 ROOT = Path(__file__).parents[3]
@@ -339,10 +339,10 @@ def test_address_that_is_too_long_is_an_error_in_words(artifact, tmp_path):
 
 def test_file_address_with_a_host_is_refused():
     with pytest.raises(OptionError, match="names the host 'server'"):
-        path_of("file://server/models")
-    assert path_of("file:///a%20b") == Path("/a b")
-    assert path_of("file://localhost/a") == Path("/a")
-    assert path_of("file:///C:/models") == Path("C:/models")
+        path_from_url("file://server/models")
+    assert path_from_url("file:///a%20b") == Path("/a b")
+    assert path_from_url("file://localhost/a") == Path("/a")
+    assert path_from_url("file:///C:/models") == Path("C:/models")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
@@ -424,7 +424,7 @@ def test_killed_between_version_and_index_is_mended(artifact, registry, tmp_path
     publish(artifact, registry)
     publish(model(tmp_path / "b", b"other"), registry)
     (registry / "index.json").unlink()
-    folder.point(registry / "m", "latest", "1")
+    folder.set_alias(registry / "m", "latest", "1")
     publish(model(tmp_path / "b", b"other"), registry)
     assert index(registry)["latest"] == "2"
     assert sorted(index(registry)["versions"]) == ["1", "2"]

@@ -25,7 +25,11 @@ from tests.publish.targets.servers import free_port, mlflow_server
 pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
 
 from enginery.publish.targets.mlflow.model import CONTENT_TAG
-from enginery.publish.targets.mlflow.registry import MlflowRegistry, said_by, without_password
+from enginery.publish.targets.mlflow.registry import (
+    MlflowRegistry,
+    redacted_message,
+    without_password,
+)
 from enginery.publish.targets.mlflow.upload import MODEL_TAG
 
 # MLflow's own modules, of their own type hints and of pandas.
@@ -109,9 +113,9 @@ def test_a_password_is_in_no_message(artifact, monkeypatch, login):
 def test_what_is_said_has_no_login_however_it_is_quoted():
     server = "https://ada:p@s%3D@mlflow.example.com"
     for said in (f"GET {server}/api failed", "p@s%3D is wrong", "p@s= is wrong", "ada:p@s= no"):
-        found = said_by(ValueError(said), server)
+        found = redacted_message(ValueError(said), server)
         assert not {"p@s%3D", "p@s="} & set(found.replace(":", " ").split()), found
-    assert said_by("https://x:y@z@host/a@b", "") == "https://host/a@b"
+    assert redacted_message("https://x:y@z@host/a@b", "") == "https://host/a@b"
     assert without_password(server) == "https://mlflow.example.com"
 
 

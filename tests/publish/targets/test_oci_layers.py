@@ -18,7 +18,7 @@ from enginery.core.errors import ArtifactError, RegistryError
 from enginery.publish import stage
 from enginery.publish.publication import LISTING
 from enginery.publish.targets.oci.image import CONTENT, FILES, INDEX, LAYER, MANIFEST, TITLE
-from enginery.publish.targets.oci.layers import layers_of, unpack, unpack_listing
+from enginery.publish.targets.oci.layers import parse_layers, unpack, unpack_listing
 from tests.publish.products import UNVALIDATED
 
 URL = "oci://here/m:1"
@@ -116,36 +116,36 @@ def unpacked(content: bytes, out, files):
 )
 def test_layer_with_another_digest_or_size_is_refused(changes):
     with pytest.raises(RegistryError, match="describes a blob by digest"):
-        layers_of(document(described(b"x", **changes)), URL)
+        parse_layers(document(described(b"x", **changes)), URL)
 
 
 def test_layer_without_a_digest_is_refused():
     layer = described(b"x")
     del layer["digest"]
     with pytest.raises(RegistryError, match="by digest None"):
-        layers_of(document(layer), URL)
+        parse_layers(document(layer), URL)
 
 
 @pytest.mark.parametrize("files", ["[not json", "[]", "7", '"x"', "[" * 100_000])
 def test_list_of_files_that_is_none_is_refused(files):
     with pytest.raises(RegistryError, match=r"enginery\.files of the layer .* is no JSON object"):
-        layers_of(document(described(b"x", annotations={FILES: files})), URL)
+        parse_layers(document(described(b"x", annotations={FILES: files})), URL)
 
 
 @pytest.mark.parametrize("layers", [None, {}, "x", [], ["x"], [None]])
 def test_layers_that_are_none_are_nobodys(layers):
     with pytest.raises(RegistryError, match="was not published by enginery"):
-        layers_of({"layers": layers, "annotations": {CONTENT: "0"}}, URL)
+        parse_layers({"layers": layers, "annotations": {CONTENT: "0"}}, URL)
 
 
 def test_image_without_the_listing_is_refused():
     with pytest.raises(RegistryError, match=r"none of its layers has reports/publication\.json"):
-        layers_of(document(described(b"x", annotations={})), URL)
+        parse_layers(document(described(b"x", annotations={})), URL)
 
 
 def test_layer_with_the_listing_comes_first():
     other = described(b"y", annotations={TITLE: "weights.tar"})
-    assert [x.title for x in layers_of(document(other, described(b"x")), URL)] == [
+    assert [x.title for x in parse_layers(document(other, described(b"x")), URL)] == [
         "report.tar",
         "weights.tar",
     ]

@@ -45,7 +45,9 @@ def signature(manifest: Manifest) -> Any:
     if task.result_type is Vectors:
         outputs = [TensorSpec(np.dtype("float32"), (-1, -1))]
     elif is_dataclass(task.result_type):
-        outputs = [ColSpec(kind, name=name) for name, kind in _parts(task.result_type).items()]
+        outputs = [
+            ColSpec(kind, name=name) for name, kind in _field_types(task.result_type).items()
+        ]
     else:
         outputs = [ColSpec(_column_type(task.result_type))]
     kinds = {
@@ -77,11 +79,11 @@ def _column_type(kind: Any) -> Any:
     if kind in scalars:
         return scalars[kind]
     if is_dataclass(kind):
-        return Object([Property(name, part) for name, part in _parts(kind).items()])
+        return Object([Property(name, part) for name, part in _field_types(kind).items()])
     return Array(_column_type(get_args(kind)[0]))
 
 
-def _parts(kind: Any) -> dict[str, Any]:
+def _field_types(kind: Any) -> dict[str, Any]:
     """Return MLflow's type of each field of a dataclass."""
     hints = get_type_hints(kind)
     return {field.name: _column_type(hints[field.name]) for field in fields(kind)}

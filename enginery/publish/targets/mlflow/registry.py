@@ -33,13 +33,13 @@ from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
 from enginery.publish.package import Package
 from enginery.publish.targets.mlflow.model import ARTIFACT, CONTENT_TAG, WITHOUT_RIGHTS_TAG
-from enginery.publish.targets.mlflow.upload import mend_version, suppress_exists, upload_version
+from enginery.publish.targets.mlflow.upload import ignore_existing, repair_version, upload_version
 
 _ADDRESS = re.compile(
     r"mlflow:/{1,3}(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))?", re.IGNORECASE
 )
 _PING_SECONDS = 10
-_REMEDY = "Check MLFLOW_TRACKING_URI, and MLflow's log of the server."
+_CHECK_SERVER = "Check MLFLOW_TRACKING_URI, and MLflow's log of the server."
 
 
 class MlflowRegistry:
@@ -81,7 +81,7 @@ class MlflowRegistry:
                 do="Set MLFLOW_TRACKING_URI, to https://mlflow.example.com or sqlite:///mlflow.db.",
             )
         self.server = str(mlflow.get_tracking_uri())
-        require_server(self.server)
+        check_server_url(self.server)
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
         """Make the next version, or find the one of the same content.
@@ -108,15 +108,15 @@ class MlflowRegistry:
             self._mlflow_errors(),
         ):
             client = self._client()
-            with suppress_exists():
+            with ignore_existing():
                 client.create_registered_model(self.name)
-            found = self._existing(client, package)
+            found = self._find_version(client, package)
             is_new = found is None
             if found is None:
                 version = upload_version(client, package, self.name, progress)
             else:
                 version = str(found.version)
-                mend_version(client, package, found, progress)
+                repair_version(client, package, found, progress)
             if config.alias:
                 client.set_registered_model_alias(self.name, config.alias, version)
         notes = tuple(f"{r.directory_name} is {r.binding}" for r in package.engines)
@@ -140,7 +140,7 @@ class MlflowRegistry:
 
         with self._mlflow_errors():
             client = self._client()
-            version = self._wanted(client)
+            version = self._resolve_version(client)
             source = client.get_model_version_download_uri(self.name, version)
             with (
                 progress.task(f"downloading mlflow:/{self.name}/{version}"),
@@ -177,7 +177,7 @@ class MlflowRegistry:
                 ) from error
         except (http.client.HTTPException, ValueError) as error:  # another protocol
             raise RegistryError(
-                f"the MLflow server {server} does not speak HTTP: {error}.", do=_REMEDY
+                f"the MLflow server {server} does not speak HTTP: {error}.", do=_CHECK_SERVER
             ) from error
         except TimeoutError as error:
             raise RegistryError(
@@ -193,15 +193,15 @@ class MlflowRegistry:
         try:
             yield
         except MlflowException as error:
-            raise self._refused(error) from error
+            raise self._to_registry_error(error) from error
         except OSError as error:  # requests' own errors are, too
             raise RegistryError(
-                f"{self.url}: {said_by(error, self.server)}.", do=_REMEDY
+                f"{self.url}: {redacted_message(error, self.server)}.", do=_CHECK_SERVER
             ) from error
 
-    def _refused(self, error: Any) -> RegistryError:
+    def _to_registry_error(self, error: Any) -> RegistryError:
         first_line = next(iter(str(error).splitlines()), "").rstrip(".")
-        said = said_by(first_line.partition("Response body:")[0].strip(), self.server)
+        said = redacted_message(first_line.partition("Response body:")[0].strip(), self.server)
         status = int(error.get_http_status_code())
         code = str(getattr(error, "error_code", ""))
         # MLflow names such an answer as its body does; only the words have the number.
@@ -213,14 +213,14 @@ class MlflowRegistry:
             )
         if code == "RESOURCE_DOES_NOT_EXIST":
             return RegistryError(f"{self.url}: {said}.", do="See the registry's list of models.")
-        return RegistryError(f"{self.url}: MLflow says: {said}.", do=_REMEDY)
+        return RegistryError(f"{self.url}: MLflow says: {said}.", do=_CHECK_SERVER)
 
-    def _existing(self, client: Any, package: Package) -> Any:
+    def _find_version(self, client: Any, package: Package) -> Any:
         """Return the newest version of this content, or None if there is none."""
         found = [
             version
             for version in self._versions(client)
-            if package.is_same(
+            if package.has_content(
                 version.tags.get(CONTENT_TAG, ""), version.tags.get(WITHOUT_RIGHTS_TAG, "")
             )
         ]
@@ -236,7 +236,7 @@ class MlflowRegistry:
             if not token:
                 return versions
 
-    def _wanted(self, client: Any) -> str:
+    def _resolve_version(self, client: Any) -> str:
         if self.version:
             return str(client.get_model_version(self.name, self.version).version)
         if self.alias and self.alias != LATEST:
@@ -247,7 +247,7 @@ class MlflowRegistry:
         return str(max(numbers))
 
 
-def require_server(server: str) -> None:
+def check_server_url(server: str) -> None:
     """Raise OptionError, without the password, for an http address without a host or a port."""
     if not server.lower().startswith(("http:", "https:")):
         return
@@ -269,7 +269,7 @@ def without_password(server: str) -> str:
     return re.sub(r"//.*@", "//", server, flags=re.DOTALL)
 
 
-def said_by(error: object, server: str) -> str:
+def redacted_message(error: object, server: str) -> str:
     """Return what an error says without the login in the server's address, however quoted."""
     said = str(error)
     login = server.partition("//")[2].rpartition("@")[0]

@@ -54,7 +54,7 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
     from mlflow.entities import LoggedModelOutput
 
     experiment_id = _experiment(client)
-    _delete_killed(client, experiment_id, package, name)
+    _delete_interrupted_uploads(client, experiment_id, package, name)
     marks = {**tags(package), MODEL_TAG: name}
     params = stage_params(package.artifact.manifest)
     with (
@@ -96,7 +96,7 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
     return str(made.version)
 
 
-def mend_version(client: Any, package: Package, version: Any, progress: Progress) -> None:
+def repair_version(client: Any, package: Package, version: Any, progress: Progress) -> None:
     """Upload again the model's files that a version of the same content has lost or has in part.
 
     Only sizes are compared: nothing is downloaded. The card and the reports are the version's own.
@@ -104,7 +104,7 @@ def mend_version(client: Any, package: Package, version: Any, progress: Progress
     if not version.source.startswith(_SOURCE):
         return
     model_id = version.source.removeprefix(_SOURCE)
-    there = dict(_sizes(client, model_id, ARTIFACT))
+    there = dict(_file_sizes(client, model_id, ARTIFACT))
     for file in package.files:
         place = PurePosixPath(ARTIFACT, file.name)
         is_content = file.name in package.artifact.manifest.files
@@ -116,7 +116,7 @@ def mend_version(client: Any, package: Package, version: Any, progress: Progress
 
 
 @contextmanager
-def suppress_exists() -> Iterator[None]:
+def ignore_existing() -> Iterator[None]:
     """Go on if what was to be made exists already."""
     from mlflow.exceptions import MlflowException
 
@@ -170,12 +170,14 @@ def _experiment(client: Any) -> str:
     if named := os.environ.get("MLFLOW_EXPERIMENT_ID"):
         return named
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "enginery"
-    with suppress_exists():
+    with ignore_existing():
         client.create_experiment(name)
     return str(client.get_experiment_by_name(name).experiment_id)
 
 
-def _delete_killed(client: Any, experiment_id: str, package: Package, name: str) -> None:
+def _delete_interrupted_uploads(
+    client: Any, experiment_id: str, package: Package, name: str
+) -> None:
     """Delete the runs of this content that were killed on this machine, and their logged models.
 
     Under the lock of the content, a run of this machine that still runs has no writer any more.
@@ -198,11 +200,11 @@ def _writer() -> str:
     return hashlib.sha256(f"{socket.gethostname()}:{enginery_home()}".encode()).hexdigest()
 
 
-def _sizes(client: Any, model_id: str, path: str) -> Iterator[tuple[str, int]]:
+def _file_sizes(client: Any, model_id: str, path: str) -> Iterator[tuple[str, int]]:
     """Yield place and size of the files of a logged model, below a path."""
     for info in client.list_logged_model_artifacts(model_id, path):
         if info.is_dir:
-            yield from _sizes(client, model_id, info.path)
+            yield from _file_sizes(client, model_id, info.path)
         else:
             yield str(info.path), int(info.file_size or 0)
 

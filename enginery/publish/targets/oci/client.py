@@ -30,9 +30,9 @@ from oras.container import Container
 from oras.provider import Registry
 
 from enginery.core.errors import ArtifactError, RegistryError
-from enginery.publish.targets.oci.image import INDEX, MANIFEST, Blob, Layer
+from enginery.publish.targets.oci.image import INDEX, MANIFEST, Blob, ImageLayer
 
-MAX_ANSWER_BYTES = 4 * 2**20
+MAX_RESPONSE_BYTES = 4 * 2**20
 """Of everything but a blob. The distribution specification wants registries to take manifests up to
 this size, and lets them refuse larger ones."""
 _TIMEOUT_SECONDS = (10, 300)
@@ -68,7 +68,7 @@ class OciClient:
         self._session.request = functools.partial(self._session.request, timeout=_TIMEOUT_SECONDS)
         # A compressed answer would be larger than what came over the network.
         self._session.headers["Accept-Encoding"] = "identity"
-        self._session.hooks["response"].append(_bound_answer)
+        self._session.hooks["response"].append(_limit_response)
         login: Any = Container(f"{self._api}/{repository}")
         login.registry = _DOCKER_HUB_LOGIN if self._api == _DOCKER_HUB_API else self._api
         self._auth.load_configs(login)
@@ -83,7 +83,7 @@ class OciClient:
         Raises:
             RegistryError: there is none, or it is not what the digest says.
         """
-        answer = self._ask("GET", f"manifests/{reference}")
+        answer = self._call("GET", f"manifests/{reference}")
         if answer.status_code == 404:
             raise RegistryError(
                 f"the registry {self.host} has no {self.repository} with {reference}.",
@@ -103,7 +103,7 @@ class OciClient:
         """Whether the repository has this blob."""
         return self._has(f"blobs/{digest}")
 
-    def upload(self, blob: Blob | Layer) -> None:
+    def upload(self, blob: Blob | ImageLayer) -> None:
         """Upload a blob piece by piece; again from its start if the connection breaks.
 
         Raises:
@@ -119,16 +119,16 @@ class OciClient:
             kind = {"Content-Type": "application/octet-stream"}
             return self._request("PUT", place, data=blob, headers=kind)
 
-        self._check(self._retried(send))
+        self._check(self._with_retries(send))
 
     def put_manifest(self, reference: str, media_type: str, content: bytes) -> None:
         """Store a manifest or an index under a tag or its digest; all that it names is there."""
         headers = {"Content-Type": media_type}
-        self._check(self._ask("PUT", f"manifests/{reference}", data=content, headers=headers))
+        self._check(self._call("PUT", f"manifests/{reference}", data=content, headers=headers))
 
     def tags(self) -> list[str]:
         """Return at most a hundred tags of the repository; none if it cannot list them."""
-        answer = self._ask("GET", "tags/list?n=100")
+        answer = self._call("GET", "tags/list?n=100")
         try:
             return [str(tag) for tag in answer.json()["tags"]]
         except (ValueError, KeyError, TypeError):
@@ -172,7 +172,7 @@ class OciClient:
                         )
             return answer
 
-        self._check(self._retried(receive))
+        self._check(self._with_retries(receive))
 
     def _challenge(self) -> str:
         """Return the login that a registry wants: `Bearer realm=…`, `Basic …`; empty for none."""
@@ -180,7 +180,7 @@ class OciClient:
             answer = requests.get(
                 self._v2,
                 headers={"Accept-Encoding": "identity"},
-                hooks={"response": _bound_answer},
+                hooks={"response": _limit_response},
                 timeout=_TIMEOUT_SECONDS[0],
             )
         except requests.RequestException as error:
@@ -193,16 +193,16 @@ class OciClient:
         )
 
     def _has(self, path: str) -> bool:
-        answer = self._ask("HEAD", path)
+        answer = self._call("HEAD", path)
         if answer.status_code == 404:
             return False
         self._check(answer)
         return True
 
-    def _ask(self, method: str, path: str, **options: Any) -> Any:
+    def _call(self, method: str, path: str, **options: Any) -> Any:
         headers = {"Accept": f"{INDEX}, {MANIFEST}", **options.pop("headers", {})}
         url = f"{self._base}/{path}"
-        return self._retried(lambda: self._request(method, url, headers=headers, **options))
+        return self._with_retries(lambda: self._request(method, url, headers=headers, **options))
 
     def _request(self, method: str, url: str, **options: Any) -> Any:
         """Send one request with the login, and once more with a new token if that is refused."""
@@ -223,7 +223,7 @@ class OciClient:
                 answer = send(headers=renewed, **options)
         return answer
 
-    def _retried(self, ask: Callable[[], Any]) -> Any:
+    def _with_retries(self, ask: Callable[[], Any]) -> Any:
         """Ask again if the connection broke or the registry is busy; wait 1, 2, 4 seconds."""
         for attempt in range(_ATTEMPTS):
             is_last = attempt == _ATTEMPTS - 1
@@ -276,7 +276,7 @@ class OciClient:
         return RegistryError(f"the registry {self.host} cannot be reached: {said}.", do=remedy)
 
 
-def _bound_answer(answer: Any, *_args: Any, stream: bool = False, **_options: Any) -> Any:
+def _limit_response(answer: Any, *_args: Any, stream: bool = False, **_options: Any) -> Any:
     """Read an answer of at most 4 MiB, as requests' hook `response`; blobs are streamed.
 
     requests calls the hook for redirects and tokens too, before it reads anything of a body.
@@ -284,13 +284,13 @@ def _bound_answer(answer: Any, *_args: Any, stream: bool = False, **_options: An
     if stream and answer.status_code in (200, 206):
         return answer
     try:
-        content = answer.raw.read(MAX_ANSWER_BYTES + 1, decode_content=True)
+        content = answer.raw.read(MAX_RESPONSE_BYTES + 1, decode_content=True)
     except urllib3.exceptions.HTTPError as error:  # as requests itself would have it
         raise requests.ConnectionError(error) from error
-    if len(content) > MAX_ANSWER_BYTES:
+    if len(content) > MAX_RESPONSE_BYTES:
         answer.close()
         raise RegistryError(
-            f"the registry {urlsplit(answer.url).netloc} answers with more than {MAX_ANSWER_BYTES} "
+            f"the registry {urlsplit(answer.url).netloc} sent more than {MAX_RESPONSE_BYTES} "
             "bytes where a manifest or a message was expected.",
             do="Check the address; this registry cannot be used.",
         )

@@ -67,7 +67,7 @@ class Blob:
 
 
 @dataclass(frozen=True)
-class Layer:
+class ImageLayer:
     """The files of one group, as a tar that is made while a request sends it."""
 
     group: str
@@ -101,14 +101,14 @@ class Layer:
 class Image:
     """Everything that a registry gets, in the order in which it must come."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[ImageLayer, ...]
     configs: tuple[Blob, ...]
     manifests: tuple[Blob, ...]
     index: Blob
     """One manifest for each architecture; what a tag points to."""
 
 
-def image_of(package: Package) -> Image:
+def build_image(package: Package) -> Image:
     """Return the image of a package. Every file is read once, for the layers' digests.
 
     Raises:
@@ -152,7 +152,7 @@ def _rank(group: str) -> tuple[int, str]:
     return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), group)
 
 
-def _layer(group: str, files: tuple[PackageFile, ...], package: Package) -> Layer:
+def _layer(group: str, files: tuple[PackageFile, ...], package: Package) -> ImageLayer:
     digest, size_bytes = hashlib.sha256(), 0
     for piece in _tar(files):
         digest.update(piece)
@@ -171,7 +171,7 @@ def _layer(group: str, files: tuple[PackageFile, ...], package: Package) -> Laye
             "enginery.engine.profiles.parse": "; ".join(record.profiles),
             "enginery.engine.gpu": record.gpu.name or "none",
         }
-    return Layer(group, files, f"sha256:{digest.hexdigest()}", size_bytes, annotations)
+    return ImageLayer(group, files, f"sha256:{digest.hexdigest()}", size_bytes, annotations)
 
 
 def _tar(files: tuple[PackageFile, ...]) -> Iterator[bytes]:
@@ -210,7 +210,7 @@ def _content(file: PackageFile) -> Iterator[bytes]:
         raise ArtifactError(f"{file.path} has changed since it was checked.", do="Publish again.")
 
 
-def _config(package: Package, layers: tuple[Layer, ...], architecture: str) -> Blob:
+def _config(package: Package, layers: tuple[ImageLayer, ...], architecture: str) -> Blob:
     """Return the image's config: no command, and the artifact's manifest as an extra field."""
     config = {
         "architecture": architecture,

@@ -49,7 +49,7 @@ class PulledLayer:
     """sha256 by name, where enginery published it; nothing that is relied on."""
 
 
-def digest_and_size(descriptor: Any, what: str) -> tuple[str, int]:
+def parse_descriptor(descriptor: Any, what: str) -> tuple[str, int]:
     """Return the digest and the size in a descriptor; raise RegistryError if it has none."""
     found = descriptor if isinstance(descriptor, Mapping) else {}
     digest, size = found.get("digest"), found.get("size")
@@ -62,7 +62,7 @@ def digest_and_size(descriptor: Any, what: str) -> tuple[str, int]:
     )
 
 
-def layers_of(document: Mapping[str, Any], what: str) -> list[PulledLayer]:
+def parse_layers(document: Mapping[str, Any], what: str) -> list[PulledLayer]:
     """Return the layers of an image manifest, that with the listing first.
 
     Raises:
@@ -88,7 +88,7 @@ def check_layer(path: Path, layer: PulledLayer, what: str) -> None:
         found = _sha256(stream)
     if f"sha256:{found}" == layer.digest:
         return
-    altered = ", ".join(_altered(path, layer.files))
+    altered = ", ".join(_altered_files(path, layer.files))
     raise ArtifactError(
         f"{what}: {altered} was altered, in the layer {layer.title}."
         if altered
@@ -112,13 +112,13 @@ def unpack(path: Path, out: Path, files: Mapping[str, FileRecord], what: str) ->
             it may be.
     """
     limit = sum(record.size_bytes for record in files.values()) + _TAR_BYTES
-    with _errors_in_words(what), _opened(path) as stream:
-        bounded = _Bounded(stream, max(limit, path.stat().st_size), what)
+    with _translate_errors(what), _open_tar(path) as stream:
+        bounded = _SizeLimitedStream(stream, max(limit, path.stat().st_size), what)
         # A stream of tar needs `read` alone.
         with tarfile.open(fileobj=cast("IO[bytes]", bounded), mode="r|") as archive:
             for member in archive:
                 bounded.allow(member.size)
-                name = _plain_name(member, what)
+                name = _checked_name(member, what)
                 record = files.get(name)
                 if record is None or member.isdir():
                     continue
@@ -137,7 +137,7 @@ def unpack_listing(path: Path, out: Path, what: str) -> None:
 
 
 def _layer(layer: Any, what: str) -> PulledLayer:
-    digest, size_bytes = digest_and_size(layer, what)
+    digest, size_bytes = parse_descriptor(layer, what)
     annotations = _get(layer, "annotations")
     try:
         files = json.loads(str(_get(annotations, FILES) or "{}"))
@@ -157,7 +157,7 @@ class _Readable(Protocol):
     def read(self, size: int = -1, /) -> bytes: ...
 
 
-class _Bounded:
+class _SizeLimitedStream:
     """A stream that fails if it gives more than it may: gzip packs 1000 to 1."""
 
     def __init__(self, stream: _Readable, limit: int, what: str) -> None:
@@ -180,7 +180,7 @@ class _Bounded:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[_Readable]:
+def _open_tar(path: Path) -> Iterator[_Readable]:
     with path.open("rb") as stream:
         is_packed = stream.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
         stream.seek(0)
@@ -191,7 +191,7 @@ def _opened(path: Path) -> Iterator[_Readable]:
             yield unpacked
 
 
-def _plain_name(member: tarfile.TarInfo, what: str) -> str:
+def _checked_name(member: tarfile.TarInfo, what: str) -> str:
     name = PurePosixPath(member.name)
     is_plain = member.isreg() and not member.issparse() and bool(name.parts)
     if not (is_plain or member.isdir()) or name.is_absolute() or ".." in name.parts:
@@ -208,7 +208,7 @@ def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> N
 
 
 @contextmanager
-def _errors_in_words(what: str) -> Iterator[None]:
+def _translate_errors(what: str) -> Iterator[None]:
     """Turn the errors of a broken tar or gzip, and of the disk, into an ArtifactError."""
     try:
         yield
@@ -220,7 +220,7 @@ def _errors_in_words(what: str) -> Iterator[None]:
         ) from error
 
 
-def _altered(path: Path, files: Mapping[str, str]) -> list[str]:
+def _altered_files(path: Path, files: Mapping[str, str]) -> list[str]:
     """Return the files of a damaged tar that are not as the registry's manifest says."""
     found: dict[str, str] = {}
     try:

@@ -37,13 +37,13 @@ from enginery.publish.targets.oci.image import (
     VERSION,
     WITHOUT_RIGHTS,
     Image,
-    image_of,
+    build_image,
 )
 from enginery.publish.targets.oci.layers import (
     REMEDY,
     check_layer,
-    digest_and_size,
-    layers_of,
+    parse_descriptor,
+    parse_layers,
     unpack,
     unpack_listing,
 )
@@ -118,22 +118,22 @@ class OciRegistry:
             raise OptionError(f"alias and tag are both '{tag}'.", do="Leave out --alias.")
         client = self._connect()
         with progress.task(f"hashing layers of {package.name}"):
-            image = image_of(package)
+            image = build_image(package)
         notes = [f"{r.directory_name} is {r.binding}" for r in package.engines]
         place = hashlib.sha256(f"{self.host}/{self.repository}".encode()).hexdigest()
         # A registry has no "if it is still so": writers of this machine take turns at least.
         with named_lock(f"oci-{place[:32]}"):
-            there = tagged(client, tag, self.url)
-            self._refuse_moving(client, tag, config, there, package)
-            is_same = there is not None and package.is_same(there.content, there.without_rights)
-            if there and is_same and self._is_whole(client, there, config, package, progress):
+            there = read_tag(client, tag, self.url)
+            self._check_version_tags(client, tag, config, there, package)
+            is_same = there is not None and package.has_content(there.content, there.without_rights)
+            if there and is_same and self._is_complete(client, there, config, package, progress):
                 digest, is_new = there.digest, False
             else:
                 digest = image.index.digest
                 is_new = not is_same and not client.has_manifest(digest)
                 if there and not is_same:
                     notes.append(f"{tag} pointed to {there.digest} before")
-                self._send(client, image, package, progress)
+                self._upload(client, image, package, progress)
                 client.put_manifest(tag, image.index.media_type, image.index.content)
                 if config.version and not is_same:
                     client.put_manifest(LATEST, image.index.media_type, image.index.content)
@@ -155,7 +155,7 @@ class OciRegistry:
                 told.
         """
         client = self._connect()
-        layers = layers_of(self._manifest(client), self.url)
+        layers = parse_layers(self._manifest(client), self.url)
         pulls = enginery_home() / "pulls"
         pulls.mkdir(parents=True, exist_ok=True)
         listing: Publication | None = None
@@ -176,16 +176,16 @@ class OciRegistry:
                 advance()
         return out
 
-    def _refuse_moving(
+    def _check_version_tags(
         self,
         client: OciClient,
         tag: str,
         config: PublishConfig,
-        there: Tagged | None,
+        there: TagTarget | None,
         package: Package,
     ) -> None:
         """Raise RegistryError if a tag that is a version would point elsewhere."""
-        if there and not package.is_same(there.content, there.without_rights):
+        if there and not package.has_content(there.content, there.without_rights):
             name = f"oci://{self.host}/{self.repository}:{tag}"
             if config.version:
                 raise RegistryError(
@@ -194,22 +194,26 @@ class OciRegistry:
                     f"{package.content_sha256[:12]}.",
                     do="Name another --version.",
                 )
-            if there.is_version:
+            if there.is_version_tag:
                 raise RegistryError(
                     f"{name} is a version with another content: {there.content[:12]}, found "
                     f"{package.content_sha256[:12]}.",
                     do="Name another tag: a version is never moved.",
                 )
-        if config.alias and (other := tagged(client, config.alias, self.url)) and other.is_version:
+        if (
+            config.alias
+            and (other := read_tag(client, config.alias, self.url))
+            and other.is_version_tag
+        ):
             raise RegistryError(
                 f"alias '{config.alias}' is the name of a version of {self.repository}.",
                 do="Name another --alias: a version is never moved.",
             )
 
-    def _is_whole(
+    def _is_complete(
         self,
         client: OciClient,
-        there: Tagged,
+        there: TagTarget,
         config: PublishConfig,
         package: Package,
         progress: Progress,
@@ -217,13 +221,15 @@ class OciRegistry:
         """Whether the registry has all that a tag names; without it, what is here is sent again."""
         lost = missing_blobs(client, there, self.url)
         if lost:
-            package.require_rights(f"{self.url}: the registry has lost {lost}", there.content)
+            package.check_rights_known(f"{self.url}: the registry has lost {lost}", there.content)
             progress.say(f"publish: sends {there.tag} again, the registry has lost {lost}")
         # An index that is not marked as a version yet is sent again; not one without its rights.
-        is_marked = there.is_version or there.content != package.content_sha256
+        is_marked = there.is_version_tag or there.content != package.content_sha256
         return not lost and (not config.version or is_marked)
 
-    def _send(self, client: OciClient, image: Image, package: Package, progress: Progress) -> None:
+    def _upload(
+        self, client: OciClient, image: Image, package: Package, progress: Progress
+    ) -> None:
         """Upload everything but the tag."""
         with progress.task(f"uploading {package.name}", len(image.layers)) as advance:
             for layer in image.layers:
@@ -248,17 +254,17 @@ class OciRegistry:
                 else "Add a tag to the address, oci://registry/name:tag.",
             )
         content, media_type, _ = client.manifest(reference)
-        document = parsed(content, self.url)
+        document = parse_json_object(content, self.url)
         manifests = document.get("manifests")
         if media_type == INDEX and manifests:
             first = manifests[0] if isinstance(manifests, list) else manifests
-            digest, _ = digest_and_size(first, self.url)
-            document = parsed(client.manifest(digest)[0], self.url)
+            digest, _ = parse_descriptor(first, self.url)
+            document = parse_json_object(client.manifest(digest)[0], self.url)
         return document
 
 
 @dataclass(frozen=True)
-class Tagged:
+class TagTarget:
     """What a tag points to."""
 
     tag: str
@@ -266,13 +272,13 @@ class Tagged:
     content: str
     """sha256 of the content; empty for what is not of enginery."""
     without_rights: str
-    is_version: bool
+    is_version_tag: bool
     """Whether --version made the tag."""
     manifests: tuple[Any, ...]
     """Descriptors of the manifests of the index."""
 
 
-def tagged(client: OciClient, tag: str, what: str) -> Tagged | None:
+def read_tag(client: OciClient, tag: str, what: str) -> TagTarget | None:
     """Return what a tag points to, or None if there is no such tag.
 
     Raises:
@@ -281,37 +287,37 @@ def tagged(client: OciClient, tag: str, what: str) -> Tagged | None:
     if not client.has_manifest(tag):
         return None
     content, _, digest = client.manifest(tag)
-    document = parsed(content, what)
+    document = parse_json_object(content, what)
     annotations, manifests = document.get("annotations"), document.get("manifests")
     said = annotations if isinstance(annotations, Mapping) else {}
-    return Tagged(
+    return TagTarget(
         tag=tag,
         digest=digest,
         content=str(said.get(CONTENT, "")),
         without_rights=str(said.get(WITHOUT_RIGHTS, "")),
-        is_version=said.get(VERSION) == tag,
+        is_version_tag=said.get(VERSION) == tag,
         manifests=tuple(manifests) if isinstance(manifests, list) else (),
     )
 
 
-def missing_blobs(client: OciClient, there: Tagged, what: str) -> str:
+def missing_blobs(client: OciClient, there: TagTarget, what: str) -> str:
     """Return what the registry has lost of a tag's image, by title or digest; empty if nothing."""
     blobs: dict[str, str] = {}
     for descriptor in there.manifests:
-        manifest, _ = digest_and_size(descriptor, what)
+        manifest, _ = parse_descriptor(descriptor, what)
         if not client.has_manifest(manifest):
             return manifest
-        document = parsed(client.manifest(manifest)[0], what)
+        document = parse_json_object(client.manifest(manifest)[0], what)
         layers = document.get("layers")
         for blob in [document.get("config"), *(layers if isinstance(layers, list) else [])]:
-            digest, _ = digest_and_size(blob, what)
+            digest, _ = parse_descriptor(blob, what)
             annotations = blob.get("annotations")
             said = annotations if isinstance(annotations, Mapping) else {}
             blobs[digest] = str(said.get(TITLE, digest))
     return ", ".join(title for digest, title in blobs.items() if not client.has_blob(digest))
 
 
-def parsed(content: bytes, what: str) -> dict[str, Any]:
+def parse_json_object(content: bytes, what: str) -> dict[str, Any]:
     """Return a manifest or an index as an object; raise RegistryError for anything else."""
     try:
         document = json.loads(content)

@@ -1,12 +1,12 @@
 """Triton's `config.pbtxt`: plain values as protobuf's text format, without protobuf.
 
-    >>> print(config_text({"name": "minilm", "input": [{"data_type": Word("TYPE_INT64")}]}))
+    >>> print(config_text({"name": "minilm", "input": [{"data_type": EnumValue("TYPE_INT64")}]}))
     name: "minilm"
     input {
       data_type: TYPE_INT64
     }
 
-A list is a repeated field, `entries` makes a map. Which fields there are is said by Triton's
+A list is a repeated field, `map_entries` makes a map. Which fields there are is said by Triton's
 `model_config.proto`, which the tests parse every configuration with.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
-class Word(str):
+class EnumValue(str):
     """A name of an enum, which stands without quotes."""
 
     __slots__ = ()
@@ -31,14 +31,14 @@ def config_text(fields: Mapping[str, Any]) -> str:
     return "\n".join(_lines(fields, "")) + "\n"
 
 
-def entries(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def map_entries(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A map field: one message with key and value for each."""
     return [{"key": key, "value": value} for key, value in values.items()]
 
 
 def parameters(values: Mapping[str, str]) -> list[dict[str, Any]]:
     """The field `parameters` of a model configuration."""
-    return entries({name: {"string_value": value} for name, value in values.items()})
+    return map_entries({name: {"string_value": value} for name, value in values.items()})
 
 
 def _lines(fields: Mapping[str, Any], indent: str) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _lines(fields: Mapping[str, Any], indent: str) -> Iterator[str]:
 
 
 def _scalar(value: Any) -> str:
-    if isinstance(value, Word):
+    if isinstance(value, EnumValue):
         return str(value)
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -2,7 +2,7 @@
 
 Takes a model's folder; says whether it is as export-triton left it, and which versions it has.
 
-    >>> earlier = read_earlier(Path("models/minilm-graph"), "minilm")
+    >>> earlier = read_existing_model(Path("models/minilm-graph"), "minilm")
     >>> list(earlier.other_versions("onnxruntime", version=2))
     ['1/model.onnx']
 
@@ -25,7 +25,7 @@ LISTING = "enginery.json"
 
 
 @dataclass(frozen=True)
-class Earlier:
+class ExistingModel:
     """A folder as an earlier export left it, or none."""
 
     backend: str = ""
@@ -39,14 +39,14 @@ class Earlier:
         return {n: path for n, path in self.files.items() if _version_of(n) not in (0, version)}
 
 
-def read_earlier(directory: Path, export: str) -> Earlier:
+def read_existing_model(directory: Path, export: str) -> ExistingModel:
     """What an earlier export of this name left in a folder.
 
     Raises:
         ArtifactError: there is a folder, and it is not as such an export left it.
     """
     if not directory.exists():
-        return Earlier()
+        return ExistingModel()
     remedy = "Move it elsewhere, or name another with --name."
     try:
         listing = parse_json(document_bytes(directory / LISTING))
@@ -68,10 +68,10 @@ def read_earlier(directory: Path, export: str) -> Earlier:
         raise ArtifactError(
             f"{directory} was edited since it was made, and {changed[0]} would be lost.", do=remedy
         )
-    return Earlier(backend, found)
+    return ExistingModel(backend, found)
 
 
-def require_newest(out: Path, kept: Mapping[str, Iterable[str]], version: int) -> None:
+def check_newest(out: Path, kept: Mapping[str, Iterable[str]], version: int) -> None:
     """Raises OptionError where a version that stays is newer than the one that is exported.
 
     Args:
@@ -80,7 +80,7 @@ def require_newest(out: Path, kept: Mapping[str, Iterable[str]], version: int) -
         version: the one that is exported.
     """
     for model, files in kept.items():
-        newest = max(_versions(files), default=0)
+        newest = max(_version_numbers(files), default=0)
         if newest > version:
             raise OptionError(
                 f"option 'version' is {version}, and {out / model} has version {newest}, which "
@@ -89,8 +89,8 @@ def require_newest(out: Path, kept: Mapping[str, Iterable[str]], version: int) -
             )
 
 
-def notes_on(
-    earlier: Mapping[str, Earlier],
+def describe_changes(
+    earlier: Mapping[str, ExistingModel],
     kept: Mapping[str, Iterable[str]],
     gone: Sequence[str],
     version: int,
@@ -104,11 +104,11 @@ def notes_on(
         version: the one that was exported.
     """
     notes = []
-    if stay := {number for files in kept.values() for number in _versions(files)}:
-        notes.append(f"version {_listed(stay)} stays beside {version}; Triton serves the newest")
+    if stay := {number for files in kept.values() for number in _version_numbers(files)}:
+        notes.append(f"version {_joined(stay)} stays beside {version}; Triton serves the newest")
     for model, files in kept.items():
-        if lost := _versions(earlier[model].files) - _versions(files) - {version}:
-            notes.append(f"version {_listed(lost)} of {model} is gone: it was of another backend")
+        if lost := _version_numbers(earlier[model].files) - _version_numbers(files) - {version}:
+            notes.append(f"version {_joined(lost)} of {model} is gone: it was of another backend")
     if gone:
         notes.append(f"{', '.join(gone)} of an earlier export went: this one has none")
     return notes
@@ -120,9 +120,9 @@ def _version_of(name: str) -> int:
     return int(first) if found and first.isdecimal() else 0
 
 
-def _versions(names: Iterable[str]) -> set[int]:
+def _version_numbers(names: Iterable[str]) -> set[int]:
     return {_version_of(name) for name in names} - {0}
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _joined(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))
