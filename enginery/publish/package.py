@@ -14,7 +14,7 @@ not, nor is the card's wording. Rights that nobody could read are not known to d
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from enginery.core.artifact.artifact import MANIFEST, Artifact
@@ -23,14 +23,19 @@ from enginery.core.artifact.engine_record import ENGINES, EngineRecord, engine_d
 from enginery.core.artifact.fingerprint import combined_sha256
 from enginery.core.artifact.manifest import FileRecord
 from enginery.core.artifact.reports import Reports
-from enginery.core.errors import ArtifactError, RegistryError, RejectedArtifactError
+from enginery.core.errors import (
+    ArtifactError,
+    EngineryError,
+    RegistryError,
+    RejectedArtifactError,
+)
 from enginery.core.json_file import json_bytes
 from enginery.core.names import portable_name
 from enginery.publish.card.metrics import metrics
 from enginery.publish.card.model_card import CardFacts, model_card
+from enginery.publish.card.source import SourceCard, read_source_card
 from enginery.publish.config import PublishConfig
 from enginery.publish.package_files import PackageFile, collect_files, package_file
-from enginery.publish.package_rights import resolve_rights, rights_record
 from enginery.publish.publication import (
     CARD,
     LISTING,
@@ -109,7 +114,7 @@ class Package:
         rights = resolve_rights(opened, config)
         name = config.name or portable_name(opened.manifest.source.name)
         card = model_card(CardFacts(opened, name, rights, reports, engines, problem))
-        stated = rights_record(rights)
+        stated = _rights_record(rights)
         content = _content(opened, reports, stated, problem)
         (scratch / CARD).write_text(card, encoding="utf-8")
         files, left_out = collect_files(opened, scratch / CARD)
@@ -168,6 +173,44 @@ class Package:
                 "again, cannot be read here.",
                 do="Publish it from where the source can be read.",
             )
+
+
+def resolve_rights(artifact: Artifact, config: PublishConfig) -> SourceCard:
+    """Return the rights for the card: from the source's card, the artifact's listing, the options.
+
+    A pulled artifact is often published again from a machine that does not have its source. Its
+    listing then has what the source's card said.
+
+    Returns:
+        The rights; `is_read` is False if they are not known.
+    """
+    found = read_source_card(artifact.manifest.source)
+    if not found.is_read and (published := _published_rights(artifact)):
+        note = "licence and limitations are taken from the listing that it was pulled with"
+        notes = (*found.notes, note)
+        found = replace(found, **published.model_dump(), is_read=True, notes=notes)
+    return found.with_options(config)
+
+
+def _rights_record(rights: SourceCard) -> Rights | None:
+    """Return the rights for the listing; None if they are not known."""
+    if not rights.is_read:
+        return None
+    return Rights(**{name: getattr(rights, name) for name in Rights.model_fields})
+
+
+def _published_rights(artifact: Artifact) -> Rights | None:
+    """Return the rights in the listing of a pulled artifact, if its model files are unchanged."""
+    try:
+        listing = Publication.read(artifact.path, str(artifact.path))
+    except EngineryError:  # it was never published, or the listing is damaged
+        return None
+    # Engines that were built later have the rights of their graphs.
+    model = {
+        n: r.sha256 for n, r in artifact.manifest.files.items() if not n.startswith(f"{ENGINES}/")
+    }
+    is_same = all(listing.content.get(name) == digest for name, digest in model.items())
+    return listing.rights if is_same else None
 
 
 def _validation_problem(artifact: Artifact) -> str:

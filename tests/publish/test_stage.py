@@ -151,7 +151,7 @@ def test_what_was_pulled_keeps_its_rights_where_the_source_is_not(with_a_card, t
     assert (again.url, again.is_new) == (first.url, False)
     said = Said()
     other = publish_model(pulled, tmp_path / "other", name="m", progress=said)
-    assert any("those that it was published with" in message for message in said.messages)
+    assert any("from the listing that it was pulled with" in message for message in said.messages)
     card = (pull_model(other.url, tmp_path / "again").path / "README.md").read_text()
     assert "license: apache-2.0" in card
     assert "bad at sums" in card
