@@ -1,14 +1,14 @@
-"""An artifact made ready for a registry: its files, a model card, and one digest of its content.
+"""An artifact prepared for a registry: its files, a model card, and a digest of its content.
 
-Takes an artifact; leaves the card and the listing in a scratch directory, and nothing else.
+>>> config = PublishConfig(name="minilm", allow_unvalidated=True)
+>>> package = Package.of(artifact, config, tmp_path)
+>>> package.name, [file.name for file in package.files][:2]
+('minilm', ['README.md', 'config.json'])
 
-    >>> package = Package.of(Artifact.open("minilm"), PublishConfig(), scratch)
-    >>> package.name, package.content_sha256[:12], [file.name for file in package.files][:2]
-    ('minilm', '9c1f5e0b7a24', ['README.md', 'config.json'])
-
-Two packages of the same content are one version. Content is the model's files and engines, what its
-checks said, its benchmark, and the rights that the card states; when and how long something ran is
-not, nor is the card's wording. Rights that nobody could read are not known to differ.
+The card and the listing are written into a scratch directory. Packages with the same content are
+the same version. The content is the model's files and engines, the verdicts of its checks, its
+benchmark, and the rights on the card. Dates, durations and the wording of the card do not count. If
+the rights cannot be read, they are not compared.
 """
 
 from __future__ import annotations
@@ -52,61 +52,62 @@ _PLOTS = (".svg", ".png")
 
 @dataclass(frozen=True)
 class Package:
-    """What a registry gets, whole and checked."""
+    """A verified artifact with its card and its listing."""
 
     artifact: Artifact
     name: str
-    """Fit for every registry."""
+    """A name that every registry accepts."""
     content_sha256: str
+    """Digest over `content`."""
     content: dict[str, str]
-    """What counts as content, by digest."""
+    """Part of the content -> digest."""
     files: tuple[PackageFile, ...]
-    """Card and listing included, by name."""
+    """All files with card and listing, sorted by name."""
     card: str
-    """The text of `README.md`."""
+    """Text of `README.md`."""
     engines: tuple[EngineRecord, ...]
-    """All of them are bound to their hardware."""
+    """Engines; each of them is bound to its hardware."""
     metrics: dict[str, float]
-    """`validation.max_abs_error`, `latency_ms_p50.enginery-cpu.batch_1-sequence_16`, …; names of
-    letters, digits, `_`, `-` and `.`, as MLflow takes them."""
+    """`validation.max_abs_error`, `latency_ms_p50.enginery-cpu.batch_1-sequence_16`, …; the names
+    have the characters that MLflow accepts."""
     plots: tuple[PackageFile, ...]
-    """SVG and PNG of the reports."""
+    """SVG and PNG files of the reports."""
     problem: str = ""
-    """Why it would have been refused without --allow-unvalidated."""
+    """Reason why publishing needs --allow-unvalidated; empty if it does not."""
     notes: tuple[str, ...] = ()
-    """What was left out, and what somebody who publishes should know."""
+    """Messages for the publisher, such as the files that are left out."""
     rights_known: bool = True
-    """False where the source's card could not be read, and nothing else states the rights."""
+    """False if the source's card could not be read and no option gives the rights."""
     version: str = ""
-    """What --version named."""
+    """Value of --version."""
 
     @classmethod
     def of(cls, artifact: Artifact, config: PublishConfig, scratch: Path) -> Package:
-        """Checks every hash of an artifact, and writes its card and listing into `scratch`.
+        """Verify every file of an artifact, and write its card and listing into `scratch`.
 
         Args:
-            artifact: what to publish; opened anew, and every file read.
+            artifact: the artifact.
             config: the options.
-            scratch: an empty directory that outlives the package.
+            scratch: an empty directory that exists as long as the package.
 
         Raises:
-            ArtifactError: a file is missing or was altered, the message names it; or a file of
+            ArtifactError: a file is missing or was changed, and the message names it; or a file of
                 the model has the card's name.
-            RejectedArtifactError: its validation failed, is missing, or was of another content.
+            RejectedArtifactError: the validation failed, is missing, or was of other content.
         """
         opened = Artifact.open(artifact.path, verify=True)
         if CARD in opened.manifest.files:
             raise ArtifactError(
-                f"{opened.path / MANIFEST} counts {CARD} among the model's files, and a published "
-                "model's card has that name.",
-                do=f"Move {CARD} away where the artifact comes from, and make it again.",
+                f"{opened.path / MANIFEST} lists {CARD} as a file of the model, but the card of a "
+                "published model has this name.",
+                do=f"Remove {CARD} from the source, and export the model again.",
             )
         problem = _validation_problem(opened)
         if problem and not config.allow_unvalidated:
             raise RejectedArtifactError(
-                f"{opened.path} is not published: {problem}.",
+                f"{opened.path} was not published: {problem}.",
                 do=f"Validate it with: enginery validate {opened.path}. Or pass "
-                "--allow-unvalidated, which its card will say.",
+                "--allow-unvalidated; the card will say so.",
             )
         found = [Engine.open(path) for path in engine_directories(opened.path)]
         engines = tuple(engine.record for engine in found)
@@ -149,29 +150,29 @@ class Package:
 
     @property
     def without_rights_sha256(self) -> str:
-        """Over `content` but the rights."""
+        """Digest over `content` without the rights."""
         return without_rights(self.content)
 
     def has_content(self, content_sha256: str, without_rights_sha256: str) -> bool:
-        """Whether a version with these digests is this content."""
+        """Return True if a version with these digests has the same content."""
         if content_sha256 == self.content_sha256:
             return True
-        # What could not be read now was read when the version was made.
+        # The version was published where the rights could be read; here they cannot be.
         return not self.rights_known and without_rights_sha256 == self.without_rights_sha256
 
     def matches(self, there: Publication | None) -> bool:
-        """Whether a listing is of this content."""
+        """Return True if the listing of a version has the same content."""
         return there is not None and self.has_content(
             there.content_sha256, without_rights(there.content)
         )
 
     def check_rights_known(self, damage: str, content_sha256: str) -> None:
-        """Raises RegistryError where a damaged version has rights that cannot be read here."""
+        """Raise RegistryError if a damaged version states rights that cannot be read here."""
         if content_sha256 != self.content_sha256:
             raise RegistryError(
-                f"{damage}, and the card of the model's source, which the version has to state "
-                "again, cannot be read here.",
-                do="Publish it from where the source can be read.",
+                f"{damage}. It cannot be repaired from here, because the card of the model's "
+                "source cannot be read.",
+                do="Publish it from a machine that can read the source.",
             )
 
 
@@ -214,21 +215,21 @@ def _published_rights(artifact: Artifact) -> Rights | None:
 
 
 def _validation_problem(artifact: Artifact) -> str:
-    """Why the artifact's outputs cannot be relied on; empty where they can."""
+    """Return why the artifact counts as not validated; empty if it is validated."""
     if failed := artifact.failed():
         return f"its validation failed: {failed.summary.rstrip('.')}"
     verdict = artifact.manifest.verdict("validate")
     if verdict is None:
         return "it was never validated"
     if verdict.fields.get("artifact", "") != artifact.content_sha256():
-        return "its validation was of another content"
+        return "its validation was of other content"
     return ""
 
 
 def _content(
     artifact: Artifact, reports: Reports, rights: Rights | None, problem: str
 ) -> dict[str, str]:
-    """What makes two packages the same version, by digest; without dates and durations."""
+    """Return the parts of the content with their digests, without dates and durations."""
     manifest = artifact.manifest
     made = {
         "source": manifest.source.sha256,
@@ -242,7 +243,7 @@ def _content(
         "model": _sha256(made),
         "verdicts": _sha256(said),
         "benchmark": reports.benchmark_sha256 or "none",
-        # A version that may not be relied on is never the answer to one that may.
+        # A validated package is never the same version as one that is not.
         "validated": "no" if problem else "yes",
         "rights": _sha256(rights.model_dump()) if rights else "not read",
     }
@@ -271,7 +272,9 @@ def _notes(artifact: Artifact, left_out: list[str]) -> list[str]:
     notes = []
     if left_out:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-        notes.append(f"left out, as no file of the artifact: {', '.join(left_out[:3])}{more}")
+        notes.append(
+            f"left out, because the manifest does not list them: {', '.join(left_out[:3])}{more}"
+        )
     if artifact.manifest.source.kind in ("directory", "onnx"):
-        notes.append(f"{MANIFEST} names a path of this machine: {artifact.manifest.source.id}")
+        notes.append(f"{MANIFEST} contains a path of this machine: {artifact.manifest.source.id}")
     return notes

@@ -237,7 +237,7 @@ def test_hub_card_is_asked_for_at_the_commit(monkeypatch, tmp_path):
         return str(tmp_path / "README.md")
 
     record = SourceRecord(kind="hub", id="org/name@v1", revision="abc", sha256="0", files={})
-    assert "cannot be had from the Hub" in read_source_card(record).notes[0]
+    assert "cannot be downloaded, so the licence" in read_source_card(record).notes[0]
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     found = read_source_card(record)
     assert asked == [("org/name", "README.md", "abc")]
@@ -269,7 +269,7 @@ def test_card_has_stages_checks_and_figures(reported):
     assert "| Share of multiply-adds in INT8 | 97.5% |" in card
     assert "| Accuracy on labels | 91.0% |" in card
     assert "| `/pooler` | one row |" in card
-    assert "Measured on A \\<processor\\>, 4 cores, 8 CPUs usable; no GPU" in card
+    assert "Measured on A \\<processor\\>, 4 cores, 8 usable CPUs; no GPU" in card
     assert "| batch=1, sequence=16 | enginery int8 (our runner) | 1 ms | – | 1,000.0 |" in card
     assert "3.00 times as fast" in card
 
@@ -521,4 +521,4 @@ def test_source_carried_section_is_cut_where_it_is_too_long():
     found = parse_card("## Limitations\n" + "word\n" * 10_000)
     (text,) = [text for _, text in found.sections]
     assert len(text) <= card_source._SECTION_CHARACTERS + 50
-    assert text.endswith("(The source's card goes on.)")
+    assert text.endswith("(Shortened; see the source's card.)")

@@ -1,7 +1,8 @@
-"""A package into MLflow: a run, a logged model with every file, and a version that points to it.
+"""Upload a package to MLflow: a run, a logged model with all files, and a model version.
 
-The version is made last, so none ever points to a part. MLflow cannot resume an upload: what a
-publish that failed or was killed has left is deleted, and `mlflow gc` frees its space.
+The version is created last, so that it never points to an incomplete model. MLflow cannot resume an
+upload: the run and the model of a failed or killed upload are deleted, and `mlflow gc` frees their
+space.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from enginery.publish.targets.mlflow.model import (
 )
 
 MODEL_TAG = "enginery.registered_model"
-"""The registered model that a logged model is for: one content may go to several."""
+"""Registered model of a logged model; the same content may be published to several."""
 WRITER_TAG = "enginery.writer"
-"""The machine and the home of the process that writes a run."""
+"""Digest of the machine and the home of the process that writes a run."""
 _SOURCE = "models:/"
 
 
@@ -44,11 +45,11 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
     """Upload the package as a new version of a registered model; return the version's number.
 
     Args:
-        client: an `MlflowClient` of the tracking URI that is set.
-        package: what is published.
-        name: of the registered model, which exists. The caller holds this machine's lock of the
-            package's content on this server.
-        progress: receives the number of files that are there.
+        client: `MlflowClient` of the current tracking URI.
+        package: the package.
+        name: name of the registered model, which must exist. The caller holds this machine's lock
+            for the package's content on this server.
+        progress: receives the number of uploaded files.
     """
     import mlflow
     from mlflow.entities import LoggedModelOutput
@@ -58,11 +59,11 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
     marks = {**tags(package), MODEL_TAG: name}
     params = stage_params(package.artifact.manifest)
     with (
-        redirect_stdout(sys.stderr),  # where MLflow prints links to the run
+        redirect_stdout(sys.stderr),  # MLflow prints links to the run
         mlflow.start_run(
             experiment_id=experiment_id,
             run_name=f"publish {name}",
-            nested=True,  # in a run of the caller's
+            nested=True,  # the caller may have an active run
             tags={**marks, WRITER_TAG: _writer()},
         ) as run,
     ):
@@ -90,16 +91,16 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
                 description=_description(package),
             )
         except BaseException:
-            with suppress(Exception):  # the first error is the one to tell
+            with suppress(Exception):  # the first error is raised
                 client.delete_logged_model(model.model_id)
             raise
     return str(made.version)
 
 
 def repair_version(client: Any, package: Package, version: Any, progress: Progress) -> None:
-    """Upload again the model's files that a version of the same content has lost or has in part.
+    """Upload model files again that a version with the same content has lost or has incompletely.
 
-    Only sizes are compared: nothing is downloaded. The card and the reports are the version's own.
+    Only sizes are compared, so that nothing is downloaded. Card and reports are not replaced.
     """
     if not version.source.startswith(_SOURCE):
         return
@@ -110,14 +111,14 @@ def repair_version(client: Any, package: Package, version: Any, progress: Progre
         is_content = file.name in package.artifact.manifest.files
         if is_content and there.get(str(place)) != file.size_bytes:
             progress.say(
-                f"publish: uploads {file.name} again, which version {version.version} has lost"
+                f"publish: uploading {file.name} again, version {version.version} has lost it"
             )
             client.log_model_artifact(model_id, str(file.path), str(place.parent))
 
 
 @contextmanager
 def ignore_existing() -> Iterator[None]:
-    """Go on if what was to be made exists already."""
+    """Suppress MLflow's error that an object already exists."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -128,11 +129,11 @@ def ignore_existing() -> Iterator[None]:
 
 
 def _upload(client: Any, model_id: str, run_id: str, package: Package, progress: Progress) -> None:
-    """Upload the files of the package from where they are, and then MLflow's own.
+    """Upload the package's files from where they are, then MLflow's own files.
 
-    `pyfunc.log_model` would do both with one call, but it copies the whole artifact into a
-    temporary directory first, and loads and runs the model to try the input example, for which it
-    has no switch. So `save_model` gets the card alone, in a directory of the artifact's name.
+    `pyfunc.log_model` does both with one call, but it first copies the whole artifact into a
+    temporary directory, and it loads and runs the model to test the input example, which cannot be
+    switched off. So `save_model` gets only the card, in a directory with the artifact's name.
     """
     from mlflow import pyfunc
     from mlflow.models import Model
@@ -166,7 +167,7 @@ def _upload(client: Any, model_id: str, run_id: str, package: Package, progress:
 
 
 def _experiment(client: Any) -> str:
-    """Return the id of the experiment that MLflow's variables name, or of `enginery`."""
+    """Return the id of the experiment in MLflow's environment variables, or of `enginery`."""
     if named := os.environ.get("MLFLOW_EXPERIMENT_ID"):
         return named
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "enginery"
@@ -178,9 +179,10 @@ def _experiment(client: Any) -> str:
 def _delete_interrupted_uploads(
     client: Any, experiment_id: str, package: Package, name: str
 ) -> None:
-    """Delete the runs of this content that were killed on this machine, and their logged models.
+    """Delete the runs and logged models of this content whose upload was killed on this machine.
 
-    Under the lock of the content, a run of this machine that still runs has no writer any more.
+    The caller holds the lock for the content, so no process of this machine writes to a run that
+    MLflow still lists as running.
     """
     wanted = {
         f"tags.`{CONTENT_TAG}`": package.content_sha256,
@@ -196,12 +198,12 @@ def _delete_interrupted_uploads(
 
 
 def _writer() -> str:
-    """Return what says whose locks a writer holds: a digest of the machine and the home."""
+    """Return a digest of the machine and the home; processes with the same one share locks."""
     return hashlib.sha256(f"{socket.gethostname()}:{enginery_home()}".encode()).hexdigest()
 
 
 def _file_sizes(client: Any, model_id: str, path: str) -> Iterator[tuple[str, int]]:
-    """Yield place and size of the files of a logged model, below a path."""
+    """Yield path and size in bytes of the files of a logged model below a path."""
     for info in client.list_logged_model_artifacts(model_id, path):
         if info.is_dir:
             yield from _file_sizes(client, model_id, info.path)
@@ -210,7 +212,7 @@ def _file_sizes(client: Any, model_id: str, path: str) -> Iterator[tuple[str, in
 
 
 def _description(package: Package) -> str:
-    """Return a few lines; the card is in the model, as data/artifact/README.md."""
+    """Return a short description; the card is in the model, as data/artifact/README.md."""
     manifest = package.artifact.manifest
     checked = f"Not validated: {package.problem}." if package.problem else "Validated."
     lines = [
@@ -223,7 +225,7 @@ def _description(package: Package) -> str:
 
 @contextmanager
 def _no_warnings() -> Iterator[None]:
-    """Hide the warnings of MLflow's own use of pandas and pydantic."""
+    """Hide the warnings that MLflow's use of pandas and pydantic causes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
