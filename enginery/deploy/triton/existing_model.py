@@ -1,13 +1,10 @@
-"""What an earlier export left in a folder of a Triton repository, and what of it stays.
+"""Models of an earlier export in a Triton repository, and the versions that are kept.
 
-Takes a model's folder; says whether it is as export-triton left it, and which versions it has.
+    existing = read_existing_model(Path("models/minilm-graph"), "minilm")
+    list(existing.other_versions("onnxruntime", version=2))  # ['1/model.onnx']
 
-    >>> earlier = read_existing_model(Path("models/minilm-graph"), "minilm")
-    >>> list(earlier.other_versions("onnxruntime", version=2))
-    ['1/model.onnx']
-
-Triton has one configuration for all versions of a model, the newest's, and its `version_policy`
-serves that one: the others are there to go back to, by removing the newer folders.
+All versions of a model share one configuration in Triton, and its `version_policy` serves only the
+newest version. Older versions are kept for a rollback: remove the newer folders.
 """
 
 from __future__ import annotations
@@ -21,71 +18,74 @@ from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.json_file import document_bytes, parse_json
 
 LISTING = "enginery.json"
-"""In each folder: the export that it is of, its backend, and the digests of its files."""
+"""File in each model's folder with the name of its export, its backend, and its files' digests."""
 
 
 @dataclass(frozen=True)
 class ExistingModel:
-    """A folder as an earlier export left it, or none."""
+    """A model's folder from an earlier export; empty if there is no folder."""
 
     backend: str = ""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """By their names below the folder; none where there is no folder."""
+    """Path below the folder -> path."""
 
     def other_versions(self, backend: str, version: int) -> dict[str, Path]:
-        """The files of other versions; none where another backend loaded them."""
+        """Return the files of other versions; none if they are for another backend."""
         if self.backend != backend:
             return {}
         return {n: path for n, path in self.files.items() if _version_of(n) not in (0, version)}
 
 
 def read_existing_model(directory: Path, export: str) -> ExistingModel:
-    """What an earlier export of this name left in a folder.
+    """Return the model that an earlier export with this name left in a folder.
 
     Raises:
-        ArtifactError: there is a folder, and it is not as such an export left it.
+        ArtifactError: the folder is not from such an export, or its files were changed.
     """
     if not directory.exists():
         return ExistingModel()
-    remedy = "Move it elsewhere, or name another with --name."
+    remedy = "Move it elsewhere, or choose another --name."
     try:
         listing = parse_json(document_bytes(directory / LISTING))
         files, made_for = dict(listing["files"]), listing["export"]
         backend = str(listing.get("backend", ""))
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         raise ArtifactError(
-            f"{directory} exists and was not made by export-triton, so it is not overwritten.",
+            f"{directory} exists and was not written by export-triton.",
             do=remedy,
         ) from None
     if made_for != export:
-        raise ArtifactError(f"{directory} is part of the export '{made_for}'.", do=remedy)
+        raise ArtifactError(
+            f"{directory} belongs to the export '{made_for}', expected '{export}'.", do=remedy
+        )
     found = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
     found.pop(LISTING, None)
-    # The Python backend leaves its byte code beside model.py.
+    # The Python backend writes byte code beside model.py.
     found = {name: path for name, path in found.items() if path.parent.name != "__pycache__"}
     changed = [name for name, path in found.items() if files.get(name) != sha256_of(path)]
     if changed:
         raise ArtifactError(
-            f"{directory} was edited since it was made, and {changed[0]} would be lost.", do=remedy
+            f"{directory} was edited after its export: {changed[0]} would be overwritten.",
+            do=remedy,
         )
     return ExistingModel(backend, found)
 
 
 def check_newest(out: Path, kept: Mapping[str, Iterable[str]], version: int) -> None:
-    """Raises OptionError where a version that stays is newer than the one that is exported.
+    """Raise OptionError if a version that is kept is newer than the exported one.
 
     Args:
         out: the repository.
-        kept: each model's files that stay.
-        version: the one that is exported.
+        kept: model -> its files that are kept.
+        version: the exported version.
     """
     for model, files in kept.items():
         newest = max(_version_numbers(files), default=0)
         if newest > version:
             raise OptionError(
-                f"option 'version' is {version}, and {out / model} has version {newest}, which "
-                "Triton would go on to serve.",
-                do=f"Name that one or a later one: --version {newest}",
+                f"option 'version' is {version}, but {out / model} has version {newest}, which "
+                "Triton would continue to serve.",
+                do=f"Use this version or a later one: --version {newest}",
             )
 
 
@@ -95,27 +95,29 @@ def describe_changes(
     gone: Sequence[str],
     version: int,
 ) -> list[str]:
-    """What became of earlier versions and folders, in words.
+    """Return messages about kept and removed versions and folders.
 
     Args:
-        earlier: each folder, before.
-        kept: the files of other versions that stay, for each model that is exported.
-        gone: folders of the earlier export that this one has not.
-        version: the one that was exported.
+        earlier: folder -> model of the earlier export.
+        kept: exported model -> files of other versions that are kept.
+        gone: folders of the earlier export that were removed.
+        version: the exported version.
     """
     notes = []
     if stay := {number for files in kept.values() for number in _version_numbers(files)}:
-        notes.append(f"version {_joined(stay)} stays beside {version}; Triton serves the newest")
+        notes.append(f"version {_joined(stay)} is kept beside {version}; Triton serves the newest")
     for model, files in kept.items():
         if lost := _version_numbers(earlier[model].files) - _version_numbers(files) - {version}:
-            notes.append(f"version {_joined(lost)} of {model} is gone: it was of another backend")
+            notes.append(f"removed version {_joined(lost)} of {model}: it is for another backend")
     if gone:
-        notes.append(f"{', '.join(gone)} of an earlier export went: this one has none")
+        notes.append(
+            f"removed {', '.join(gone)} of an earlier export, which this one does not have"
+        )
     return notes
 
 
 def _version_of(name: str) -> int:
-    """The version whose folder a file is in; 0 for one beside them."""
+    """Return the version whose folder contains a file; 0 for a file outside of versions."""
     first, found, _ = name.partition("/")
     return int(first) if found and first.isdecimal() else 0
 
