@@ -6,13 +6,12 @@
     models/
       minilm/            config.pbtxt, 1/, 2/, enginery.json
       minilm-tokenizer/  …
-      another/           somebody else's; never touched
+      another/           a model that enginery did not write; never changed
 
-A repository may hold models of others. A folder that this command did not make, or whose files were
-edited since, is never overwritten: `enginery.json` in each has the digests of its files. The model
-that clients ask comes last, when all that it is made of is there. The old and the new folder of a
-model exchange names where the system can; elsewhere the next export brings back a model that a
-killed one had moved away.
+`enginery.json` in each folder has the digests of its files. A folder without it, or whose files
+were edited, is never overwritten. The ensemble is written last, when its parts are complete. Old
+and new folder of a model exchange their names atomically if the system supports it; if not, the
+next export restores a model that a killed one had moved.
 """
 
 from __future__ import annotations
@@ -44,26 +43,34 @@ from enginery.deploy.triton.models import ANSWERS, GRAPH, TOKENIZER, TritonModel
 
 CONFIG = "config.pbtxt"
 _KEPT = ".keep"
-"""An ensemble's version has no file, and object stores have no empty folders."""
+"""File in the version of an ensemble, as object stores do not keep empty folders."""
 _OLD = "old"
-"""Of a staging directory: models that are nowhere else between two renames."""
+"""Folder in the staging directory for models that are moved between two renames."""
 _READABLE = 0o044
 
 
 def install_models(
     out: Path, name: str, models: Sequence[TritonModel], *, version: int, made_from: str
 ) -> list[str]:
-    """Leaves the models in the repository; the last one is the one that clients ask.
+    """Write the models into the repository.
 
-    Folders of an earlier export of the same name that are no longer part of it go. Its other
-    versions stay, where they are of the same backend.
+    Other versions of an earlier export with the same name are kept if they are for the same
+    backend. Folders of the earlier export that this one does not have are removed.
+
+    Args:
+        out: the repository.
+        name: name of the export.
+        models: the models, with the one for clients last.
+        version: version of the models.
+        made_from: sha256 of the artifact's content.
 
     Returns:
-        What became of earlier versions and folders, in words.
+        Messages about kept and removed versions and folders.
 
     Raises:
-        ArtifactError: a folder is somebody else's or was edited, or `out` cannot be written.
-        OptionError: a version that stays is newer than `version`, and Triton would serve that.
+        ArtifactError: a folder was not written by this command or was edited, or `out` cannot be
+            written.
+        OptionError: a version that is kept is newer than `version`, so that Triton would serve it.
     """
     out = out.resolve()
     _check_repository(out)
@@ -85,16 +92,17 @@ def install_models(
     except OSError as error:
         raise ArtifactError(
             f"{out} cannot be written: {error.strerror}: {error.filename}.",
-            do="Name another directory.",
+            do="Choose another directory.",
         ) from error
 
 
 @contextmanager
 def _locked(out: Path) -> Iterator[bool]:
-    """Waits for other exports into a repository, whatever $ENGINERY_HOME they have.
+    """Wait for other exports into the repository, even if they use another $ENGINERY_HOME.
 
-    Yields whether there can be none besides: a file system without locks has that of the store
-    alone, and so has Windows, where one store a user is taken for granted.
+    Yields:
+        True if no other export can run. False if the file system has no locks, so that only the
+        store's lock is held. Windows has only the store's lock, too, but one store per user.
     """
     store_lock = hashlib.sha256(os.fsencode(out)).hexdigest()[:16]
     with named_lock(f"triton-{store_lock}"):
@@ -103,7 +111,7 @@ def _locked(out: Path) -> Iterator[bool]:
             return
         import fcntl
 
-        handle = os.open(out, os.O_RDONLY)  # the folder itself: a lock file would stay beside it
+        handle = os.open(out, os.O_RDONLY)  # lock the folder itself, without a lock file
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)
@@ -116,7 +124,7 @@ def _locked(out: Path) -> Iterator[bool]:
 
 
 def _clear_leftovers(out: Path) -> None:
-    """Brings back the models that a killed export had moved away, and removes what it left."""
+    """Restore the models that a killed export had moved, and remove its temporary files."""
     name = re.compile(rf"{re.escape(STAGING_PREFIX + out.name)}-[0-9a-f]{{12}}-triton")
     for leftover in [path for path in out.parent.iterdir() if name.fullmatch(path.name)]:
         _restore_moved(leftover, out)
@@ -139,7 +147,7 @@ def _install(
     version: int,
     made_from: str,
 ) -> None:
-    # Beside the repository, not in it: a server that polls would take it for a model.
+    # Beside the repository, not in it: a polling server would take the folder for a model.
     fresh = out.parent / f"{STAGING_PREFIX}{out.name}-{uuid.uuid4().hex[:12]}-triton"
     for folder in ("new", _OLD, "gone"):
         (fresh / folder).mkdir(parents=True)
@@ -173,7 +181,7 @@ def _write(
 ) -> None:
     (directory / str(version)).mkdir(parents=True)
     (directory / CONFIG).write_text(model.config(), encoding="utf-8")
-    for file, content in model.texts.items():
+    for file, content in model.contents.items():
         (directory / file).parent.mkdir(parents=True, exist_ok=True)
         (directory / file).write_bytes(content)
     for file, source in (*model.files.items(), *kept.items()):
@@ -182,11 +190,11 @@ def _write(
         (directory / str(version) / _KEPT).write_bytes(b"")
     files = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
     (directory / LISTING).touch()
-    # Readable by the user that the server runs as, whoever exported.
+    # The server's user must be able to read the files.
     for path in (directory, *directory.rglob("*")):
         if path.is_dir():
             path.chmod(0o755)
-        elif path.stat().st_nlink == 1:  # a link's mode is that of the artifact's file
+        elif path.stat().st_nlink == 1:  # a hard link shares its mode with the artifact's file
             path.chmod(0o644)
     digests = {name: sha256_of(path) for name, path in sorted(files.items())}
     (directory / LISTING).write_bytes(json_bytes({**listing, "files": digests}))
@@ -208,6 +216,6 @@ def _check_repository(out: Path) -> None:
         raise ArtifactError(f"{out} is a file, expected the folder of a model repository.")
     if (out / MANIFEST).is_file():
         raise ArtifactError(
-            f"{out} has a {MANIFEST}, so it is an artifact, expected a model repository.",
-            do="Name another directory.",
+            f"{out} is an artifact, as it has a {MANIFEST}; expected a model repository.",
+            do="Choose another directory.",
         )
