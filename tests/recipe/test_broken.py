@@ -209,7 +209,7 @@ BROKEN = {
         HEAD + EXPORT + "  - export-kserve: {directory: k, image: i, storage_uri: s3://a/b,\n"
         "      provider: cpu,\n      gpus: 2}\n",
         7,
-        "provider 'cpu' has none",
+        "but provider 'cpu' uses no GPU",
         "Leave out --gpus",
     ),
     "option of Ray without Ray": (
