@@ -3,7 +3,8 @@
 >>> import pyarrow as pa
 >>> from enginery.runtime.tasks.classify import Classify
 >>> kept = pa.schema({"id": pa.int64(), "text": pa.string()})
->>> OutputColumns.of(Classify, Classify.Options(), kept, kept.names, prefix="", dim=0).schema
+>>> options = Classify.Options(top_k=1)
+>>> OutputColumns.of(Classify, options, kept, kept.names, prefix="", dim=0).schema
 id: int64
 text: string
 label: string

@@ -1,7 +1,7 @@
-"""A Triton model repository on disk: models written beside it, then renamed into it.
+"""Write models into a Triton model repository: beside it first, then renamed into it.
 
-    >>> install_models(Path("models"), "minilm", models, version=2, made_from=digest)
-    ['version 1 stays beside 2; Triton serves the newest']
+    install_models(Path("models"), "minilm", models, version=2, made_from=digest)
+    # ['version 1 is kept beside 2; Triton serves the newest']
 
     models/
       minilm/            config.pbtxt, 1/, 2/, enginery.json
