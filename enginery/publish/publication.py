@@ -109,7 +109,7 @@ class Publication(_Record):
             raise ArtifactError(
                 f"{what}: {LISTING} cannot be read: {error.strerror}.", do=REMEDY
             ) from error
-        altered = "It was changed, or comes from another version of enginery."
+        altered = "It was altered, or comes from another version of enginery."
         try:
             found = cls.model_validate_json(unsealed_bytes(content))
         except UnsealedError as error:
@@ -163,7 +163,7 @@ def check_file(
         )
     if found != record.sha256:
         raise ArtifactError(
-            f"{what}: {name} was changed: its sha256 is {found[:12]}…, expected "
+            f"{what}: {name} was altered: its sha256 is {found[:12]}…, expected "
             f"{record.sha256[:12]}… as in {LISTING}.",
             do=do,
         )

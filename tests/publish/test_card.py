@@ -521,4 +521,4 @@ def test_long_section_of_the_source_card_is_shortened():
     found = parse_card("## Limitations\n" + "word\n" * 10_000)
     (text,) = [text for _, text in found.sections]
     assert len(text) <= card_source._SECTION_CHARACTERS + 50
-    assert text.endswith("(Shortened; see the source's card.)")
+    assert text.endswith("(Shortened.)")

@@ -171,13 +171,13 @@ def _next_version(folder: Path) -> str:
 
 def _check_names(folder: Path, config: PublishConfig, versions: list[str]) -> None:
     if config.alias and config.alias in versions:
-        raise OptionError(f"option 'alias' is '{config.alias}', a version of {folder.name}.")
+        raise OptionError(f"alias '{config.alias}' is the name of a version of {folder.name}.")
     if config.alias and config.alias == config.version:
         raise OptionError(
             f"options 'alias' and 'version' are both '{config.alias}'.", do="Leave out --alias."
         )
     if config.version in read_aliases(folder):
-        raise OptionError(f"option 'version' is '{config.version}', an alias of {folder.name}.")
+        raise OptionError(f"version '{config.version}' is the name of an alias of {folder.name}.")
 
 
 def _describe_changes(there: Publication, package: Package) -> str:

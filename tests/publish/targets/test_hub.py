@@ -266,14 +266,17 @@ def test_files_uploaded_before_a_broken_connection_are_not_uploaded_again(hub, a
 @pytest.mark.parametrize(
     ("refusal", "said"),
     [
-        ((401, "", "Invalid username or password."), r"refuses hf://org/name \(401\).*HF_TOKEN"),
+        (
+            (401, "", "Invalid username or password."),
+            r"denies access to hf://org/name \(401\).*HF_TOKEN",
+        ),
         (
             (403, "", "You don't have the rights"),
             r"\(403\): the token has no permission: .*the rights",
         ),
         ((403, "", "Private repository storage limit reached"), "storage limit reached"),
         ((429, "", "Too many requests"), "rate limit is reached"),
-        ((500, "", "Internal"), "answers 500"),
+        ((500, "", "Internal"), "answered 500"),
     ],
 )
 def test_errors_of_the_hub_are_without_the_token(hub, artifact, refusal, said, caplog, capfd):

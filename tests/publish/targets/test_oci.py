@@ -112,7 +112,7 @@ def test_version_is_a_tag_that_never_moves(registry, artifact, tmp_path):
         stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="1.0"))
     with pytest.raises(RegistryError, match=r":1\.0 is a version with other content"):
         stage.run(other, f"{url}:1.0", UNVALIDATED)
-    with pytest.raises(OptionError, match=r"are both '2\.0'"):
+    with pytest.raises(OptionError, match=r"is '2\.0', which is also the tag"):
         stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="2.0"))
     second = stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="production"))
     for tag, is_first in (("1.0", True), ("2.0", False), ("production", False), ("latest", False)):
@@ -285,7 +285,7 @@ def test_changed_file_in_the_registry_is_an_error_with_its_name(registry, artifa
     hexdigits = layer["digest"].removeprefix("sha256:")
     data = next(blobs.rglob(f"{hexdigits}/data"))
     data.write_bytes(data.read_bytes().replace(b'{"a": 1}', b'{"a": 2}'))
-    with pytest.raises(ArtifactError, match=r"notes\.json was changed, in the layer config\.tar"):
+    with pytest.raises(ArtifactError, match=r"notes\.json was altered, in the layer config\.tar"):
         stage.pull(f"oci://{host}/byte:1", tmp_path / "out", UNVALIDATED)
     assert not (tmp_path / "out").exists()
 
@@ -351,7 +351,7 @@ def test_killed_publish_is_resumed(registry, artifact, tmp_path, home):
         [sys.executable, "-c", script, str(whole.path), url], check=False, env=os.environ
     )
     assert ended.returncode == -9
-    with pytest.raises(RegistryError, match="has no killed with 1"):
+    with pytest.raises(RegistryError, match="has no killed with the tag or digest 1"):
         stage.pull(url, tmp_path / "none", UNVALIDATED)
     published = stage.run(whole, url, UNVALIDATED)
     assert published.is_new
@@ -372,7 +372,7 @@ def test_plain_http_needs_insecure(registry, artifact):
 
 def test_missing_tag_is_an_error(registry, tmp_path):
     host, _ = registry
-    with pytest.raises(RegistryError, match=r"has no never/made with 7"):
+    with pytest.raises(RegistryError, match=r"has no never/made with the tag or digest 7"):
         stage.pull(f"oci://{host}/never/made:7", tmp_path / "out", UNVALIDATED)
 
 
@@ -419,11 +419,13 @@ def test_login_is_dockers_and_not_in_messages(artifact, tmp_path, monkeypatch, c
     directory.mkdir()
     with docker_registry(directory, password="correct-horse") as host:
         url = f"oci://{host}/private:1"
-        with pytest.raises(RegistryError, match=rf"refuses private \(401\).*docker login {host}"):
+        with pytest.raises(
+            RegistryError, match=rf"denies access to private \(401\).*docker login {host}"
+        ):
             stage.run(artifact, url, UNVALIDATED)
 
         wrong = log_in(tmp_path, host, "wrong-horse")
-        with pytest.raises(RegistryError, match=r"refuses private \(401\)") as refused:
+        with pytest.raises(RegistryError, match=r"denies access to private \(401\)") as refused:
             stage.run(artifact, url, UNVALIDATED)
         auth = log_in(tmp_path, host, "correct-horse")
         assert stage.run(artifact, url, UNVALIDATED).is_new
@@ -462,7 +464,7 @@ def test_rejected_token_fails_fast(tmp_path):
     with token_registry(uses=0) as (host, asked):
         log_in(tmp_path, host, "correct-horse")
         client = OciClient(host, "model", insecure=True)
-        with pytest.raises(RegistryError, match=r"refuses model \(401\).*docker login"):
+        with pytest.raises(RegistryError, match=r"denies access to model \(401\).*docker login"):
             client.has_blob("sha256:0")
     assert [path for _, path, *_ in asked].count("/token") == 1
 

@@ -258,7 +258,7 @@ def test_only_listed_files_are_unpacked(tmp_path):
 
 
 def test_file_larger_than_listed_is_not_unpacked(tmp_path):
-    with pytest.raises(ArtifactError, match=r"a has 2 bytes, .* says 1"):
+    with pytest.raises(ArtifactError, match=r"a has 2 bytes, expected 1"):
         unpacked(tar(("a", b"xx")), tmp_path / "out", {"a": 1})
     assert not (tmp_path / "out/a").exists()
 
@@ -266,13 +266,13 @@ def test_file_larger_than_listed_is_not_unpacked(tmp_path):
 def test_gzip_bomb_is_an_error(tmp_path):
     bomb = gzip.compress(tar(("stranger", bytes(80 << 20)), "a"))
     assert len(bomb) < 1 << 20
-    with pytest.raises(ArtifactError, match="unpacks to more than"):
+    with pytest.raises(ArtifactError, match="unpacks to more bytes than"):
         unpacked(bomb, tmp_path / "out", {"a": 1})
 
 
 def test_huge_tar_headers_are_an_error(tmp_path):
     bomb = gzip.compress(tar("a", pax={"comment": "x" * (8 << 20)}))
-    with pytest.raises(ArtifactError, match="unpacks to more than"):
+    with pytest.raises(ArtifactError, match="unpacks to more bytes than"):
         unpacked(bomb, tmp_path / "out", {"a": 100 << 20})
 
 
@@ -289,7 +289,7 @@ def test_huge_tar_headers_are_an_error(tmp_path):
     ids=["empty", "text", "short", "gzip without its end", "gzip with other bytes", "gzip alone"],
 )
 def test_broken_layer_is_an_error(content, tmp_path):
-    with pytest.raises(ArtifactError, match="is no tar"):
+    with pytest.raises(ArtifactError, match="is not a valid tar"):
         unpacked(content, tmp_path / "out", {"a": 4096})
 
 

@@ -94,7 +94,7 @@ class OciClient:
         digest = f"sha256:{hashlib.sha256(answer.content).hexdigest()}"
         if reference.startswith("sha256:") and reference != digest:
             raise RegistryError(
-                f"{self.host}/{self.repository}@{reference} was changed: its sha256 is "
+                f"{self.host}/{self.repository}@{reference} was altered: its sha256 is "
                 f"{digest.removeprefix('sha256:')}."
             )
         return answer.content, answer.headers.get("Content-Type", "").partition(";")[0], digest

@@ -90,9 +90,9 @@ def check_layer(path: Path, layer: PulledLayer, what: str) -> None:
         return
     altered = ", ".join(_altered_files(path, layer.files))
     raise ArtifactError(
-        f"{what}: {altered} was changed, in the layer {layer.title}."
+        f"{what}: {altered} was altered, in the layer {layer.title}."
         if altered
-        else f"{what}: the layer {layer.title} was changed: its sha256 is {found[:12]}…, expected "
+        else f"{what}: the layer {layer.title} was altered: its sha256 is {found[:12]}…, expected "
         f"{layer.digest.removeprefix('sha256:')[:12]}… as in the registry's manifest.",
         do=REMEDY,
     )
