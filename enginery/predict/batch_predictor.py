@@ -200,8 +200,8 @@ class BatchPredictor(Closing):
         """
         threads = self.workers if self.takes_images else _CONCURRENT_TEXT_WINDOWS
         windows = reader.read(skip)
-        for answered in map_in_order(partial(self, columns=columns), windows, threads=threads):
-            yield replace(answered, done=reader.done())
+        for predicted in map_in_order(partial(self, columns=columns), windows, threads=threads):
+            yield replace(predicted, done=reader.done())
 
     def close(self) -> None:
         """Free the session."""

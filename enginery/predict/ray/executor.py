@@ -134,7 +134,7 @@ class RayPredictor(Closing):
                 num_cpus=0,
                 label_selector={"ray.io/node-id": self._node()},
             )
-            answered = windows.map_batches(
+            predicted = windows.map_batches(
                 WindowActor,
                 batch_size=1,
                 batch_format="pyarrow",
@@ -143,7 +143,7 @@ class RayPredictor(Closing):
                 **self._resources,
             )
             rows = iter(
-                answered.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
+                predicted.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
             )
             try:
                 while (table := self._next(rows)) is not None:

@@ -88,13 +88,13 @@ class WindowActor:
         try:
             if self._predictor is None:
                 self._predictor = _predictor(*self._predictor_args)
-            answered = self._predictor(
+            predicted = self._predictor(
                 replace(window, kept=_batch_from_bytes(window.kept)), self._columns
             )
         except EngineryError as error:
             return _single_cell_table(_problem(error))
-        packed = replace(answered, batch=_batch_to_bytes(answered.batch), done=found["done"])
-        return _single_cell_table({"answered": packed})
+        packed = replace(predicted, batch=_batch_to_bytes(predicted.batch), done=found["done"])
+        return _single_cell_table({"predicted": packed})
 
 
 def result_or_raise(found: dict[str, Any]) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def result_or_raise(found: dict[str, Any]) -> dict[str, Any]:
 
 def unpack_prediction(found: dict[str, Any]) -> PredictedBatch:
     """Return the predicted window of a result."""
-    answered: PredictedBatch = found["answered"]
-    return replace(answered, batch=_batch_from_bytes(answered.batch))
+    predicted: PredictedBatch = found["predicted"]
+    return replace(predicted, batch=_batch_from_bytes(predicted.batch))
 
 
 def _predictor(path: str, content: str, config: PredictConfig, base: str) -> BatchPredictor:

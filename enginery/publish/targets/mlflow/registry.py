@@ -189,7 +189,7 @@ class MlflowRegistry:
 
     @contextmanager
     def _mlflow_errors(self) -> Iterator[None]:
-        """Turn MLflow's errors into a RegistryError."""
+        """Raise RegistryError for MLflow's errors."""
         from mlflow.exceptions import MlflowException
 
         try:

@@ -83,21 +83,21 @@ class OciClient:
         Raises:
             RegistryError: it does not exist, or it does not match the digest.
         """
-        answer = self._call("GET", f"manifests/{reference}")
-        if answer.status_code == 404:
+        response = self._call("GET", f"manifests/{reference}")
+        if response.status_code == 404:
             raise RegistryError(
                 f"the registry {self.host} has no {self.repository} with the tag or digest "
                 f"{reference}.",
                 do="Check the spelling and the list of tags.",
             )
-        self._check(answer)
-        digest = f"sha256:{hashlib.sha256(answer.content).hexdigest()}"
+        self._check(response)
+        digest = f"sha256:{hashlib.sha256(response.content).hexdigest()}"
         if reference.startswith("sha256:") and reference != digest:
             raise RegistryError(
                 f"{self.host}/{self.repository}@{reference} was altered: its sha256 is "
                 f"{digest.removeprefix('sha256:')}."
             )
-        return answer.content, answer.headers.get("Content-Type", "").partition(";")[0], digest
+        return response.content, response.headers.get("Content-Type", "").partition(";")[0], digest
 
     def has_manifest(self, reference: str) -> bool:
         """Return True if a manifest or an index with this tag or digest exists."""
@@ -132,9 +132,9 @@ class OciClient:
 
     def tags(self) -> list[str]:
         """Return at most a hundred tags of the repository; none if the registry cannot list."""
-        answer = self._call("GET", "tags/list?n=100")
+        response = self._call("GET", "tags/list?n=100")
         try:
-            return [str(tag) for tag in answer.json()["tags"]]
+            return [str(tag) for tag in response.json()["tags"]]
         except (ValueError, KeyError, TypeError):
             return []
 
@@ -157,12 +157,12 @@ class OciClient:
                 return None
             headers = {"Range": f"bytes={done}-"} if done else {}
             url = f"{self._base}/blobs/{digest}"
-            with self._request("GET", url, headers=headers, stream=True) as answer:
-                if answer.status_code in (200, 206):
-                    is_rest = answer.status_code == 206
+            with self._request("GET", url, headers=headers, stream=True) as response:
+                if response.status_code in (200, 206):
+                    is_rest = response.status_code == 206
                     left = size_bytes - (done if is_rest else 0)
                     with path.open("ab" if is_rest else "wb") as stream:
-                        for piece in answer.iter_content(_PIECE):
+                        for piece in response.iter_content(_PIECE):
                             left -= len(piece)
                             if left < 0:
                                 break
@@ -173,14 +173,14 @@ class OciClient:
                             f"the registry {self.host} sent more than {size_bytes} bytes for "
                             f"{digest}, expected {size_bytes} as in its manifest."
                         )
-            return answer
+            return response
 
         self._check(self._with_retries(receive))
 
     def _challenge(self) -> str:
         """Return the registry's `Www-Authenticate` header; empty if it requires no login."""
         try:
-            answer = requests.get(
+            response = requests.get(
                 self._v2,
                 headers={"Accept-Encoding": "identity"},
                 hooks={"response": _limit_response},
@@ -188,18 +188,18 @@ class OciClient:
             )
         except requests.RequestException as error:
             raise self._unreachable(error) from error
-        if answer.status_code in (200, 401, 403, *_BUSY):
-            return str(answer.headers.get("Www-Authenticate", ""))
+        if response.status_code in (200, 401, 403, *_BUSY):
+            return str(response.headers.get("Www-Authenticate", ""))
         raise RegistryError(
-            f"{self.host} is not an OCI registry: {self._v2} answered {answer.status_code}.",
+            f"{self.host} is not an OCI registry: {self._v2} answered {response.status_code}.",
             do="Check the address: oci://registry/name:tag.",
         )
 
     def _has(self, path: str) -> bool:
-        answer = self._call("HEAD", path)
-        if answer.status_code == 404:
+        response = self._call("HEAD", path)
+        if response.status_code == 404:
             return False
-        self._check(answer)
+        self._check(response)
         return True
 
     def _call(self, method: str, path: str, **options: Any) -> Any:
@@ -215,52 +215,52 @@ class OciClient:
             # Some registries store blobs on other hosts, which must not get the credentials.
             return send(headers=headers, **options)
         headers |= self._auth.get_auth_header()
-        answer = send(headers=headers, **options)
-        if answer.status_code in (401, 403):
+        response = send(headers=headers, **options)
+        if response.status_code in (401, 403):
             try:
-                renewed, _ = self._auth.authenticate_request(answer, dict(headers), refresh=True)
+                renewed, _ = self._auth.authenticate_request(response, dict(headers), refresh=True)
             except (AttributeError, TypeError) as error:  # oras raises them for malformed tokens
-                raise self._access_denied(answer.status_code, "its token is malformed") from error
+                raise self._access_denied(response.status_code, "its token is malformed") from error
             if renewed != headers:
-                answer.close()
-                answer = send(headers=renewed, **options)
-        return answer
+                response.close()
+                response = send(headers=renewed, **options)
+        return response
 
     def _with_retries(self, ask: Callable[[], Any]) -> Any:
         """Retry after 1, 2 and 4 seconds if the connection broke or the registry is busy."""
         for attempt in range(_ATTEMPTS):
             is_last = attempt == _ATTEMPTS - 1
             try:
-                answer = ask()
+                response = ask()
             except (requests.exceptions.SSLError, requests.exceptions.InvalidURL) as error:
                 raise self._unreachable(error) from error
             except requests.RequestException as error:
                 if is_last:
                     raise self._unreachable(error) from error
             else:
-                if is_last or answer is None or answer.status_code not in _BUSY:
-                    return answer
+                if is_last or response is None or response.status_code not in _BUSY:
+                    return response
             time.sleep(_WAIT_SECONDS * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    def _check(self, answer: Any) -> None:
+    def _check(self, response: Any) -> None:
         """Raise RegistryError, with the registry's message, unless the request succeeded."""
-        if answer is None or answer.status_code < 300:
+        if response is None or response.status_code < 300:
             return
         try:
-            first = answer.json()["errors"][0]  # the format of the distribution specification
+            first = response.json()["errors"][0]  # the format of the distribution specification
             said = str(first.get("message") or first.get("code") or "")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             said = ""
-        said = (said or str(answer.reason)).strip().rstrip(".") or "no reason"
-        if answer.status_code in (401, 403):
-            raise self._access_denied(answer.status_code, said)
+        said = (said or str(response.reason)).strip().rstrip(".") or "no reason"
+        if response.status_code in (401, 403):
+            raise self._access_denied(response.status_code, said)
         is_full = re.search("quota|limit", said, re.IGNORECASE)
         raise RegistryError(
-            f"the registry {self.host} answered {answer.status_code} for {self.repository}: "
+            f"the registry {self.host} answered {response.status_code} for {self.repository}: "
             f"{said}.",
             do="Its storage is full, or it limits requests: check its limits."
-            if answer.status_code in (413, 429, 507) or is_full
+            if response.status_code in (413, 429, 507) or is_full
             else "Run the same command again: it resumes after the uploaded layers.",
         )
 
@@ -280,23 +280,23 @@ class OciClient:
         return RegistryError(f"the registry {self.host} cannot be reached: {said}.", do=remedy)
 
 
-def _limit_response(answer: Any, *_args: Any, stream: bool = False, **_options: Any) -> Any:
+def _limit_response(response: Any, *_args: Any, stream: bool = False, **_options: Any) -> Any:
     """Read a response of at most 4 MiB, as requests' hook `response`; blobs are streamed.
 
     requests also calls the hook for redirects and tokens, before it reads the body.
     """
-    if stream and answer.status_code in (200, 206):
-        return answer
+    if stream and response.status_code in (200, 206):
+        return response
     try:
-        content = answer.raw.read(MAX_RESPONSE_BYTES + 1, decode_content=True)
+        content = response.raw.read(MAX_RESPONSE_BYTES + 1, decode_content=True)
     except urllib3.exceptions.HTTPError as error:  # requests converts it in the same way
         raise requests.ConnectionError(error) from error
     if len(content) > MAX_RESPONSE_BYTES:
-        answer.close()
+        response.close()
         raise RegistryError(
-            f"the registry {urlsplit(answer.url).netloc} sent more than {MAX_RESPONSE_BYTES} "
+            f"the registry {urlsplit(response.url).netloc} sent more than {MAX_RESPONSE_BYTES} "
             "bytes, expected a manifest or a message.",
             do="Check the address.",
         )
-    answer.raw = io.BytesIO(content)
-    return answer
+    response.raw = io.BytesIO(content)
+    return response
