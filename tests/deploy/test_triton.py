@@ -648,7 +648,7 @@ def test_older_version_is_kept_and_the_newest_is_served(mood, tmp_path, models):
     for part in ("m", "m-graph", "m-tokenizer", "m-answers"):
         assert newest_version(models / part).name == "2"
     assert TritonDouble(models).infer("m", {"text": texts(ASKED)})["score"].shape == (3, 3)
-    with pytest.raises(OptionError, match=r"'version' is 1, and .* has version 2, which Triton"):
+    with pytest.raises(OptionError, match=r"'version' is 1, but .* has version 2, which Triton"):
         export_triton(mood, models, name="m", provider="cpu")
     whole = tree(models)
     again = export_triton(mood, models, name="m", provider="cpu", version=2)

@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from enginery import __version__
 from enginery.core.artifact.artifact import MANIFEST, Artifact
 from enginery.core.artifact.engine_record import ENGINES
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.names import portable_name
 from enginery.core.progress import SILENT, Progress
+from enginery.core.version import __version__
 from enginery.deploy.triton.engines import select_engines
 from enginery.deploy.triton.graph import build_graph_model, read_graph_info, select_graph
 from enginery.deploy.triton.models import (

@@ -453,7 +453,7 @@ def test_lost_file_is_uploaded_again(server, artifact, tmp_path, tmp_path_factor
     heard = Heard()
     again = stage.run(whole, "mlflow:/lost", UNVALIDATED, progress=heard)
     assert (again.url, again.is_new) == (published.url, False)
-    assert any("uploads model.onnx.data again" in message for message in heard.news)
+    assert any("uploading model.onnx.data again" in message for message in heard.news)
     pulled = stage.pull(published.url, tmp_path / "out", UNVALIDATED)
     assert pulled.content_sha256() == whole.content_sha256()
 

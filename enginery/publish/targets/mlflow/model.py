@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass
 from io import BytesIO
 from typing import Any, get_args, get_type_hints
 
-import enginery
 from enginery.core.artifact.manifest import Manifest
+from enginery.core.version import __version__
 from enginery.publish.card.snippets import example_texts
 from enginery.publish.package import Package
 from enginery.runtime.tasks import manifest_task
@@ -118,7 +118,7 @@ def tags(package: Package) -> dict[str, str]:
         "enginery.source": f"{manifest.source.id}@{manifest.source.revision}".rstrip("@"),
         "enginery.source_sha256": manifest.source.sha256,
         "enginery.validated": "false" if package.problem else "true",
-        "enginery.version": enginery.__version__,
+        "enginery.version": __version__,
     }
     for record in package.engines:
         marks[f"enginery.engine.{record.directory_name}"] = record.binding

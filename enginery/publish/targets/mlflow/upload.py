@@ -19,10 +19,10 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import enginery
 from enginery.core.artifact.fingerprint import runtime_version
 from enginery.core.home import enginery_home
 from enginery.core.progress import Progress
+from enginery.core.version import __version__
 from enginery.publish.package import Package
 from enginery.publish.publication import CARD
 from enginery.publish.targets.mlflow.model import (
@@ -157,7 +157,7 @@ def _upload(client: Any, model_id: str, run_id: str, package: Package, progress:
             signature=signature(package.artifact.manifest),
             input_example=input_example(package),
             pip_requirements=[
-                f"enginery=={enginery.__version__}",
+                f"enginery=={__version__}",
                 *(f"{name}=={version}" for name, version in versions.items() if version != "none"),
             ],
             model_config={"allow_failed": True} if package.problem else None,
