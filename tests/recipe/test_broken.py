@@ -202,7 +202,7 @@ BROKEN = {
         HEAD + EXPORT + "  - export-triton:\n      directory: t\n      provider: cpu\n"
         "      backend: tensorrt\n",
         8,
-        "runs on a GPU",
+        "needs a GPU",
         "Leave out --backend",
     ),
     "GPUs on the CPU": (
@@ -615,7 +615,7 @@ BROKEN = {
         HEAD + EXPORT + "  - predict: {input: '-', output: a.csv}\n",
         5,
         "standard input has no su",
-        "Name it",
+        "Set --format",
     ),
     "task that is not answered": (
         HEAD + "  - export: {task: multiple-choice}\n"
@@ -629,7 +629,7 @@ BROKEN = {
         HEAD + EXPORT + "  - validate\n  - publish:\n      url: htp://a\n",
         7,
         "unknown scheme 'htp'",
-        "Known: file:///path",
+        "Supported: file:///path",
     ),
     "address of the Hub": (
         HEAD + EXPORT + "  - validate\n  - publish:\n      url: hf://a b/c\n",
@@ -646,7 +646,7 @@ BROKEN = {
     "registry that is an artifact's": (
         HEAD + EXPORT + "  - validate\n  - publish:\n      url: reviews.csv\n",
         7,
-        "is a file, expected the folder of a registry",
+        "is a file, expected a folder",
         "",
     ),
     "storage": (
@@ -654,7 +654,7 @@ BROKEN = {
         "      storage_uri: s4://a/b\n",
         8,
         "unknown scheme 's4'",
-        "Known: gs",
+        "Supported: gs",
     ),
     "version of Triton": (
         HEAD + EXPORT + "  - export-triton:\n      directory: t\n      version: 0\n",
