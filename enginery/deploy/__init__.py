@@ -1,1 +1,1 @@
-"""What other servers load: an artifact as files for Triton and KServe."""
+"""Export artifacts for other servers: Triton and KServe."""

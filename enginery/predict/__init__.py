@@ -1,1 +1,1 @@
-"""Stage: a model's answers to every row of a file, or to every image of a folder."""
+"""Predict stage: run a model on every row of a file or every image of a folder."""

@@ -1,7 +1,10 @@
-"""The columns of results: their names, their types, and results as values of them.
+"""The columns of the output: names, types, and record batches built from results.
 
->>> options = read_options(Classify, config)
->>> AnswerColumns.of(Classify, options, kept, kept.names, prefix="", dim=0).schema
+>>> import pyarrow as pa
+>>> from enginery.runtime.tasks.classify import Classify
+>>> kept = pa.schema({"id": pa.int64(), "text": pa.string()})
+>>> options = Classify.Options(top_k=1)
+>>> OutputColumns.of(Classify, options, kept, kept.names, prefix="", dim=0).schema
 id: int64
 text: string
 label: string
@@ -23,14 +26,14 @@ ERROR = "error"
 
 
 @dataclass(frozen=True)
-class AnswerColumns:
-    """What is written of each row."""
+class OutputColumns:
+    """Columns of the output."""
 
     schema: Any
-    """`pyarrow.Schema`: the kept columns, the answer's, and `error`."""
+    """`pyarrow.Schema`: the kept columns, those of the prediction, and `error`."""
     task: type[Task]
-    answers: tuple[str, ...]
-    """The names of the answer's columns, with `error`."""
+    predicted: tuple[str, ...]
+    """Names of the prediction's columns and of `error`."""
 
     @classmethod
     def of(
@@ -42,40 +45,40 @@ class AnswerColumns:
         *,
         prefix: str,
         dim: int,
-    ) -> AnswerColumns:
+    ) -> OutputColumns:
         """Return the columns of a task.
 
         Args:
-            task: what the model does.
-            options: of the task.
-            kept: the schema of what is kept of the input.
-            taken: the names of the input's columns.
-            prefix: what the names of the answer's columns begin with.
-            dim: the length of a vector, where the task gives vectors.
+            task: the model's task.
+            options: options of the task.
+            kept: `pyarrow.Schema` of the columns that are kept of the input.
+            taken: names of the input's columns.
+            prefix: prefix of the names of the prediction's columns.
+            dim: length of an embedding; not used by other tasks.
 
         Raises:
-            InputError: the input has a column of such a name already.
+            InputError: a column of the input has the name of a column of the prediction.
         """
         import pyarrow as pa
 
         found = [*task.arrow_fields(options, dim), pa.field(ERROR, pa.string())]
         fields = [field.with_name(prefix + field.name) for field in found]
         names = tuple(field.name for field in fields)
-        require_free(names, taken, prefix)
+        check_column_names(names, taken, prefix)
         return cls(pa.schema([*kept, *fields], metadata=kept.metadata), task, names)
 
     def batch(self, kept: Any, answers: Sequence[Any], errors: Mapping[int, str]) -> Any:
         """Return a `pyarrow.RecordBatch` of the schema.
 
         Args:
-            kept: a batch with the kept columns.
-            answers: a result of the task for each row; None for a bad row.
-            errors: by row, why it has no answer.
+            kept: `pyarrow.RecordBatch` with the kept columns.
+            answers: the task's result for each row; None for a bad row.
+            errors: index of a bad row -> its problem.
         """
         import pyarrow as pa
 
         first = kept.num_columns
-        fields = [self.schema.field(first + index) for index in range(len(self.answers))]
+        fields = [self.schema.field(first + index) for index in range(len(self.predicted))]
         values = self.task.arrow_values
         rows = [None if answer is None else values(answer) for answer in answers]
         arrays = [
@@ -86,10 +89,10 @@ class AnswerColumns:
         return pa.RecordBatch.from_arrays([*kept.columns, *arrays], schema=self.schema)
 
 
-def require_free(answers: Sequence[str], names: Sequence[str], prefix: str) -> None:
-    """Raise InputError where the input has a column that the answer is to have."""
+def check_column_names(answers: Sequence[str], names: Sequence[str], prefix: str) -> None:
+    """Raise InputError if the input has a column with the name of a column of the prediction."""
     if taken := [name for name in answers if name in names]:
         raise InputError(
-            f"the input has a column '{taken[0]}' already, which the answer is to have.",
-            do=f"Give the answer's columns a prefix: --prefix predicted_{prefix}",
+            f"the input has a column '{taken[0]}', and the prediction would have one, too.",
+            do=f"Give the prediction's columns a prefix: --prefix predicted_{prefix}",
         )

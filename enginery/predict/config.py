@@ -1,4 +1,4 @@
-"""The options of predict; importing them is quick, as `enginery --help` is."""
+"""Options of predict. Importing this module is fast, for `enginery --help`."""
 
 from __future__ import annotations
 
@@ -15,83 +15,84 @@ Engine = Literal["local", "ray"]
 
 @dataclass(frozen=True)
 class PredictConfig:
-    """How a file's rows are read, answered and written."""
+    """Options of the predict stage."""
 
     column: str = "text"
-    """The column that holds the text, or the path of an image for a model of images."""
+    """Column with the text, or with the path of the image for an image model."""
     pair_column: str = ""
-    """The column of the second text, for a model that compares two."""
+    """Column with the second text, for models that classify pairs of texts."""
     question_column: str = "question"
-    """The column of the question, for question answering."""
+    """Column with the question, for question answering."""
     context_column: str = "context"
-    """The column of the text that answers it."""
+    """Column with the text that contains the answer, for question answering."""
     format: Format = "auto"
-    """What the input is; `auto` goes by its suffix. Standard input needs it named."""
+    """Format of the input; `auto` takes it from the suffix. Standard input has none, so set it."""
     delimiter: str = "auto"
-    """What separates a CSV's fields; `auto` is a tab for TSV and a comma for CSV."""
+    """Character between the fields of a CSV file; `auto` is a comma for CSV and a tab for TSV."""
     encoding: str = "utf-8"
-    """Of CSV, TSV, JSONL and text lines. A row that is not in it counts as a bad row."""
+    """Encoding of CSV, TSV, JSONL and text input. A row with other bytes is a bad row."""
     prefix: str = ""
-    """Goes before the names of the answer's columns, where the input has such columns already."""
+    """Prefix of the prediction's columns, for inputs that already have columns of these names."""
     top_k: int = 1
-    """Labels, answers or fillings of a row, best first; 0 for all labels. Beyond one, labels and
-    answers are also written as a list."""
+    """Number of labels, answers or fillings per row, best first; 0 for all labels. Above 1, labels
+    and answers are also written as a list."""
     activation: Activation = "auto"
-    """What makes scores of a classifier's logits; `auto` as transformers' pipeline chooses."""
+    """Function that turns a classifier's logits into scores; `auto` chooses like transformers'
+    pipeline."""
     aggregation: Aggregation = "simple"
-    """How tokens become spans, as in transformers' pipeline."""
+    """Strategy that merges tokens into spans, as in transformers' pipeline."""
     prompt_name: str = ""
     """A prompt of config_sentence_transformers.json; empty for the model's default."""
     max_answer_tokens: int = 15
-    """The most tokens of an answer to a question, 1 to 512."""
+    """Maximum number of tokens of an answer in question answering, 1 to 512."""
     allow_no_answer: bool = False
-    """Let "no answer" compete, as an empty text."""
+    """Allow "no answer" as a result of question answering, as an empty text."""
     provider: str = ""
-    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty: what the variable
-    `ENGINERY_PROVIDERS` says, and else cpu."""
+    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty for the variable
+    `ENGINERY_PROVIDERS`, or cpu if it is not set."""
     provider_option: tuple[str, ...] = ()
     """An option of a provider, `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
     allow_fallback: bool = False
-    """Take the next provider where the first cannot be had, and say so."""
+    """Use the next provider, with a message, if the first one is not available."""
     io_binding: bool = True
-    """On NVIDIA's providers, keep inputs and outputs in buffers on the GPU."""
+    """Keep inputs and outputs in GPU buffers, on NVIDIA's providers."""
     cuda_graph: bool = False
-    """Record each shape's run as a CUDA graph and replay it."""
+    """Record the run of each shape as a CUDA graph and replay it."""
     shrink_arena: bool = False
-    """Give memory that a run took beyond the arena's first piece back after it; each run allocates
-    anew."""
+    """Return memory beyond the arena's first chunk after each run; each run allocates it again."""
     allow_failed: bool = False
-    """Take an artifact whose validation failed."""
+    """Accept an artifact whose validation failed."""
     optimized_graph: bool = True
-    """Keep the graph as ONNX Runtime optimizes it for this processor in the store: the next run
-    starts faster and takes less memory."""
+    """Keep ONNX Runtime's optimized graph for this processor in the store: the next run starts
+    faster and needs less memory."""
     workers: int = 0
-    """Batches that run at the same time, one thread each on the CPU; 0 for one a core, and in an
-    actor of Ray for one."""
+    """Number of batches that run at the same time, on the CPU one thread each; 0 for one per core,
+    or one per Ray actor."""
     window: int = 1024
-    """Rows that are sorted by length together before they are cut into batches."""
+    """Number of rows that are sorted by length before they are cut into batches."""
     batch_tokens: int = 256
-    """Padded tokens of a batch; one text alone may have more. A GPU wants many more than a CPU."""
+    """Maximum number of padded tokens per batch; a single text may have more. A GPU needs much
+    larger batches than a CPU."""
     batch_rows: int = 64
-    """The most rows of a batch."""
+    """Maximum number of rows per batch."""
     part_rows: int = 4096
-    """Rows after which a part is on disk for good: what a killed run repeats, at most."""
+    """Number of rows per part of the output; a killed run repeats at most one part."""
     part_seconds: float = 30.0
-    """Time after which a part is closed although it has fewer rows."""
+    """Time after which a part with fewer rows is finished, in seconds."""
     fail_fast: bool = False
     """Stop at the first bad row."""
     engine: Engine = "local"
-    """Where windows are answered: in this process, or by actors of a Ray cluster."""
+    """Where the model runs: in this process, or in actors of a Ray cluster."""
     ray_address: str = ""
-    """The cluster's, as `10.0.0.7:6379`, of which this machine is a node; `auto` for the one that
-    runs here. Empty: what `RAY_ADDRESS` says, and else a Ray of this run's own."""
+    """Address of a Ray cluster that this machine is a node of, `10.0.0.7:6379`; `auto` for the
+    cluster running here. Empty for `RAY_ADDRESS`, or a local Ray for this run if it is not set."""
     ray_actors: int = 0
-    """The most actors, each with a model of its own; 0 for as many as the cluster has room for."""
+    """Maximum number of actors, each with its own model; 0 for as many as fit into the cluster."""
     ray_gpus: float = 0.0
-    """GPUs of an actor: 0.5 puts two on one GPU."""
+    """GPUs per actor: 0.5 puts two actors on one GPU."""
 
     def __post_init__(self) -> None:
-        """Raises OptionError for a value that no run could have."""
+        """Raise OptionError for an invalid value."""
         least = {
             "top_k": 0,
             "max_answer_tokens": 1,
@@ -106,29 +107,31 @@ class PredictConfig:
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise OptionError(
-                    f"{name} is {getattr(self, name)}, expected {smallest} or more.", option=name
+                    f"option '{name}' is {getattr(self, name)}, expected {smallest} or more.",
+                    option=name,
                 )
         if not self.part_seconds > 0:
             raise OptionError(
-                f"part_seconds is {self.part_seconds}, expected more than 0.", option="part_seconds"
+                f"option 'part_seconds' is {self.part_seconds}, expected more than 0.",
+                option="part_seconds",
             )
         if self.delimiter != "auto" and len(self.delimiter) != 1:
             raise OptionError(
-                f"delimiter is {self.delimiter!r}, expected one character or auto.",
-                do="A tab is $'\\t' in a shell.",
+                f"option 'delimiter' is {self.delimiter!r}, expected one character or auto.",
+                do="In a shell, write a tab as $'\\t'.",
                 option="delimiter",
             )
         _require_encoding(self.encoding)
         for name in ("ray_address", "ray_actors", "ray_gpus"):
             if self.engine == "local" and getattr(self, name):
                 raise OptionError(
-                    f"{name} is {getattr(self, name)}, and the engine is local.",
-                    do="Say --engine ray, or leave it out.",
+                    f"option '{name}' is {getattr(self, name)}, but option 'engine' is local.",
+                    do=f"Add --engine ray, or leave out --{name.replace('_', '-')}.",
                     option=name,
                 )
 
 
-WITHOUT_EFFECT = (
+NOT_IN_FINGERPRINT = (
     "workers",
     "window",
     "batch_tokens",
@@ -148,8 +151,8 @@ WITHOUT_EFFECT = (
     "ray_actors",
     "ray_gpus",
 )
-"""Options that do not change an answer beyond its rounding: they are not in the fingerprint. The
-providers are, as they are understood."""
+"""Options that change predictions by rounding at most. The fingerprint has the parsed providers in
+place of `provider` and `provider_option`."""
 
 
 def _require_encoding(name: str) -> None:
@@ -159,7 +162,7 @@ def _require_encoding(name: str) -> None:
         codecs.lookup(name)
     except (LookupError, ValueError):
         raise OptionError(
-            f"encoding '{name}' is not known.",
-            do="As Python names them: utf-8, cp1252, utf-16.",
+            f"option 'encoding' is '{name}', expected an encoding that Python knows.",
+            do="Use Python's names: utf-8, cp1252, utf-16.",
             option="encoding",
         ) from None

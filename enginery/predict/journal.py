@@ -1,15 +1,16 @@
-"""What is finished of an output: parts, and a journal with a line for each.
+"""Finished parts of an unfinished output, and a journal with one line per part.
 
-Takes the path of an output; leaves `OUTPUT.parts/` beside it, with `part-000000`, `part-000001`, …
-and `journal.jsonl`, until the output is whole. Everything temporary is in that directory.
+They are in `OUTPUT.parts/` beside the output, as `part-000000`, `part-000001`, … and
+`journal.jsonl`, until the output is complete. All temporary files of a run are in that directory.
 
-    >>> journal = Journal.open(Path("out.parquet"), fingerprint, schema)
-    >>> journal.counts.rows
-    8192
+>>> fingerprint = Fingerprint("predict", {"input": "reviews.csv"})
+>>> journal = Journal.open(tmp_path / "out.parquet", fingerprint, schema="text: string")
+>>> journal.counts.rows, journal.whole
+(0, False)
 
-A part is on the disk before its line is, and a line counts when it is whole and its part has the
-hash that the line says: a run that was killed goes on after the last such line, and what it had
-begun after that is written anew. A file lock keeps two runs from one output.
+A part is synced to the disk before its line is written. A line counts if it is complete and its
+part has the recorded hash. A killed run is resumed after the last such line; later rows are
+predicted again. A file lock prevents two runs from writing the same output.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from enginery.core.home import enginery_home
 from enginery.core.json_file import json_bytes
 from enginery.core.locks import named_lock
 from enginery.core.progress import SILENT, Progress
-from enginery.predict.answering import Answered
-from enginery.predict.columns import AnswerColumns
+from enginery.predict.batch_predictor import PredictedBatch
+from enginery.predict.columns import OutputColumns
 from enginery.predict.config import PredictConfig
 from enginery.predict.report import Counts, PredictReport, sidecar
-from enginery.predict.writing import ASSEMBLED, OutputFormat, PartWriter, file_sha256
+from enginery.predict.writer import ASSEMBLED, OutputFormat, PartWriter, file_sha256
 
 _JOURNAL = "journal.jsonl"
 _PART = "part-"
 STDIN_COPY = "stdin"
 _REPORT = "report.json"
-_OURS = (_JOURNAL, STDIN_COPY, _REPORT, ASSEMBLED)
-_SAY_SECONDS = 10.0
+_KNOWN_FILES = (_JOURNAL, STDIN_COPY, _REPORT, ASSEMBLED)
+_LOG_INTERVAL_SECONDS = 10.0
 
 
 @contextmanager
-def only_run(output: Path) -> Iterator[None]:
-    """Hold the output for one run; raise InputError where another process has it.
+def lock_output(output: Path) -> Iterator[None]:
+    """Lock the output for this run; raise InputError if another process has locked it.
 
-    While there are parts, a note in the store says where, for `remove_leftovers`.
+    While there are parts, a note in the store has the output's path, for `remove_leftovers`.
     """
     lock = _lock(output)
     try:
@@ -59,9 +60,9 @@ def only_run(output: Path) -> Iterator[None]:
     except Timeout:
         raise InputError(
             f"output '{output}' is being written by another process.",
-            do="Wait for it, or name another --output.",
+            do="Wait for it, or choose another --output.",
         ) from None
-    note = _notes() / _place(output)
+    note = _notes() / _output_id(output)
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         note.write_bytes(os.fsencode(output.resolve()))
@@ -73,14 +74,15 @@ def only_run(output: Path) -> Iterator[None]:
 
 
 def remove_leftovers() -> int:
-    """Remove what killed runs left of any output and no run goes on from; return its bytes.
+    """Remove the temporary files of killed runs of any output; return their size in bytes.
 
-    Finished parts stay, from which the same command goes on, and so does what a run is writing.
+    Finished parts stay, so that the same command can resume, and so do the files of runs that
+    still write.
     """
     freed = 0
     for note in _notes().iterdir() if _notes().is_dir() else ():
         with suppress(FileNotFoundError):  # of a run that has just ended
-            # Empty where a run was killed while it wrote the note, before it had anything else.
+            # The note is empty if the run was killed while writing it, before any other file.
             output = Path(os.fsdecode(note.read_bytes()) or note)
             with suppress(Timeout), _lock(output):
                 freed += _clear(output)
@@ -90,12 +92,12 @@ def remove_leftovers() -> int:
 
 
 def _clear(output: Path) -> int:
-    """Remove what is of no use beside the finished parts of an output; return its bytes."""
+    """Remove all but the finished parts of an output; return the removed size in bytes."""
     freed = 0
     directory = parts_directory(output)
-    kept = set() if _is_delivered(output) else _resumable(directory)
+    kept = set() if _is_delivered(output) else _resumable_files(directory)
     for path in directory.iterdir() if directory.is_dir() else ():
-        ours = path.name in _OURS or path.name.startswith(_PART)
+        ours = path.name in _KNOWN_FILES or path.name.startswith(_PART)
         if ours and path.name not in kept and path.is_file():
             freed += path.stat().st_size
             path.unlink()
@@ -105,7 +107,7 @@ def _clear(output: Path) -> int:
 
 
 class Journal:
-    """The parts of one output, and how far they go."""
+    """The finished parts of an output."""
 
     def __init__(
         self,
@@ -119,26 +121,26 @@ class Journal:
         self.directory = directory
         self.parts = parts
         self.whole = whole
-        """All rows are in the parts; they only have to be put together."""
+        """True if the parts have all rows and only need to be assembled."""
         self.first_bad = first_bad
-        """The first bad row of all and what is wrong with it."""
+        """The first bad row and its problem; empty if there is none."""
         self.damage = damage
-        """Which part of an earlier run cannot be used, and why; empty where all can."""
+        """The part of an earlier run that cannot be used, and the reason; empty if all can."""
 
     @classmethod
     def open(cls, output: Path, fingerprint: Fingerprint, schema: str) -> Journal:
-        """Open the journal of an earlier run of the same, or begin a new one.
+        """Open the journal of an earlier run with the same inputs, or start a new one.
 
         Args:
-            output: where the result goes.
-            fingerprint: of the input, the artifact and the options; parts of another are removed.
-            schema: of the parts, as text; likewise.
+            output: path of the output.
+            fingerprint: fingerprint of the output; parts with another one are removed.
+            schema: schema of the parts, as text; parts with another one are removed.
 
         Raises:
-            InputError: the directory cannot be written, or is of something else.
+            InputError: the directory cannot be written, or has files that predict does not write.
         """
         directory = parts_directory(output)
-        _require_ours(directory)
+        _check_untracked_files(directory)
         head = {"key": fingerprint.key, "schema": schema}
         try:
             found = _read(directory, head)
@@ -155,7 +157,7 @@ class Journal:
 
     @property
     def counts(self) -> Counts:
-        """Over all finished parts."""
+        """Totals of all finished parts."""
         return sum(self.parts, Counts())
 
     def paths(self) -> list[Path]:
@@ -164,25 +166,25 @@ class Journal:
 
     def write_parts(
         self,
-        windows: Iterator[Answered],
-        columns: AnswerColumns,
+        windows: Iterator[PredictedBatch],
+        columns: OutputColumns,
         config: PredictConfig,
         *,
         kind: OutputFormat,
         progress: Progress = SILENT,
     ) -> None:
-        """Write the rows that no finished part has, part after part.
+        """Write the remaining rows, part by part.
 
         Args:
-            windows: answered, from the first row that no part has.
-            columns: of the windows.
-            config: when a part ends.
-            kind: of the output.
+            windows: predicted windows, starting after the rows of the finished parts.
+            columns: columns of the windows.
+            config: the options, with the size of a part.
+            kind: format of the output.
             progress: receives progress messages.
 
         Raises:
-            InputError: the input cannot be read to its end, or holds no rows; with `fail_fast`,
-                the first bad row. The parts that are finished stay.
+            InputError: the input cannot be read to its end, or has no rows; with `fail_fast`, a
+                row is bad. Finished parts stay.
         """
         steps, done, said = 0, 0.0, time.monotonic()
         with progress.task("predicting", total=100) as advance:
@@ -195,16 +197,16 @@ class Journal:
                     steps += 1
 
             while self._write_part(windows, columns, config, kind, show):
-                if time.monotonic() - said > _SAY_SECONDS:
+                if time.monotonic() - said > _LOG_INTERVAL_SECONDS:
                     said = time.monotonic()
                     progress.say(f"predict: {self.counts.rows:,} rows, {done:.0%} of the input")
         if not self.parts:
-            raise InputError("the input holds no rows.")
+            raise InputError("the input has no rows.")
         self._append({"whole": True})
         self.whole = True
 
     def write_report(self, report: PredictReport) -> None:
-        """Write the report of the finished output, beside the parts, and move it to its place."""
+        """Write the report of the finished output, atomically."""
         fresh = self.directory / _REPORT
         with fresh.open("wb") as stream:
             stream.write(json_bytes(report.as_json()))
@@ -214,13 +216,13 @@ class Journal:
 
     def _write_part(
         self,
-        windows: Iterator[Answered],
-        columns: AnswerColumns,
+        windows: Iterator[PredictedBatch],
+        columns: OutputColumns,
         config: PredictConfig,
         kind: OutputFormat,
         show: Callable[[float], None],
     ) -> bool:
-        """Write the next part; return False where there were no rows left for one."""
+        """Write the next part; return False if there were no rows left."""
         counts, first_bad = Counts(), ""
         until = time.monotonic() + config.part_seconds
         path = self.directory / _name(len(self.parts))
@@ -230,7 +232,9 @@ class Journal:
                     row, problem = window.first_bad
                     first_bad = first_bad or f"row {row + 1}: {problem}"
                     if config.fail_fast:
-                        raise InputError(f"{first_bad}.", do="Leave out --fail-fast to go on.")
+                        raise InputError(
+                            f"{first_bad}.", do="Leave out --fail-fast to skip bad rows."
+                        )
                 part.write(window.batch)
                 counts += window.counts
                 show(window.done)
@@ -253,25 +257,25 @@ class Journal:
 
 
 def parts_directory(output: Path) -> Path:
-    """Return `out.parquet.parts`, beside `out.parquet`."""
+    """Return the directory of an output's parts: `out.parquet.parts` for `out.parquet`."""
     return output.with_name(f"{output.name}.parts")
 
 
 def remove_parts(output: Path) -> None:
-    """Remove the parts of an output, which are in it now."""
+    """Remove the parts of an assembled output."""
     directory = parts_directory(output)
     if (directory / _JOURNAL).is_file():
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def is_whole(output: Path, fingerprint: Fingerprint) -> bool:
-    """Return whether a run of the same had all its rows, and ended while it put them together."""
+def is_complete(output: Path, fingerprint: Fingerprint) -> bool:
+    """Return True if the parts of a run with this fingerprint have all rows."""
     lines = _lines(parts_directory(output))
     return lines[:1] != [] and lines[0].get("key") == fingerprint.key and {"whole": True} in lines
 
 
 def _read(directory: Path, head: dict[str, Any]) -> Journal | None:
-    """Return the journal of the same run, cut to what is whole; None where there is none."""
+    """Return the journal with this head, cut after its last valid line; None if there is none."""
     lines = _lines(directory)
     if not lines or lines[0] != head:
         return None
@@ -279,7 +283,7 @@ def _read(directory: Path, head: dict[str, Any]) -> Journal | None:
     good = 1
     for line in lines[1:]:
         if "part" in line:
-            journal.damage = _damage(directory, line, len(journal.parts))
+            journal.damage = _find_damage(directory, line, len(journal.parts))
             if journal.damage:
                 break
             journal.parts.append(Counts(**line["counts"]))
@@ -295,19 +299,18 @@ def _read(directory: Path, head: dict[str, Any]) -> Journal | None:
     return journal
 
 
-def _require_ours(directory: Path) -> None:
-    """Raise InputError for a directory with files that no run of predict writes."""
+def _check_untracked_files(directory: Path) -> None:
+    """Raise InputError if the directory has files that predict does not write."""
     for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name not in _OURS and not path.name.startswith(_PART):
+        if path.name not in _KNOWN_FILES and not path.name.startswith(_PART):
             raise InputError(
-                f"{directory} holds {path.name}, which is not of predict; expected nothing there, "
-                "or parts of an earlier run.",
-                do="Move it elsewhere, or name another --output.",
+                f"{directory} contains {path.name}, expected only parts of an earlier run.",
+                do="Move it elsewhere, or choose another --output.",
             )
 
 
 def _lines(directory: Path) -> list[dict[str, Any]]:
-    """Return the lines of a journal up to the first one that is torn."""
+    """Return the lines of a journal up to the first incomplete one."""
     found: list[dict[str, Any]] = []
     with suppress(OSError, ValueError), (directory / _JOURNAL).open("rb") as stream:
         for line in stream:
@@ -318,22 +321,22 @@ def _lines(directory: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _damage(directory: Path, line: dict[str, Any], number: int) -> str:
-    """Say what is wrong with the part of a line of the journal."""
+def _find_damage(directory: Path, line: dict[str, Any], number: int) -> str:
+    """Return the problem of the part that a line of the journal describes; empty if none."""
     path = directory / _name(number)
     if line["part"] != number or not path.is_file():
         return f"{path.name} is missing"
     return "" if file_sha256(path) == line["sha256"] else f"{path.name} was changed since"
 
 
-def _resumable(directory: Path) -> set[str]:
-    """Return the names of the journal and of its parts; of nothing where no part is finished."""
+def _resumable_files(directory: Path) -> set[str]:
+    """Return the names of the journal and its parts; nothing if no part is finished."""
     parts = {_name(line["part"]) for line in _lines(directory) if "part" in line}
     return {_JOURNAL, *parts} if parts else set()
 
 
 def _is_delivered(output: Path) -> bool:
-    """Return whether the parts of an output are in it, and a run was killed before they went."""
+    """Return True if the output has been assembled from these parts and has its report."""
     with suppress(OSError, ValueError, IndexError, KeyError, TypeError):
         report = json.loads(sidecar(output).read_bytes())
         return output.is_file() and report["key"] == _lines(parts_directory(output))[0]["key"]
@@ -345,20 +348,20 @@ def _name(number: int) -> str:
 
 
 def _notes() -> Path:
-    """Where the store notes which outputs have parts."""
+    """Return the directory of the store with the paths of outputs that have parts."""
     return enginery_home() / "predict"
 
 
-def _place(output: Path) -> str:
+def _output_id(output: Path) -> str:
     return hashlib.sha256(os.fsencode(output.resolve())).hexdigest()[:16]
 
 
 def _lock(output: Path) -> FileLock:
-    return named_lock(f"predict-{_place(output)}", timeout_seconds=0)
+    return named_lock(f"predict-{_output_id(output)}", timeout_seconds=0)
 
 
 def _sync(directory: Path) -> None:
-    """Flush a directory, so that the names in it survive a loss of power."""
+    """Sync a directory, so that its file names survive a power failure."""
     if os.name == "nt":
         return
     handle = os.open(directory, os.O_RDONLY)

@@ -1,8 +1,4 @@
-"""What a run did, in rows for people and as JSON for programs.
-
->>> report.table()[0]
-{'what': 'rows', 'value': '10,000 in, 9,998 answered, 2 bad'}
-"""
+"""Report of a predict run, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -13,25 +9,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Counts:
-    """Sums over rows: of a window, of a part, of a run.
+    """Totals of a window, a part or a run.
 
-    >>> Counts(rows=2, tokens=14) + Counts(rows=1, tokens=5)
-    Counts(rows=3, bad_rows=0, truncated=0, tokens=19, padded_tokens=0, …)
+    >>> total = Counts(rows=2, tokens=14) + Counts(rows=1, tokens=5)
+    >>> total.rows, total.tokens
+    (3, 19)
     """
 
     rows: int = 0
     bad_rows: int = 0
-    """Rows without an answer; their `error` says why."""
+    """Number of rows without a prediction; their `error` gives the reason."""
     truncated: int = 0
-    """Texts that were cut because they have more tokens than the model takes."""
+    """Number of texts that were truncated to the model's maximum length."""
     tokens: int = 0
-    """Special tokens included, padding not."""
+    """Number of tokens with special tokens, without padding."""
     padded_tokens: int = 0
-    """What the session was given."""
+    """Number of tokens with padding."""
     encode_seconds: float = 0.0
-    """Tokenizing, as the clock went for the thread that waited for it."""
+    """Wall time of tokenizing, in seconds."""
     run_seconds: float = 0.0
-    """Of the session, summed over batches that run side by side."""
+    """Time of all session runs, in seconds; the times of concurrent batches add up."""
 
     def __add__(self, other: Counts) -> Counts:
         names = [field.name for field in fields(self)]
@@ -40,31 +37,31 @@ class Counts:
 
 @dataclass(frozen=True)
 class PredictReport:
-    """One run of predict, those that were killed before it included."""
+    """Report of a run, including the interrupted runs that it resumed."""
 
     output: str
+    """Path of the output."""
     task: str
     worked: bool
-    """False where the output was there, whole and of the same."""
+    """False if the output was up to date, so that nothing ran."""
     counts: Counts
     resumed_rows: int
-    """Rows that an earlier run had finished."""
+    """Number of rows that an earlier run had finished."""
     first_bad: str
-    """The first bad row and what is wrong with it; empty where there is none."""
+    """The first bad row and its problem; empty if there is none."""
     workers: int
     providers: tuple[str, ...]
     notes: tuple[str, ...]
     boot_seconds: float
-    """Until the first batch went to the session, imports of this process not included; on Ray until
-    the first window came back."""
+    """Time until the first batch ran, without imports; on Ray, until the first window returned."""
     total_seconds: float
-    """Of this run."""
+    """Time of this run alone."""
     peak_rss_bytes: int
-    """Of this process."""
+    """Peak memory of this process."""
     size_bytes: int
-    """Of the output."""
+    """Size of the output."""
     sha256: str
-    """Of the output: a byte that is changed later is noticed by the next run."""
+    """Digest of the output, with which the next run finds out if it was changed."""
     fingerprint: dict[str, str]
     key: str
 
@@ -74,22 +71,22 @@ class PredictReport:
 
     @property
     def phrases_per_second(self) -> float:
-        """Rows of this run over its time, boot and writing included."""
+        """Throughput of this run in rows per second, start and writing included."""
         rows = self.counts.rows - self.resumed_rows
         return rows / self.total_seconds if self.total_seconds and self.worked else 0.0
 
     @property
     def padding_ratio(self) -> float:
-        """Padded to real tokens; 1 is no padding. 0 for images."""
+        """Ratio of padded tokens to tokens: 1 means no padding; 0 for images."""
         return self.counts.padded_tokens / self.counts.tokens if self.counts.tokens else 0.0
 
     @property
     def inference_seconds(self) -> float:
-        """Of the session, divided by the workers that it was shared by."""
+        """Session time per worker, in seconds."""
         return self.counts.run_seconds / self.workers
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as JSON values."""
+        """Return the report as JSON values."""
         return {
             **asdict(self),
             "providers": list(self.providers),
@@ -101,7 +98,11 @@ class PredictReport:
 
     @classmethod
     def from_json(cls, found: dict[str, Any], *, worked: bool) -> PredictReport:
-        """Reads what `as_json` made; raises KeyError or TypeError for anything else."""
+        """Return the report from the JSON of `as_json`.
+
+        Raises:
+            KeyError, TypeError: it is not such a report.
+        """
         names = cls.__dataclass_fields__
         values = {name: found[name] for name in names}
         return cls(
@@ -115,18 +116,18 @@ class PredictReport:
         )
 
     def table(self) -> list[dict[str, str]]:
-        """Rows of a table of facts, `what` and `value`."""
+        """Return the rows of a table with the columns `what` and `value`."""
         counts = self.counts
         good = counts.rows - counts.bad_rows
         facts = {
-            "rows": f"{counts.rows:,} in, {good:,} answered, {counts.bad_rows:,} bad",
+            "rows": f"{counts.rows:,} read, {good:,} predicted, {counts.bad_rows:,} bad",
         }
         if self.resumed_rows:
-            facts["of an earlier run"] = f"{self.resumed_rows:,} rows"
+            facts["from an earlier run"] = f"{self.resumed_rows:,} rows"
         if self.first_bad:
             facts["first bad row"] = self.first_bad
         if counts.truncated:
-            facts["cut"] = f"{counts.truncated:,} texts longer than the model takes"
+            facts["truncated"] = f"{counts.truncated:,} texts"
         facts["boot"] = f"{self.boot_seconds:.2f} s"
         facts["encode"] = f"{counts.encode_seconds:.2f} s"
         facts["inference"] = f"{self.inference_seconds:.2f} s, {self.workers} at a time"
@@ -134,10 +135,10 @@ class PredictReport:
         facts["peak memory"] = f"{self.peak_rss_bytes / 2**20:.0f} MiB"
         facts["phrases/s"] = f"{self.phrases_per_second:,.1f}"
         if self.padding_ratio:
-            facts["padded to real tokens"] = f"{self.padding_ratio:.3f}"
+            facts["padding ratio"] = f"{self.padding_ratio:.3f}"
         return [{"what": what, "value": value} for what, value in facts.items()]
 
 
 def sidecar(output: Path) -> Path:
-    """Where a finished output's report is: `out.parquet.json`, beside `out.parquet`."""
+    """Return the path of an output's report: `out.parquet.json` for `out.parquet`."""
     return output.with_name(f"{output.name}.json")

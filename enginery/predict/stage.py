@@ -1,14 +1,16 @@
-"""Predict: a file's rows in, the same rows with the model's answers out.
+r"""Predict stage: write the rows of a data set together with the model's predictions.
 
-Takes an artifact and a table, lines, a folder of images or standard input; leaves a Parquet, CSV or
-JSONL file, and its report beside it as `OUTPUT.json`.
+The input is a table, a text file, a folder of images or standard input. The output is a Parquet,
+CSV or JSONL file with the rows in their order, and a report beside it, `OUTPUT.json`.
 
-    >>> report = run(artifact, "reviews.csv", Path("out.parquet"), PredictConfig())
-    >>> report.counts.rows, report.counts.bad_rows
-    (10000, 0)
+>>> _ = (tmp_path / "reviews.csv").write_text("text\nIt works.\nIt does not.\n")
+>>> source, output = str(tmp_path / "reviews.csv"), tmp_path / "out.parquet"
+>>> report = run(artifact, source, output, PredictConfig())
+>>> report.counts.rows, report.counts.bad_rows
+(2, 0)
 
-Rows come out in their order. Finished parts outlive a killed run, and the same command goes on
-after them; memory does not follow the file.
+The output is written in parts. If a run is killed, the same command continues after the last
+finished part. Memory use does not depend on the size of the input.
 """
 
 from __future__ import annotations
@@ -42,21 +44,21 @@ from enginery.core.errors import EngineryError, InputError, OptionError
 from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
-from enginery.predict.answering import Answerer
-from enginery.predict.asking import column_names, providers_of, require_task
-from enginery.predict.columns import AnswerColumns
-from enginery.predict.config import WITHOUT_EFFECT, PredictConfig
+from enginery.predict.batch_predictor import BatchPredictor
+from enginery.predict.columns import OutputColumns
+from enginery.predict.config import NOT_IN_FINGERPRINT, PredictConfig
 from enginery.predict.journal import (
     STDIN_COPY,
     Journal,
-    is_whole,
-    only_run,
+    is_complete,
+    lock_output,
     parts_directory,
     remove_parts,
 )
-from enginery.predict.ray.executor import RayAnswerer
+from enginery.predict.ray.executor import RayPredictor
 from enginery.predict.report import PredictReport, sidecar
-from enginery.predict.writing import OutputFormat, assemble, output_format
+from enginery.predict.task_inputs import column_names, provider_specs, require_task
+from enginery.predict.writer import OutputFormat, assemble, output_format
 from enginery.runtime.machine import usable_cores
 
 STAGE = "predict"
@@ -65,8 +67,8 @@ STDIN = "-"
 
 
 def fingerprint(artifact: Artifact, path: Path, kind: str, config: PredictConfig) -> Fingerprint:
-    """What an output depends on: the input's content, the artifact, the options, the tools."""
-    options = {k: v for k, v in options_dict(config).items() if k not in WITHOUT_EFFECT}
+    """Return the fingerprint of an output: of its input, artifact, options and tools."""
+    options = {k: v for k, v in options_dict(config).items() if k not in NOT_IN_FINGERPRINT}
     return Fingerprint(
         STAGE,
         {
@@ -74,7 +76,9 @@ def fingerprint(artifact: Artifact, path: Path, kind: str, config: PredictConfig
             "input": data_sha256(path),
             "artifact": artifact.content_sha256(),
             "output_format": kind,
-            "providers": "; ".join(f"{spec.name} {spec.options}" for spec in providers_of(config)),
+            "providers": "; ".join(
+                f"{spec.name} {spec.options}" for spec in provider_specs(config)
+            ),
             **option_fields(options),
             **runtime_version(),
             **tool_versions(["tokenizers"]),
@@ -92,72 +96,73 @@ def run(
     progress: Progress = SILENT,
     stdin: IO[bytes] | None = None,
 ) -> PredictReport:
-    """Answers every row of the input, or finds that this is done.
+    """Predict every row of the input, unless the output is already up to date.
 
     Args:
-        artifact: a model that answers: vectors, labels, spans, answers, fillings.
-        source: a file, a folder of images, or `-`.
+        artifact: a model for a task of `runtime.tasks`.
+        source: a file, a folder of images, or `-` for standard input.
         output: a .parquet, .csv or .jsonl file.
-        config: how rows are read, answered and written.
-        force: replace an output that is there.
+        config: the options.
+        force: replace an existing output.
         progress: receives progress messages.
-        stdin: read in place of standard input.
+        stdin: stream to read in place of standard input.
 
     Returns:
-        The report. Bad rows are counted in it and are no error.
+        The report. Bad rows are counted in it; they are not an error.
 
     Raises:
-        InputError: the input cannot be read, is empty or lacks a column; the output is there and
-            of something else, or cannot be written; with `fail_fast`, the first bad row.
+        InputError: the input cannot be read, is empty or lacks a column; the output exists and was
+            made from something else, or cannot be written; with `fail_fast`, a row is bad.
         OptionError: an option does not fit the input or the task.
-        ArtifactError, ProviderError: the artifact cannot answer.
+        ArtifactError: the artifact's task is not supported, or a file of it cannot be used.
+        ProviderError: the provider is not available.
     """
     started = time.perf_counter()
     kind = output_format(output)
-    _make_folder(output)
-    with only_run(output), on_disk(source, output, config, stdin) as path:
+    _make_output_directory(output)
+    with lock_output(output), input_file(source, output, config, stdin) as path:
         options = input_options(config, keep="lines" if kind == "jsonl" else "columns")
         find_format(path, options)
         if path.resolve() == output.resolve():
             raise InputError(f"output '{output}' is the input, which is never overwritten.")
         key = fingerprint(artifact, path, kind, config)
-        if done := finished_report(output, key, force=force):
-            progress.say(f"predict: {output} is there, whole and of the same: nothing to do")
-            remove_parts(output)  # of a run that was killed after it had put them together
+        if done := find_finished_report(output, key, force=force):
+            progress.say(f"predict: nothing to do, {output} is up to date")
+            remove_parts(output)  # of a run that was killed after it had assembled them
             return done
         with ExitStack() as opened:
-            # The session loads while the input is looked at; neither waits for the other.
+            # The session loads while the input is checked.
             side = opened.enter_context(ThreadPoolExecutor(1))
             base = path if path.is_dir() else path.parent
-            loading = side.submit(_open, artifact, config, base)
+            loading = side.submit(_open_predictor, artifact, config, base)
             try:
                 columns = column_names(require_task(artifact, config), config)
                 reader = open_dataset(path, columns, options)
-                _require_texts(reader, columns, path)
+                _check_text_columns(reader, columns, path)
             except BaseException:
-                _drop(loading)
+                _close_unused(loading)
                 raise
-            answerer = loading.result()
-            opened.enter_context(answerer)
-            _require_shape(reader, columns, artifact.manifest.task, answerer)
-            written = answerer.columns(reader.schema, reader.names)
+            predictor = loading.result()
+            opened.enter_context(predictor)
+            _check_input_kind(reader, columns, artifact.manifest.task, predictor)
+            written = predictor.columns(reader.schema, reader.names)
             journal = Journal.open(output, key, str(written.schema))
             resumed = journal.counts.rows
             if journal.damage:
                 progress.say(
-                    f"predict: of an earlier run {parts_directory(output).name}: "
-                    f"{journal.damage}; its rows are answered anew"
+                    f"predict: {parts_directory(output).name} of an earlier run: "
+                    f"{journal.damage}; its rows are predicted again"
                 )
             if resumed:
-                progress.say(f"predict: going on after {resumed:,} rows of an earlier run")
+                progress.say(f"predict: resuming after {resumed:,} rows of an earlier run")
             if not journal.whole:
-                # Closed here and not when the error of a run is forgotten: it holds the workers.
-                with closing(answerer.stream(reader, written, skip=resumed)) as windows:
+                # Closed here, not by the garbage collector: the generator holds the workers.
+                with closing(predictor.stream(reader, written, skip=resumed)) as windows:
                     journal.write_parts(windows, written, config, kind=kind, progress=progress)
-            first_run = answerer.first_run or started
-            providers, notes = tuple(answerer.providers), answerer.notes
-            workers = answerer.workers
-        # The session is gone by now: its memory is free for the row groups.
+            first_run = predictor.first_run or started
+            providers, notes = tuple(predictor.providers), predictor.notes
+            workers = predictor.workers
+        # The session is closed now, so its memory is free for the row groups.
         report = PredictReport(
             output=str(output),
             task=artifact.manifest.task,
@@ -176,19 +181,19 @@ def run(
             size_bytes=0,
             sha256="",
         )
-        return _deliver(report, journal, written, output, kind, started)
+        return _write_output(report, journal, written, output, kind, started)
 
 
-def _deliver(
+def _write_output(
     report: PredictReport,
     journal: Journal,
-    written: AnswerColumns,
+    written: OutputColumns,
     output: Path,
     kind: OutputFormat,
     started: float,
 ) -> PredictReport:
-    """The output from its parts, then its report, then no parts: in this order, each at once."""
-    # From here on the output may be of this run and its report of another: never the other way.
+    """Assemble the output, write its report, then remove the parts. Each step is atomic."""
+    # The report of an earlier output goes first, so that it is never beside the new output.
     sidecar(output).unlink(missing_ok=True)
     digest = assemble(journal.paths(), output, kind, written.schema)
     complete = replace(
@@ -203,28 +208,29 @@ def _deliver(
     return complete
 
 
-def finished_report(output: Path, key: Fingerprint, *, force: bool) -> PredictReport | None:
-    """The report of an output that is there and of the same; None where there is work to do.
+def find_finished_report(output: Path, key: Fingerprint, *, force: bool) -> PredictReport | None:
+    """Return the report of an output that is up to date; None if there is work to do.
 
     Raises:
-        InputError: the output is there and of something else, or was changed since, and `force`
-            is not said.
+        InputError: the output exists, and it was made from something else or changed later, and
+            `force` is False.
     """
     if not output.exists() or force:
         return None
     if output.is_dir():
-        raise InputError(f"output '{output}' is a folder, expected the name of a file.")
-    do = "Pass --force to replace it, or name another --output."
+        raise InputError(f"output '{output}' is a folder, expected a file.")
+    do = "Pass --force to replace it, or choose another --output."
     unknown = InputError(
-        f"output '{output}' exists, and no {sidecar(output).name} says what it was made from.",
+        f"output '{output}' exists, but its report {sidecar(output).name} is missing or cannot be "
+        "read.",
         do=do,
     )
     try:
         report = json.loads(sidecar(output).read_bytes())
         changes = key.changes(report["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        if is_whole(output, key):
-            return None  # killed before it had its report: the parts are put together again
+        if is_complete(output, key):
+            return None  # killed before the report was written: assemble the parts again
         raise unknown from None
     if changes:
         raise InputError(f"output '{output}' was made from something else: {changes[0]}.", do=do)
@@ -234,36 +240,40 @@ def finished_report(output: Path, key: Fingerprint, *, force: bool) -> PredictRe
         raise unknown from None
     if (digest := sha256_of(output)) != found.sha256:
         raise InputError(
-            f"output '{output}' has the sha256 {digest[:12]}…, its report says "
-            f"{found.sha256[:12]}…: it was changed.",
+            f"output '{output}' was changed: its sha256 is {digest[:12]}…, expected "
+            f"{found.sha256[:12]}… as in its report.",
             do=do,
         )
     return found
 
 
-def _open(artifact: Artifact, config: PredictConfig, base: Path) -> Answerer | RayAnswerer:
-    """What answers windows of rows; raises what opening it raises."""
+def _open_predictor(
+    artifact: Artifact, config: PredictConfig, base: Path
+) -> BatchPredictor | RayPredictor:
     if config.engine == "ray":
-        return RayAnswerer(artifact, config, base=base)
-    return Answerer(artifact, config, workers=config.workers or usable_cores(), base=base)
+        return RayPredictor(artifact, config, base=base)
+    return BatchPredictor(artifact, config, workers=config.workers or usable_cores(), base=base)
 
 
-def _require_shape(
-    reader: DatasetReader, columns: tuple[str, ...], task: str, answerer: Answerer | RayAnswerer
+def _check_input_kind(
+    reader: DatasetReader,
+    columns: tuple[str, ...],
+    task: str,
+    predictor: BatchPredictor | RayPredictor,
 ) -> None:
-    """Raise InputError for lines or images where the model wants something else."""
-    if isinstance(reader, ImageReader) and not answerer.takes_images:
-        raise InputError(f"the input is images, but the model does {task} of texts.")
-    if isinstance(reader, LineReader) and (len(columns) > 1 or answerer.takes_images):
+    """Raise InputError if the input is images or lines of text, but the model needs another."""
+    if isinstance(reader, ImageReader) and not predictor.takes_images:
+        raise InputError(f"the input is images, but the model does {task} on texts.")
+    if isinstance(reader, LineReader) and (len(columns) > 1 or predictor.takes_images):
         wanted = " and ".join(f"'{column}'" for column in columns)
         raise InputError(
             f"the input is lines of text, but {task} needs the columns {wanted}.",
-            do="Give it a CSV, JSONL or Parquet file.",
+            do="Use a CSV, JSONL or Parquet file.",
         )
 
 
-def _require_texts(reader: DatasetReader, columns: tuple[str, ...], path: Path) -> None:
-    """Raise InputError for a Parquet column that can hold no text in any row."""
+def _check_text_columns(reader: DatasetReader, columns: tuple[str, ...], path: Path) -> None:
+    """Raise InputError if a Parquet column is not of a text type."""
     import pyarrow as pa
 
     for column in columns if isinstance(reader, ParquetReader) else ():
@@ -275,7 +285,7 @@ def _require_texts(reader: DatasetReader, columns: tuple[str, ...], path: Path) 
             raise InputError(f"data '{path}': column '{column}' holds {found}, expected text.")
 
 
-def _make_folder(output: Path) -> None:
+def _make_output_directory(output: Path) -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -285,43 +295,45 @@ def _make_folder(output: Path) -> None:
 def input_options(
     config: PredictConfig, *, keep: Literal["columns", "lines", "nothing"] = "nothing"
 ) -> ReadOptions:
-    """Return how the input is read; `keep` is what stays of a row besides the model's inputs."""
+    """Return the reader's options; `keep` is what it keeps of a row for the output."""
     return ReadOptions(
         config.format, config.delimiter, config.encoding, rows=config.window, keep=keep
     )
 
 
-def require_format(config: PredictConfig) -> None:
-    """Raise OptionError unless the options say what standard input is."""
+def check_stdin_format(config: PredictConfig) -> None:
+    """Raise OptionError unless the options give the format of standard input."""
     if config.format in ("auto", "images"):
         raise OptionError(
-            f"standard input has no suffix, and its format is {config.format}.",
-            do="Name it: --format csv, tsv, jsonl, parquet or text.",
+            f"option 'format' is {config.format}, but standard input has no suffix to tell its "
+            "format.",
+            do="Set --format to csv, tsv, jsonl, parquet or text.",
         )
 
 
 @contextmanager
-def on_disk(
+def input_file(
     source: str, output: Path, config: PredictConfig, stream: IO[bytes] | None = None
 ) -> Iterator[Path]:
-    """Yield the input as a file: standard input is copied beside the parts first.
+    """Yield the path of the input. Standard input is copied to a file beside the parts first.
 
-    So it can be looked at before anything runs, and an interrupted run goes on when the same bytes
-    come again.
+    The copy can be checked before anything runs, and its hash tells whether an interrupted run can
+    be resumed.
 
     Args:
-        source: a path, or `-`.
-        output: of the run.
-        config: names the format, which standard input has no suffix for.
-        stream: read in place of standard input.
+        source: a path, or `-` for standard input.
+        output: the output of the run.
+        config: the options; they give the format of standard input.
+        stream: stream to read in place of standard input.
 
     Raises:
-        OptionError: standard input without a format.
+        InputError: standard input is closed.
+        OptionError: the format of standard input is not given.
     """
     if source != STDIN:
         yield Path(source)
         return
-    require_format(config)
+    check_stdin_format(config)
     if stream is None and sys.stdin is None:
         raise InputError("standard input is closed.")
     given: Any = stream or sys.stdin.buffer
@@ -333,11 +345,11 @@ def on_disk(
         yield copied
     finally:
         copied.unlink(missing_ok=True)
-        with suppress(OSError):  # parts stay
+        with suppress(OSError):  # not empty: the parts stay
             copied.parent.rmdir()
 
 
-def _drop(loading: Future[Answerer | RayAnswerer]) -> None:
-    """Closes what was loaded for nothing; its own error is not the one to show."""
+def _close_unused(loading: Future[BatchPredictor | RayPredictor]) -> None:
+    """Close a predictor that is not needed; ignore its own error."""
     with suppress(EngineryError):
         loading.result().close()

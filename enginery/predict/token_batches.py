@@ -1,13 +1,13 @@
-"""Inputs of a window through one session, in batches of bounded tokens that run side by side.
+"""Run the inputs of a window in batches with a token budget, several batches at a time.
 
-    >>> model = WindowModel.open(artifact, runner, RunPool(workers=2), PredictConfig())
-    >>> meter = Meter()
-    >>> model(["The engine is warm."], meter)[0].shape, meter.tokens
-    ((384,), 7)
+    model = WindowRunner.open(artifact, runner, InferencePool(workers=2), PredictConfig())
+    stats = WindowStats()
+    model(["The engine is warm."], stats)[0].shape, stats.tokens  # (384,), 7
 
-One session is shared: its weights are in memory once, and each run stays on the thread that asks
-for it. ONNX Runtime's own threads would wait for work in busy loops and take the cores from each
-other. Batches of all windows go through one pool, so that the end of a window leaves no core idle.
+All batches share one session, so that its weights are in memory once. Each batch runs on a thread
+of our pool, not on ONNX Runtime's threads: those wait for work in busy loops, and several runs
+would take the cores from each other. Batches of all windows share the pool, so that no core is idle
+at the end of a window.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closing
-from enginery.predict.asking import read_options, require_task
 from enginery.predict.config import PredictConfig
-from enginery.predict.encoding_watch import EncodingWatch
+from enginery.predict.task_inputs import read_options, require_task
+from enginery.predict.tokenizer_watchdog import TokenizerWatchdog
 from enginery.runtime.onnxruntime.runner import OrtRunner, Outputs
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
@@ -36,21 +36,21 @@ from enginery.runtime.text.tokenizer import TextTokenizer
 _PROBE_TOKENS = 8
 
 
-class RunPool(Closing):
-    """Threads that run batches; closing waits for the batches that run."""
+class InferencePool(Closing):
+    """Threads that run batches. Closing waits for the batches that run."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="enginery-run")
         self.first_run: float | None = None
-        """When the first batch went to the session, by `time.perf_counter`."""
+        """Time when the first batch started, by `time.perf_counter`; None before that."""
 
     def submit(self, runner: OrtRunner, feeds: Arrays) -> Future[Any]:
-        """Return the outputs of a batch and the seconds that they took, to come."""
+        """Start a batch; return a future of its outputs and its run time in seconds."""
         return self._threads.submit(self._run, runner, feeds)
 
     def close(self) -> None:
-        """Drop what waits."""
+        """Drop the batches that wait."""
         self._threads.shutdown(cancel_futures=True)
 
     def _run(self, runner: OrtRunner, feeds: Arrays) -> tuple[Outputs, float]:
@@ -61,63 +61,60 @@ class RunPool(Closing):
 
 
 @dataclass
-class Meter:
-    """What one window took."""
+class WindowStats:
+    """Counts and times of one window."""
 
     tokens: int = 0
-    """Of the texts, special tokens included."""
+    """Number of tokens with special tokens, without padding."""
     padded_tokens: int = 0
-    """What the session was given, rows that only fill a batch included."""
+    """Number of tokens with padding, including rows that only fill a batch."""
     encode_seconds: float = 0.0
     run_seconds: float = 0.0
-    """Summed over batches, which run side by side."""
+    """Sum over batches, which run concurrently."""
     truncated: int = 0
-    """Texts longer than the model takes, of those that were answered."""
+    """Number of predicted texts that were truncated."""
 
 
 @dataclass(frozen=True)
-class WindowTokenizer(TextTokenizer):
-    """The tokenizer, watched and with its time taken."""
+class TimedTokenizer(TextTokenizer):
+    """A tokenizer with a timeout that adds its time to the statistics of a window."""
 
-    meter: Meter = field(default_factory=Meter)
-    watch: EncodingWatch = field(default_factory=EncodingWatch)
+    stats: WindowStats = field(default_factory=WindowStats)
+    watchdog: TokenizerWatchdog = field(default_factory=TokenizerWatchdog)
 
     def encode(self, texts: Sequence[str | tuple[str, str]], *, offsets: bool = True) -> list[Any]:
-        """Encode as `TextTokenizer.encode`; raise what `EncodingWatch` raises, too."""
-        return self._watched(partial(super().encode, offsets=offsets), texts)
+        """Encode as `TextTokenizer.encode`; also raise the errors of `TokenizerWatchdog`."""
+        return self._encode_timed(partial(super().encode, offsets=offsets), texts)
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Any]:
-        """Encode as `TextTokenizer.encode_pairs`; raise what `EncodingWatch` raises, too."""
-        return self._watched(super().encode_pairs, pairs)
+        """Encode as `TextTokenizer.encode_pairs`; also raise the errors of `TokenizerWatchdog`."""
+        return self._encode_timed(super().encode_pairs, pairs)
 
-    def _watched(self, encode: Callable[[Any], list[Any]], texts: Sequence[Any]) -> list[Any]:
+    def _encode_timed(self, encode: Callable[[Any], list[Any]], texts: Sequence[Any]) -> list[Any]:
         started = time.perf_counter()
         try:
-            return self.watch(encode, texts)
+            return self.watchdog(encode, texts)
         finally:
-            self.meter.encode_seconds += time.perf_counter() - started
+            self.stats.encode_seconds += time.perf_counter() - started
 
 
 @dataclass(frozen=True)
-class WindowModel:
-    """A task over one session. Batches of texts follow a token budget and run in a pool.
-
-    Any thread may call it; what a call takes is counted in the meter that it is given.
-    """
+class WindowRunner:
+    """A task on one session. Text batches have a token budget and run in a pool. Thread-safe."""
 
     task: Task
     options: TaskOptions
     batches: BatchRunner
-    pool: RunPool
+    pool: InferencePool
     max_rows: int
     max_tokens: int
-    watch: EncodingWatch = field(default_factory=EncodingWatch)
+    watchdog: TokenizerWatchdog = field(default_factory=TokenizerWatchdog)
 
     @classmethod
     def open(
-        cls, artifact: Artifact, runner: OrtRunner, pool: RunPool, config: PredictConfig
-    ) -> WindowModel:
-        """Read the model's files; raise what `require_task` and `Task.open` raise."""
+        cls, artifact: Artifact, runner: OrtRunner, pool: InferencePool, config: PredictConfig
+    ) -> WindowRunner:
+        """Open the task; raise the errors of `require_task` and `Task.open`."""
         definition = require_task(artifact, config)
         task = definition.open(artifact, runner.record)
         return cls(
@@ -129,35 +126,36 @@ class WindowModel:
             max_tokens=config.batch_tokens,
         )
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter) -> list[Any]:
-        """Return a result of the task for each input.
+    def __call__(self, inputs: Sequence[Any], stats: WindowStats) -> list[Any]:
+        """Return the task's result for each input, and add counts and times to `stats`.
 
         Raises:
-            InputError: an input cannot be used, or the graph does not take the rows.
+            InputError: an input cannot be used, or the graph rejects the rows.
         """
         if isinstance(self.task, ImageTask):
-            # In this thread: preparing an image takes longer than a thread's run of it.
+            # In this thread: preparing an image takes longer than running the model on it.
             rows = self.batches.run_stream(self.task.image_rows(inputs))
             return self.task.postprocess(ModelInputs([]), rows, self.options)
-        task = self.watched(meter)
+        task = self.with_watchdog(stats)
         work = task.preprocess(inputs, self.options)
-        results = task.postprocess(work, self._run(work.rows, meter), self.options)
-        meter.truncated += sum(row.truncated for row in work.rows)
+        results = task.postprocess(work, self._run(work.rows, stats), self.options)
+        stats.truncated += sum(row.truncated for row in work.rows)
         return results
 
-    def watched(self, meter: Meter) -> Task:
-        """Return the task with a tokenizer that is watched and whose time `meter` counts."""
+    def with_watchdog(self, stats: WindowStats) -> Task:
+        """Return the task with a tokenizer that has a timeout and adds its time to `stats`."""
         if not isinstance(self.task, TextTask):
             return self.task
         settings = {f.name: getattr(self.task.tokenizer, f.name) for f in fields(TextTokenizer)}
-        tokenizer = WindowTokenizer(**settings, meter=meter, watch=self.watch)
+        tokenizer = TimedTokenizer(**settings, stats=stats, watchdog=self.watchdog)
         return replace(self.task, tokenizer=tokenizer)
 
     @property
     def dim(self) -> int:
-        """Return the length of a vector, from one made-up row; 0 for other results.
+        """Length of an embedding, measured with one generated row; 0 for other tasks.
 
-        Not every graph says it, and a tokenizer may fail on any text.
+        It is measured because not every graph declares it. The row has token ids, not a text,
+        because a tokenizer may fail on any text.
         """
         if self.task.result_type is not Vectors:
             return 0
@@ -166,15 +164,15 @@ class WindowModel:
         (vector,) = self.task.postprocess(work, self.batches.run(work.rows), self.options)
         return len(vector)
 
-    def _run(self, rows: Sequence[Row], meter: Meter) -> list[Any]:
-        """Return what the graph gives for each row; while one batch is looked at, others run."""
+    def _run(self, rows: Sequence[Row], stats: WindowStats) -> list[Any]:
+        """Return the graph's outputs for each row. Batches run while others are prepared."""
         outputs: list[Any] = [None] * len(rows)
         waiting: deque[tuple[list[int], Arrays, Future[Any]]] = deque()
 
         def finish() -> None:
             batch, feeds, run = waiting.popleft()
             found, seconds = run.result()
-            meter.run_seconds += seconds
+            stats.run_seconds += seconds
             parts = self.batches.split([rows[place] for place in batch], feeds, found)
             for place, part in zip(batch, parts, strict=True):
                 outputs[place] = part
@@ -184,8 +182,8 @@ class WindowModel:
         try:
             for batch in plan:
                 feeds = self.batches.feeds([rows[place] for place in batch])
-                meter.tokens += sum(rows[place].tokens for place in batch)
-                meter.padded_tokens += int(feeds[first].size)
+                stats.tokens += sum(rows[place].tokens for place in batch)
+                stats.padded_tokens += int(feeds[first].size)
                 waiting.append((batch, feeds, self.pool.submit(self.batches.runner, feeds)))
                 if len(waiting) > self.pool.workers:
                     finish()

@@ -1,1 +1,1 @@
-"""Artifacts into registries, with a model card, and back."""
+"""Publish artifacts with a model card to registries, and pull them."""

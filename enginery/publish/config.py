@@ -1,4 +1,4 @@
-"""The options of publish; importing them is quick, as `enginery --help` is."""
+"""Options of publish. Importing this module is fast, for `enginery --help`."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from enginery.core.errors import OptionError
 from enginery.core.names import is_portable_name
 
 LATEST = "latest"
-"""What every registry calls the newest version; nobody else's name."""
+"""Name of the newest version in every registry; versions and aliases cannot have it."""
 
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """What a published model is called, what its card says of its rights, and who may see it."""
+    """Options of the publish stage."""
 
     name: str = ""
-    """The model's name in a folder; empty for its source's. Other addresses have the name in
-    them."""
+    """Name of the model in a folder; empty for its source's name. Other addresses contain the
+    name."""
     version: str = ""
-    """The version to make, `1.2.0`; empty for the registry's next: in a folder 1, 2, 3, …"""
+    """Version to create, `1.2.0`; empty for the registry's next one, in a folder 1, 2, 3, …"""
     alias: str = ""
-    """A name that points to the version from now on, `production`: `NAME@production` pulls it.
-    Never the name of a version."""
+    """Alias to move to the version, `production`: `NAME@production` pulls it. It cannot be the
+    name of a version."""
     allow_unvalidated: bool = False
-    """Publish an artifact that has no validation, or one that failed; the card says so."""
+    """Publish an artifact whose validation is missing or failed; the card says so."""
     license: str = ""
-    """The model's licence, `apache-2.0`; empty for what the source's own card says."""
+    """Licence of the model, `apache-2.0`; empty for the one on the source's card."""
     base_model: str = ""
-    """The Hub id of the model that this one was made from; empty for the source's own."""
+    """Hub id of the model that this one was made from; empty for the source's id."""
     private: bool = True
-    """Make a new repository on the Hub private; one that is there stays as it is."""
+    """Create a new Hub repository as private; an existing one is not changed."""
     insecure: bool = False
-    """Talk plain HTTP to an OCI registry."""
+    """Use plain HTTP for an OCI registry."""
 
     def __post_init__(self) -> None:
-        """Raises OptionError for a value that no registry takes."""
+        """Raise OptionError for an invalid value."""
         for option in ("name", "version", "alias"):
             value = getattr(self, option)
             if value and not is_portable_name(value):
                 raise OptionError(
-                    f"option '{option}' is {value!r}, expected letters, digits, '.', '_' and '-', "
-                    "at most 128, the first a letter or a digit, the last no '.', and no name "
-                    "that Windows keeps for a device.",
+                    f"option '{option}' is {value!r}, expected at most 128 letters, digits, '.', "
+                    "'_' and '-', with a letter or digit first, no '.' at the end, and not a "
+                    "device name of Windows.",
                     option=option,
                 )
         for option in ("version", "alias"):
             if getattr(self, option).casefold() == LATEST:
                 raise OptionError(
-                    f"option '{option}' is '{LATEST}', which is always the newest version.",
+                    f"option '{option}' is '{LATEST}', which is reserved for the newest version.",
                     option=option,
                 )
         for option in ("license", "base_model"):

@@ -1,10 +1,9 @@
-"""Where a package goes, by the address.
+"""Open the registry that an address names.
 
->>> destination = open_destination("file:///srv/models", PublishConfig())
->>> destination.publish(package, PublishConfig(), SILENT).url
-'file:///srv/models/minilm/1'
+>>> type(open_destination("file:///srv/models", PublishConfig())).__name__
+'FolderRegistry'
 
-A registry's own client is imported when an address names it, and not before.
+A registry's client library is imported only when an address needs it.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ _SCHEMES = {
     "hf": ("hub", "HubRegistry", "hf://org/name"),
     "oci": ("oci.registry", "OciRegistry", "oci://registry/name:tag"),
 }
-"""Module below `targets`, class and what an address looks like. Each class is made of an address
-and the options, and is a `Destination`; making one raises MissingPackageError where its client is
-not installed."""
-# A letter and a colon is a drive of Windows.
+"""Scheme -> module below `targets`, class, and form of an address. Each class is a `Destination`,
+constructed from an address and the options; it raises MissingPackageError if the registry's client
+is not installed."""
+# A single letter and a colon is a Windows drive.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
 
 
 @dataclass(frozen=True)
 class Published:
-    """What publishing left."""
+    """A published version."""
 
     url: str
-    """The address of the version: what `pull` takes."""
+    """Address of the version, for `pull`."""
     version: str
     is_new: bool
-    """False where the same content was there already."""
+    """False if the same content was published before."""
     notes: tuple[str, ...] = ()
-    """What somebody who looks at the registry should know."""
+    """Messages about the version, such as the hardware that its engines need."""
 
 
 class Destination(Protocol):
@@ -52,31 +51,33 @@ class Destination(Protocol):
 
     @property
     def remedy(self) -> str:
-        """What to do about a version whose files are not as its listing says."""
+        """Remedy for a version whose files differ from its listing."""
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
-        """Leaves the package there, or finds that its content is there already.
+        """Publish the package, unless its content is published already.
 
         Raises:
-            RegistryError: the registry cannot be reached, refuses, or holds something else.
+            RegistryError: the registry cannot be reached, rejects the request, or has other content
+                under this name.
             OptionError: an option does not fit the registry.
         """
 
     def pull(self, out: Path, progress: Progress) -> Path:
-        """Fetches the package's files into `out`, an empty directory, and returns it.
+        """Download the package's files into `out`, an empty directory, and return it.
 
-        Whoever calls checks every file against the package's own listing.
+        The caller verifies every file with the package's listing.
 
         Raises:
-            RegistryError: the registry cannot be reached, refuses, or has no such version.
+            RegistryError: the registry cannot be reached, rejects the request, or has no such
+                version.
         """
 
 
 def open_destination(url: str, config: PublishConfig) -> Destination:
-    """The registry that an address names; nothing is sent yet.
+    """Return the registry that an address names, without connecting to it.
 
     Raises:
-        OptionError: the address has an unknown scheme, or is none.
+        OptionError: the address is malformed or has an unknown scheme.
         MissingPackageError: the registry's client is not installed.
     """
     module, name, _ = _SCHEMES[scheme_of(url)]
@@ -87,21 +88,22 @@ def open_destination(url: str, config: PublishConfig) -> Destination:
 
 
 def scheme_of(url: str) -> str:
-    """Return the kind of registry that an address names: `file`, also for a plain path.
+    """Return the scheme of an address; `file` for a plain path.
 
     Raises:
         OptionError: the address is empty or has an unknown scheme.
     """
     if not url.strip():
-        raise OptionError("the address to publish to is empty.", do=_known())
+        raise OptionError("the address of the registry is empty.", do=_supported_addresses())
     found = _SCHEME.match(url)
     scheme = found[1].lower() if found else "file"
     if scheme not in _SCHEMES:
         raise OptionError(
-            f"address '{url}': unknown scheme '{scheme}'{nearest(scheme, _SCHEMES)}", do=_known()
+            f"address '{url}': unknown scheme '{scheme}'{nearest(scheme, _SCHEMES)}",
+            do=_supported_addresses(),
         )
     return scheme
 
 
-def _known() -> str:
-    return f"Known: {'; '.join(example for _, _, example in _SCHEMES.values())}."
+def _supported_addresses() -> str:
+    return f"Supported: {'; '.join(example for _, _, example in _SCHEMES.values())}."

@@ -1,20 +1,20 @@
-"""An artifact made ready for a registry: its files, a model card, and one digest of its content.
+"""An artifact prepared for a registry: its files, a model card, and a digest of its content.
 
-Takes an artifact; leaves the card and the listing in a scratch directory, and nothing else.
+>>> config = PublishConfig(name="minilm", allow_unvalidated=True)
+>>> package = Package.of(artifact, config, tmp_path)
+>>> package.name, [file.name for file in package.files][:2]
+('minilm', ['README.md', 'config.json'])
 
-    >>> package = Package.of(Artifact.open("minilm"), PublishConfig(), scratch)
-    >>> package.name, package.content_sha256[:12], [file.name for file in package.files][:2]
-    ('minilm', '9c1f5e0b7a24', ['README.md', 'config.json'])
-
-Two packages of the same content are one version. Content is the model's files and engines, what its
-checks said, its benchmark, and the rights that the card states; when and how long something ran is
-not, nor is the card's wording. Rights that nobody could read are not known to differ.
+The card and the listing are written into a scratch directory. Packages with the same content are
+the same version. The content is the model's files and engines, the verdicts of its checks, its
+benchmark, and the rights on the card. Dates, durations and the wording of the card do not count. If
+the rights cannot be read, they are not compared.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from enginery.core.artifact.artifact import MANIFEST, Artifact
@@ -23,19 +23,24 @@ from enginery.core.artifact.engine_record import ENGINES, EngineRecord, engine_d
 from enginery.core.artifact.fingerprint import combined_sha256
 from enginery.core.artifact.manifest import FileRecord
 from enginery.core.artifact.reports import Reports
-from enginery.core.errors import ArtifactError, RegistryError, RejectedArtifactError
+from enginery.core.errors import (
+    ArtifactError,
+    EngineryError,
+    RegistryError,
+    RejectedArtifactError,
+)
 from enginery.core.json_file import json_bytes
 from enginery.core.names import portable_name
 from enginery.publish.card.metrics import metrics
 from enginery.publish.card.model_card import CardFacts, model_card
+from enginery.publish.card.source import SourceCard, read_source_card
 from enginery.publish.config import PublishConfig
-from enginery.publish.package_files import PackageFile, files_of, package_file
-from enginery.publish.package_rights import rights_of, rights_record
+from enginery.publish.package_files import PackageFile, collect_files, package_file
 from enginery.publish.publication import (
     CARD,
     LISTING,
-    EngineMark,
     Publication,
+    PublishedEngine,
     Rights,
     without_rights,
 )
@@ -47,72 +52,73 @@ _PLOTS = (".svg", ".png")
 
 @dataclass(frozen=True)
 class Package:
-    """What a registry gets, whole and checked."""
+    """A verified artifact with its card and its listing."""
 
     artifact: Artifact
     name: str
-    """Fit for every registry."""
+    """A name that every registry accepts."""
     content_sha256: str
+    """Digest over `content`."""
     content: dict[str, str]
-    """What counts as content, by digest."""
+    """Part of the content -> digest."""
     files: tuple[PackageFile, ...]
-    """Card and listing included, by name."""
+    """All files with card and listing, sorted by name."""
     card: str
-    """The text of `README.md`."""
+    """Text of `README.md`."""
     engines: tuple[EngineRecord, ...]
-    """All of them are bound to their hardware."""
+    """Engines; each of them is bound to its hardware."""
     metrics: dict[str, float]
-    """`validation.max_abs_error`, `latency_ms_p50.enginery-cpu.batch_1-sequence_16`, …; names of
-    letters, digits, `_`, `-` and `.`, as MLflow takes them."""
+    """`validation.max_abs_error`, `latency_ms_p50.enginery-cpu.batch_1-sequence_16`, …; the names
+    have the characters that MLflow accepts."""
     plots: tuple[PackageFile, ...]
-    """SVG and PNG of the reports."""
+    """SVG and PNG files of the reports."""
     problem: str = ""
-    """Why it would have been refused without --allow-unvalidated."""
+    """Reason why publishing needs --allow-unvalidated; empty if it does not."""
     notes: tuple[str, ...] = ()
-    """What was left out, and what somebody who publishes should know."""
-    knows_rights: bool = True
-    """False where the source's card could not be read, and nothing else states the rights."""
+    """Messages for the publisher, such as the files that are left out."""
+    rights_known: bool = True
+    """False if the source's card could not be read and no option gives the rights."""
     version: str = ""
-    """What --version named."""
+    """Value of --version."""
 
     @classmethod
     def of(cls, artifact: Artifact, config: PublishConfig, scratch: Path) -> Package:
-        """Checks every hash of an artifact, and writes its card and listing into `scratch`.
+        """Verify every file of an artifact, and write its card and listing into `scratch`.
 
         Args:
-            artifact: what to publish; opened anew, and every file read.
+            artifact: the artifact.
             config: the options.
-            scratch: an empty directory that outlives the package.
+            scratch: an empty directory that exists as long as the package.
 
         Raises:
-            ArtifactError: a file is missing or was altered, the message names it; or a file of
+            ArtifactError: a file is missing or was changed, and the message names it; or a file of
                 the model has the card's name.
-            RejectedArtifactError: its validation failed, is missing, or was of another content.
+            RejectedArtifactError: the validation failed, is missing, or was of other content.
         """
         opened = Artifact.open(artifact.path, verify=True)
         if CARD in opened.manifest.files:
             raise ArtifactError(
-                f"{opened.path / MANIFEST} counts {CARD} among the model's files, and a published "
-                "model's card has that name.",
-                do=f"Move {CARD} away where the artifact comes from, and make it again.",
+                f"{opened.path / MANIFEST} lists {CARD} as a file of the model, but the card of a "
+                "published model has this name.",
+                do=f"Remove {CARD} from the source, and export the model again.",
             )
         problem = _validation_problem(opened)
         if problem and not config.allow_unvalidated:
             raise RejectedArtifactError(
-                f"{opened.path} is not published: {problem}.",
+                f"{opened.path} was not published: {problem}.",
                 do=f"Validate it with: enginery validate {opened.path}. Or pass "
-                "--allow-unvalidated, which its card will say.",
+                "--allow-unvalidated; the card will say so.",
             )
         found = [Engine.open(path) for path in engine_directories(opened.path)]
         engines = tuple(engine.record for engine in found)
         reports = Reports.of(opened)
-        rights = rights_of(opened, config)
+        rights = resolve_rights(opened, config)
         name = config.name or portable_name(opened.manifest.source.name)
         card = model_card(CardFacts(opened, name, rights, reports, engines, problem))
-        stated = rights_record(rights)
+        stated = _rights_record(rights)
         content = _content(opened, reports, stated, problem)
         (scratch / CARD).write_text(card, encoding="utf-8")
-        files, left_out = files_of(opened, scratch / CARD)
+        files, left_out = collect_files(opened, scratch / CARD)
         publication = Publication(
             name=name,
             version=config.version,
@@ -120,7 +126,7 @@ class Package:
             content=content,
             validated=not problem,
             rights=stated,
-            engines=tuple(_mark(engine) for engine in found),
+            engines=tuple(_published_engine(engine) for engine in found),
             files={f.name: FileRecord(sha256=f.sha256, size_bytes=f.size_bytes) for f in files},
         )
         listing = scratch / "publication.json"
@@ -138,54 +144,92 @@ class Package:
             plots=tuple(file for file in files if PurePosixPath(file.name).suffix in _PLOTS),
             problem=problem,
             notes=(*_notes(opened, left_out), *rights.notes),
-            knows_rights=stated is not None,
+            rights_known=stated is not None,
             version=config.version,
         )
 
     @property
     def without_rights_sha256(self) -> str:
-        """Over `content` but the rights."""
+        """Digest over `content` without the rights."""
         return without_rights(self.content)
 
-    def is_same(self, content_sha256: str, without_rights_sha256: str) -> bool:
-        """Whether a version with these digests is this content."""
+    def has_content(self, content_sha256: str, without_rights_sha256: str) -> bool:
+        """Return True if a version with these digests has the same content."""
         if content_sha256 == self.content_sha256:
             return True
-        # What could not be read now was read when the version was made.
-        return not self.knows_rights and without_rights_sha256 == self.without_rights_sha256
+        # The version was published where the rights could be read; here they cannot be.
+        return not self.rights_known and without_rights_sha256 == self.without_rights_sha256
 
-    def is_version(self, there: Publication | None) -> bool:
-        """Whether a listing is of this content."""
-        return there is not None and self.is_same(
+    def matches(self, there: Publication | None) -> bool:
+        """Return True if the listing of a version has the same content."""
+        return there is not None and self.has_content(
             there.content_sha256, without_rights(there.content)
         )
 
-    def require_rights(self, damage: str, content_sha256: str) -> None:
-        """Raises RegistryError where a damaged version has rights that cannot be read here."""
+    def check_rights_known(self, damage: str, content_sha256: str) -> None:
+        """Raise RegistryError if a damaged version states rights that cannot be read here."""
         if content_sha256 != self.content_sha256:
             raise RegistryError(
-                f"{damage}, and the card of the model's source, which the version has to state "
-                "again, cannot be read here.",
-                do="Publish it from where the source can be read.",
+                f"{damage}. It cannot be repaired from here, because the card of the model's "
+                "source cannot be read.",
+                do="Publish it from a machine that can read the source.",
             )
 
 
+def resolve_rights(artifact: Artifact, config: PublishConfig) -> SourceCard:
+    """Return the rights for the card: from the source's card, the artifact's listing, the options.
+
+    A pulled artifact is often published again from a machine that does not have its source. Its
+    listing then has what the source's card said.
+
+    Returns:
+        The rights; `is_read` is False if they are not known.
+    """
+    found = read_source_card(artifact.manifest.source)
+    if not found.is_read and (published := _published_rights(artifact)):
+        note = "licence and limitations are taken from the listing that it was pulled with"
+        notes = (*found.notes, note)
+        found = replace(found, **published.model_dump(), is_read=True, notes=notes)
+    return found.with_options(config)
+
+
+def _rights_record(rights: SourceCard) -> Rights | None:
+    """Return the rights for the listing; None if they are not known."""
+    if not rights.is_read:
+        return None
+    return Rights(**{name: getattr(rights, name) for name in Rights.model_fields})
+
+
+def _published_rights(artifact: Artifact) -> Rights | None:
+    """Return the rights in the listing of a pulled artifact, if its model files are unchanged."""
+    try:
+        listing = Publication.read(artifact.path, str(artifact.path))
+    except EngineryError:  # it was never published, or the listing is damaged
+        return None
+    # Engines that were built later have the rights of their graphs.
+    model = {
+        n: r.sha256 for n, r in artifact.manifest.files.items() if not n.startswith(f"{ENGINES}/")
+    }
+    is_same = all(listing.content.get(name) == digest for name, digest in model.items())
+    return listing.rights if is_same else None
+
+
 def _validation_problem(artifact: Artifact) -> str:
-    """Why the artifact's outputs cannot be relied on; empty where they can."""
+    """Return why the artifact counts as not validated; empty if it is validated."""
     if failed := artifact.failed():
         return f"its validation failed: {failed.summary.rstrip('.')}"
     verdict = artifact.manifest.verdict("validate")
     if verdict is None:
         return "it was never validated"
     if verdict.fields.get("artifact", "") != artifact.content_sha256():
-        return "its validation was of another content"
+        return "its validation was of other content"
     return ""
 
 
 def _content(
     artifact: Artifact, reports: Reports, rights: Rights | None, problem: str
 ) -> dict[str, str]:
-    """What makes two packages the same version, by digest; without dates and durations."""
+    """Return the parts of the content with their digests, without dates and durations."""
     manifest = artifact.manifest
     made = {
         "source": manifest.source.sha256,
@@ -199,7 +243,7 @@ def _content(
         "model": _sha256(made),
         "verdicts": _sha256(said),
         "benchmark": reports.benchmark_sha256 or "none",
-        # A version that may not be relied on is never the answer to one that may.
+        # A validated package is never the same version as one that is not.
         "validated": "no" if problem else "yes",
         "rights": _sha256(rights.model_dump()) if rights else "not read",
     }
@@ -209,9 +253,9 @@ def _sha256(value: object) -> str:
     return hashlib.sha256(json_bytes(value)).hexdigest()
 
 
-def _mark(engine: Engine) -> EngineMark:
+def _published_engine(engine: Engine) -> PublishedEngine:
     record = engine.record
-    return EngineMark(
+    return PublishedEngine(
         directory=f"{ENGINES}/{engine.name}",
         flavor=record.flavor,
         tensorrt=record.tensorrt,
@@ -228,7 +272,9 @@ def _notes(artifact: Artifact, left_out: list[str]) -> list[str]:
     notes = []
     if left_out:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-        notes.append(f"left out, as no file of the artifact: {', '.join(left_out[:3])}{more}")
+        notes.append(
+            f"left out, because the manifest does not list them: {', '.join(left_out[:3])}{more}"
+        )
     if artifact.manifest.source.kind in ("directory", "onnx"):
-        notes.append(f"{MANIFEST} names a path of this machine: {artifact.manifest.source.id}")
+        notes.append(f"{MANIFEST} contains a path of this machine: {artifact.manifest.source.id}")
     return notes

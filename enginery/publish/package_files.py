@@ -1,8 +1,10 @@
-"""The files of a package: which they are, what each is for, and how one gets to its place.
+"""Files of a package: collect them, group them by purpose, and copy them.
 
->>> files, left_out = files_of(artifact, scratch / "README.md")
->>> {file.group for file in files}
-{'card', 'config', 'graph', 'manifest', 'report', 'tokenizer'}
+>>> card = tmp_path / "README.md"
+>>> _ = card.write_text("# MiniLM")
+>>> files, left_out = collect_files(artifact, card)
+>>> next(file.group for file in files if file.name == "tokenizer.json")
+'tokenizer'
 """
 
 from __future__ import annotations
@@ -30,18 +32,18 @@ _TOKENIZER = (
     "chat_template",
 )
 
-# Everybody who may enter a registry's folders reads what is in them, whatever the artifact's modes.
+# A registry's files are readable for all its users, whatever modes the artifact's files have.
 _MODE = 0o644
 
 
 @dataclass(frozen=True)
 class PackageFile:
-    """One file of a package."""
+    """A file of a package."""
 
     name: str
-    """Below the package's root, with `/` between its parts."""
+    """Path below the package's root, with `/` as separator."""
     path: Path
-    """Where it is now."""
+    """Path of the file on this machine."""
     sha256: str
     size_bytes: int
     group: str
@@ -50,9 +52,9 @@ class PackageFile:
 
 
 def write_file(file: PackageFile, target: Path) -> None:
-    """Leaves one file at `target`, whole or not at all; one that is there is kept if it is it.
+    """Copy a file to `target`, atomically, unless `target` already has the same content.
 
-    A copy, never a hard link: what is written into the artifact later must not reach the target.
+    It is never a hard link: later changes of the artifact must not change the target.
     """
     if target.is_file() and sha256_of(target, trust_stat=False) == file.sha256:
         return
@@ -60,13 +62,17 @@ def write_file(file: PackageFile, target: Path) -> None:
     part = target.with_name(f"{STAGING_PREFIX}{target.name}")
     part.unlink(missing_ok=True)
     shutil.copyfile(file.path, part)
-    with suppress(OSError):  # a share without modes
+    with suppress(OSError):  # a network share without file modes
         part.chmod(_MODE)
     part.replace(target)
 
 
-def files_of(artifact: Artifact, card: Path) -> tuple[list[PackageFile], list[str]]:
-    """The files of the package but its listing, and the names of those that stay behind."""
+def collect_files(artifact: Artifact, card: Path) -> tuple[list[PackageFile], list[str]]:
+    """Return the package's files without its listing, and the names of files left out.
+
+    Raises:
+        ArtifactError: the card or the manifest cannot be read.
+    """
     root, manifest = artifact.path, artifact.manifest
     files = [package_file(CARD, card, "card")]
     files += [
@@ -85,7 +91,7 @@ def files_of(artifact: Artifact, card: Path) -> tuple[list[PackageFile], list[st
 
 
 def package_file(name: str, path: Path, group: str) -> PackageFile:
-    """A file as it is now; raises ArtifactError where it cannot be read."""
+    """Return a file with its digest and size; raise ArtifactError if it cannot be read."""
     try:
         return PackageFile(name, path, sha256_of(path), path.stat().st_size, group)
     except OSError as error:

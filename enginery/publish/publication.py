@@ -1,12 +1,10 @@
-"""What a package says of itself: `reports/publication.json`, the listing of all of its files.
+"""The listing of a package, `reports/publication.json`: digests of all its files.
 
-Takes a directory that was pulled; checks every byte of it.
+    publication = Publication.read(Path("minilm"), "file:///srv/models/minilm/1")
+    publication.verify(Path("minilm"), "file:///srv/models/minilm/1")
 
-    >>> publication = Publication.read(Path("minilm"), "file:///srv/models/minilm/1")
-    >>> publication.verify(Path("minilm"), "file:///srv/models/minilm/1")
-
-The manifest has the digests of the model's files; this has those of the manifest, the card and the
-reports, too. It has no dates: the same package has the same listing.
+The manifest has the digests of the model's files. The listing also has those of the manifest, the
+card and the reports. It has no dates, so that the same package has the same listing.
 """
 
 from __future__ import annotations
@@ -25,18 +23,18 @@ from enginery.core.errors import ArtifactError, RegistryError
 from enginery.core.json_file import UnsealedError, document_bytes, sealed_bytes, unsealed_bytes
 from enginery.core.paths import InsideName, resolve_inside
 
-__all__ = ["CARD", "LISTING", "EngineMark", "Publication", "Rights", "check_file"]
+__all__ = ["CARD", "LISTING", "Publication", "PublishedEngine", "Rights", "check_file"]
 
 SCHEMA_VERSION: Literal[2] = 2
-REMEDY = "It cannot be trusted: publish it again from a whole artifact."
+REMEDY = "It cannot be trusted: publish it again from an undamaged artifact."
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class EngineMark(_Record):
-    """What an engine of the package is bound to."""
+class PublishedEngine(_Record):
+    """An engine of the package, with the hardware and the TensorRT version that it needs."""
 
     directory: str
     """`engines/tensorrt-rtx-sm89-3f2a91c04be7d815`."""
@@ -44,11 +42,11 @@ class EngineMark(_Record):
     flavor: str
     """`tensorrt` or `tensorrt-rtx`."""
     tensorrt: str
-    """The version that loads it, and no other unless it is `version_compatible`."""
+    """TensorRT version that it needs; a later minor one also works if `version_compatible`."""
     capabilities: tuple[str, ...]
-    """Compute capabilities, `8.9`; none for a portable plan."""
+    """Compute capabilities, `8.9`; empty for a portable plan."""
     gpu: str
-    """The GPU that it was built on; empty for a flavor that builds without one."""
+    """GPU on which it was built; empty if it was built without one."""
     hardware_compatibility: str
     version_compatible: bool
     profiles: tuple[str, ...]
@@ -56,9 +54,9 @@ class EngineMark(_Record):
 
 
 class Rights(_Record):
-    """What the card states of the model's rights, taken over from the source's own card.
+    """Rights of the model as on the card, taken from the source's card.
 
-    A pulled artifact states them again when it is published from where its source is not.
+    If a pulled artifact is published again without its source, they are taken from here.
     """
 
     license: str
@@ -68,44 +66,44 @@ class Rights(_Record):
     language: tuple[str, ...]
     tags: tuple[str, ...]
     sections: tuple[tuple[str, str], ...]
-    """Heading and text of limitations, bias, intended uses and the licence."""
+    """Heading and text of sections on limitations, bias, intended uses and the licence."""
 
 
 class Publication(_Record):
-    """The whole of `reports/publication.json`."""
+    """The content of `reports/publication.json`."""
 
     schema_version: Literal[2] = SCHEMA_VERSION
     name: str
     version: str = ""
-    """What --version named; empty where the registry numbers. A name that is a version's is never
-    moved as an alias."""
+    """Value of --version; empty if the registry numbered the version. An alias never takes the
+    name of a version."""
     content_sha256: str
-    """Over `content`: two packages with the same are the same version."""
+    """Digest over `content`; packages with the same digest are the same version."""
     content: dict[str, str]
-    """What counts as content, by digest."""
+    """Part of the content -> digest."""
     validated: bool
-    """False for what was published with --allow-unvalidated and would have been refused."""
+    """False if publishing needed --allow-unvalidated."""
     rights: Rights | None = None
-    """None where the source's card could not be read."""
-    engines: tuple[EngineMark, ...]
+    """None if the source's card could not be read."""
+    engines: tuple[PublishedEngine, ...]
     files: dict[InsideName, FileRecord]
-    """Every file of the package but this one."""
+    """All files of the package except the listing."""
 
     @classmethod
     def read(cls, directory: Path, what: str) -> Publication:
-        """The listing in a directory; `what` names the directory in messages.
+        """Return the listing in a directory; `what` is the directory's name in messages.
 
         Raises:
-            RegistryError: there is none.
-            ArtifactError: it cannot be read, a newer enginery wrote it, or a name in it leads
-                out of the package.
+            RegistryError: there is no listing.
+            ArtifactError: the listing cannot be read, is from a newer enginery, or has a path that
+                leads out of the package.
         """
         try:
             content = document_bytes(resolve_inside(directory, LISTING, what=what))
         except (FileNotFoundError, NotADirectoryError):
             raise RegistryError(
-                f"{what} has no {LISTING}: it was not published by enginery publish.",
-                do="Fetch it by other means, and check it: enginery inspect DIR --verify",
+                f"{what} has no {LISTING}, so it was not published by enginery.",
+                do="Download it with another tool, and check it: enginery inspect DIR --verify",
             ) from None
         except OSError as error:
             raise ArtifactError(
@@ -127,55 +125,55 @@ class Publication(_Record):
         return found
 
     def to_json(self) -> bytes:
-        """The content of `reports/publication.json`."""
+        """Return the content of `reports/publication.json`."""
         return sealed_bytes(self.model_dump_json(indent=2))
 
     def verify(self, directory: Path, what: str, *, do: str = REMEDY) -> None:
-        """Reads every file of the listing and compares it; `do` is the remedy.
+        """Read every file and compare its digest; `do` is the remedy in the error.
 
         Raises:
-            ArtifactError: a file is missing, truncated or altered; the message names it.
+            ArtifactError: a file is missing or was changed, and the message names it.
         """
         for name, record in self.files.items():
             check_file(directory, name, record, what, do=do)
 
 
 def without_rights(content: Mapping[str, str]) -> str:
-    """One digest over all content but the rights, for a package that could not read them."""
+    """Return the digest over the content without the rights."""
     return combined_sha256({name: digest for name, digest in content.items() if name != "rights"})
 
 
 def check_file(
     directory: Path, name: str, record: FileRecord, what: str, *, do: str = REMEDY
 ) -> None:
-    """Reads one file and compares it with its record; raises ArtifactError that names it."""
+    """Raise ArtifactError if a file is missing or differs from its record."""
     path = resolve_inside(directory, name, what=f"the package {what}")
     if not path.is_file():
         raise ArtifactError(f"{what}: {name} is missing.", do=do)
     try:
         size_bytes = path.stat().st_size
-        # A file of another size is not read: it may be terabytes, or endless.
+        # A file of another size is not read: it may be huge or endless.
         found = sha256_of(path, trust_stat=False) if size_bytes == record.size_bytes else ""
     except OSError as error:
         raise ArtifactError(f"{what}: {name} cannot be read: {error.strerror}.") from error
     if size_bytes != record.size_bytes:
         raise ArtifactError(
-            f"{what}: {name} has {size_bytes} bytes, {LISTING} says {record.size_bytes}.",
+            f"{what}: {name} has {size_bytes} bytes, expected {record.size_bytes} as in {LISTING}.",
             do=do,
         )
     if found != record.sha256:
         raise ArtifactError(
-            f"{what}: {name} was altered: its sha256 is {found[:12]}…, {LISTING} says "
-            f"{record.sha256[:12]}….",
+            f"{what}: {name} was altered: its sha256 is {found[:12]}…, expected "
+            f"{record.sha256[:12]}… as in {LISTING}.",
             do=do,
         )
 
 
 def _check_names(found: Publication, what: str) -> None:
-    """Refuse a listing that has one name for a file and for a directory."""
+    """Raise ArtifactError if a name is both a file and a directory."""
     parts = sorted(PurePosixPath(name).parts for name in found.files)
     for one, two in pairwise(parts):
         if two[: len(one)] == one:
             raise ArtifactError(
-                f"{what}: {LISTING} names {'/'.join(one)} as a file and a directory."
+                f"{what}: {LISTING} has {'/'.join(one)} as a file and as a directory."
             )

@@ -1,12 +1,10 @@
-"""A published artifact as an MLflow model: texts or images in, answers out, without torch.
+"""MLflow's loader of published artifacts: predict texts or images without PyTorch.
 
-Takes the directory that MLflow has downloaded; answers as `load_model` does, in plain values.
+    model = mlflow.pyfunc.load_model("models:/minilm/1")
+    model.predict(["The engine is warm."]).shape  # (1, 384)
 
-    >>> model = mlflow.pyfunc.load_model("models:/minilm/1")
-    >>> model.predict(["The engine is warm."]).shape
-    (1, 384)
-
-MLflow finds this module by its name in the model's `MLmodel` and calls `_load_pyfunc`.
+MLflow reads the name of this module from the model's `MLmodel` file and calls `_load_pyfunc`. The
+results are those of `load_model`, in plain values.
 """
 
 from __future__ import annotations
@@ -26,27 +24,27 @@ from enginery.runtime.tasks.task import Task
 
 @dataclass(frozen=True)
 class PyfuncConfig:
-    """How the model runs: MLflow's `model_config`."""
+    """Options of the model, MLflow's `model_config`."""
 
     provider: str = ""
-    """Providers in order, `tensorrt,cuda,cpu`; empty for what `ENGINERY_PROVIDERS` says, and else
-    the CPU."""
+    """Execution providers in order of preference, `tensorrt,cuda,cpu`; empty for the variable
+    `ENGINERY_PROVIDERS`, or the CPU if it is not set."""
     allow_fallback: bool = False
-    """Take a later provider when the first cannot be had."""
+    """Use the next provider if the first one is not available."""
     allow_failed: bool = False
-    """Open an artifact whose validation failed."""
+    """Accept an artifact whose validation failed."""
     threads: int = 0
     """Intra-op threads; 0 for ONNX Runtime's choice."""
 
 
 class PyfuncModel:
-    """What MLflow wraps: `predict` answers a table, a list or a dict of columns."""
+    """Python model that MLflow wraps."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> Any:
-        """Answer each row.
+        """Predict each row.
 
         Args:
             model_input: a pandas DataFrame or a dict with the task's columns, or a list of texts,
@@ -54,15 +52,15 @@ class PyfuncModel:
             params: options of the task: `top_k`, `activation`, …
 
         Returns:
-            float32 (rows, dim) for embeddings, else a list with one answer a row, in dicts, lists,
-            strings and numbers: `to_dict` of what `load_model` answers.
+            Embeddings as float32 (rows, dim). For other tasks a list with one result per row, as
+            JSON values: `to_dict` of the results of `load_model`.
 
         Raises:
-            InputError: a column is missing, or a value is not what the task takes.
+            InputError: a column is missing, or the task does not accept a value.
         """
         rows = _rows(model_input, type(self.model.definition))
         answers = self.model(rows, **(params or {}))
-        return answers if isinstance(answers, np.ndarray) else _plain(answers)
+        return answers if isinstance(answers, np.ndarray) else _to_plain(answers)
 
 
 def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) -> PyfuncModel:
@@ -70,7 +68,7 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) 
 
     Raises:
         OptionError: an option of `model_config` is unknown.
-        EngineryError: the artifact cannot be opened or run as asked.
+        EngineryError: the artifact cannot be opened, or cannot run with these options.
     """
     config = options_from(PyfuncConfig, "mlflow", model_config or {})
     chosen = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -79,26 +77,26 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) 
 
 def _rows(model_input: Any, task: type[Task]) -> list[Any]:
     """Return the rows as the task takes them."""
-    if hasattr(model_input, "columns"):  # a DataFrame, or what behaves as one
+    if hasattr(model_input, "columns"):  # a DataFrame or a lookalike
         names = [str(name) for name in model_input.columns]
         values = [model_input.iloc[:, index].tolist() for index in range(len(names))]
-        # MLflow makes one row of a dict of lists.
+        # MLflow turns a dict of lists into one row.
         if all(len(column) == 1 and isinstance(column[0], list) for column in values):
             values = [column[0] for column in values]
-        if len(names) == 1 and len(_required(task)) == 1:
-            return _column(values[0], task)  # whatever the only column is called
+        if len(names) == 1 and len(_required_names(task)) == 1:
+            return _column(values[0], task)  # a single column may have any name
         return _from_columns(dict(zip(names, values, strict=True)), task)
     if isinstance(model_input, Mapping):
         return _from_columns(
-            {str(name): _listed(value) for name, value in model_input.items()}, task
+            {str(name): _as_list(value) for name, value in model_input.items()}, task
         )
     if isinstance(model_input, str | bytes):
         return _column([model_input], task)
-    return _column(_listed(model_input), task)
+    return _column(_as_list(model_input), task)
 
 
 def _from_columns(columns: Mapping[str, Sequence[Any]], task: type[Task]) -> list[Any]:
-    required = _required(task)
+    required = _required_names(task)
     names = [field.name for field in task.inputs]
     if missing := [name for name in required if name not in columns]:
         raise InputError(
@@ -110,39 +108,39 @@ def _from_columns(columns: Mapping[str, Sequence[Any]], task: type[Task]) -> lis
     if len(known) == 1:
         return _column(known[0], task)
     if len({len(column) for column in known}) > 1:
-        raise InputError("the input's columns differ in length, expected one value a row.")
-    # A row without a second text is a text alone.
+        raise InputError("the input's columns differ in length, expected one value per row.")
+    # A row without a second text is a single text, not a pair.
     return [
-        row[0] if len(required) == 1 and _absent(row[1]) else row
+        row[0] if len(required) == 1 and _is_missing(row[1]) else row
         for row in zip(*known, strict=True)
     ]
 
 
-def _required(task: type[Task]) -> list[str]:
+def _required_names(task: type[Task]) -> list[str]:
     return [field.name for field in task.inputs if not field.optional]
 
 
 def _column(values: Iterable[Any], task: type[Task]) -> list[Any]:
-    # numpy's strings and bytes are Python's by subclass, but pandas has missing values as floats.
+    # Missing values of pandas are floats.
     rows = list(values)
     for index, value in enumerate(rows):
-        if _absent(value):
+        if _is_missing(value):
             raise InputError(f"row {index} has no {task.inputs[0].name}: it is {value!r}.")
     return rows
 
 
-def _absent(value: Any) -> bool:
-    """Whether a value is None, or NaN, which is not equal to itself; an array is neither."""
+def _is_missing(value: Any) -> bool:
+    """Return True for None and NaN. NaN is not equal to itself; arrays are never missing."""
     return value is None or (isinstance(value, float) and value != value)  # noqa: PLR0124
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     if isinstance(value, str | bytes):
         return [value]
     return value.tolist() if hasattr(value, "tolist") and value.ndim == 1 else list(value)
 
 
-def _plain(answer: Any) -> Any:
+def _to_plain(answer: Any) -> Any:
     if isinstance(answer, list):
-        return [_plain(item) for item in answer]
+        return [_to_plain(item) for item in answer]
     return answer.to_dict()

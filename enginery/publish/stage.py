@@ -1,12 +1,13 @@
-"""The publish stage: an artifact into a registry, and back.
+"""Publish stage: upload an artifact to a registry, and pull it from there.
 
-Takes an artifact and an address; leaves a version in the registry, once for each content.
+The same content is published as one version only.
 
-    >>> published = run(Artifact.open("minilm"), "file:///srv/models", PublishConfig())
-    >>> published.url, published.is_new
-    ('file:///srv/models/minilm/1', True)
-    >>> pull(published.url, Path("there"), PublishConfig()).manifest.task
-    'feature-extraction'
+>>> config = PublishConfig(name="minilm", allow_unvalidated=True)
+>>> published = run(artifact, str(tmp_path / "registry"), config)
+>>> published.version, published.is_new
+('1', True)
+>>> pull(published.url, tmp_path / "pulled", config).manifest.task
+'feature-extraction'
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ from enginery.publish.publication import LISTING, Publication
 def run(
     artifact: Artifact, url: str, config: PublishConfig, *, progress: Progress = SILENT
 ) -> Published:
-    """Publishes an artifact; the same content is the same version, however often.
+    """Publish an artifact; return the existing version if its content is published already.
 
     Args:
-        artifact: what to publish. It stays as it is.
-        url: the registry's address; `open_destination` says which there are.
+        artifact: the artifact, which is not changed.
+        url: address of the registry; `destination` has the kinds.
         config: the options.
         progress: receives progress messages.
 
     Raises:
         OptionError: the address or an option cannot be used.
-        ArtifactError: a file of the artifact is missing or was altered.
-        RejectedArtifactError: its validation failed or is missing.
-        RegistryError: the registry cannot be reached, refuses, or holds something else.
+        ArtifactError: a file of the artifact is missing or was changed.
+        RejectedArtifactError: the artifact's validation failed or is missing.
+        RegistryError: the registry cannot be reached, rejects the request, or has other content
+            under this name.
         MissingPackageError: the registry's client is not installed.
     """
     destination = open_destination(url, config)
@@ -47,7 +49,7 @@ def run(
             package = Package.of(artifact, config, Path(scratch))
         if package.problem:
             progress.say(
-                f"publish: {package.problem}; published all the same, and the card says so"
+                f"publish: {package.problem}; published with --allow-unvalidated, as the card says"
             )
         for note in package.notes:
             progress.say(f"publish: {note}")
@@ -59,22 +61,22 @@ def run(
 
 
 def pull(url: str, out: Path, config: PublishConfig, *, progress: Progress = SILENT) -> Artifact:
-    """Fetches a version, reads every byte of it against its listing, and leaves it at `out`.
+    """Download a version, verify every file with its listing, and write it to `out`.
 
-    Nothing is left where a file is missing or was altered. An artifact that is there is replaced;
-    anything else is not.
+    Nothing is written if a file is missing or was changed. An existing artifact is replaced.
 
     Args:
-        url: the address that `run` returned, or one with an alias or without a version.
-        out: where the artifact goes.
-        config: the options; the address's own.
+        url: the address that `run` returned, one with an alias, or one without a version for the
+            newest.
+        out: directory of the artifact.
+        config: the options of the registry.
         progress: receives progress messages.
 
     Raises:
         OptionError: the address cannot be used.
-        RegistryError: the registry cannot be reached, refuses, or has no such version.
-        ArtifactError: a file is missing or was altered, the message names it; or `out` holds
-            something else.
+        RegistryError: the registry cannot be reached, rejects the request, or has no such version.
+        ArtifactError: a file is missing or was changed, and the message names it; or `out` exists
+            and is not an artifact.
         MissingPackageError: the registry's client is not installed.
     """
     destination = open_destination(url, config)
@@ -83,21 +85,21 @@ def pull(url: str, out: Path, config: PublishConfig, *, progress: Progress = SIL
         with progress.task(f"checking {out.name}"):
             publication = Publication.read(directory, url)
             publication.verify(directory, url, do=destination.remedy)
-        _remove_strangers(directory, publication, progress)
+        _remove_unlisted_files(directory, publication, progress)
         try:
             Artifact.open(directory)
         except ArtifactError as error:
             raise RegistryError(
-                f"{url} is not a whole artifact: {error.message.replace(f'{directory}/', '')}",
+                f"{url} is not a complete artifact: {error.message.replace(f'{directory}/', '')}",
                 do=error.do,
             ) from error
     if not publication.validated:
-        progress.say(f"pull: {url} was published with --allow-unvalidated, see its README.md")
+        progress.say(f"pull: {url} was published with --allow-unvalidated; see its README.md")
     return Artifact.open(out)
 
 
-def _remove_strangers(directory: Path, publication: Publication, progress: Progress) -> None:
-    """Removes what the listing does not have: a registry may keep files of its own beside."""
+def _remove_unlisted_files(directory: Path, publication: Publication, progress: Progress) -> None:
+    """Remove files that are not in the listing; a registry may add files of its own."""
     for path in sorted(directory.rglob("*"), reverse=True):
         name = path.relative_to(directory).as_posix()
         if path.is_dir() and not path.is_symlink():

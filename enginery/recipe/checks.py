@@ -212,8 +212,8 @@ def _check_bench(options: BenchStage, known: _Known) -> None:
 
 def _check_predict(options: PredictStage, known: _Known) -> None:
     from enginery.core.datasets.reader import find_format
-    from enginery.predict.stage import STDIN, input_options, require_format
-    from enginery.predict.writing import output_format
+    from enginery.predict.stage import STDIN, check_stdin_format, input_options
+    from enginery.predict.writer import output_format
 
     with _about("output"):
         output_format(Path(options.output))
@@ -230,7 +230,7 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
                 "option 'input' is empty.", do="Name a file, a folder of images, or -."
             )
         if options.input == STDIN:
-            require_format(options)
+            check_stdin_format(options)
         elif options.input not in known.outputs:
             kind = find_format(Path(options.input), input_options(options))
     if options.engine == "ray" and find_spec("ray") is None:
@@ -243,9 +243,9 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
 def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
     """Check that the task takes this input, and that its columns are free."""
     from enginery.core.datasets.reader import open_dataset
-    from enginery.predict.asking import column_names, read_options
-    from enginery.predict.columns import AnswerColumns
+    from enginery.predict.columns import OutputColumns
     from enginery.predict.stage import input_options
+    from enginery.predict.task_inputs import column_names, read_options
 
     task = find_task(name, takes_images=name in _IMAGES or kind == "images")
     if task is None and name in supported_tasks():
@@ -264,20 +264,19 @@ def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
         if kind:
             path, columns = Path(options.input), column_names(task, options)
             reader = open_dataset(path, columns, input_options(options, keep="columns"))
-            AnswerColumns.of(
+            OutputColumns.of(
                 task, of_task, reader.schema, reader.names, prefix=options.prefix, dim=1
             )
 
 
 def _check_publish(options: PublishStage, _known: _Known) -> None:
     from enginery.publish.destination import open_destination, scheme_of
-    from enginery.publish.targets.folder import path_of
-    from enginery.publish.targets.folder import refuse_foreign as refuse_no_registry
+    from enginery.publish.targets.folder import check_registry_root, path_from_url
 
     with _about("url"):
         open_destination(options.url, options)
         if scheme_of(options.url) == "file":
-            refuse_no_registry(path_of(options.url))
+            check_registry_root(path_from_url(options.url))
 
 
 def _check_directory(options: TritonStage | KserveStage, _known: _Known) -> None:

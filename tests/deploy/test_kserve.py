@@ -1,4 +1,4 @@
-"""Manifests for KServe: its own schema, Kubernetes' rules, and options that `serve` has."""
+"""KServe manifests: checked with KServe's schema, Kubernetes' rules, and the options of `serve`."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def artifact(tmp_path):
 
 @pytest.fixture
 def manifest(artifact, tmp_path):
-    """`manifest(runtime="triton")`: the manifest as it is on disk, checked."""
+    """Return a function that writes, checks and reads a manifest: `manifest(runtime="triton")`."""
 
     def read(**options):
         options = {"storage_uri": URI, "image": IMAGE, **options}
@@ -48,7 +48,7 @@ def manifest(artifact, tmp_path):
 
 
 def check(manifest):
-    """The schema, and what it does not hold."""
+    """Check a manifest with the schema, and with rules that the schema cannot express."""
     problems = [f"{e.instance_path}: {e.message}" for e in VALIDATOR.iter_errors(manifest)]
     assert not problems
     assert (manifest["apiVersion"], manifest["kind"]) == (
@@ -69,7 +69,7 @@ def check(manifest):
         assert len(value) <= 63
 
 
-def test_schema_refuses_what_is_misspelled(manifest):
+def test_schema_rejects_misspelled_fields(manifest):
     for spoil in (
         lambda m: m["spec"]["predictor"].update(minReplica=1),
         lambda m: m["spec"]["predictor"]["containers"][0].update(image=7),
@@ -81,7 +81,7 @@ def test_schema_refuses_what_is_misspelled(manifest):
         assert not VALIDATOR.is_valid(wrong)
 
 
-def test_container_serves_what_kserve_mounts(manifest):
+def test_container_serves_the_model_that_kserve_mounts(manifest):
     found = manifest(model_name="MiniLM", provider="cpu", gpus=0)
     (container,) = found["spec"]["predictor"]["containers"]
     assert container["name"] == "kserve-container", "KServe looks for that name"
@@ -125,7 +125,7 @@ def test_published_image_is_mounted_as_a_volume(manifest):
     assert annotations == {"serving.kserve.io/deploymentMode": "Standard"}
 
 
-def test_triton_is_kserves_own_runtime_with_protocol_v2(manifest):
+def test_triton_uses_kserves_runtime_with_protocol_v2(manifest):
     found = manifest(
         runtime="triton",
         image="",
@@ -148,14 +148,14 @@ def test_triton_is_kserves_own_runtime_with_protocol_v2(manifest):
     assert manifest(runtime="triton")["spec"]["predictor"]["model"]["image"] == IMAGE
 
 
-def test_triton_without_enginery_in_its_image_is_said(artifact, tmp_path):
+def test_triton_image_without_enginery_is_noted(artifact, tmp_path):
     found = export_kserve(artifact, tmp_path, storage_uri=URI, runtime="triton")
     assert any("has no enginery" in note for note in found.notes)
     named = export_kserve(artifact, tmp_path, storage_uri=URI, runtime="triton", image=IMAGE)
     assert named.notes == ()
 
 
-def test_model_is_called_as_export_triton_calls_it(artifact, tmp_path):
+def test_triton_model_has_the_name_from_export_triton(artifact, tmp_path):
     repository = export_triton(artifact, tmp_path / "models", tokenizer=False)
     found = export_kserve(artifact, tmp_path, storage_uri=URI, runtime="triton")
     assert found.model == repository.name
@@ -174,7 +174,7 @@ def test_memory_grows_with_the_weights(artifact, tmp_path):
     assert memory(artifact) == "3Gi", "1 GiB and three times 0.4 GiB, in whole ones"
 
 
-def test_engines_count_where_they_run(artifact, exported, tmp_path):
+def test_memory_includes_engines_with_tensorrt_only(artifact, exported, tmp_path):
     built = with_engines(exported("bert", "fill-mask"), tmp_path / "built", CLASSIC)
     found = export_kserve(built, tmp_path, storage_uri=URI, image=IMAGE, provider="tensorrt")
     assert "--provider=tensorrt" in found.path.read_text()
@@ -184,7 +184,7 @@ def test_engines_count_where_they_run(artifact, exported, tmp_path):
 
 @pytest.mark.parametrize("runtime", ["enginery", "triton"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_address_that_kserve_fetches_makes_a_manifest(manifest, scheme, runtime):
+def test_every_storage_scheme_of_kserve_is_supported(manifest, scheme, runtime):
     manifest(storage_uri=f"{scheme}://org/models/minilm", runtime=runtime)
 
 
@@ -192,7 +192,7 @@ def test_every_address_that_kserve_fetches_makes_a_manifest(manifest, scheme, ru
 
 
 @pytest.mark.parametrize("runtime", ["enginery", "triton"])
-def test_tensorrt_without_an_engine_is_refused(exported, tmp_path, runtime):
+def test_tensorrt_needs_an_engine(exported, tmp_path, runtime):
     plain = exported("bert", "fill-mask")
     of_rtx = with_engines(plain, tmp_path / "built", {})
     options = {"storage_uri": URI, "image": IMAGE, "runtime": runtime, "provider": "tensorrt"}
@@ -204,7 +204,7 @@ def test_tensorrt_without_an_engine_is_refused(exported, tmp_path, runtime):
     assert export_kserve(built, tmp_path / "out", **options).path.is_file()
 
 
-def test_altered_artifact_is_refused_when_it_is_open_already(artifact, tmp_path):
+def test_changed_artifact_is_an_error_even_if_it_is_already_open(artifact, tmp_path):
     (artifact.path / "model.onnx").write_bytes(b"another graph")
     with pytest.raises(ArtifactError, match=r"model\.onnx"):
         export_kserve(artifact, tmp_path / "out", storage_uri=URI, image=IMAGE)
@@ -216,42 +216,45 @@ def test_altered_artifact_is_refused_when_it_is_open_already(artifact, tmp_path)
     [
         ({"storage_uri": "build/minilm"}, "expected an address"),
         ({"storage_uri": "pcv://models"}, "unknown scheme 'pcv'; did you mean 'pvc'?"),
-        ({"name": "MiniLM_L6"}, "option 'name' is 'MiniLM_L6', expected small letters"),
-        ({"name": "m" * 54}, "at most 53, the first"),
-        ({"name": "m" * 48, "min_replicas": 0}, "at most 47 with min_replicas 0"),
+        ({"name": "MiniLM_L6"}, "option 'name' is 'MiniLM_L6', expected at most"),
+        ({"name": "m" * 54}, "expected at most 53 lowercase"),
+        (
+            {"name": "m" * 48, "min_replicas": 0},
+            "with a letter first, for min_replicas 0",
+        ),
         ({"name": "1st"}, "option 'name'"),
         ({"namespace": "a.b"}, "option 'namespace'"),
         ({"namespace": "n" * 64}, "option 'namespace'"),
         ({"service_account": "a..b"}, "option 'service_account'"),
         ({"service_account": "Reader"}, "option 'service_account'"),
         ({"model_name": "a/b"}, "option 'model_name'"),
-        ({"image": ""}, "the runtime enginery needs one"),
-        ({"image": "a b"}, "expected no blanks"),
-        ({"memory": "4 GB"}, "option 'memory' is '4 GB', expected a quantity of Kubernetes"),
+        ({"image": ""}, "the runtime enginery needs an image"),
+        ({"image": "a b"}, "expected no spaces"),
+        ({"memory": "4 GB"}, "option 'memory' is '4 GB', expected a Kubernetes quantity"),
         ({"memory": "0"}, "option 'memory' is '0'"),
         ({"memory": "0Gi"}, "option 'memory' is '0Gi'"),
         ({"memory": "400m"}, "option 'memory' is '400m'"),
-        ({"memory": "4"}, "expected a quantity of Kubernetes from 64Mi"),
+        ({"memory": "4"}, "expected a Kubernetes quantity of at least 64Mi"),
         ({"cpu": "auto"}, "option 'cpu' is 'auto'"),
         ({"cpu": "1Gi"}, "option 'cpu' is '1Gi', expected CPU cores"),
         ({"cpu": "0"}, "option 'cpu' is '0'"),
         ({"cpu": "0m"}, "option 'cpu' is '0m'"),
         ({"cpu": "0.0001"}, "option 'cpu' is '0.0001'"),
-        ({"provider": "cpu", "gpus": 4}, "option 'gpus' is 4, and provider 'cpu' has none"),
+        ({"provider": "cpu", "gpus": 4}, "option 'gpus' is 4, but provider 'cpu' uses no GPU"),
         ({"runtime": "triton", "model_name": "zz"}, "enginery export-triton --name zz"),
         ({"gpus": 0}, "provider 'cuda' needs a GPU"),
         ({"gpus": -1}, "option 'gpus' is -1"),
-        ({"min_replicas": 2}, "option 'max_replicas' is 1, less than min_replicas, 2"),
+        ({"min_replicas": 2}, "option 'max_replicas' is 1, expected at least min_replicas, 2"),
     ],
 )
-def test_option_that_a_cluster_refuses_is_an_error(artifact, tmp_path, options, said):
+def test_options_that_a_cluster_rejects_are_errors(artifact, tmp_path, options, said):
     with pytest.raises(OptionError) as error:
         export_kserve(artifact, tmp_path / "out", **{"storage_uri": URI, "image": IMAGE, **options})
     assert said in str(error.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_task_that_serve_does_not_answer_goes_to_triton(artifact, tmp_path):
+def test_task_without_a_route_in_serve_needs_triton(artifact, tmp_path):
     manifest = artifact.manifest.model_copy(update={"task": "text-generation"})
     commit_artifact(artifact.path, manifest)
     other = Artifact.open(artifact.path)
@@ -266,10 +269,10 @@ def test_failed_artifact_is_not_exported(artifact, tmp_path):
         export_kserve(failed, tmp_path, storage_uri=URI, image=IMAGE)
 
 
-def test_manifest_of_ones_own_is_never_overwritten(artifact, tmp_path):
+def test_other_manifest_is_never_overwritten(artifact, tmp_path):
     file = tmp_path / "inferenceservice.yaml"
     file.write_text("kind: InferenceService\n")
-    with pytest.raises(ArtifactError, match="was not made by export-kserve"):
+    with pytest.raises(ArtifactError, match="was not written by export-kserve"):
         export_kserve(artifact, tmp_path, storage_uri=URI, image=IMAGE)
     assert file.read_text() == "kind: InferenceService\n"
     file.unlink()
@@ -291,7 +294,7 @@ def test_manifest_of_ones_own_is_never_overwritten(artifact, tmp_path):
         ("x" * 80, "x" * 47),
     ],
 )
-def test_name_is_one_that_kubernetes_takes(text, name):
+def test_service_name_is_valid_in_kubernetes(text, name):
     assert service_name(text) == name
     assert KserveConfig(URI, image=IMAGE, name=name, min_replicas=0).name == name
 
@@ -308,26 +311,26 @@ def test_name_is_one_that_kubernetes_takes(text, name):
         {"memory": "4G"},
     ],
 )
-def test_names_and_quantities_are_those_of_kubernetes(manifest, options):
+def test_valid_names_and_quantities_of_kubernetes(manifest, options):
     found = manifest(**options)
     assert all(str(value) in json.dumps(found) for value in options.values())
 
 
-def test_names_that_are_too_long_for_some_clusters_are_said(artifact, tmp_path):
+def test_names_too_long_for_some_clusters_are_noted(artifact, tmp_path):
     def notes(**options):
         options = {"storage_uri": URI, "image": IMAGE, "name": "m" * 48, **options}
         return export_kserve(artifact, tmp_path, **options).notes
 
     (said,) = notes()
-    assert "the name has 48 letters, and Knative takes 47" in said
+    assert "the name has 48 characters, but Knative allows 47" in said
     image = "oci://ghcr.io/org/minilm"
     assert not any("Knative" in note for note in notes(storage_uri=image)), "it is Standard"
     assert notes(name="m" * 47, namespace="short") == ()
     (said,) = notes(name="m" * 47, namespace="longer")
-    assert "64 letters, and DNS takes 63" in said
+    assert "64 characters, but DNS allows 63" in said
 
 
-def test_command_prints_what_it_made(artifact, tmp_path, capsys):
+def test_command_prints_the_result(artifact, tmp_path, capsys):
     words = ["export-kserve", str(artifact.path), str(tmp_path / "out"), "--storage-uri", URI]
     with pytest.raises(SystemExit) as ended:
         main([*words, "--image", IMAGE, "--json"])

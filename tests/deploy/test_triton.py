@@ -1,4 +1,4 @@
-"""Models for Triton: its proto and checks, answers as load_model's, and a repository kept safe."""
+"""Export to Triton: its proto and checks, results equal to load_model's, and repository updates."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from enginery.deploy.triton.engines import largest_batch
 from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.steps import TextSteps, open_text_task
 from enginery.deploy.triton.tensors import has_batch_dim, tensor_fields
-from enginery.deploy.triton.text import Word, config_text, entries
+from enginery.deploy.triton.text_format import EnumValue, config_text, map_entries
 from enginery.runtime.tasks import find_task
 from enginery.runtime.tasks.tag import TokenSpan
 from tests.core.artifacts import start, verdict
@@ -66,7 +66,7 @@ def mood(exported):
 
 @pytest.fixture
 def serve(models):
-    """`serve(artifact)`: its models, in a double of Triton."""
+    """Return a function that exports an artifact and loads it in a test double of Triton."""
 
     def make(artifact, **options):
         export_triton(artifact, models, name="m", provider="cpu", **options)
@@ -76,7 +76,7 @@ def serve(models):
 
 
 def answers(task, found):
-    """What the double gave, as the library has it."""
+    """Return the outputs of the double as the result type of the library."""
     if task == "feature-extraction":
         return found["embedding"]
     if task == "token-classification":
@@ -101,7 +101,7 @@ def expected(task, model, inputs):
 
 
 def close(found, wanted):
-    """Equal, scores within what another batch's padding does to them."""
+    """Assert that results are equal, with tolerances for the padding of other batches."""
     if isinstance(wanted, dict):
         return found.keys() == wanted.keys() and all(close(found[k], wanted[k]) for k in wanted)
     if isinstance(wanted, list | tuple):
@@ -115,7 +115,7 @@ def close(found, wanted):
 
 
 @pytest.mark.parametrize("task", TEXT_TASKS)
-def test_ensemble_answers_as_load_model_does(exported, serve, task):
+def test_ensemble_has_the_results_of_load_model(exported, serve, task):
     artifact = exported("bert", task)
     server = serve(artifact)
     assert sorted(server.configs) == ["m", "m-answers", "m-graph", "m-tokenizer"]
@@ -134,14 +134,14 @@ def test_ensemble_answers_as_load_model_does(exported, serve, task):
         assert close(found, wanted)
 
 
-def test_long_context_becomes_several_rows_of_one_request(exported, serve):
+def test_long_context_becomes_several_rows(exported, serve):
     server = serve(exported("bert", "question-answering"))
     inputs = {"question": texts(["Who runs?"]), "context": texts([CONTEXT])}
     server.infer("m", inputs)
     assert server.batches[-1][0] > 1
 
 
-def test_real_model_gives_its_own_vectors(minilm, serve):
+def test_real_model_has_the_same_embeddings(minilm, serve):
     from enginery import export_model
 
     artifact = export_model(minilm, task="feature-extraction")
@@ -179,7 +179,7 @@ def test_pairs_of_texts_are_an_optional_input(mood, serve):
         ({"truncate": 1}, "parameters.truncate: found the number 1, expected true or false"),
     ],
 )
-def test_wrong_parameter_is_the_clients_error(mood, serve, parameters, said):
+def test_invalid_parameter_is_a_client_error(mood, serve, parameters, said):
     server = serve(mood)
     with pytest.raises(TritonError) as error:
         server.infer("m", {"text": texts(ASKED)}, parameters)
@@ -187,7 +187,7 @@ def test_wrong_parameter_is_the_clients_error(mood, serve, parameters, said):
     assert error.value.code == TritonError.INVALID_ARG
 
 
-def test_parameters_do_what_they_do_in_the_library(mood, exported, serve):
+def test_parameters_work_as_in_the_library(mood, exported, serve):
     server = serve(mood)
     one = {"text": texts(ASKED[:1])}
     found = server.infer("m", one, {"top_k": 2, "activation": "none", "timeout": 5})
@@ -201,7 +201,7 @@ def test_parameters_do_what_they_do_in_the_library(mood, exported, serve):
         server.infer("m", long, {"truncate": False})
 
 
-def test_texts_of_a_bucket_have_one_shape_so_that_triton_batches_them(mood, serve):
+def test_texts_are_padded_to_common_shapes_for_batching(mood, serve):
     server = serve(mood, pad_multiple=48)
     shapes = []
     for text in (ASKED[0], ASKED[2]):
@@ -212,17 +212,17 @@ def test_texts_of_a_bucket_have_one_shape_so_that_triton_batches_them(mood, serv
     assert server.batches[-1] == (1, 128), "never beyond what the model takes"
 
 
-def test_more_texts_than_a_batch_are_refused_in_words(mood, serve):
+def test_more_rows_than_a_batch_are_an_error(mood, serve):
     server = serve(mood, max_batch_size=2)
-    with pytest.raises(TritonError, match=r"3 rows, and the graph takes 2 at most in one request"):
+    with pytest.raises(TritonError, match=r"3 rows, expected at most 2 in one request"):
         server.infer("m", {"text": texts(ASKED)})
 
 
-def test_bytes_that_are_no_text_are_the_clients_error(mood, serve):
+def test_invalid_utf8_is_a_client_error(mood, serve):
     server = serve(mood)
     broken = texts(ASKED)
     broken[1] = b"\xff\xfe"
-    with pytest.raises(TritonError, match=r"text 1 is no UTF-8: byte 0 of 2"):
+    with pytest.raises(TritonError, match=r"text 1 is not UTF-8: byte 0 of 2"):
         server.infer("m", {"text": broken})
     with pytest.raises(TritonError, match="text is empty"):
         server.infer("m", {"text": texts([])})
@@ -235,7 +235,7 @@ def text_steps(artifact, **changes):
 
 
 def asked_of(task, graph, **changes):
-    """Inputs of the answers: two texts, and what a graph that gives zeros gives for them."""
+    """Return inputs for postprocessing: two texts, and outputs of zeros."""
     asked = texts([f"{text} [MASK]" for text in ASKED[:2]])
     inputs = {field.name: asked for field in find_task(task).inputs if not field.optional}
     width = text_steps(graph).tokenize(inputs, {})["input_ids"].shape[1]
@@ -252,7 +252,7 @@ def asked_of(task, graph, **changes):
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("task", TEXT_TASKS)
-def test_outputs_that_are_not_finite_are_no_answers(exported, task, wrong):
+def test_outputs_that_are_not_finite_are_errors(exported, task, wrong):
     artifact = exported("bert", task)
     steps, given = text_steps(artifact), asked_of(task, artifact)
     assert steps.answer(given, {}), "zeros are"
@@ -263,7 +263,7 @@ def test_outputs_that_are_not_finite_are_no_answers(exported, task, wrong):
 
 
 @pytest.mark.parametrize("task", TEXT_TASKS)
-def test_one_number_that_is_none_is_enough(exported, task):
+def test_one_nan_is_an_error(exported, task):
     artifact = exported("bert", task)
     steps, given = text_steps(artifact), asked_of(task, artifact)
     *_, spoiled = given
@@ -275,8 +275,8 @@ def test_one_number_that_is_none_is_enough(exported, task):
         steps.answer(given, {})
 
 
-def test_score_of_minus_infinity_among_others_is_one(exported):
-    """What a model gives to tokens that are never the answer."""
+def test_score_of_minus_infinity_among_finite_ones_is_valid(exported):
+    """Models use -inf to exclude tokens."""
     artifact = exported("bert", "fill-mask")
     given = asked_of("fill-mask", artifact)
     given["logits"][..., :7] = -math.inf
@@ -285,7 +285,7 @@ def test_score_of_minus_infinity_among_others_is_one(exported):
     assert best["score"] == pytest.approx(1 / (given["logits"].shape[-1] - 7))
 
 
-def test_padding_and_filling_rows_are_no_answers(mood, exported):
+def test_nan_in_padding_is_ignored(mood, exported):
     logits = np.zeros((3, 3), np.float32)
     logits[2] = math.nan
     steps = text_steps(mood)
@@ -296,17 +296,17 @@ def test_padding_and_filling_rows_are_no_answers(mood, exported):
     assert text_steps(tagged).answer(given, {})
 
 
-def test_answers_in_json_have_no_nan(exported, monkeypatch):
+def test_results_in_json_have_no_nan(exported, monkeypatch):
     artifact = exported("bert", "token-classification")
     steps, given = text_steps(artifact), asked_of("token-classification", artifact)
     span = TokenSpan("PER", math.nan, 0, 1, "x")
     monkeypatch.setattr(steps.task, "postprocess", lambda *_: [[], [span]])
-    with pytest.raises(CheckFailedError, match="answer 1 is NaN or infinite"):
+    with pytest.raises(CheckFailedError, match="result 1 is NaN or infinite"):
         steps.answer(given, {})
 
 
 @pytest.mark.parametrize("value", [5, 1 << 40, -1, None, 1.5, [b"a"]])
-def test_what_is_no_text_is_the_clients_error(mood, serve, value):
+def test_value_that_is_not_text_is_a_client_error(mood, serve, value):
     given = texts(ASKED)
     given[1] = value
     with pytest.raises(TritonError, match=r"text 1 is a \w+, expected a text") as error:
@@ -314,7 +314,7 @@ def test_what_is_no_text_is_the_clients_error(mood, serve, value):
     assert error.value.code == TritonError.INVALID_ARG
 
 
-def test_request_that_fails_leaves_the_others_of_its_batch(mood, serve, monkeypatch, capsys):
+def test_failed_request_does_not_fail_others_of_its_call(mood, serve, monkeypatch, capsys):
     model = serve(mood).python["m-tokenizer"]
     good = Request([Tensor("text", texts(ASKED))], ["input_ids"], "")
     broken = Request([Tensor("text", texts(ASKED))], ["input_ids"], "{")
@@ -329,12 +329,12 @@ def test_request_that_fails_leaves_the_others_of_its_batch(mood, serve, monkeypa
     assert [response.error is None for response in found] == [False, True]
 
 
-def test_outputs_of_fewer_rows_are_not_answered(mood):
-    with pytest.raises(InputError, match=r"3 rows, and the graph's outputs are logits \(2, 3\)"):
+def test_outputs_with_too_few_rows_are_an_error(mood):
+    with pytest.raises(InputError, match=r"3 rows, but the graph's outputs are logits \(2, 3\)"):
         text_steps(mood).answer({"text": texts(ASKED), "logits": np.zeros((2, 3), np.float32)}, {})
 
 
-def test_rows_fit_the_profiles_of_an_engine_or_are_refused(mood):
+def test_rows_that_fit_no_profile_are_an_error(mood):
     profiles = tuple(map(Profile.parse, ("batch=1:1:4,sequence=24:32:40",)))
     steps = text_steps(mood, profiles=profiles)
     assert steps.tokenize({"text": texts(ASKED[2:])}, {})["input_ids"].shape == (1, 24)
@@ -349,7 +349,7 @@ def test_rows_fit_the_profiles_of_an_engine_or_are_refused(mood):
         steps.tokenize({"text": texts([long])}, {})
 
 
-def test_fixed_batch_is_filled_and_its_filling_is_not_answered(mood):
+def test_fixed_batch_is_filled_and_the_filling_is_removed(mood):
     steps = text_steps(mood)
     graph = steps.task.record
     inputs = tuple(TensorSpec(s.name, s.dtype, (4, "sequence")) for s in graph.inputs)
@@ -363,7 +363,7 @@ def test_fixed_batch_is_filled_and_its_filling_is_not_answered(mood):
 # The graph's configuration
 
 
-def test_graph_batches_as_profiles_and_options_say(mood, models):
+def test_batching_follows_profiles_and_options(mood, models):
     export_triton(
         mood,
         models,
@@ -404,17 +404,17 @@ def test_graph_batches_as_profiles_and_options_say(mood, models):
     assert [path.name for path in models.iterdir()] == ["m"]
 
 
-def test_labels_are_a_file_that_triton_ranks_with(mood, models):
+def test_labels_are_a_file_for_triton(mood, models):
     export_triton(mood, models, name="m", tokenizer=False)
     config = read_config(models / "m")
     assert config.output[0].label_filename == "labels.txt"
     assert (models / "m/labels.txt").read_text().split() == ["calm", "angry", "glad"]
 
 
-def test_image_model_is_the_graph_alone(exported, models):
+def test_image_model_exports_only_the_graph(exported, models):
     found = export_triton(exported("vit", "image-classification"), models, name="m", provider="cpu")
     assert found.models == ("m",)
-    assert "the graph alone: it takes images" in found.notes
+    assert "exported only the graph: the model takes images" in found.notes
     server = TritonDouble(models)
     pixels = np.zeros((2, 3, 32, 32), np.float32)
     assert server.infer("m", {"pixel_values": pixels})["logits"].shape == (2, 3)
@@ -422,7 +422,7 @@ def test_image_model_is_the_graph_alone(exported, models):
 
 
 @pytest.mark.parametrize("kind", ["roberta", "distilbert", "deberta-v2"])
-def test_other_architectures_load_and_answer(exported, serve, kind):
+def test_other_architectures(exported, serve, kind):
     artifact = exported(kind, "token-classification")
     found = serve(artifact).infer("m", {"text": texts(ASKED)})
     with load_model(artifact) as model:
@@ -430,15 +430,17 @@ def test_other_architectures_load_and_answer(exported, serve, kind):
     assert close(answers("token-classification", found), wanted)
 
 
-def test_fixed_batch_is_no_batch_of_tritons(tmp_path, models):
+def test_fixed_batch_is_not_batched_by_triton(tmp_path, models):
     fixed = product(tmp_path / "fixed", batch=4)
     found = export_triton(fixed, models, name="m", provider="cpu")
     config = read_config(models / "m")
     assert (config.max_batch_size, list(config.input[0].dims)) == (0, [4, 64])
     assert found.max_batch_size == 0
-    with pytest.raises(OptionError, match="'preferred_batch_size' has 2, and there are no batches"):
+    with pytest.raises(
+        OptionError, match="'preferred_batch_size' contains 2, but there are no batches"
+    ):
         export_triton(fixed, models, name="m", provider="cpu", preferred_batch_size=(2,))
-    assert any("Triton makes no batches" in note for note in found.notes)
+    assert any("Triton cannot batch requests" in note for note in found.notes)
     assert TritonDouble(models).infer("m", {"x": np.ones((4, 64), np.float32)})["y"].shape == (
         4,
         64,
@@ -455,31 +457,31 @@ def test_graph_of_several_files_is_a_folder(exported, tmp_path, models):
     assert found["score"].shape == (3, 3)
     data = (folder / "model.onnx.data").stat()
     assert data.st_nlink > 1, "a large file is linked, not copied"
-    assert data.st_mode & 0o777 == 0o664, "a link's mode is that of the artifact's file"
+    assert data.st_mode & 0o777 == 0o664, "a hard link shares its mode with the artifact's file"
 
 
-def test_one_of_several_graphs_has_to_be_named(exported, models):
+def test_one_of_several_graphs_must_be_chosen(exported, models):
     artifact = exported("t5", "text2text-generation")
-    with pytest.raises(OptionError, match="a model of Triton has one"):
+    with pytest.raises(OptionError, match="a Triton model has one"):
         export_triton(artifact, models)
     (encoder, *_) = (g.file for g in artifact.manifest.graphs if "encoder" in g.file)
     export_triton(artifact, models, graph=encoder, name="encoder", provider="cpu")
     assert TritonDouble(models).configs["encoder"].max_batch_size == 32
 
 
-def test_tensor_without_a_type_in_triton_is_an_error(tmp_path, models):
+def test_unsupported_data_type_is_an_error(tmp_path, models):
     artifact = product(tmp_path / "source")
     graph = artifact.manifest.graphs[0]
     bf16 = tuple(TensorSpec(s.name, "bfloat16", s.dims) for s in graph.inputs)
     changed = graph.model_copy(update={"inputs": bf16})
     commit_artifact(artifact.path, artifact.manifest.model_copy(update={"graphs": (changed,)}))
-    with pytest.raises(ArtifactError, match="ONNX Runtime backend has no tensors of bfloat16"):
+    with pytest.raises(ArtifactError, match="ONNX Runtime backend does not support bfloat16"):
         export_triton(artifact.path, models)
-    with pytest.raises(ArtifactError, match="Triton has no tensors of float8e4m3fn"):
+    with pytest.raises(ArtifactError, match="Triton does not support float8e4m3fn"):
         tensor_fields(TensorSpec("x", "float8e4m3fn", (1,)), batched=False)
 
 
-def test_batch_is_the_first_dim_of_every_tensor_or_there_is_none(mood):
+def test_batch_dim_is_the_first_dim_of_every_tensor(mood):
     graph = mood.manifest.graphs[0]
     assert has_batch_dim(graph)
     for dims in (("rows", 3), (3,), (), ("past + batch", 3), (-1, 3)):
@@ -490,14 +492,14 @@ def test_batch_is_the_first_dim_of_every_tensor_or_there_is_none(mood):
     assert (one_number["dims"], one_number["reshape"]) == ([1], {"shape": []})
 
 
-def test_text_of_a_configuration_is_read_back_as_it_was():
+def test_config_text_is_parsed_to_the_same_values():
     name = 'a "name" of \\ letters\n\tünd 引擎'
     config = config_text(
         {
             "name": name,
             "max_batch_size": 3,
-            "input": [{"data_type": Word("TYPE_BOOL"), "dims": [-1]}],
-            "parameters": entries({name: {"string_value": ""}}),
+            "input": [{"data_type": EnumValue("TYPE_BOOL"), "dims": [-1]}],
+            "parameters": map_entries({name: {"string_value": ""}}),
             "output": [],
             "backend": None,
             "dynamic_batching": {"preserve_ordering": True},
@@ -510,7 +512,7 @@ def test_text_of_a_configuration_is_read_back_as_it_was():
     found = text_format.Parse(config, PROTO.ModelConfig())
     assert (found.name, found.max_batch_size, list(found.parameters)) == (name, 3, [name])
     assert (found.dynamic_batching.preserve_ordering, list(found.input[0].dims)) == (True, [-1])
-    with pytest.raises(TypeError, match="no field of a message"):
+    with pytest.raises(TypeError, match="a protobuf field cannot be"):
         config_text({"name": object()})
 
 
@@ -520,7 +522,7 @@ def test_text_of_a_configuration_is_read_back_as_it_was():
 PROFILES = ("batch=1:8:32,sequence=8:64:128", "batch=1:2:4,sequence=128")
 
 
-def test_tensorrt_backend_takes_the_plan_with_all_its_profiles(mood, tmp_path, models):
+def test_tensorrt_backend_has_the_plan_with_all_profiles(mood, tmp_path, models):
     artifact = with_engines(mood, tmp_path / "built", {**CLASSIC, "profiles": PROFILES})
     found = export_triton(artifact, models, name="m", backend="tensorrt", tokenizer=False)
     config = read_config(models / "m")
@@ -535,7 +537,7 @@ def test_tensorrt_backend_takes_the_plan_with_all_its_profiles(mood, tmp_path, m
     assert any("hardware-bound: tensorrt 10.16.1.11" in note for note in found.notes)
 
 
-def test_plans_of_several_gpus_are_chosen_by_capability(mood, tmp_path, models):
+def test_plans_of_several_gpus_are_selected_by_capability(mood, tmp_path, models):
     engines = [{**CLASSIC, "profiles": PROFILES, "capabilities": (c,)} for c in ("8.0", "8.9")]
     artifact = with_engines(mood, tmp_path / "built", *engines)
     export_triton(artifact, models, name="m", backend="tensorrt", tokenizer=False)
@@ -547,7 +549,7 @@ def test_plans_of_several_gpus_are_chosen_by_capability(mood, tmp_path, models):
     ]
 
 
-def test_onnxruntime_opens_a_prebuilt_engine_by_its_wrapper(mood, tmp_path, models):
+def test_onnxruntime_loads_an_engine_through_its_wrapper(mood, tmp_path, models):
     artifact = with_engines(mood, tmp_path / "built", {**CLASSIC, "profiles": PROFILES})
     found = export_triton(artifact, models, name="m", provider="tensorrt")
     config = read_config(models / "m-graph")
@@ -557,22 +559,22 @@ def test_onnxruntime_opens_a_prebuilt_engine_by_its_wrapper(mood, tmp_path, mode
     assert sorted(path.name for path in folder.iterdir()) == ["model.onnx", "model.plan"]
     assert b"EPContext" in (folder / "model.onnx").read_bytes()
     assert not config.instance_group[0].profile
-    assert any("reaches the first profile alone" in note for note in found.notes)
+    assert any("uses only the first profile" in note for note in found.notes)
     profiles = read_config(models / "m-tokenizer").parameters["profiles"].string_value
     assert profiles == PROFILES[0]
 
 
 @pytest.mark.parametrize("options", [{"backend": "tensorrt"}, {"provider": "tensorrt"}])
-def test_engine_of_tensorrt_for_rtx_is_not_one_that_triton_loads(mood, tmp_path, models, options):
+def test_engine_of_tensorrt_for_rtx_is_an_error(mood, tmp_path, models, options):
     artifact = with_engines(mood, tmp_path / "built", {})
-    with pytest.raises(ArtifactError, match=r"has no engine of model.onnx that Triton loads"):
+    with pytest.raises(ArtifactError, match=r"has no engine of model.onnx for Triton"):
         export_triton(artifact, models, **options)
     with pytest.raises(ArtifactError, match="found none"):
         export_triton(mood, models, **options)
     assert not models.exists()
 
 
-def test_engine_is_named_where_several_would_do(mood, tmp_path, models):
+def test_one_of_several_engines_must_be_chosen(mood, tmp_path, models):
     engines = [{**CLASSIC, "profiles": (profile,)} for profile in PROFILES]
     artifact = with_engines(mood, tmp_path / "built", *engines)
     with pytest.raises(ArtifactError, match="has other profiles than") as error:
@@ -580,11 +582,11 @@ def test_engine_is_named_where_several_would_do(mood, tmp_path, models):
     name = str(error.value).rpartition(" ")[2]
     export_triton(artifact, models, backend="tensorrt", engine=name, name="m", tokenizer=False)
     assert len(read_config(models / "m").instance_group[0].profile) == 1
-    with pytest.raises(OptionError, match=r"ONNX Runtime's backend opens one"):
+    with pytest.raises(OptionError, match=r"ONNX Runtime's backend loads only one"):
         export_triton(artifact, models, provider="tensorrt")
     with pytest.raises(OptionError, match="has no engine 'nothing'"):
         export_triton(artifact, models, backend="tensorrt", engine="nothing")
-    with pytest.raises(OptionError, match="has profiles of its own"):
+    with pytest.raises(OptionError, match="has its own profiles"):
         export_triton(artifact, models, backend="tensorrt", engine=name, profile=PROFILES[:1])
 
 
@@ -601,12 +603,12 @@ def test_engine_is_named_where_several_would_do(mood, tmp_path, models):
         ([], 0),
     ],
 )
-def test_largest_batch_is_one_that_every_text_can_be_in(profiles, largest):
+def test_largest_batch_is_covered_by_every_profile(profiles, largest):
     assert largest_batch([Profile.parse(text) for text in profiles], "batch") == largest
 
 
 def test_profile_without_a_single_row_is_an_error():
-    with pytest.raises(ShapeError, match="takes 2 rows at least"):
+    with pytest.raises(ShapeError, match="needs at least 2 rows"):
         largest_batch([Profile.parse("batch=2:4:8,sequence=8")], "batch")
 
 
@@ -614,7 +616,7 @@ def test_profile_without_a_single_row_is_an_error():
 
 
 def tree(directory: Path) -> dict[str, bytes]:
-    """A folder's files, without the byte code that importing model.py leaves."""
+    """Return a folder's files, without the byte code of model.py."""
     return {
         str(p.relative_to(directory)): p.read_bytes()
         for p in directory.rglob("*")
@@ -622,7 +624,7 @@ def tree(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_models_of_others_stay_and_the_same_export_is_replaced(mood, models):
+def test_export_replaces_its_models_and_keeps_others(mood, models):
     (models / "other/1").mkdir(parents=True)
     (models / "other/config.pbtxt").write_text("mine")
     export_triton(mood, models, name="m")
@@ -633,40 +635,40 @@ def test_models_of_others_stay_and_the_same_export_is_replaced(mood, models):
     found = export_triton(mood, models, name="m", tokenizer=False)
     assert sorted(path.name for path in models.iterdir()) == ["m", "other"]
     assert not list(models.parent.glob(".tmp-*"))
-    (said,) = (note for note in found.notes if "went" in note)
-    assert said.startswith("m-graph, m-tokenizer, m-answers of an earlier export")
+    (said,) = (note for note in found.notes if "earlier export" in note)
+    assert said.startswith("removed m-graph, m-tokenizer, m-answers of an earlier export")
 
 
-def test_older_version_stays_and_the_newest_is_served(mood, tmp_path, models):
+def test_older_version_is_kept_and_the_newest_is_served(mood, tmp_path, models):
     export_triton(mood, models, name="m", provider="cpu")
     before = tree(models / "m-graph/1")
     found = export_triton(mood, models, name="m", provider="cpu", version=2)
-    assert any("version 1 stays beside 2" in note for note in found.notes)
+    assert any("version 1 is kept beside 2" in note for note in found.notes)
     assert tree(models / "m-graph/1") == before
     for part in ("m", "m-graph", "m-tokenizer", "m-answers"):
         assert newest_version(models / part).name == "2"
     assert TritonDouble(models).infer("m", {"text": texts(ASKED)})["score"].shape == (3, 3)
-    with pytest.raises(OptionError, match=r"'version' is 1, and .* has version 2, which Triton"):
+    with pytest.raises(OptionError, match=r"'version' is 1, but .* has version 2, which Triton"):
         export_triton(mood, models, name="m", provider="cpu")
     whole = tree(models)
     again = export_triton(mood, models, name="m", provider="cpu", version=2)
     assert (tree(models), again.notes) == (whole, found.notes)
     (models / "m-graph/1/model.onnx").write_bytes(b"tuned")
-    with pytest.raises(ArtifactError, match=r"edited since it was made, and 1/model.onnx"):
+    with pytest.raises(ArtifactError, match=r"edited after its export: 1/model.onnx"):
         export_triton(mood, models, name="m", provider="cpu", version=3)
 
 
-def test_version_of_another_backend_does_not_stay(mood, tmp_path, models):
+def test_version_of_another_backend_is_removed(mood, tmp_path, models):
     export_triton(mood, models, name="m", tokenizer=False, version=2)
     artifact = with_engines(mood, tmp_path / "built", {**CLASSIC, "profiles": PROFILES})
     options = {"name": "m", "backend": "tensorrt", "tokenizer": False}
     found = export_triton(artifact, models, **options)
     assert sorted(p.name for p in (models / "m").iterdir() if p.name.isdecimal()) == ["1"]
-    assert any("version 2 of m is gone: it was of another backend" in n for n in found.notes)
+    assert any("removed version 2 of m: it is for another backend" in n for n in found.notes)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are of POSIX")
-def test_everyone_can_read_what_the_server_reads(exported, tmp_path, models):
+def test_all_users_can_read_the_repository(exported, tmp_path, models):
     artifact = large(exported("bert", "text-classification"), tmp_path / "large")
     for path in artifact.path.iterdir():
         path.chmod(0o700 if path.is_dir() else 0o600)
@@ -681,31 +683,31 @@ def test_everyone_can_read_what_the_server_reads(exported, tmp_path, models):
     assert (artifact.path / "model.onnx.data").stat().st_mode & 0o777 == 0o600
 
 
-def test_folder_of_somebody_else_is_never_overwritten(mood, models):
+def test_other_folder_is_never_overwritten(mood, models):
     (models / "m-tokenizer").mkdir(parents=True)
     (models / "m-tokenizer/config.pbtxt").write_text("mine")
     before = tree(models)
-    with pytest.raises(ArtifactError, match="was not made by export-triton"):
+    with pytest.raises(ArtifactError, match="was not written by export-triton"):
         export_triton(mood, models, name="m")
     assert tree(models) == before
 
 
-def test_folder_that_was_edited_is_never_overwritten(mood, models):
+def test_edited_folder_is_never_overwritten(mood, models):
     export_triton(mood, models, name="m")
     config = models / "m-graph/config.pbtxt"
     config.write_text(config.read_text() + "# tuned by hand\n")
-    with pytest.raises(ArtifactError, match=r"edited since it was made, and config.pbtxt"):
+    with pytest.raises(ArtifactError, match=r"edited after its export: config.pbtxt"):
         export_triton(mood, models, name="m")
     assert "# tuned by hand" in config.read_text()
 
 
-def test_name_of_another_exports_part_is_taken(mood, models):
+def test_name_of_another_exports_model_is_an_error(mood, models):
     export_triton(mood, models, name="m")
-    with pytest.raises(ArtifactError, match="is part of the export 'm'"):
+    with pytest.raises(ArtifactError, match="belongs to the export 'm'"):
         export_triton(mood, models, name="m-graph", tokenizer=False)
 
 
-def test_failure_while_writing_leaves_what_was_there(mood, models, monkeypatch):
+def test_failure_while_writing_keeps_the_old_models(mood, models, monkeypatch):
     from enginery.deploy.triton import repository as triton_repository
 
     export_triton(mood, models, name="m")
@@ -721,7 +723,7 @@ def test_failure_while_writing_leaves_what_was_there(mood, models, monkeypatch):
     assert not list(models.parent.glob(".tmp-*"))
 
 
-def test_model_comes_back_where_no_rename_goes_on(mood, models, monkeypatch):
+def test_model_is_restored_after_a_failed_rename(mood, models, monkeypatch):
     def stuck(directory, out, *, old):
         os.replace(out, old)
         raise OSError(5, "Input/output error", str(out))
@@ -734,7 +736,7 @@ def test_model_comes_back_where_no_rename_goes_on(mood, models, monkeypatch):
     assert tree(models) == before
 
 
-def test_leftover_of_a_killed_export_goes_and_that_of_another_repository_stays(mood, models):
+def test_leftovers_of_this_repository_only_are_removed(mood, models):
     names = [
         f".tmp-{repository}-0123456789ab-triton"
         for repository in ("models", "models-b", "models-triton", "model.")
@@ -753,7 +755,7 @@ os.environ["ENGINERY_HOME"] = home
 from enginery.api import export_triton
 from enginery.deploy.triton import repository as triton_repository
 from enginery.deploy.triton import stage as triton
-write, place = triton_repository._write, triton.place
+write, place = triton_repository._write, triton.install_models
 def wait(*arguments):
     write(*arguments)
     if pause and arguments[0].name == name:
@@ -762,13 +764,13 @@ def wait(*arguments):
 def ask(*arguments, **options):
     print("asking", flush=True)
     return place(*arguments, **options)
-triton_repository._write, triton.place = wait, ask
+triton_repository._write, triton.install_models = wait, ask
 export_triton(artifact, models, name=name, provider="cpu")
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows locks no directories")
-def test_exporters_with_stores_of_their_own_do_not_meet(mood, models, tmp_path):
+def test_exports_with_different_stores_are_serialized(mood, models, tmp_path):
     first = start(EXPORT, mood.path, models, "one", tmp_path / "home-one", "pause")
     assert [first.stdout.readline() for _ in range(2)] == ["asking\n", "staged\n"]
     second = start(EXPORT, mood.path, models, "two", tmp_path / "home-two", "")
@@ -804,7 +806,7 @@ export_triton(artifact, models, name="m", provider="cpu")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot exchange names")
-def test_killed_export_leaves_every_model_in_its_place(mood, models):
+def test_killed_export_keeps_every_model(mood, models):
     export_triton(mood, models, name="m", provider="cpu")
     before = tree(models)
     with start(KILLED, mood.path, models, "exchanges") as child:
@@ -815,7 +817,7 @@ def test_killed_export_leaves_every_model_in_its_place(mood, models):
     assert not list(models.parent.glob(".tmp-*"))
 
 
-def test_model_that_a_killed_export_moved_away_comes_back(mood, models):
+def test_model_moved_by_a_killed_export_is_restored(mood, models):
     export_triton(mood, models, name="m", provider="cpu")
     before = tree(models)
     with start(KILLED, mood.path, models, "") as child:
@@ -827,15 +829,15 @@ def test_model_that_a_killed_export_moved_away_comes_back(mood, models):
     assert not list(models.parent.glob(".tmp-*"))
 
 
-def test_artifact_or_file_is_no_repository(mood, copied, tmp_path):
-    with pytest.raises(ArtifactError, match="so it is an artifact"):
+def test_artifact_or_file_cannot_be_a_repository(mood, copied, tmp_path):
+    with pytest.raises(ArtifactError, match="is an artifact, as it has a"):
         export_triton(mood, copied(mood).path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ArtifactError, match="is a file"):
         export_triton(mood, tmp_path / "file")
 
 
-def test_altered_or_failed_artifact_is_not_exported(mood, copied, models):
+def test_changed_or_failed_artifact_is_not_exported(mood, copied, models):
     artifact = copied(mood)
     failed = artifact.annotate(verdict(passed=False), b"")
     with pytest.raises(RejectedArtifactError, match="failed its validation"):
@@ -846,7 +848,7 @@ def test_altered_or_failed_artifact_is_not_exported(mood, copied, models):
         export_triton(artifact, models)
 
 
-def test_artifact_without_tokenizer_is_the_graph_alone(mood, copied, models):
+def test_artifact_without_tokenizer_exports_only_the_graph(mood, copied, models):
     artifact = copied(mood)
     (artifact.path / "tokenizer.json").unlink()
     commit_artifact(artifact.path, artifact.manifest)
@@ -864,26 +866,26 @@ def test_artifact_without_tokenizer_is_the_graph_alone(mood, copied, models):
         ({"name": "../up"}, "option 'name' is '../up'"),
         ({"version": 0}, "option 'version' is 0, expected a whole number from 1"),
         ({"max_batch_size": 2**31}, "option 'max_batch_size' is 2147483648"),
-        ({"preferred_batch_size": (64,)}, "has 64, expected 1 to max_batch_size, 32"),
+        ({"preferred_batch_size": (64,)}, "contains 64, expected 1 to 32, the max_batch_size"),
         (
             {"preferred_batch_size": (4, 16), "profile": ("batch=1:4:8,sequence=8",)},
-            "'preferred_batch_size' has 16, and batches have 8 rows at most. Name sizes up to 8",
+            "contains 16, but batches have at most 8 rows. Use sizes up to 8",
         ),
-        ({"backend": "tensorrt", "provider": "cpu"}, "runs on a GPU"),
+        ({"backend": "tensorrt", "provider": "cpu"}, "needs a GPU"),
         ({"execution_env": " /env"}, "expected one line of text"),
         ({"profile": ("batch=1,seq=8",)}, "no dynamic dim 'seq'"),
         ({"profile": ("batch=1,sequence=8:16:500",)}, "positions end at 128"),
         ({"tokenizers": True}, "did you mean 'tokenizer'?"),
     ],
 )
-def test_option_that_triton_does_not_take_is_an_error(mood, models, options, said):
+def test_options_that_triton_rejects_are_errors(mood, models, options, said):
     with pytest.raises((OptionError, ShapeError)) as error:
         export_triton(mood, models, **options)
     assert said in str(error.value)
     assert not models.exists()
 
 
-def test_python_models_need_no_onnxruntime_and_no_framework():
+def test_python_models_import_neither_onnxruntime_nor_a_framework():
     code = (
         "import sys, enginery.deploy.triton.steps;"
         "print(sorted({'onnxruntime', 'torch', 'transformers', 'onnx', 'pyarrow', 'PIL', 'mlflow'}"
@@ -893,7 +895,7 @@ def test_python_models_need_no_onnxruntime_and_no_framework():
     assert found.stdout.strip() == "[]"
 
 
-def test_model_says_that_enginery_is_missing(mood, models, tmp_path):
+def test_model_reports_that_enginery_is_missing(mood, models, tmp_path):
     export_triton(mood, models, name="m")
     (tmp_path / "triton_python_backend_utils.py").write_text("")
     code = (
@@ -905,7 +907,7 @@ def test_model_says_that_enginery_is_missing(mood, models, tmp_path):
     assert "needs the package 'enginery' in Triton's Python" in found.stderr
 
 
-def test_environment_of_the_python_models_is_named(mood, models):
+def test_execution_env_is_in_the_python_models(mood, models):
     export_triton(mood, models, name="m", execution_env="/opt/env.tar.gz", tokenizer_instances=5)
     for part in ("tokenizer", "answers"):
         config = read_config(models / f"m-{part}")
@@ -913,7 +915,7 @@ def test_environment_of_the_python_models_is_named(mood, models):
         assert config.instance_group[0].count == 5
 
 
-def test_command_prints_what_it_made(mood, models, capsys):
+def test_command_prints_the_result(mood, models, capsys):
     words = ["export-triton", str(mood.path), str(models), "--name", "m", "--provider", "cpu"]
     with pytest.raises(SystemExit) as ended:
         main([*words, "--json"])

@@ -1,12 +1,12 @@
-"""A model repository as Triton reads it, without Triton: its own proto, its checks, a double.
+"""A test double of Triton that checks and runs a model repository.
 
-    >>> server = TritonDouble(tmp_path / "models")
-    >>> server.infer("mood", {"text": texts(["It runs again."])}, {"top_k": 1})["label"]
+    server = TritonDouble(tmp_path / "models")
+    server.infer("mood", {"text": texts(["It runs again."])}, {"top_k": 1})["label"]
 
 Configurations are parsed with tritonclient's model_config_pb2, generated from Triton's own proto.
-The checks are those that Triton makes beside it, each from the function that is named. The double
-runs Python models with a stand-in of triton_python_backend_utils, graphs with ONNX Runtime, and
-ensembles step by step. It is no Triton: what a server does beyond that is not shown.
+Further checks follow Triton's code; each names the function. The double
+runs Python models with a double of triton_python_backend_utils, graphs with ONNX Runtime, and
+ensembles step by step. Everything else that a Triton server does is not tested.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ORT = {
 
 
 def _proto() -> Any:
-    """tritonclient.grpc needs grpc to be imported; the proto alone does not."""
+    """Import the proto of tritonclient.grpc without grpc."""
     path = Path(tritonclient.__path__[0]) / "grpc/model_config_pb2.py"
     spec = importlib.util.spec_from_file_location("triton_model_config_pb2", path)
     module = importlib.util.module_from_spec(spec)
@@ -58,7 +58,7 @@ DATA_TYPES = PROTO.DataType
 
 
 def read_config(directory: Path) -> Any:
-    """The parsed config.pbtxt of a model's folder, after Triton's own checks."""
+    """Parse the config.pbtxt of a model's folder, and check it as Triton does."""
     text = (directory / "config.pbtxt").read_text(encoding="utf-8")
     config = text_format.Parse(text, PROTO.ModelConfig())
     check(directory, config)
@@ -66,14 +66,14 @@ def read_config(directory: Path) -> Any:
 
 
 def texts(values: list[str]) -> np.ndarray:
-    """A BYTES tensor (n,)."""
+    """Return a BYTES tensor (n,)."""
     array = np.empty(len(values), dtype=object)
     array[:] = [value.encode() for value in values]
     return array
 
 
 def newest_version(directory: Path) -> Path:
-    """The version's folder that `version_policy` has Triton load."""
+    """Return the folder of the version that `version_policy` selects."""
     versions = [path for path in directory.iterdir() if path.is_dir() and path.name.isdecimal()]
     return max(versions, key=lambda path: int(path.name))
 
@@ -86,7 +86,7 @@ def dtype_name(number: int) -> str:
 
 
 def check(directory: Path, config: Any) -> None:
-    """Raises AssertionError for what would keep Triton from loading the model."""
+    """Raise AssertionError if Triton would not load the model."""
     assert config.name == directory.name
     assert config.version_policy.latest.num_versions == 1
     version = newest_version(directory)
@@ -103,7 +103,7 @@ def check(directory: Path, config: Any) -> None:
 
 
 def _check_kind(config: Any) -> None:
-    """ValidateModelConfig: platform and backend fit each other."""
+    """Check platform and backend, as ValidateModelConfig does."""
     pairs = {
         ("ensemble", ""),
         ("onnxruntime_onnx", "onnxruntime"),
@@ -115,7 +115,7 @@ def _check_kind(config: Any) -> None:
 
 
 def _check_tensors(config: Any) -> None:
-    """ValidateIOShape."""
+    """Check shapes, as ValidateIOShape does."""
     names = [tensor.name for tensor in (*config.input, *config.output)]
     assert config.input
     assert config.output
@@ -132,7 +132,7 @@ def _check_tensors(config: Any) -> None:
 
 
 def _check_batching(config: Any) -> None:
-    """ValidateModelConfig: preferred sizes are within the largest batch."""
+    """Check preferred batch sizes, as ValidateModelConfig does."""
     assert config.max_batch_size >= 0
     batching = config.dynamic_batching
     assert all(1 <= size <= config.max_batch_size for size in batching.preferred_batch_size)
@@ -141,7 +141,7 @@ def _check_batching(config: Any) -> None:
 
 
 def _check_instances(config: Any) -> None:
-    """ValidateInstanceGroup: profiles are TensorRT's alone, and whole numbers."""
+    """Check instance groups, as ValidateInstanceGroup does: only TensorRT has profiles."""
     assert config.instance_group
     for group in config.instance_group:
         assert group.count >= 1
@@ -167,7 +167,7 @@ def _check_files(directory: Path, version: Path, config: Any) -> None:
 
 
 def _check_ensemble(config: Any) -> None:
-    """ValidateEnsembleSchedulingConfig: every tensor is written once, and read."""
+    """Check that each tensor is written once and read, as ValidateEnsembleSchedulingConfig does."""
     assert not config.instance_group
     assert not config.HasField("optimization")
     assert not config.model_warmup
@@ -182,7 +182,7 @@ def _check_ensemble(config: Any) -> None:
 
 
 def _check_warmup(directory: Path, config: Any) -> None:
-    """TritonModelInstance::GenerateWarmupData: every input, sizes known, files long enough."""
+    """Check warm-up samples, as TritonModelInstance::GenerateWarmupData does."""
     by_name = {tensor.name: tensor for tensor in config.input}
     for sample in config.model_warmup:
         assert 1 <= sample.batch_size <= max(config.max_batch_size, 1)
@@ -203,7 +203,7 @@ def _check_warmup(directory: Path, config: Any) -> None:
 
 
 def check_graph(config: Any, session: ort.InferenceSession) -> None:
-    """CompareDimsSupported of the ONNX Runtime backend: inputs fit, outputs are exact."""
+    """Check dims, as CompareDimsSupported of the ONNX Runtime backend does."""
     batch = [-1] if config.max_batch_size else []
     tensors = [
         (config.input, session.get_inputs(), False),
@@ -228,7 +228,7 @@ def check_graph(config: Any, session: ort.InferenceSession) -> None:
 
 
 class TritonError(Exception):
-    """What a client gets."""
+    """An error response."""
 
     INVALID_ARG, INTERNAL = "INVALID_ARG", "INTERNAL"
 
@@ -238,7 +238,7 @@ class TritonError(Exception):
 
 
 class Tensor:
-    """pb_utils.Tensor."""
+    """Test double of pb_utils.Tensor."""
 
     def __init__(self, name: str, array: np.ndarray) -> None:
         self._name, self._array = name, array
@@ -251,7 +251,7 @@ class Tensor:
 
 
 class Request:
-    """pb_utils.InferenceRequest."""
+    """Test double of pb_utils.InferenceRequest."""
 
     def __init__(self, tensors: list[Tensor], wanted: list[str], parameters: str) -> None:
         self._tensors, self._wanted, self._parameters = tensors, wanted, parameters
@@ -267,7 +267,7 @@ class Request:
 
 
 def pb_utils() -> ModuleType:
-    """A stand-in of triton_python_backend_utils."""
+    """Return a test double of triton_python_backend_utils."""
     module = ModuleType("triton_python_backend_utils")
     module.Tensor = Tensor
     module.TritonError = TritonError
@@ -281,7 +281,7 @@ def pb_utils() -> ModuleType:
 
 
 class TritonDouble:
-    """All models of a repository, loaded."""
+    """Test double of a Triton server with all models of a repository."""
 
     def __init__(self, repository: Path) -> None:
         self.configs = {
@@ -289,9 +289,9 @@ class TritonDouble:
         }
         self._repository = repository
         self.batches: list[tuple[int, ...]] = []
-        """The shapes of what graphs were given."""
+        """Shapes of the inputs of graphs."""
         self.python: dict[str, Any] = {}
-        """The instances of the Python models."""
+        """Instances of the Python models."""
         self._loaded = {name: self._load(config) for name, config in self.configs.items()}
         for name in self.configs:
             self._warm_up(name)
@@ -299,7 +299,7 @@ class TritonDouble:
     def infer(
         self, model: str, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any] = {}
     ) -> dict[str, np.ndarray]:
-        """What a client gets for one request; raises TritonError."""
+        """Return the outputs for a request; raise TritonError if it fails."""
         config = self.configs[model]
         self._check_request(config, inputs)
         run = self._loaded[model]

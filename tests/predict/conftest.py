@@ -1,4 +1,4 @@
-"""Tiny artifacts, each made once, and a run of predict over them."""
+"""Fixtures: tiny artifacts, each exported once, and a run of predict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tiny import tiny_artifact
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """`tiny("bert", "fill-mask")`: an artifact."""
+    """Return a function that exports a tiny artifact: `tiny("bert", "fill-mask")`."""
     root = tmp_path_factory.mktemp("predict-models")
     made = {}
 
@@ -28,7 +28,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def predict(tmp_path):
-    """`predict(artifact, source, "out.parquet", top_k=2)`: the report."""
+    """Return a function that runs predict: `predict(artifact, source, "out.parquet", top_k=2)`."""
 
     def go(artifact, source, output="out.parquet", *, force=False, stdin=None, **options):
         return run(
@@ -45,7 +45,7 @@ def predict(tmp_path):
 
 @pytest.fixture
 def rows(tmp_path):
-    """`rows("out.parquet")`: the output's rows, as dicts."""
+    """Return a function that reads the rows of an output as dicts: `rows("out.parquet")`."""
 
     def read(output="out.parquet"):
         path = tmp_path / output
@@ -58,7 +58,7 @@ def rows(tmp_path):
 
 @pytest.fixture
 def reviews(tmp_path):
-    """A CSV of 40 texts of many lengths, with a column that looks like a number."""
+    """Write a CSV file with 40 texts of different lengths and a column that looks like a number."""
     path = tmp_path / "reviews.csv"
     lines = [f'00{index},"{text_of(index)}"\n' for index in range(40)]
     path.write_text("id,text\n" + "".join(lines), encoding="utf-8")
@@ -66,5 +66,5 @@ def reviews(tmp_path):
 
 
 def text_of(index):
-    """A text like no other of the 40; lengths go up and down."""
+    """Return a text that is unique among the 40; lengths go up and down."""
     return f"the pump, {'is warm again ' * (index * 7 % 11)}number {index}"

@@ -1,4 +1,4 @@
-"""What a table's columns name, through the command line as a user types it."""
+"""Column options of predict, through the command line."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ from tests.tolerances import SCORES
 
 
 def status_of(*words):
-    """How a command exits; 0 where it just returns."""
+    """Run a command and return its exit status."""
     try:
         main(words)
     except SystemExit as end:
@@ -25,7 +25,7 @@ def status_of(*words):
 
 @pytest.fixture
 def command(tmp_path, capsys):
-    """`command(artifact, "in.csv", "out.jsonl", "--column", "photo")`: status and rows."""
+    """Return a function that runs `predict` and returns its exit status and the output's rows."""
 
     def go(artifact, source, output, *words):
         inputs = ["--input", str(tmp_path / source), "--output", str(tmp_path / output)]
@@ -39,7 +39,7 @@ def command(tmp_path, capsys):
 
 @pytest.fixture
 def photos(tmp_path):
-    """Two images in a folder beside the table, one file that is none, and one that is missing."""
+    """Return paths of two images, of a file that is not an image, and of a missing file."""
     from PIL import Image
 
     (tmp_path / "photos").mkdir()
@@ -50,7 +50,7 @@ def photos(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_images_named_in_a_column_are_found_beside_the_table(
+def test_image_paths_are_relative_to_the_folder_of_the_table(
     command, tiny, photos, tmp_path, monkeypatch, suffix
 ):
     if suffix == "csv":
@@ -76,7 +76,7 @@ def test_images_named_in_a_column_are_found_beside_the_table(
     assert "d.png" in found[3]["error"]
 
 
-def test_relative_folder_of_images_is_found(tiny, photos, tmp_path, monkeypatch, capsys):
+def test_folder_of_images_may_be_a_relative_path(tiny, photos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = tiny("vit", "image-classification")
     words = ["--input", "photos", "--output", "out.jsonl"]
@@ -90,7 +90,7 @@ def test_relative_folder_of_images_is_found(tiny, photos, tmp_path, monkeypatch,
     ]
 
 
-def test_a_hyphen_is_standard_input(tiny, tmp_path, monkeypatch, capsys):
+def test_hyphen_is_standard_input(tiny, tmp_path, monkeypatch, capsys):
     stdin = io.TextIOWrapper(io.BytesIO(b"text\nwarm\n"))
     monkeypatch.setattr(sys, "stdin", stdin)
     model = tiny("bert", "feature-extraction")
@@ -103,7 +103,7 @@ def test_a_hyphen_is_standard_input(tiny, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
 
 
-def test_image_column_that_is_empty_is_a_bad_row(command, tiny, photos, tmp_path):
+def test_null_in_the_image_column_is_a_bad_row(command, tiny, photos, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"photo": null}\n{"photo": "photos/a.png"}\n')
     model = tiny("vit", "image-classification")
     status, found = command(model, "in.jsonl", "out.jsonl", "--column", "photo")
@@ -111,7 +111,7 @@ def test_image_column_that_is_empty_is_a_bad_row(command, tiny, photos, tmp_path
     assert [row["error"] for row in found] == ["photo is null", None]
 
 
-def test_pairs_are_classified_together(command, tiny, tmp_path):
+def test_pair_column_is_classified_together_with_the_text(command, tiny, tmp_path):
     pairs = [
         ("the pump is warm", "the motor is cold"),
         ("the motor is cold", "the pump is warm"),
@@ -132,7 +132,7 @@ def test_pairs_are_classified_together(command, tiny, tmp_path):
     assert found[3]["error"] == "other is empty"
 
 
-def test_pair_column_that_is_not_there_is_named(tiny, tmp_path, capsys):
+def test_missing_pair_column_is_an_error(tiny, tmp_path, capsys):
     (tmp_path / "in.csv").write_text("text,other\nwarm,cold\n")
     model = tiny("bert", "text-classification")
     words = ["--input", str(tmp_path / "in.csv"), "--output", str(tmp_path / "out.csv")]
@@ -140,7 +140,7 @@ def test_pair_column_that_is_not_there_is_named(tiny, tmp_path, capsys):
     assert "no column 'othr'; did you mean 'other'?" in " ".join(capsys.readouterr().err.split())
 
 
-def test_pair_column_of_a_model_that_takes_no_pairs(tiny, tmp_path, capsys):
+def test_pair_column_for_a_model_without_pairs_is_an_error(tiny, tmp_path, capsys):
     (tmp_path / "in.csv").write_text("text,other\nwarm,cold\n")
     model = tiny("bert", "feature-extraction")
     words = ["--input", str(tmp_path / "in.csv"), "--output", str(tmp_path / "out.csv")]

@@ -1,4 +1,4 @@
-"""Runs that are killed, in processes of their own."""
+"""Resuming runs that were killed."""
 
 import json
 import signal
@@ -13,12 +13,12 @@ from enginery.cli import main
 from enginery.core.errors import InputError
 from enginery.core.home import enginery_home
 from enginery.core.progress import Silent
-from enginery.predict import stage, writing
+from enginery.predict import stage, writer
 from enginery.predict.config import PredictConfig
-from enginery.predict.journal import Journal, only_run, remove_leftovers
+from enginery.predict.journal import Journal, lock_output, remove_leftovers
 from enginery.predict.stage import run
-from enginery.predict.token_batches import WindowModel
-from enginery.predict.writing import assemble
+from enginery.predict.token_batches import WindowRunner
+from enginery.predict.writer import assemble
 
 ROWS = 200
 _PROGRAM = """
@@ -48,26 +48,26 @@ def data(tmp_path):
 
 @pytest.fixture(autouse=True)
 def own_home(monkeypatch, tmp_path_factory):
-    """A store that knows of no other test's outputs."""
+    """Use an empty store, without the outputs of other tests."""
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path_factory.mktemp("home")))
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The texts that the model is asked from here on."""
+    """Return a list that collects the texts that the model gets from now on."""
     texts = []
-    answer = WindowModel.__call__
+    answer = WindowRunner.__call__
 
-    def noting(self, inputs, meter):
+    def noting(self, inputs, stats):
         texts.extend(inputs)
-        return answer(self, inputs, meter)
+        return answer(self, inputs, stats)
 
-    monkeypatch.setattr(WindowModel, "__call__", noting)
+    monkeypatch.setattr(WindowRunner, "__call__", noting)
     return texts
 
 
 def kill_midway(artifact, data, output):
-    """Starts a run and kills it, SIGKILL, when some parts are finished; how many rows they have."""
+    """Start a run, kill it once some parts are finished, and return the number of their rows."""
     words = [sys.executable, "-c", _PROGRAM, str(artifact.path), str(data), str(output)]
     journal = output.with_name(f"{output.name}.parts") / "journal.jsonl"
     with subprocess.Popen(words) as child:
@@ -83,7 +83,7 @@ def kill_midway(artifact, data, output):
 
 
 @pytest.mark.parametrize("name", ["out.parquet", "out.csv", "out.jsonl"])
-def test_killed_run_goes_on_and_loses_and_repeats_nothing(
+def test_killed_run_is_resumed_without_lost_or_repeated_rows(
     predict, tmp_path, tiny, data, asked, name
 ):
     artifact = tiny("bert", "text-classification")
@@ -92,7 +92,7 @@ def test_killed_run_goes_on_and_loses_and_repeats_nothing(
     finished = kill_midway(artifact, data, tmp_path / name)
     assert 0 < finished < ROWS
     assert not (tmp_path / name).exists()
-    # What the killed run had begun and not finished.
+    # An unfinished part of the killed run.
     parts = tmp_path / f"{name}.parts"
     (parts / f"part-{finished // 16:06d}").write_bytes(b"half a part")
     report = predict(artifact, data, name, window=8, part_rows=16)
@@ -111,7 +111,7 @@ def test_killed_run_goes_on_and_loses_and_repeats_nothing(
 
 
 def stop_after(predict, monkeypatch, artifact, data, parts):
-    """A run that ends in an error once so many parts are finished."""
+    """Run predict and let it fail once this number of parts is finished."""
     write = Journal._write_part
 
     def ending(journal, *others):
@@ -125,7 +125,7 @@ def stop_after(predict, monkeypatch, artifact, data, parts):
             predict(artifact, data, window=8, part_rows=16)
 
 
-def test_torn_line_of_the_journal_and_missing_part_do_not_count(
+def test_incomplete_journal_line_and_missing_part_are_ignored(
     predict, rows, tmp_path, tiny, data, monkeypatch
 ):
     artifact = tiny("bert", "text-classification")
@@ -139,7 +139,7 @@ def test_torn_line_of_the_journal_and_missing_part_do_not_count(
     assert [row["id"] for row in rows()] == [str(n) for n in range(ROWS)]
 
 
-def test_parts_of_another_input_or_option_are_not_taken(predict, rows, tiny, data, monkeypatch):
+def test_parts_of_another_input_are_not_used(predict, rows, tiny, data, monkeypatch):
     artifact = tiny("bert", "text-classification")
     stop_after(predict, monkeypatch, artifact, data, 4)
     data.write_text(data.read_text().replace("pump", "engine"))
@@ -147,7 +147,7 @@ def test_parts_of_another_input_or_option_are_not_taken(predict, rows, tiny, dat
     assert rows()[0]["text"] == "the engine 0 is warm"
 
 
-def test_run_killed_before_its_report_is_put_together_again(
+def test_run_killed_before_its_report_is_assembled_again(
     predict, rows, tmp_path, tiny, data, monkeypatch, asked
 ):
     artifact = tiny("bert", "text-classification")
@@ -163,7 +163,7 @@ def test_run_killed_before_its_report_is_put_together_again(
     assert not predict(artifact, data).worked
 
 
-def test_output_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_failed_assembly_keeps_the_old_output(tmp_path, monkeypatch):
     import os
 
     (tmp_path / "part").write_bytes(b"a\n")
@@ -179,7 +179,7 @@ def test_output_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "part"]
 
 
-def test_output_is_replaced_at_once(tmp_path):
+def test_output_is_replaced_atomically(tmp_path):
     (tmp_path / "part").write_bytes(b"new\n")
     (tmp_path / "out.jsonl").write_bytes(b"old\n")
     with (tmp_path / "out.jsonl").open("rb") as reader:
@@ -188,7 +188,7 @@ def test_output_is_replaced_at_once(tmp_path):
     assert (tmp_path / "out.jsonl").read_bytes() == b"new\n"
 
 
-def test_changed_byte_of_a_finished_part_is_named_and_its_rows_are_answered_anew(
+def test_changed_part_is_named_and_its_rows_are_predicted_again(
     predict, rows, tmp_path, tiny, data, monkeypatch
 ):
     artifact = tiny("bert", "text-classification")
@@ -208,7 +208,7 @@ def test_changed_byte_of_a_finished_part_is_named_and_its_rows_are_answered_anew
     assert rows() == rows("whole.parquet")
 
 
-def test_run_that_is_killed_while_it_puts_parts_together_leaves_nothing_beside_the_parts(
+def test_run_killed_while_assembling_leaves_only_its_parts(
     predict, rows, tmp_path, tiny, data, monkeypatch
 ):
     artifact = tiny("bert", "text-classification")
@@ -224,18 +224,18 @@ def test_run_that_is_killed_while_it_puts_parts_together_leaves_nothing_beside_t
     ]
 
 
-def test_pruning_removes_what_no_run_goes_on_from(
+def test_prune_removes_files_that_no_run_can_resume_from(
     predict, rows, tmp_path, tiny, data, monkeypatch, capsys
 ):
     artifact = tiny("bert", "text-classification")
     kill_while_assembling(predict, monkeypatch, artifact, data)
     parts = tmp_path / "out.parquet.parts"
     (parts / "part-000777").write_bytes(b"half a part")
-    # The part that was begun before the input was at its end has no rows.
+    # The part that was started at the end of the input has no rows.
     left = ("assembled", "part-000001", "part-000777")
     size = sum((parts / name).stat().st_size for name in left)
-    with only_run(tmp_path / "out.parquet"):
-        assert remove_leftovers() == 0  # a run is at it
+    with lock_output(tmp_path / "out.parquet"):
+        assert remove_leftovers() == 0  # locked by a run
     with pytest.raises(SystemExit) as end:
         main(["store", "prune", "--max-size", "1TB", "--json"])
     assert not end.value.code
@@ -263,22 +263,22 @@ def test_parts_of_a_finished_output_are_removed(
     assert not (tmp_path / "out.parquet.parts").exists()
 
 
-def test_folder_of_the_users_own_is_left_alone(predict, tmp_path, tiny, data):
+def test_directory_with_other_files_is_kept(predict, tmp_path, tiny, data):
     mine = tmp_path / "out.parquet.parts" / "mine.txt"
     mine.parent.mkdir()
     mine.write_text("mine")
     artifact = tiny("bert", "text-classification")
-    with pytest.raises(InputError, match=r"out\.parquet\.parts holds mine\.txt"):
+    with pytest.raises(InputError, match=r"out\.parquet\.parts contains mine\.txt"):
         predict(artifact, data)
     remove_leftovers()
     assert mine.read_text() == "mine"
 
 
 def kill_while_assembling(predict, monkeypatch, artifact, data):
-    """A run that is killed with all its parts in a file that is not in its place yet."""
+    """Run predict and kill it after assembling, before the output is renamed."""
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "file_sha256", killed)
-        patch.setattr(writing.Path, "unlink", lambda *_, **__: None)
+        patch.setattr(writer, "file_sha256", killed)
+        patch.setattr(writer.Path, "unlink", lambda *_, **__: None)
         with pytest.raises(KeyboardInterrupt):
             predict(artifact, data)
 
@@ -288,7 +288,7 @@ def killed(*_):
 
 
 def flip_byte(path):
-    """Changes a byte in the middle of a file, whose size stays."""
+    """Change a byte in the middle of a file without changing its size."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from enginery.core.errors import EngineryError, InputError, OptionError, ProviderError
-from enginery.predict import answering, stage
+from enginery.predict import batch_predictor, stage
 from enginery.runtime.model import load_model
 from tests.predict.conftest import text_of
 from tests.tiny import LABELS
@@ -26,7 +26,7 @@ def classifier(tiny):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 7, "batch_tokens": 16, "workers": 3}])
-def test_rows_come_out_in_input_order_with_the_models_own_vectors(
+def test_rows_keep_their_order_and_have_the_models_embeddings(
     predict, rows, bert, reviews, options
 ):
     report = predict(bert, reviews, part_rows=9, **options)
@@ -127,7 +127,7 @@ def test_jsonl_columns_get_types_that_lose_nothing(predict, rows, tmp_path, clas
     )
 
 
-def test_bad_rows_have_an_error_and_the_others_their_answer(predict, rows, tmp_path, classifier):
+def test_bad_rows_have_an_error_and_other_rows_a_prediction(predict, rows, tmp_path, classifier):
     values = ["warm", None, 7, "", "  \t", "\ud800", "cold"]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": v}) + "\n" for v in values))
     report = predict(classifier, tmp_path / "in.jsonl", "out.jsonl")
@@ -138,7 +138,7 @@ def test_bad_rows_have_an_error_and_the_others_their_answer(predict, rows, tmp_p
         "text is a int, expected text",
         "text is empty",
         "text is empty",
-        "text holds a lone surrogate, which is no character",
+        "text contains a lone surrogate, which is not a character",
         None,
     ]
     assert [row["label"] is None for row in found] == [bool(row["error"]) for row in found]
@@ -153,7 +153,7 @@ def test_fail_fast_stops_at_the_first_bad_row(predict, tmp_path, classifier):
     assert not (tmp_path / "out.parquet").exists()
 
 
-def test_rows_that_the_model_refuses_are_found_one_by_one(predict, rows, tmp_path, tiny):
+def test_rows_that_the_model_rejects_are_found_by_bisection(predict, rows, tmp_path, tiny):
     texts = [f"the pump is {'[MASK]' if index % 5 else 'warm'}." for index in range(12)]
     (tmp_path / "in.txt").write_text("\n".join(texts))
     predict(tiny("bert", "fill-mask"), tmp_path / "in.txt", top_k=3)
@@ -176,12 +176,12 @@ def test_spans_are_a_list_of_structs(predict, rows, tmp_path, tiny):
     ]
 
 
-def test_questions_are_answered_from_their_contexts(predict, rows, tmp_path, tiny):
-    answerer = tiny("bert", "question-answering")
+def test_questions_are_answered_from_contexts(predict, rows, tmp_path, tiny):
+    reader = tiny("bert", "question-answering")
     pair = ("Where is the cat?", "A small cat sleeps on the boat under the tree.")
     (tmp_path / "in.jsonl").write_text(json.dumps({"question": pair[0], "context": pair[1]}))
-    predict(answerer, tmp_path / "in.jsonl", top_k=2)
-    with load_model(answerer) as model:
+    predict(reader, tmp_path / "in.jsonl", top_k=2)
+    with load_model(reader) as model:
         expected = model.answer([pair], top_k=2)[0]
     (row,) = rows()
     assert (row["answer"], row["start"], row["end"]) == (
@@ -192,7 +192,7 @@ def test_questions_are_answered_from_their_contexts(predict, rows, tmp_path, tin
     assert [answer["text"] for answer in row["answers"]] == [answer.text for answer in expected]
 
 
-def test_images_of_a_folder_with_one_that_is_none(predict, rows, tmp_path, tiny):
+def test_folder_of_images_with_an_invalid_one(predict, rows, tmp_path, tiny):
     from PIL import Image
 
     folder = tmp_path / "photos"
@@ -212,7 +212,7 @@ def test_images_of_a_folder_with_one_that_is_none(predict, rows, tmp_path, tiny)
     assert found[4]["label"] == expected.label
 
 
-def test_long_texts_are_cut_and_counted_and_a_whole_book_is_no_worse(predict, rows, tmp_path, bert):
+def test_long_texts_and_whole_books_are_truncated_and_counted(predict, rows, tmp_path, bert):
     book = "the pump is warm again and the motor is cold. " * 220_000  # 10 MB
     texts = ["warm", "the pump is warm. " * 60, book]
     pq.write_table(pa.table({"text": texts}), tmp_path / "in.parquet")
@@ -223,7 +223,7 @@ def test_long_texts_are_cut_and_counted_and_a_whole_book_is_no_worse(predict, ro
     np.testing.assert_allclose([row["embedding"] for row in rows()], expected, atol=OUTPUTS)
 
 
-def test_a_cell_of_ten_megabytes_in_a_csv(predict, rows, tmp_path, classifier):
+def test_csv_cell_of_ten_megabytes(predict, rows, tmp_path, classifier):
     text = "warm \n again, " * 800_000
     (tmp_path / "in.csv").write_text(f'id,text\n1,"{text}"\n2,cold\n')
     report = predict(classifier, tmp_path / "in.csv")
@@ -231,8 +231,8 @@ def test_a_cell_of_ten_megabytes_in_a_csv(predict, rows, tmp_path, classifier):
     assert report.counts.truncated == 1
 
 
-def test_standard_input_needs_a_format_and_then_is_like_a_file(predict, rows, tmp_path, bert):
-    with pytest.raises(OptionError, match="standard input has no suffix"):
+def test_standard_input_needs_a_format(predict, rows, tmp_path, bert):
+    with pytest.raises(OptionError, match="but standard input has no suffix"):
         predict(bert, "-", stdin=io.BytesIO(b"text\nwarm\n"))
     predict(bert, "-", stdin=io.BytesIO(b"text\nwarm\n"), format="csv")
     assert [row["text"] for row in rows()] == ["warm"]
@@ -241,7 +241,7 @@ def test_standard_input_needs_a_format_and_then_is_like_a_file(predict, rows, tm
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.parquet", "out.parquet.json"]
 
 
-def test_finished_output_of_the_same_is_left_alone(predict, tmp_path, classifier, reviews):
+def test_output_that_is_up_to_date_is_kept(predict, tmp_path, classifier, reviews):
     first = predict(classifier, reviews)
     before = (tmp_path / "out.parquet").stat()
     second = predict(classifier, reviews, workers=5, window=3)
@@ -250,7 +250,7 @@ def test_finished_output_of_the_same_is_left_alone(predict, tmp_path, classifier
     assert (before.st_mtime_ns, before.st_ino) == (after.st_mtime_ns, after.st_ino)
 
 
-def test_output_of_something_else_is_refused_unless_forced(
+def test_output_made_from_something_else_is_only_replaced_by_force(
     predict, rows, tmp_path, classifier, reviews
 ):
     predict(classifier, reviews)
@@ -263,28 +263,28 @@ def test_output_of_something_else_is_refused_unless_forced(
     assert [row["id"] for row in rows()] == ["9"]
 
 
-def test_output_that_was_changed_or_is_unknown_is_refused(predict, tmp_path, classifier, reviews):
+def test_changed_or_unknown_output_is_an_error(predict, tmp_path, classifier, reviews):
     predict(classifier, reviews)
     with (tmp_path / "out.parquet").open("ab") as stream:
         stream.write(b"x")
-    with pytest.raises(InputError, match="it was changed"):
+    with pytest.raises(InputError, match="was changed"):
         predict(classifier, reviews)
     predict(classifier, reviews, force=True)
     content = (tmp_path / "out.parquet").read_bytes()
     (tmp_path / "out.parquet").write_bytes(
         content[:999] + bytes([content[999] ^ 1]) + content[1000:]
     )
-    with pytest.raises(InputError, match=r"has the sha256 .* it was changed"):
+    with pytest.raises(InputError, match=r"was changed: its sha256 is .* as in its report"):
         predict(classifier, reviews)
     (tmp_path / "mine.csv").write_text("mine\n")
-    with pytest.raises(InputError, match=r"no mine\.csv\.json says what it was made from"):
+    with pytest.raises(InputError, match=r"mine\.csv\.json is missing or cannot be read"):
         predict(classifier, reviews, "mine.csv")
     assert (tmp_path / "mine.csv").read_text() == "mine\n"
 
 
-def test_columns_that_the_answer_is_to_have_need_a_prefix(predict, rows, tmp_path, classifier):
+def test_existing_column_of_the_same_name_needs_a_prefix(predict, rows, tmp_path, classifier):
     (tmp_path / "in.csv").write_text("text,label\nwarm,glad\n")
-    with pytest.raises(InputError, match=r"'label' already.*--prefix predicted_"):
+    with pytest.raises(InputError, match=r"has a column 'label'.*--prefix predicted_"):
         predict(classifier, tmp_path / "in.csv")
     predict(classifier, tmp_path / "in.csv", prefix="predicted_")
     (row,) = rows()
@@ -295,20 +295,20 @@ def test_columns_that_the_answer_is_to_have_need_a_prefix(predict, rows, tmp_pat
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("out.xlsx", {}, "found the suffix '.xlsx', expected .parquet"),
+        ("out.xlsx", {}, "has the suffix '.xlsx', expected .parquet"),
         ("reviews.csv", {"force": True}, "is the input, which is never overwritten"),
-        ("o.csv", {"pair_column": "id", "top_k": -1}, "top_k is -1, expected 0 or more"),
-        ("o.csv", {"encoding": "utf-9"}, "encoding 'utf-9' is not known"),
+        ("o.csv", {"pair_column": "id", "top_k": -1}, "'top_k' is -1, expected 0 or more"),
+        ("o.csv", {"encoding": "utf-9"}, "'encoding' is 'utf-9', expected an encoding"),
         ("o.csv", {"delimiter": ";;"}, "expected one character"),
     ],
     ids=["suffix", "input", "top_k", "encoding", "delimiter"],
 )
-def test_options_that_make_no_sense(predict, classifier, reviews, name, options, message):
+def test_invalid_options(predict, classifier, reviews, name, options, message):
     with pytest.raises(EngineryError, match=message):
         predict(classifier, reviews, name, **options)
 
 
-def test_answers_of_nan_are_bad_rows(predict, rows, monkeypatch, bert, reviews):
+def test_rows_with_nan_are_bad(predict, rows, monkeypatch, bert, reviews):
     from enginery.runtime.onnxruntime.runner import OrtRunner
 
     run = OrtRunner.__call__
@@ -322,28 +322,28 @@ def test_answers_of_nan_are_bad_rows(predict, rows, monkeypatch, bert, reviews):
     monkeypatch.setattr(OrtRunner, "__call__", poisoned)
     report = predict(bert, reviews, batch_rows=10, batch_tokens=512)
     assert report.bad_rows == 4
-    assert {row["error"] for row in rows()} == {None, "the model answered NaN or infinity"}
+    assert {row["error"] for row in rows()} == {None, "the model returned NaN or infinity"}
 
 
-def test_only_one_run_writes_an_output(predict, tmp_path, classifier, reviews):
+def test_output_is_locked_while_a_run_writes_it(predict, tmp_path, classifier, reviews):
     with (
-        stage.only_run(tmp_path / "out.parquet"),
+        stage.lock_output(tmp_path / "out.parquet"),
         pytest.raises(InputError, match="being written by another process"),
     ):
         predict(classifier, reviews)
 
 
-def test_ways_of_running_reach_the_runner_and_change_no_fingerprint(
+def test_session_options_reach_the_runner_but_not_the_fingerprint(
     predict, classifier, reviews, monkeypatch
 ):
     given = []
-    real = answering.OrtRunner
+    real = batch_predictor.OrtRunner
 
     def runner(artifact, **options):
         given.append(options)
         return real(artifact, **options)
 
-    monkeypatch.setattr(answering, "OrtRunner", runner)
+    monkeypatch.setattr(batch_predictor, "OrtRunner", runner)
     assert predict(classifier, reviews, shrink_arena=True, io_binding=False).worked
     assert (given[0]["io_binding"], given[0]["cuda_graph"], given[0]["shrink_arena"]) == (
         False,
@@ -353,10 +353,10 @@ def test_ways_of_running_reach_the_runner_and_change_no_fingerprint(
     assert given[0]["keep_optimized"]
     assert predict(classifier, reviews, "plain.parquet", optimized_graph=False).worked
     assert not given[1]["keep_optimized"]
-    assert not predict(classifier, reviews).worked  # the answers are the same
+    assert not predict(classifier, reviews).worked  # the predictions are the same
 
 
-def test_providers_are_asked_for_by_the_environment_too(predict, classifier, reviews, monkeypatch):
+def test_providers_come_from_the_environment_variable(predict, classifier, reviews, monkeypatch):
     monkeypatch.setenv("ENGINERY_PROVIDERS", "cuda; cuda.gpu_mem_limit=much")
     with pytest.raises(OptionError, match="ENGINERY_PROVIDERS: option 'gpu_mem_limit' for cuda"):
         predict(classifier, reviews)
@@ -371,15 +371,15 @@ def test_providers_are_asked_for_by_the_environment_too(predict, classifier, rev
         ({"provider": "cpu", "provider_option": ("cpu.a=1",)}, OptionError, "takes no options"),
     ],
 )
-def test_a_provider_that_does_not_fit_is_an_error_and_nothing_is_opened(
+def test_unsuitable_provider_options_are_an_error_before_anything_is_opened(
     predict, classifier, reviews, monkeypatch, options, kind, message
 ):
-    monkeypatch.setattr(answering, "OrtRunner", None)
+    monkeypatch.setattr(batch_predictor, "OrtRunner", None)
     with pytest.raises(kind, match=message):
         predict(classifier, reviews, **options)
 
 
-def test_where_a_token_is_is_found_only_for_spans(predict, tiny, reviews, monkeypatch):
+def test_token_offsets_are_computed_only_for_spans(predict, tiny, reviews, monkeypatch):
     from enginery.runtime.text.tokenizer import FastEncoder
 
     real, quick = FastEncoder.encode, []

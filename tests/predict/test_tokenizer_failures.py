@@ -1,4 +1,4 @@
-"""Rows that the tokenizer fails on, panics on or never comes back from."""
+"""Rows on which the tokenizer fails, panics or hangs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from enginery.core.errors import ArtifactError, InputError
-from enginery.predict import encoding_watch
-from enginery.predict.encoding_watch import EncodingWatch
+from enginery.predict import tokenizer_watchdog
+from enginery.predict.tokenizer_watchdog import TokenizerWatchdog
 from enginery.runtime.model import load_model
 from tests.hostile_tokenizers import ENDLESS, PANIC, UNKNOWN, spoiled_copy
 
@@ -20,7 +20,7 @@ GOOD = ["the pump is warm", "is the pump warm again", "warm"] * 5
 
 
 def write(path, texts, **more):
-    """A JSONL file of a row for each text."""
+    """Write a JSONL file with one row per text and return its path."""
     path.write_text("".join(json.dumps({"text": text, **more}) + "\n" for text in texts))
     return path
 
@@ -64,12 +64,12 @@ def test_question_or_context_that_cannot_be_tokenized_is_named(tiny, predict, ro
     assert errors[2].startswith("the context cannot be tokenized")
 
 
-def test_row_that_is_never_tokenized_is_bad_and_the_command_ends(tiny, tmp_path):
+def test_row_on_which_the_tokenizer_hangs_is_bad_and_the_command_ends(tiny, tmp_path):
     endless = spoiled_copy(tiny("bert", "feature-extraction"), tmp_path / "it", "never_returns")
     source = write(tmp_path / "in.jsonl", [*GOOD, ENDLESS, *GOOD])
     script = (
-        "import sys; from enginery.predict import encoding_watch; "
-        "encoding_watch.STUCK_SECONDS = 3.0; from enginery.cli import main; main()"
+        "import sys; from enginery.predict import tokenizer_watchdog; "
+        "tokenizer_watchdog.TIMEOUT_SECONDS = 3.0; from enginery.cli import main; main()"
     )
     command = ["predict", str(endless.path), "-i", str(source), "-o", str(tmp_path / "out.jsonl")]
     ended = subprocess.run(
@@ -83,30 +83,28 @@ def test_row_that_is_never_tokenized_is_bad_and_the_command_ends(tiny, tmp_path)
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     bad = found.pop(len(GOOD))
     assert bad["text"] == ENDLESS
-    assert bad["error"] == (
-        "the text cannot be tokenized: the tokenizer has not come back from it within 3 seconds."
-    )
+    assert bad["error"] == ("the text cannot be tokenized within 3 seconds: the tokenizer hangs.")
     assert [row["text"] for row in found] == GOOD * 2
     assert all(len(row["embedding"]) == 32 and row["error"] is None for row in found)
 
 
 class Stubborn:
-    """An encoder that does not come back from some texts until it is let go."""
+    """An encoder that hangs on some texts until it is released."""
 
     def __init__(self, *texts):
-        self.texts, self.calls, self.let_go = texts, [], threading.Event()
+        self.texts, self.calls, self.released = texts, [], threading.Event()
 
     def __call__(self, texts):
         self.calls.append(list(texts))
         if any(text in self.texts for text in texts):
-            self.let_go.wait(WAIT)
+            self.released.wait(WAIT)
         return [text.upper() for text in texts]
 
 
 @pytest.fixture
 def stubborn(monkeypatch):
-    """`stubborn("b")`: an encoder that is stuck on "b"; a stuck call is known for one soon."""
-    monkeypatch.setattr(encoding_watch, "STUCK_SECONDS", 1.0)
+    """Return a function that makes encoders: `stubborn("b")` hangs on "b"."""
+    monkeypatch.setattr(tokenizer_watchdog, "TIMEOUT_SECONDS", 1.0)
     made = []
 
     def make(*texts):
@@ -115,20 +113,20 @@ def stubborn(monkeypatch):
 
     yield make
     for each in made:
-        each.let_go.set()
+        each.released.set()
 
 
 def test_stuck_text_is_found_once_and_refused_from_then_on(stubborn):
-    encode, watch = stubborn("c"), EncodingWatch()
-    assert watch(encode, ["a", "b"]) == ["A", "B"]
+    encode, watchdog = stubborn("c"), TokenizerWatchdog()
+    assert watchdog(encode, ["a", "b"]) == ["A", "B"]
     assert encode.calls == [["a", "b"]]
-    with pytest.raises(InputError, match=r"text 2 cannot be tokenized: .* within 1 seconds"):
-        watch(encode, ["a", "b", "c", "d"])
+    with pytest.raises(InputError, match=r"text 2 cannot be tokenized within 1 seconds"):
+        watchdog(encode, ["a", "b", "c", "d"])
     calls = len(encode.calls)
     with pytest.raises(InputError, match="text 1 cannot be tokenized"):
-        watch(encode, ["a", "c"])
+        watchdog(encode, ["a", "c"])
     assert len(encode.calls) == calls
-    assert watch(encode, ["a", "b", "d"]) == ["A", "B", "D"]
+    assert watchdog(encode, ["a", "b", "d"]) == ["A", "B", "D"]
     assert encode.calls[calls:] == [["a"], ["b"], ["d"]]  # a list may wait for threads that it has
 
 
@@ -136,15 +134,15 @@ def test_errors_of_texts_come_through(stubborn):
     def fails(_):
         raise InputError("text 0 cannot be tokenized: no.")
 
-    watch = EncodingWatch()
+    watchdog = TokenizerWatchdog()
     with pytest.raises(InputError, match=r"text 0 cannot be tokenized: no\."):
-        watch(fails, ["a"])
+        watchdog(fails, ["a"])
 
 
 def test_run_ends_where_too_many_texts_are_stuck(stubborn):
-    encode, watch = stubborn(*"abcd"), EncodingWatch()
+    encode, watchdog = stubborn(*"abcd"), TokenizerWatchdog()
     for text in "abc":
         with pytest.raises(InputError):
-            watch(encode, [text])
-    with pytest.raises(ArtifactError, match=r"has not come back from 4 texts .* begins with 'd'"):
-        watch(encode, ["d"])
+            watchdog(encode, [text])
+    with pytest.raises(ArtifactError, match=r"hangs on 4 texts: .* starts with 'd'"):
+        watchdog(encode, ["d"])

@@ -5,12 +5,12 @@ import threading
 import pytest
 
 from enginery.core.errors import OptionError
-from enginery.predict.answering import in_order
-from enginery.predict.config import WITHOUT_EFFECT, PredictConfig
-from enginery.predict.writing import _json
+from enginery.predict.batch_predictor import map_in_order
+from enginery.predict.config import NOT_IN_FINGERPRINT, PredictConfig
+from enginery.predict.writer import _json
 
 
-def test_results_come_in_order_and_the_stream_is_read_little_ahead():
+def test_map_in_order_keeps_order_and_reads_one_item_ahead():
     read = []
     gates = [threading.Event() for _ in range(20)]
 
@@ -25,20 +25,20 @@ def test_results_come_in_order_and_the_stream_is_read_little_ahead():
         gates[number].set()
         return number
 
-    found = in_order(work, numbers(), threads=2)
+    found = map_in_order(work, numbers(), threads=2)
     assert next(found) == 0
     assert len(read) <= 3
     assert [0, *found] == list(range(20))
 
 
-def test_error_of_one_ends_all_and_leaves_no_thread():
+def test_map_in_order_stops_at_an_error_and_leaves_no_thread():
     def work(number):
         if number == 3:
             raise ValueError("three")
         return number
 
     with pytest.raises(ValueError, match="three"):
-        list(in_order(work, iter(range(10_000)), threads=2))
+        list(map_in_order(work, iter(range(10_000)), threads=2))
     assert not [t for t in threading.enumerate() if t.name.startswith("enginery-window")]
 
 
@@ -51,20 +51,20 @@ def test_no_threads_are_left_after_a_run(predict, tiny, reviews):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 0}, "window is 0, expected 1 or more"),
-        ({"part_seconds": 0.0}, "part_seconds is 0.0, expected more than 0"),
+        ({"window": 0}, "'window' is 0, expected 1 or more"),
+        ({"part_seconds": 0.0}, "'part_seconds' is 0.0, expected more than 0"),
     ],
 )
-def test_config_refuses_what_no_run_could_have(options, message):
+def test_config_rejects_invalid_values(options, message):
     with pytest.raises(OptionError, match=message):
         PredictConfig(**options)
 
 
-def test_options_without_effect_are_options():
-    assert set(WITHOUT_EFFECT) <= set(PredictConfig.__dataclass_fields__)
+def test_options_not_in_the_fingerprint_exist():
+    assert set(NOT_IN_FINGERPRINT) <= set(PredictConfig.__dataclass_fields__)
 
 
-def test_json_of_numbers_is_short_and_never_nan():
+def test_json_numbers_have_few_digits_and_no_nan():
     import numpy as np
 
     assert _json(np.array([0.1, np.nan], np.float32)) == "[0.100000001, null]"
@@ -96,7 +96,7 @@ def test_predict_loads_neither_torch_nor_transformers(tiny, reviews, tmp_path):
 
 
 @pytest.mark.slow
-def test_memory_does_not_follow_the_file(tiny, tmp_path):
+def test_memory_does_not_depend_on_the_size_of_the_input(tiny, tmp_path):
     artifact = tiny("bert", "text-classification")
     program = (
         "import sys\n"
@@ -121,16 +121,16 @@ def test_memory_does_not_follow_the_file(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("unit", ["the pump is warm. ", "pump" * 999 + " ", "   \t", "Ünïcödé "])
-def test_beginning_of_a_long_text_has_the_same_first_tokens(tiny, unit):
-    from enginery.predict.token_batches import Meter, RunPool, WindowModel
+def test_shortened_text_has_the_same_first_tokens(tiny, unit):
+    from enginery.predict.token_batches import InferencePool, WindowRunner, WindowStats
     from enginery.runtime.onnxruntime.runner import OrtRunner
     from enginery.runtime.text.tokenizer import TextTokenizer
 
     artifact = tiny("bert", "feature-extraction")
     text = unit * (1_000_000 // len(unit)) + "the end"
-    with OrtRunner(artifact) as runner, RunPool(1) as pool:
-        model = WindowModel.open(artifact, runner, pool, PredictConfig())
-        tokenizer = model.watched(Meter()).tokenizer
+    with OrtRunner(artifact) as runner, InferencePool(1) as pool:
+        model = WindowRunner.open(artifact, runner, pool, PredictConfig())
+        tokenizer = model.with_watchdog(WindowStats()).tokenizer
         (found,) = tokenizer.encode([text])
         (whole,) = TextTokenizer.open(artifact.path).encode([text])
         assert found.ids == whole.ids

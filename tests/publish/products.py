@@ -1,4 +1,4 @@
-"""Tiny artifacts to publish, and a progress that keeps what it is told."""
+"""Tiny artifacts to publish, and a progress that records messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNVALIDATED = PublishConfig(allow_unvalidated=True, insecure=True)
 
 
 class Heard:
-    """A progress that keeps its tasks, its steps and its news."""
+    """A progress that records tasks, steps and messages."""
 
     def __init__(self):
         self.tasks: dict[str, tuple[int, int]] = {}
@@ -41,12 +41,12 @@ class Heard:
 
 
 def with_an_engine(artifact: Artifact, out: Path) -> Artifact:
-    """A copy with an engine for 8.9, laid out as the build stage does."""
+    """Return a copy with an engine for 8.9, in the layout of the build stage."""
     return with_engines(artifact, out, {})
 
 
 def large(artifact: Artifact, out: Path, *, seed: int = 0) -> Artifact:
-    """A copy with 3 MiB of external data that the graph names: more than a Hub takes into git."""
+    """Return a copy with 3 MiB of external data, which is too large for git on the Hub."""
     shutil.copytree(artifact.path, out)
     file = out / artifact.manifest.graphs[0].file
     model = onnx.load(file)
@@ -67,7 +67,7 @@ def large(artifact: Artifact, out: Path, *, seed: int = 0) -> Artifact:
 
 
 def altered(artifact: Artifact, out: Path, text: str = '{"changed": true}') -> Artifact:
-    """A copy of other content."""
+    """Return a copy with other content."""
     shutil.copytree(artifact.path, out)
     (out / "notes.json").write_text(text)
     commit_artifact(out, artifact.manifest)
@@ -75,7 +75,7 @@ def altered(artifact: Artifact, out: Path, text: str = '{"changed": true}') -> A
 
 
 def _validated_anew(artifact: Artifact) -> Artifact:
-    """Return the artifact with its verdict, if it has one, made one of its present content."""
+    """Return the artifact with its verdict, if any, updated for its present content."""
     found = artifact.manifest.verdict("validate")
     if found is None:
         return artifact

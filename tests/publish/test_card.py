@@ -1,4 +1,4 @@
-"""The model card: what the Hub reads of it, what people read, and code that runs."""
+"""The model card: metadata, text, and snippets that run."""
 
 import math
 import re
@@ -25,7 +25,12 @@ from enginery.core.artifact.reports import (
 )
 from enginery.publish.card import source as card_source
 from enginery.publish.card.metrics import metrics
-from enginery.publish.card.model_card import CardFacts, card_metadata, engine_words, model_card
+from enginery.publish.card.model_card import (
+    CardFacts,
+    card_metadata,
+    describe_hardware_target,
+    model_card,
+)
 from enginery.publish.card.snippets import loading_snippets
 from enginery.publish.card.source import SourceCard, parse_card, read_source_card
 from enginery.publish.config import PublishConfig
@@ -129,7 +134,7 @@ def artifact(tmp_path):
 
 @pytest.fixture
 def reported(artifact):
-    """With all three reports."""
+    """Return an artifact with all three reports."""
     made = (VALIDATION, QUANTIZATION, BENCHMARK)
     return artifact.annotate(
         reports={f"reports/{report.FILE}": report.to_json() for report in made}
@@ -137,7 +142,7 @@ def reported(artifact):
 
 
 def with_files(artifact, *names):
-    """The same with more files, new and empty, in the manifest."""
+    """Return the artifact with additional, empty files in the manifest."""
     for name in names:
         (artifact.path / name).write_text("{}")
     commit_artifact(artifact.path, artifact.manifest)
@@ -152,7 +157,7 @@ def facts(artifact, rights=None, engines=(), **options):
 # Metadata
 
 
-def test_the_hub_reads_its_metadata(reported):
+def test_metadata_is_read_by_the_hub(reported):
     data = ModelCard(model_card(facts(reported))).data
     assert data.library_name == "enginery"
     assert (data.license, data.base_model) == ("apache-2.0", "org/name")
@@ -162,14 +167,14 @@ def test_the_hub_reads_its_metadata(reported):
     assert data.to_dict()["base_model_relation"] == "quantized"
 
 
-def test_licence_that_the_hub_has_no_identifier_of_is_other_with_its_name(artifact):
+def test_licence_without_an_identifier_is_other_with_a_name(artifact):
     rights = SourceCard().with_options(PublishConfig(license="Our Company's Own"))
     data = card_metadata(facts(artifact, rights)).to_dict()
     assert (data["license"], data["license_name"]) == ("other", "Our Company's Own")
     assert "base_model" not in data
 
 
-def test_unknown_licence_is_said_and_never_guessed(artifact):
+def test_unknown_licence_is_stated_and_not_guessed(artifact):
     card = model_card(facts(artifact, SourceCard()))
     assert ModelCard(card).data.license is None
     assert "**The licence is not known**" in card
@@ -178,7 +183,7 @@ def test_unknown_licence_is_said_and_never_guessed(artifact):
 # The source's card
 
 
-def test_what_limits_the_source_is_carried_over(artifact):
+def test_limitations_of_the_source_are_repeated(artifact):
     card = model_card(facts(artifact))
     assert "Licence: apache-2.0" in card
     assert "### Limitations\n\nIt knows **no French**." in card
@@ -188,7 +193,7 @@ def test_what_limits_the_source_is_carried_over(artifact):
     assert "Use it." not in card
 
 
-def test_source_card_of_a_directory_is_read_where_it_lies(tiny_model):
+def test_source_card_of_a_directory_is_read(tiny_model):
     from enginery.core.model.source import resolve_source
 
     directory = tiny_model("bert", "fill-mask")
@@ -212,7 +217,7 @@ def test_card_of_a_package_with_weights_is_read(minilm):
     assert "sentence-similarity" in found.tags
 
 
-def test_source_that_is_gone_is_a_note(tmp_path):
+def test_missing_source_is_a_note(tmp_path):
     record = SourceRecord(
         kind="directory", id=str(tmp_path / "gone"), revision="", sha256="0", files={}
     )
@@ -221,7 +226,7 @@ def test_source_that_is_gone_is_a_note(tmp_path):
     assert "cannot be read" in found.notes[0]
 
 
-def test_hub_card_is_asked_for_at_the_commit(monkeypatch, tmp_path):
+def test_hub_card_is_read_at_the_commit(monkeypatch, tmp_path):
     import huggingface_hub
 
     (tmp_path / "README.md").write_text(SOURCE_CARD)
@@ -232,7 +237,7 @@ def test_hub_card_is_asked_for_at_the_commit(monkeypatch, tmp_path):
         return str(tmp_path / "README.md")
 
     record = SourceRecord(kind="hub", id="org/name@v1", revision="abc", sha256="0", files={})
-    assert "cannot be had from the Hub" in read_source_card(record).notes[0]
+    assert "cannot be downloaded, so the licence" in read_source_card(record).notes[0]
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     found = read_source_card(record)
     assert asked == [("org/name", "README.md", "abc")]
@@ -243,7 +248,7 @@ def test_hub_card_is_asked_for_at_the_commit(monkeypatch, tmp_path):
     "text",
     ["", "---\n", "---\nlicense: [\n---\nx", "---\n- a\n---\n", "# no metadata", "\ufeff---\n---"],
 )
-def test_card_that_is_broken_states_no_licence(text):
+def test_broken_card_has_no_licence(text):
     found = parse_card(text)
     assert found.license == ""
     assert found.notes
@@ -252,7 +257,7 @@ def test_card_that_is_broken_states_no_licence(text):
 # What was done and measured
 
 
-def test_card_has_stages_checks_and_figures(reported):
+def test_card_has_stages_validation_and_metrics(reported):
     card = model_card(facts(reported))
     assert "| export | none |" in card
     assert "validate: passed. all agree." in card
@@ -264,7 +269,7 @@ def test_card_has_stages_checks_and_figures(reported):
     assert "| Share of multiply-adds in INT8 | 97.5% |" in card
     assert "| Accuracy on labels | 91.0% |" in card
     assert "| `/pooler` | one row |" in card
-    assert "Measured on A \\<processor\\>, 4 cores, 8 CPUs usable; no GPU" in card
+    assert "Measured on A \\<processor\\>, 4 cores, 8 usable CPUs; no GPU" in card
     assert "| batch=1, sequence=16 | enginery int8 (our runner) | 1 ms | – | 1,000.0 |" in card
     assert "3.00 times as fast" in card
 
@@ -289,7 +294,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_text_of_a_stranger_is_shown_as_it_is_and_becomes_no_markup(artifact, text):
+def test_untrusted_text_is_escaped(artifact, text):
     (case, *_) = VALIDATION.cases
     case = replace(case, graph=text, kind=text, outputs=[output(text, 1.0, 1.0, 1.0)])
     found = [
@@ -366,7 +371,7 @@ def test_dynamic_quantization_has_a_card(artifact):
     assert "model-index" not in card
 
 
-def test_the_hub_reads_what_was_measured(reported):
+def test_evaluation_results_are_read_by_the_hub(reported):
     data = ModelCard(model_card(facts(reported))).data
     found = {(r.dataset_type, r.metric_type): r.metric_value for r in data.eval_results}
     assert found == {
@@ -377,7 +382,7 @@ def test_the_hub_reads_what_was_measured(reported):
     }
 
 
-def test_metrics_have_names_that_mlflow_takes_and_no_nan(reported):
+def test_metrics_have_valid_names_and_finite_values(reported):
     found = metrics(Reports.of(reported))
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) for name in found)
     assert all(np.isfinite(value) for value in found.values())
@@ -387,7 +392,7 @@ def test_metrics_have_names_that_mlflow_takes_and_no_nan(reported):
     assert found["speedup.enginery_int8_beside_pytorch.batch_1-sequence_16"] == 3.0
 
 
-def test_engines_are_marked_with_flavor_version_capability_and_profiles(tmp_path):
+def test_engines_have_flavor_version_capability_and_profiles(tmp_path):
     source = product(tmp_path / "source")
     records = (
         engine_record(source),
@@ -405,7 +410,7 @@ def test_engines_are_marked_with_flavor_version_capability_and_profiles(tmp_path
     card = model_card(facts(source, engines=records))
     assert "**Engines are bound to their hardware.**" in card
     for record in records:
-        assert engine_words(record) in card
+        assert describe_hardware_target(record) in card
         assert f"engines/{record.directory_name}" in card
     assert "tensorrt-rtx, TensorRT 1.7.1.116 and no other version; compute capability 8.9" in card
     assert "any RTX GPU from Ampere on" in card
@@ -415,7 +420,7 @@ def test_engines_are_marked_with_flavor_version_capability_and_profiles(tmp_path
     assert "tensorrt" in card_metadata(facts(source, engines=records))["tags"]
 
 
-def test_paths_of_the_machine_that_published_are_not_in_the_card(artifact, tmp_path):
+def test_paths_of_the_publishing_machine_are_not_in_the_card(artifact, tmp_path):
     home = str(tmp_path / "home/alice/my-model")
     source = SourceRecord(kind="directory", id=home, revision="", sha256="0" * 64, files={})
     (stage,) = artifact.manifest.stages
@@ -429,7 +434,7 @@ def test_paths_of_the_machine_that_published_are_not_in_the_card(artifact, tmp_p
     assert "data=reviews.csv" in card
 
 
-def test_short_path_of_the_source_changes_no_code_and_no_table(artifact):
+def test_short_source_path_is_not_replaced_in_code_and_tables(artifact):
     source = SourceRecord(kind="directory", id="/model", revision="", sha256="0" * 64, files={})
     (stage,) = artifact.manifest.stages
     notes = ("read /model, then /model/config.json", "wrote /srv/model.onnx and minilm/model.onnx")
@@ -484,13 +489,13 @@ def test_every_snippet_of_the_card_runs(kind, task, tmp_path, monkeypatch, capsy
         assert capsys.readouterr().out.strip()
 
 
-def test_failed_artifact_is_loaded_as_its_snippet_says(tmp_path):
+def test_snippet_of_a_failed_artifact_allows_it(tmp_path):
     made = with_files(make(tmp_path / "artifact"), "tokenizer.json")
     failed = made.annotate(verdict(passed=False), b"{}")
     assert "allow_failed=True" in loading_snippets(failed, "m")["enginery"]
 
 
-def test_artifact_without_what_prepares_its_inputs_has_no_snippet_that_would_fail(tmp_path):
+def test_snippets_need_the_files_that_prepare_inputs(tmp_path):
     bare = make(tmp_path / "artifact")
     assert list(loading_snippets(bare, "m")) == ["onnxruntime"]
     assert "enginery" in loading_snippets(with_files(bare, "tokenizer.json"), "m")
@@ -503,7 +508,7 @@ def test_artifact_without_what_prepares_its_inputs_has_no_snippet_that_would_fai
     assert "enginery" in loading_snippets(with_files(images, "preprocessor_config.json"), "m")
 
 
-def test_snippets_run_on_the_provider_that_was_validated(artifact):
+def test_snippets_use_the_provider_of_the_validation(artifact):
     whole = with_files(artifact, "tokenizer.json")
     snippets = loading_snippets(whole, "m", provider="CUDAExecutionProvider")
     assert 'provider="cuda"' in snippets["enginery"]
@@ -512,8 +517,8 @@ def test_snippets_run_on_the_provider_that_was_validated(artifact):
     )
 
 
-def test_source_carried_section_is_cut_where_it_is_too_long():
+def test_long_section_of_the_source_card_is_shortened():
     found = parse_card("## Limitations\n" + "word\n" * 10_000)
     (text,) = [text for _, text in found.sections]
     assert len(text) <= card_source._SECTION_CHARACTERS + 50
-    assert text.endswith("(The source's card goes on.)")
+    assert text.endswith("(Shortened.)")

@@ -1,4 +1,4 @@
-"""publish and pull as commands: an address out, one JSON document, status 2 with words."""
+"""The commands publish and pull."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_publish_prints_the_address_that_pull_takes(artifact, tmp_path):
     assert "same content" in again.err
 
 
-def test_refusals_are_status_2_with_the_remedy(tmp_path):
+def test_errors_are_status_2_with_the_remedy(tmp_path):
     bare = make(tmp_path / "bare").path
     done = in_pipe("publish", bare, tmp_path / "registry")
     assert done.status == 2

@@ -1,4 +1,4 @@
-"""What goes into a package, what is refused, and when two packages are the same content."""
+"""Packages: their files, rejected artifacts, and when two packages have the same content."""
 
 import json
 from dataclasses import replace
@@ -21,13 +21,13 @@ CONFIG = PublishConfig(license="mit")
 
 @pytest.fixture
 def artifact(tmp_path):
-    """Whole and validated."""
+    """Return a complete and validated artifact."""
     return validated(make(tmp_path / "minilm"))
 
 
 @pytest.fixture
 def packed(tmp_path):
-    """`packed(artifact, name="x")`: its package."""
+    """Return a function that makes a package: `packed(artifact, name="x")`."""
     numbers = iter(range(100))
 
     def of(artifact, config=CONFIG, **options):
@@ -38,7 +38,7 @@ def packed(tmp_path):
     return of
 
 
-def test_every_file_has_its_group_digest_and_place(artifact, packed):
+def test_every_file_has_group_digest_and_path(artifact, packed):
     package = packed(artifact)
     groups = {file.name: file.group for file in package.files}
     assert groups == {
@@ -52,7 +52,7 @@ def test_every_file_has_its_group_digest_and_place(artifact, packed):
     assert (package.name, package.problem) == ("name", "")
 
 
-def test_external_weights_tokenizer_and_engines_have_groups_of_their_own(tmp_path, packed):
+def test_groups_of_external_weights_tokenizer_and_engines(tmp_path, packed):
     source = product(tmp_path / "source", external=True)
     made = with_engines(source, tmp_path / "made", {"capabilities": ("8.0", "8.9")}, {})
     (made.path / "tokenizer.json").write_text("{}")
@@ -78,7 +78,7 @@ def test_external_weights_tokenizer_and_engines_have_groups_of_their_own(tmp_pat
 # Refusals
 
 
-def test_altered_file_is_named_although_its_size_and_times_are_the_same(artifact, packed):
+def test_changed_file_of_equal_size_and_times_is_an_error_with_its_name(artifact, packed):
     import os
 
     model = artifact.path / "model.onnx"
@@ -89,7 +89,7 @@ def test_altered_file_is_named_although_its_size_and_times_are_the_same(artifact
         packed(artifact)
 
 
-def test_altered_engine_is_named(tmp_path, packed):
+def test_changed_engine_is_an_error_with_its_name(tmp_path, packed):
     made = with_engines(product(tmp_path / "source"), tmp_path / "made", {})
     plan = next(made.path.rglob("model.plan"))
     plan.write_bytes(PLAN[:-1] + b"x")
@@ -109,7 +109,7 @@ def test_altered_engine_is_named(tmp_path, packed):
             lambda a: a.annotate(
                 verdict().model_copy(update={"fields": {"artifact": "0" * 64}}), b"{}"
             ),
-            "its validation was of another content",
+            "its validation was of other content",
         ),
         (
             lambda a: a.annotate(verdict(stage="optimize", passed=False, summary="NaN"), b"{}"),
@@ -118,7 +118,7 @@ def test_altered_engine_is_named(tmp_path, packed):
     ],
     ids=["failed", "missing", "other content", "another check"],
 )
-def test_what_is_not_validated_is_refused_unless_allowed_and_the_card_says_so(
+def test_artifact_that_is_not_validated_needs_the_option_and_the_card_says_so(
     artifact, packed, change, said
 ):
     changed = change(artifact)
@@ -133,17 +133,17 @@ def test_what_is_not_validated_is_refused_unless_allowed_and_the_card_says_so(
     assert json.loads(listing.path.read_text())["validated"] is False
 
 
-def test_card_of_a_validated_artifact_says_nothing_of_allow_unvalidated(artifact, packed):
+def test_card_of_a_validated_artifact_does_not_mention_the_option(artifact, packed):
     assert "Not validated" not in packed(artifact, allow_unvalidated=True).card
 
 
-def test_damaged_report_is_named(artifact, packed):
+def test_damaged_report_is_an_error_with_its_name(artifact, packed):
     broken = artifact.annotate(reports={"reports/validation.json": b"{"})
     with pytest.raises(ArtifactError, match=r"validation\.json cannot be read"):
         packed(broken)
 
 
-def test_altered_and_missing_reports_are_named(artifact, packed):
+def test_changed_and_missing_reports_are_errors_with_their_names(artifact, packed):
     reported = artifact.annotate(reports={"reports/benchmark.json": b"{}"})
     file = reported.path / "reports/benchmark.json"
     file.write_bytes(b"{ ")
@@ -154,7 +154,7 @@ def test_altered_and_missing_reports_are_named(artifact, packed):
         packed(reported)
 
 
-def test_reports_that_nobody_recorded_stay_behind(artifact, packed):
+def test_reports_not_in_the_manifest_are_left_out(artifact, packed):
     (artifact.path / "reports").mkdir()
     (artifact.path / "reports/extra.json").symlink_to("/etc/passwd")
     (artifact.path / "reports/benchmark.json").write_text("{}")
@@ -163,7 +163,7 @@ def test_reports_that_nobody_recorded_stay_behind(artifact, packed):
     assert package.notes[0].endswith("reports/benchmark.json, reports/extra.json")
 
 
-def test_model_file_with_the_cards_name_is_refused(artifact, packed):
+def test_model_file_with_the_cards_name_is_an_error(artifact, packed):
     from enginery.core.artifact.fingerprint import sha256_of
     from enginery.core.artifact.manifest import FileRecord
 
@@ -172,20 +172,20 @@ def test_model_file_with_the_cards_name_is_refused(artifact, packed):
     files = {**artifact.manifest.files, "README.md": record}
     manifest = artifact.manifest.model_copy(update={"files": files})
     (artifact.path / "manifest.json").write_bytes(manifest.to_bytes())
-    with pytest.raises(ArtifactError, match=r"counts README\.md among the model's files"):
+    with pytest.raises(ArtifactError, match=r"lists README\.md as a file of the model"):
         packed(artifact)
 
 
 # Content
 
 
-def test_the_same_artifact_is_the_same_package_byte_for_byte(artifact, packed):
+def test_same_artifact_is_the_same_package(artifact, packed):
     one, two = packed(artifact), packed(artifact)
     assert [(f.name, f.sha256) for f in one.files] == [(f.name, f.sha256) for f in two.files]
     assert one.content_sha256 == two.content_sha256
 
 
-def test_dates_and_durations_are_no_content(artifact, packed):
+def test_dates_and_durations_are_not_content(artifact, packed):
     before = packed(artifact).content_sha256
     (stage,) = artifact.manifest.stages
     later = stage.model_copy(update={"finished": "2027-01-01T00:00:00+00:00", "seconds": 9.0})
@@ -210,8 +210,8 @@ def test_graph_verdict_benchmark_and_licence_are_content(artifact, packed, tmp_p
     assert len({package.content_sha256 for package in changed}) == 5
 
 
-def test_whether_it_may_be_relied_on_is_content(artifact, packed):
-    """A verdict of other bytes and one of these say the same words."""
+def test_validated_or_not_is_content(artifact, packed):
+    """The verdicts of other content and of this content have the same words."""
 
     def of(artifact_sha256):
         fields = {"artifact": artifact_sha256}
@@ -219,36 +219,36 @@ def test_whether_it_may_be_relied_on_is_content(artifact, packed):
 
     stale = packed(of("0" * 64), allow_unvalidated=True)
     fresh = packed(of(artifact.content_sha256()))
-    assert (stale.problem, fresh.problem) == ("its validation was of another content", "")
+    assert (stale.problem, fresh.problem) == ("its validation was of other content", "")
     assert stale.content_sha256 != fresh.content_sha256
 
 
-def test_rights_that_nobody_can_read_are_not_known_to_differ(artifact, packed):
-    """The double's source is a Hub model, which cannot be reached."""
+def test_unknown_rights_are_not_compared(artifact, packed):
+    """The source is a Hub model that cannot be reached."""
     stated, unread = packed(artifact), packed(artifact, license="")
-    assert (stated.knows_rights, unread.knows_rights) == (True, False)
-    assert unread.is_same(stated.content_sha256, stated.without_rights_sha256)
+    assert (stated.rights_known, unread.rights_known) == (True, False)
+    assert unread.has_content(stated.content_sha256, stated.without_rights_sha256)
     other = packed(artifact, license="apache-2.0")
-    assert not other.is_same(stated.content_sha256, stated.without_rights_sha256)
-    assert not stated.is_same(unread.content_sha256, unread.without_rights_sha256), "news"
+    assert not other.has_content(stated.content_sha256, stated.without_rights_sha256)
+    assert not stated.has_content(unread.content_sha256, unread.without_rights_sha256), "news"
     changed = validated(artifact, summary="other words")
     unread = packed(changed, license="")
-    assert not unread.is_same(stated.content_sha256, stated.without_rights_sha256)
+    assert not unread.has_content(stated.content_sha256, stated.without_rights_sha256)
 
 
-def test_files_that_are_not_the_artifacts_stay_behind_and_are_named(artifact, packed):
+def test_files_not_in_the_manifest_are_left_out_and_named(artifact, packed):
     (artifact.path / "secret.env").write_text("TOKEN=1")
     (artifact.path / "README.md").write_text("my own notes")
     package = packed(artifact)
     assert "secret.env" not in [file.name for file in package.files]
-    assert "left out, as no file of the artifact: secret.env" in package.notes
+    assert "left out, because the manifest does not list them: secret.env" in package.notes
     assert package.card.startswith("---\n")
 
 
 # Names and options
 
 
-def test_name_is_fit_for_every_registry():
+def test_name_is_valid_in_every_registry():
     assert portable_name("My Model/v1 (final)") == "My-Model-v1-final"
     assert portable_name("../..") == "model"
     assert len(portable_name("x" * 500)) == 128
@@ -274,6 +274,6 @@ def test_name_is_fit_for_every_registry():
         ("alias", "Com1"),
     ],
 )
-def test_option_that_no_registry_takes_is_refused(option, value):
+def test_invalid_options_are_errors(option, value):
     with pytest.raises(OptionError, match=f"option '{option}'"):
         PublishConfig(**{option: value})

@@ -1,4 +1,4 @@
-"""Publishing and pulling from Python: real artifacts, addresses, and what is left alone."""
+"""Publishing and pulling from Python."""
 
 import pytest
 
@@ -53,7 +53,7 @@ class Said:
         ("file://host/path", "names the host"),
     ],
 )
-def test_address_that_is_none_is_an_error_that_lists_the_kinds(artifact, url, said):
+def test_invalid_address_is_an_error_with_the_supported_kinds(artifact, url, said):
     with pytest.raises(OptionError) as error:
         publish_model(artifact, url)
     assert said in str(error.value)
@@ -61,7 +61,7 @@ def test_address_that_is_none_is_an_error_that_lists_the_kinds(artifact, url, sa
         pull_model(url, artifact.path.with_name("out"))
 
 
-def test_registry_is_imported_when_an_address_names_it(monkeypatch):
+def test_client_library_is_imported_only_for_its_address(monkeypatch):
     asked = []
 
     def absent(module):
@@ -77,7 +77,7 @@ def test_registry_is_imported_when_an_address_names_it(monkeypatch):
 # Both ways
 
 
-def test_validated_model_goes_there_and_back_and_answers_the_same(exported, copied, tmp_path):
+def test_pulled_model_has_the_same_results(exported, copied, tmp_path):
     from enginery import load_model, validate_model
 
     artifact = copied(exported("bert", "text-classification"))
@@ -96,7 +96,7 @@ def test_validated_model_goes_there_and_back_and_answers_the_same(exported, copi
     assert publish_model(pulled, tmp_path / "registry").is_new is False
 
 
-def test_engines_go_along_marked_as_bound_to_their_hardware(tmp_path):
+def test_engines_are_published_and_marked_as_bound_to_their_hardware(tmp_path):
     if not has_tensorrt():
         pytest.skip("pip install 'enginery[tensorrt-rtx]'")
     source = product(tmp_path / "source")
@@ -129,7 +129,7 @@ bad at sums
 
 @pytest.fixture
 def with_a_card(tmp_path):
-    """An artifact whose source lies in `tmp_path/source`, with a card that states rights."""
+    """Return an artifact with its source in `tmp_path/source`, whose card states rights."""
     from enginery.core.artifact.artifact import commit_artifact
     from enginery.core.model.source import resolve_source
 
@@ -143,7 +143,7 @@ def with_a_card(tmp_path):
     return validated(Artifact.open(made.path))
 
 
-def test_what_was_pulled_keeps_its_rights_where_the_source_is_not(with_a_card, tmp_path):
+def test_pulled_artifact_keeps_its_rights_without_the_source(with_a_card, tmp_path):
     first = publish_model(with_a_card, tmp_path / "registry", name="m")
     pulled = pull_model(first.url, tmp_path / "pulled")
     (tmp_path / "source").rename(tmp_path / "gone")
@@ -151,13 +151,13 @@ def test_what_was_pulled_keeps_its_rights_where_the_source_is_not(with_a_card, t
     assert (again.url, again.is_new) == (first.url, False)
     said = Said()
     other = publish_model(pulled, tmp_path / "other", name="m", progress=said)
-    assert any("those that it was published with" in message for message in said.messages)
+    assert any("from the listing that it was pulled with" in message for message in said.messages)
     card = (pull_model(other.url, tmp_path / "again").path / "README.md").read_text()
     assert "license: apache-2.0" in card
     assert "bad at sums" in card
 
 
-def test_rights_of_another_model_are_not_taken_over(with_a_card, tmp_path):
+def test_rights_of_another_model_are_not_used(with_a_card, tmp_path):
     from enginery.core.artifact.artifact import commit_artifact
 
     pulled = pull_model(publish_model(with_a_card, tmp_path / "r").url, tmp_path / "pulled")
@@ -170,7 +170,7 @@ def test_rights_of_another_model_are_not_taken_over(with_a_card, tmp_path):
     assert "The licence is not known" in card
 
 
-def test_the_first_artifact_is_the_same_version_when_its_source_has_gone(with_a_card, tmp_path):
+def test_content_is_the_same_version_without_the_source(with_a_card, tmp_path):
     first = publish_model(with_a_card, tmp_path / "registry", name="m")
     (tmp_path / "source").rename(tmp_path / "gone")
     again = publish_model(with_a_card, tmp_path / "registry", name="m")
@@ -178,11 +178,13 @@ def test_the_first_artifact_is_the_same_version_when_its_source_has_gone(with_a_
     readme = tmp_path / "registry/m/1/README.md"
     assert "bad at sums" in readme.read_text()
     readme.write_text("?")
-    with pytest.raises(RegistryError, match=r"README\.md .*source, which the version has to state"):
+    with pytest.raises(
+        RegistryError, match=r"README\.md .* the card of the model's source cannot be read"
+    ):
         publish_model(with_a_card, tmp_path / "registry", name="m")
 
 
-def test_what_a_registry_notes_is_said(artifact, tmp_path, monkeypatch):
+def test_notes_of_a_registry_are_reported(artifact, tmp_path, monkeypatch):
     from dataclasses import replace
 
     whole = FolderRegistry.publish
@@ -199,13 +201,13 @@ def test_what_a_registry_notes_is_said(artifact, tmp_path, monkeypatch):
     assert sum("mine.txt" in message for message in said.messages) == 1
 
 
-def test_publishing_leaves_the_artifact_as_it_was(artifact, tmp_path):
+def test_publishing_does_not_change_the_artifact(artifact, tmp_path):
     before = {p: p.read_bytes() for p in artifact.path.rglob("*") if p.is_file()}
     publish_model(artifact, tmp_path / "registry")
     assert {p: p.read_bytes() for p in artifact.path.rglob("*") if p.is_file()} == before
 
 
-def test_pull_says_that_a_version_was_not_validated(tmp_path):
+def test_pull_reports_a_version_that_was_not_validated(tmp_path):
     bare = make(tmp_path / "bare")
     published = publish_model(bare, tmp_path / "registry", allow_unvalidated=True)
     said = Said()
@@ -213,7 +215,7 @@ def test_pull_says_that_a_version_was_not_validated(tmp_path):
     assert any("published with --allow-unvalidated" in message for message in said.messages)
 
 
-def test_pull_leaves_out_what_a_registry_keeps_beside(artifact, tmp_path, monkeypatch):
+def test_pull_leaves_out_additional_files_of_a_registry(artifact, tmp_path, monkeypatch):
     published = publish_model(artifact, tmp_path / "registry")
     whole = FolderRegistry.pull
 
@@ -231,7 +233,7 @@ def test_pull_leaves_out_what_a_registry_keeps_beside(artifact, tmp_path, monkey
     assert any("left out MLmodel" in message for message in said.messages)
 
 
-def test_pull_overwrites_nothing_that_is_not_an_artifact(artifact, tmp_path):
+def test_pull_does_not_overwrite_other_folders(artifact, tmp_path):
     published = publish_model(artifact, tmp_path / "registry")
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.txt").write_text("years")
@@ -249,7 +251,7 @@ def test_pulled_artifact_is_replaced_by_the_next_pull(artifact, tmp_path):
         pull_model(published.url, tmp_path / "out")
 
 
-def test_what_is_made_of_a_pulled_artifact_does_not_count_the_card(tmp_path):
+def test_quantizing_a_pulled_artifact_does_not_use_the_card(tmp_path):
     if not has_tensorrt():
         pytest.skip("pip install 'enginery[tensorrt-rtx]'")
     source = validated(product(tmp_path / "source"))

@@ -202,28 +202,28 @@ BROKEN = {
         HEAD + EXPORT + "  - export-triton:\n      directory: t\n      provider: cpu\n"
         "      backend: tensorrt\n",
         8,
-        "runs on a GPU",
+        "needs a GPU",
         "Leave out --backend",
     ),
     "GPUs on the CPU": (
         HEAD + EXPORT + "  - export-kserve: {directory: k, image: i, storage_uri: s3://a/b,\n"
         "      provider: cpu,\n      gpus: 2}\n",
         7,
-        "provider 'cpu' has none",
+        "but provider 'cpu' uses no GPU",
         "Leave out --gpus",
     ),
     "option of Ray without Ray": (
         HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      output: a.csv\n"
         "      ray_actors: 2\n",
         8,
-        "the engine is local",
+        "option 'engine' is local",
         "--engine ray",
     ),
     "encoding": (
         HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      output: a.csv\n"
         "      encoding: utf-99\n",
         8,
-        "encoding 'utf-99' is not known",
+        "'encoding' is 'utf-99', expected an encoding",
         "utf-8, cp1252",
     ),
     "NUL": (HEAD + EXPORT + 'ask: "a\\0b"\n', 5, "NUL character", "Leave it out"),
@@ -274,7 +274,7 @@ BROKEN = {
     "output of another kind": (
         HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: a.xlsx\n",
         7,
-        "found the suffix '.xlsx'",
+        "has the suffix '.xlsx'",
         "",
     ),
     "option missing": (
@@ -458,8 +458,8 @@ BROKEN = {
         HEAD + "  - export: {task: token-classification}\n  - predict:\n      input: plain.csv\n"
         "      output: a.csv\n      pair_column: other\n",
         8,
-        "pair_column is 'other', but the model does token-classification",
-        "classify two texts",
+        "option 'pair_column' is 'other', but the model does token-classification",
+        "classify pairs of texts",
     ),
     "images for a model of texts": (
         HEAD + EXPORT + "  - bench:\n      images: photos\n",
@@ -588,7 +588,7 @@ BROKEN = {
     "column that the answer has": (
         HEAD + EXPORT + "  - predict:\n      output: a.csv\n      input: reviews.csv\n",
         7,
-        "has a column 'label' already",
+        "has a column 'label', and the prediction",
         "a prefix",
     ),
     "option that the task does not take": (
@@ -615,7 +615,7 @@ BROKEN = {
         HEAD + EXPORT + "  - predict: {input: '-', output: a.csv}\n",
         5,
         "standard input has no su",
-        "Name it",
+        "Set --format",
     ),
     "task that is not answered": (
         HEAD + "  - export: {task: multiple-choice}\n"
@@ -629,7 +629,7 @@ BROKEN = {
         HEAD + EXPORT + "  - validate\n  - publish:\n      url: htp://a\n",
         7,
         "unknown scheme 'htp'",
-        "Known: file:///path",
+        "Supported: file:///path",
     ),
     "address of the Hub": (
         HEAD + EXPORT + "  - validate\n  - publish:\n      url: hf://a b/c\n",
@@ -646,7 +646,7 @@ BROKEN = {
     "registry that is an artifact's": (
         HEAD + EXPORT + "  - validate\n  - publish:\n      url: reviews.csv\n",
         7,
-        "is a file, expected the folder of a registry",
+        "is a file, expected a folder",
         "",
     ),
     "storage": (
@@ -654,7 +654,7 @@ BROKEN = {
         "      storage_uri: s4://a/b\n",
         8,
         "unknown scheme 's4'",
-        "Known: gs",
+        "Supported: gs",
     ),
     "version of Triton": (
         HEAD + EXPORT + "  - export-triton:\n      directory: t\n      version: 0\n",

@@ -136,7 +136,7 @@ def test_publish_refuses_what_failed_also_where_the_run_goes_on(write, tmp_path,
     path = write("validate: {max_abs_error: 1e-12}", "publish: {url: registry}")
     refused = run_recipe(path)
     assert (refused.passed, refused.refused) == (False, ("publish",))
-    with pytest.raises(RejectedArtifactError, match="is not published"):
+    with pytest.raises(RejectedArtifactError, match="was not published"):
         run_recipe(path, allow_failed=True)
     assert not (tmp_path / "registry").exists()
 
@@ -172,7 +172,7 @@ def test_what_stages_made_is_printed_as_their_commands_print_it(write, cli, tmp_
         "answered",
         "published",
         "Predicted",
-        "2 in, 2 answered",
+        "2 read, 2 predicted",
         (tmp_path / "registry/mine/1").as_uri(),
     ):
         assert words in out, words

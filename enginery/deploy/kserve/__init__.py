@@ -1,1 +1,1 @@
-"""An artifact as an InferenceService of KServe."""
+"""Export an artifact as a KServe InferenceService."""

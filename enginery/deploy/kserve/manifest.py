@@ -1,10 +1,11 @@
-"""The manifest of an InferenceService: what Kubernetes' API takes, and its YAML.
+"""The manifest of a KServe InferenceService, as an object and as YAML.
 
-    >>> found = inference_service("minilm", "MiniLM", "2Gi", KserveConfig("pvc://models/minilm", …))
-    >>> found["kind"]
-    'InferenceService'
+>>> config = KserveConfig("pvc://models/minilm", image="registry/enginery-serve:cuda")
+>>> manifest = inference_service("minilm", "MiniLM", "2Gi", config)
+>>> manifest["kind"], manifest["metadata"]["name"]
+('InferenceService', 'minilm')
 
-Fields are those of KServe v0.20.0, serving.kserve.io/v1beta1.
+The fields are those of KServe v0.20.0, serving.kserve.io/v1beta1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from enginery.deploy.kserve.options import KserveConfig
 MADE_BY = "# Made by enginery export-kserve. "
 _MOUNT = "/mnt/models"
 _PORT = 8080
-# Of the images in docs/deploy.
+# The user of the images in docs/deploy.
 _USER = 10001
 _RESTRICTED = {
     "allowPrivilegeEscalation": False,
@@ -31,12 +32,12 @@ _RESTRICTED = {
 
 
 def inference_service(name: str, model: str, memory: str, config: KserveConfig) -> dict[str, Any]:
-    """The manifest, as Kubernetes' API takes it.
+    """Return the manifest of an InferenceService.
 
     Args:
-        name: of the InferenceService.
-        model: in requests.
-        memory: of a replica, as a quantity.
+        name: name of the InferenceService.
+        model: name of the model in requests.
+        memory: memory of a replica, as a Kubernetes quantity.
         config: the options.
     """
     predictor: dict[str, Any] = {
@@ -57,7 +58,7 @@ def inference_service(name: str, model: str, memory: str, config: KserveConfig) 
     else:
         predictor |= _enginery(model, memory, config)
         if is_image(config):
-            # Knative takes no image volumes.
+            # Knative does not support image volumes.
             metadata["annotations"] = {"serving.kserve.io/deploymentMode": "Standard"}
     return {
         "apiVersion": "serving.kserve.io/v1beta1",
@@ -68,19 +69,19 @@ def inference_service(name: str, model: str, memory: str, config: KserveConfig) 
 
 
 def manifest_text(manifest: dict[str, Any], config: KserveConfig) -> str:
-    """The YAML, with a line that says what it is."""
+    """Return the manifest as YAML, with a comment on its first line."""
     served = "Triton's" if config.runtime == "triton" else "enginery serve's"
     text: str = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=100)
     return f"{MADE_BY}{served} models from {config.storage_uri}\n{text}"
 
 
 def is_image(config: KserveConfig) -> bool:
-    """Whether the artifact is mounted as an image volume."""
+    """Return True if the artifact is mounted as an image volume."""
     return config.runtime == "enginery" and config.storage_uri.startswith("oci://")
 
 
 def _triton(memory: str, config: KserveConfig) -> dict[str, Any]:
-    """KServe's own runtime of Triton, whose ports are 8080 and 9000."""
+    """Return the spec of KServe's Triton runtime, whose ports are 8080 and 9000."""
     fields: dict[str, Any] = {
         "modelFormat": {"name": "triton", "version": "2"},
         "runtime": "kserve-tritonserver",
@@ -95,8 +96,8 @@ def _triton(memory: str, config: KserveConfig) -> dict[str, Any]:
 
 
 def _enginery(model: str, memory: str, config: KserveConfig) -> dict[str, Any]:
-    """A container of one's own; what it is given of the model is at /mnt/models."""
-    # Less than the 30 seconds that Kubernetes gives a pod.
+    """Return the spec of a custom container, with the model mounted at /mnt/models."""
+    # Delay and grace period together stay below Kubernetes' 30 seconds for ending a pod.
     args = [
         "serve",
         f"{model}={_MOUNT}",
@@ -111,15 +112,15 @@ def _enginery(model: str, memory: str, config: KserveConfig) -> dict[str, Any]:
     env = [{"name": "PROTOCOL", "value": "v2"}]
     mounts: list[dict[str, Any]] = [
         {"name": "cache", "mountPath": "/var/cache/enginery"},
-        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108  of the container
+        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108  in the container
     ]
     volumes: list[dict[str, Any]] = [
         {"name": "cache", "emptyDir": {"sizeLimit": "2Gi"}},
         {"name": "tmp", "emptyDir": {"sizeLimit": "64Mi"}},
     ]
     if is_image(config):
-        # `enginery publish` makes an image whose root is the artifact; KServe's own way with
-        # oci:// wants a shell in it, which it has not.
+        # The image of `enginery publish` has the artifact as its root. KServe's own support of
+        # oci:// needs a shell in the image, which this one does not have.
         reference = config.storage_uri.partition("://")[2]
         volumes.insert(0, {"name": "model", "image": {"reference": reference}})
         mounts.insert(0, {"name": "model", "mountPath": _MOUNT, "readOnly": True})
@@ -149,7 +150,10 @@ def _enginery(model: str, memory: str, config: KserveConfig) -> dict[str, Any]:
 
 
 def _ready() -> dict[str, Any]:
-    """Every model is ready; the first load may take minutes, so that nothing ends the pod."""
+    """Return a probe that succeeds once all models are ready.
+
+    Loading may take minutes. A failing readiness probe does not restart the pod.
+    """
     return {
         "httpGet": {"path": "/v2/health/ready", "port": _PORT},
         "periodSeconds": 5,
@@ -159,10 +163,10 @@ def _ready() -> dict[str, Any]:
 
 
 def _resources(memory: str, config: KserveConfig) -> dict[str, Any]:
-    """No limit of the CPU, as throttled threads make slow answers of fast ones."""
+    """Return requests and limits, without a CPU limit: throttling would increase the latency."""
     limits: dict[str, str] = {"memory": memory}
     requests = {"cpu": config.cpu, "memory": memory}
     if config.provider != "cpu":
-        # Kubernetes takes extended resources as limits, and requests equal to them.
+        # Kubernetes requires limits for extended resources, with requests equal to them.
         limits["nvidia.com/gpu"] = requests["nvidia.com/gpu"] = str(config.gpus)
     return {"requests": requests, "limits": limits}

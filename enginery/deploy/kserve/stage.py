@@ -1,13 +1,10 @@
-"""An artifact as KServe's InferenceService: a manifest for `kubectl apply`.
+"""Export an artifact as a KServe InferenceService: a manifest for `kubectl apply`.
 
-Takes an artifact and where the cluster finds it; leaves `inferenceservice.yaml`, or nothing.
+>>> config = KserveConfig("pvc://models/minilm", name="minilm", image="enginery-serve:cuda")
+>>> run(artifact, tmp_path, config).path.name
+'inferenceservice.yaml'
 
-    >>> config = KserveConfig("pvc://models/minilm", image="registry/enginery-serve:cuda")
-    >>> run(Artifact.open("minilm"), Path("deploy"), config).name
-    'minilm'
-
-The manifest is checked with the schema of KServe v0.20.0 (InferenceService, v1beta1). No cluster
-has been given one yet.
+The tests check manifests with the schema of KServe v0.20.0 (InferenceService, v1beta1).
 """
 
 from __future__ import annotations
@@ -24,54 +21,54 @@ from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.names import portable_name
 from enginery.core.progress import SILENT, Progress
 from enginery.deploy.kserve.manifest import MADE_BY, inference_service, is_image, manifest_text
-from enginery.deploy.kserve.options import MOST_LETTERS_KNATIVE, KserveConfig
+from enginery.deploy.kserve.options import MAX_CHARACTERS_KNATIVE, KserveConfig
 from enginery.runtime.engines.selection import read_engines
 from enginery.runtime.tasks import manifest_task, supported_tasks
 from enginery.runtime.tensorrt.options import CLASSIC
 
 FILE = "inferenceservice.yaml"
 _GIB = 1 << 30
-_MOST_LETTERS_OF_A_HOST = 63
+_MAX_HOST_CHARACTERS = 63
 
 
 @dataclass(frozen=True)
 class KserveExport:
-    """What was made."""
+    """A written manifest."""
 
     path: Path
-    """The manifest."""
+    """Path of the manifest."""
     name: str
-    """Of the InferenceService."""
+    """Name of the InferenceService."""
     model: str
-    """The model's name in requests: `/v2/models/<model>/infer`. In Triton it is another where
-    export-triton was given a `name`."""
+    """Name of the model in requests: `/v2/models/<model>/infer`. In Triton it differs if
+    export-triton had a `name`."""
     notes: tuple[str, ...]
-    """What whoever applies it should know."""
+    """Requirements and hints for applying the manifest."""
 
 
 def run(
     artifact: Artifact, out: Path, config: KserveConfig, *, progress: Progress = SILENT
 ) -> KserveExport:
-    """Writes the manifest of an InferenceService into a folder.
+    """Write the manifest of an InferenceService into a folder.
 
     Args:
-        artifact: what is served; its size and its names are read, and it stays where it is.
+        artifact: the artifact to serve, for its sizes and names; it is not copied.
         out: the folder.
         config: the options.
         progress: receives progress messages.
 
     Raises:
         OptionError: an option does not fit the artifact.
-        ArtifactError: the artifact is damaged or has no engine for TensorRT, or there is a file of
-            that name that this command did not make.
+        ArtifactError: the artifact is damaged or lacks a TensorRT engine, or the file exists and
+            was not written by this command.
         RejectedArtifactError: the artifact's validation failed.
     """
     artifact = Artifact.open(artifact.path)
     artifact.require_passed(allow_failed=config.allow_failed)
     if config.runtime == "enginery" and manifest_task(artifact.manifest) is None:
         raise OptionError(
-            f"{artifact.path} was exported for {artifact.manifest.task}, and `enginery serve` "
-            f"answers {', '.join(supported_tasks())}.",
+            f"{artifact.path} was exported for {artifact.manifest.task}, but `enginery serve` "
+            f"supports {', '.join(supported_tasks())}.",
             do="Use --runtime triton.",
         )
     if config.provider == "tensorrt":
@@ -84,8 +81,8 @@ def run(
     try:
         if target.exists() and not target.read_text(encoding="utf-8").startswith(MADE_BY):
             raise ArtifactError(
-                f"{target} was not made by export-kserve, so it is not overwritten.",
-                do="Name another directory, or remove it yourself.",
+                f"{target} exists and was not written by export-kserve.",
+                do="Choose another directory, or remove the file.",
             )
         out.mkdir(parents=True, exist_ok=True)
         write_beside(target, manifest_text(manifest, config).encode())
@@ -98,17 +95,22 @@ def run(
 
 
 def service_name(text: str) -> str:
-    """A name for an InferenceService: small letters, digits and `-`, the first a letter.
+    """Return a valid name of an InferenceService, short enough for Knative.
 
-    It is short enough for Knative, too.
+    >>> service_name("all-MiniLM-L6_v2")
+    'all-minilm-l6-v2'
     """
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"model-{plain}"
-    return named[:MOST_LETTERS_KNATIVE].strip("-")
+    return named[:MAX_CHARACTERS_KNATIVE].strip("-")
 
 
 def _memory(artifact: Artifact, config: KserveConfig) -> str:
-    """Once the files in the page cache, once the weights, once what a run takes; and a process."""
+    """Return the memory of a replica, as a Kubernetes quantity.
+
+    `auto` is 1 GiB for the process, plus three times the model's size: for the files in the page
+    cache, the weights, and the activations of a run.
+    """
     if config.memory != "auto":
         return config.memory
     manifest = artifact.manifest
@@ -122,7 +124,7 @@ def _memory(artifact: Artifact, config: KserveConfig) -> str:
 
 
 def _require_engine(artifact: Artifact) -> None:
-    """ONNX Runtime and Triton load engines of classic TensorRT, and neither builds any."""
+    """Raise ArtifactError if there is no engine of classic TensorRT, which servers do not build."""
     engines = read_engines(artifact)
     graphs = {graph.file for graph in artifact.manifest.graphs}
     if any(e.record.flavor == CLASSIC.name and e.record.graph in graphs for e in engines):
@@ -130,7 +132,7 @@ def _require_engine(artifact: Artifact) -> None:
     there = ", ".join(engine.name for engine in engines) or "none"
     raise ArtifactError(
         f"{artifact.path} has no engine of {CLASSIC.title} {CLASSIC.major}, found {there}.",
-        do=f"Build one on a GPU like the cluster's: enginery build {artifact.path} --flavor "
+        do=f"Build one on a GPU of the cluster's type: enginery build {artifact.path} --flavor "
         f"{CLASSIC.name} --capability current",
     )
 
@@ -139,22 +141,25 @@ def _notes(name: str, config: KserveConfig) -> tuple[str, ...]:
     notes = []
     if config.runtime == "triton" and not config.image:
         notes.append(
-            "KServe's image of Triton has no enginery, which the ensemble's Python models need: "
-            "name one that has with --image, or export the repository with --no-tokenizer"
+            "KServe's Triton image has no enginery, which the ensemble's Python models need: set "
+            "--image to one that has it, or export the repository with --no-tokenizer"
         )
     if is_image(config):
-        notes.append("the artifact is an image volume: Kubernetes 1.33, or 1.31 with its gate")
-    if config.min_replicas == 0:
-        notes.append("0 replicas are of Knative alone; in KServe's standard mode there is one")
-    if len(name) > MOST_LETTERS_KNATIVE and not is_image(config):
         notes.append(
-            f"the name has {len(name)} letters, and Knative takes {MOST_LETTERS_KNATIVE}: use "
-            "KServe's standard mode"
+            "the artifact is an image volume: it needs Kubernetes 1.33, or 1.31 with the feature "
+            "gate ImageVolume"
+        )
+    if config.min_replicas == 0:
+        notes.append("only Knative scales to 0 replicas; KServe's standard mode keeps one")
+    if len(name) > MAX_CHARACTERS_KNATIVE and not is_image(config):
+        notes.append(
+            f"the name has {len(name)} characters, but Knative allows {MAX_CHARACTERS_KNATIVE}: "
+            "use KServe's standard mode"
         )
     host = f"{name}-predictor-{config.namespace}"
-    if config.namespace and len(host) > _MOST_LETTERS_OF_A_HOST:
+    if config.namespace and len(host) > _MAX_HOST_CHARACTERS:
         notes.append(
-            f"KServe's own domain template makes the host {host}, {len(host)} letters, and DNS "
-            f"takes {_MOST_LETTERS_OF_A_HOST}"
+            f"KServe's default domain template gives the host {host} with {len(host)} characters, "
+            f"but DNS allows {_MAX_HOST_CHARACTERS}"
         )
     return tuple(notes)

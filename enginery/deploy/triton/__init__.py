@@ -1,1 +1,1 @@
-"""An artifact as a model repository of NVIDIA Triton."""
+"""Export an artifact to a model repository of NVIDIA Triton."""

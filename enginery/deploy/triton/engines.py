@@ -1,13 +1,6 @@
-"""Classic TensorRT engines for Triton: which of an artifact's, and the batches that they take.
+"""Select an artifact's TensorRT engines for Triton, and compute their maximum batch size.
 
-    >>> engines = triton_engines(artifact, artifact.manifest.graphs[0], TritonConfig(…))
-    >>> {engine.record.capabilities: engine.plan.name for engine in engines}
-    {('8.9',): 'model.plan'}
-    >>> largest_batch([Profile.parse("batch=1:8:32,sequence=8:64:128")], "batch")
-    32
-
-Triton's backends load plans of classic TensorRT; those of TensorRT for RTX they do not. None of
-this has been run by a Triton server yet.
+Triton's backends load plans of classic TensorRT, but not those of TensorRT for RTX.
 """
 
 from __future__ import annotations
@@ -24,13 +17,13 @@ from enginery.runtime.engines.selection import read_engines
 from enginery.runtime.tensorrt.options import CLASSIC
 
 
-def triton_engines(artifact: Artifact, graph: GraphRecord, config: TritonConfig) -> list[Engine]:
-    """The engines that Triton is to load: one, or one for each compute capability.
+def select_engines(artifact: Artifact, graph: GraphRecord, config: TritonConfig) -> list[Engine]:
+    """Return the engines for Triton: one, or one per compute capability.
 
     Raises:
-        ArtifactError: there is none, or those of several capabilities differ in their profiles; or
-            a file of one was altered.
-        OptionError: there is no engine of the name, or several would do.
+        ArtifactError: there is no suitable engine, engines for several capabilities have different
+            profiles, or a file of an engine was changed.
+        OptionError: no engine has the given name, or several engines are suitable.
     """
     found = read_engines(artifact)
     if config.engine:
@@ -47,30 +40,35 @@ def triton_engines(artifact: Artifact, graph: GraphRecord, config: TritonConfig)
         if engine.record.flavor == CLASSIC.name and engine.record.graph == graph.file
     ]
     if not fitting:
-        raise _none_fits(artifact, graph, found)
+        raise _no_engine_error(artifact, graph, found)
     if config.backend == "onnxruntime" and len(fitting) > 1:
-        raise _several(artifact, fitting, "ONNX Runtime's backend opens one")
-    _check_together(artifact, fitting)
+        raise _ambiguous_error(artifact, fitting, "ONNX Runtime's backend loads only one")
+    _check_shared_config(artifact, fitting)
     return fitting
 
 
-def profiles_of(engines: Sequence[Engine]) -> list[Profile]:
-    """The profiles that engines share, in their order; none for fixed shapes."""
+def parse_profiles(engines: Sequence[Engine]) -> list[Profile]:
+    """Return the profiles that the engines share, in order; none for fixed shapes."""
     return [Profile.parse(text) for text in engines[0].record.profiles] if engines else []
 
 
 def largest_batch(profiles: Sequence[Profile], batch: str) -> int:
-    """The largest batch that Triton may make of any requests that the profiles take.
+    """Return the largest `max_batch_size` with which every batch fits into a profile.
 
-    Its batcher knows one number, `max_batch_size`, and no profiles: whatever other dims a request
-    has, each number of rows up to that must be in a profile.
+    Triton's batcher does not know the profiles. So for each profile's other dims, all batch sizes
+    from 1 to the limit must be covered: by this profile, and by profiles whose other dims contain
+    its own. Their batch ranges are sorted and joined from 1 on until there is a gap. The result is
+    the smallest limit of all profiles.
+
+    >>> largest_batch([Profile.parse("batch=1:8:32,sequence=8:64:128")], "batch")
+    32
 
     Args:
-        profiles: of one plan, or the one that a session reaches.
-        batch: the name of the first dim; empty for a fixed one, which is never batched: 0.
+        profiles: profiles of one plan, or the one that a session uses.
+        batch: name of the first dim; empty for a fixed dim, for which the result is 0.
 
     Raises:
-        ShapeError: a profile takes shapes of which no single row can run.
+        ShapeError: a profile does not cover a batch of one row.
     """
     if not batch or any(batch not in profile.dims for profile in profiles):
         return 0
@@ -87,8 +85,8 @@ def largest_batch(profiles: Sequence[Profile], batch: str) -> int:
                 reached = max(reached, most)
         if not reached:
             raise ShapeError(
-                f"profile '{profile}' takes {ranges[0][0]} rows at least, and requests of Triton's "
-                "clients may have one.",
+                f"profile '{profile}' needs at least {ranges[0][0]} rows, but requests to Triton "
+                "may have one.",
                 do=f"Build the engine with {batch}=1:{profile.dims[batch].opt}:"
                 f"{profile.dims[batch].max}.",
             )
@@ -97,7 +95,7 @@ def largest_batch(profiles: Sequence[Profile], batch: str) -> int:
 
 
 def _covers(outer: Profile, inner: Profile, batch: str) -> bool:
-    """Whether all other dims of one profile are within those of another."""
+    """Return True if all dims of `inner` except the batch are within those of `outer`."""
     return all(
         outer.dims[name].min <= sizes.min and sizes.max <= outer.dims[name].max
         for name, sizes in inner.dims.items()
@@ -105,38 +103,45 @@ def _covers(outer: Profile, inner: Profile, batch: str) -> bool:
     )
 
 
-def _check_together(artifact: Artifact, engines: Sequence[Engine]) -> None:
-    """Engines that share one configuration have the same profiles, and each GPU has one."""
+def _check_shared_config(artifact: Artifact, engines: Sequence[Engine]) -> None:
+    """Raise an error unless the engines have equal profiles, and one engine per GPU type.
+
+    They share one configuration in Triton.
+    """
     seen: dict[str, Engine] = {}
     for engine in engines:
         if engine.record.profiles != engines[0].record.profiles:
             raise ArtifactError(
-                f"{artifact.path}: {engine.name} has other profiles than {engines[0].name}, and "
-                "Triton has one configuration for both.",
-                do="Build one engine with all profiles, enginery build --no-engine-per-profile, or "
-                f"name one: --engine {engines[0].name}",
+                f"{artifact.path}: {engine.name} has other profiles than {engines[0].name}, but "
+                "they share one configuration in Triton.",
+                do="Build one engine with all profiles, enginery build --no-engine-per-profile. Or "
+                f"choose one: --engine {engines[0].name}",
             )
         if len(engines) > 1 and not engine.record.capabilities:
-            raise _several(artifact, engines, "one is for every compute capability")
+            raise _ambiguous_error(artifact, engines, "one is for every compute capability")
         for capability in engine.record.capabilities:
             if capability in seen:
-                raise _several(artifact, [seen[capability], engine], f"two are for {capability}")
+                raise _ambiguous_error(
+                    artifact, [seen[capability], engine], f"two are for {capability}"
+                )
             seen[capability] = engine
 
 
-def _several(artifact: Artifact, engines: Sequence[Engine], why: str) -> OptionError:
+def _ambiguous_error(artifact: Artifact, engines: Sequence[Engine], why: str) -> OptionError:
     names = " or ".join(engine.name for engine in engines)
     return OptionError(
-        f"{artifact.path} has several engines of one graph, and {why}.",
-        do=f"Name it: --engine {names}",
+        f"{artifact.path} has several engines of one graph, but {why}.",
+        do=f"Choose one: --engine {names}",
     )
 
 
-def _none_fits(artifact: Artifact, graph: GraphRecord, found: Sequence[Engine]) -> ArtifactError:
+def _no_engine_error(
+    artifact: Artifact, graph: GraphRecord, found: Sequence[Engine]
+) -> ArtifactError:
     there = ", ".join(f"{e.name} of {e.record.graph}" for e in found) or "none"
     return ArtifactError(
-        f"{artifact.path} has no engine of {graph.file} that Triton loads, which is one of "
-        f"{CLASSIC.title} {CLASSIC.major}; found {there}.",
+        f"{artifact.path} has no engine of {graph.file} for Triton: found {there}, expected one of "
+        f"{CLASSIC.title} {CLASSIC.major}.",
         do=f"Build one on the server's GPU: enginery build {artifact.path} --flavor "
         f"{CLASSIC.name} --capability current",
     )

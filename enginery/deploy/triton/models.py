@@ -1,12 +1,9 @@
-"""The configurations of the models in a Triton repository: graph, tokenizer, answers, ensemble.
+"""Configurations of the models in a Triton repository: graph, preprocessing, results, ensemble.
 
->>> graph_model(parts, TritonConfig(), "minilm-graph").fields["max_batch_size"]
-32
-
-Fields are those of Triton's model_config.proto, in its words. The rules that the proto cannot hold
-are Triton's own checks: `ValidateModelConfig` and `ValidateEnsembleSchedulingConfig` in
-src/model_config_utils.cc of triton-inference-server/core, `ValidateInputs` and `ValidateOutputs` of
-the ONNX Runtime backend.
+The fields are those of Triton's model_config.proto. Further rules are in Triton's code:
+`ValidateModelConfig` and `ValidateEnsembleSchedulingConfig` in src/model_config_utils.cc of
+triton-inference-server/core, and `ValidateInputs` and `ValidateOutputs` of the ONNX Runtime
+backend.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.tensors import DATA_TYPES, STRING, batch_dim, tensor_fields
-from enginery.deploy.triton.text import Word, config_text, entries, parameters
+from enginery.deploy.triton.text_format import EnumValue, config_text, map_entries, parameters
 from enginery.runtime.tasks.task import Task
 
 LABELS_FILE = "labels.txt"
@@ -32,37 +29,38 @@ _HEURISTIC = "1"
 
 @dataclass(frozen=True)
 class TritonModel:
-    """One folder of a repository."""
+    """A model of the repository: one folder."""
 
     name: str
     fields: Mapping[str, Any]
+    """Fields of the model's configuration."""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """Name below the model's folder -> what is there now."""
-    texts: Mapping[str, bytes] = field(default_factory=dict)
-    """Likewise, of what is made here."""
+    """Path below the model's folder -> file to copy."""
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+    """Path below the model's folder -> content to write."""
 
     @property
     def backend(self) -> str:
-        """What loads it: a backend's name, or `ensemble`."""
+        """Name of the backend, or `ensemble`."""
         return str(self.fields.get("backend", "ensemble"))
 
     def config(self) -> str:
-        """The text of `config.pbtxt`."""
+        """Return the text of `config.pbtxt`."""
         return config_text(self.fields)
 
 
 @dataclass(frozen=True)
-class GraphParts:
-    """What is known of the graph that is exported."""
+class GraphInfo:
+    """Facts about the exported graph."""
 
     record: GraphRecord
     max_batch_size: int
-    """0 where the graph has no batch."""
+    """Maximum batch size; 0 if the graph has no batch dim."""
     profiles: tuple[Profile, ...]
-    """Of the engine that runs; else those of the options."""
+    """Profiles of the engine, or of the options if there is no engine."""
     engines: tuple[Engine, ...]
     labels: tuple[str, ...]
-    """Of the output `logits`; none where a label is not one number of a row."""
+    """Labels of the output `logits`; empty if it does not have one score per label."""
 
     @property
     def batched(self) -> bool:
@@ -70,83 +68,93 @@ class GraphParts:
 
 
 def graph_model(
-    parts: GraphParts,
+    info: GraphInfo,
     config: TritonConfig,
     name: str,
     *,
     files: Mapping[str, Path],
     warmup: Sequence[Mapping[str, Any]],
-    texts: Mapping[str, bytes],
+    contents: Mapping[str, bytes],
 ) -> TritonModel:
-    """The model that runs the graph."""
+    """Return the model that runs the graph.
+
+    Args:
+        info: facts about the graph.
+        config: the options.
+        name: name of the model.
+        files: path below the model's folder -> file to copy.
+        warmup: warm-up samples.
+        contents: path below the model's folder -> content to write.
+    """
     fields: dict[str, Any] = {
         "name": name,
         "platform": "tensorrt_plan" if config.backend == "tensorrt" else "onnxruntime_onnx",
         "backend": config.backend,
-        "max_batch_size": parts.max_batch_size,
+        "max_batch_size": info.max_batch_size,
         "version_policy": {"latest": {"num_versions": 1}},
-        "input": [tensor_fields(spec, batched=parts.batched) for spec in parts.record.inputs],
-        "output": [_output(spec, parts) for spec in parts.record.outputs],
-        "instance_group": [_instances(parts, config)],
+        "input": [tensor_fields(spec, batched=info.batched) for spec in info.record.inputs],
+        "output": [_output(spec, info) for spec in info.record.outputs],
+        "instance_group": [_instances(info, config)],
     }
-    if parts.batched:
-        fields["dynamic_batching"] = _dynamic_batching(parts, config)
+    if info.batched:
+        fields["dynamic_batching"] = _dynamic_batching(info, config)
     if config.backend == "onnxruntime":
         if config.provider == "tensorrt":
-            # ONNX Runtime opens the engine by its wrapper; it must not write a cache beside it.
+            # ONNX Runtime loads the engine through its EPContext wrapper and must not write a
+            # cache beside it.
             accelerator = {
                 "name": "tensorrt",
-                "parameters": entries({"trt_engine_cache_enable": "0"}),
+                "parameters": map_entries({"trt_engine_cache_enable": "0"}),
             }
             fields["optimization"] = {
                 "execution_accelerators": {"gpu_execution_accelerator": [accelerator]}
             }
         fields["parameters"] = parameters(_runtime_parameters(config)) or None
-    elif len(parts.engines) > 1:
-        fields["cc_model_filenames"] = entries(
-            {c: plan_file(e) for e in parts.engines for c in e.record.capabilities}
+    elif len(info.engines) > 1:
+        fields["cc_model_filenames"] = map_entries(
+            {c: plan_file(e) for e in info.engines for c in e.record.capabilities}
         )
     fields["model_warmup"] = list(warmup)
-    made = dict(texts)
-    if parts.labels:
-        made[LABELS_FILE] = "".join(f"{label}\n" for label in parts.labels).encode()
+    made = dict(contents)
+    if info.labels:
+        made[LABELS_FILE] = "".join(f"{label}\n" for label in info.labels).encode()
     return TritonModel(name, fields, files, made)
 
 
 def plan_file(engine: Engine) -> str:
-    """What a plan is called where there are several: `model-8.9.plan`."""
+    """Return the file name of a plan if there are several: `model-8.9.plan`."""
     return f"model-{'-'.join(engine.record.capabilities)}.plan"
 
 
 def step_model(
     step: str,
     task: Task,
-    parts: GraphParts,
+    info: GraphInfo,
     config: TritonConfig,
     name: str,
     *,
     files: Mapping[str, Path],
 ) -> TritonModel:
-    """Return the model that tokenizes, or the one that answers, in the Python backend.
+    """Return the model for preprocessing or postprocessing in the Python backend.
 
-    It takes no batches: a request's texts are the first dim, as the ensemble's are, and the graph
-    takes rows of several requests together.
+    It has no batches: the first dim is the texts of one request, as in the ensemble. Triton batches
+    the rows of several requests for the graph.
     """
     given = _task_inputs(task)
     if step == TOKENIZER:
         inputs = given
-        outputs = [tensor_fields(spec, batched=False) for spec in parts.record.inputs]
+        outputs = [tensor_fields(spec, batched=False) for spec in info.record.inputs]
     else:
-        needed = task.outputs_read(parts.record)
-        specs = [spec for spec in parts.record.outputs if spec.name in needed]
+        needed = task.outputs_read(info.record)
+        specs = [spec for spec in info.record.outputs if spec.name in needed]
         inputs = [*given, *(tensor_fields(spec, batched=False) for spec in specs)]
         outputs = _task_outputs(task)
     options = {
         "step": step,
-        "graph": parts.record.file,
+        "graph": info.record.file,
         "pad_multiple": str(config.pad_multiple),
-        "max_rows": str(_max_rows(parts)),
-        "profiles": "; ".join(str(p) for p in parts.profiles) if parts.engines else "",
+        "max_rows": str(_max_rows(info)),
+        "profiles": "; ".join(str(p) for p in info.profiles) if info.engines else "",
     }
     if config.execution_env:
         options["EXECUTION_ENV_PATH"] = config.execution_env
@@ -157,15 +165,15 @@ def step_model(
         "version_policy": {"latest": {"num_versions": 1}},
         "input": inputs,
         "output": outputs,
-        "instance_group": [{"count": config.tokenizer_instances, "kind": Word("KIND_CPU")}],
+        "instance_group": [{"count": config.tokenizer_instances, "kind": EnumValue("KIND_CPU")}],
         "parameters": parameters(options),
     }
     return TritonModel(name, fields, files)
 
 
-def ensemble_model(task: Task, parts: GraphParts, name: str) -> TritonModel:
-    """Return the model that clients ask: texts in, results out."""
-    record = parts.record
+def ensemble_model(task: Task, info: GraphInfo, name: str) -> TritonModel:
+    """Return the ensemble for clients, which takes texts and returns results."""
+    record = info.record
     given = {field.name: field.name for field in task.inputs}
     tokens = {spec.name: f"graph.{spec.name}" for spec in record.inputs}
     found = {n: f"graph.{n}" for n in task.outputs_read(record)}
@@ -191,8 +199,8 @@ def _step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> 
     return {
         "model_name": model,
         "model_version": _NEWEST,
-        "input_map": entries(inputs),
-        "output_map": entries(outputs),
+        "input_map": map_entries(inputs),
+        "output_map": map_entries(outputs),
     }
 
 
@@ -209,44 +217,44 @@ def _task_inputs(task: Task) -> list[dict[str, Any]]:
 
 
 def _task_outputs(task: Task) -> list[dict[str, Any]]:
-    """Return the tensors of results; options of a request change their sizes."""
+    """Return the tensors of results; their dims depend on the options of the request."""
     return [
         {
             "name": tensor.name,
-            "data_type": Word(DATA_TYPES[tensor.dtype]),
+            "data_type": EnumValue(DATA_TYPES[tensor.dtype]),
             "dims": [-1] * tensor.rank,
         }
         for tensor in task.outputs
     ]
 
 
-def _output(spec: TensorSpec, parts: GraphParts) -> dict[str, Any]:
-    fields = tensor_fields(spec, batched=parts.batched)
-    if parts.labels and spec.name == "logits":
+def _output(spec: TensorSpec, info: GraphInfo) -> dict[str, Any]:
+    fields = tensor_fields(spec, batched=info.batched)
+    if info.labels and spec.name == "logits":
         fields["label_filename"] = LABELS_FILE
     return fields
 
 
-def _instances(parts: GraphParts, config: TritonConfig) -> dict[str, Any]:
+def _instances(info: GraphInfo, config: TritonConfig) -> dict[str, Any]:
     on_cpu = config.backend == "onnxruntime" and config.provider == "cpu"
     fields: dict[str, Any] = {
         "count": config.instances,
-        "kind": Word("KIND_CPU" if on_cpu else "KIND_GPU"),
+        "kind": EnumValue("KIND_CPU" if on_cpu else "KIND_GPU"),
     }
-    if config.backend == "tensorrt" and parts.profiles:
-        # An instance has a context for each, and takes the nearest that covers a batch.
-        fields["profile"] = [str(index) for index in range(len(parts.profiles))]
+    if config.backend == "tensorrt" and info.profiles:
+        # An instance has a context per profile, and uses the nearest one that covers a batch.
+        fields["profile"] = [str(index) for index in range(len(info.profiles))]
     return fields
 
 
-def _dynamic_batching(parts: GraphParts, config: TritonConfig) -> dict[str, Any]:
+def _dynamic_batching(info: GraphInfo, config: TritonConfig) -> dict[str, Any]:
     preferred = list(config.preferred_batch_size)
     if not preferred:
-        name = batch_dim(parts.record)
-        optima = {p.dims[name].opt for p in parts.profiles if name in p.dims}
-        preferred = sorted(size for size in optima if 1 < size <= parts.max_batch_size)
+        name = batch_dim(info.record)
+        optima = {p.dims[name].opt for p in info.profiles if name in p.dims}
+        preferred = sorted(size for size in optima if 1 < size <= info.max_batch_size)
     policy = {
-        "timeout_action": Word("REJECT"),
+        "timeout_action": EnumValue("REJECT"),
         "default_timeout_microseconds": config.queue_timeout_us,
         "allow_timeout_override": True,
         "max_queue_size": config.max_queue_size,
@@ -263,14 +271,14 @@ def _runtime_parameters(config: TritonConfig) -> dict[str, str]:
     if config.threads:
         found["intra_op_thread_count"] = str(config.threads)
     if config.provider != "cpu":
-        # By default each new shape of a convolution is searched for its best algorithm, while the
-        # request waits. The backend takes it from here alone: what an execution accelerator
-        # `cuda` says of it is overwritten (onnxruntime.cc, LoadModel).
+        # By default, cuDNN searches the best algorithm for each new shape of a convolution while
+        # the request waits. The backend only reads this parameter: it overwrites the setting of an
+        # execution accelerator `cuda` (onnxruntime.cc, LoadModel).
         found["cudnn_conv_algo_search"] = _HEURISTIC
     return found
 
 
-def _max_rows(parts: GraphParts) -> int:
-    """The most rows of one request; of a fixed batch, that."""
-    fixed = next((s.dims[0] for s in parts.record.inputs if isinstance(s.dims[0], int)), 0)
-    return parts.max_batch_size or fixed
+def _max_rows(info: GraphInfo) -> int:
+    """Return the maximum number of rows per request: the batch size, also if it is fixed."""
+    fixed = next((s.dims[0] for s in info.record.inputs if isinstance(s.dims[0], int)), 0)
+    return info.max_batch_size or fixed

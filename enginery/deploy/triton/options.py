@@ -1,4 +1,4 @@
-"""The options of export-triton; importing them is quick, as `enginery --help` is."""
+"""Options of export-triton. Importing this module is fast, for `enginery --help`."""
 
 from __future__ import annotations
 
@@ -14,60 +14,61 @@ TritonProvider = Literal["cuda", "cpu", "tensorrt"]
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """What Triton calls the model, where it runs it, and how it batches."""
+    """Options of export-triton."""
 
     name: str = ""
-    """The model's name in Triton; empty for its source's."""
+    """Name of the model in Triton; empty for the name of its source."""
     backend: Backend = "onnxruntime"
-    """`tensorrt` loads the artifact's classic TensorRT engines without ONNX Runtime."""
+    """Triton backend of the graph: `tensorrt` loads the artifact's classic TensorRT engines without
+    ONNX Runtime."""
     provider: TritonProvider = "cuda"
-    """Where the ONNX Runtime backend runs the graph. `tensorrt` takes the artifact's classic
-    TensorRT engine; none is built in the server."""
+    """Execution provider of the ONNX Runtime backend. `tensorrt` uses the artifact's classic
+    TensorRT engine; the server does not build any."""
     graph: str = ""
-    """Which ONNX file of the artifact; empty for the only one."""
+    """ONNX file of the artifact; empty if there is only one."""
     engine: str = ""
-    """Which engine's directory; empty for the only one of each compute capability."""
+    """Directory of the engine; empty if there is only one for each compute capability."""
     tokenizer: bool = True
-    """Where texts can be answered, add the models that tokenize and answer, in the Python
-    backend, and the ensemble of all; texts in, answers out."""
+    """For text tasks, add models for preprocessing and postprocessing in the Python backend, and an
+    ensemble that takes texts and returns results."""
     version: int = 1
-    """The model's version, a folder in Triton's repository. Older ones of the same backend stay
-    there, and Triton serves the newest."""
+    """Version of the model, a folder in Triton's repository. Older versions for the same backend
+    are kept, and Triton serves the newest."""
     profile: tuple[str, ...] = ()
-    """Shapes to warm up and to prefer where no engine has profiles: batch=1:8:32,sequence=8:64:128;
-    repeat it for several."""
+    """Shapes for warm-up and preferred batches if there is no engine with profiles:
+    batch=1:8:32,sequence=8:64:128; repeat it for several."""
     max_batch_size: int = 32
-    """The most rows of a batch; less where a profile's maximum is less."""
+    """Maximum number of rows per batch; a profile may reduce it."""
     preferred_batch_size: tuple[int, ...] = ()
-    """Batches that Triton tries to make, none larger than the profiles take; empty for their
-    optima."""
+    """Batch sizes that Triton prefers, within the profiles; empty for the profiles' optima."""
     max_queue_delay_us: int = 100
-    """How long a request waits for others to share its batch, in microseconds."""
+    """Time that a request waits for others to share its batch, in microseconds."""
     max_queue_size: int = 1024
-    """The most requests that wait for the graph; beyond it they are refused. 0 for no limit."""
+    """Maximum number of requests that wait for the graph, further ones are rejected; 0 for no
+    limit."""
     queue_timeout_us: int = 10_000_000
-    """How long a request may wait before it is refused, in microseconds; 0 for no limit."""
+    """Time after which a waiting request is rejected, in microseconds; 0 for no limit."""
     instances: int = 1
-    """Copies of the graph that run at the same time, on each GPU."""
+    """Number of instances of the graph per GPU that run at the same time."""
     tokenizer_instances: int = 2
-    """Processes that tokenize, and as many that answer."""
+    """Number of processes for preprocessing, and the same number for postprocessing."""
     threads: int = 0
-    """ONNX Runtime's threads within an operator; 0 for its own choice."""
+    """Intra-op threads of ONNX Runtime; 0 for its own choice."""
     pad_multiple: int = 16
-    """Texts are padded up to a multiple of so many tokens: Triton batches requests of equal shapes
-    alone."""
+    """Texts are padded to a multiple of this number of tokens, because Triton batches only requests
+    of equal shapes."""
     execution_env: str = ""
-    """A conda-pack archive or environment with enginery, as the server sees it; empty where
-    enginery is installed in the Python backend's own Python."""
+    """Path on the server of a conda-pack archive or an environment with enginery; empty if enginery
+    is installed in the Python backend's Python."""
     allow_failed: bool = False
-    """Take an artifact whose validation failed."""
+    """Accept an artifact whose validation failed."""
 
     def __post_init__(self) -> None:
-        """Raises OptionError for a value that Triton does not take."""
+        """Raise OptionError for a value that Triton rejects."""
         if self.name and not is_portable_name(self.name):
             raise OptionError(
-                f"option 'name' is {self.name!r}, expected letters, digits, '.', '_' and '-', "
-                "at most 128, the first a letter or a digit.",
+                f"option 'name' is {self.name!r}, expected at most 128 letters, digits, '.', '_' "
+                "and '-', with a letter or digit first.",
                 option="name",
             )
         for option, least in (
@@ -91,13 +92,13 @@ class TritonConfig:
         for size in self.preferred_batch_size:
             if not 1 <= size <= self.max_batch_size:
                 raise OptionError(
-                    f"option 'preferred_batch_size' has {size}, expected 1 to max_batch_size, "
-                    f"{self.max_batch_size}.",
+                    f"option 'preferred_batch_size' contains {size}, expected 1 to "
+                    f"{self.max_batch_size}, the max_batch_size.",
                     option="preferred_batch_size",
                 )
         if self.backend == "tensorrt" and self.provider == "cpu":
             raise OptionError(
-                "backend 'tensorrt' runs on a GPU, found provider 'cpu'.",
+                "option 'provider' is cpu, but the backend tensorrt needs a GPU.",
                 do="Leave out --backend, or --provider.",
                 option="backend",
             )
@@ -111,5 +112,5 @@ class TritonConfig:
 
     @property
     def needs_engine(self) -> bool:
-        """Whether an engine of the artifact is what runs."""
+        """True if Triton runs an engine of the artifact."""
         return self.backend == "tensorrt" or self.provider == "tensorrt"

@@ -1,7 +1,7 @@
-"""Tokenizes or answers in Triton's Python backend. Made by `enginery export-triton`.
+"""Preprocessing or postprocessing in Triton's Python backend. Written by `enginery export-triton`.
 
-It needs enginery in the Python that runs it (tokenizers, numpy and pydantic; ONNX Runtime is not
-imported). Which of the two steps it is, the parameter `step` of config.pbtxt says.
+The parameter `step` in config.pbtxt says which of the two it is. It needs enginery in the Python
+that runs it, with tokenizers, numpy and pydantic; ONNX Runtime is not imported.
 """
 
 import json
@@ -17,25 +17,25 @@ try:
 except ImportError as error:
     raise ImportError(
         f"this model needs the package 'enginery' in Triton's Python: {error}. Install it in the "
-        "server's image, or export with --execution-env."
+        "server's image, or export the model with --execution-env."
     ) from error
 
 
 class TritonPythonModel:
-    """One instance of the model, as Triton's Python backend makes it."""
+    """An instance of the model in Triton's Python backend."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Reads the tokenizer beside this file."""
+        """Open the task's files beside this file."""
         config = json.loads(args["model_config"])
-        # Protobuf's JSON may leave out a text that is empty.
+        # Protobuf's JSON may leave out empty strings.
         given = config["parameters"].items()
         options = {name: value.get("string_value", "") for name, value in given}
         self.inputs = [tensor["name"] for tensor in config["input"]]
-        # Beside this file, wherever the server keeps its copy of the repository.
+        # The server may have copied the repository, so the path is relative to this file.
         self.step = open_step(Path(__file__).parent / FILES, options)
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One response a request; a request that cannot be answered gets an error of its own."""
+        """Return one response per request; a request that fails gets an error response."""
         return [self._respond(request) for request in requests]
 
     def _respond(self, request: Any) -> Any:
@@ -46,9 +46,9 @@ class TritonPythonModel:
             code = pb_utils.TritonError.INVALID_ARG if wrong else pb_utils.TritonError.INTERNAL
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
         except Exception as error:
-            # What leaves `execute` fails all requests that came with this one.
+            # An exception from `execute` would fail all requests of the call.
             traceback.print_exc()
-            said = f"internal error: {type(error).__name__}; the server's log says more."
+            said = f"internal error: {type(error).__name__}; see the server's log."
             internal = pb_utils.TritonError(said, pb_utils.TritonError.INTERNAL)
             return pb_utils.InferenceResponse(error=internal)
 

@@ -1,18 +1,17 @@
-"""A Triton model repository on disk: models written beside it, then renamed into it.
+"""Write models into a Triton model repository: beside it first, then renamed into it.
 
-    >>> place(Path("models"), "minilm", models, version=2, made_from=artifact.content_sha256())
-    ['version 1 stays beside 2; Triton serves the newest']
+    install_models(Path("models"), "minilm", models, version=2, made_from=digest)
+    # ['version 1 is kept beside 2; Triton serves the newest']
 
     models/
       minilm/            config.pbtxt, 1/, 2/, enginery.json
       minilm-tokenizer/  …
-      another/           somebody else's; never touched
+      another/           a model that enginery did not write; never changed
 
-A repository may hold models of others. A folder that this command did not make, or whose files were
-edited since, is never overwritten: `enginery.json` in each has the digests of its files. The model
-that clients ask comes last, when all that it is made of is there. The old and the new folder of a
-model exchange names where the system can; elsewhere the next export brings back a model that a
-killed one had moved away.
+`enginery.json` in each folder has the digests of its files. A folder without it, or whose files
+were edited, is never overwritten. The ensemble is written last, when its parts are complete. Old
+and new folder of a model exchange their names atomically if the system supports it; if not, the
+next export restores a model that a killed one had moved.
 """
 
 from __future__ import annotations
@@ -34,62 +33,76 @@ from enginery.core.artifact.staging import STAGING_PREFIX, put_in_place
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import json_bytes
 from enginery.core.locks import named_lock
-from enginery.deploy.triton.earlier import LISTING, notes_on, read_earlier, require_newest
+from enginery.deploy.triton.existing_model import (
+    LISTING,
+    check_newest,
+    describe_changes,
+    read_existing_model,
+)
 from enginery.deploy.triton.models import ANSWERS, GRAPH, TOKENIZER, TritonModel
 
 CONFIG = "config.pbtxt"
 _KEPT = ".keep"
-"""An ensemble's version has no file, and object stores have no empty folders."""
+"""File in the version of an ensemble, as object stores do not keep empty folders."""
 _OLD = "old"
-"""Of a staging directory: models that are nowhere else between two renames."""
+"""Folder in the staging directory for models that are moved between two renames."""
 _READABLE = 0o044
 
 
-def place(
+def install_models(
     out: Path, name: str, models: Sequence[TritonModel], *, version: int, made_from: str
 ) -> list[str]:
-    """Leaves the models in the repository; the last one is the one that clients ask.
+    """Write the models into the repository.
 
-    Folders of an earlier export of the same name that are no longer part of it go. Its other
-    versions stay, where they are of the same backend.
+    Other versions of an earlier export with the same name are kept if they are for the same
+    backend. Folders of the earlier export that this one does not have are removed.
+
+    Args:
+        out: the repository.
+        name: name of the export.
+        models: the models, with the one for clients last.
+        version: version of the models.
+        made_from: sha256 of the artifact's content.
 
     Returns:
-        What became of earlier versions and folders, in words.
+        Messages about kept and removed versions and folders.
 
     Raises:
-        ArtifactError: a folder is somebody else's or was edited, or `out` cannot be written.
-        OptionError: a version that stays is newer than `version`, and Triton would serve that.
+        ArtifactError: a folder was not written by this command or was edited, or `out` cannot be
+            written.
+        OptionError: a version that is kept is newer than `version`, so that Triton would serve it.
     """
     out = out.resolve()
-    _require_repository(out)
+    _check_repository(out)
     parts = [name, *(f"{name}-{part}" for part in (GRAPH, TOKENIZER, ANSWERS))]
     try:
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out) as alone:
             if alone:
                 _clear_leftovers(out)
-            earlier = {part: read_earlier(out / part, name) for part in parts}
+            earlier = {part: read_existing_model(out / part, name) for part in parts}
             kept = {
                 model.name: earlier[model.name].other_versions(model.backend, version)
                 for model in models
             }
-            require_newest(out, kept, version)
+            check_newest(out, kept, version)
             gone = [part for part in parts if part not in kept and earlier[part].files]
-            _place(out, name, models, kept, gone, version=version, made_from=made_from)
-            return notes_on(earlier, kept, gone, version)
+            _install(out, name, models, kept, gone, version=version, made_from=made_from)
+            return describe_changes(earlier, kept, gone, version)
     except OSError as error:
         raise ArtifactError(
             f"{out} cannot be written: {error.strerror}: {error.filename}.",
-            do="Name another directory.",
+            do="Choose another directory.",
         ) from error
 
 
 @contextmanager
 def _locked(out: Path) -> Iterator[bool]:
-    """Waits for other exports into a repository, whatever $ENGINERY_HOME they have.
+    """Wait for other exports into the repository, even if they use another $ENGINERY_HOME.
 
-    Yields whether there can be none besides: a file system without locks has that of the store
-    alone, and so has Windows, where one store a user is taken for granted.
+    Yields:
+        True if no other export can run. False if the file system has no locks, so that only the
+        store's lock is held. Windows has only the store's lock, too, but one store per user.
     """
     store_lock = hashlib.sha256(os.fsencode(out)).hexdigest()[:16]
     with named_lock(f"triton-{store_lock}"):
@@ -98,7 +111,7 @@ def _locked(out: Path) -> Iterator[bool]:
             return
         import fcntl
 
-        handle = os.open(out, os.O_RDONLY)  # the folder itself: a lock file would stay beside it
+        handle = os.open(out, os.O_RDONLY)  # lock the folder itself, without a lock file
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)
@@ -111,20 +124,20 @@ def _locked(out: Path) -> Iterator[bool]:
 
 
 def _clear_leftovers(out: Path) -> None:
-    """Brings back the models that a killed export had moved away, and removes what it left."""
+    """Restore the models that a killed export had moved, and remove its temporary files."""
     name = re.compile(rf"{re.escape(STAGING_PREFIX + out.name)}-[0-9a-f]{{12}}-triton")
     for leftover in [path for path in out.parent.iterdir() if name.fullmatch(path.name)]:
-        _bring_back(leftover, out)
+        _restore_moved(leftover, out)
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _bring_back(staged: Path, out: Path) -> None:
+def _restore_moved(staged: Path, out: Path) -> None:
     for model in (staged / _OLD).iterdir() if (staged / _OLD).is_dir() else ():
         if not (out / model.name).exists():
             os.replace(model, out / model.name)
 
 
-def _place(
+def _install(
     out: Path,
     name: str,
     models: Sequence[TritonModel],
@@ -134,7 +147,7 @@ def _place(
     version: int,
     made_from: str,
 ) -> None:
-    # Beside the repository, not in it: a server that polls would take it for a model.
+    # Beside the repository, not in it: a polling server would take the folder for a model.
     fresh = out.parent / f"{STAGING_PREFIX}{out.name}-{uuid.uuid4().hex[:12]}-triton"
     for folder in ("new", _OLD, "gone"):
         (fresh / folder).mkdir(parents=True)
@@ -155,7 +168,7 @@ def _place(
         for part in gone:
             os.replace(out / part, fresh / "gone" / part)
     finally:
-        _bring_back(fresh, out)
+        _restore_moved(fresh, out)
         shutil.rmtree(fresh, ignore_errors=True)
 
 
@@ -168,7 +181,7 @@ def _write(
 ) -> None:
     (directory / str(version)).mkdir(parents=True)
     (directory / CONFIG).write_text(model.config(), encoding="utf-8")
-    for file, content in model.texts.items():
+    for file, content in model.contents.items():
         (directory / file).parent.mkdir(parents=True, exist_ok=True)
         (directory / file).write_bytes(content)
     for file, source in (*model.files.items(), *kept.items()):
@@ -177,11 +190,11 @@ def _write(
         (directory / str(version) / _KEPT).write_bytes(b"")
     files = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
     (directory / LISTING).touch()
-    # Readable by the user that the server runs as, whoever exported.
+    # The server's user must be able to read the files.
     for path in (directory, *directory.rglob("*")):
         if path.is_dir():
             path.chmod(0o755)
-        elif path.stat().st_nlink == 1:  # a link's mode is that of the artifact's file
+        elif path.stat().st_nlink == 1:  # a hard link shares its mode with the artifact's file
             path.chmod(0o644)
     digests = {name: sha256_of(path) for name, path in sorted(files.items())}
     (directory / LISTING).write_bytes(json_bytes({**listing, "files": digests}))
@@ -198,11 +211,11 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def _require_repository(out: Path) -> None:
+def _check_repository(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ArtifactError(f"{out} is a file, expected the folder of a model repository.")
     if (out / MANIFEST).is_file():
         raise ArtifactError(
-            f"{out} has a {MANIFEST}, so it is an artifact, expected a model repository.",
-            do="Name another directory.",
+            f"{out} is an artifact, as it has a {MANIFEST}; expected a model repository.",
+            do="Choose another directory.",
         )

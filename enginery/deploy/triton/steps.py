@@ -1,13 +1,14 @@
-"""What the models in Triton's Python backend do: texts to a graph's inputs, its outputs to results.
+"""Steps of the models in Triton's Python backend: texts to graph inputs, graph outputs to results.
 
-Takes arrays of a request and its parameters; needs numpy and tokenizers, no ONNX Runtime.
+They need numpy and tokenizers, but not ONNX Runtime.
 
-    >>> step = open_step(Path("minilm-tokenizer/1/artifact"), {"step": "tokenizer", …})
-    >>> step({"text": np.array([b"The engine is warm."], object)}, {})["input_ids"].shape
-    (1, 16)
+>>> options = {"graph": "model.onnx", "pad_multiple": "16", "max_rows": "0", "profiles": ""}
+>>> step = open_step(artifact.path, {"step": "tokenizer", **options})
+>>> step({"text": np.array([b"warm"], object)}, {})["input_ids"].shape
+(1, 16)
 
-Both steps make the same rows of the same texts, so that the second knows which outputs belong to
-which text. Inputs, outputs and parameters are those of `enginery serve`'s Open Inference Protocol.
+Both steps tokenize the texts, so that the second knows which rows of the outputs belong to which
+text. Inputs, outputs and parameters are those of the Open Inference Protocol of `enginery serve`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ Arrays = Mapping[str, NDArray[Any]]
 Step = Callable[[Arrays, Mapping[str, Any]], dict[str, NDArray[Any]]]
 
 FILES = "artifact"
-"""The folder beside model.py with the artifact's manifest, tokenizer and configuration."""
-
+"""Folder beside model.py with the artifact's manifest, tokenizer and configuration."""
 
 _IGNORED = (
     "sequence_id",
@@ -48,54 +48,58 @@ _IGNORED = (
     "binary_data_output",
     "triton_enable_empty_final_response",
 )
-"""Parameters that Triton's clients and front ends send for themselves."""
-_NOT_FINITE = "Its precision cannot hold this input; `enginery validate` says more."
+"""Parameters that Triton's clients and front ends add to requests."""
+_NOT_FINITE = "The model's precision is too low for this input; check with `enginery validate`."
 
 
 @dataclass(frozen=True)
 class TextSteps:
-    """The texts of one model, and the graph that they are for."""
+    """Preprocessing and postprocessing of a text task."""
 
     task: TextTask
     pad_multiple: int
-    """Rows are padded up to a multiple of so many tokens, where they can be padded."""
+    """Rows are padded to a multiple of this number of tokens, if the task can pad."""
     max_rows: int
-    """The most rows that the graph takes in a request; 0 for any number."""
+    """Maximum number of rows per request; 0 for no limit."""
     profiles: tuple[Profile, ...] = ()
-    """What the rows have to fit; none where there is no engine."""
+    """Profiles of the engine; empty if there is no engine."""
 
     def tokenize(self, inputs: Arrays, parameters: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        """Return the graph's inputs: (rows, tokens), of the graph's own types.
+        """Return the graph's inputs (rows, tokens), in the graph's data types.
 
         Raises:
             InputError: a text or a parameter cannot be used, or there are too many rows.
-            ShapeError: no profile takes the rows.
+            ShapeError: the rows fit into no profile.
         """
         work, _ = self._preprocess(inputs, parameters)
         return self._feeds(work.rows)
 
     def answer(self, inputs: Arrays, parameters: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        """Return the task's results, from the inputs of `tokenize` and the graph's outputs.
+        """Return the task's results.
+
+        Args:
+            inputs: the inputs of `tokenize` and the graph's outputs.
+            parameters: options of the task.
 
         Raises:
-            InputError: a text or a parameter cannot be used, or the outputs are of other rows.
-            CheckFailedError: an output, a score or a vector is NaN or infinite.
+            InputError: a text or a parameter cannot be used, or the outputs have too few rows.
+            CheckFailedError: an output or a result is NaN or infinite.
         """
         work, options = self._preprocess(inputs, parameters)
         names, count = self.task.outputs_read(self.task.record), len(work.rows)
         outputs = {name: inputs[name][:count] for name in names}
         if any(len(array) < count for array in outputs.values()):
             found = ", ".join(f"{name} {array.shape}" for name, array in outputs.items())
-            raise InputError(f"the texts make {count} rows, and the graph's outputs are {found}.")
-        # What comes of infinity is an error of its own; padding is left out by `split`.
+            raise InputError(f"the texts have {count} rows, but the graph's outputs are {found}.")
+        # NaN and infinity are checked below, without padding, which `split` removes.
         with np.errstate(invalid="ignore"):
             parts = self.task.split(work.rows, self._feeds(work.rows), outputs)
-        # Before the results: the largest of NaNs is a label, too, and no span of them is no answer.
+        # Checked before the results, because the argmax of NaNs is a valid label as well.
         _require_finite(parts, names)
         results = self.task.postprocess(work, parts, options)
         for index, result in enumerate(results):
             if not self.task.is_finite(result):
-                raise CheckFailedError(f"answer {index} is NaN or infinite.", do=_NOT_FINITE)
+                raise CheckFailedError(f"result {index} is NaN or infinite.", do=_NOT_FINITE)
         return self.task.tensors(results)
 
     def _preprocess(
@@ -113,7 +117,7 @@ class TextSteps:
         parts = list(columns.values())
         texts: list[Any] = parts[0] if len(parts) == 1 else list(zip(*parts, strict=True))
         if not texts:
-            raise InputError(f"{' and '.join(columns)} is empty, expected a text or more.")
+            raise InputError(f"{' and '.join(columns)} is empty, expected at least one text.")
         given = {name: value for name, value in parameters.items() if name not in _IGNORED}
         options = self.task.Options.read(given, where="parameters.")
         return self.task.preprocess(texts, options), options
@@ -122,18 +126,17 @@ class TextSteps:
         inputs, count = self.task.record.inputs, len(rows)
         if self.max_rows and count > self.max_rows:
             raise InputError(
-                f"the texts make {count} rows, and the graph takes {self.max_rows} at most in one "
-                "request.",
-                do="Send fewer texts, or shorter ones, in a request.",
+                f"the texts have {count} rows, expected at most {self.max_rows} in one request.",
+                do="Send fewer or shorter texts.",
             )
         longest = max(1, *(row.tokens for row in rows))
         width = longest
         if self.task.can_pad:
             multiple = -(-longest // self.pad_multiple) * self.pad_multiple
-            width = self._within(max(longest, min(multiple, self.task.tokenizer.limit)), longest)
+            width = self._fit_width(max(longest, min(multiple, self.task.tokenizer.limit)), longest)
         if self.profiles:
             sizes = padded_sizes(self.profiles, {"batch": count, "sequence": width})
-            # Rows that fill a batch cost what a text costs; Triton's batcher adds real ones.
+            # The batch is not padded: Triton's batcher fills it with rows of other requests.
             width = sizes["sequence"]
         fixed = next((spec.dims[0] for spec in inputs if isinstance(spec.dims[0], int)), 0)
         feeds = fill_rows(self.task.collate(rows, width), fixed)
@@ -141,10 +144,10 @@ class TextSteps:
             choose_profile(self.profiles, sizes_of(inputs, feeds))
         return feeds
 
-    def _within(self, width: int, longest: int) -> int:
-        """Return a width that a profile takes, where one takes the texts as they are.
+    def _fit_width(self, width: int, longest: int) -> int:
+        """Return the padded length, reduced to the maximum of the profiles.
 
-        Texts that none takes stay as long as they are, for the error that says so.
+        If the longest text fits into no profile, it is not padded; `choose_profile` reports it.
         """
         if not self.profiles:
             return width
@@ -154,18 +157,18 @@ class TextSteps:
 
 
 def open_step(directory: Path, options: Mapping[str, str]) -> Step:
-    """Return the step that a model of the repository is.
+    """Return the step of a model in the repository.
 
     Args:
-        directory: the artifact's files beside model.py.
-        options: the model configuration's parameters: `step`, `graph`, `pad_multiple`,
+        directory: folder beside model.py with the artifact's files.
+        options: parameters in the model's configuration: `step`, `graph`, `pad_multiple`,
             `max_rows`, `profiles`.
 
     Raises:
-        ArtifactError: a file of the tokenizer is missing, or the task is not one of texts.
+        ArtifactError: a file of the tokenizer is missing, or the task does not take texts.
     """
     manifest = Manifest.from_bytes(document_bytes(directory / MANIFEST))
-    # Its graphs are not here, so that it is no artifact to open; its files are checked on export.
+    # Not `Artifact.open`, because the graphs are not in this folder.
     artifact = Artifact(directory, manifest)
     graph = artifact.graph(options["graph"])
     profiles = tuple(Profile.parse(text) for text in options["profiles"].split(";") if text.strip())
@@ -180,18 +183,17 @@ def open_step(directory: Path, options: Mapping[str, str]) -> Step:
 
 
 def open_text_task(artifact: Artifact, graph: GraphRecord) -> TextTask:
-    """Open the task of an artifact of texts; raise ArtifactError where it is none."""
+    """Open the artifact's task; raise ArtifactError if it does not take texts."""
     task = require_task(artifact.manifest, graph).open(artifact, graph)
     if not isinstance(task, TextTask):
-        raise ArtifactError(f"{artifact.path}: {task.verb} takes no texts.")
+        raise ArtifactError(f"{artifact.path}: the task {task.verb} does not take texts.")
     return task
 
 
 def _require_finite(rows: Sequence[Any], outputs: Sequence[str]) -> None:
-    """Raise CheckFailedError where what a graph gave for a row is NaN or infinite.
+    """Raise CheckFailedError if an output of a row has NaN or infinity.
 
-    Padding and rows that fill a batch are no longer there. A score of -inf among others is one,
-    too: models give it to what is never the answer.
+    A score of -inf beside finite ones is valid: models use it to exclude labels or tokens.
     """
     for index, row in enumerate(rows):
         arrays = row if isinstance(row, tuple) else (row,)
@@ -217,6 +219,6 @@ def _texts(name: str, array: NDArray[Any]) -> list[str]:
             texts.append(value if isinstance(value, str) else value.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{name} {index} is no UTF-8: byte {error.start} of {len(value)}."
+                f"{name} {index} is not UTF-8: byte {error.start} of {len(value)}."
             ) from error
     return texts

@@ -1,14 +1,15 @@
-"""A graph's inputs and outputs as Triton describes tensors: names, data types, dims without batch.
+"""Describe a graph's inputs and outputs for Triton: names, data types, dims without the batch.
 
-    >>> has_batch_dim(graph)
-    True
-    >>> tensor_fields(graph.inputs[0], batched=True)
-    {'name': 'input_ids', 'data_type': 'TYPE_INT64', 'dims': [-1]}
+>>> graph = artifact.manifest.graphs[0]
+>>> has_batch_dim(graph)
+True
+>>> tensor_fields(graph.inputs[0], batched=True)
+{'name': 'input_ids', 'data_type': 'TYPE_INT64', 'dims': [-1]}
 
-Where `max_batch_size` is above 0, Triton takes the first dim of every tensor as the batch, and
-`dims` are those after it. Source: docs/user_guide/model_configuration.md of
-triton-inference-server/server, and what the ONNX Runtime backend compares (`CompareDimsSupported`
-in its onnxruntime_utils.cc): an output's dims must be exactly those of the graph.
+If `max_batch_size` is above 0, Triton uses the first dim of every tensor as the batch, and `dims`
+has the other dims. An output's dims must be exactly those of the graph. Sources:
+docs/user_guide/model_configuration.md of triton-inference-server/server, and
+`CompareDimsSupported` in onnxruntime_utils.cc of the ONNX Runtime backend.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError
 from enginery.core.shapes import TensorSpec, canonical_dim
 from enginery.deploy.triton.options import Backend
-from enginery.deploy.triton.text import Word
+from enginery.deploy.triton.text_format import EnumValue
 
 DATA_TYPES = {
     "bool": "TYPE_BOOL",
@@ -37,9 +38,9 @@ DATA_TYPES = {
     "string": "TYPE_STRING",
     "bfloat16": "TYPE_BF16",
 }
-STRING = Word("TYPE_STRING")
+STRING = EnumValue("TYPE_STRING")
 
-# The table "Datatypes" of model_configuration.md.
+# From the table "Datatypes" in model_configuration.md.
 _NOT_TAKEN = {
     "onnxruntime": ("bfloat16",),
     "tensorrt": ("uint16", "uint32", "uint64", "int16", "float64", "string"),
@@ -48,37 +49,37 @@ _BACKENDS = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
 
 
 def has_batch_dim(record: GraphRecord) -> bool:
-    """Whether the first dim of every input and output is the same dynamic one."""
+    """Return True if the first dim of every input and output is the same dynamic dim."""
     first = {spec.dims[0] if spec.dims else 0 for spec in (*record.inputs, *record.outputs)}
     return len(first) == 1 and isinstance(dim := first.pop(), str) and bool(dim) and "+" not in dim
 
 
 def batch_dim(record: GraphRecord) -> str:
-    """The name by which profiles know the first dim of the inputs; empty for a fixed one."""
+    """Return the name that profiles use for the inputs' first dim; empty for a fixed dim."""
     dim = record.inputs[0].dims[0] if record.inputs and record.inputs[0].dims else 0
     return canonical_dim(dim) if isinstance(dim, str) else ""
 
 
 def tensor_fields(spec: TensorSpec, *, batched: bool) -> dict[str, Any]:
-    """One entry of `input` or `output`.
+    """Return an entry of `input` or `output` in a model configuration.
 
     Args:
-        spec: the tensor of the graph.
-        batched: whether its first dim is the batch, which the entry leaves out.
+        spec: a tensor of the graph.
+        batched: True if its first dim is the batch, which the entry leaves out.
 
     Raises:
-        ArtifactError: a dim has no size that Triton takes, or it has no such data type.
+        ArtifactError: Triton does not support the data type or the size of a dim.
     """
     sizes = [dim if isinstance(dim, int) else -1 for dim in spec.dims]
     if any(size == 0 or size < -1 for size in sizes):
         raise ArtifactError(
-            f"{spec}: found a dim of no size, and Triton takes 1 and more, or any size (-1)."
+            f"{spec} has an empty dim, but Triton supports sizes from 1, or any size (-1)."
         )
     sizes = sizes[1:] if batched else sizes
     fields: dict[str, Any] = {
         "name": spec.name,
-        "data_type": Word(_data_type(spec)),
-        # A tensor without dims does not exist in Triton: one number is (1,).
+        "data_type": EnumValue(_data_type(spec)),
+        # Triton has no tensors without dims: a scalar is (1,).
         "dims": sizes or [1],
     }
     if batched and not sizes:
@@ -87,18 +88,19 @@ def tensor_fields(spec: TensorSpec, *, batched: bool) -> dict[str, Any]:
 
 
 def check_types(record: GraphRecord, backend: Backend) -> None:
-    """Raises ArtifactError where a backend of Triton has no tensors of a graph's type."""
+    """Raise ArtifactError if Triton's backend does not support a data type of the graph."""
     for spec in (*record.inputs, *record.outputs):
         if _data_type(spec) and spec.dtype in _NOT_TAKEN[backend]:
             raise ArtifactError(
-                f"{spec}: Triton's {_BACKENDS[backend]} backend has no tensors of {spec.dtype}.",
-                do="Make the artifact in another precision, fp16 or fp32.",
+                f"{spec}: Triton's {_BACKENDS[backend]} backend does not support {spec.dtype}.",
+                do="Use an artifact in another precision, fp16 or fp32.",
             )
 
 
 def _data_type(spec: TensorSpec) -> str:
     if spec.dtype not in DATA_TYPES:
         raise ArtifactError(
-            f"{spec}: Triton has no tensors of {spec.dtype}; known are {', '.join(DATA_TYPES)}."
+            f"{spec}: Triton does not support {spec.dtype}, expected one of "
+            f"{', '.join(DATA_TYPES)}."
         )
     return DATA_TYPES[spec.dtype]

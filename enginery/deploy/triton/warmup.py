@@ -1,12 +1,14 @@
-"""Warm-up of a graph in Triton: requests at the optima of its profiles, before it is ready.
+"""Warm-up requests for a graph in Triton, with the optimum shapes of its profiles.
 
-    >>> samples, files = warmup_samples(record, profiles, limits, max_batch_size=32)
-    >>> samples[0]["batch_size"], list(files)
-    (8, ['warmup/0-input_ids', 'warmup/0-attention_mask'])
+>>> graph = artifact.manifest.graphs[0]
+>>> profile = Profile.parse("batch=1:8:32,sequence=8:16:64")
+>>> samples, files = warmup_samples(graph, [profile], FeedLimits(), max_batch_size=32)
+>>> samples[0]["batch_size"], sorted(files)[-1]
+(8, 'warmup/0-token_type_ids')
 
-Whole numbers come from files: Triton's random bytes would be token ids that no vocabulary has, and
-the graph would fail on them. Source: `GenerateWarmupData` in src/backend_model_instance.cc of
-triton-inference-server/core; a file has one row, which Triton repeats up to the batch.
+Integer inputs are read from files: Triton's random bytes would be token ids outside the vocabulary,
+on which the graph fails. A file has one row, which Triton repeats for the batch. Source:
+`GenerateWarmupData` in src/backend_model_instance.cc of triton-inference-server/core.
 """
 
 from __future__ import annotations
@@ -21,26 +23,26 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.shapes import Profile, canonical_dim, dynamic_dims
 from enginery.deploy.triton.tensors import DATA_TYPES, batch_dim
-from enginery.deploy.triton.text import Word, entries
+from enginery.deploy.triton.text_format import EnumValue, map_entries
 
 _FOLDER = "warmup"
 _TOKENS = 16
-"""Of a text where no profile says how long texts are."""
+"""Length of a text if no profile has it."""
 
 
 def warmup_samples(
     record: GraphRecord, profiles: Sequence[Profile], limits: FeedLimits, *, max_batch_size: int
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """The samples, and the files that they name, below the model's folder.
+    """Return the warm-up samples, and the files that they need below the model's folder.
 
     Args:
         record: the graph.
-        profiles: one sample each; none for a single small row.
-        limits: what the model's config.json says of its inputs.
-        max_batch_size: of the model; 0 where it takes no batches.
+        profiles: profiles with one sample each; if empty, the sample is one short row.
+        limits: limits of the inputs, from the model's config.json.
+        max_batch_size: maximum batch size of the model; 0 if it has no batches.
 
     Raises:
-        ShapeError: a profile has no size for a dim, or an input cannot be made up.
+        ShapeError: a profile has no size for a dim, or an input cannot be generated.
     """
     samples: list[dict[str, Any]] = []
     files: dict[str, bytes] = {}
@@ -65,7 +67,7 @@ def _sample(
     for spec in record.inputs:
         shape = spec.shape(sizes)
         entry: dict[str, Any] = {
-            "data_type": Word(DATA_TYPES[spec.dtype]),
+            "data_type": EnumValue(DATA_TYPES[spec.dtype]),
             "dims": list(shape[1:] if max_batch_size else shape) or [1],
         }
         array = feeds.get(spec.name)
@@ -73,16 +75,16 @@ def _sample(
             entry["zero_data"] = True
         else:
             name = f"{index}-{re.sub(r'[^A-Za-z0-9._-]+', '-', spec.name)}"
-            # Triton reads the bytes as they lie: little-endian, rows first.
+            # Triton reads raw bytes: little-endian, row-major.
             files[f"{_FOLDER}/{name}"] = np.ascontiguousarray(array).tobytes()
             entry["input_data_file"] = name
         inputs[spec.name] = entry
     name = f"the optimum of {profile}" if profile.dims else "one row"
-    return {"name": name, "batch_size": rows, "inputs": entries(inputs)}, files
+    return {"name": name, "batch_size": rows, "inputs": map_entries(inputs)}, files
 
 
 def _optimum(record: GraphRecord, profile: Profile, limits: FeedLimits) -> dict[str, int]:
-    """The size of each dynamic dim."""
+    """Return the size of each dynamic dim at the profile's optimum."""
     length = max(limits.min_sequence, min(_TOKENS, limits.max_positions))
     batch = batch_dim(record)
     sizes = {}

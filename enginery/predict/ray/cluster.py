@@ -1,8 +1,7 @@
-"""Joining a Ray cluster, and what it has room for.
+"""Connect to a Ray cluster and count the actors that fit into it.
 
->>> owned = connect(ray, "10.0.0.7:6379")
->>> room_for(ray, cpus=1, gpus=0.5)
-8
+owned = connect(ray, "10.0.0.7:6379")
+max_actors(ray, cpus=1, gpus=0.5)  # 8
 """
 
 from __future__ import annotations
@@ -18,30 +17,31 @@ _CONNECT_SECONDS = 5.0
 
 
 def connect(ray: Any, address: str) -> bool:
-    """Joins a cluster, or starts a Ray of this run's own.
+    """Connect to a cluster, or start a local Ray for this run.
 
     Args:
         ray: the package.
-        address: `host:port`, `auto`, or empty for what `RAY_ADDRESS` says and else a new one.
+        address: `host:port`, `auto`, or empty for `RAY_ADDRESS`, or a local Ray if it is not set.
 
     Returns:
-        Whether the connection is this run's own to close; one that the caller has stays as it is.
+        True if this run has to close the connection; False if it existed before.
 
     Raises:
-        OptionError: no cluster answers there.
+        OptionError: no cluster answers at the address.
     """
     if ray.is_initialized():
         return False
     address = address or os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
         raise OptionError(
-            f"ray_address is {address}, which is Ray's client; Ray Data needs a node.",
+            f"option 'ray_address' is {address}, an address for Ray Client, but Ray Data needs to "
+            "run on a node.",
             do="Run predict on a node of the cluster, or as a Ray job, with --ray-address auto.",
         )
     if ":" in address:
-        _require_listener(address)
+        _check_listener(address)
     if not address:
-        # A Ray that is started for one run reports to nobody.
+        # A Ray that is started for one run sends no usage statistics.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     try:
@@ -51,42 +51,43 @@ def connect(ray: Any, address: str) -> bool:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except Exception as error:  # Ray raises bare Exception where its node does not come up
-        raise _unreachable(address, str(error).partition("\n")[0]) from error
+    except Exception as error:  # Ray raises a bare Exception if its node does not start
+        raise _unreachable_error(address, str(error).partition("\n")[0]) from error
     return True
 
 
-def room_for(ray: Any, cpus: int, gpus: float) -> int:
-    """How many actors of so many CPUs and GPUs the cluster has room for.
+def max_actors(ray: Any, cpus: int, gpus: float) -> int:
+    """Return the number of actors with these resources that fit into the cluster, at least 1.
 
     Raises:
-        OptionError: for none.
+        OptionError: no actor fits.
     """
     total = ray.cluster_resources()
-    rooms = [int(total.get("CPU", 0) // cpus)]
+    limits = [int(total.get("CPU", 0) // cpus)]
     if gpus:
-        rooms.append(int(total.get("GPU", 0) / gpus + 1e-9))
-    if min(rooms) < 1:
+        limits.append(int(total.get("GPU", 0) / gpus + 1e-9))
+    if min(limits) < 1:
         raise OptionError(
-            f"the Ray cluster has {total.get('CPU', 0):g} CPUs and {total.get('GPU', 0):g} GPUs; "
-            f"an actor takes {cpus} and {gpus:g}.",
+            f"the Ray cluster has {total.get('CPU', 0):g} CPUs and {total.get('GPU', 0):g} GPUs, "
+            f"but an actor needs {cpus} CPUs and {gpus:g} GPUs.",
             do="Change --workers or --ray-gpus.",
         )
-    return min(rooms)
+    return min(limits)
 
 
-def _require_listener(address: str) -> None:
-    """Raises OptionError where nobody listens: Ray itself would go on trying for many minutes."""
+def _check_listener(address: str) -> None:
+    """Raise OptionError if no server listens: Ray itself would retry for many minutes."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS):
             return
     except (OSError, ValueError, OverflowError) as error:
-        raise _unreachable(address, str(error)) from error
+        raise _unreachable_error(address, str(error)) from error
 
 
-def _unreachable(address: str, why: str) -> OptionError:
+def _unreachable_error(address: str, why: str) -> OptionError:
     return OptionError(
-        f"ray_address is '{address or 'local'}', and no Ray answers there: {why.rstrip('.')}.",
-        do="Start one with: ray start --head, or name another --ray-address.",
+        f"option 'ray_address' is '{address or 'local'}', but no Ray cluster answers there: "
+        f"{why.rstrip('.')}.",
+        do="Start one with: ray start --head. Or change --ray-address.",
     )

@@ -1,13 +1,12 @@
-"""Windows of rows answered by actors of a Ray cluster, as `Answerer` answers them here.
+"""Predict windows of rows in the actors of a Ray cluster, with the interface of `BatchPredictor`.
 
-    >>> with RayAnswerer(artifact, PredictConfig(engine="ray"), base=Path()) as answerer:
-    ...     columns = answerer.columns(reader.schema, reader.names)
-    ...     windows = list(answerer.stream(reader, columns, skip=0))
+    with RayPredictor(artifact, PredictConfig(engine="ray"), base=Path()) as predictor:
+        columns = predictor.columns(reader.schema, reader.names)
+        windows = list(predictor.stream(reader, columns, skip=0))
 
-Takes what `Answerer` takes. One task reads the input, on this machine; actors that hold a session
-each answer its windows through Ray Data's `map_batches`; they come back in the input's order, and
-parts and journal are written here as in a local run. Windows and their batches are the same as
-there, and so are the answers.
+A task on this machine reads the input. Actors, each with its own session, predict the windows
+through Ray Data's `map_batches`, which returns them in the input's order. Parts and journal are
+written on this machine. Windows and batches are the same as in a local run, and so are the results.
 """
 
 from __future__ import annotations
@@ -25,30 +24,35 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closing
 from enginery.core.datasets.batches import DatasetReader
 from enginery.core.errors import EngineryError, MissingPackageError
-from enginery.predict.answering import Answered
-from enginery.predict.asking import read_options, require_task
-from enginery.predict.columns import AnswerColumns
+from enginery.predict.batch_predictor import PredictedBatch
+from enginery.predict.columns import OutputColumns
 from enginery.predict.config import PredictConfig
-from enginery.predict.ray.cluster import connect, room_for
+from enginery.predict.ray.cluster import connect, max_actors
 from enginery.predict.ray.worker import (
     WindowActor,
     WindowSource,
-    describe,
-    found_or_raised,
-    unpacked,
+    describe_predictor,
+    result_or_raise,
+    unpack_prediction,
 )
+from enginery.predict.task_inputs import read_options, require_task
 
 
-class RayAnswerer(Closing):
-    """A cluster's actors in place of an `Answerer`. Closing ends a Ray that was started for it."""
+class RayPredictor(Closing):
+    """Actors of a Ray cluster. Closing stops a Ray that was started for this run."""
 
     def __init__(self, artifact: Artifact, config: PredictConfig, *, base: Path) -> None:
-        """Joins the cluster and opens the model there once, to know what it answers.
+        """Connect to the cluster and open the model there once, to read its properties.
+
+        Args:
+            artifact: the model; its path must be the same on each node.
+            config: the options.
+            base: folder that relative image paths start from.
 
         Raises:
             MissingPackageError: Ray is not installed.
-            OptionError: no cluster answers at the address, or it has no room for an actor.
-            EngineryError: what opening an `Answerer` raises.
+            OptionError: no cluster answers at the address, or no actor fits into it.
+            EngineryError: opening a `BatchPredictor` failed.
         """
         artifact.require_passed(allow_failed=config.allow_failed)
         self.task = require_task(artifact, config)
@@ -59,31 +63,31 @@ class RayAnswerer(Closing):
             raise MissingPackageError("ray", extra="ray", purpose="predict on Ray") from None
         self._ray = ray
         self._owned = connect(ray, config.ray_address)
-        # An actor sees the options of a local run: what is left to choose is chosen here.
+        # An actor gets the options of a local run.
         self._cpus = config.workers or 1
         self._config = replace(
             config, workers=self._cpus, engine="local", ray_address="", ray_actors=0, ray_gpus=0.0
         )
-        self._place = {"num_cpus": self._cpus, "num_gpus": config.ray_gpus}
-        self._given = (
+        self._resources = {"num_cpus": self._cpus, "num_gpus": config.ray_gpus}
+        self._predictor_args = (
             str(artifact.path.resolve()),
             artifact.content_sha256(),
             self._config,
             str(base.resolve()),
         )
         try:
-            self._actors = config.ray_actors or room_for(ray, self._cpus, config.ray_gpus)
-            look = ray.remote(describe).options(**self._place, max_retries=0)
-            self._facts = found_or_raised(self._got(look.remote(*self._given)))
+            self._actors = config.ray_actors or max_actors(ray, self._cpus, config.ray_gpus)
+            look = ray.remote(describe_predictor).options(**self._resources, max_retries=0)
+            self._facts = result_or_raise(self._get(look.remote(*self._predictor_args)))
         except BaseException:
             self.close()
             raise
         self.first_run: float | None = None
-        """When the first window was answered, by `time.perf_counter`."""
+        """Time when the first window returned, by `time.perf_counter`; None before that."""
 
     @property
     def workers(self) -> int:
-        """Batches at the same time, on all actors together."""
+        """Number of batches that run at the same time on all actors."""
         return self._actors * self._cpus
 
     @property
@@ -96,13 +100,13 @@ class RayAnswerer(Closing):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Those of the model, and where it ran."""
-        note = f"answered on Ray {self._ray.__version__}, by up to {self._actors} actors"
+        """Decisions made for this model, and where it ran."""
+        note = f"predicted on Ray {self._ray.__version__}, by up to {self._actors} actors"
         return (*self._facts["notes"], note)
 
-    def columns(self, kept: Any, names: Sequence[str]) -> AnswerColumns:
-        """Return what `Answerer.columns` returns."""
-        return AnswerColumns.of(
+    def columns(self, kept: Any, names: Sequence[str]) -> OutputColumns:
+        """Return the columns of the output; see `BatchPredictor.columns`."""
+        return OutputColumns.of(
             self.task,
             read_options(self.task, self._config),
             kept,
@@ -112,13 +116,13 @@ class RayAnswerer(Closing):
         )
 
     def stream(
-        self, reader: DatasetReader, columns: AnswerColumns, *, skip: int
-    ) -> Generator[Answered, None, None]:
-        """The rows after the first `skip`, answered, window by window in their order.
+        self, reader: DatasetReader, columns: OutputColumns, *, skip: int
+    ) -> Generator[PredictedBatch, None, None]:
+        """Yield the predicted windows in order, without the first `skip` rows of the input.
 
         Raises:
             InputError: the input cannot be read to its end.
-            EngineryError: Ray lost what it cannot make anew.
+            EngineryError: Ray lost a task or an actor and could not recover it.
         """
         source = WindowSource(reader, skip)
         with self._settings():
@@ -130,28 +134,28 @@ class RayAnswerer(Closing):
                 num_cpus=0,
                 label_selector={"ray.io/node-id": self._node()},
             )
-            answered = windows.map_batches(
+            predicted = windows.map_batches(
                 WindowActor,
                 batch_size=1,
                 batch_format="pyarrow",
                 compute=data.ActorPoolStrategy(min_size=1, max_size=self._actors),
-                fn_constructor_args=(*self._given, columns),
-                **self._place,
+                fn_constructor_args=(*self._predictor_args, columns),
+                **self._resources,
             )
             rows = iter(
-                answered.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
+                predicted.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
             )
             try:
                 while (table := self._next(rows)) is not None:
                     for cell in table.column("window"):
-                        found = found_or_raised(pickle.loads(cell.as_buffer()))  # noqa: S301  ours
+                        found = result_or_raise(pickle.loads(cell.as_buffer()))  # noqa: S301  ours
                         self.first_run = self.first_run or time.perf_counter()
-                        yield unpacked(found)
+                        yield unpack_prediction(found)
             finally:
-                rows.close()  # ends the actors of a run that is given up
+                rows.close()  # ends the actors if the caller stops early
 
     def close(self) -> None:
-        """Ends a Ray that was started for this run; a cluster goes on without it."""
+        """Stop a Ray that was started for this run; leave any other cluster running."""
         if self._owned:
             self._ray.shutdown()
             self._owned = False
@@ -160,24 +164,24 @@ class RayAnswerer(Closing):
         try:
             return next(rows, None)
         except self._ray.exceptions.RayError as error:
-            raise _lost(error) from error
+            raise _ray_error(error) from error
 
-    def _got(self, reference: Any) -> Any:
+    def _get(self, reference: Any) -> Any:
         try:
             return self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
-            raise _lost(error) from error
+            raise _ray_error(error) from error
 
     def _node(self) -> str:
-        """The node of this machine, whose file the input is."""
+        """Return the id of this machine's node; the input is a file of this machine."""
         return str(self._ray.get_runtime_context().get_node_id())
 
     @contextmanager
     def _settings(self) -> Iterator[None]:
-        """Ray Data's settings for this run, and then those that were."""
+        """Set Ray Data's options for this run; restore the earlier ones at the end."""
         context = self._ray.data.DataContext.get_current()
         ours = {
-            "target_max_block_size": 1,  # a window is a block: it goes on as soon as it is read
+            "target_max_block_size": 1,  # one window per block: it moves on as soon as it is read
             "enable_progress_bars": False,
         }
         before = {name: getattr(context, name) for name in ours}
@@ -193,9 +197,9 @@ class RayAnswerer(Closing):
                 setattr(context, name, value)
 
 
-def _lost(error: Exception) -> EngineryError:
+def _ray_error(error: Exception) -> EngineryError:
     first = str(error).strip().rpartition("\n")[2]
     return EngineryError(
-        f"Ray gave up: {type(error).__name__}: {first}",
-        do="Finished parts stay: the same command goes on after them.",
+        f"Ray failed: {type(error).__name__}: {first}",
+        do="Run the same command again: it resumes after the finished parts.",
     )

@@ -1,12 +1,12 @@
-"""What runs on a Ray cluster: the reading of an input, and the answering of its windows.
+"""Code that runs on a Ray cluster: read the input, and predict its windows.
 
-    >>> windows = WindowSource(reader, skip=0)(table)
-    >>> actor = WindowActor(str(artifact.path), sha256, config, base, columns)
-    >>> pickle.loads(actor(next(windows)).column("window")[0].as_py())["counts"].rows
-    1024
+    windows = WindowSource(reader, skip=0)(table)
+    actor = WindowActor(str(artifact.path), sha256, config, base, columns)
+    predicted = actor(next(windows))
 
-Windows travel as bytes in a column: Arrow batches as Arrow streams, the rest pickled. What is no
-bug travels as a value, because Ray would bury an exception in its own: `found_or_raised` raises it.
+Windows travel as bytes in a table with one cell: record batches as Arrow streams, everything else
+pickled. Expected errors travel as values, because Ray wraps exceptions into its own;
+`result_or_raise` raises them again.
 """
 
 from __future__ import annotations
@@ -21,116 +21,121 @@ from enginery.core import errors
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.datasets.batches import DatasetReader, RowBatch
 from enginery.core.errors import ArtifactError, EngineryError
-from enginery.predict.answering import Answered, Answerer
-from enginery.predict.columns import AnswerColumns
+from enginery.predict.batch_predictor import BatchPredictor, PredictedBatch
+from enginery.predict.columns import OutputColumns
 from enginery.predict.config import PredictConfig
 
 _PROBLEM = "problem"
 
 
-def describe(path: str, content: str, config: PredictConfig, base: str) -> dict[str, Any]:
-    """What an `Answerer` says of itself, or a problem.
+def describe_predictor(path: str, content: str, config: PredictConfig, base: str) -> dict[str, Any]:
+    """Open a `BatchPredictor` and return its properties, or an error as a value.
 
     Args:
-        path: the artifact's, the same on each node.
-        content: its SHA-256.
-        config: of a local run.
-        base: what relative paths of images are relative to.
+        path: the artifact's path, the same on each node.
+        content: the artifact's sha256.
+        config: options of a local run.
+        base: folder that relative image paths start from.
     """
     try:
-        with _answerer(path, content, config, base) as answerer:
+        with _predictor(path, content, config, base) as predictor:
             return {
-                "providers": answerer.providers,
-                "notes": answerer.notes,
-                "dim": answerer.dim,
+                "providers": predictor.providers,
+                "notes": predictor.notes,
+                "dim": predictor.dim,
             }
     except EngineryError as error:
         return _problem(error)
 
 
 class WindowSource:
-    """Reads an input: called once, gives a row with a window each."""
+    """A callable for `map_batches` that reads the input."""
 
     def __init__(self, reader: DatasetReader, skip: int) -> None:
         self._reader, self._skip = reader, skip
 
     def __call__(self, _: Any) -> Iterator[Any]:
-        """One table of one row for each window; a problem is the last one."""
+        """Yield a table for each window; if reading fails, the last table has the error."""
         reader = self._reader
         try:
             for window in reader.read(self._skip):
-                yield _table(
-                    {"rows": replace(window, kept=_bytes_of(window.kept)), "done": reader.done()}
+                yield _single_cell_table(
+                    {
+                        "rows": replace(window, kept=_batch_to_bytes(window.kept)),
+                        "done": reader.done(),
+                    }
                 )
         except EngineryError as error:
-            yield _table(_problem(error))
+            yield _single_cell_table(_problem(error))
 
 
 class WindowActor:
-    """A model on a node. Its session is opened by the first window."""
+    """An actor with a model. The first window opens its session."""
 
     def __init__(
-        self, path: str, content: str, config: PredictConfig, base: str, columns: AnswerColumns
+        self, path: str, content: str, config: PredictConfig, base: str, columns: OutputColumns
     ) -> None:
-        self._given = (path, content, config, base)
+        self._predictor_args = (path, content, config, base)
         self._columns = columns
-        self._answerer: Answerer | None = None
+        self._predictor: BatchPredictor | None = None
 
     def __call__(self, table: Any) -> Any:
-        """The answers to a window, or the problem that came with it or came up."""
+        """Return a table with the predicted window or an error; `table` may have an error, too."""
         found = pickle.loads(table.column("window")[0].as_buffer())  # noqa: S301  our own
         if _PROBLEM in found:
             return table
         window: RowBatch = found["rows"]
         try:
-            if self._answerer is None:
-                self._answerer = _answerer(*self._given)
-            answered = self._answerer(replace(window, kept=_batch_of(window.kept)), self._columns)
+            if self._predictor is None:
+                self._predictor = _predictor(*self._predictor_args)
+            predicted = self._predictor(
+                replace(window, kept=_batch_from_bytes(window.kept)), self._columns
+            )
         except EngineryError as error:
-            return _table(_problem(error))
-        packed = replace(answered, batch=_bytes_of(answered.batch), done=found["done"])
-        return _table({"answered": packed})
+            return _single_cell_table(_problem(error))
+        packed = replace(predicted, batch=_batch_to_bytes(predicted.batch), done=found["done"])
+        return _single_cell_table({"predicted": packed})
 
 
-def found_or_raised(found: dict[str, Any]) -> dict[str, Any]:
-    """What came back; raises the EngineryError that came in place of it."""
+def result_or_raise(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a result; if it is an error, raise it."""
     if _PROBLEM not in found:
         return found
     name, message, do = found[_PROBLEM]
     kind = getattr(errors, name, EngineryError)
-    plain = kind.__init__ is EngineryError.__init__  # one of the tree makes its own message
+    plain = kind.__init__ is EngineryError.__init__  # some subclasses format their own message
     raise (kind if plain else EngineryError)(message, do=do)
 
 
-def unpacked(found: dict[str, Any]) -> Answered:
-    """A window that came back."""
-    answered: Answered = found["answered"]
-    return replace(answered, batch=_batch_of(answered.batch))
+def unpack_prediction(found: dict[str, Any]) -> PredictedBatch:
+    """Return the predicted window of a result."""
+    predicted: PredictedBatch = found["predicted"]
+    return replace(predicted, batch=_batch_from_bytes(predicted.batch))
 
 
-def _answerer(path: str, content: str, config: PredictConfig, base: str) -> Answerer:
+def _predictor(path: str, content: str, config: PredictConfig, base: str) -> BatchPredictor:
     artifact = Artifact.open(path)
     if artifact.content_sha256() != content:
         raise ArtifactError(
-            f"{path} on a node of the cluster is another artifact than here.",
-            do="Put it where all nodes read the same, at the same path.",
+            f"the artifact {path} on a node of the cluster differs from the one on this machine.",
+            do="Put it into shared storage that all nodes mount at the same path.",
         )
-    return Answerer(artifact, config, workers=config.workers, base=Path(base))
+    return BatchPredictor(artifact, config, workers=config.workers, base=Path(base))
 
 
 def _problem(error: EngineryError) -> dict[str, Any]:
     return {_PROBLEM: (type(error).__name__, error.message, error.do)}
 
 
-def _table(found: dict[str, Any]) -> Any:
-    """A `pyarrow.Table` with one row."""
+def _single_cell_table(found: dict[str, Any]) -> Any:
+    """Return a `pyarrow.Table` with one row and the column `window`."""
     import pyarrow as pa
 
     cell = pa.array([pickle.dumps(found)], pa.large_binary())
     return pa.Table.from_arrays([cell], names=["window"])
 
 
-def _bytes_of(batch: Any) -> bytes:
+def _batch_to_bytes(batch: Any) -> bytes:
     import pyarrow as pa
 
     sink = pa.BufferOutputStream()
@@ -140,7 +145,7 @@ def _bytes_of(batch: Any) -> bytes:
     return content
 
 
-def _batch_of(content: bytes) -> Any:
+def _batch_from_bytes(content: bytes) -> Any:
     import pyarrow as pa
 
     with pa.ipc.open_stream(content) as stream:

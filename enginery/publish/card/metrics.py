@@ -1,7 +1,6 @@
-"""The figures of an artifact's reports by name, for registries that chart them.
+"""Metrics of an artifact's reports by name, for registries that chart them.
 
->>> metrics(Reports.of(Artifact.open("minilm")))["validation.max_abs_error"]
-3.8e-06
+metrics(Reports.of(artifact))["validation.max_abs_error"]  # 3.8e-06
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Figures = Iterator[tuple[str, float | None]]
 
 
 def metrics(reports: Reports) -> dict[str, float]:
-    """Return every figure by a name that MLflow takes; what was not measured is not there."""
+    """Return the finite metrics of the reports, under names that MLflow accepts."""
     found: list[tuple[str, float | None]] = []
     if reports.validation:
         found += _validation_metrics(reports.validation)

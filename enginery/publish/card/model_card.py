@@ -1,14 +1,11 @@
-"""The model card: `README.md` of a package, for people and for the Hub.
+"""The model card, `README.md` of a package: Markdown with YAML metadata.
 
-Takes what a package knows; leaves Markdown with YAML on top.
+>>> facts = CardFacts(artifact, "minilm", SourceCard(), Reports.of(artifact), ())
+>>> model_card(facts).splitlines()[:2]
+['---', 'library_name: enginery']
 
-    >>> card = model_card(CardFacts(artifact, "minilm", rights, reports, engines))
-    >>> card.splitlines()[:3]
-    ['---', 'base_model: sentence-transformers/all-MiniLM-L6-v2', 'language:']
-
-The text is in card.md.jinja, and the metadata is what
-https://huggingface.co/docs/hub/model-cards describes. There is no date in it: the same package has
-the same card.
+The text is in card.md.jinja. The metadata follows https://huggingface.co/docs/hub/model-cards. The
+card has no dates, so that the same package has the same card.
 """
 
 from __future__ import annotations
@@ -45,26 +42,26 @@ _TARGETS = {
     "cpu": "ONNX Runtime on a CPU",
     "tensorrt": "TensorRT",
 }
-_WAYS = {
-    "enginery": "enginery: answers, without torch",
+_LOADER_TITLES = {
+    "enginery": "enginery: results, without PyTorch",
     "Optimum": "Optimum: tensors, with transformers",
-    "onnxruntime": "ONNX Runtime alone",
+    "onnxruntime": "ONNX Runtime: tensors",
 }
 _NOTHING = "–"
 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says."""
+    """Facts that the card states."""
 
     artifact: Artifact
     name: str
     rights: SourceCard
-    """Taken over from the source's card, or said by the options."""
+    """Rights from the source's card or from the options."""
     reports: Reports
     engines: tuple[EngineRecord, ...]
     problem: str = ""
-    """Why the artifact would have been refused without --allow-unvalidated."""
+    """Reason why publishing needed --allow-unvalidated; empty if it did not."""
 
 
 def model_card(facts: CardFacts) -> str:
@@ -74,25 +71,25 @@ def model_card(facts: CardFacts) -> str:
     artifact, manifest, reports = facts.artifact, facts.artifact.manifest, facts.reports
     environment = Environment(  # noqa: S701  # it is Markdown, which `finalize` escapes
         loader=FileSystemLoader(Path(__file__).parent),
-        finalize=escaped,
+        finalize=escape_markdown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     environment.filters |= {
-        "bound_to": engine_words,
+        "hardware_target": describe_hardware_target,
         "code": _code,
         "codes": lambda texts, between=", ": Markdown(between.join(map(_code, texts))),
         "gpus": gpu_names,
-        "local": lambda text: without_path(text, manifest.source),
+        "local": lambda text: hide_source_path(text, manifest.source),
         "markdown": Markdown,
         "number": _number,
         "options": _options,
         "versions": named_versions,
         "zip": zip,
     }
-    # Snippets run on the provider that the validation ran on: of a BF16 graph, no CPU.
+    # Snippets use the provider of the validation: a BF16 graph does not run on a CPU, for example.
     validated_on = reports.validation.providers if reports.validation else []
     provider = validated_on[0]["name"] if validated_on else CPU
     snippets = loading_snippets(artifact, facts.name, provider=provider)
@@ -103,19 +100,19 @@ def model_card(facts: CardFacts) -> str:
         source=manifest.source,
         target=_TARGETS.get(manifest.target, manifest.target),
         validation=reports.validation,
-        compared=list(_compared(reports.validation)) if reports.validation else [],
+        compared=list(_compared_outputs(reports.validation)) if reports.validation else [],
         quantization=reports.quantization,
-        accuracies=list(_accuracies(reports.quantization)) if reports.quantization else [],
+        accuracies=list(_accuracy_rows(reports.quantization)) if reports.quantization else [],
         benchmark=reports.benchmark,
         engines=facts.engines,
-        snippets=[(_WAYS[way], code) for way, code in snippets.items()],
+        snippets=[(_LOADER_TITLES[way], code) for way, code in snippets.items()],
         rights=facts.rights,
     )
     return f"---\n{card_metadata(facts).to_yaml()}\n---\n\n{body}"
 
 
 def card_metadata(facts: CardFacts) -> ModelCardData:
-    """Return the YAML on top, as the Hub reads it."""
+    """Return the metadata of the card, as the Hub reads it."""
     from huggingface_hub import ModelCardData
 
     manifest, rights = facts.artifact.manifest, facts.rights
@@ -125,7 +122,7 @@ def card_metadata(facts: CardFacts) -> ModelCardData:
         tags.append(quantization.scheme)
     if facts.engines or manifest.target == "tensorrt":
         tags.append("tensorrt")
-    # A licence that has no identifier of the Hub's is `other`, with its name.
+    # A licence without an identifier of the Hub is `other`, with a name.
     is_known = not rights.license or _LICENSE_ID.fullmatch(rights.license)
     more: dict[str, Any] = {}
     if rights.base_model and quantization:
@@ -145,13 +142,13 @@ def card_metadata(facts: CardFacts) -> ModelCardData:
     )
 
 
-_EVALUATED = {
-    "validation.max_abs_error": ("max_abs_error", "Largest error beside PyTorch"),
-    "validation.min_cosine": ("cosine_similarity", "Least cosine to PyTorch's outputs"),
-    "quantization.cosine": ("cosine_similarity", "Mean cosine to FP32's answers"),
+_EVAL_METRICS = {
+    "validation.max_abs_error": ("max_abs_error", "Maximum absolute error against PyTorch"),
+    "validation.min_cosine": ("cosine_similarity", "Minimum cosine to PyTorch's outputs"),
+    "quantization.cosine": ("cosine_similarity", "Mean cosine to FP32's outputs"),
     "quantization.label_accuracy": ("accuracy", "Accuracy on labels"),
 }
-"""Figures that the Hub shows, with their types and names there."""
+"""Metrics for the Hub -> their types and names there."""
 
 
 def _evaluations(facts: CardFacts) -> Iterator[EvalResult]:
@@ -164,7 +161,7 @@ def _evaluations(facts: CardFacts) -> Iterator[EvalResult]:
         "validation": "inputs compared with PyTorch",
         "quantization": f"rows of {calibration.inputs}" if calibration else "rows of the data",
     }
-    for figure, (metric_type, metric_name) in _EVALUATED.items():
+    for figure, (metric_type, metric_name) in _EVAL_METRICS.items():
         stage = figure.partition(".")[0]
         if figure in figures:
             yield EvalResult(
@@ -181,28 +178,28 @@ def _evaluations(facts: CardFacts) -> Iterator[EvalResult]:
 
 
 class Markdown(str):
-    """Text that is Markdown already, and is not escaped when it is inserted."""
+    """Markdown, which is not escaped when it is inserted."""
 
     __slots__ = ()
 
 
-def escaped(value: object) -> str:
-    r"""Return text that is shown as it is, on one line, also in a cell of a table.
+def escape_markdown(value: object) -> str:
+    r"""Escape text for Markdown, on one line, so that it can also be a cell of a table.
 
-    >>> escaped("<b> & [x](y) | snake_case _it_")
+    >>> escape_markdown("<b> & [x](y) | snake_case _it_")
     '\\<b\\> \\& \\[x\\](y) \\| snake_case \\_it\\_'
     """
     if isinstance(value, Markdown):
         return value
     text = " ".join(str(value).split())
-    # A `_` inside a word is no markup.
+    # A `_` inside a word is not markup.
     text = re.sub(r"[\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
-    # What would begin a heading, a list or a rule at the beginning of a line.
+    # Characters that start a heading, a list or a rule at the beginning of a line.
     return re.sub(r"^(\d*)(?=[#+=-]|(?<=\d)[.)](\s|$))", r"\1\\", text)
 
 
 def _code(value: object) -> Markdown:
-    """Return a code span; backticks in the text make its fence longer."""
+    """Return a code span, with a longer fence if the text has backticks."""
     text = " ".join(str(value).split()).replace("|", "\\|")
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * (longest + 1)
@@ -220,7 +217,7 @@ def _options(options: Mapping[str, Any]) -> Markdown:
 
 
 def _value(value: Any) -> str:
-    """Return an option's value; of a path on the machine that published, the last part."""
+    """Return an option's value as text; of an absolute path, return only the last part."""
     if isinstance(value, str):
         return PurePath(value).name if PurePath(value).is_absolute() else value
     if isinstance(value, Mapping):
@@ -230,26 +227,25 @@ def _value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def without_path(text: str, source: SourceRecord) -> str:
-    """Return a sentence with the source's name in place of its path on the publishing machine.
+def hide_source_path(text: str, source: SourceRecord) -> str:
+    """Replace the source's path on the publishing machine by the source's name.
 
-    Another path that has it inside stays. Only sentences that a stage wrote go through this: a path
-    in code or in a table is part of what is said, and a short one, `/model`, may stand in it by
-    chance.
+    A longer path that contains it stays. This is used for sentences from stages only: elsewhere a
+    short path such as `/model` may occur by chance.
     """
     if source.kind not in ("directory", "onnx"):
         return text
-    # `/model` is no part of `minilm/model.onnx`, of `/model-2` and of `/srv/model`.
+    # `/model` does not match in `minilm/model.onnx`, `/model-2` and `/srv/model`.
     whole = rf"(?<![\w./-]){re.escape(source.id)}(?![\w-]|\.\w)"
     return re.sub(whole, lambda _: source.name, text)
 
 
-# What the tables show
+# Rows of the tables
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """One output over all inputs of one kind."""
+class _ComparedOutput:
+    """Comparison of an output over all inputs of one kind."""
 
     graph: str
     output: str
@@ -260,13 +256,13 @@ class _Compared:
     failed: int
 
 
-def _compared(report: ValidationReport) -> Iterator[_Compared]:
+def _compared_outputs(report: ValidationReport) -> Iterator[_ComparedOutput]:
     groups: dict[tuple[str, str, str], list[OutputMetrics]] = {}
     for case in report.cases:
         for output in case.outputs:
             groups.setdefault((case.graph, output.output, case.kind), []).append(output)
     for group, outputs in groups.items():
-        yield _Compared(
+        yield _ComparedOutput(
             *group,
             count=len(outputs),
             worst=max(outputs, key=lambda output: output.limit_ratio),
@@ -275,28 +271,28 @@ def _compared(report: ValidationReport) -> Iterator[_Compared]:
         )
 
 
-def _accuracies(report: QuantizationReport) -> Iterable[tuple[str, float, str]]:
-    """Yield what was measured: the words, the value, its format."""
+def _accuracy_rows(report: QuantizationReport) -> Iterable[tuple[str, float, str]]:
+    """Return the measured values as (label, value, format)."""
     kind = report.scheme.upper()
     found: list[tuple[str, float | None, str]] = []
     if work := report.multiply_adds:
         found += [
             (f"Share of multiply-adds in {kind}", work.share, ".1%"),
-            ("The same, attention counted", work.share_with_attention, ".1%"),
+            ("The same, with attention", work.share_with_attention, ".1%"),
         ]
     if accuracy := report.accuracy:
         found += [
             (f"Mean cosine to FP32, {accuracy.rows} rows", accuracy.cosine, ".5f"),
-            ("Least cosine to FP32", accuracy.worst_cosine, ".5f"),
-            ("Nearest neighbours as FP32's", accuracy.neighbour_agreement, ".1%"),
-            ("Largest scores as FP32's", accuracy.argmax_agreement, ".1%"),
+            ("Minimum cosine to FP32", accuracy.worst_cosine, ".5f"),
+            ("Same nearest neighbour as FP32", accuracy.neighbour_agreement, ".1%"),
+            ("Same argmax as FP32", accuracy.argmax_agreement, ".1%"),
             ("Accuracy on labels", accuracy.label_accuracy, ".1%"),
         ]
-    return [(words, value, form) for words, value, form in found if value is not None]
+    return [(label, value, form) for label, value, form in found if value is not None]
 
 
-def engine_words(record: EngineRecord) -> str:
-    """Return what an engine is bound to, in one line."""
+def describe_hardware_target(record: EngineRecord) -> str:
+    """Return the hardware and the TensorRT version that an engine needs, in one line."""
     targets = ", ".join(record.capabilities)
     where = f"compute capability {targets}" if targets else "any RTX GPU from Ampere on"
     if record.gpu.name:

@@ -1,11 +1,10 @@
-"""How to load what was published, as code that runs: with enginery, Optimum, and ONNX Runtime.
+"""Code that loads a published artifact with enginery, Optimum and ONNX Runtime.
 
 >>> snippets = loading_snippets(artifact, "minilm", provider="CPUExecutionProvider")
->>> print(snippets["enginery"])
-from enginery import load_model
-…
+>>> snippets["enginery"].splitlines()[0]
+'from enginery import load_model'
 
-Each is run by the tests for each task that it is made for.
+The tests run the snippets of every supported task.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ _TOKENS = {
 
 
 def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> dict[str, str]:
-    """Return Python code by how it loads: `enginery`, `Optimum`, `onnxruntime`.
+    """Return Python code by library: `enginery`, `Optimum`, `onnxruntime`.
 
-    There is none for a way that does not know the task, or without the files that prepare inputs.
+    A library that does not support the task, or needs files that the artifact lacks, is left out.
 
     Args:
-        artifact: what is loaded.
-        name: of the directory that it was pulled to.
-        provider: ONNX Runtime's name of the execution provider to run on.
+        artifact: the artifact to load.
+        name: name of the directory that it was pulled to.
+        provider: ONNX Runtime's name of the execution provider.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -68,7 +67,7 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
     optimum_class = _OPTIMUM_CLASSES.get(manifest.task, "")
     if images and manifest.task == "feature-extraction":
         optimum_class = "ORTModelForCustomTasks"  # the other class feeds token ids
-    inputs = _known_inputs(artifact)
+    inputs = _input_expressions(artifact)
     takes_tokens = {spec.name for spec in graph.inputs} <= _TOKENS.keys()
     template = environment.get_template("snippets.jinja")
     facts = {
@@ -103,9 +102,9 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
 
 
 def example_texts(artifact: Artifact) -> tuple[str, ...]:
-    """Return the texts of one input of the artifact's task, with the tokenizer's own mask.
+    """Return the texts of an example input, with the mask token of the tokenizer.
 
-    Empty for images and for a task that is not answered.
+    Empty for images and for tasks that are not supported.
     """
     task = manifest_task(artifact.manifest)
     texts = task.example if task else ()
@@ -115,10 +114,10 @@ def example_texts(artifact: Artifact) -> tuple[str, ...]:
     )
 
 
-def _known_inputs(artifact: Artifact) -> list[tuple[TensorSpec, str]]:
+def _input_expressions(artifact: Artifact) -> list[tuple[TensorSpec, str]]:
     """Return the inputs of the first graph with code for their values.
 
-    None unless a text's tokens or one image is all that the graph takes.
+    The list is empty if the graph has other inputs than the tokens of a text or one image.
     """
     specs = artifact.manifest.graphs[0].inputs
     if {spec.name for spec in specs} <= _TOKENS.keys():
@@ -130,7 +129,7 @@ def _known_inputs(artifact: Artifact) -> list[tuple[TensorSpec, str]]:
 
 
 def _image_shape(artifact: Artifact) -> tuple[int, ...]:
-    """Return one image's shape; sides that are free are those that the model was trained with."""
+    """Return the shape of an image; for dynamic sides the size that the model was trained with."""
     (spec, *_) = artifact.manifest.graphs[0].inputs
     config = ModelConfig.read(artifact.path)
     sides = config.image_size.sides(224) if config.image_size else (224, 224)
@@ -141,7 +140,7 @@ def _image_shape(artifact: Artifact) -> tuple[int, ...]:
 
 
 def _has_past(artifact: Artifact) -> bool:
-    """Return whether a graph takes keys and values of earlier tokens."""
+    """Return True if a graph takes keys and values of earlier tokens."""
     inputs = (spec for graph in artifact.manifest.graphs for spec in graph.inputs)
     return any(spec.name.startswith("past_key_values") for spec in inputs)
 

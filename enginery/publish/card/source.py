@@ -1,14 +1,11 @@
-"""Read the source's own card: licence, base model, languages, limitations.
+r"""Read the source model's card: licence, base model, languages, limitations.
 
-Takes where a model came from; leaves what a card of something made from it has to carry over.
+>>> rights = parse_card("---\nlicense: apache-2.0\n---\n## Limitations\nEnglish only.\n")
+>>> rights.license, rights.limitations
+('apache-2.0', ('Limitations',))
 
-    >>> rights = read_source_card(artifact.manifest.source)
-    >>> rights.license, rights.limitations[:1]
-    ('apache-2.0', ('Intended uses',))
-
-A card of the Hub is a README.md with YAML on top. The source's is read where the source lies now;
-of a model of the Hub, at the commit that was exported. What cannot be read is said, never
-guessed.
+A card is a README.md with YAML metadata. It is read from the source; for a model of the Hub, at the
+commit that was exported. If it cannot be read, the licence is reported as unknown, never guessed.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HEADING = re.compile(r"^(#{1,6})[ \t]+(.+?)[ \t#]*$")
 _FENCE = re.compile(r"^ {0,3}(```|~~~)")
-_CARRIED = (
+_CARRIED_HEADINGS = (
     "limitation",
     "bias",
     "risk",
@@ -40,38 +37,38 @@ _CARRIED = (
     "licence",
     "ethical",
 )
-"""Words of headings whose sections a derived model's card must not lose."""
+"""Words in headings of the sections that a derived model's card has to repeat."""
 _SECTION_CHARACTERS = 20_000
 _NO_CARD = "the source has no card (README.md), so its licence is not known"
 
 
 @dataclass(frozen=True)
 class SourceCard:
-    """What is taken over from a source's card, and what the options say instead."""
+    """Content of a source's card that the new card repeats, or its replacement by options."""
 
     license: str = ""
-    """The Hub's identifier, `apache-2.0`; empty where nobody says."""
+    """Identifier of the licence on the Hub, `apache-2.0`; empty if it is not known."""
     license_name: str = ""
-    """Of a licence that is `other`."""
+    """Name of a licence whose identifier is `other`."""
     license_link: str = ""
     base_model: str = ""
-    """A Hub id; empty for a model that is not on the Hub."""
+    """Hub id of the model; empty if it is not on the Hub."""
     language: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     sections: tuple[tuple[str, str], ...] = ()
-    """Heading and text of what is said about limitations, bias, intended uses and the licence."""
+    """Heading and text of sections on limitations, bias, intended uses and the licence."""
     notes: tuple[str, ...] = ()
-    """What could not be read."""
+    """Problems while reading the card."""
     is_read: bool = True
-    """False where there may be a card that could not be read: its licence is not known then."""
+    """False if the card could not be read, so that the licence is not known."""
 
     @property
     def limitations(self) -> tuple[str, ...]:
-        """Return the headings of what is carried over."""
+        """Headings of the sections."""
         return tuple(heading for heading, _ in self.sections)
 
     def with_options(self, config: PublishConfig) -> SourceCard:
-        """Return the same with what the options say, which is then what is known."""
+        """Return a copy in which the options replace licence and base model."""
         found = replace(self, is_read=True) if config.license or config.base_model else self
         if config.license:
             found = replace(found, license=config.license, license_name="", license_link="")
@@ -81,38 +78,38 @@ class SourceCard:
 
 
 def read_source_card(source: SourceRecord) -> SourceCard:
-    """Read the card of the model that an artifact was made from, where there is one."""
+    """Return the card of the model that an artifact was made from; empty if it has none."""
     base_model = source.id.partition("@")[0] if source.kind == "hub" else ""
-    path, problem = _find(source)
+    path, problem = _find_card(source)
     if path is None:
         is_read = problem == _NO_CARD
         return SourceCard(base_model=base_model, notes=(problem,), is_read=is_read)
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        note = f"the source's card cannot be read: {error.strerror}; its licence is not known"
+        note = f"the source's card cannot be read: {error.strerror}; the licence is not known"
         return SourceCard(base_model=base_model, notes=(note,), is_read=False)
     return parse_card(text, base_model)
 
 
 def parse_card(text: str, base_model: str = "") -> SourceCard:
-    """Return what a card says.
+    """Parse a card.
 
     Args:
-        text: of the README.md.
-        base_model: the Hub id of the model that the card is about; empty where it is not on the
-            Hub, and then the card's own `base_model`, if it names one, is the nearest there is.
+        text: text of the README.md.
+        base_model: Hub id of the card's model. If it is empty, because the model is not on the
+            Hub, the `base_model` in the card's metadata is used.
     """
     from huggingface_hub import RepoCard
 
     text = text.removeprefix("\ufeff")
     body, notes, data = text, tuple[str, ...](), dict[str, Any]()
     if text.startswith("---"):
-        # RepoCard and not ModelCard, which takes the letters of `tags: word` for tags.
+        # RepoCard, because ModelCard splits `tags: word` into letters.
         try:
             card = RepoCard(text)
             body, data = card.text, card.data.to_dict()
-        except Exception as error:  # what YAML or the library raises for a stranger's metadata
+        except Exception as error:  # any error of the YAML parser or the library
             first = str(error).partition("\n")[0]
             notes = (f"the metadata of the source's card cannot be read: {first}",)
     license_id = _text(data.get("license"))
@@ -126,27 +123,27 @@ def parse_card(text: str, base_model: str = "") -> SourceCard:
         base_model=base_model or (own_base if _HUB_ID.fullmatch(own_base) else ""),
         language=_texts(data.get("language")),
         tags=_texts(data.get("tags")),
-        sections=tuple(_carried(body)),
+        sections=tuple(_carried_sections(body)),
         notes=notes,
     )
 
 
-def _find(source: SourceRecord) -> tuple[Path | None, str]:
-    """Return the path of the source's card, or None and why there is none."""
+def _find_card(source: SourceRecord) -> tuple[Path | None, str]:
+    """Return the path of the source's card, or None and the reason."""
     if source.kind == "hub":
         return _hub_card(source)
     try:
-        # Only its card is read; no weights are.
+        # No weights are read, only the card.
         place = resolve_record(source, allow_pickle=True).path
     except SourceError as error:
-        return None, f"the source's card cannot be read: {error.message} Its licence is not known"
+        return None, f"the source's card cannot be read: {error.message} The licence is not known"
     path = (place if place.is_dir() else place.parent) / CARD
     return (path, "") if path.is_file() else (None, _NO_CARD)
 
 
 def _hub_card(source: SourceRecord) -> tuple[Path | None, str]:
-    """Return the card of a Hub model at its commit: from the library's cache, or the Hub."""
-    unknown = f"the card of {source.id} cannot be had from the Hub, so its licence is not known"
+    """Return the path of a Hub model's card at the exported commit, from the cache or the Hub."""
+    unknown = f"the card of {source.id} cannot be downloaded, so the licence is not known"
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -154,14 +151,14 @@ def _hub_card(source: SourceRecord) -> tuple[Path | None, str]:
         name = source.id.partition("@")[0]
         return Path(hf_hub_download(name, CARD, revision=source.revision or None)), ""
     except LocalEntryNotFoundError:  # an EntryNotFoundError as well
-        return None, f"{unknown}: it cannot be reached"
+        return None, f"{unknown}: the Hub cannot be reached"
     except EntryNotFoundError:
         return None, _NO_CARD
     except (OSError, ValueError) as error:  # every error of the library and of its HTTP client
         return None, f"{unknown}: {type(error).__name__}"
 
 
-def _carried(body: str) -> Iterator[tuple[str, str]]:
+def _carried_sections(body: str) -> Iterator[tuple[str, str]]:
     """Yield the sections under a heading with one of the words, with their subsections."""
     heading, level, lines, fenced = "", 0, list[str](), False
     for line in body.splitlines():
@@ -172,10 +169,10 @@ def _carried(body: str) -> Iterator[tuple[str, str]]:
             if heading:
                 yield heading, _section(lines)
             title = found[2].strip()
-            is_carried = any(word in title.lower() for word in _CARRIED)
+            is_carried = any(word in title.lower() for word in _CARRIED_HEADINGS)
             heading, level, lines = (title if is_carried else ""), len(found[1]), []
         elif heading:
-            # Headings inside it go below the one that the new card has for all of them.
+            # Headings inside the section become smaller than its heading in the new card.
             lines.append(f"####{'#' if len(found[1]) > 4 else ''} {found[2]}" if found else line)
     if heading:
         yield heading, _section(lines)
@@ -185,11 +182,11 @@ def _section(lines: list[str]) -> str:
     text = "\n".join(lines).strip()
     if len(text) <= _SECTION_CHARACTERS:
         return text
-    return f"{text[:_SECTION_CHARACTERS].rpartition(chr(10))[0]}\n\n(The source's card goes on.)"
+    return f"{text[:_SECTION_CHARACTERS].rpartition(chr(10))[0]}\n\n(Shortened.)"
 
 
 def _text(value: Any) -> str:
-    """Return a plain value as one line; of a list, its first."""
+    """Return a scalar, or the first of a list, as one line of text."""
     if isinstance(value, list):
         value = value[0] if value else ""
     return " ".join(str(value).split()) if isinstance(value, str | int | float) else ""
@@ -197,5 +194,7 @@ def _text(value: Any) -> str:
 
 def _texts(value: Any) -> tuple[str, ...]:
     items = value if isinstance(value, list) else [value]
-    found = ("no" if item is False else _text(item) for item in items)  # Norwegian, to YAML 1.1
+    found = (
+        "no" if item is False else _text(item) for item in items
+    )  # YAML 1.1 reads `no` (Norwegian) as False
     return tuple(text for text in found if text)

@@ -1,1 +1,1 @@
-"""The registries: a folder, MLflow, the Hugging Face Hub, OCI."""
+"""Registries: a folder, MLflow, the Hugging Face Hub, OCI."""

@@ -1,17 +1,17 @@
-"""A registry that is a folder: on a disk, a share, a volume.
+"""A registry in a folder: on a disk, a network share or a volume.
 
-An address is `file:///path` or a plain path. A version is there whole or not at all:
+An address is `file:///path` or a plain path:
 
     /srv/models/
-      index.json              every model, version and alias; made anew from the folders each time
+      index.json              all models, versions and aliases; rewritten from the folders each time
       minilm/
-        1/  2/                versions: artifacts, each whole; load_model takes one as it is
-        latest -> 2           relative links: the newest version, and what --alias named
+        1/  2/                versions; each is an artifact that load_model can open
+        latest -> 2           relative links: the newest version, and the aliases
         production -> 1
 
-A version is written into a hidden folder under the model's lock, read back, and renamed. The index
-is made from the folders each time, so the next run mends what a killed one has left. Where the file
-system has no links, `latest` and the aliases are files with the version's name in them.
+A version is written into a hidden folder under the model's lock, verified, and renamed. So a
+version is never incomplete, and the next run repairs what a killed one has left. If the file system
+has no links, `latest` and the aliases are files that contain the version's name.
 """
 
 from __future__ import annotations
@@ -51,48 +51,49 @@ from enginery.publish.publication import LISTING, REMEDY, Publication
 
 INDEX = "index.json"
 SCHEMA_VERSION = 1
-_LONGEST_NAME = 200
+_MAX_NAME_BYTES = 200
 _WAIT_SECONDS = 0.0
 _PART = ".part-"
 _OLD = ".old-"
-# Clocks of two machines differ, and shares round: what is published later has a later time still.
-_APART_NS = 10_000_000
+# Clocks of machines differ, and network shares round times; so a later version is given a time at
+# least this much later.
+_MIN_INTERVAL_NS = 10_000_000
 
 
 @dataclass(frozen=True)
 class FolderRegistry:
-    """A folder of models, by its address."""
+    """A folder of models."""
 
     url: str
     config: PublishConfig
 
     @property
     def path(self) -> Path:
-        """Return the path in the address."""
-        return path_of(self.url)
+        """Path of the folder, or of a version in it."""
+        return path_from_url(self.url)
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
-        """Write the package as a version, unless its content is one already.
+        """Write the package as a version, unless a version has the same content.
 
         Raises:
-            RegistryError: the folder cannot be written, holds something else, or has another
-                content under the version that is asked for.
-            OptionError: the alias is a version's name, or the other way round.
+            RegistryError: the folder cannot be written, is not a registry, or has the version with
+                other content.
+            OptionError: the alias is the name of a version, or the version that of an alias.
         """
         root = self.path
         folder = root / package.name
         with _registry_errors(root):
-            refuse_foreign(root)
+            check_registry_root(root)
             with _locked(folder, progress):
-                bring_back(folder)
+                restore_interrupted(folder)
                 version, is_new = _find_or_write(package, folder, config, progress)
                 if is_new:
-                    point(folder, LATEST, version)
+                    set_alias(folder, LATEST, version)
                 else:
-                    # A run that was killed may have left a version that `latest` does not know.
-                    mend_latest(folder, versions_of(folder))
+                    # A killed run may have written a version without moving `latest`.
+                    repair_latest(folder, read_versions(folder))
                 if config.alias:
-                    point(folder, config.alias, version)
+                    set_alias(folder, config.alias, version)
             with _locked(root, progress):
                 write_index(root)
         url = (folder / version).resolve().as_uri()
@@ -100,11 +101,11 @@ class FolderRegistry:
 
     @property
     def remedy(self) -> str:
-        """Say what to do about a damaged version: publishing reads it, and writes it again."""
+        """Remedy for a damaged version; publishing verifies and rewrites it."""
         return REMEDY
 
     def pull(self, out: Path, progress: Progress) -> Path:
-        """Copy a version into `out`; `…/minilm` is the newest, `…/minilm@production` an alias."""
+        """Copy a version into `out` and return it; see `find_version` for addresses."""
         with _registry_errors(self.path):
             source, listing = find_version(self.url)
             names = [*listing.files, LISTING]
@@ -113,7 +114,7 @@ class FolderRegistry:
                     if not resolve_inside(source, name, what=self.url).is_file():
                         raise ArtifactError(f"{self.url}: {name} is missing.", do=self.remedy)
                     (out / name).parent.mkdir(parents=True, exist_ok=True)
-                    # Never a link: an edit of what was pulled must not reach the registry.
+                    # Never a link: edits of the copy must not change the registry.
                     shutil.copyfile(source / name, out / name)
                     advance()
         return out
@@ -122,48 +123,48 @@ class FolderRegistry:
 def _find_or_write(
     package: Package, folder: Path, config: PublishConfig, progress: Progress
 ) -> tuple[str, bool]:
-    """Return the version of this content and whether it is new; write a damaged one again."""
-    found = versions_of(folder)
+    """Return the version with this content, and True if it is new; rewrite a damaged one."""
+    found = read_versions(folder)
     _check_names(folder, config, list(found))
-    same = [version for version, listing in found.items() if package.is_version(listing)]
+    same = [version for version, listing in found.items() if package.matches(listing)]
     if same and config.version not in ("", *same):
         raise RegistryError(
-            f"{folder} has this content as version {same[-1]} already, and version "
-            f"{config.version} was asked for.",
-            do=f"Leave out --version, or name it as well: --alias {config.version}",
+            f"option 'version' is '{config.version}', but {folder} already has this content as "
+            f"version {same[-1]}.",
+            do=f"Leave out --version, or add a second name: --alias {config.version}",
         )
     if not same:
         version = config.version or _next_version(folder)
-        _require_free(folder / version, found.get(version), package)
+        _check_version_free(folder / version, found.get(version), package)
         write_version(package, folder, version, progress)
         return version, True
     version = config.version or same[-1]
     place, listing = folder / version, found[version]
-    if damage := damage_of(listing, place):
-        package.require_rights(damage.rstrip("."), listing.content_sha256)
-        progress.say(f"publish: writes version {version} again: {damage}")
+    if damage := find_damage(listing, place):
+        package.check_rights_known(damage.rstrip("."), listing.content_sha256)
+        progress.say(f"publish: writing version {version} again: {damage}")
         write_version(package, folder, version, progress, stamp_ns=published_ns(place))
     else:
         progress.say(f"publish: nothing to do, version {version} has the same content")
     return version, False
 
 
-def _require_free(place: Path, there: Publication | None, package: Package) -> None:
-    """Raise RegistryError if a new version cannot be made under this name."""
+def _check_version_free(place: Path, there: Publication | None, package: Package) -> None:
+    """Raise RegistryError if the name of a new version is taken."""
     if there:
         raise RegistryError(
-            f"{place} has another content: {_changes(there, package)}.",
-            do="Name another --version, or leave it out.",
+            f"{place} has other content: {_describe_changes(there, package)}.",
+            do="Choose another --version, or leave it out.",
         )
     if place.exists():
         raise RegistryError(
-            f"{place} is there, and its {LISTING} is missing or cannot be read.",
-            do="Remove it, or name another --version.",
+            f"{place} exists, but its {LISTING} is missing or cannot be read.",
+            do="Remove it, or choose another --version.",
         )
 
 
 def _next_version(folder: Path) -> str:
-    """Return one more than the largest whole number in the folder, damaged versions included."""
+    """Return one more than the largest number in the folder, including damaged versions."""
     names = [path.name for path in folder.iterdir()]
     return str(max((int(name) for name in names if name.isdecimal()), default=0) + 1)
 
@@ -172,13 +173,15 @@ def _check_names(folder: Path, config: PublishConfig, versions: list[str]) -> No
     if config.alias and config.alias in versions:
         raise OptionError(f"alias '{config.alias}' is the name of a version of {folder.name}.")
     if config.alias and config.alias == config.version:
-        raise OptionError(f"alias and version are both '{config.alias}'.", do="Keep the version.")
-    if config.version in aliases_of(folder):
+        raise OptionError(
+            f"options 'alias' and 'version' are both '{config.alias}'.", do="Leave out --alias."
+        )
+    if config.version in read_aliases(folder):
         raise OptionError(f"version '{config.version}' is the name of an alias of {folder.name}.")
 
 
-def _changes(there: Publication, package: Package) -> str:
-    """Say which parts of the content differ, by name."""
+def _describe_changes(there: Publication, package: Package) -> str:
+    """Return the names of the parts of the content that differ, in a phrase."""
     names = sorted({*there.content, *package.content})
     changed = [n for n in names if there.content.get(n) != package.content.get(n)]
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
@@ -187,7 +190,7 @@ def _changes(there: Publication, package: Package) -> str:
 
 @contextmanager
 def _locked(folder: Path, progress: Progress) -> Iterator[None]:
-    """Hold the lock that lies in the registry itself: one writer at a time, on any machine."""
+    """Hold the lock in the registry's folder, so that only one process of any machine writes."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
@@ -203,7 +206,7 @@ def _locked(folder: Path, progress: Progress) -> Iterator[None]:
 
 @contextmanager
 def _registry_errors(place: Path) -> Iterator[None]:
-    """Turn an error of the file system into a RegistryError."""
+    """Raise RegistryError for errors of the file system."""
     try:
         yield
     except OSError as error:
@@ -213,24 +216,24 @@ def _registry_errors(place: Path) -> Iterator[None]:
         ) from error
 
 
-def path_of(url: str) -> Path:
+def path_from_url(url: str) -> Path:
     """Return the path that `file:///path` or a plain path names.
 
     Raises:
-        OptionError: it is another host's, or no path.
+        OptionError: the address names another host, or is not a path.
     """
     if "\0" in unquote(url):
-        raise OptionError(f"address {url!r} has a zero byte, which no path has.")
+        raise OptionError(f"address {url!r} has a NUL character, which a path cannot have.")
     if not url.lower().startswith("file:"):
         try:
             return Path(url).expanduser().absolute()
         except RuntimeError:
-            raise OptionError(f"address '{url}': there is no such user.") from None
+            raise OptionError(f"address '{url}': the user does not exist.") from None
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
         raise OptionError(
-            f"address '{url}' names the host '{parts.netloc}', and a folder is on this machine.",
-            do=f"Three slashes begin a path: file:///{parts.netloc}{parts.path}",
+            f"address '{url}' names the host '{parts.netloc}', but a folder is on this machine.",
+            do=f"Write a path with three slashes: file:///{parts.netloc}{parts.path}",
         )
     if parts.query or parts.fragment or not parts.path.startswith("/"):
         raise OptionError(f"address '{url}': expected file:/// and an absolute path.")
@@ -239,35 +242,35 @@ def path_of(url: str) -> Path:
 
 
 def find_version(url: str) -> tuple[Path, Publication]:
-    """Return the folder of the version that an address names, with its listing.
+    """Return the folder of the version that an address names, and its listing.
 
-    `…/minilm/3` and `…/minilm/production` name a version, `…/minilm@3` and `…/minilm@production`
-    as well; `…/minilm` is the newest.
+    `…/minilm/3`, `…/minilm@3`, `…/minilm/production` and `…/minilm@production` name a version or
+    an alias; `…/minilm` names the newest version.
 
     Raises:
-        RegistryError: there is no such version, or no such registry.
-        OptionError: the address is none of a folder.
+        RegistryError: the version or the registry does not exist.
+        OptionError: the address is not a path on this machine.
     """
-    path = path_of(url)
+    path = path_from_url(url)
     if (path / LISTING).is_file():
         return path, Publication.read(path, url)
     folder, wanted = path, LATEST
     if "@" in path.name and not path.exists():
         name, _, wanted = path.name.rpartition("@")
         folder = path.with_name(name)
-    elif not versions_of(path) and versions_of(path.parent):
+    elif not read_versions(path) and read_versions(path.parent):
         folder, wanted = path.parent, path.name
-    versions, aliases = versions_of(folder), aliases_of(folder)
+    versions, aliases = read_versions(folder), read_aliases(folder)
     version = aliases.get(wanted, wanted)
     if wanted == LATEST and versions and LATEST not in aliases:
-        version = newest(folder, versions)
+        version = newest_version(folder, versions)
     if (folder / version / LISTING).is_file():
         return folder / version, Publication.read(folder / version, url)
-    raise _not_there(url, folder, wanted, [*versions, *aliases])
+    raise _version_not_found(url, folder, wanted, [*versions, *aliases])
 
 
-def _not_there(url: str, folder: Path, wanted: str, known: list[str]) -> RegistryError:
-    """Say what there is in place of what was asked for."""
+def _version_not_found(url: str, folder: Path, wanted: str, known: list[str]) -> RegistryError:
+    """Return the error for a version that does not exist, with the existing ones."""
     if known:
         return RegistryError(
             f"{folder} has no version or alias '{wanted}'{nearest(wanted, known)}",
@@ -275,94 +278,100 @@ def _not_there(url: str, folder: Path, wanted: str, known: list[str]) -> Registr
         )
     if models := _models(folder):
         return RegistryError(
-            f"{folder} is a registry, and no model in it is named.",
-            do=f"Add one to the address: {', '.join(models)}.",
+            f"{folder} is a registry, expected the address of a model in it.",
+            do=f"Add a model to the address: {', '.join(models)}.",
         )
     near = _models(folder.parent)
     return RegistryError(
-        f"{url}: there is no published model{nearest(folder.name, near)}",
+        f"{url} is not a published model{nearest(folder.name, near)}",
         do=f"{folder.parent} has {', '.join(near)}." if near else "",
     )
 
 
 def _models(path: Path) -> list[str]:
     found = path.iterdir() if path.is_dir() else ()
-    return sorted(p.name for p in found if p.is_dir() and versions_of(p))
+    return sorted(p.name for p in found if p.is_dir() and read_versions(p))
 
 
-def refuse_foreign(root: Path) -> None:
-    """Raise if a folder is a version, a model's folder or an artifact, and so no registry."""
+def check_registry_root(root: Path) -> None:
+    """Raise an error if a folder cannot be a registry: a model, a version, an artifact, a file.
+
+    Raises:
+        OptionError: it is the folder of a model or a version in a registry.
+        RegistryError: it is an artifact or a file.
+    """
     if root.exists() and not root.is_dir():
-        raise RegistryError(f"{root} is a file, expected the folder of a registry.")
+        raise RegistryError(f"{root} is a file, expected a folder.")
     for inside, registry in ((root, root.parent), (root.parent, root.parent.parent)):
-        if (registry / INDEX).is_file() and versions_of(inside):
+        if (registry / INDEX).is_file() and read_versions(inside):
             raise OptionError(
-                f"{root} lies inside the registry {registry}.",
-                do=f"Publish to {registry.as_uri()}; --name and --version say where in it.",
+                f"{root} is inside the registry {registry}, expected the registry itself.",
+                do=f"Publish to {registry.as_uri()}, with --name and --version.",
             )
     if (root / MANIFEST).is_file():
         raise RegistryError(f"{root} is an artifact, expected the folder of a registry.")
 
 
-def versions_of(folder: Path) -> dict[str, Publication]:
-    """Return the versions of a model by name, in their natural order, without damaged ones."""
+def read_versions(folder: Path) -> dict[str, Publication]:
+    """Return the versions of a model by name, in natural order, without those without a listing."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if is_portable_name(path.name) and not path.is_symlink() and (path / LISTING).is_file():
             with suppress(EngineryError):
                 found[path.name] = Publication.read(path, str(path))
-    return dict(sorted(found.items(), key=lambda pair: _natural(pair[0])))
+    return dict(sorted(found.items(), key=lambda pair: _natural_key(pair[0])))
 
 
-def aliases_of(folder: Path) -> dict[str, str]:
-    """Return what points to an existing version: `latest` and the aliases, links or files."""
+def read_aliases(folder: Path) -> dict[str, str]:
+    """Return `latest` and the aliases, links or files, with the existing versions they point to."""
     found = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not is_portable_name(path.name):
             continue
         if path.is_symlink():
             found[path.name] = path.readlink().name
-        elif path.is_file() and path.stat().st_size <= _LONGEST_NAME:
+        elif path.is_file() and path.stat().st_size <= _MAX_NAME_BYTES:
             name = path.read_text(encoding="utf-8", errors="replace").strip()
             if is_portable_name(name):
                 found[path.name] = name
     return {name: version for name, version in found.items() if (folder / version).is_dir()}
 
 
-def newest(folder: Path, versions: dict[str, Publication]) -> str:
+def newest_version(folder: Path, versions: dict[str, Publication]) -> str:
     """Return the version that was published last."""
     dates = {version: published_ns(folder / version) for version in versions}
-    return max(versions, key=lambda version: (dates[version], _natural(version)))
+    return max(versions, key=lambda version: (dates[version], _natural_key(version)))
 
 
-def point(folder: Path, name: str, version: str) -> None:
-    """Let `name` point to a version, at once: readers see the old one or the new."""
+def set_alias(folder: Path, name: str, version: str) -> None:
+    """Point `latest` or an alias to a version, atomically."""
     place = folder / name
-    if aliases_of(folder).get(name) == version:
+    if read_aliases(folder).get(name) == version:
         return
     fresh = folder / f"{STAGING_PREFIX}{name}"
     fresh.unlink(missing_ok=True)
     try:
         fresh.symlink_to(version, target_is_directory=True)
-    except OSError:  # Windows without the right to, or a share without links
+    except OSError:  # Windows without permission, or a network share without links
         write_beside(place, f"{version}\n".encode())
         return
     fresh.replace(place)
 
 
-def mend_latest(folder: Path, versions: dict[str, Publication]) -> None:
-    """Point `latest` to a version that a killed run has left unpointed, and never back.
+def repair_latest(folder: Path, versions: dict[str, Publication]) -> None:
+    """Point `latest` to a newer version that a killed run has written.
 
-    Times alone do not say so: a registry that was copied has those of the copy.
+    It moves only if both the time and the name of the version are later: in a copied registry the
+    times are those of the copy.
     """
     if not versions:
         return
-    pointed, last = aliases_of(folder).get(LATEST, ""), newest(folder, versions)
+    pointed, last = read_aliases(folder).get(LATEST, ""), newest_version(folder, versions)
     if pointed in versions:
         is_later = published_ns(folder / last) > published_ns(folder / pointed)
-        if not is_later or _natural(last) <= _natural(pointed):
+        if not is_later or _natural_key(last) <= _natural_key(pointed):
             return
-    point(folder, LATEST, last)
+    set_alias(folder, LATEST, last)
 
 
 def write_index(root: Path) -> None:
@@ -383,7 +392,7 @@ def write_index(root: Path) -> None:
 
 
 def _model(folder: Path) -> dict[str, Any]:
-    aliases = aliases_of(folder)
+    aliases = read_aliases(folder)
     return {
         "latest": aliases.pop(LATEST, ""),
         "aliases": aliases,
@@ -395,13 +404,13 @@ def _model(folder: Path) -> dict[str, Any]:
                 "validated": publication.validated,
                 "engines": [mark.model_dump(mode="json") for mark in publication.engines],
             }
-            for version, publication in versions_of(folder).items()
+            for version, publication in read_versions(folder).items()
         },
     }
 
 
 def published_ns(version: Path) -> int:
-    """Return when the listing was written, in nanoseconds: the last file of a version."""
+    """Return when a version was published, in nanoseconds: its listing's modification time."""
     return (version / LISTING).stat().st_mtime_ns
 
 
@@ -409,8 +418,8 @@ def _date(nanoseconds: int) -> str:
     return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="seconds")
 
 
-def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Return a key for sorting: 2 before 10, 1.9 before 1.10."""
+def _natural_key(name: str) -> tuple[tuple[int, str], ...]:
+    """Return a sort key with 2 before 10 and 1.9 before 1.10."""
     parts = re.findall(r"\d+|\D+", name)
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
 
@@ -418,27 +427,27 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
 def write_version(
     package: Package, folder: Path, version: str, progress: Progress, *, stamp_ns: int = 0
 ) -> None:
-    """Write a version beside its place and rename it; replace a damaged one that is there.
+    """Write a version into a temporary folder and rename it; replace a damaged version.
 
     Args:
-        package: what is published.
-        folder: of the model.
-        version: its name, without anything else in its place than a damaged version.
+        package: the package.
+        folder: folder of the model.
+        version: name of the version, which must not exist or be damaged.
         progress: receives progress messages.
-        stamp_ns: when the version was published; 0 for now, and later than every other version.
+        stamp_ns: time of the version; 0 for now, but later than all other versions.
 
     Raises:
-        ArtifactError: a file has changed since the package was made; the message names it.
+        ArtifactError: a file was changed while it was published, and the message names it.
         OSError: the folder cannot be written.
     """
     part = folder / f"{_PART}{package.content_sha256[:16]}"
     for leftover in folder.glob(f"{_PART}*"):
         if leftover != part:
-            shutil.rmtree(leftover, ignore_errors=True)  # its writer is dead: the lock is ours
+            shutil.rmtree(leftover, ignore_errors=True)  # of a killed run, as we hold the lock
     part.mkdir(exist_ok=True)
     with progress.task(f"writing {folder.name}/{version}", total=len(package.files)) as advance:
         for file in package.files:
-            _write_one(package, file, part)
+            _write_file(package, file, part)
             advance()
     wanted = {file.name for file in package.files}
     for path in part.rglob("*"):
@@ -450,13 +459,13 @@ def write_version(
     _sync(part)
     old = folder / f"{_OLD}{version}"
     put_in_place(part, folder / version, old=old)
-    for left in (part, old):  # one of the two has what was damaged
+    for left in (part, old):  # one of them has the damaged version
         shutil.rmtree(left, ignore_errors=True)
     progress.say(f"publish: wrote {folder / version}")
 
 
-def damage_of(listing: Publication, place: Path) -> str:
-    """Read a version; return what is not as its listing says, empty if all is."""
+def find_damage(listing: Publication, place: Path) -> str:
+    """Verify a version with its listing; return the problem, empty if there is none."""
     try:
         listing.verify(place, str(place))
     except ArtifactError as error:
@@ -464,8 +473,8 @@ def damage_of(listing: Publication, place: Path) -> str:
     return ""
 
 
-def bring_back(folder: Path) -> None:
-    """Finish what a writer killed between two renames has left, under the model's lock."""
+def restore_interrupted(folder: Path) -> None:
+    """Restore the versions that a run killed between two renames had moved; hold the lock."""
     for old in folder.glob(f"{_OLD}*"):
         place = folder / old.name.removeprefix(_OLD)
         if place.exists():
@@ -475,24 +484,24 @@ def bring_back(folder: Path) -> None:
 
 
 def _now_ns(folder: Path) -> int:
-    """Return the time now, or just after the version that was published last."""
-    others = [published_ns(folder / version) for version in versions_of(folder)]
-    return max([time.time_ns(), *(other + _APART_NS for other in others)])
+    """Return the current time, but later than that of all versions."""
+    others = [published_ns(folder / version) for version in read_versions(folder)]
+    return max([time.time_ns(), *(other + _MIN_INTERVAL_NS for other in others)])
 
 
-def _write_one(package: Package, file: PackageFile, part: Path) -> None:
+def _write_file(package: Package, file: PackageFile, part: Path) -> None:
     try:
         write_file(file, part / file.name)
     except FileNotFoundError as error:
         if file.path.exists():
             raise
         raise ArtifactError(
-            f"{package.artifact.path}: {file.name} went away while it was published."
+            f"{package.artifact.path}: {file.name} was removed while it was published."
         ) from error
 
 
 def _sync(directory: Path) -> None:
-    """Flush the files, so that the rename cannot reach the disk before the content."""
+    """Sync the files, so that the rename cannot reach the disk before the content."""
     for path in (p for p in directory.rglob("*") if p.is_file()):
         with path.open("rb") as stream:
             os.fsync(stream.fileno())

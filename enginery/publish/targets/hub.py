@@ -1,13 +1,13 @@
-"""`hf://org/name`: a model repository on the Hugging Face Hub, through huggingface_hub.
+"""`hf://org/name`: publish to and pull from the Hugging Face Hub, with huggingface_hub.
 
-Publishing makes one commit, and a tag for a version or an alias:
+Publishing creates one commit, and a tag for a version or an alias:
 
     HubRegistry("hf://org/minilm-onnx", config).publish(package, config, SILENT).url
     'hf://org/minilm-onnx@0d5c8f…'
 
-The token is the library's own (HF_TOKEN, or `hf auth login`) and is never part of a message. The
-library uploads large files before the commit, and the Hub keeps them: a run that was killed does
-not send them again.
+The token is the library's (HF_TOKEN, or `hf auth login`), and it is never in a message. The library
+uploads large files before the commit, and the Hub keeps them, so that a killed run does not upload
+them again.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from enginery.publish.publication import CARD, LISTING, Publication
 
 _ADDRESS = re.compile(r"hf://(?P<repo>[^/@\s]+/[^/@\s]+)(?:@(?P<revision>\S+))?", re.IGNORECASE)
 _MAIN = "main"
-# What the Hub itself puts into a new repository.
+# Files that the Hub adds to a new repository.
 _HUB_FILES = (".gitattributes", CARD)
 
 
 class HubRegistry:
-    """A repository of the Hub."""
+    """A repository on the Hub."""
 
     def __init__(self, url: str, config: PublishConfig) -> None:
-        """Read the address; nothing is sent yet.
+        """Parse the address, without connecting to the Hub.
 
         Raises:
             OptionError: the address is not `hf://org/name` or `hf://org/name@revision`.
@@ -59,7 +59,7 @@ class HubRegistry:
         self.revision = _MAIN if found["revision"] in (None, LATEST) else found["revision"]
         if config.name and config.name != self.repo.partition("/")[2]:
             raise OptionError(
-                f"option 'name' is '{config.name}', but the address says {self.repo}."
+                f"option 'name' is '{config.name}', but the address has the name '{self.repo}'."
             )
         try:
             from huggingface_hub import HfApi
@@ -74,57 +74,58 @@ class HubRegistry:
         self._api: Any = HfApi(library_name="enginery")
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
-        """Commit what has changed to the branch, and nothing if its head is the same content.
+        """Commit the changes to the branch, unless its head has the same content.
 
         Raises:
-            RegistryError: the Hub cannot be reached or refuses; the repository holds another
-                model, or the version's name another content.
+            RegistryError: the Hub cannot be reached or rejects a request; the repository has
+                another model, or the version exists with other content.
+            OptionError: alias and version have the same name.
         """
         with _hub_errors(self.url), _no_progress_bars():
             self._api.create_repo(self.repo, private=config.private, exist_ok=True)
             head = self._head(self.revision)
-            # A new branch begins with the files of main; one that cannot be used is not made.
+            # A new branch starts with the files of main, so these are checked first.
             base = head or self._head(_MAIN)
             before = {} if base is None else self._files(base)
             listing = self._listing(before, base)
-            self._require_alias(config)
-            taken = self._tag(config.version) if config.version else ""
+            self._check_alias(config)
+            taken = self._tag_commit(config.version) if config.version else ""
             if taken:
-                return self._same_version(taken, package, config)
+                return self._existing_version(taken, package, config)
             if head is None:
                 self._api.create_branch(self.repo, branch=self.revision, exist_ok=True)
                 head = self._head(self.revision)
             notes = [f"{r.directory_name} is {r.binding}" for r in package.engines]
-            is_new = head is None or not package.is_version(listing)
+            is_new = head is None or not package.matches(listing)
             if head and listing and not is_new and self._is_current(before, listing, package):
                 commit = head
             else:
                 commit = self._commit(package, before, listing, head, progress)
             if config.version:
                 self._api.create_tag(self.repo, tag=config.version, revision=commit)
-            self._move_alias(config.alias, commit)
+            self._set_alias(config.alias, commit)
         version = config.version or commit
         return Published(f"hf://{self.repo}@{version}", version, is_new, tuple(notes))
 
     @property
     def remedy(self) -> str:
-        """Say what to do about a damaged version."""
+        """Remedy for a damaged version."""
         return (
-            "It cannot be trusted: publish it again from a whole artifact, what a tag names under "
+            "It cannot be trusted: publish it again from an undamaged artifact; a tag needs "
             "another --version."
         )
 
     def pull(self, out: Path, progress: Progress) -> Path:
-        """Download a revision; files that were downloaded before come from the library's cache.
+        """Download a revision, using the library's cache.
 
         Raises:
-            RegistryError: the Hub cannot be reached, refuses, or has no such revision.
+            RegistryError: the Hub cannot be reached, rejects the request, or has no such revision.
         """
         task = progress.task(f"downloading {self.url}")
         with _hub_errors(self.url), _no_progress_bars(), task:
             commit = self._api.model_info(self.repo, revision=self.revision).sha
             snapshot = self._api.snapshot_download(self.repo, revision=commit)
-            # The cache is another tool's: its links are followed, so that an edit here stays here.
+            # Links into the library's cache are followed, so that edits do not change the cache.
             shutil.copytree(
                 snapshot,
                 out,
@@ -135,7 +136,7 @@ class HubRegistry:
         return out
 
     def _head(self, branch: str) -> str | None:
-        """Return a branch's newest commit, or None if there is no such branch."""
+        """Return the newest commit of a branch; None if the branch does not exist."""
         from huggingface_hub.errors import RevisionNotFoundError
 
         try:
@@ -144,7 +145,7 @@ class HubRegistry:
             return None
 
     def _files(self, commit: str) -> dict[str, tuple[str, int]]:
-        """Return digest and size by name: sha256 of large files, git's blob id of the others."""
+        """Return name -> (digest, size): sha256 for large files, git's blob id for others."""
         info = self._api.model_info(self.repo, revision=commit, files_metadata=True)
         return {
             file.rfilename: (file.lfs.sha256 if file.lfs else file.blob_id or "", file.size or 0)
@@ -152,10 +153,10 @@ class HubRegistry:
         }
 
     def _listing(self, files: dict[str, tuple[str, int]], commit: str | None) -> Publication | None:
-        """Return the listing of what was published to the branch, or None if nothing was.
+        """Return the listing of the published package; None if nothing is published.
 
         Raises:
-            RegistryError: the repository holds something that enginery did not publish.
+            RegistryError: the repository has files that enginery did not publish.
         """
         if LISTING in files and commit:
             with tempfile.TemporaryDirectory(prefix="enginery-hub-") as scratch:
@@ -164,25 +165,25 @@ class HubRegistry:
                 )
                 try:
                     return Publication.read(Path(scratch), self.url)
-                except ArtifactError:  # altered, or of a newer enginery: another content
+                except ArtifactError:  # changed, or from a newer enginery: other content
                     return None
         foreign = sorted(set(files) - set(_HUB_FILES))
         if foreign and not {MANIFEST, LISTING} & set(files):
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
             raise RegistryError(
-                f"{self.url} holds a model that enginery did not publish: "
+                f"{self.url} contains a model that enginery did not publish: "
                 f"{', '.join(foreign[:3])}{more}.",
-                do="Name another repository: a new branch of this one begins with these files.",
+                do="Use another repository; a new branch of this one would have these files, too.",
             )
         return None
 
     def _is_current(
         self, before: dict[str, tuple[str, int]], listing: Publication, package: Package
     ) -> bool:
-        """Whether a branch of the same content needs no commit: it is undamaged, and is marked.
+        """Return True if a branch with the same content needs no commit.
 
         Raises:
-            RegistryError: it is damaged, and the rights that it stated cannot be read here.
+            RegistryError: a file is damaged, and the rights cannot be read here.
         """
         local = {file.sha256: file.path for file in package.files}
         for name, record in listing.files.items():
@@ -191,14 +192,14 @@ class HubRegistry:
                 is_same = digest == record.sha256
             elif record.sha256 in local and size_bytes == record.size_bytes:
                 is_same = digest == _git_blob_id(local[record.sha256])
-            else:  # a card in other words: git's id says nothing of its sha256
+            else:  # a card with other wording: git's blob id cannot be compared with a sha256
                 is_same = size_bytes == record.size_bytes
             if not is_same:
-                damage = f"{self.url}: {name} is not as {LISTING} says"
-                package.require_rights(damage, listing.content_sha256)
+                damage = f"{self.url}: {name} differs from {LISTING}"
+                package.check_rights_known(damage, listing.content_sha256)
                 return False
         is_marked = listing.version == package.version
-        return not package.version or is_marked or not package.knows_rights
+        return not package.version or is_marked or not package.rights_known
 
     def _commit(
         self,
@@ -208,7 +209,7 @@ class HubRegistry:
         head: str | None,
         progress: Progress,
     ) -> str:
-        """Upload and commit what has changed, all at once; return the commit's id."""
+        """Upload and commit all changes at once; return the id of the commit."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         names = {file.name for file in package.files}
@@ -223,55 +224,57 @@ class HubRegistry:
             for file in package.files
         ]
         with progress.task(f"uploading {package.name}"):
-            # What `upload_folder` calls, too. A package is no folder: its card and its listing lie
-            # beside the artifact. `upload_large_folder` makes many commits, of parts.
+            # `upload_folder` calls this, too, but a package is not one folder: card and listing
+            # are outside the artifact. `upload_large_folder` makes several partial commits.
             made = self._api.create_commit(
                 self.repo,
                 operations,
                 commit_message=f"Publish {package.name} {package.content_sha256[:12]}",
                 commit_description=_description(package),
                 revision=self.revision,
-                parent_commit=head,  # another writer's commit in between is an error, not lost
+                parent_commit=head,  # fail if another writer has committed in between
             )
         return str(made.oid)
 
-    def _tag(self, name: str) -> str:
-        """Return the commit that a tag points to; empty if there is no such tag."""
+    def _tag_commit(self, name: str) -> str:
+        """Return the commit that a tag points to; empty if the tag does not exist."""
         refs = self._api.list_repo_refs(self.repo)
         return next((str(tag.target_commit) for tag in refs.tags if tag.name == name), "")
 
-    def _same_version(self, commit: str, package: Package, config: PublishConfig) -> Published:
-        """Return the version that has this name already; raise if its content is another."""
+    def _existing_version(self, commit: str, package: Package, config: PublishConfig) -> Published:
+        """Return the existing version; raise RegistryError if it has other content."""
         found = self._listing(self._files(commit), commit)
-        if not package.is_version(found):
+        if not package.matches(found):
             raise RegistryError(
-                f"hf://{self.repo}@{config.version} is another content than {package.name}: "
-                f"{found.content_sha256[:12] if found else 'unknown'}, found "
-                f"{package.content_sha256[:12]}.",
-                do="Name another --version.",
+                f"hf://{self.repo}@{config.version} exists with other content than "
+                f"{package.name}: found {found.content_sha256[:12] if found else 'no listing'}, "
+                f"expected {package.content_sha256[:12]}.",
+                do="Choose another --version.",
             )
-        self._move_alias(config.alias, commit)
+        self._set_alias(config.alias, commit)
         return Published(f"hf://{self.repo}@{config.version}", config.version, is_new=False)
 
-    def _require_alias(self, config: PublishConfig) -> None:
-        """Raise if --alias is a version's name: the listing at a version's tag has it."""
+    def _check_alias(self, config: PublishConfig) -> None:
+        """Raise an error if the alias is the name of a version, as the tag's listing tells."""
         if not config.alias:
             return
         if config.alias == config.version:
-            raise OptionError(f"alias and version are both '{config.alias}'.", do="Leave one out.")
-        commit = self._tag(config.alias)
+            raise OptionError(
+                f"options 'alias' and 'version' are both '{config.alias}'.", do="Leave one out."
+            )
+        commit = self._tag_commit(config.alias)
         listing = self._listing(self._files(commit), commit) if commit else None
         if listing and listing.version == config.alias:
             raise RegistryError(
                 f"alias '{config.alias}' is the name of a version of {self.repo}.",
-                do="Name another --alias: a version is never moved.",
+                do="Choose another --alias: a version is never moved.",
             )
 
-    def _move_alias(self, alias: str, commit: str) -> None:
-        """Let a tag point to `commit`."""
-        if not alias or self._tag(alias) == commit:
+    def _set_alias(self, alias: str, commit: str) -> None:
+        """Move the alias, a tag, to a commit."""
+        if not alias or self._tag_commit(alias) == commit:
             return
-        if self._tag(alias):
+        if self._tag_commit(alias):
             self._api.delete_tag(self.repo, tag=alias)
         self._api.create_tag(self.repo, tag=alias, revision=commit)
 
@@ -289,19 +292,19 @@ def _description(package: Package) -> str:
 
 @contextmanager
 def _hub_errors(url: str) -> Iterator[None]:
-    """Turn the library's errors into a RegistryError without the token."""
+    """Raise RegistryError, without the token, for errors of the library."""
     try:
         yield
     except EngineryError:
         raise
-    except (OSError, ValueError) as error:  # every error of the library's and of its client's
-        # Not `from error`: what is chained may hold a request, and that the token.
-        raise _refusal(url, error) from None
+    except (OSError, ValueError) as error:  # all errors of the library and of its HTTP client
+        # Not `from error`: the error may contain a request with the token.
+        raise _to_registry_error(url, error) from None
 
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Hide the library's progress bars: there is one display of progress, ours."""
+    """Hide the library's progress bars, as enginery has its own."""
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -319,36 +322,38 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the part of the library's message that says something: it opens with request ids."""
+    """Return the server's message, or the first line of the library's message."""
     server = str(getattr(error, "server_message", None) or "")
     lines = [line.strip() for line in (server or str(error)).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__).rstrip(".")
 
 
-def _refusal(url: str, error: Exception) -> RegistryError:
+def _to_registry_error(url: str, error: Exception) -> RegistryError:
     from huggingface_hub import errors, get_token
 
     status = getattr(getattr(error, "response", None), "status_code", 0)
     said = _first_line(error)
     if token := get_token():
         said = said.replace(token, "***")
-    login = "Set HF_TOKEN to a token that may write there, or log in with: hf auth login"
+    login = "Set HF_TOKEN to a token with write access, or log in with: hf auth login"
     if isinstance(error, errors.GatedRepoError):
-        return RegistryError(f"{url}: its authors grant access on request.", do=login)
+        return RegistryError(f"{url} is gated: its authors grant access on request.", do=login)
     if isinstance(error, errors.RevisionNotFoundError):
-        return RegistryError(f"{url}: there is no such revision.", do="See its branches.")
+        return RegistryError(
+            f"{url}: the revision does not exist.", do="Check the branches and tags."
+        )
     if isinstance(error, errors.RepositoryNotFoundError):
-        return RegistryError(f"{url}: there is none, or it is private.", do=login)
+        return RegistryError(f"{url} does not exist, or it is private.", do=login)
     if status in (401, 403):
-        why = "the token may not do that" if token else "there is no token"
-        return RegistryError(f"the Hub refuses {url} ({status}): {why}: {said}.", do=login)
+        why = "the token has no permission" if token else "there is no token"
+        return RegistryError(f"the Hub denies access to {url} ({status}): {why}: {said}.", do=login)
     if status == 412:
-        return RegistryError(f"{url} was changed meanwhile.", do="Publish again.")
+        return RegistryError(f"{url} was changed by another writer.", do="Publish again.")
     if status == 429:
-        return RegistryError(f"the Hub refuses more requests for now: {said}.", do="Try later.")
+        return RegistryError(f"the Hub's rate limit is reached: {said}.", do="Try again later.")
     if status:
-        return RegistryError(f"the Hub answers {status} for {url}: {said}.")
+        return RegistryError(f"the Hub answered {status} for {url}: {said}.")
     return RegistryError(
         f"the Hub cannot be reached for {url}: {said}.",
-        do="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE. What was sent stays there.",
+        do="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE. Uploaded files are kept.",
     )

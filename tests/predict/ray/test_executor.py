@@ -7,13 +7,13 @@ import pytest
 
 from enginery.core.errors import ArtifactError, InputError, MissingPackageError, OptionError
 from enginery.predict.config import PredictConfig
-from enginery.predict.ray.cluster import connect, room_for
-from enginery.predict.ray.worker import describe, found_or_raised
+from enginery.predict.ray.cluster import connect, max_actors
+from enginery.predict.ray.worker import describe_predictor, result_or_raise
 from tests.predict.conftest import text_of
 
 
 class FakeRay:
-    """What `connect` and `room_for` ask of the package."""
+    """The part of the package that `connect` and `max_actors` use."""
 
     def __init__(self, *, initialized=False, **resources):
         self.initialized, self.resources, self.given = initialized, resources, []
@@ -34,23 +34,23 @@ def no_address(monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
 
 
-def test_ray_that_is_not_installed_is_named_with_its_extra(predict, tiny, reviews, monkeypatch):
+def test_missing_ray_is_an_error_with_its_extra(predict, tiny, reviews, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingPackageError, match=r"'ray'.*pip install 'enginery\[ray\]'"):
         predict(tiny("bert", "text-classification"), reviews, engine="ray")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "127.0.0.1:port", "nowhere.invalid:6379"])
-def test_address_where_nobody_listens_is_an_error_at_once(address):
+def test_address_without_a_server_fails_fast(address):
     ray = FakeRay()
-    with pytest.raises(OptionError, match=rf"ray_address is '{address}', and no Ray answers"):
+    with pytest.raises(OptionError, match=rf"'ray_address' is '{address}', but no Ray cluster"):
         connect(ray, address)
     assert ray.given == []
 
 
-def test_address_comes_from_the_environment_too(monkeypatch):
+def test_address_comes_from_the_environment_variable(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    with pytest.raises(OptionError, match="is Ray's client; Ray Data needs a node"):
+    with pytest.raises(OptionError, match="an address for Ray Client, but Ray Data"):
         connect(FakeRay(), "")
     monkeypatch.delenv("RAY_ADDRESS")
     ray = FakeRay()
@@ -58,39 +58,41 @@ def test_address_comes_from_the_environment_too(monkeypatch):
     assert (ray.given[0]["address"], ray.given[0]["include_dashboard"]) == ("local", False)
 
 
-def test_connection_of_the_caller_is_left_alone():
+def test_existing_connection_is_used():
     ray = FakeRay(initialized=True)
     assert not connect(ray, "")
     assert ray.given == []
 
 
-def test_actors_are_as_many_as_fit():
-    assert room_for(FakeRay(CPU=7.0), 2, 0.0) == 3
-    assert room_for(FakeRay(CPU=16.0, GPU=1.0), 1, 0.1) == 10
-    with pytest.raises(OptionError, match=r"has 4 CPUs and 0 GPUs; an actor takes 1 and 0\.5"):
-        room_for(FakeRay(CPU=4.0), 1, 0.5)
+def test_max_actors_counts_those_that_fit():
+    assert max_actors(FakeRay(CPU=7.0), 2, 0.0) == 3
+    assert max_actors(FakeRay(CPU=16.0, GPU=1.0), 1, 0.1) == 10
+    with pytest.raises(OptionError, match=r"an actor needs 1 CPUs and 0\.5 GPUs"):
+        max_actors(FakeRay(CPU=4.0), 1, 0.5)
 
 
-def test_options_of_ray_need_its_engine():
-    with pytest.raises(OptionError, match=r"ray_gpus is 0.5, and the engine is local"):
+def test_ray_options_need_the_ray_engine():
+    with pytest.raises(OptionError, match=r"'ray_gpus' is 0.5, but option 'engine' is local"):
         PredictConfig(ray_gpus=0.5)
 
 
-def test_problems_travel_as_values_and_are_raised_as_what_they_were(tiny):
+def test_errors_travel_as_values_and_are_raised_with_their_type(tiny):
     artifact = tiny("bert", "text-classification")
     config = PredictConfig(workers=1)
-    assert describe(str(artifact.path), artifact.content_sha256(), config, ".")["dim"] == 0
-    with pytest.raises(ArtifactError, match="is another artifact than here"):
-        found_or_raised(describe(str(artifact.path), "0" * 64, config, "."))
+    assert (
+        describe_predictor(str(artifact.path), artifact.content_sha256(), config, ".")["dim"] == 0
+    )
+    with pytest.raises(ArtifactError, match="differs from the one on this machine"):
+        result_or_raise(describe_predictor(str(artifact.path), "0" * 64, config, "."))
     with pytest.raises(InputError, match=r"^a\. b$"):
-        found_or_raised({"problem": ("InputError", "a.", "b")})
+        result_or_raise({"problem": ("InputError", "a.", "b")})
     with pytest.raises(Exception, match="without words of its own"):
-        found_or_raised({"problem": ("MissingPackageError", "without words of its own", "")})
+        result_or_raise({"problem": ("MissingPackageError", "without words of its own", "")})
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A Ray of two CPUs, which the runs of the module share."""
+    """Start a Ray with two CPUs for the runs of this module."""
     ray = pytest.importorskip("ray", reason="pip install 'enginery[ray]'")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
@@ -98,9 +100,9 @@ def cluster():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Ray's own, on its way
+@pytest.mark.filterwarnings("ignore")  # of Ray itself
 class TestCluster:
-    def test_output_is_that_of_the_local_engine_to_the_byte(
+    def test_output_has_the_same_bytes_as_that_of_the_local_engine(
         self, predict, tmp_path, tiny, reviews, cluster
     ):
         with reviews.open("a") as stream:
@@ -109,7 +111,7 @@ class TestCluster:
         options = {"window": 7, "part_rows": 10}
         here = predict(model, reviews, "here.parquet", **options)
         there = predict(model, reviews, "there.parquet", engine="ray", **options)
-        # The counts of time differ, all others do not.
+        # Only times differ.
         assert (there.counts.rows, there.bad_rows, there.counts.tokens) == (
             here.counts.rows,
             here.bad_rows,
@@ -121,7 +123,7 @@ class TestCluster:
         assert files[0] == files[1]
         assert cluster.is_initialized()
 
-    def test_types_and_images_come_through(self, predict, rows, tmp_path, tiny, cluster):
+    def test_images_and_types_are_the_same_as_locally(self, predict, rows, tmp_path, tiny, cluster):
         from PIL import Image
 
         (tmp_path / "photos").mkdir()
@@ -134,7 +136,7 @@ class TestCluster:
         predict(model, tmp_path / "in.csv", "there.jsonl", engine="ray", **options)
         assert rows("here.jsonl") == rows("there.jsonl")
 
-    def test_killed_actor_loses_no_row(self, predict, rows, tmp_path, tiny, cluster):
+    def test_no_row_is_lost_when_an_actor_is_killed(self, predict, rows, tmp_path, tiny, cluster):
         model = tiny("bert", "text-classification")
         lines = [f'{n},"{text_of(n)}"\n' for n in range(3000)]
         (tmp_path / "in.csv").write_text("id,text\n" + "".join(lines))
@@ -161,7 +163,7 @@ class TestCluster:
         found = pq.read_table(tmp_path / "out.parquet").column("id").to_pylist()
         assert found == [str(n) for n in range(3000)]
 
-    def test_run_goes_on_after_the_last_part(self, predict, rows, tmp_path, tiny, cluster):
+    def test_run_is_resumed_after_the_last_part(self, predict, rows, tmp_path, tiny, cluster):
         model = tiny("bert", "text-classification")
         values = [f'{n},"{"" if n == 25 else text_of(n)}"\n' for n in range(40)]
         (tmp_path / "in.csv").write_text("id,text\n" + "".join(values))
@@ -172,14 +174,14 @@ class TestCluster:
         assert report.resumed_rows == 20
         assert [row["id"] for row in rows()] == [str(n) for n in range(40)]
 
-    def test_input_that_breaks_off_says_so(self, predict, tmp_path, tiny, cluster):
+    def test_incomplete_input_is_an_error(self, predict, tmp_path, tiny, cluster):
         (tmp_path / "in.csv").write_text('id,text\n1,warm\n2,"' + "x" * (65 << 20))
         with pytest.raises(InputError, match="is longer than 64 MiB"):
             predict(tiny("bert", "text-classification"), tmp_path / "in.csv", engine="ray")
 
 
 def kill_an_actor():
-    """SIGKILL to a worker that answers windows; its process id."""
+    """Kill an actor and return its process id."""
     import psutil
 
     for process in psutil.Process().children(recursive=True):

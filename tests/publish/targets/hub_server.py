@@ -18,7 +18,7 @@ LARGE_BYTES = 1 << 20
 
 
 class Repository:
-    """Commits by id, each with the content of every file."""
+    """A repository: commits by id, each with the content of every file."""
 
     def __init__(self, *, private: bool) -> None:
         self.private = private
@@ -42,15 +42,15 @@ class Repository:
 
 
 class HubServer:
-    """What the server holds, and what it was asked."""
+    """State of the server, and the requests that it received."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.lfs: dict[str, bytes] = {}
         self.refusal: tuple[int, str, str] = (0, "", "")
-        """Status, X-Error-Code and message of every answer, where not 0."""
+        """Status, X-Error-Code and message of all responses; none if the status is 0."""
         self.on_commit = lambda: None
-        """Called before each commit; what it raises breaks the connection."""
+        """Called before each commit; an exception breaks the connection."""
         self.requests: list[str] = []
         self.uploads: list[str] = []
         self.tokens: set[str | None] = set()

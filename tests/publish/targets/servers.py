@@ -1,4 +1,4 @@
-"""Registries on 127.0.0.1: MLflow's own server, Debian's docker-registry."""
+"""Registries on 127.0.0.1: MLflow's server and Debian's docker-registry."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 @contextmanager
 def mlflow_server(directory: Path):
-    """`mlflow server` with an SQLite store; yields its address.
+    """Run `mlflow server` with an SQLite store; yield its address.
 
     The server's packages and ours do not go together (pyarrow below 26): MLFLOW_SERVER_PYTHON names
     the Python of an environment with `pip install mlflow`.
@@ -73,7 +73,7 @@ def mlflow_server(directory: Path):
 
 @contextmanager
 def wordy_registry(place: str):
-    """A registry that sends 64 MiB of blanks, as 64 kB of gzip, where its path has `place`.
+    """Run a registry that sends 64 MiB of spaces, as 64 kB of gzip, for paths with `place`.
 
     Yields `127.0.0.1:port`. Its tokens come from itself.
     """
@@ -114,7 +114,7 @@ def wordy_registry(place: str):
 
 @contextmanager
 def token_registry(uses: int):
-    """A registry whose tokens are for one user, and for a few requests each.
+    """Run a registry whose tokens are for one user and for a few requests each.
 
     Blobs go to another name of the same machine, as some registries keep them elsewhere. Yields
     `127.0.0.1:port` and what was asked: `(method, path, Authorization, body)`.
@@ -164,7 +164,7 @@ def token_registry(uses: int):
 
 @contextmanager
 def docker_registry(directory: Path, *, password: str = ""):
-    """A registry whose blobs are under `directory/blobs`; yields `127.0.0.1:port`.
+    """Run a registry with its blobs in `directory/blobs`; yield `127.0.0.1:port`.
 
     Args:
         directory: an empty one.

@@ -1,4 +1,4 @@
-"""A folder as a registry: whole versions, one for each content, whoever writes and dies."""
+"""The folder registry: versions, aliases, damage, concurrent and killed writers."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from enginery.publish.config import PublishConfig
 from enginery.publish.publication import LISTING, Publication
 from enginery.publish.stage import pull, run
 from enginery.publish.targets import folder
-from enginery.publish.targets.folder import path_of
+from enginery.publish.targets.folder import path_from_url
 from tests.core.artifacts import make, start, validated
 
 ROOT = Path(__file__).parents[3]
@@ -88,7 +88,7 @@ def test_version_is_an_artifact_with_card_link_and_index(artifact, registry):
     assert said["versions"]["1"]["validated"] is True
 
 
-def test_same_content_twice_is_one_version(artifact, registry):
+def test_same_content_is_one_version(artifact, registry):
     first = publish(artifact, registry)
     before = {p: p.stat().st_mtime_ns for p in registry.rglob("*") if p.is_file()}
     again = publish(artifact, registry.as_uri())
@@ -104,12 +104,12 @@ def test_other_content_is_the_next_version_and_latest(artifact, registry, tmp_pa
     assert index(registry)["latest"] == "2", "what was there already is not news"
 
 
-def test_version_of_ones_own_and_the_refusals_around_it(artifact, registry, tmp_path):
+def test_named_version_and_its_errors(artifact, registry, tmp_path):
     other = model(tmp_path / "b", b"other")
     assert publish(artifact, registry, version="1.2.0").version == "1.2.0"
-    with pytest.raises(RegistryError, match=r"has another content: model\.onnx differ"):
+    with pytest.raises(RegistryError, match=r"has other content: model\.onnx differ"):
         publish(other, registry, version="1.2.0")
-    with pytest.raises(RegistryError, match=r"as version 1\.2\.0 already, and version 2"):
+    with pytest.raises(RegistryError, match=r"already has this content as version 1\.2\.0"):
         publish(artifact, registry, version="2")
     with pytest.raises(OptionError, match="is the name of a version"):
         publish(other, registry, alias="1.2.0")
@@ -119,7 +119,7 @@ def test_version_of_ones_own_and_the_refusals_around_it(artifact, registry, tmp_
     assert versions(registry) == ["1.2.0"]
 
 
-def test_alias_moves_at_once_and_leaves_nothing(artifact, registry, tmp_path):
+def test_alias_moves_atomically(artifact, registry, tmp_path):
     publish(artifact, registry, alias="best")
     publish(model(tmp_path / "b", b"other"), registry, alias="best")
     assert index(registry)["aliases"] == {"best": "2"}
@@ -138,14 +138,14 @@ def test_without_links_latest_is_a_file(artifact, registry, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["m", "m/1", "m@1", "m/latest", "m@latest", "m@best", "m/best"])
-def test_every_way_to_name_a_version_pulls_it(artifact, registry, tmp_path, name):
+def test_every_form_of_address_pulls_the_version(artifact, registry, tmp_path, name):
     publish(artifact, registry, alias="best")
     pulled = pull(f"{registry.as_uri()}/{name}", tmp_path / "out", PublishConfig())
     assert pulled.manifest == artifact.manifest
     assert (pulled.path / "README.md").is_file()
 
 
-def test_artifact_and_what_was_pulled_can_be_edited_without_harm(registry, tmp_path):
+def test_edits_of_artifact_and_pulled_copy_do_not_change_the_version(registry, tmp_path):
     large = model(tmp_path / "large", b"x" * (1 << 20))
     publish(large, registry)
     out = pull(str(registry / "m"), tmp_path / "out", PublishConfig()).path
@@ -155,7 +155,7 @@ def test_artifact_and_what_was_pulled_can_be_edited_without_harm(registry, tmp_p
     Artifact.open(registry / "m/1", verify=True)
 
 
-def test_everybody_reads_a_version_whatever_the_artifacts_modes(artifact, registry):
+def test_all_users_can_read_a_version(artifact, registry):
     (artifact.path / "model.onnx").chmod(0o600)
     publish(artifact, registry)
     files = [path for path in (registry / "m/1").rglob("*") if path.is_file()]
@@ -166,9 +166,7 @@ def test_everybody_reads_a_version_whatever_the_artifacts_modes(artifact, regist
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "README.md", "manifest.json", "config.json"])
-def test_damaged_version_is_written_again_by_the_publish_that_the_message_asks_for(
-    artifact, registry, tmp_path, name
-):
+def test_damaged_version_is_repaired_by_publishing_again(artifact, registry, tmp_path, name):
     publish(artifact, registry, alias="best")
     publish(model(tmp_path / "b", b"other"), registry)
     before = (registry / "m/1" / LISTING).stat().st_mtime_ns
@@ -183,9 +181,7 @@ def test_damaged_version_is_written_again_by_the_publish_that_the_message_asks_f
     assert {p.name for p in (registry / "m").iterdir()} == {"1", "2", "latest", "best", ".lock"}
 
 
-def test_version_whose_listing_is_gone_is_neither_taken_nor_overwritten(
-    artifact, registry, tmp_path
-):
+def test_version_without_listing_is_neither_used_nor_overwritten(artifact, registry, tmp_path):
     publish(artifact, registry)
     (registry / "m/1" / LISTING).write_text("{")
     with pytest.raises(RegistryError, match=r"publication\.json is missing or cannot be read"):
@@ -194,7 +190,7 @@ def test_version_whose_listing_is_gone_is_neither_taken_nor_overwritten(
     assert index(registry)["latest"] == "2"
 
 
-def test_writer_that_was_killed_between_two_renames_loses_nothing(artifact, registry, tmp_path):
+def test_writer_killed_between_two_renames_loses_nothing(artifact, registry, tmp_path):
     publish(artifact, registry)
     (registry / "m/1").rename(registry / "m/.old-1")
     assert publish(artifact, registry).is_new is False
@@ -204,7 +200,7 @@ def test_writer_that_was_killed_between_two_renames_loses_nothing(artifact, regi
 
 @pytest.mark.parametrize(("name", "version"), [("model.onnx", "1"), ("reports", "2")])
 def test_link_in_a_version_is_not_followed(artifact, registry, tmp_path, name, version):
-    """A version with a damaged file is mended; one whose listing nobody may read is passed over."""
+    """A version with a damaged file is repaired; one with an unreadable listing is ignored."""
     publish(artifact, registry)
     place = registry / "m/1" / name
     place.rename(tmp_path / "elsewhere")
@@ -216,7 +212,7 @@ def test_link_in_a_version_is_not_followed(artifact, registry, tmp_path, name, v
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "README.md", "manifest.json", "config.json"])
-def test_changed_byte_is_an_error_that_names_the_file(artifact, registry, tmp_path, name):
+def test_changed_file_is_an_error_with_its_name(artifact, registry, tmp_path, name):
     publish(artifact, registry)
     file = registry / "m/1" / name
     content = bytearray(file.read_bytes())
@@ -241,7 +237,7 @@ def test_missing_truncated_and_unlisted_files(artifact, registry, tmp_path):
     with pytest.raises(ArtifactError, match=r"config\.json is missing"):
         pull(str(registry / "m"), tmp_path / "two", PublishConfig())
     (place / LISTING).unlink()
-    with pytest.raises(RegistryError, match="there is no published model"):
+    with pytest.raises(RegistryError, match="is not a published model"):
         pull(str(registry / "m/1"), tmp_path / "two", PublishConfig())
 
 
@@ -261,9 +257,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_listing_that_names_a_place_outside_writes_nothing_there(
-    artifact, registry, tmp_path, name
-):
+def test_listing_with_an_outside_path_writes_nothing_there(artifact, registry, tmp_path, name):
     publish(artifact, registry)
     listing = registry / "m/1" / LISTING
     said = json.loads(listing.read_text())
@@ -275,13 +269,13 @@ def test_listing_that_names_a_place_outside_writes_nothing_there(
     (home / "victim").write_text("precious")
     # Where the listing's own place would be copied from, and where to.
     (registry / "victim").write_bytes((artifact.path / "model.onnx").read_bytes())
-    with pytest.raises(ArtifactError, match=r"outside the directory|a file and a directory"):
+    with pytest.raises(ArtifactError, match=r"outside the directory|a file and as a directory"):
         pull((registry / "m/1").as_uri(), home / "build/out", PublishConfig())
     assert (home / "victim").read_text() == "precious"
     assert not (home / "build/out").exists()
 
 
-def test_listing_that_is_none_is_an_error(artifact, registry, tmp_path):
+def test_invalid_listing_is_an_error(artifact, registry, tmp_path):
     publish(artifact, registry)
     (registry / "m/1" / LISTING).write_text("{}")
     with pytest.raises(ArtifactError, match=r"publication\.json"):
@@ -291,24 +285,24 @@ def test_listing_that_is_none_is_an_error(artifact, registry, tmp_path):
 # Addresses
 
 
-def test_addresses_that_name_nothing_say_what_there_is(artifact, registry, tmp_path):
+def test_errors_of_addresses_list_existing_models_and_versions(artifact, registry, tmp_path):
     publish(artifact, registry, alias="best")
     for address, said in [
-        (registry, "no model in it is named. Add one to the address: m"),
+        (registry, "expected the address of a model in it. Add a model to the address: m"),
         (registry / "m/7", "has no version or alias '7'"),
         (f"{registry}/m@bset", "did you mean 'best'?"),
         (registry / "mm", "did you mean 'm'?"),
-        (tmp_path / "nowhere", "there is no published model"),
+        (tmp_path / "nowhere", "is not a published model"),
     ]:
         with pytest.raises(RegistryError) as error:
             pull(str(address), tmp_path / "out", PublishConfig())
         assert said in str(error.value)
 
 
-def test_published_places_and_artifacts_are_no_registries(artifact, registry, tmp_path):
+def test_versions_and_artifacts_cannot_be_registries(artifact, registry, tmp_path):
     publish(artifact, registry)
     for inside in ("m", "m/1"):
-        with pytest.raises(OptionError, match="lies inside the registry"):
+        with pytest.raises(OptionError, match="is inside the registry"):
             publish(artifact, registry / inside)
     with pytest.raises(RegistryError, match="is an artifact"):
         publish(artifact, artifact.path)
@@ -318,16 +312,16 @@ def test_published_places_and_artifacts_are_no_registries(artifact, registry, tm
 
 
 @pytest.mark.parametrize("url", ["file:///x%00b", "/x\0b"])
-def test_address_with_a_zero_byte_is_an_error_in_words(artifact, url, tmp_path):
+def test_address_with_a_nul_character_is_an_error(artifact, url, tmp_path):
     for verb in (
         lambda: run(artifact, url, PublishConfig()),
         lambda: pull(url, tmp_path / "out", PublishConfig()),
     ):
-        with pytest.raises(OptionError, match="zero byte"):
+        with pytest.raises(OptionError, match="NUL character"):
             verb()
 
 
-def test_address_that_is_too_long_is_an_error_in_words(artifact, tmp_path):
+def test_address_that_is_too_long_is_an_error(artifact, tmp_path):
     url = f"{tmp_path}/{'a' * 300}"
     for verb in (
         lambda: run(artifact, url, PublishConfig()),
@@ -337,22 +331,22 @@ def test_address_that_is_too_long_is_an_error_in_words(artifact, tmp_path):
             verb()
 
 
-def test_file_address_with_a_host_is_refused():
+def test_file_address_with_a_host_is_an_error():
     with pytest.raises(OptionError, match="names the host 'server'"):
-        path_of("file://server/models")
-    assert path_of("file:///a%20b") == Path("/a b")
-    assert path_of("file://localhost/a") == Path("/a")
-    assert path_of("file:///C:/models") == Path("C:/models")
+        path_from_url("file://server/models")
+    assert path_from_url("file:///a%20b") == Path("/a b")
+    assert path_from_url("file://localhost/a") == Path("/a")
+    assert path_from_url("file:///C:/models") == Path("C:/models")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_folder_that_cannot_be_written_is_an_error_in_words(artifact, registry):
+def test_folder_that_cannot_be_written_is_an_error(artifact, registry):
     registry.mkdir(mode=0o500)
     with pytest.raises(RegistryError, match="Permission denied"):
         publish(artifact, registry)
 
 
-def test_full_disk_is_an_error_in_words_and_leaves_no_version(artifact, registry, monkeypatch):
+def test_full_disk_is_an_error_and_leaves_no_version(artifact, registry, monkeypatch):
     from enginery.publish import package_files
 
     def full(source, target):
@@ -367,7 +361,7 @@ def test_full_disk_is_an_error_in_words_and_leaves_no_version(artifact, registry
 # Several writers, and dead ones
 
 
-def test_writers_at_the_same_time_make_each_content_once(artifact, registry, tmp_path):
+def test_concurrent_writers_publish_each_content_once(artifact, registry, tmp_path):
     other = model(tmp_path / "b", b"other")
     orders = [(artifact, other), (other, artifact), (artifact, other), (other, artifact)]
     children = [start(PUBLISH, registry, *(a.path for a in order)) for order in orders]
@@ -381,7 +375,7 @@ def test_writers_at_the_same_time_make_each_content_once(artifact, registry, tmp
     assert len(found) == 1, "one content has one version for all writers"
 
 
-def test_writers_of_different_models_are_both_in_the_index(artifact, registry, tmp_path):
+def test_concurrent_writers_of_two_models_are_both_in_the_index(artifact, registry, tmp_path):
     code = PUBLISH.replace('name="m"', "name=path.rpartition('-')[2]")
     places = [model(tmp_path / f"x-{name}", name.encode()).path for name in "abcd"]
     children = [start(code, registry, place) for place in places]
@@ -390,7 +384,7 @@ def test_writers_of_different_models_are_both_in_the_index(artifact, registry, t
     assert sorted(json.loads((registry / "index.json").read_text())["models"]) == list("abcd")
 
 
-def test_killed_writer_leaves_no_version_and_the_next_one_goes_on(artifact, registry, tmp_path):
+def test_killed_writer_leaves_no_version_and_the_next_one_resumes(artifact, registry, tmp_path):
     child = start(HANGS, registry, artifact.path)
     assert child.stdout.readline() == "half\n"
     os.kill(child.pid, signal.SIGKILL)
@@ -407,7 +401,7 @@ def test_killed_writer_leaves_no_version_and_the_next_one_goes_on(artifact, regi
     Artifact.open(registry / "m/1", verify=True)
 
 
-def test_half_of_a_killed_writer_is_not_trusted(artifact, registry):
+def test_files_of_a_killed_writer_are_verified(artifact, registry):
     child = start(HANGS, registry, artifact.path)
     child.stdout.readline()
     child.kill()
@@ -420,17 +414,17 @@ def test_half_of_a_killed_writer_is_not_trusted(artifact, registry):
     assert not (registry / "m/1/left.tmp").exists()
 
 
-def test_killed_between_version_and_index_is_mended(artifact, registry, tmp_path):
+def test_index_is_repaired_after_a_killed_writer(artifact, registry, tmp_path):
     publish(artifact, registry)
     publish(model(tmp_path / "b", b"other"), registry)
     (registry / "index.json").unlink()
-    folder.point(registry / "m", "latest", "1")
+    folder.set_alias(registry / "m", "latest", "1")
     publish(model(tmp_path / "b", b"other"), registry)
     assert index(registry)["latest"] == "2"
     assert sorted(index(registry)["versions"]) == ["1", "2"]
 
 
-def test_file_that_changes_after_the_check_is_not_written(artifact, registry, tmp_path):
+def test_file_changed_while_publishing_is_an_error(artifact, registry, tmp_path):
     from enginery.core.progress import SILENT
     from enginery.publish.package import Package
     from enginery.publish.targets.folder import FolderRegistry
@@ -444,7 +438,7 @@ def test_file_that_changes_after_the_check_is_not_written(artifact, registry, tm
     assert not (registry / "m/1").exists()
 
 
-def test_latest_never_goes_back(artifact, registry, tmp_path):
+def test_latest_never_moves_back(artifact, registry, tmp_path):
     from enginery.core.progress import SILENT
     from enginery.publish.package import Package
     from enginery.publish.targets.folder import FolderRegistry
@@ -462,7 +456,7 @@ def test_latest_never_goes_back(artifact, registry, tmp_path):
     assert index(registry)["latest"] == "2"
 
 
-def test_latest_of_a_copied_registry_stays_whatever_the_times(artifact, registry, tmp_path):
+def test_latest_of_a_copied_registry_does_not_move(artifact, registry, tmp_path):
     publish(artifact, registry)
     publish(model(tmp_path / "b", b"other"), registry)
     os.utime(registry / "m/1" / LISTING)
@@ -470,9 +464,7 @@ def test_latest_of_a_copied_registry_stays_whatever_the_times(artifact, registry
     assert index(registry)["latest"] == "2"
 
 
-def test_version_of_a_machine_whose_clock_is_ahead_does_not_stay_the_newest(
-    artifact, registry, tmp_path
-):
+def test_clock_that_is_ahead_does_not_keep_a_version_newest(artifact, registry, tmp_path):
     publish(artifact, registry)
     ahead = (registry / "m/1" / LISTING).stat().st_mtime_ns + 10**12
     os.utime(registry / "m/1" / LISTING, ns=(ahead, ahead))
@@ -482,7 +474,7 @@ def test_version_of_a_machine_whose_clock_is_ahead_does_not_stay_the_newest(
     assert index(registry)["latest"] == "2"
 
 
-def test_waiting_writer_says_so(artifact, registry, tmp_path):
+def test_waiting_writer_is_reported(artifact, registry, tmp_path):
     from filelock import FileLock
 
     (registry / "m").mkdir(parents=True)
@@ -504,7 +496,7 @@ def test_waiting_writer_says_so(artifact, registry, tmp_path):
     assert (child.returncode, out) == (0, f"{(registry / 'm/1').as_uri()}\n")
 
 
-def test_a_listing_that_is_a_named_pipe_is_not_waited_for(tmp_path):
+def test_listing_that_is_a_named_pipe_does_not_block(tmp_path):
     (tmp_path / LISTING).parent.mkdir()
     os.mkfifo(tmp_path / LISTING)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""`hf://`: against a Hub on 127.0.0.1, see `hub_server`."""
+"""The Hub, tested with the server of `hub_server`."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def artifact(exported) -> Artifact:
     "url",
     ["hf://name", "hf://a/b/c", "hf://org/na me", "hf://org/..", "hf://org/-name", "hf://org/a--b"],
 )
-def test_an_address_that_is_none_is_refused(url):
+def test_invalid_address_is_an_error(url):
     with pytest.raises(OptionError, match="address"):
         HubRegistry(url, UNVALIDATED)
 
 
-def test_a_package_comes_back_as_it_was(hub, artifact, tmp_path):
+def test_pulled_package_equals_the_published_one(hub, artifact, tmp_path):
     whole = large(artifact, tmp_path / "large")
     heard = Heard()
     published = stage.run(whole, URL, UNVALIDATED, progress=heard)
@@ -76,12 +76,12 @@ def test_a_package_comes_back_as_it_was(hub, artifact, tmp_path):
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_a_new_repository_is_private_unless_asked_otherwise(hub, artifact, private):
+def test_new_repository_is_private_by_default(hub, artifact, private):
     stage.run(artifact, URL, replace(UNVALIDATED, private=private))
     assert hub.repositories["org/name"].private is private
 
 
-def test_the_same_content_is_committed_once(hub, artifact):
+def test_same_content_is_committed_once(hub, artifact):
     first = stage.run(artifact, URL, UNVALIDATED)
     second = stage.run(artifact, URL, UNVALIDATED)
     assert (first.is_new, second.is_new) == (True, False)
@@ -89,7 +89,7 @@ def test_the_same_content_is_committed_once(hub, artifact):
     assert len(hub.repositories["org/name"].messages) == 2  # the Hub's own and ours
 
 
-def test_a_large_file_of_an_earlier_version_is_not_sent_again(hub, artifact, tmp_path):
+def test_large_file_of_an_earlier_version_is_not_uploaded_again(hub, artifact, tmp_path):
     first = large(artifact, tmp_path / "first")
     stage.run(first, URL, UNVALIDATED)
     stage.run(altered(first, tmp_path / "second"), URL, UNVALIDATED)
@@ -97,7 +97,7 @@ def test_a_large_file_of_an_earlier_version_is_not_sent_again(hub, artifact, tmp
     assert len(hub.repositories["org/name"].messages) == 3
 
 
-def test_files_of_an_earlier_version_go_and_others_stay(hub, artifact, tmp_path):
+def test_files_of_an_earlier_version_are_removed_and_others_kept(hub, artifact, tmp_path):
     stage.run(altered(artifact, tmp_path / "first"), URL, UNVALIDATED)
     repository = hub.repositories["org/name"]
     head = repository.commits[repository.branches["main"]]
@@ -108,7 +108,7 @@ def test_files_of_an_earlier_version_go_and_others_stay(hub, artifact, tmp_path)
     assert files["picture.png"] == b"mine"
 
 
-def test_a_card_edited_by_hand_is_put_back(hub, artifact, tmp_path):
+def test_edited_card_is_restored(hub, artifact, tmp_path):
     stage.run(artifact, URL, UNVALIDATED)
     repository = hub.repositories["org/name"]
     head = repository.commits[repository.branches["main"]]
@@ -119,7 +119,7 @@ def test_a_card_edited_by_hand_is_put_back(hub, artifact, tmp_path):
     stage.pull(URL, tmp_path / "whole", UNVALIDATED)
 
 
-def test_a_changed_byte_of_a_small_file_is_put_back(hub, artifact, tmp_path):
+def test_changed_small_file_is_restored(hub, artifact, tmp_path):
     stage.run(artifact, URL, UNVALIDATED)
     repository = hub.repositories["org/name"]
     head = repository.commits[repository.branches["main"]]
@@ -130,7 +130,7 @@ def test_a_changed_byte_of_a_small_file_is_put_back(hub, artifact, tmp_path):
     assert pulled.content_sha256() == artifact.content_sha256()
 
 
-def test_a_changed_byte_on_the_hub_names_the_file(hub, artifact, tmp_path):
+def test_changed_file_on_the_hub_is_an_error_with_its_name(hub, artifact, tmp_path):
     stage.run(artifact, URL, UNVALIDATED)
     repository = hub.repositories["org/name"]
     head = repository.commits[repository.branches["main"]]
@@ -140,7 +140,7 @@ def test_a_changed_byte_on_the_hub_names_the_file(hub, artifact, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_somebody_elses_model_is_not_overwritten(hub, artifact):
+def test_model_not_published_by_enginery_is_not_overwritten(hub, artifact):
     stage.run(artifact, URL, UNVALIDATED)
     repository = hub.repositories["org/name"]
     repository.commit("main", {"model.safetensors": b"w", "config.json": b"{}"}, "theirs")
@@ -149,7 +149,7 @@ def test_somebody_elses_model_is_not_overwritten(hub, artifact):
     assert repository.messages[-1] == "theirs"
 
 
-def test_a_branch_is_made_where_the_address_names_one(hub, artifact, tmp_path):
+def test_branch_of_the_address_is_created(hub, artifact, tmp_path):
     published = stage.run(artifact, f"{URL}@fp16", UNVALIDATED)
     branches = hub.repositories["org/name"].branches
     assert published.url.endswith(branches["fp16"])
@@ -157,7 +157,7 @@ def test_a_branch_is_made_where_the_address_names_one(hub, artifact, tmp_path):
     stage.pull(f"{URL}@fp16", tmp_path / "out", UNVALIDATED)
 
 
-def test_a_version_is_a_tag_and_never_another_content(hub, artifact, tmp_path):
+def test_version_is_a_tag_and_never_gets_other_content(hub, artifact, tmp_path):
     named = replace(UNVALIDATED, version="1.0", alias="production")
     published = stage.run(artifact, URL, named)
     tags = hub.repositories["org/name"].tags
@@ -165,7 +165,9 @@ def test_a_version_is_a_tag_and_never_another_content(hub, artifact, tmp_path):
     assert tags["1.0"] == tags["production"]
     assert not stage.run(artifact, URL, named).is_new
     other = altered(artifact, tmp_path / "other")
-    with pytest.raises(RegistryError, match=r"@1\.0 is another content .* another --version"):
+    with pytest.raises(
+        RegistryError, match=r"@1\.0 exists with other content .* another --version"
+    ):
         stage.run(other, URL, named)
     stage.run(other, URL, replace(named, version="2.0"))
     assert tags["production"] == tags["2.0"] != tags["1.0"]
@@ -174,7 +176,7 @@ def test_a_version_is_a_tag_and_never_another_content(hub, artifact, tmp_path):
     ).exists()
 
 
-def test_an_alias_never_moves_a_version(hub, artifact, tmp_path):
+def test_alias_never_moves_a_version(hub, artifact, tmp_path):
     stage.run(artifact, URL, replace(UNVALIDATED, version="1.0"))
     repository = hub.repositories["org/name"]
     first = repository.tags["1.0"]
@@ -187,7 +189,7 @@ def test_an_alias_never_moves_a_version(hub, artifact, tmp_path):
     assert repository.branches["main"] == first, "nothing was committed"
 
 
-def test_content_that_is_there_becomes_a_version(hub, artifact, tmp_path):
+def test_published_content_can_become_a_version(hub, artifact, tmp_path):
     first = stage.run(artifact, URL, replace(UNVALIDATED, alias="production"))
     second = stage.run(artifact, URL, replace(UNVALIDATED, version="1.0"))
     assert (first.is_new, second.is_new) == (True, False)
@@ -199,18 +201,18 @@ def test_content_that_is_there_becomes_a_version(hub, artifact, tmp_path):
 
 
 @pytest.mark.parametrize("url", [URL, f"{URL}@onnx"])
-def test_a_foreign_repository_gets_no_branch_and_a_remedy_that_works(hub, artifact, url):
+def test_foreign_repository_gets_no_branch(hub, artifact, url):
     from huggingface_hub import HfApi
 
     HfApi().create_repo("org/name")
     repository = hub.repositories["org/name"]
     repository.commit("main", {"pytorch_model.bin": b"y", "config.json": b"{}"}, "theirs")
-    with pytest.raises(RegistryError, match="Name another repository: a new branch of this one"):
+    with pytest.raises(RegistryError, match="Use another repository; a new branch of this one"):
         stage.run(artifact, url, UNVALIDATED)
     assert list(repository.branches) == ["main"]
 
 
-def test_damage_is_seen_under_a_card_in_other_words(hub, artifact, tmp_path, monkeypatch):
+def test_damage_is_found_if_the_card_has_other_wording(hub, artifact, tmp_path, monkeypatch):
     from enginery.publish import package
 
     stage.run(artifact, URL, UNVALIDATED)
@@ -223,7 +225,7 @@ def test_damage_is_seen_under_a_card_in_other_words(hub, artifact, tmp_path, mon
     stage.pull(URL, tmp_path / "out", UNVALIDATED)
 
 
-def test_an_engine_is_marked_as_bound_to_its_hardware(hub, artifact, tmp_path):
+def test_engine_is_marked_as_bound_to_its_hardware(hub, artifact, tmp_path):
     published = stage.run(with_an_engine(artifact, tmp_path / "e"), URL, UNVALIDATED)
     assert "hardware-bound: tensorrt-rtx 1.7.1.116, compute capability 8.9" in published.notes[0]
     repository = hub.repositories["org/name"]
@@ -233,7 +235,7 @@ def test_an_engine_is_marked_as_bound_to_its_hardware(hub, artifact, tmp_path):
     assert b"8.9" in head["README.md"]
 
 
-def test_two_writers_do_not_overwrite_each_other(hub, artifact):
+def test_concurrent_commit_is_an_error(hub, artifact):
     repository = None
 
     def other_commits():
@@ -243,11 +245,11 @@ def test_two_writers_do_not_overwrite_each_other(hub, artifact):
             repository.commit("main", {"manifest.json": b"{}"}, "another writer")
 
     hub.on_commit = other_commits
-    with pytest.raises(RegistryError, match=r"was changed meanwhile\. Publish again"):
+    with pytest.raises(RegistryError, match=r"was changed by another writer\. Publish again"):
         stage.run(artifact, URL, UNVALIDATED)
 
 
-def test_what_was_sent_before_the_connection_broke_is_not_sent_again(hub, artifact, tmp_path):
+def test_files_uploaded_before_a_broken_connection_are_not_uploaded_again(hub, artifact, tmp_path):
     whole = large(artifact, tmp_path / "large")
 
     def broken():
@@ -264,17 +266,20 @@ def test_what_was_sent_before_the_connection_broke_is_not_sent_again(hub, artifa
 @pytest.mark.parametrize(
     ("refusal", "said"),
     [
-        ((401, "", "Invalid username or password."), r"refuses hf://org/name \(401\).*HF_TOKEN"),
+        (
+            (401, "", "Invalid username or password."),
+            r"denies access to hf://org/name \(401\).*HF_TOKEN",
+        ),
         (
             (403, "", "You don't have the rights"),
-            r"\(403\): the token may not do that: .*the rights",
+            r"\(403\): the token has no permission: .*the rights",
         ),
         ((403, "", "Private repository storage limit reached"), "storage limit reached"),
-        ((429, "", "Too many requests"), "refuses more requests for now"),
-        ((500, "", "Internal"), "answers 500"),
+        ((429, "", "Too many requests"), "rate limit is reached"),
+        ((500, "", "Internal"), "answered 500"),
     ],
 )
-def test_a_refusal_is_told_without_the_token(hub, artifact, refusal, said, caplog, capfd):
+def test_errors_of_the_hub_are_without_the_token(hub, artifact, refusal, said, caplog, capfd):
     caplog.set_level("DEBUG")
     hub.refusal = (*refusal[:2], f"{refusal[2]} {TOKEN}")
     with pytest.raises(RegistryError, match=said) as refused:
@@ -287,7 +292,7 @@ def test_a_refusal_is_told_without_the_token(hub, artifact, refusal, said, caplo
     assert refused.value.__suppress_context__
 
 
-def test_a_hub_that_is_not_there_is_named(hub, artifact, monkeypatch):
+def test_unreachable_hub_is_an_error(hub, artifact, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -297,15 +302,18 @@ def test_a_hub_that_is_not_there_is_named(hub, artifact, monkeypatch):
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [("hf://org/none", "there is none, or it is private"), (f"{URL}@v9", "no such revision")],
+    [
+        ("hf://org/none", "does not exist, or it is private"),
+        (f"{URL}@v9", "revision does not exist"),
+    ],
 )
-def test_what_is_not_there_is_told(hub, artifact, url, said, tmp_path):
+def test_missing_version_is_an_error(hub, artifact, url, said, tmp_path):
     stage.run(artifact, URL, UNVALIDATED)
     with pytest.raises(RegistryError, match=said):
         stage.pull(url, tmp_path / "out", UNVALIDATED)
 
 
-def test_the_token_reaches_no_stream_of_the_command(hub, artifact, tmp_path):
+def test_token_is_not_in_the_output_of_the_command(hub, artifact, tmp_path):
     script = (
         "import logging, sys\n"
         "logging.basicConfig(level=logging.DEBUG)\n"

@@ -1,4 +1,4 @@
-"""`mlflow:/name`: against `mlflow server` with an SQLite store; without it only addresses."""
+"""MLflow, tested with `mlflow server` and an SQLite store; without it, only addresses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ from tests.publish.targets.servers import free_port, mlflow_server
 pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
 
 from enginery.publish.targets.mlflow.model import CONTENT_TAG
-from enginery.publish.targets.mlflow.registry import MlflowRegistry, said_by, without_password
+from enginery.publish.targets.mlflow.registry import (
+    MlflowRegistry,
+    redacted_message,
+    without_password,
+)
 from enginery.publish.targets.mlflow.upload import MODEL_TAG
 
 # MLflow's own modules, of their own type hints and of pandas.
@@ -54,7 +58,7 @@ def server(tracking, monkeypatch):
 
 @pytest.fixture
 def artifact(exported, copied) -> Artifact:
-    """Without the verdict that another test's validation may have left in the store."""
+    """Use an empty store, without verdicts of other tests."""
     return copied(exported("bert", "feature-extraction"))
 
 
@@ -65,31 +69,31 @@ def client(server):
 
 
 def opened(url):
-    """The model, from the server that MLFLOW_TRACKING_URI names; `set_tracking_uri` would last."""
+    """Load a model with MLFLOW_TRACKING_URI; `set_tracking_uri` would affect other tests."""
     import mlflow
 
     return mlflow.pyfunc.load_model(url.replace("mlflow:", "models:"))
 
 
 @pytest.mark.parametrize("url", ["mlflow:", "mlflow:/", "mlflow:/a/b", "mlflow:/a b", "mlflow:/a@"])
-def test_an_address_that_is_none_says_what_one_looks_like(url, monkeypatch):
+def test_invalid_address_is_an_error_with_an_example(url, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     with pytest.raises(OptionError, match="expected mlflow:/name"):
         MlflowRegistry(url, UNVALIDATED)
 
 
-def test_without_a_tracking_server_nothing_is_made_here(monkeypatch, tmp_path):
+def test_missing_tracking_server_is_an_error_and_nothing_is_written(monkeypatch, tmp_path):
     import mlflow
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(mlflow, "is_tracking_uri_set", lambda: False)
-    with pytest.raises(OptionError, match="Set MLFLOW_TRACKING_URI"):
+    with pytest.raises(OptionError, match="MLFLOW_TRACKING_URI is not set"):
         MlflowRegistry("mlflow:/name", UNVALIDATED)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_server_that_is_not_there_is_an_error_at_once(artifact, monkeypatch):
+def test_unreachable_server_fails_fast(artifact, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://ada:secret@127.0.0.1:{free_port()}")
     with pytest.raises(RegistryError, match=r"cannot be reached: .*refused") as refused:
         stage.run(artifact, "mlflow:/name", UNVALIDATED)
@@ -97,7 +101,7 @@ def test_a_server_that_is_not_there_is_an_error_at_once(artifact, monkeypatch):
 
 
 @pytest.mark.parametrize("login", ["ada:s3cr3t@", "ada:p@s3cr3t@", "ada:p%40s3cr3t@", ":s3cr3t@"])
-def test_a_password_is_in_no_message(artifact, monkeypatch, login):
+def test_password_is_not_in_messages(artifact, monkeypatch, login):
     port = free_port()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{login}127.0.0.1:{port}")
     with pytest.raises(RegistryError) as refused:
@@ -106,12 +110,12 @@ def test_a_password_is_in_no_message(artifact, monkeypatch, login):
     assert "s3cr3t" not in str(refused.value)
 
 
-def test_what_is_said_has_no_login_however_it_is_quoted():
+def test_redacted_message_has_no_login():
     server = "https://ada:p@s%3D@mlflow.example.com"
     for said in (f"GET {server}/api failed", "p@s%3D is wrong", "p@s= is wrong", "ada:p@s= no"):
-        found = said_by(ValueError(said), server)
+        found = redacted_message(ValueError(said), server)
         assert not {"p@s%3D", "p@s="} & set(found.replace(":", " ").split()), found
-    assert said_by("https://x:y@z@host/a@b", "") == "https://host/a@b"
+    assert redacted_message("https://x:y@z@host/a@b", "") == "https://host/a@b"
     assert without_password(server) == "https://mlflow.example.com"
 
 
@@ -129,14 +133,14 @@ def test_what_is_said_has_no_login_however_it_is_quoted():
         "http://ada:s3cr3t@",
     ],
 )
-def test_a_server_that_is_no_address_is_told_at_once(server, monkeypatch):
+def test_invalid_server_address_is_an_error(server, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     with pytest.raises(OptionError, match=r"MLFLOW_TRACKING_URI is .*, expected https://") as told:
         MlflowRegistry("mlflow:/name", UNVALIDATED)
     assert "cr3t" not in str(told.value)
 
 
-def test_a_server_of_another_protocol_is_told(artifact, monkeypatch):
+def test_server_without_http_is_an_error(artifact, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def greet():
@@ -148,32 +152,34 @@ def test_a_server_of_another_protocol_is_told(artifact, monkeypatch):
         thread = threading.Thread(target=greet)
         thread.start()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{other.getsockname()[1]}")
-        with pytest.raises(RegistryError, match="does not speak HTTP: SSH"):
+        with pytest.raises(RegistryError, match="did not answer with HTTP: SSH"):
             stage.run(artifact, "mlflow:/name", UNVALIDATED)
         thread.join()
 
 
 @pytest.mark.parametrize("alias", ["v1", "V23"])
-def test_an_alias_that_mlflow_keeps_is_told_before_anything_is_sent(artifact, monkeypatch, alias):
+def test_reserved_alias_is_an_error_before_uploading(artifact, monkeypatch, alias):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
-    with pytest.raises(OptionError, match=f"alias '{alias}': MLflow keeps"):
+    with pytest.raises(OptionError, match=f"alias '{alias}' has the form of a version"):
         stage.run(artifact, "mlflow:/name", replace(UNVALIDATED, alias=alias))
 
 
-def test_a_number_of_ones_own_is_refused(artifact, monkeypatch):
+def test_version_number_is_an_error(artifact, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     for url, config in (
         ("mlflow:/name", replace(UNVALIDATED, version="7")),
         ("mlflow:/name/7", UNVALIDATED),
     ):
-        with pytest.raises(OptionError, match="numbers versions by itself, found 7"):
+        with pytest.raises(
+            OptionError, match="found the version or alias '7', but MLflow numbers versions"
+        ):
             stage.run(artifact, url, config)
 
 
 # What MLflow wraps, without MLflow.
 
 
-def test_a_list_a_dict_and_a_table_have_the_same_answers(artifact):
+def test_list_dict_and_table_have_the_same_results(artifact):
     import pandas as pd
 
     model = _load_pyfunc(str(artifact.path))
@@ -184,7 +190,7 @@ def test_a_list_a_dict_and_a_table_have_the_same_answers(artifact):
         np.testing.assert_array_equal(model.predict(given), expected)
 
 
-def test_pairs_are_two_columns_and_the_second_may_be_empty(exported):
+def test_pairs_are_two_columns_with_an_optional_second(exported):
     import pandas as pd
 
     artifact = exported("bert", "text-classification")
@@ -197,7 +203,7 @@ def test_pairs_are_two_columns_and_the_second_may_be_empty(exported):
     assert [len(a["labels"]) for a in model.predict(table, {"top_k": 1})] == [1, 1]
 
 
-def test_a_missing_column_or_value_is_told(exported):
+def test_missing_column_or_value_is_an_error(exported):
     import pandas as pd
 
     model = _load_pyfunc(str(exported("bert", "question-answering").path))
@@ -208,12 +214,12 @@ def test_a_missing_column_or_value_is_told(exported):
         texts.predict(pd.DataFrame({"text": ["a", None]}))
 
 
-def test_an_unknown_option_of_the_model_is_told(artifact):
+def test_unknown_model_option_is_an_error(artifact):
     with pytest.raises(OptionError, match="did you mean 'provider'"):
         _load_pyfunc(str(artifact.path), {"provide": "cpu"})
 
 
-def test_opening_it_imports_no_torch(artifact):
+def test_loading_the_model_does_not_import_torch(artifact):
     script = (
         "import sys\n"
         "from enginery.publish.pyfunc import _load_pyfunc\n"
@@ -243,7 +249,7 @@ def test_opening_it_imports_no_torch(artifact):
         "fill-mask",
     ],
 )
-def test_a_loaded_model_answers_as_the_artifact_does(server, exported, task):
+def test_loaded_model_has_the_results_of_the_artifact(server, exported, task):
     import pandas as pd
 
     artifact = exported("bert", task)
@@ -278,7 +284,7 @@ def test_a_loaded_model_answers_as_the_artifact_does(server, exported, task):
         assert answers == plain
 
 
-def test_images_go_in_as_their_files(server, exported):
+def test_images_are_bytes_of_files(server, exported):
     import io
 
     import pandas as pd
@@ -294,7 +300,7 @@ def test_images_go_in_as_their_files(server, exported):
     assert opened(published.url).predict(table) == expected
 
 
-def test_the_same_content_is_one_version(server, artifact):
+def test_same_content_is_one_version(server, artifact):
     first = stage.run(artifact, "mlflow:/once", UNVALIDATED)
     second = stage.run(artifact, "mlflow:/once", replace(UNVALIDATED, alias="production"))
     assert (first.url, first.is_new) == ("mlflow:/once/1", True)
@@ -302,7 +308,7 @@ def test_the_same_content_is_one_version(server, artifact):
     assert client(server).get_model_version_by_alias("once", "production").version == "1"
 
 
-def test_a_package_comes_back_as_it_was(server, artifact, tmp_path):
+def test_pulled_package_equals_the_published_one(server, artifact, tmp_path):
     whole = large(artifact, tmp_path / "large")
     heard = Heard()
     config = replace(UNVALIDATED, alias="production")
@@ -314,7 +320,7 @@ def test_a_package_comes_back_as_it_was(server, artifact, tmp_path):
         assert pulled.content_sha256() == whole.content_sha256()
 
 
-def test_a_version_says_what_it_is(server, artifact, tmp_path):
+def test_version_has_tags_and_description(server, artifact, tmp_path):
     engines = with_an_engine(artifact, tmp_path / "engines")
     published = stage.run(engines, "mlflow:/tags", UNVALIDATED)
     version = client(server).get_model_version("tags", published.version)
@@ -328,7 +334,7 @@ def test_a_version_says_what_it_is(server, artifact, tmp_path):
     assert run.data.params["export.opset"] == str(artifact.manifest.stages[0].options["opset"])
 
 
-def test_metrics_and_plots_are_with_the_run(server, exported, tmp_path):
+def test_run_has_metrics_and_plots(server, exported, tmp_path):
     from enginery import validate_model
 
     artifact = exported("bert", "fill-mask", out=str(tmp_path / "artifact"))
@@ -345,7 +351,7 @@ def test_metrics_and_plots_are_with_the_run(server, exported, tmp_path):
 
 
 def logged_models(server, name):
-    """Status of the logged models that are for a registered model, and their runs."""
+    """Return the status of the logged models of a registered model, and their runs."""
     found = client(server)
     experiment = found.get_experiment_by_name("enginery")
     return sorted(
@@ -356,7 +362,7 @@ def logged_models(server, name):
 
 
 def killed(artifact, url, **environment):
-    """A publish that is killed when half of the files are there."""
+    """Publish, and kill the process after half of the files."""
     script = (
         "import os, signal, sys\n"
         "from mlflow import MlflowClient\n"
@@ -380,13 +386,11 @@ def killed(artifact, url, **environment):
     assert ended.returncode == -9
 
 
-def test_publish_that_was_killed_is_no_version_and_is_deleted_by_the_next(
-    server, artifact, tmp_path
-):
+def test_killed_publish_leaves_no_version_and_the_next_one_cleans_up(server, artifact, tmp_path):
     one = altered(artifact, tmp_path / "one", '{"killed": 1}')
     killed(one, "mlflow:/killed")
     assert logged_models(server, "killed") == [("PENDING", "RUNNING")]
-    with pytest.raises(RegistryError, match="has no version of killed"):
+    with pytest.raises(RegistryError, match="killed has no versions"):
         stage.pull("mlflow:/killed", tmp_path / "none", UNVALIDATED)
     published = stage.run(one, "mlflow:/killed", UNVALIDATED)
     assert (published.version, published.is_new) == ("1", True)
@@ -395,7 +399,7 @@ def test_publish_that_was_killed_is_no_version_and_is_deleted_by_the_next(
     assert pulled.content_sha256() == one.content_sha256()
 
 
-def test_uploads_of_other_machines_and_for_other_models_are_left_alone(server, artifact, tmp_path):
+def test_uploads_of_other_machines_and_models_are_kept(server, artifact, tmp_path):
     one = altered(artifact, tmp_path / "one", '{"elsewhere": 1}')
     killed(one, "mlflow:/a.b")
     killed(one, "mlflow:/a-b", ENGINERY_HOME=str(tmp_path / "elsewhere"))
@@ -405,7 +409,7 @@ def test_uploads_of_other_machines_and_for_other_models_are_left_alone(server, a
 
 
 @pytest.mark.parametrize("call", ["log_model_artifact", "create_model_version"])
-def test_publish_that_failed_leaves_no_logged_model(server, artifact, tmp_path, monkeypatch, call):
+def test_failed_publish_leaves_no_logged_model(server, artifact, tmp_path, monkeypatch, call):
     from mlflow import MlflowClient
 
     name = call.replace("_", "-")
@@ -423,7 +427,7 @@ def test_publish_that_failed_leaves_no_logged_model(server, artifact, tmp_path, 
     assert logged_models(server, name) == [("READY", "FINISHED")]
 
 
-def test_run_of_the_callers_own_stays_active(server, artifact, tmp_path):
+def test_active_run_of_the_caller_stays_active(server, artifact, tmp_path):
     import mlflow
 
     one = altered(artifact, tmp_path / "one", '{"nested": 1}')
@@ -434,7 +438,7 @@ def test_run_of_the_callers_own_stays_active(server, artifact, tmp_path):
     assert version.run_id != run.info.run_id
 
 
-def test_a_file_that_the_store_lost_is_sent_again(server, artifact, tmp_path, tmp_path_factory):
+def test_lost_file_is_uploaded_again(server, artifact, tmp_path, tmp_path_factory):
     whole = large(artifact, tmp_path / "l", seed=11)
     published = stage.run(whole, "mlflow:/lost", UNVALIDATED)
     digest = whole.manifest.files["model.onnx.data"].sha256
@@ -449,12 +453,14 @@ def test_a_file_that_the_store_lost_is_sent_again(server, artifact, tmp_path, tm
     heard = Heard()
     again = stage.run(whole, "mlflow:/lost", UNVALIDATED, progress=heard)
     assert (again.url, again.is_new) == (published.url, False)
-    assert any("uploads model.onnx.data again" in message for message in heard.news)
+    assert any("uploading model.onnx.data again" in message for message in heard.news)
     pulled = stage.pull(published.url, tmp_path / "out", UNVALIDATED)
     assert pulled.content_sha256() == whole.content_sha256()
 
 
-def test_a_changed_byte_in_the_store_names_the_file(server, artifact, tmp_path, tmp_path_factory):
+def test_changed_file_in_the_store_is_an_error_with_its_name(
+    server, artifact, tmp_path, tmp_path_factory
+):
     changed = altered(artifact, tmp_path / "a", '{"byte": 1}')
     published = stage.run(changed, "mlflow:/byte", UNVALIDATED)
     stored = [
@@ -471,11 +477,11 @@ def test_a_changed_byte_in_the_store_names_the_file(server, artifact, tmp_path, 
 
 
 @pytest.mark.parametrize("url", ["mlflow:/none", "mlflow:/none/3", "mlflow:/none@production"])
-def test_what_is_not_there_is_told(server, url, tmp_path):
+def test_missing_version_is_an_error(server, url, tmp_path):
     with pytest.raises(RegistryError, match="none"):
         stage.pull(url, tmp_path / "out", UNVALIDATED)
 
 
-def test_nothing_goes_to_standard_output(server, artifact, tmp_path, capfd):
+def test_nothing_is_printed_to_standard_output(server, artifact, tmp_path, capfd):
     stage.run(altered(artifact, tmp_path / "quiet", '{"q": 1}'), "mlflow:/quiet", UNVALIDATED)
     assert capfd.readouterr().out == ""

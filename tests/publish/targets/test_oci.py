@@ -1,4 +1,4 @@
-"""`oci://`: against Debian's docker-registry; without it only addresses are tested."""
+"""OCI registries, tested with Debian's docker-registry; without it, only addresses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from enginery.publish.targets.oci.registry import OciRegistry
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory):
-    """A registry of this module, and where its files are."""
+    """Run a registry for this module; yield its address and the folder of its files."""
     directory = tmp_path_factory.mktemp("registry")
     with docker_registry(directory) as host:
         yield host, directory / "blobs"
@@ -36,7 +36,7 @@ def registry(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_login(tmp_path, monkeypatch):
-    """The user's own Docker login is none of the tests' business."""
+    """Hide the user's Docker login from the tests."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
 
@@ -56,7 +56,7 @@ def fetch(host: str, path: str) -> dict:
 
 
 def image(host: str, repository: str, tag: str) -> tuple[dict, dict, dict]:
-    """The index, its first manifest and that one's config."""
+    """Return the index, its first manifest, and the config of the manifest."""
     index = fetch(host, f"{repository}/manifests/{tag}")
     manifest = fetch(host, f"{repository}/manifests/{index['manifests'][0]['digest']}")
     return index, manifest, fetch(host, f"{repository}/blobs/{manifest['config']['digest']}")
@@ -74,12 +74,12 @@ def image(host: str, repository: str, tag: str) -> tuple[dict, dict, dict]:
         "oci://user@host/name",
     ],
 )
-def test_an_address_that_is_none_says_what_one_looks_like(url):
+def test_invalid_address_is_an_error_with_an_example(url):
     with pytest.raises(OptionError, match=r"expected oci://registry/name:tag"):
         OciRegistry(url, UNVALIDATED)
 
 
-def test_a_package_comes_back_as_it_was(registry, artifact, tmp_path):
+def test_pulled_package_equals_the_published_one(registry, artifact, tmp_path):
     host, _ = registry
     heard = Heard()
     published = stage.run(artifact, f"oci://{host}/org/back:1", UNVALIDATED, progress=heard)
@@ -92,7 +92,7 @@ def test_a_package_comes_back_as_it_was(registry, artifact, tmp_path):
         assert pulled.content_sha256() == artifact.content_sha256()
 
 
-def test_the_same_content_is_published_once(registry, artifact):
+def test_same_content_is_published_once(registry, artifact):
     host, _ = registry
     url = f"oci://{host}/once:1"
     first = stage.run(artifact, url, UNVALIDATED)
@@ -101,18 +101,18 @@ def test_the_same_content_is_published_once(registry, artifact):
     assert first.url == second.url
 
 
-def test_a_version_is_a_tag_that_nothing_moves(registry, artifact, tmp_path):
+def test_version_is_a_tag_that_never_moves(registry, artifact, tmp_path):
     host, _ = registry
     url, other = f"oci://{host}/versions", altered(artifact, tmp_path / "other")
     first = stage.run(artifact, url, replace(UNVALIDATED, version="1.0", alias="production"))
     assert not stage.run(artifact, url, replace(UNVALIDATED, version="1.0")).is_new
-    with pytest.raises(RegistryError, match=r"versions:1\.0 is another content"):
+    with pytest.raises(RegistryError, match=r"versions:1\.0 exists with other content"):
         stage.run(other, url, replace(UNVALIDATED, version="1.0"))
     with pytest.raises(RegistryError, match=r"alias '1\.0' is the name of a version"):
         stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="1.0"))
-    with pytest.raises(RegistryError, match=r":1\.0 is a version with another content"):
+    with pytest.raises(RegistryError, match=r":1\.0 is a version with other content"):
         stage.run(other, f"{url}:1.0", UNVALIDATED)
-    with pytest.raises(OptionError, match=r"are both '2\.0'"):
+    with pytest.raises(OptionError, match=r"is '2\.0', which is also the tag"):
         stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="2.0"))
     second = stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="production"))
     for tag, is_first in (("1.0", True), ("2.0", False), ("production", False), ("latest", False)):
@@ -125,7 +125,7 @@ def test_a_version_is_a_tag_that_nothing_moves(registry, artifact, tmp_path):
     assert first.url != second.url
 
 
-def test_a_tag_that_became_a_version_is_one(registry, artifact, tmp_path):
+def test_tag_can_become_a_version(registry, artifact, tmp_path):
     host, _ = registry
     url = f"oci://{host}/became"
     stage.run(artifact, f"{url}:1.0", UNVALIDATED)
@@ -134,7 +134,7 @@ def test_a_tag_that_became_a_version_is_one(registry, artifact, tmp_path):
         stage.run(altered(artifact, tmp_path / "other"), f"{url}:1.0", UNVALIDATED)
 
 
-def test_a_tag_that_moves_is_said(registry, artifact, tmp_path):
+def test_moved_tag_is_noted(registry, artifact, tmp_path):
     host, _ = registry
     first = stage.run(artifact, f"oci://{host}/moves:1", UNVALIDATED)
     heard = Heard()
@@ -144,14 +144,16 @@ def test_a_tag_that_moves_is_said(registry, artifact, tmp_path):
     assert f"publish: 1 pointed to {digest} before" in heard.news
 
 
-def test_an_address_without_a_tag_says_which_there_are(registry, artifact, tmp_path):
+def test_address_without_a_tag_lists_existing_tags(registry, artifact, tmp_path):
     host, _ = registry
     stage.run(artifact, f"oci://{host}/tags:b", UNVALIDATED)
-    with pytest.raises(RegistryError, match=r"names no tag, .* has no 'latest'\. It has b: "):
+    with pytest.raises(
+        RegistryError, match=r"has no tag, .* has no tag 'latest'\. Add one of its tags b: "
+    ):
         stage.pull(f"oci://{host}/tags", tmp_path / "out", UNVALIDATED)
 
 
-def test_a_layer_that_the_registry_lost_is_sent_again(registry, artifact, tmp_path):
+def test_lost_layer_is_uploaded_again(registry, artifact, tmp_path):
     host, _ = registry
     url = f"oci://{host}/lost:1"
     whole = altered(artifact, tmp_path / "lost", '{"lost": 1}')
@@ -173,7 +175,7 @@ def test_a_layer_that_the_registry_lost_is_sent_again(registry, artifact, tmp_pa
     stage.pull(url, tmp_path / "out", UNVALIDATED)
 
 
-def test_the_digest_is_the_same_in_another_registry(registry, artifact, tmp_path):
+def test_digest_is_the_same_in_another_registry(registry, artifact, tmp_path):
     host, _ = registry
     with docker_registry(tmp_path) as other:
         found = [
@@ -182,7 +184,7 @@ def test_the_digest_is_the_same_in_another_registry(registry, artifact, tmp_path
     assert found[0].url.partition("@")[2] == found[1].url.partition("@")[2]
 
 
-def test_a_runtime_finds_an_image_with_a_layer_for_each_group(registry, artifact, tmp_path):
+def test_image_has_a_layer_per_group(registry, artifact, tmp_path):
     host, _ = registry
     whole = with_an_engine(large(artifact, tmp_path / "large"), tmp_path / "engines")
     stage.run(whole, f"oci://{host}/groups:1", UNVALIDATED)
@@ -201,7 +203,7 @@ def test_a_runtime_finds_an_image_with_a_layer_for_each_group(registry, artifact
     assert files[0]["model.onnx.data"] == listing["model.onnx.data"].sha256
 
 
-def test_an_engine_is_marked_as_bound_to_its_hardware(registry, artifact, tmp_path):
+def test_engine_is_marked_as_bound_to_its_hardware(registry, artifact, tmp_path):
     host, _ = registry
     published = stage.run(
         with_an_engine(artifact, tmp_path / "e"), f"oci://{host}/engine:1", UNVALIDATED
@@ -220,7 +222,7 @@ def test_an_engine_is_marked_as_bound_to_its_hardware(registry, artifact, tmp_pa
     assert any("model.onnx" in names for names in files)
 
 
-def test_layers_of_an_earlier_version_are_not_sent_again(registry, artifact, tmp_path):
+def test_layers_of_an_earlier_version_are_not_uploaded_again(registry, artifact, tmp_path):
     host, blobs = registry
     first = large(artifact, tmp_path / "first")
     stage.run(first, f"oci://{host}/layers:1", UNVALIDATED)
@@ -242,18 +244,18 @@ def test_layers_of_an_earlier_version_are_not_sent_again(registry, artifact, tmp
     assert before == {path for path in blobs.rglob("data") if path.stat().st_size > 1 << 20}
 
 
-def test_a_named_version_never_becomes_another_content(registry, artifact, tmp_path):
+def test_named_version_never_gets_other_content(registry, artifact, tmp_path):
     host, _ = registry
     url, named = f"oci://{host}/versions", replace(UNVALIDATED, version="1.0")
     stage.run(artifact, url, named)
     assert not stage.run(artifact, url, named).is_new
     with pytest.raises(
-        RegistryError, match=r"versions:1\.0 is another content .* another --version"
+        RegistryError, match=r"versions:1\.0 exists with other content .* another --version"
     ):
         stage.run(altered(artifact, tmp_path / "other"), url, named)
 
 
-def test_a_tag_of_the_address_moves_and_says_from_where(registry, artifact, tmp_path):
+def test_tag_of_the_address_moves_with_a_note(registry, artifact, tmp_path):
     host, _ = registry
     url = f"oci://{host}/moves:stable"
     first = stage.run(artifact, url, UNVALIDATED)
@@ -263,7 +265,7 @@ def test_a_tag_of_the_address_moves_and_says_from_where(registry, artifact, tmp_
     assert (pulled.path / "notes.json").is_file()
 
 
-def test_an_alias_points_to_the_version(registry, artifact, tmp_path):
+def test_alias_points_to_the_version(registry, artifact, tmp_path):
     host, _ = registry
     stage.run(artifact, f"oci://{host}/alias:1", replace(UNVALIDATED, alias="production"))
     stage.run(artifact, f"oci://{host}/alias:1", replace(UNVALIDATED, alias="canary"))
@@ -271,7 +273,7 @@ def test_an_alias_points_to_the_version(registry, artifact, tmp_path):
         stage.pull(f"oci://{host}/alias:{alias}", tmp_path / alias, UNVALIDATED)
 
 
-def test_a_changed_byte_in_the_registry_names_the_file(registry, artifact, tmp_path):
+def test_changed_file_in_the_registry_is_an_error_with_its_name(registry, artifact, tmp_path):
     host, blobs = registry
     stage.run(altered(artifact, tmp_path / "a", '{"a": 1}'), f"oci://{host}/byte:1", UNVALIDATED)
     _, manifest, _ = image(host, "byte", "1")
@@ -288,7 +290,7 @@ def test_a_changed_byte_in_the_registry_names_the_file(registry, artifact, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pull_goes_on_where_it_broke_off(registry, artifact, tmp_path, monkeypatch, home):
+def test_interrupted_pull_is_resumed(registry, artifact, tmp_path, monkeypatch, home):
     host, _ = registry
     stage.run(large(artifact, tmp_path / "l"), f"oci://{host}/resume:1", UNVALIDATED)
     _, manifest, _ = image(host, "resume", "1")
@@ -312,7 +314,9 @@ def test_a_pull_goes_on_where_it_broke_off(registry, artifact, tmp_path, monkeyp
     assert not list((home / "pulls").iterdir())
 
 
-def test_a_layer_that_a_killed_pull_has_whole_is_not_asked_for(registry, artifact, tmp_path, home):
+def test_layer_downloaded_by_a_killed_pull_is_not_requested_again(
+    registry, artifact, tmp_path, home
+):
     host, _ = registry
     stage.run(artifact, f"oci://{host}/whole:1", UNVALIDATED)
     _, manifest, _ = image(host, "whole", "1")
@@ -325,7 +329,7 @@ def test_a_layer_that_a_killed_pull_has_whole_is_not_asked_for(registry, artifac
     assert pulled.content_sha256() == artifact.content_sha256()
 
 
-def test_a_publish_that_was_killed_goes_on(registry, artifact, tmp_path, home):
+def test_killed_publish_is_resumed(registry, artifact, tmp_path, home):
     host, _ = registry
     whole = large(artifact, tmp_path / "l", seed=5)
     script = (
@@ -347,32 +351,32 @@ def test_a_publish_that_was_killed_goes_on(registry, artifact, tmp_path, home):
         [sys.executable, "-c", script, str(whole.path), url], check=False, env=os.environ
     )
     assert ended.returncode == -9
-    with pytest.raises(RegistryError, match="has no killed with 1"):
+    with pytest.raises(RegistryError, match="has no killed with the tag or digest 1"):
         stage.pull(url, tmp_path / "none", UNVALIDATED)
     published = stage.run(whole, url, UNVALIDATED)
     assert published.is_new
     assert stage.pull(url, tmp_path / "out", UNVALIDATED).content_sha256() == whole.content_sha256()
 
 
-def test_a_registry_that_is_not_there_is_an_error_at_once(artifact):
+def test_unreachable_registry_fails_fast(artifact):
     with pytest.raises(RegistryError, match=r"127\.0\.0\.1:\d+ cannot be reached: .*refused"):
         stage.run(artifact, f"oci://127.0.0.1:{free_port()}/name:1", UNVALIDATED)
 
 
-def test_plain_http_wants_insecure(registry, artifact):
+def test_plain_http_needs_insecure(registry, artifact):
     host, _ = registry
     secure = PublishConfig(allow_unvalidated=True)
     with pytest.raises(RegistryError, match=r"cannot be reached.*pass --insecure"):
         stage.run(artifact, f"oci://{host}/name:1", secure)
 
 
-def test_what_is_not_there_is_named(registry, tmp_path):
+def test_missing_tag_is_an_error(registry, tmp_path):
     host, _ = registry
-    with pytest.raises(RegistryError, match=r"has no never/made with 7"):
+    with pytest.raises(RegistryError, match=r"has no never/made with the tag or digest 7"):
         stage.pull(f"oci://{host}/never/made:7", tmp_path / "out", UNVALIDATED)
 
 
-def test_somebody_elses_image_is_not_pulled(registry, artifact, tmp_path):
+def test_image_not_published_by_enginery_is_an_error(registry, artifact, tmp_path):
     from enginery.publish.targets.oci.client import OciClient
 
     host, _ = registry
@@ -391,7 +395,7 @@ def test_somebody_elses_image_is_not_pulled(registry, artifact, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["/v2/", "/token", "/manifests/1", "/manifests/refused", "/tags"])
-def test_an_answer_of_many_megabytes_is_not_read_whole(place):
+def test_size_of_responses_is_limited(place):
     from enginery.publish.targets.oci.client import OciClient
 
     def ask(host):
@@ -401,7 +405,7 @@ def test_an_answer_of_many_megabytes_is_not_read_whole(place):
     with wordy_registry(place) as host:
         tracemalloc.start()
         try:
-            with pytest.raises(RegistryError, match=rf"{host} answers with more than 4194304 byt"):
+            with pytest.raises(RegistryError, match=rf"{host} sent more than 4194304 byt"):
                 ask(host)
             _, most = tracemalloc.get_traced_memory()
         finally:
@@ -409,17 +413,19 @@ def test_an_answer_of_many_megabytes_is_not_read_whole(place):
     assert most < 40e6
 
 
-def test_the_login_is_dockers_and_is_in_no_message(artifact, tmp_path, monkeypatch, caplog):
+def test_login_is_dockers_and_not_in_messages(artifact, tmp_path, monkeypatch, caplog):
     caplog.set_level("DEBUG")
     directory = tmp_path / "private"
     directory.mkdir()
     with docker_registry(directory, password="correct-horse") as host:
         url = f"oci://{host}/private:1"
-        with pytest.raises(RegistryError, match=rf"refuses private \(401\).*docker login {host}"):
+        with pytest.raises(
+            RegistryError, match=rf"denies access to private \(401\).*docker login {host}"
+        ):
             stage.run(artifact, url, UNVALIDATED)
 
         wrong = log_in(tmp_path, host, "wrong-horse")
-        with pytest.raises(RegistryError, match=r"refuses private \(401\)") as refused:
+        with pytest.raises(RegistryError, match=r"denies access to private \(401\)") as refused:
             stage.run(artifact, url, UNVALIDATED)
         auth = log_in(tmp_path, host, "correct-horse")
         assert stage.run(artifact, url, UNVALIDATED).is_new
@@ -436,7 +442,7 @@ def log_in(home, host, password):
     return auth
 
 
-def test_token_that_has_run_out_is_renewed_and_no_other_host_gets_one(tmp_path):
+def test_expired_token_is_renewed_and_not_sent_to_other_hosts(tmp_path):
     from enginery.publish.targets.oci.client import OciClient
 
     blob = Blob("text/plain", b"abc")
@@ -452,23 +458,23 @@ def test_token_that_has_run_out_is_renewed_and_no_other_host_gets_one(tmp_path):
     assert asked[-1] == ("PUT", "/elsewhere/1", "", b"abc")
 
 
-def test_token_that_is_refused_is_told_at_once(tmp_path):
+def test_rejected_token_fails_fast(tmp_path):
     from enginery.publish.targets.oci.client import OciClient
 
     with token_registry(uses=0) as (host, asked):
         log_in(tmp_path, host, "correct-horse")
         client = OciClient(host, "model", insecure=True)
-        with pytest.raises(RegistryError, match=r"refuses model \(401\).*docker login"):
+        with pytest.raises(RegistryError, match=r"denies access to model \(401\).*docker login"):
             client.has_blob("sha256:0")
     assert [path for _, path, *_ in asked].count("/token") == 1
 
 
-def test_a_digest_is_no_place_to_publish_to(artifact):
-    with pytest.raises(OptionError, match="a digest is what publishing makes"):
+def test_publishing_to_a_digest_is_an_error(artifact):
+    with pytest.raises(OptionError, match="has a digest, expected a tag"):
         stage.run(artifact, f"oci://127.0.0.1:1/name@sha256:{'0' * 64}", UNVALIDATED)
 
 
-def test_two_names_of_one_version_are_refused(artifact):
+def test_tag_and_version_that_differ_are_an_error(artifact):
     both = replace(UNVALIDATED, version="2")
-    with pytest.raises(OptionError, match="'version' is '2', but the address says 1"):
+    with pytest.raises(OptionError, match="'version' is '2', but the address has the tag '1'"):
         stage.run(artifact, "oci://127.0.0.1:1/name:1", both)

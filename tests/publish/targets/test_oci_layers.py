@@ -1,4 +1,4 @@
-"""A registry that lies: digests, sizes, tars. Nothing of it becomes a path or fills the disk."""
+"""A malicious registry: false digests, sizes and tars must not escape `out` or fill the disk."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from enginery.core.errors import ArtifactError, RegistryError
 from enginery.publish import stage
 from enginery.publish.publication import LISTING
 from enginery.publish.targets.oci.image import CONTENT, FILES, INDEX, LAYER, MANIFEST, TITLE
-from enginery.publish.targets.oci.layers import layers_of, unpack, unpack_listing
+from enginery.publish.targets.oci.layers import parse_layers, unpack, unpack_listing
 from tests.publish.products import UNVALIDATED
 
 URL = "oci://here/m:1"
 
 
 def tar(*members, kind=tarfile.REGTYPE, form=tarfile.PAX_FORMAT, pax=None) -> bytes:
-    """A tar of names, or of names with their content."""
+    """Return a tar with files of these names, or names and contents."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=form) as archive:
         for member in members:
@@ -40,7 +40,7 @@ def tar(*members, kind=tarfile.REGTYPE, form=tarfile.PAX_FORMAT, pax=None) -> by
 
 
 def described(content: bytes, **changes) -> dict:
-    """How a manifest describes a layer with the listing."""
+    """Return the descriptor of a layer with the listing."""
     digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
     said = {FILES: json.dumps({LISTING: "0" * 64}), TITLE: "report.tar"}
     return {
@@ -57,7 +57,7 @@ def document(*layers: dict) -> dict:
 
 @contextmanager
 def lying(answers: dict[str, tuple[str, bytes]]):
-    """A registry that answers what it is told; yields its address and the paths it was asked."""
+    """Run a registry with given responses; yield its address and the requested paths."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -114,38 +114,40 @@ def unpacked(content: bytes, out, files):
         {"size": []},
     ],
 )
-def test_layer_with_another_digest_or_size_is_refused(changes):
-    with pytest.raises(RegistryError, match="describes a blob by digest"):
-        layers_of(document(described(b"x", **changes)), URL)
+def test_invalid_digest_or_size_is_an_error(changes):
+    with pytest.raises(RegistryError, match="has a blob with digest"):
+        parse_layers(document(described(b"x", **changes)), URL)
 
 
-def test_layer_without_a_digest_is_refused():
+def test_missing_digest_is_an_error():
     layer = described(b"x")
     del layer["digest"]
-    with pytest.raises(RegistryError, match="by digest None"):
-        layers_of(document(layer), URL)
+    with pytest.raises(RegistryError, match="with digest None"):
+        parse_layers(document(layer), URL)
 
 
 @pytest.mark.parametrize("files", ["[not json", "[]", "7", '"x"', "[" * 100_000])
-def test_list_of_files_that_is_none_is_refused(files):
-    with pytest.raises(RegistryError, match=r"enginery\.files of the layer .* is no JSON object"):
-        layers_of(document(described(b"x", annotations={FILES: files})), URL)
+def test_invalid_list_of_files_is_an_error(files):
+    with pytest.raises(
+        RegistryError, match=r"enginery\.files of the layer .* is not a JSON object"
+    ):
+        parse_layers(document(described(b"x", annotations={FILES: files})), URL)
 
 
 @pytest.mark.parametrize("layers", [None, {}, "x", [], ["x"], [None]])
-def test_layers_that_are_none_are_nobodys(layers):
+def test_invalid_layers_are_not_of_enginery(layers):
     with pytest.raises(RegistryError, match="was not published by enginery"):
-        layers_of({"layers": layers, "annotations": {CONTENT: "0"}}, URL)
+        parse_layers({"layers": layers, "annotations": {CONTENT: "0"}}, URL)
 
 
-def test_image_without_the_listing_is_refused():
-    with pytest.raises(RegistryError, match=r"none of its layers has reports/publication\.json"):
-        layers_of(document(described(b"x", annotations={})), URL)
+def test_image_without_listing_is_an_error():
+    with pytest.raises(RegistryError, match=r"no layer has reports/publication\.json"):
+        parse_layers(document(described(b"x", annotations={})), URL)
 
 
 def test_layer_with_the_listing_comes_first():
     other = described(b"y", annotations={TITLE: "weights.tar"})
-    assert [x.title for x in layers_of(document(other, described(b"x")), URL)] == [
+    assert [x.title for x in parse_layers(document(other, described(b"x")), URL)] == [
         "report.tar",
         "weights.tar",
     ]
@@ -154,32 +156,32 @@ def test_layer_with_the_listing_comes_first():
 # What a lying registry cannot do
 
 
-def test_digest_that_is_a_path_reaches_no_file(tmp_path):
+def test_digest_with_a_path_reaches_no_file(tmp_path):
     pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
     victim = tmp_path / "backup.tar"
     victim.write_bytes(b"precious")
     layer = described(b"x", digest=str(tmp_path / "backup"))
     answers = {"/manifests/1": (MANIFEST, json.dumps(document(layer)).encode())}
     with lying(answers) as (url, asked):
-        with pytest.raises(RegistryError, match="describes a blob"):
+        with pytest.raises(RegistryError, match="has a blob with digest"):
             stage.pull(url, tmp_path / "out", UNVALIDATED)
         assert not any("/blobs/" in path for path in asked)
     assert victim.read_bytes() == b"precious"
 
 
 @pytest.mark.parametrize("first", [{}, {"digest": "../../x", "size": 1}, "x", {"size": 1}])
-def test_index_that_names_no_digest_is_refused(tmp_path, first):
+def test_index_without_a_digest_is_an_error(tmp_path, first):
     pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
     index = {"manifests": [first], "annotations": {CONTENT: "0"}}
     with (
         lying({"/manifests/1": (INDEX, json.dumps(index).encode())}) as (url, asked),
-        pytest.raises(RegistryError, match="describes a blob"),
+        pytest.raises(RegistryError, match="has a blob with digest"),
     ):
         stage.pull(url, tmp_path / "out", UNVALIDATED)
     assert not any(".." in path for path in asked)
 
 
-def test_blob_that_is_longer_than_it_should_be_is_not_downloaded(tmp_path, home):
+def test_blob_longer_than_its_size_is_not_downloaded(tmp_path, home):
     pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
     content = tar("a")
     layer = described(content, size=len(content) - 1)
@@ -189,14 +191,14 @@ def test_blob_that_is_longer_than_it_should_be_is_not_downloaded(tmp_path, home)
     }
     with (
         lying(answers) as (url, _),
-        pytest.raises(ArtifactError, match=r"sends more than the \d+ bytes"),
+        pytest.raises(ArtifactError, match=r"sent more than \d+ bytes"),
     ):
         stage.pull(url, tmp_path / "out", UNVALIDATED)
     assert not list((home / "pulls").iterdir())
     assert not (tmp_path / "out").exists()
 
 
-def test_download_ends_with_the_first_byte_too_many(tmp_path, monkeypatch):
+def test_download_stops_at_the_first_excess_byte(tmp_path, monkeypatch):
     from enginery.publish.targets.oci.client import OciClient
 
     taken = []
@@ -218,7 +220,7 @@ def test_download_ends_with_the_first_byte_too_many(tmp_path, monkeypatch):
     client = object.__new__(OciClient)
     client.host, client.repository, client._base = "here", "m", "http://here/v2/m"
     monkeypatch.setattr(client, "_request", lambda *_, **__: Endless())
-    with pytest.raises(ArtifactError, match="sends more than the 10 bytes"):
+    with pytest.raises(ArtifactError, match="sent more than 10 bytes"):
         client.download("sha256:0", tmp_path / "blob", 10)
     assert len(taken) == 1
     assert not (tmp_path / "blob").exists()
@@ -229,7 +231,7 @@ def test_download_ends_with_the_first_byte_too_many(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["../outside", "/absolute", "a/../../b", "."])
 def test_layer_cannot_write_outside(name, tmp_path):
-    with pytest.raises(ArtifactError, match="is no plain file of the package"):
+    with pytest.raises(ArtifactError, match="is not a regular file inside the package"):
         unpacked(tar(name), tmp_path / "out", {name: 1})
     assert not (tmp_path / "outside").exists()
 
@@ -237,12 +239,12 @@ def test_layer_cannot_write_outside(name, tmp_path):
 @pytest.mark.parametrize(
     "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE]
 )
-def test_layer_has_files_and_directories_alone(kind, tmp_path):
-    with pytest.raises(ArtifactError, match="is no plain file"):
+def test_layer_has_only_files_and_directories(kind, tmp_path):
+    with pytest.raises(ArtifactError, match="is not a regular file"):
         unpacked(tar("a", kind=kind), tmp_path / "out", {"a": 1})
 
 
-def test_what_is_listed_is_written_and_nothing_else(tmp_path):
+def test_only_listed_files_are_unpacked(tmp_path):
     content = tar("stranger", ("d/a", b"abc"), ("e/b", b""))
     for packed in (content, gzip.compress(content)):
         unpacked(packed, tmp_path / "out", {"d/a": 3, "e/b": 0})
@@ -255,22 +257,22 @@ def test_what_is_listed_is_written_and_nothing_else(tmp_path):
         assert not (tmp_path / "out/stranger").exists()
 
 
-def test_file_larger_than_its_listing_says_is_not_written(tmp_path):
-    with pytest.raises(ArtifactError, match=r"a has 2 bytes, .* says 1"):
+def test_file_larger_than_listed_is_not_unpacked(tmp_path):
+    with pytest.raises(ArtifactError, match=r"a has 2 bytes, expected 1"):
         unpacked(tar(("a", b"xx")), tmp_path / "out", {"a": 1})
     assert not (tmp_path / "out/a").exists()
 
 
-def test_packed_layer_unpacks_to_no_more_than_its_listing_says(tmp_path):
+def test_gzip_bomb_is_an_error(tmp_path):
     bomb = gzip.compress(tar(("stranger", bytes(80 << 20)), "a"))
     assert len(bomb) < 1 << 20
-    with pytest.raises(ArtifactError, match="unpacks to more than"):
+    with pytest.raises(ArtifactError, match="unpacks to more bytes than"):
         unpacked(bomb, tmp_path / "out", {"a": 1})
 
 
-def test_packed_headers_do_not_fill_the_memory(tmp_path):
+def test_huge_tar_headers_are_an_error(tmp_path):
     bomb = gzip.compress(tar("a", pax={"comment": "x" * (8 << 20)}))
-    with pytest.raises(ArtifactError, match="unpacks to more than"):
+    with pytest.raises(ArtifactError, match="unpacks to more bytes than"):
         unpacked(bomb, tmp_path / "out", {"a": 100 << 20})
 
 
@@ -286,12 +288,12 @@ def test_packed_headers_do_not_fill_the_memory(tmp_path):
     ],
     ids=["empty", "text", "short", "gzip without its end", "gzip with other bytes", "gzip alone"],
 )
-def test_broken_layer_is_an_error_in_words(content, tmp_path):
-    with pytest.raises(ArtifactError, match="is no tar"):
+def test_broken_layer_is_an_error(content, tmp_path):
+    with pytest.raises(ArtifactError, match="is not a valid tar"):
         unpacked(content, tmp_path / "out", {"a": 4096})
 
 
-def test_listing_is_read_before_anything_else_is_believed(tmp_path):
+def test_listing_is_unpacked_first(tmp_path):
     path = tmp_path / "layer.tar"
     path.write_bytes(tar(("big", bytes(1 << 20)), (LISTING, b"{}")))
     unpack_listing(path, tmp_path / "out", URL)

@@ -1,4 +1,4 @@
-"""Describe a package to MLflow: signature, input example, tags and parameters."""
+"""MLflow's metadata of a package: signature, input example, tags and parameters."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import fields, is_dataclass
 from io import BytesIO
 from typing import Any, get_args, get_type_hints
 
-import enginery
 from enginery.core.artifact.manifest import Manifest
+from enginery.core.version import __version__
 from enginery.publish.card.snippets import example_texts
 from enginery.publish.package import Package
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.text.pooling import Vectors
 
 ARTIFACT = "data/artifact"
-"""Where the artifact is inside of the MLflow model."""
+"""Path of the artifact in the MLflow model."""
 CONTENT_TAG = "enginery.content_sha256"
 WITHOUT_RIGHTS_TAG = "enginery.without_rights_sha256"
-_MAX_VALUE = 5000  # MLflow's smallest limit of a tag's value
+_MAX_VALUE = 5000  # characters; the lowest of MLflow's limits for tag values
 
 
 def signature(manifest: Manifest) -> Any:
-    """Return the `ModelSignature` of the artifact's task; None for one that is not answered.
+    """Return the `ModelSignature` of the artifact's task; None if the task is not supported.
 
-    Inputs are strings, or the bytes of image files. Embeddings are float32 (rows, dim), every other
-    result is a list or a dict a row. Parameters are the task's options.
+    Inputs are strings, or the bytes of image files. Embeddings are float32 (rows, dim); any other
+    result is a list or a dict per row. Parameters are the task's options.
     """
     import numpy as np
     from mlflow.models import ModelSignature
@@ -35,7 +35,7 @@ def signature(manifest: Manifest) -> Any:
     if task is None:
         return None
     kind = DataType.binary if task.takes_images else DataType.string
-    # Without a name, MLflow takes a plain list of texts; with names, tables alone.
+    # Without a column name MLflow accepts a plain list of texts, with names only tables.
     inputs = [
         ColSpec(kind)
         if len(task.inputs) == 1
@@ -45,7 +45,9 @@ def signature(manifest: Manifest) -> Any:
     if task.result_type is Vectors:
         outputs = [TensorSpec(np.dtype("float32"), (-1, -1))]
     elif is_dataclass(task.result_type):
-        outputs = [ColSpec(kind, name=name) for name, kind in _parts(task.result_type).items()]
+        outputs = [
+            ColSpec(kind, name=name) for name, kind in _field_types(task.result_type).items()
+        ]
     else:
         outputs = [ColSpec(_column_type(task.result_type))]
     kinds = {
@@ -64,7 +66,7 @@ def signature(manifest: Manifest) -> Any:
 
 
 def _column_type(kind: Any) -> Any:
-    """Return MLflow's type of values of a Python type: a scalar, a dataclass, or a list of them."""
+    """Return MLflow's type for a Python type: a scalar, a dataclass, or a list of these."""
     from mlflow.types import DataType
     from mlflow.types.schema import Array, Object, Property
 
@@ -77,18 +79,18 @@ def _column_type(kind: Any) -> Any:
     if kind in scalars:
         return scalars[kind]
     if is_dataclass(kind):
-        return Object([Property(name, part) for name, part in _parts(kind).items()])
+        return Object([Property(name, part) for name, part in _field_types(kind).items()])
     return Array(_column_type(get_args(kind)[0]))
 
 
-def _parts(kind: Any) -> dict[str, Any]:
+def _field_types(kind: Any) -> dict[str, Any]:
     """Return MLflow's type of each field of a dataclass."""
     hints = get_type_hints(kind)
     return {field.name: _column_type(hints[field.name]) for field in fields(kind)}
 
 
 def input_example(package: Package) -> Any:
-    """Return one row that the signature takes; None where there is no signature."""
+    """Return an example row for the signature; None if there is no signature."""
     task = manifest_task(package.artifact.manifest)
     if task is None:
         return None
@@ -105,7 +107,7 @@ def input_example(package: Package) -> Any:
 
 
 def tags(package: Package) -> dict[str, str]:
-    """Return the tags of the run, the logged model and the version."""
+    """Return the tags for the run, the logged model and the version."""
     manifest = package.artifact.manifest
     marks = {
         CONTENT_TAG: package.content_sha256,
@@ -116,7 +118,7 @@ def tags(package: Package) -> dict[str, str]:
         "enginery.source": f"{manifest.source.id}@{manifest.source.revision}".rstrip("@"),
         "enginery.source_sha256": manifest.source.sha256,
         "enginery.validated": "false" if package.problem else "true",
-        "enginery.version": enginery.__version__,
+        "enginery.version": __version__,
     }
     for record in package.engines:
         marks[f"enginery.engine.{record.directory_name}"] = record.binding
@@ -129,7 +131,7 @@ def stage_params(manifest: Manifest) -> dict[str, str]:
         f"{stage.stage}.{name}": (value if isinstance(value, str) else json.dumps(value))
         for stage in manifest.stages
         for name, value in stage.options.items()
-        # MLflow refuses an empty value, and a long one is in manifest.json whole.
+        # MLflow rejects empty values; long ones are in manifest.json.
         if value not in ("", None) and len(str(value)) <= _MAX_VALUE
     }
 

@@ -1,11 +1,11 @@
-"""`mlflow:/name`: a version in an MLflow model registry, through MLflow's own client.
+"""`mlflow:/name`: publish to and pull from an MLflow model registry, with MLflow's client.
 
-Publishing makes a logged model with its run, and a registered version that points to it:
+Publishing creates a run, a logged model, and a registered version that points to it:
 
     $ export MLFLOW_TRACKING_URI=https://mlflow.example.com
     $ enginery publish minilm mlflow:/minilm
 
-The server's address and credentials are MLflow's own variables.
+Address and credentials of the server are in MLflow's environment variables.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
 from enginery.publish.package import Package
 from enginery.publish.targets.mlflow.model import ARTIFACT, CONTENT_TAG, WITHOUT_RIGHTS_TAG
-from enginery.publish.targets.mlflow.upload import mend_version, suppress_exists, upload_version
+from enginery.publish.targets.mlflow.upload import ignore_existing, repair_version, upload_version
 
 _ADDRESS = re.compile(
     r"mlflow:/{1,3}(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))?", re.IGNORECASE
 )
 _PING_SECONDS = 10
-_REMEDY = "Check MLFLOW_TRACKING_URI, and MLflow's log of the server."
+_CHECK_SERVER = "Check MLFLOW_TRACKING_URI and the log of the MLflow server."
 
 
 class MlflowRegistry:
     """A registered model of an MLflow server."""
 
     def __init__(self, url: str, config: PublishConfig) -> None:
-        """Read the address; nothing is sent yet.
+        """Parse the address, without connecting to the server.
 
         Raises:
             OptionError: the address is not `mlflow:/name`, `mlflow:/name/3` or
@@ -57,19 +57,19 @@ class MlflowRegistry:
         if not found or not is_portable_name(found["name"]):
             raise OptionError(
                 f"address '{url}': expected mlflow:/name, mlflow:/name/3 or mlflow:/name@alias, "
-                "the name of letters, digits, '.', '_' and '-'."
+                "with letters, digits, '.', '_' and '-' in the name."
             )
         self.name, self.version, self.alias = found["name"], found["version"], found["alias"]
         self.url = url
         if config.name and config.name != self.name:
             raise OptionError(
-                f"option 'name' is '{config.name}', but the address says {self.name}."
+                f"option 'name' is '{config.name}', but the address has the name '{self.name}'."
             )
         try:
             import mlflow
 
             with warnings.catch_warnings():
-                # Its own modules warn of their own type hints, whoever imports them.
+                # MLflow's modules warn about their own type hints.
                 warnings.simplefilter("ignore")
                 import mlflow.pyfunc  # needs pandas
         except ImportError as error:
@@ -77,46 +77,48 @@ class MlflowRegistry:
             raise MissingPackageError(package, extra="mlflow", purpose=url) from error
         if not os.environ.get("MLFLOW_TRACKING_URI") and not mlflow.is_tracking_uri_set():
             raise OptionError(
-                f"{url} names a model, and no tracking server is named.",
-                do="Set MLFLOW_TRACKING_URI, to https://mlflow.example.com or sqlite:///mlflow.db.",
+                f"{url} needs a tracking server, but MLFLOW_TRACKING_URI is not set.",
+                do="Set it to https://mlflow.example.com or sqlite:///mlflow.db, for example.",
             )
         self.server = str(mlflow.get_tracking_uri())
-        require_server(self.server)
+        check_server_url(self.server)
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
-        """Make the next version, or find the one of the same content.
+        """Create the next version, unless a version has the same content.
 
         Raises:
-            RegistryError: the server cannot be reached or refuses.
-            OptionError: a version was named, which MLflow numbers by itself.
+            RegistryError: the server cannot be reached or rejects the request.
+            OptionError: a version is named, but MLflow numbers versions itself.
         """
         if config.version or self.version or self.alias:
             raise OptionError(
-                f"{self.url}: MLflow numbers versions by itself, found "
-                f"{config.version or self.version or self.alias}.",
-                do=f"Publish to mlflow:/{self.name}, with --alias for a name that points to it.",
+                f"{self.url}: found the version or alias "
+                f"'{config.version or self.version or self.alias}', but MLflow numbers versions "
+                "itself.",
+                do=f"Publish to mlflow:/{self.name}, and set an alias with --alias.",
             )
         if re.fullmatch(r"v\d+", config.alias, re.IGNORECASE):
             raise OptionError(
-                f"alias '{config.alias}': MLflow keeps v and a number for versions.",
-                do="Name another --alias.",
+                f"alias '{config.alias}' has the form of a version, v and a number, which MLflow "
+                "reserves.",
+                do="Choose another --alias.",
             )
-        # Two processes of this machine do not make two versions of one content.
+        # So two processes of this machine do not create two versions with the same content.
         server = hashlib.sha256(self.server.encode()).hexdigest()
         with (
             named_lock(f"mlflow-{server[:16]}-{package.content_sha256[:16]}"),
             self._mlflow_errors(),
         ):
             client = self._client()
-            with suppress_exists():
+            with ignore_existing():
                 client.create_registered_model(self.name)
-            found = self._existing(client, package)
+            found = self._find_version(client, package)
             is_new = found is None
             if found is None:
                 version = upload_version(client, package, self.name, progress)
             else:
                 version = str(found.version)
-                mend_version(client, package, found, progress)
+                repair_version(client, package, found, progress)
             if config.alias:
                 client.set_registered_model_alias(self.name, config.alias, version)
         notes = tuple(f"{r.directory_name} is {r.binding}" for r in package.engines)
@@ -124,10 +126,10 @@ class MlflowRegistry:
 
     @property
     def remedy(self) -> str:
-        """Say what to do about a damaged version: publishing again does not read its files."""
+        """Remedy for a damaged version; publishing again would not read its files."""
         return (
             f"It cannot be trusted: delete this version of {self.name} and its logged model in "
-            "MLflow, and publish it again from a whole artifact."
+            "MLflow, and publish it again from an undamaged artifact."
         )
 
     def pull(self, out: Path, progress: Progress) -> Path:
@@ -140,7 +142,7 @@ class MlflowRegistry:
 
         with self._mlflow_errors():
             client = self._client()
-            version = self._wanted(client)
+            version = self._resolve_version(client)
             source = client.get_model_version_download_uri(self.name, version)
             with (
                 progress.task(f"downloading mlflow:/{self.name}/{version}"),
@@ -160,7 +162,7 @@ class MlflowRegistry:
         return MlflowClient(self.server)
 
     def _ping(self) -> None:
-        """Ask once, whatever the answer: MLflow itself tries a dead server for two minutes."""
+        """Raise RegistryError if the server is down; MLflow itself would retry for two minutes."""
         if not self.server.startswith(("http://", "https://")):
             return
         server = without_password(self.server)
@@ -177,50 +179,51 @@ class MlflowRegistry:
                 ) from error
         except (http.client.HTTPException, ValueError) as error:  # another protocol
             raise RegistryError(
-                f"the MLflow server {server} does not speak HTTP: {error}.", do=_REMEDY
+                f"the MLflow server {server} did not answer with HTTP: {error}.", do=_CHECK_SERVER
             ) from error
         except TimeoutError as error:
             raise RegistryError(
-                f"the MLflow server {server} does not answer within {_PING_SECONDS} seconds.",
+                f"the MLflow server {server} did not answer within {_PING_SECONDS} seconds.",
                 do="Check MLFLOW_TRACKING_URI and the network.",
             ) from error
 
     @contextmanager
     def _mlflow_errors(self) -> Iterator[None]:
-        """Turn MLflow's errors into a RegistryError."""
+        """Raise RegistryError for MLflow's errors."""
         from mlflow.exceptions import MlflowException
 
         try:
             yield
         except MlflowException as error:
-            raise self._refused(error) from error
-        except OSError as error:  # requests' own errors are, too
+            raise self._to_registry_error(error) from error
+        except OSError as error:  # includes the errors of requests
             raise RegistryError(
-                f"{self.url}: {said_by(error, self.server)}.", do=_REMEDY
+                f"{self.url}: {redacted_message(error, self.server)}.", do=_CHECK_SERVER
             ) from error
 
-    def _refused(self, error: Any) -> RegistryError:
+    def _to_registry_error(self, error: Any) -> RegistryError:
         first_line = next(iter(str(error).splitlines()), "").rstrip(".")
-        said = said_by(first_line.partition("Response body:")[0].strip(), self.server)
+        said = redacted_message(first_line.partition("Response body:")[0].strip(), self.server)
         status = int(error.get_http_status_code())
         code = str(getattr(error, "error_code", ""))
-        # MLflow names such an answer as its body does; only the words have the number.
+        # For some responses only MLflow's message has the status.
         if status in (401, 403) or re.search(r"error code 40[13]\b", said):
             return RegistryError(
-                f"the MLflow server {without_password(self.server)} refuses {self.url}: {said}.",
+                f"the MLflow server {without_password(self.server)} denies access to {self.url}: "
+                f"{said}.",
                 do="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
                 "MLFLOW_TRACKING_TOKEN.",
             )
         if code == "RESOURCE_DOES_NOT_EXIST":
-            return RegistryError(f"{self.url}: {said}.", do="See the registry's list of models.")
-        return RegistryError(f"{self.url}: MLflow says: {said}.", do=_REMEDY)
+            return RegistryError(f"{self.url}: {said}.", do="Check the list of registered models.")
+        return RegistryError(f"{self.url}: MLflow reports: {said}.", do=_CHECK_SERVER)
 
-    def _existing(self, client: Any, package: Package) -> Any:
-        """Return the newest version of this content, or None if there is none."""
+    def _find_version(self, client: Any, package: Package) -> Any:
+        """Return the newest version with the same content; None if there is none."""
         found = [
             version
             for version in self._versions(client)
-            if package.is_same(
+            if package.has_content(
                 version.tags.get(CONTENT_TAG, ""), version.tags.get(WITHOUT_RIGHTS_TAG, "")
             )
         ]
@@ -236,27 +239,27 @@ class MlflowRegistry:
             if not token:
                 return versions
 
-    def _wanted(self, client: Any) -> str:
+    def _resolve_version(self, client: Any) -> str:
         if self.version:
             return str(client.get_model_version(self.name, self.version).version)
         if self.alias and self.alias != LATEST:
             return str(client.get_model_version_by_alias(self.name, self.alias).version)
         numbers = [int(version.version) for version in self._versions(client)]
         if not numbers:
-            raise RegistryError(f"{self.url}: the registry has no version of {self.name}.")
+            raise RegistryError(f"{self.url}: {self.name} has no versions.")
         return str(max(numbers))
 
 
-def require_server(server: str) -> None:
-    """Raise OptionError, without the password, for an http address without a host or a port."""
+def check_server_url(server: str) -> None:
+    """Raise OptionError, without the password, if an HTTP address is malformed."""
     if not server.lower().startswith(("http:", "https:")):
         return
     try:
         parts = urlsplit(server)
-        is_whole = bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # a port that is no number, a bracket that does not end
-        is_whole = False
-    if not is_whole or re.search(r"[\s\0]", server):
+        is_valid = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # the port is not a number, or a bracket is not closed
+        is_valid = False
+    if not is_valid or re.search(r"[\s\0]", server):
         raise OptionError(
             f"MLFLOW_TRACKING_URI is {without_password(server)!r}, expected "
             "https://mlflow.example.com, or with a port: http://127.0.0.1:5000.",
@@ -265,12 +268,12 @@ def require_server(server: str) -> None:
 
 
 def without_password(server: str) -> str:
-    """Return a server's address without what is before its last @."""
+    """Return a server's address without user and password."""
     return re.sub(r"//.*@", "//", server, flags=re.DOTALL)
 
 
-def said_by(error: object, server: str) -> str:
-    """Return what an error says without the login in the server's address, however quoted."""
+def redacted_message(error: object, server: str) -> str:
+    """Return the message of an error without the login of the server's address."""
     said = str(error)
     login = server.partition("//")[2].rpartition("@")[0]
     _, _, password = login.partition(":")

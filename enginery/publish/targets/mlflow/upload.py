@@ -1,7 +1,8 @@
-"""A package into MLflow: a run, a logged model with every file, and a version that points to it.
+"""Upload a package to MLflow: a run, a logged model with all files, and a model version.
 
-The version is made last, so none ever points to a part. MLflow cannot resume an upload: what a
-publish that failed or was killed has left is deleted, and `mlflow gc` frees its space.
+The version is created last, so that it never points to an incomplete model. MLflow cannot resume an
+upload: the run and the model of a failed or killed upload are deleted, and `mlflow gc` frees their
+space.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import enginery
 from enginery.core.artifact.fingerprint import runtime_version
 from enginery.core.home import enginery_home
 from enginery.core.progress import Progress
+from enginery.core.version import __version__
 from enginery.publish.package import Package
 from enginery.publish.publication import CARD
 from enginery.publish.targets.mlflow.model import (
@@ -34,9 +35,9 @@ from enginery.publish.targets.mlflow.model import (
 )
 
 MODEL_TAG = "enginery.registered_model"
-"""The registered model that a logged model is for: one content may go to several."""
+"""Registered model of a logged model; the same content may be published to several."""
 WRITER_TAG = "enginery.writer"
-"""The machine and the home of the process that writes a run."""
+"""Digest of the machine and the home of the process that writes a run."""
 _SOURCE = "models:/"
 
 
@@ -44,25 +45,25 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
     """Upload the package as a new version of a registered model; return the version's number.
 
     Args:
-        client: an `MlflowClient` of the tracking URI that is set.
-        package: what is published.
-        name: of the registered model, which exists. The caller holds this machine's lock of the
-            package's content on this server.
-        progress: receives the number of files that are there.
+        client: `MlflowClient` of the current tracking URI.
+        package: the package.
+        name: name of the registered model, which must exist. The caller holds this machine's lock
+            for the package's content on this server.
+        progress: receives the number of uploaded files.
     """
     import mlflow
     from mlflow.entities import LoggedModelOutput
 
     experiment_id = _experiment(client)
-    _delete_killed(client, experiment_id, package, name)
+    _delete_interrupted_uploads(client, experiment_id, package, name)
     marks = {**tags(package), MODEL_TAG: name}
     params = stage_params(package.artifact.manifest)
     with (
-        redirect_stdout(sys.stderr),  # where MLflow prints links to the run
+        redirect_stdout(sys.stderr),  # MLflow prints links to the run
         mlflow.start_run(
             experiment_id=experiment_id,
             run_name=f"publish {name}",
-            nested=True,  # in a run of the caller's
+            nested=True,  # the caller may have an active run
             tags={**marks, WRITER_TAG: _writer()},
         ) as run,
     ):
@@ -90,34 +91,34 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
                 description=_description(package),
             )
         except BaseException:
-            with suppress(Exception):  # the first error is the one to tell
+            with suppress(Exception):  # the first error is raised
                 client.delete_logged_model(model.model_id)
             raise
     return str(made.version)
 
 
-def mend_version(client: Any, package: Package, version: Any, progress: Progress) -> None:
-    """Upload again the model's files that a version of the same content has lost or has in part.
+def repair_version(client: Any, package: Package, version: Any, progress: Progress) -> None:
+    """Upload model files again that a version with the same content has lost or has incompletely.
 
-    Only sizes are compared: nothing is downloaded. The card and the reports are the version's own.
+    Only sizes are compared, so that nothing is downloaded. Card and reports are not replaced.
     """
     if not version.source.startswith(_SOURCE):
         return
     model_id = version.source.removeprefix(_SOURCE)
-    there = dict(_sizes(client, model_id, ARTIFACT))
+    there = dict(_file_sizes(client, model_id, ARTIFACT))
     for file in package.files:
         place = PurePosixPath(ARTIFACT, file.name)
         is_content = file.name in package.artifact.manifest.files
         if is_content and there.get(str(place)) != file.size_bytes:
             progress.say(
-                f"publish: uploads {file.name} again, which version {version.version} has lost"
+                f"publish: uploading {file.name} again, version {version.version} has lost it"
             )
             client.log_model_artifact(model_id, str(file.path), str(place.parent))
 
 
 @contextmanager
-def suppress_exists() -> Iterator[None]:
-    """Go on if what was to be made exists already."""
+def ignore_existing() -> Iterator[None]:
+    """Suppress MLflow's error that an object already exists."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -128,11 +129,11 @@ def suppress_exists() -> Iterator[None]:
 
 
 def _upload(client: Any, model_id: str, run_id: str, package: Package, progress: Progress) -> None:
-    """Upload the files of the package from where they are, and then MLflow's own.
+    """Upload the package's files from where they are, then MLflow's own files.
 
-    `pyfunc.log_model` would do both with one call, but it copies the whole artifact into a
-    temporary directory first, and loads and runs the model to try the input example, for which it
-    has no switch. So `save_model` gets the card alone, in a directory of the artifact's name.
+    `pyfunc.log_model` does both with one call, but it first copies the whole artifact into a
+    temporary directory, and it loads and runs the model to test the input example, which cannot be
+    switched off. So `save_model` gets only the card, in a directory with the artifact's name.
     """
     from mlflow import pyfunc
     from mlflow.models import Model
@@ -156,7 +157,7 @@ def _upload(client: Any, model_id: str, run_id: str, package: Package, progress:
             signature=signature(package.artifact.manifest),
             input_example=input_example(package),
             pip_requirements=[
-                f"enginery=={enginery.__version__}",
+                f"enginery=={__version__}",
                 *(f"{name}=={version}" for name, version in versions.items() if version != "none"),
             ],
             model_config={"allow_failed": True} if package.problem else None,
@@ -166,19 +167,22 @@ def _upload(client: Any, model_id: str, run_id: str, package: Package, progress:
 
 
 def _experiment(client: Any) -> str:
-    """Return the id of the experiment that MLflow's variables name, or of `enginery`."""
+    """Return the id of the experiment in MLflow's environment variables, or of `enginery`."""
     if named := os.environ.get("MLFLOW_EXPERIMENT_ID"):
         return named
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "enginery"
-    with suppress_exists():
+    with ignore_existing():
         client.create_experiment(name)
     return str(client.get_experiment_by_name(name).experiment_id)
 
 
-def _delete_killed(client: Any, experiment_id: str, package: Package, name: str) -> None:
-    """Delete the runs of this content that were killed on this machine, and their logged models.
+def _delete_interrupted_uploads(
+    client: Any, experiment_id: str, package: Package, name: str
+) -> None:
+    """Delete the runs and logged models of this content whose upload was killed on this machine.
 
-    Under the lock of the content, a run of this machine that still runs has no writer any more.
+    The caller holds the lock for the content, so no process of this machine writes to a run that
+    MLflow still lists as running.
     """
     wanted = {
         f"tags.`{CONTENT_TAG}`": package.content_sha256,
@@ -194,21 +198,21 @@ def _delete_killed(client: Any, experiment_id: str, package: Package, name: str)
 
 
 def _writer() -> str:
-    """Return what says whose locks a writer holds: a digest of the machine and the home."""
+    """Return a digest of the machine and the home; processes with the same one share locks."""
     return hashlib.sha256(f"{socket.gethostname()}:{enginery_home()}".encode()).hexdigest()
 
 
-def _sizes(client: Any, model_id: str, path: str) -> Iterator[tuple[str, int]]:
-    """Yield place and size of the files of a logged model, below a path."""
+def _file_sizes(client: Any, model_id: str, path: str) -> Iterator[tuple[str, int]]:
+    """Yield path and size in bytes of the files of a logged model below a path."""
     for info in client.list_logged_model_artifacts(model_id, path):
         if info.is_dir:
-            yield from _sizes(client, model_id, info.path)
+            yield from _file_sizes(client, model_id, info.path)
         else:
             yield str(info.path), int(info.file_size or 0)
 
 
 def _description(package: Package) -> str:
-    """Return a few lines; the card is in the model, as data/artifact/README.md."""
+    """Return a short description; the card is in the model, as data/artifact/README.md."""
     manifest = package.artifact.manifest
     checked = f"Not validated: {package.problem}." if package.problem else "Validated."
     lines = [
@@ -221,7 +225,7 @@ def _description(package: Package) -> str:
 
 @contextmanager
 def _no_warnings() -> Iterator[None]:
-    """Hide the warnings of MLflow's own use of pandas and pydantic."""
+    """Hide the warnings that MLflow's use of pandas and pydantic causes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

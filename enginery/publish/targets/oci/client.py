@@ -1,15 +1,15 @@
-"""Requests to one repository of an OCI registry: blobs and manifests, there and back.
+"""Upload and download blobs and manifests of a repository in an OCI registry.
 
-oras keeps the login (Docker's, with its credential helpers), the tokens and the session. The
-requests are made here, because oras 0.2 cannot do what they need:
+oras handles the login (Docker's, with its credential helpers), the tokens and the session. The
+requests are made here, because those of oras 0.2 have these limits:
 
-- `Registry.push` makes one manifest of single files or of gzipped directories, and no index for two
-  architectures; `upload_manifest` takes no index either.
-- `put_upload` reads a blob into memory whole. `chunked_upload` wants it in a file, and some
-  registries refuse its chunks: Google's Artifact Registry all of them, Amazon's ECR the empty last.
-- `Registry.pull` and `download_blob` check no digest and no size, and begin anew each time.
-- `do_request`, which all of them call, tries again for two minutes, whatever the error: a wrong
-  password, too. It has no timeout.
+- `Registry.push` creates a manifest of single files or gzipped directories, but not an index for
+  two architectures; `upload_manifest` does not accept an index either.
+- `put_upload` reads a whole blob into memory. `chunked_upload` needs a file, and some registries
+  reject chunks: Google's Artifact Registry all of them, Amazon's ECR the last, empty one.
+- `Registry.pull` and `download_blob` check neither digest nor size, and do not resume.
+- `do_request`, which all of these call, has no timeout, and retries for two minutes after any
+  error, even a wrong password.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from oras.container import Container
 from oras.provider import Registry
 
 from enginery.core.errors import ArtifactError, RegistryError
-from enginery.publish.targets.oci.image import INDEX, MANIFEST, Blob, Layer
+from enginery.publish.targets.oci.image import INDEX, MANIFEST, Blob, ImageLayer
 
-MAX_ANSWER_BYTES = 4 * 2**20
-"""Of everything but a blob. The distribution specification wants registries to take manifests up to
-this size, and lets them refuse larger ones."""
+MAX_RESPONSE_BYTES = 4 * 2**20
+"""Maximum size of any response except a blob. The distribution specification requires registries to
+accept manifests of this size and allows them to reject larger ones."""
 _TIMEOUT_SECONDS = (10, 300)
-"""To connect, and between two answers: a registry hashes what it got before it answers."""
+"""Time to connect and time to wait for data: a registry hashes an upload before it responds."""
 _ATTEMPTS = 4
 _WAIT_SECONDS = 1.0
 _PIECE = 1 << 20
@@ -46,14 +46,14 @@ _DOCKER_HUB_API, _DOCKER_HUB_LOGIN = "registry-1.docker.io", "https://index.dock
 
 
 class OciClient:
-    """One repository of a registry."""
+    """A client for one repository of a registry."""
 
     def __init__(self, host: str, repository: str, *, insecure: bool) -> None:
-        """Ask the registry for its kind of login, and read the login.
+        """Probe `/v2/` for the registry's authentication scheme, and load the credentials.
 
         Raises:
-            RegistryError: it cannot be reached, is no OCI registry, or wants a login that is not
-                there.
+            RegistryError: the registry cannot be reached, is not an OCI registry, or requires
+                credentials that are missing.
         """
         self.host, self.repository, self._insecure = host, repository, insecure
         self._api = _DOCKER_HUB_API if host in _DOCKER_HUB else host
@@ -64,50 +64,54 @@ class OciClient:
             self._api, insecure=insecure, auth_backend="basic" if is_basic else "token"
         )
         self._session, self._auth = registry.session, registry.auth
-        # The requests for tokens, which oras makes itself, end as well.
+        # This sets a timeout for oras's own requests for tokens, too.
         self._session.request = functools.partial(self._session.request, timeout=_TIMEOUT_SECONDS)
-        # A compressed answer would be larger than what came over the network.
+        # Size limits count the bytes on the network, so responses must not be compressed.
         self._session.headers["Accept-Encoding"] = "identity"
-        self._session.hooks["response"].append(_bound_answer)
+        self._session.hooks["response"].append(_limit_response)
         login: Any = Container(f"{self._api}/{repository}")
         login.registry = _DOCKER_HUB_LOGIN if self._api == _DOCKER_HUB_API else self._api
         self._auth.load_configs(login)
         try:
             self._auth.get_auth_header()
-        except AttributeError:  # of oras's basic login without a user
-            raise self._refused(401, "there is no login for it") from None
+        except AttributeError:  # oras raises it for basic authentication without a user
+            raise self._access_denied(401, "there are no credentials for it") from None
 
     def manifest(self, reference: str) -> tuple[bytes, str, str]:
         """Return the bytes, media type and digest of a manifest or an index, by tag or digest.
 
         Raises:
-            RegistryError: there is none, or it is not what the digest says.
+            RegistryError: it does not exist, or it does not match the digest.
         """
-        answer = self._ask("GET", f"manifests/{reference}")
-        if answer.status_code == 404:
+        response = self._call("GET", f"manifests/{reference}")
+        if response.status_code == 404:
             raise RegistryError(
-                f"the registry {self.host} has no {self.repository} with {reference}.",
-                do="See its tags, and check the spelling.",
+                f"the registry {self.host} has no {self.repository} with the tag or digest "
+                f"{reference}.",
+                do="Check the spelling and the list of tags.",
             )
-        self._check(answer)
-        digest = f"sha256:{hashlib.sha256(answer.content).hexdigest()}"
+        self._check(response)
+        digest = f"sha256:{hashlib.sha256(response.content).hexdigest()}"
         if reference.startswith("sha256:") and reference != digest:
-            raise RegistryError(f"{self.host}/{self.repository}@{reference} was altered.")
-        return answer.content, answer.headers.get("Content-Type", "").partition(";")[0], digest
+            raise RegistryError(
+                f"{self.host}/{self.repository}@{reference} was altered: its sha256 is "
+                f"{digest.removeprefix('sha256:')}."
+            )
+        return response.content, response.headers.get("Content-Type", "").partition(";")[0], digest
 
     def has_manifest(self, reference: str) -> bool:
-        """Whether there is a manifest or an index with this tag or digest."""
+        """Return True if a manifest or an index with this tag or digest exists."""
         return self._has(f"manifests/{reference}")
 
     def has_blob(self, digest: str) -> bool:
-        """Whether the repository has this blob."""
+        """Return True if the repository has this blob."""
         return self._has(f"blobs/{digest}")
 
-    def upload(self, blob: Blob | Layer) -> None:
-        """Upload a blob piece by piece; again from its start if the connection breaks.
+    def upload(self, blob: Blob | ImageLayer) -> None:
+        """Upload a blob as a stream; start again if the connection breaks.
 
         Raises:
-            RegistryError: the registry refuses it, or the connection breaks again and again.
+            RegistryError: the registry rejects it, or the connection breaks repeatedly.
         """
 
         def send() -> Any:
@@ -119,47 +123,46 @@ class OciClient:
             kind = {"Content-Type": "application/octet-stream"}
             return self._request("PUT", place, data=blob, headers=kind)
 
-        self._check(self._retried(send))
+        self._check(self._with_retries(send))
 
     def put_manifest(self, reference: str, media_type: str, content: bytes) -> None:
-        """Store a manifest or an index under a tag or its digest; all that it names is there."""
+        """Upload a manifest or an index under a tag or its digest, after the blobs it refers to."""
         headers = {"Content-Type": media_type}
-        self._check(self._ask("PUT", f"manifests/{reference}", data=content, headers=headers))
+        self._check(self._call("PUT", f"manifests/{reference}", data=content, headers=headers))
 
     def tags(self) -> list[str]:
-        """Return at most a hundred tags of the repository; none if it cannot list them."""
-        answer = self._ask("GET", "tags/list?n=100")
+        """Return at most a hundred tags of the repository; none if the registry cannot list."""
+        response = self._call("GET", "tags/list?n=100")
         try:
-            return [str(tag) for tag in answer.json()["tags"]]
+            return [str(tag) for tag in response.json()["tags"]]
         except (ValueError, KeyError, TypeError):
             return []
 
     def download(self, digest: str, path: Path, size_bytes: int) -> None:
-        """Write a blob to `path`, from where an earlier try has left it.
+        """Download a blob to `path`; resume an earlier download.
 
         Args:
-            digest: `sha256:…`.
-            path: where it goes.
-            size_bytes: what the manifest says; not a byte more is written. Whether the digest is
-                right is the caller's to see.
+            digest: `sha256:…`. The caller has to verify it.
+            path: path of the file.
+            size_bytes: size in the manifest; no more bytes are written.
 
         Raises:
-            RegistryError: it is not there, or the connection breaks again and again.
-            ArtifactError: the registry sends more than its manifest says.
+            RegistryError: the blob does not exist, or the connection breaks repeatedly.
+            ArtifactError: the registry sends more bytes than `size_bytes`.
         """
 
         def receive() -> Any:
             done = path.stat().st_size if path.is_file() else 0
-            if done >= size_bytes:  # whole, or of no use: its digest will tell
+            if done >= size_bytes:  # complete or invalid; the caller checks the digest
                 return None
             headers = {"Range": f"bytes={done}-"} if done else {}
             url = f"{self._base}/blobs/{digest}"
-            with self._request("GET", url, headers=headers, stream=True) as answer:
-                if answer.status_code in (200, 206):
-                    is_rest = answer.status_code == 206
+            with self._request("GET", url, headers=headers, stream=True) as response:
+                if response.status_code in (200, 206):
+                    is_rest = response.status_code == 206
                     left = size_bytes - (done if is_rest else 0)
                     with path.open("ab" if is_rest else "wb") as stream:
-                        for piece in answer.iter_content(_PIECE):
+                        for piece in response.iter_content(_PIECE):
                             left -= len(piece)
                             if left < 0:
                                 break
@@ -167,102 +170,103 @@ class OciClient:
                     if left < 0:
                         path.unlink(missing_ok=True)
                         raise ArtifactError(
-                            f"the registry {self.host} sends more than the {size_bytes} bytes that "
-                            f"its manifest says of {digest}."
+                            f"the registry {self.host} sent more than {size_bytes} bytes for "
+                            f"{digest}, expected {size_bytes} as in its manifest."
                         )
-            return answer
+            return response
 
-        self._check(self._retried(receive))
+        self._check(self._with_retries(receive))
 
     def _challenge(self) -> str:
-        """Return the login that a registry wants: `Bearer realm=…`, `Basic …`; empty for none."""
+        """Return the registry's `Www-Authenticate` header; empty if it requires no login."""
         try:
-            answer = requests.get(
+            response = requests.get(
                 self._v2,
                 headers={"Accept-Encoding": "identity"},
-                hooks={"response": _bound_answer},
+                hooks={"response": _limit_response},
                 timeout=_TIMEOUT_SECONDS[0],
             )
         except requests.RequestException as error:
             raise self._unreachable(error) from error
-        if answer.status_code in (200, 401, 403, *_BUSY):
-            return str(answer.headers.get("Www-Authenticate", ""))
+        if response.status_code in (200, 401, 403, *_BUSY):
+            return str(response.headers.get("Www-Authenticate", ""))
         raise RegistryError(
-            f"{self._v2} answers {answer.status_code}, so {self.host} is no OCI registry.",
+            f"{self.host} is not an OCI registry: {self._v2} answered {response.status_code}.",
             do="Check the address: oci://registry/name:tag.",
         )
 
     def _has(self, path: str) -> bool:
-        answer = self._ask("HEAD", path)
-        if answer.status_code == 404:
+        response = self._call("HEAD", path)
+        if response.status_code == 404:
             return False
-        self._check(answer)
+        self._check(response)
         return True
 
-    def _ask(self, method: str, path: str, **options: Any) -> Any:
+    def _call(self, method: str, path: str, **options: Any) -> Any:
         headers = {"Accept": f"{INDEX}, {MANIFEST}", **options.pop("headers", {})}
         url = f"{self._base}/{path}"
-        return self._retried(lambda: self._request(method, url, headers=headers, **options))
+        return self._with_retries(lambda: self._request(method, url, headers=headers, **options))
 
     def _request(self, method: str, url: str, **options: Any) -> Any:
-        """Send one request with the login, and once more with a new token if that is refused."""
+        """Send a request with credentials; if they are rejected, send it again with a new token."""
         send = functools.partial(self._session.request, method, url)
         headers = dict(options.pop("headers", {}))
         if urlsplit(url).netloc != self._api:
-            # Some registries keep blobs elsewhere: no login there.
+            # Some registries store blobs on other hosts, which must not get the credentials.
             return send(headers=headers, **options)
         headers |= self._auth.get_auth_header()
-        answer = send(headers=headers, **options)
-        if answer.status_code in (401, 403):
+        response = send(headers=headers, **options)
+        if response.status_code in (401, 403):
             try:
-                renewed, _ = self._auth.authenticate_request(answer, dict(headers), refresh=True)
-            except (AttributeError, TypeError) as error:  # of oras, for answers that are no tokens
-                raise self._refused(answer.status_code, "its token cannot be read") from error
+                renewed, _ = self._auth.authenticate_request(response, dict(headers), refresh=True)
+            except (AttributeError, TypeError) as error:  # oras raises them for malformed tokens
+                raise self._access_denied(response.status_code, "its token is malformed") from error
             if renewed != headers:
-                answer.close()
-                answer = send(headers=renewed, **options)
-        return answer
+                response.close()
+                response = send(headers=renewed, **options)
+        return response
 
-    def _retried(self, ask: Callable[[], Any]) -> Any:
-        """Ask again if the connection broke or the registry is busy; wait 1, 2, 4 seconds."""
+    def _with_retries(self, ask: Callable[[], Any]) -> Any:
+        """Retry after 1, 2 and 4 seconds if the connection broke or the registry is busy."""
         for attempt in range(_ATTEMPTS):
             is_last = attempt == _ATTEMPTS - 1
             try:
-                answer = ask()
+                response = ask()
             except (requests.exceptions.SSLError, requests.exceptions.InvalidURL) as error:
                 raise self._unreachable(error) from error
             except requests.RequestException as error:
                 if is_last:
                     raise self._unreachable(error) from error
             else:
-                if is_last or answer is None or answer.status_code not in _BUSY:
-                    return answer
+                if is_last or response is None or response.status_code not in _BUSY:
+                    return response
             time.sleep(_WAIT_SECONDS * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    def _check(self, answer: Any) -> None:
-        """Raise RegistryError for an answer that is no success, with the registry's own words."""
-        if answer is None or answer.status_code < 300:
+    def _check(self, response: Any) -> None:
+        """Raise RegistryError, with the registry's message, unless the request succeeded."""
+        if response is None or response.status_code < 300:
             return
         try:
-            first = answer.json()["errors"][0]  # as the distribution specification has it
+            first = response.json()["errors"][0]  # the format of the distribution specification
             said = str(first.get("message") or first.get("code") or "")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             said = ""
-        said = (said or str(answer.reason)).strip().rstrip(".") or "no reason"
-        if answer.status_code in (401, 403):
-            raise self._refused(answer.status_code, said)
+        said = (said or str(response.reason)).strip().rstrip(".") or "no reason"
+        if response.status_code in (401, 403):
+            raise self._access_denied(response.status_code, said)
         is_full = re.search("quota|limit", said, re.IGNORECASE)
         raise RegistryError(
-            f"the registry {self.host} answers {answer.status_code} for {self.repository}: {said}.",
-            do="It is full, or wants fewer requests: see its limits."
-            if answer.status_code in (413, 429, 507) or is_full
-            else "What was sent stays there: the same command goes on.",
+            f"the registry {self.host} answered {response.status_code} for {self.repository}: "
+            f"{said}.",
+            do="Its storage is full, or it limits requests: check its limits."
+            if response.status_code in (413, 429, 507) or is_full
+            else "Run the same command again: it resumes after the uploaded layers.",
         )
 
-    def _refused(self, status: int, said: str) -> RegistryError:
+    def _access_denied(self, status: int, said: str) -> RegistryError:
         return RegistryError(
-            f"the registry {self.host} refuses {self.repository} ({status}): {said}.",
+            f"the registry {self.host} denies access to {self.repository} ({status}): {said}.",
             do=f"Log in with: docker login {self.host}",
         )
 
@@ -270,29 +274,29 @@ class OciClient:
         reason = str(getattr(error.args[0] if error.args else error, "reason", error))
         remedy = "Check the address and the network."
         if not self._insecure and re.search("SSL|wrong version|record layer", reason):
-            remedy = "Where the registry speaks plain HTTP, pass --insecure."
-        # `[Errno 111] Connection refused` of the client's own long sentence.
+            remedy = "If the registry uses plain HTTP, pass --insecure."
+        # requests' message is long; its end is `[Errno 111] Connection refused`.
         said = reason.rpartition(": ")[2].strip(" .()'\"") or "no reason"
         return RegistryError(f"the registry {self.host} cannot be reached: {said}.", do=remedy)
 
 
-def _bound_answer(answer: Any, *_args: Any, stream: bool = False, **_options: Any) -> Any:
-    """Read an answer of at most 4 MiB, as requests' hook `response`; blobs are streamed.
+def _limit_response(response: Any, *_args: Any, stream: bool = False, **_options: Any) -> Any:
+    """Read a response of at most 4 MiB, as requests' hook `response`; blobs are streamed.
 
-    requests calls the hook for redirects and tokens too, before it reads anything of a body.
+    requests also calls the hook for redirects and tokens, before it reads the body.
     """
-    if stream and answer.status_code in (200, 206):
-        return answer
+    if stream and response.status_code in (200, 206):
+        return response
     try:
-        content = answer.raw.read(MAX_ANSWER_BYTES + 1, decode_content=True)
-    except urllib3.exceptions.HTTPError as error:  # as requests itself would have it
+        content = response.raw.read(MAX_RESPONSE_BYTES + 1, decode_content=True)
+    except urllib3.exceptions.HTTPError as error:  # requests converts it in the same way
         raise requests.ConnectionError(error) from error
-    if len(content) > MAX_ANSWER_BYTES:
-        answer.close()
+    if len(content) > MAX_RESPONSE_BYTES:
+        response.close()
         raise RegistryError(
-            f"the registry {urlsplit(answer.url).netloc} answers with more than {MAX_ANSWER_BYTES} "
-            "bytes where a manifest or a message was expected.",
-            do="Check the address; this registry cannot be used.",
+            f"the registry {urlsplit(response.url).netloc} sent more than {MAX_RESPONSE_BYTES} "
+            "bytes, expected a manifest or a message.",
+            do="Check the address.",
         )
-    answer.raw = io.BytesIO(content)
-    return answer
+    response.raw = io.BytesIO(content)
+    return response

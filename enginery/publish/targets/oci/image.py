@@ -1,13 +1,15 @@
-"""A package as an OCI image that has files and no program: layers, configs, manifests.
+"""Build an OCI image from a package: layers, configs, manifests. It has files, but no program.
 
-The same package has the same bytes and digests everywhere. Each group of files is a layer:
-`weights.tar`, `graph.tar`, `tokenizer.tar`, `config.tar`, `report.tar`, `manifest.tar`, `card.tar`.
+Each group of files is a layer: `weights.tar`, `graph.tar`, `tokenizer.tar`, `config.tar`,
+`report.tar`, `manifest.tar`, `card.tar`. The image's root is the artifact's directory. The same
+package has the same bytes and digests on every machine.
 
-An image, and no OCI artifact of single files: container runtimes mount the first as a Kubernetes
-image volume, and containerd does not mount the second; so the manifest has no `artifactType`. The
-image's root is the artifact's directory. The layers are tar without gzip, which every runtime
-takes: weights hardly get smaller, two versions of zlib do not make the same bytes, and a layer is
-sent from the artifact's files without a copy of it on disk.
+It is an image, not an OCI artifact of single files: container runtimes mount images as Kubernetes
+image volumes, but containerd does not mount such artifacts. So the manifest has no `artifactType`.
+
+The layers are tar without gzip, which every runtime supports: weights hardly compress, different
+versions of zlib produce different bytes, and a layer is streamed from the artifact's files without
+a copy on disk.
 
 Formats: OCI image specification 1.1; layers are POSIX pax.
 """
@@ -34,11 +36,11 @@ FILES = "enginery.files"
 WITHOUT_RIGHTS = "enginery.without_rights_sha256"
 TITLE = "org.opencontainers.image.title"
 VERSION = "org.opencontainers.image.version"
-"""What --version named: a tag of this name is not moved."""
+"""Annotation with the value of --version; a tag of this name is never moved."""
 ARCHITECTURES = ("amd64", "arm64")
-"""A runtime takes an image of its own architecture alone; the layers of both are the same."""
+"""A runtime accepts only images of its architecture; both images have the same layers."""
 
-# What changes least comes first.
+# Groups that change least come first.
 _ORDER = ("weights", "graph", "tokenizer", "config", "engine", "report", "manifest", "card")
 _BLOCK = 512  # of tar
 _PIECE = 1 << 20
@@ -46,7 +48,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Blob:
-    """Some bytes of an image, and how others refer to them; iterable as the body of a request."""
+    """A config, a manifest or an index of an image; iterable as the body of a request."""
 
     media_type: str
     content: bytes
@@ -62,13 +64,13 @@ class Blob:
         yield self.content
 
     def descriptor(self) -> dict[str, Any]:
-        """Return how a manifest or an index names it."""
+        """Return the descriptor for a manifest or an index."""
         return {"mediaType": self.media_type, "digest": self.digest, "size": len(self.content)}
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The files of one group, as a tar that is made while a request sends it."""
+class ImageLayer:
+    """A group of files as a tar, which is generated while a request sends it."""
 
     group: str
     files: tuple[PackageFile, ...]
@@ -84,11 +86,11 @@ class Layer:
         return self.size_bytes
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield pieces of at most 1 MiB; raise ArtifactError for a file that has changed."""
+        """Yield pieces of at most 1 MiB; raise ArtifactError if a file has changed."""
         return _tar(self.files)
 
     def descriptor(self) -> dict[str, Any]:
-        """Return how a manifest names it."""
+        """Return the descriptor for a manifest."""
         return {
             "mediaType": LAYER,
             "digest": self.digest,
@@ -99,17 +101,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Image:
-    """Everything that a registry gets, in the order in which it must come."""
+    """All parts of an image, in the order in which a registry needs them."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[ImageLayer, ...]
     configs: tuple[Blob, ...]
     manifests: tuple[Blob, ...]
     index: Blob
-    """One manifest for each architecture; what a tag points to."""
+    """Index with one manifest per architecture; tags point to it."""
 
 
-def image_of(package: Package) -> Image:
-    """Return the image of a package. Every file is read once, for the layers' digests.
+def build_image(package: Package) -> Image:
+    """Return the image of a package. Every file is read once to compute the layers' digests.
 
     Raises:
         ArtifactError: a file has changed since the package was made; the message names it.
@@ -152,7 +154,7 @@ def _rank(group: str) -> tuple[int, str]:
     return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), group)
 
 
-def _layer(group: str, files: tuple[PackageFile, ...], package: Package) -> Layer:
+def _layer(group: str, files: tuple[PackageFile, ...], package: Package) -> ImageLayer:
     digest, size_bytes = hashlib.sha256(), 0
     for piece in _tar(files):
         digest.update(piece)
@@ -171,11 +173,11 @@ def _layer(group: str, files: tuple[PackageFile, ...], package: Package) -> Laye
             "enginery.engine.profiles.parse": "; ".join(record.profiles),
             "enginery.engine.gpu": record.gpu.name or "none",
         }
-    return Layer(group, files, f"sha256:{digest.hexdigest()}", size_bytes, annotations)
+    return ImageLayer(group, files, f"sha256:{digest.hexdigest()}", size_bytes, annotations)
 
 
 def _tar(files: tuple[PackageFile, ...]) -> Iterator[bytes]:
-    """Yield a tar of files with their directories: no times, no owners, readable by everybody."""
+    """Yield a tar of files and their directories, without times and owners, readable by all."""
     made: set[PurePosixPath] = set()
     for file in files:
         for parent in reversed(PurePosixPath(file.name).parents[:-1]):
@@ -195,7 +197,10 @@ def _header(name: str, kind: bytes, size_bytes: int, mode: int) -> bytes:
 
 
 def _content(file: PackageFile) -> Iterator[bytes]:
-    """Yield the bytes of a file, as many as its record says; a tar with others would be no tar."""
+    """Yield the content of a file; raise ArtifactError if it differs from its record.
+
+    Never more bytes than the record says are yielded, as the tar header already has the size.
+    """
     digest, left = hashlib.sha256(), file.size_bytes
     try:
         with file.path.open("rb") as stream:
@@ -207,16 +212,16 @@ def _content(file: PackageFile) -> Iterator[bytes]:
     except OSError as error:
         raise ArtifactError(f"{file.path} cannot be read: {error.strerror}.") from error
     if changed:
-        raise ArtifactError(f"{file.path} has changed since it was checked.", do="Publish again.")
+        raise ArtifactError(f"{file.path} was changed while it was published.", do="Publish again.")
 
 
-def _config(package: Package, layers: tuple[Layer, ...], architecture: str) -> Blob:
-    """Return the image's config: no command, and the artifact's manifest as an extra field."""
+def _config(package: Package, layers: tuple[ImageLayer, ...], architecture: str) -> Blob:
+    """Return the image's config, without a command, and with the manifest as an extra field."""
     config = {
         "architecture": architecture,
         "os": "linux",
         "config": {"Labels": _annotations(package)},
-        # Without gzip a layer's digest is that of its content.
+        # Without gzip, the digest of a layer is the digest of its content.
         "rootfs": {"type": "layers", "diff_ids": [layer.digest for layer in layers]},
         "history": [{"created_by": f"enginery publish: {layer.group}"} for layer in layers],
         # "Any extra fields … are considered implementation specific", image-spec, config.md.

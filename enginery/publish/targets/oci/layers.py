@@ -1,7 +1,7 @@
-"""The layers of a pulled image: what the registry says of them, checked, and their files.
+"""Check and unpack the layers of a pulled image.
 
-A registry is somebody else's: nothing of what it says becomes a path, and no file gets larger than
-the package's own listing says. The layer with that listing comes first.
+A registry is not trusted: nothing that it sends is used as a path, and no file may become larger
+than the package's listing says. So the layer with the listing is unpacked first.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from enginery.publish.publication import LISTING
 from enginery.publish.targets.oci.image import CONTENT, FILES, LAYER, TITLE
 
 REMEDY = (
-    "It cannot be trusted. A registry takes no layer again that it has by name: delete it there, "
-    "or name another registry, and publish it again."
+    "It cannot be trusted. A registry does not accept a layer again that it already has: delete it "
+    "there, or use another registry, and publish the artifact again."
 )
 _GZIP_LAYER = f"{LAYER}+gzip"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _GZIP_MAGIC = b"\x1f\x8b"
 _LISTING_BYTES = 64 << 20
-# Of tar itself: headers, padding, the end, and what is before the listing in its layer.
+# Limit for tar's headers and padding, and for files before the listing in its layer.
 _TAR_BYTES = 64 << 20
 _HEADER_BYTES = 4 << 20
 _PIECE = 1 << 20
@@ -39,34 +39,34 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class PulledLayer:
-    """One layer, as the registry's manifest describes it."""
+    """A layer, as the registry's manifest describes it."""
 
     digest: str
-    """`sha256:` and 64 digits: fit for a file name."""
+    """`sha256:` and 64 hex digits, so that it is safe in a file name."""
     size_bytes: int
     title: str
     files: Mapping[str, str]
-    """sha256 by name, where enginery published it; nothing that is relied on."""
+    """File name -> sha256, as annotated by enginery; only used in messages."""
 
 
-def digest_and_size(descriptor: Any, what: str) -> tuple[str, int]:
-    """Return the digest and the size in a descriptor; raise RegistryError if it has none."""
+def parse_descriptor(descriptor: Any, what: str) -> tuple[str, int]:
+    """Return digest and size in bytes of a descriptor; raise RegistryError if it is malformed."""
     found = descriptor if isinstance(descriptor, Mapping) else {}
     digest, size = found.get("digest"), found.get("size")
     is_digest = isinstance(digest, str) and _DIGEST.fullmatch(digest)
-    if is_digest and type(size) is int and size >= 0:  # true is an int, too
+    if is_digest and type(size) is int and size >= 0:  # a bool is an int, too
         return str(digest), size
     raise RegistryError(
-        f"{what}: the registry's manifest describes a blob by digest {digest!r} and size {size!r}, "
-        "expected sha256: with 64 digits, and a number of bytes."
+        f"{what}: the registry's manifest has a blob with digest {digest!r} and size {size!r}, "
+        "expected sha256: with 64 hex digits, and a number of bytes."
     )
 
 
-def layers_of(document: Mapping[str, Any], what: str) -> list[PulledLayer]:
-    """Return the layers of an image manifest, that with the listing first.
+def parse_layers(document: Mapping[str, Any], what: str) -> list[PulledLayer]:
+    """Return the layers of an image manifest, the one with the listing first.
 
     Raises:
-        RegistryError: it is no image of enginery's, or describes a layer wrongly.
+        RegistryError: enginery did not publish the image, or a layer's description is malformed.
     """
     found = document.get("layers")
     layers = found if isinstance(found, list) else []
@@ -74,77 +74,79 @@ def layers_of(document: Mapping[str, Any], what: str) -> list[PulledLayer]:
     if not _get(document.get("annotations"), CONTENT) or not layers or not known:
         raise RegistryError(
             f"{what} was not published by enginery: it has no annotation {CONTENT}.",
-            do="Fetch it by other means, such as oras pull or docker create.",
+            do="Download it with another tool, such as oras pull or docker create.",
         )
     read = [_layer(layer, what) for layer in layers]
     if not any(LISTING in layer.files for layer in read):
-        raise RegistryError(f"{what}: none of its layers has {LISTING}, by their {FILES}.")
+        raise RegistryError(f"{what}: no layer has {LISTING} in its annotation {FILES}.")
     return sorted(read, key=lambda layer: LISTING not in layer.files)
 
 
 def check_layer(path: Path, layer: PulledLayer, what: str) -> None:
-    """Raise ArtifactError for an altered layer; name its altered files if they can be told."""
+    """Raise ArtifactError if a layer was changed; name the changed files if possible."""
     with path.open("rb") as stream:
         found = _sha256(stream)
     if f"sha256:{found}" == layer.digest:
         return
-    altered = ", ".join(_altered(path, layer.files))
+    altered = ", ".join(_altered_files(path, layer.files))
     raise ArtifactError(
         f"{what}: {altered} was altered, in the layer {layer.title}."
         if altered
-        else f"{what}: the layer {layer.title} was altered: its sha256 is {found[:12]}…, the "
-        f"registry's manifest says {layer.digest.removeprefix('sha256:')[:12]}….",
+        else f"{what}: the layer {layer.title} was altered: its sha256 is {found[:12]}…, expected "
+        f"{layer.digest.removeprefix('sha256:')[:12]}… as in the registry's manifest.",
         do=REMEDY,
     )
 
 
 def unpack(path: Path, out: Path, files: Mapping[str, FileRecord], what: str) -> None:
-    """Write the files of a tar that are listed; what else is in it stays there.
+    """Unpack the listed files of a tar; skip all others.
 
     Args:
-        path: the tar, which may be packed by gzip.
-        out: where the files go.
-        files: name and size of those that are wanted.
-        what: the image, for messages.
+        path: the tar, with or without gzip.
+        out: directory for the files.
+        files: name -> record of the files to unpack.
+        what: name of the image in messages.
 
     Raises:
-        ArtifactError: it is no tar, a member is a link or lies outside, or a file is larger than
-            it may be.
+        ArtifactError: it is not a tar, a member is a link or has a path outside `out`, or a file
+            is larger than its record says.
     """
     limit = sum(record.size_bytes for record in files.values()) + _TAR_BYTES
-    with _errors_in_words(what), _opened(path) as stream:
-        bounded = _Bounded(stream, max(limit, path.stat().st_size), what)
-        # A stream of tar needs `read` alone.
+    with _translate_errors(what), _open_tar(path) as stream:
+        bounded = _SizeLimitedStream(stream, max(limit, path.stat().st_size), what)
+        # In stream mode, tarfile only calls `read`.
         with tarfile.open(fileobj=cast("IO[bytes]", bounded), mode="r|") as archive:
             for member in archive:
                 bounded.allow(member.size)
-                name = _plain_name(member, what)
+                name = _checked_name(member, what)
                 record = files.get(name)
                 if record is None or member.isdir():
                     continue
                 if member.size > record.size_bytes:
                     raise ArtifactError(
-                        f"{what}: {name} has {member.size} bytes, {LISTING} says "
-                        f"{record.size_bytes}.",
+                        f"{what}: {name} has {member.size} bytes, expected {record.size_bytes} as "
+                        f"in {LISTING}.",
                         do=REMEDY,
                     )
                 _write(archive, member, out / name)
 
 
 def unpack_listing(path: Path, out: Path, what: str) -> None:
-    """Write the package's listing alone, before anything else is believed; see `unpack`."""
+    """Unpack only the package's listing, which limits the sizes of all other files."""
     unpack(path, out, {LISTING: FileRecord(sha256="", size_bytes=_LISTING_BYTES)}, what)
 
 
 def _layer(layer: Any, what: str) -> PulledLayer:
-    digest, size_bytes = digest_and_size(layer, what)
+    digest, size_bytes = parse_descriptor(layer, what)
     annotations = _get(layer, "annotations")
     try:
         files = json.loads(str(_get(annotations, FILES) or "{}"))
     except (ValueError, RecursionError):
         files = None
     if not isinstance(files, dict):
-        raise RegistryError(f"{what}: the {FILES} of the layer {digest[:19]}… is no JSON object.")
+        raise RegistryError(
+            f"{what}: the annotation {FILES} of the layer {digest[:19]}… is not a JSON object."
+        )
     title = str(_get(annotations, TITLE) or digest)
     return PulledLayer(digest, size_bytes, title, {str(n): str(d) for n, d in files.items()})
 
@@ -157,15 +159,18 @@ class _Readable(Protocol):
     def read(self, size: int = -1, /) -> bytes: ...
 
 
-class _Bounded:
-    """A stream that fails if it gives more than it may: gzip packs 1000 to 1."""
+class _SizeLimitedStream:
+    """A stream with a size limit, as gzip data may unpack to 1000 times their size."""
 
     def __init__(self, stream: _Readable, limit: int, what: str) -> None:
         self._stream, self._left, self._what = stream, limit, what
         self._ahead = _HEADER_BYTES
 
     def allow(self, size_bytes: int) -> None:
-        """Allow a member and the headers before the next, which tarfile keeps in memory."""
+        """Set the limit for reading ahead: this member, and the headers before the next one.
+
+        tarfile keeps headers in memory, so they must not be arbitrarily long.
+        """
         self._ahead = size_bytes + _HEADER_BYTES
 
     def read(self, size: int = _PIECE) -> bytes:
@@ -174,13 +179,13 @@ class _Bounded:
         self._ahead -= len(piece)
         if min(self._left, self._ahead) < 0:
             raise ArtifactError(
-                f"{self._what}: a layer unpacks to more than {LISTING} says.", do=REMEDY
+                f"{self._what}: a layer unpacks to more bytes than {LISTING} says.", do=REMEDY
             )
         return piece
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[_Readable]:
+def _open_tar(path: Path) -> Iterator[_Readable]:
     with path.open("rb") as stream:
         is_packed = stream.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
         stream.seek(0)
@@ -191,11 +196,13 @@ def _opened(path: Path) -> Iterator[_Readable]:
             yield unpacked
 
 
-def _plain_name(member: tarfile.TarInfo, what: str) -> str:
+def _checked_name(member: tarfile.TarInfo, what: str) -> str:
     name = PurePosixPath(member.name)
     is_plain = member.isreg() and not member.issparse() and bool(name.parts)
     if not (is_plain or member.isdir()) or name.is_absolute() or ".." in name.parts:
-        raise ArtifactError(f"{what}: {member.name} is no plain file of the package.", do=REMEDY)
+        raise ArtifactError(
+            f"{what}: {member.name} is not a regular file inside the package.", do=REMEDY
+        )
     return name.as_posix()
 
 
@@ -208,20 +215,20 @@ def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> N
 
 
 @contextmanager
-def _errors_in_words(what: str) -> Iterator[None]:
-    """Turn the errors of a broken tar or gzip, and of the disk, into an ArtifactError."""
+def _translate_errors(what: str) -> Iterator[None]:
+    """Raise ArtifactError for errors of tar, gzip and the disk."""
     try:
         yield
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ArtifactError(f"{what}: a layer is no tar: {error}.", do=REMEDY) from error
+        raise ArtifactError(f"{what}: a layer is not a valid tar: {error}.", do=REMEDY) from error
     except OSError as error:
         raise ArtifactError(
             f"{what} cannot be unpacked: {error.strerror or error}: {error.filename or ''}."
         ) from error
 
 
-def _altered(path: Path, files: Mapping[str, str]) -> list[str]:
-    """Return the files of a damaged tar that are not as the registry's manifest says."""
+def _altered_files(path: Path, files: Mapping[str, str]) -> list[str]:
+    """Return the files of a changed tar whose digests differ from the manifest."""
     found: dict[str, str] = {}
     try:
         with tarfile.open(path, "r:") as archive:

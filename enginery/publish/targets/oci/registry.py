@@ -1,13 +1,14 @@
-"""`oci://registry/name:tag`: an image in an OCI registry, for container runtimes to mount.
+"""`oci://registry/name:tag`: publish to and pull from an OCI registry.
 
-Publishing makes one layer for each group of files, and a tag:
+The package is an image that container runtimes can mount. Publishing uploads one layer per group of
+files, and sets a tag:
 
     $ enginery publish minilm oci://ghcr.io/org/minilm:1
     oci://ghcr.io/org/minilm@sha256:5f0e…
 
-The login is Docker's (`docker login`, its credential helpers included). A layer that the registry
-has is not sent again, whichever version brought it; so a run that was killed goes on. The same
-package has the same digest everywhere. A tag that --version made says so in its index, and is never
+The credentials are Docker's (`docker login`, with credential helpers). A layer that the registry
+already has, from any version, is not uploaded again, so that a killed run can be resumed. The same
+package has the same digest everywhere. A tag set with --version is marked in its index and never
 moved.
 """
 
@@ -37,13 +38,13 @@ from enginery.publish.targets.oci.image import (
     VERSION,
     WITHOUT_RIGHTS,
     Image,
-    image_of,
+    build_image,
 )
 from enginery.publish.targets.oci.layers import (
     REMEDY,
     check_layer,
-    digest_and_size,
-    layers_of,
+    parse_descriptor,
+    parse_layers,
     unpack,
     unpack_listing,
 )
@@ -51,7 +52,7 @@ from enginery.publish.targets.oci.layers import (
 if TYPE_CHECKING:
     from enginery.publish.targets.oci.client import OciClient
 
-# Repositories and tags as the distribution specification 1.1 has them.
+# Repositories and tags according to the distribution specification 1.1.
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _ADDRESS = re.compile(
     r"oci://(?P<host>(?:[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\])(?::\d+)?)/"
@@ -65,7 +66,7 @@ class OciRegistry:
     """A repository of an OCI registry."""
 
     def __init__(self, url: str, config: PublishConfig) -> None:
-        """Read the address; nothing is sent yet.
+        """Parse the address, without connecting to the registry.
 
         Raises:
             OptionError: the address is not `oci://registry/name`, with `:tag`, `@tag` or
@@ -76,14 +77,15 @@ class OciRegistry:
         if not found:
             raise OptionError(
                 f"address '{url}': expected oci://registry/name:tag or "
-                "oci://registry/name@sha256:…, the name of small letters, digits, '.', '_', '-' "
-                "and '/'."
+                "oci://registry/name@sha256:…, with lowercase letters, digits, '.', '_', '-' and "
+                "'/' in the name."
             )
         self.url, self.host, self.repository = url, found["host"], found["repository"]
         self.tag, self.digest = found["tag"] or "", found["digest"] or ""
         if config.name and config.name != self.repository.rpartition("/")[2]:
             raise OptionError(
-                f"option 'name' is '{config.name}', but the address says {self.repository}."
+                f"option 'name' is '{config.name}', but the address has the name "
+                f"'{self.repository}'."
             )
         try:
             from enginery.publish.targets.oci.client import OciClient
@@ -94,46 +96,51 @@ class OciRegistry:
 
     @property
     def remedy(self) -> str:
-        """Say what to do about a damaged version."""
+        """Remedy for a damaged version."""
         return REMEDY
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
-        """Upload the layers that are not there, then the manifests, then the tags.
+        """Upload missing layers, then the manifests, then the tags.
 
         Raises:
-            RegistryError: the registry cannot be reached or refuses, --version is another content
-                there, or a tag that would move is a version.
-            OptionError: the address has a digest, or both a tag and --version are named.
-            ArtifactError: a file has changed since the package was made.
+            RegistryError: the registry cannot be reached or rejects a request, the version exists
+                with other content, or a tag that would move is a version.
+            OptionError: the address has a digest, or a tag that differs from --version.
+            ArtifactError: a file was changed while it was published.
         """
         if self.digest:
-            raise OptionError(f"{self.url}: a digest is what publishing makes; name a tag.")
+            raise OptionError(
+                f"{self.url} has a digest, expected a tag: publishing computes the digest."
+            )
         if config.version and self.tag not in ("", config.version):
             raise OptionError(
-                f"option 'version' is '{config.version}', but the address says {self.tag}.",
-                do="Name one of the two.",
+                f"option 'version' is '{config.version}', but the address has the tag "
+                f"'{self.tag}'.",
+                do="Use only one of the two.",
             )
         tag = config.version or self.tag or LATEST
         if config.alias == tag:
-            raise OptionError(f"alias and tag are both '{tag}'.", do="Leave out --alias.")
+            raise OptionError(
+                f"option 'alias' is '{tag}', which is also the tag.", do="Leave out --alias."
+            )
         client = self._connect()
         with progress.task(f"hashing layers of {package.name}"):
-            image = image_of(package)
+            image = build_image(package)
         notes = [f"{r.directory_name} is {r.binding}" for r in package.engines]
         place = hashlib.sha256(f"{self.host}/{self.repository}".encode()).hexdigest()
-        # A registry has no "if it is still so": writers of this machine take turns at least.
+        # Registries have no atomic compare-and-set; the lock serializes writers of this machine.
         with named_lock(f"oci-{place[:32]}"):
-            there = tagged(client, tag, self.url)
-            self._refuse_moving(client, tag, config, there, package)
-            is_same = there is not None and package.is_same(there.content, there.without_rights)
-            if there and is_same and self._is_whole(client, there, config, package, progress):
+            there = read_tag(client, tag, self.url)
+            self._check_version_tags(client, tag, config, there, package)
+            is_same = there is not None and package.has_content(there.content, there.without_rights)
+            if there and is_same and self._is_complete(client, there, config, package, progress):
                 digest, is_new = there.digest, False
             else:
                 digest = image.index.digest
                 is_new = not is_same and not client.has_manifest(digest)
                 if there and not is_same:
                     notes.append(f"{tag} pointed to {there.digest} before")
-                self._send(client, image, package, progress)
+                self._upload(client, image, package, progress)
                 client.put_manifest(tag, image.index.media_type, image.index.content)
                 if config.version and not is_same:
                     client.put_manifest(LATEST, image.index.media_type, image.index.content)
@@ -145,17 +152,15 @@ class OciRegistry:
     def pull(self, out: Path, progress: Progress) -> Path:
         """Download the layers, check their digests and unpack them into `out`.
 
-        What was downloaded when a pull broke off is under `$ENGINERY_HOME/pulls`, and goes on
-        from there.
+        Layers are downloaded to `$ENGINERY_HOME/pulls`, so that a pull can be resumed.
 
         Raises:
-            RegistryError: the registry cannot be reached, refuses, or has no such image of
-                enginery.
-            ArtifactError: a layer was altered; the message names it, and the file if it can be
-                told.
+            RegistryError: the registry cannot be reached, rejects the request, or has no such
+                image published by enginery.
+            ArtifactError: a layer was changed; the message names it, and the file if possible.
         """
         client = self._connect()
-        layers = layers_of(self._manifest(client), self.url)
+        layers = parse_layers(self._manifest(client), self.url)
         pulls = enginery_home() / "pulls"
         pulls.mkdir(parents=True, exist_ok=True)
         listing: Publication | None = None
@@ -171,60 +176,67 @@ class OciRegistry:
                             unpack_listing(path, out, self.url)
                             listing = Publication.read(out, self.url)
                         unpack(path, out, listing.files, self.url)
-                    finally:  # whole or altered, it is of no use any more
+                    finally:  # unpacked or invalid
                         path.unlink(missing_ok=True)
                 advance()
         return out
 
-    def _refuse_moving(
+    def _check_version_tags(
         self,
         client: OciClient,
         tag: str,
         config: PublishConfig,
-        there: Tagged | None,
+        there: TagTarget | None,
         package: Package,
     ) -> None:
-        """Raise RegistryError if a tag that is a version would point elsewhere."""
-        if there and not package.is_same(there.content, there.without_rights):
+        """Raise RegistryError if a tag that is a version would move."""
+        if there and not package.has_content(there.content, there.without_rights):
             name = f"oci://{self.host}/{self.repository}:{tag}"
             if config.version:
                 raise RegistryError(
-                    f"{name} is another content than {package.name}: "
-                    f"{there.content[:12] or 'not of enginery'}, found "
+                    f"{name} exists with other content than {package.name}: found "
+                    f"{there.content[:12] or 'an image without a content digest'}, expected "
                     f"{package.content_sha256[:12]}.",
-                    do="Name another --version.",
+                    do="Choose another --version.",
                 )
-            if there.is_version:
+            if there.is_version_tag:
                 raise RegistryError(
-                    f"{name} is a version with another content: {there.content[:12]}, found "
-                    f"{package.content_sha256[:12]}.",
-                    do="Name another tag: a version is never moved.",
+                    f"{name} is a version with other content: found {there.content[:12]}, "
+                    f"expected {package.content_sha256[:12]}.",
+                    do="Choose another tag: a version is never moved.",
                 )
-        if config.alias and (other := tagged(client, config.alias, self.url)) and other.is_version:
+        if (
+            config.alias
+            and (other := read_tag(client, config.alias, self.url))
+            and other.is_version_tag
+        ):
             raise RegistryError(
                 f"alias '{config.alias}' is the name of a version of {self.repository}.",
-                do="Name another --alias: a version is never moved.",
+                do="Choose another --alias: a version is never moved.",
             )
 
-    def _is_whole(
+    def _is_complete(
         self,
         client: OciClient,
-        there: Tagged,
+        there: TagTarget,
         config: PublishConfig,
         package: Package,
         progress: Progress,
     ) -> bool:
-        """Whether the registry has all that a tag names; without it, what is here is sent again."""
+        """Return True if nothing has to be uploaded: the image is complete and marked as needed."""
         lost = missing_blobs(client, there, self.url)
         if lost:
-            package.require_rights(f"{self.url}: the registry has lost {lost}", there.content)
-            progress.say(f"publish: sends {there.tag} again, the registry has lost {lost}")
-        # An index that is not marked as a version yet is sent again; not one without its rights.
-        is_marked = there.is_version or there.content != package.content_sha256
+            package.check_rights_known(f"{self.url}: the registry has lost {lost}", there.content)
+            progress.say(f"publish: uploading {there.tag} again, the registry has lost {lost}")
+        # An index that is not marked as a version is uploaded again, unless its digest would
+        # change because the rights cannot be read here.
+        is_marked = there.is_version_tag or there.content != package.content_sha256
         return not lost and (not config.version or is_marked)
 
-    def _send(self, client: OciClient, image: Image, package: Package, progress: Progress) -> None:
-        """Upload everything but the tag."""
+    def _upload(
+        self, client: OciClient, image: Image, package: Package, progress: Progress
+    ) -> None:
+        """Upload everything except the tag."""
         with progress.task(f"uploading {package.name}", len(image.layers)) as advance:
             for layer in image.layers:
                 if not client.has_blob(layer.digest):
@@ -237,86 +249,87 @@ class OciRegistry:
             client.put_manifest(blob.digest, blob.media_type, blob.content)
 
     def _manifest(self, client: OciClient) -> dict[str, Any]:
-        """Return the manifest with the layers; those of all architectures have the same."""
+        """Return the image manifest of any architecture: all have the same layers."""
         reference = self.digest or self.tag or LATEST
         if not (self.digest or self.tag) and not client.has_manifest(LATEST):
             tags = client.tags()
             raise RegistryError(
-                f"{self.url} names no tag, and {self.repository} has no '{LATEST}'.",
-                do=f"It has {', '.join(tags)}: add one to the address, {self.url}:{tags[0]}"
+                f"{self.url} has no tag, and {self.repository} has no tag '{LATEST}'.",
+                do=f"Add one of its tags {', '.join(tags)}: {self.url}:{tags[0]}"
                 if tags
-                else "Add a tag to the address, oci://registry/name:tag.",
+                else "Add a tag to the address: oci://registry/name:tag.",
             )
         content, media_type, _ = client.manifest(reference)
-        document = parsed(content, self.url)
+        document = parse_json_object(content, self.url)
         manifests = document.get("manifests")
         if media_type == INDEX and manifests:
             first = manifests[0] if isinstance(manifests, list) else manifests
-            digest, _ = digest_and_size(first, self.url)
-            document = parsed(client.manifest(digest)[0], self.url)
+            digest, _ = parse_descriptor(first, self.url)
+            document = parse_json_object(client.manifest(digest)[0], self.url)
         return document
 
 
 @dataclass(frozen=True)
-class Tagged:
-    """What a tag points to."""
+class TagTarget:
+    """Manifest or index that a tag points to."""
 
     tag: str
     digest: str
     content: str
-    """sha256 of the content; empty for what is not of enginery."""
+    """sha256 of the package's content; empty if enginery did not publish it."""
     without_rights: str
-    is_version: bool
-    """Whether --version made the tag."""
+    """sha256 of the content without the rights."""
+    is_version_tag: bool
+    """True if the tag was set with --version."""
     manifests: tuple[Any, ...]
-    """Descriptors of the manifests of the index."""
+    """Descriptors of the manifests in the index."""
 
 
-def tagged(client: OciClient, tag: str, what: str) -> Tagged | None:
-    """Return what a tag points to, or None if there is no such tag.
+def read_tag(client: OciClient, tag: str, what: str) -> TagTarget | None:
+    """Return the target of a tag; None if the tag does not exist.
 
     Raises:
-        RegistryError: the registry cannot be reached, or answers no JSON.
+        RegistryError: the registry cannot be reached, or does not send JSON.
     """
     if not client.has_manifest(tag):
         return None
     content, _, digest = client.manifest(tag)
-    document = parsed(content, what)
+    document = parse_json_object(content, what)
     annotations, manifests = document.get("annotations"), document.get("manifests")
     said = annotations if isinstance(annotations, Mapping) else {}
-    return Tagged(
+    return TagTarget(
         tag=tag,
         digest=digest,
         content=str(said.get(CONTENT, "")),
         without_rights=str(said.get(WITHOUT_RIGHTS, "")),
-        is_version=said.get(VERSION) == tag,
+        is_version_tag=said.get(VERSION) == tag,
         manifests=tuple(manifests) if isinstance(manifests, list) else (),
     )
 
 
-def missing_blobs(client: OciClient, there: Tagged, what: str) -> str:
-    """Return what the registry has lost of a tag's image, by title or digest; empty if nothing."""
+def missing_blobs(client: OciClient, there: TagTarget, what: str) -> str:
+    """Return the titles or digests of lost blobs of a tag's image; empty if it is complete."""
     blobs: dict[str, str] = {}
     for descriptor in there.manifests:
-        manifest, _ = digest_and_size(descriptor, what)
+        manifest, _ = parse_descriptor(descriptor, what)
         if not client.has_manifest(manifest):
             return manifest
-        document = parsed(client.manifest(manifest)[0], what)
+        document = parse_json_object(client.manifest(manifest)[0], what)
         layers = document.get("layers")
         for blob in [document.get("config"), *(layers if isinstance(layers, list) else [])]:
-            digest, _ = digest_and_size(blob, what)
+            digest, _ = parse_descriptor(blob, what)
             annotations = blob.get("annotations")
             said = annotations if isinstance(annotations, Mapping) else {}
             blobs[digest] = str(said.get(TITLE, digest))
     return ", ".join(title for digest, title in blobs.items() if not client.has_blob(digest))
 
 
-def parsed(content: bytes, what: str) -> dict[str, Any]:
-    """Return a manifest or an index as an object; raise RegistryError for anything else."""
+def parse_json_object(content: bytes, what: str) -> dict[str, Any]:
+    """Return a manifest or an index; raise RegistryError if it is not a JSON object."""
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise RegistryError(f"{what}: the registry's manifest is no JSON: {error}.") from error
+        raise RegistryError(f"{what}: the registry's manifest is not JSON: {error}.") from error
     if not isinstance(document, dict):
-        raise RegistryError(f"{what}: the registry's manifest is no object.")
+        raise RegistryError(f"{what}: the registry's manifest is not a JSON object.")
     return document

@@ -1,11 +1,16 @@
-"""Answers into parts, and parts into one Parquet, CSV or JSONL file.
+r"""Write record batches to parts, and assemble parts to one Parquet, CSV or JSONL file.
 
-    >>> with PartWriter(journal.path(0), "jsonl", schema) as part:
-    ...     part.write(answered.batch)
-    >>> assemble(journal.paths(), Path("out.jsonl"), "jsonl", schema)
+>>> import pyarrow as pa
+>>> batch = pa.record_batch({"text": ["It works."], "score": [0.5]})
+>>> with PartWriter(tmp_path / "part", "jsonl", batch.schema) as part:
+...     part.write(batch)
+>>> digest = assemble([tmp_path / "part"], tmp_path / "out.jsonl", "jsonl", batch.schema)
+>>> (tmp_path / "out.jsonl").read_text()
+'{"text": "It works.", "score": 0.5}\n'
 
-A part of Parquet is an Arrow stream, which costs nothing to write and is as typed; parts of CSV and
-JSONL are the bytes of the output. The output is written beside the parts and renamed.
+A part of a Parquet output is an Arrow IPC stream, which is cheap to write and keeps the types.
+Parts of CSV and JSONL are pieces of the output itself. The output is written beside the parts and
+then renamed.
 """
 
 from __future__ import annotations
@@ -37,22 +42,21 @@ _SUFFIXES: dict[str, OutputFormat] = {
 }
 ASSEMBLED = "assembled"
 _GROUP_BYTES = 8 << 20
-"""Of a row group before it is compressed: what is in memory while the output is put together."""
+"""Size of a Parquet row group before compression; assembling holds one row group in memory."""
 
 
 def output_format(output: Path) -> OutputFormat:
-    """By the suffix; raises InputError for another."""
+    """Return the format by the suffix; raise InputError for an unknown suffix."""
     found = _SUFFIXES.get(output.suffix.lower())
     if found is None:
         raise InputError(
-            f"output '{output}': found the suffix '{output.suffix}', "
-            f"expected {', '.join(_SUFFIXES)}."
+            f"output '{output}' has the suffix '{output.suffix}', expected {', '.join(_SUFFIXES)}."
         )
     return found
 
 
 class PartWriter(Closing):
-    """Writes batches into one part; closing flushes it to the disk."""
+    """A part that is being written. Closing it syncs it to the disk."""
 
     def __init__(self, path: Path, kind: OutputFormat, schema: Any) -> None:
         import pyarrow as pa
@@ -63,7 +67,7 @@ class PartWriter(Closing):
         self._arrow = pa.ipc.new_stream(self._stream, schema) if kind == "parquet" else None
 
     def write(self, batch: Any) -> None:
-        """Adds the rows of a `pyarrow.RecordBatch`."""
+        """Append the rows of a `pyarrow.RecordBatch`."""
         if self._arrow is not None:
             self._arrow.write_batch(batch)
         elif self._kind == "jsonl":
@@ -73,7 +77,7 @@ class PartWriter(Closing):
         self.rows += batch.num_rows
 
     def close(self) -> None:
-        """Flushes; closing twice is fine."""
+        """Sync the file to the disk. A second call does nothing."""
         if self._stream.closed:
             return
         if self._arrow is not None:
@@ -84,7 +88,13 @@ class PartWriter(Closing):
 
 
 def assemble(parts: Sequence[Path], output: Path, kind: OutputFormat, schema: Any) -> str:
-    """Put parts together, beside them, and move the output to its place; return its sha256.
+    """Assemble parts to the output and return its sha256.
+
+    Args:
+        parts: at least one part.
+        output: path of the output, which is replaced atomically.
+        kind: format of parts and output.
+        schema: `pyarrow.Schema` of the rows.
 
     Raises:
         InputError: the output cannot be written.
@@ -112,7 +122,7 @@ def assemble(parts: Sequence[Path], output: Path, kind: OutputFormat, schema: An
 
 
 def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file, 64 hex digits, read anew."""
+    """Return the sha256 of a file, 64 hex digits, without a cache."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -121,7 +131,7 @@ def _write_parquet(parts: Sequence[Path], stream: IO[bytes], schema: Any) -> Non
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # Random floats neither repeat nor compress; trying to takes longer than writing them.
+    # Embeddings do not compress, and trying to takes longer than writing them.
     vectors = [f.name for f in schema if pa.types.is_fixed_size_list(f.type)]
     compression = {
         path: "none" if path.partition(".")[0] in vectors else "zstd" for path in _leaves(schema)
@@ -139,7 +149,7 @@ def _write_parquet(parts: Sequence[Path], stream: IO[bytes], schema: Any) -> Non
 
 
 def _groups(parts: Sequence[Path]) -> Iterator[list[Any]]:
-    """Batches of all parts, a row group's at a time."""
+    """Yield lists of record batches, one list per row group."""
     import pyarrow as pa
 
     group: list[Any] = []
@@ -157,7 +167,7 @@ def _groups(parts: Sequence[Path]) -> Iterator[list[Any]]:
 
 
 def _leaves(schema: Any) -> list[str]:
-    """The paths of a schema's columns in Parquet: `scores.list.element.label`."""
+    """Return the Parquet paths of a schema's leaf columns, such as `scores.list.element.label`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -174,7 +184,7 @@ def _json_lines(batch: Any) -> Iterator[bytes]:
     columns = [_cells(column) for column in batch.columns]
     for cells in zip(*columns, strict=True):
         if raw:
-            # The line is an object: the answer goes before its last bracket.
+            # The line is a JSON object: insert the prediction before its closing brace.
             answer = _json_object(names[1:], cells[1:])
             line = json.loads(cells[0])
             opened = cells[0].rstrip()[:-1].rstrip()
@@ -212,7 +222,7 @@ def _csv_cell(cell: Any) -> str:
 
 
 def _cells(column: Any) -> Any:
-    """A column's values; vectors stay arrays of float32, which have fewer digits than floats."""
+    """Return a column's values. Vectors stay float32 arrays, which print with fewer digits."""
     import pyarrow as pa
 
     kind = column.type
@@ -227,7 +237,7 @@ def _cells(column: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    """JSON; float32 by the digits that tell it apart, NaN and infinity as null."""
+    """Return a value as JSON: float32 with 9 digits, which identify it; NaN, infinity as null."""
     if isinstance(value, np.ndarray):
         return f"[{', '.join(map(_number, value))}]"
     if isinstance(value, np.float32):
@@ -240,7 +250,7 @@ def _json(value: Any) -> str:
         return f"{{{', '.join(f'{_json(str(k))}: {_json(v)}' for k, v in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_json, value))}]"
-    # Dates and decimals as they are written.
+    # `default=str` is for dates and decimals.
     return json.dumps(value, ensure_ascii=False, default=str)
 
 

@@ -1,6 +1,6 @@
-"""What predict's options mean for a model's task, and whether a row can be answered at all.
+"""Map predict's options to a task: columns of its inputs, task options, checks of a row's values.
 
->>> find_problem((None,), ("text",))
+>>> find_input_problem((None,), ("text",))
 'text is null'
 """
 
@@ -17,8 +17,9 @@ from enginery.runtime.tasks import manifest_task, supported_tasks
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
 from enginery.runtime.text.tokenizer import check_texts
 
-PAIR_LETTERS = 1_000_000
-"""Of a text in a pair; all of it is tokenized, kilobytes for each token."""
+MAX_PAIR_CHARACTERS = 1_000_000
+"""Maximum length of a text in a pair. Texts of a pair are tokenized whole, before they are
+truncated, and an encoding takes kilobytes per token."""
 
 _COLUMNS = {
     "text": "column",
@@ -27,7 +28,7 @@ _COLUMNS = {
     "question": "question_column",
     "context": "context_column",
 }
-"""The option that names the column of an input."""
+"""Input of a task -> option with the name of its column."""
 _TASK_OPTIONS = {
     "top_k": "top_k",
     "activation": "activation",
@@ -36,21 +37,21 @@ _TASK_OPTIONS = {
     "max_tokens": "max_answer_tokens",
     "allow_none": "allow_no_answer",
 }
-"""The option of predict that is an option of a task."""
+"""Option of a task -> option of predict."""
 
 
 def require_task(artifact: Artifact, config: PredictConfig) -> type[Task]:
-    """Return how the artifact is answered.
+    """Return the class of the artifact's task.
 
     Raises:
-        ArtifactError: its task is not answered.
+        ArtifactError: the task is not supported.
         OptionError: an option does not fit the task.
     """
     name = artifact.manifest.task
     task = manifest_task(artifact.manifest)
     if task is None:
         raise ArtifactError(
-            f"{artifact.path} was exported for {name}; predict answers "
+            f"{artifact.path} was exported for {name}, expected one of "
             f"{', '.join(supported_tasks())}."
         )
     read_options(task, config)
@@ -60,7 +61,7 @@ def require_task(artifact: Artifact, config: PredictConfig) -> type[Task]:
 def column_names(task: type[Task], config: PredictConfig) -> tuple[str, ...]:
     """Return the columns that the task's inputs are read from.
 
-    An input that no option names the column of is read from the column of its own name.
+    If no option sets the column of an input, it is the one with the input's name.
     """
     found = []
     for field in task.inputs:
@@ -75,12 +76,13 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     """Return the options of a task.
 
     Raises:
-        OptionError: the task does not take a value, or no pairs.
+        OptionError: the task does not accept a value, or does not take pairs.
     """
     if config.pair_column and "text_pair" not in [field.name for field in task.inputs]:
         raise OptionError(
-            f"pair_column is '{config.pair_column}', but the model does {' or '.join(task.tasks)}.",
-            do="It is for models that classify two texts.",
+            f"option 'pair_column' is '{config.pair_column}', but the model does "
+            f"{' or '.join(task.tasks)}.",
+            do="Leave it out; it is for models that classify pairs of texts.",
             option="pair_column",
         )
     values = {
@@ -96,17 +98,21 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
         raise OptionError(message, option=option) from error
 
 
-def providers_of(config: PredictConfig) -> tuple[ProviderSpec, ...]:
-    """Return the providers that the options name; raise what `parse_providers` raises."""
+def provider_specs(config: PredictConfig) -> tuple[ProviderSpec, ...]:
+    """Return the providers of the options.
+
+    Raises:
+        OptionError: a provider or an option of it is unknown.
+    """
     return parse_providers(config.provider, config.provider_option, default="cpu")
 
 
-def find_problem(values: Values, names: Sequence[str]) -> str:
-    """Return why a row cannot be answered; empty where it can.
+def find_input_problem(values: Values, names: Sequence[str]) -> str:
+    """Return why the model cannot take a row; empty if it can.
 
     Args:
-        values: what the row has in the columns of the task's inputs.
-        names: the columns; lines and images have one whatever its name.
+        values: the row's values in the columns of the task's inputs.
+        names: names of the columns.
     """
     for name, value in zip(names, values, strict=False):
         if value is None:
@@ -115,17 +121,19 @@ def find_problem(values: Values, names: Sequence[str]) -> str:
             return f"{name} is a {type(value).__name__}, expected text"
         if not value.strip():
             return f"{name} is empty"
-        if len(values) > 1 and len(value) > PAIR_LETTERS:
-            return f"{name} has {len(value):,} characters, of a pair at most {PAIR_LETTERS:,}"
+        if len(values) > 1 and len(value) > MAX_PAIR_CHARACTERS:
+            return (
+                f"{name} has {len(value):,} characters, of a pair at most {MAX_PAIR_CHARACTERS:,}"
+            )
         try:
             check_texts([value])
         except InputError:
-            return f"{name} holds a lone surrogate, which is no character"
+            return f"{name} contains a lone surrogate, which is not a character"
     return ""
 
 
-def own_message(task: type[Task], message: str) -> str:
-    """Return the message of a list of one input as that of a row.
+def row_message(task: type[Task], message: str) -> str:
+    """Return a task's message about its only input without the input's index.
 
     `text 0 has no [MASK]` becomes `the text has no [MASK]`.
     """

@@ -1,13 +1,14 @@
-"""Triton's `config.pbtxt`: plain values as protobuf's text format, without protobuf.
+"""Write Triton's `config.pbtxt` in protobuf's text format, without protobuf.
 
-    >>> print(config_text({"name": "minilm", "input": [{"data_type": Word("TYPE_INT64")}]}))
-    name: "minilm"
-    input {
-      data_type: TYPE_INT64
-    }
+>>> fields = {"name": "minilm", "input": [{"data_type": EnumValue("TYPE_INT64")}]}
+>>> print(config_text(fields), end="")
+name: "minilm"
+input {
+  data_type: TYPE_INT64
+}
 
-A list is a repeated field, `entries` makes a map. Which fields there are is said by Triton's
-`model_config.proto`, which the tests parse every configuration with.
+A list is a repeated field, and `map_entries` makes a map field. The tests parse all configurations
+with Triton's `model_config.proto`.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
-class Word(str):
-    """A name of an enum, which stands without quotes."""
+class EnumValue(str):
+    """Name of an enum value, which is written without quotes."""
 
     __slots__ = ()
 
 
 def config_text(fields: Mapping[str, Any]) -> str:
-    """The text of a message; fields that are None are left out.
+    """Return the text of a message; leave out fields that are None.
 
     Raises:
-        TypeError: a value is of a type that no field has.
+        TypeError: a value has a type that protobuf fields do not have.
     """
     return "\n".join(_lines(fields, "")) + "\n"
 
 
-def entries(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A map field: one message with key and value for each."""
+def map_entries(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a map field: one message with key and value per entry."""
     return [{"key": key, "value": value} for key, value in values.items()]
 
 
 def parameters(values: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The field `parameters` of a model configuration."""
-    return entries({name: {"string_value": value} for name, value in values.items()})
+    """Return the field `parameters` of a model configuration."""
+    return map_entries({name: {"string_value": value} for name, value in values.items()})
 
 
 def _lines(fields: Mapping[str, Any], indent: str) -> Iterator[str]:
@@ -59,7 +60,7 @@ def _lines(fields: Mapping[str, Any], indent: str) -> Iterator[str]:
 
 
 def _scalar(value: Any) -> str:
-    if isinstance(value, Word):
+    if isinstance(value, EnumValue):
         return str(value)
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -67,11 +68,11 @@ def _scalar(value: Any) -> str:
         return str(value)
     if isinstance(value, str):
         return f'"{_escaped(value)}"'
-    raise TypeError(f"{value!r} is a {type(value).__name__}, which no field of a message is.")
+    raise TypeError(f"{value!r} is a {type(value).__name__}, which a protobuf field cannot be.")
 
 
 def _escaped(text: str) -> str:
-    """As a protobuf string: bytes of UTF-8 beyond ASCII may stand as they are."""
+    """Escape a protobuf string; only ASCII control characters, quotes and backslashes need it."""
     plain = text.replace("\\", "\\\\").replace('"', '\\"')
     return "".join(
         f"\\{ord(letter):03o}" if ord(letter) < 32 or ord(letter) == 127 else letter
