@@ -34,7 +34,7 @@ from benchmarks.gpu_check.contenders import (
 from benchmarks.gpu_check.settings import Point
 from benchmarks.gpu_check.work import Work, in_words
 from enginery.bench.backends.warmup import take_turn, warm_up
-from enginery.bench.measurement.rounds import Limits, Rounds, run_rounds, runs_in_turn
+from enginery.bench.measurement.rounds import RoundLimits, Rounds, run_rounds, runs_in_turn
 from enginery.bench.measurement.statistics import compare, latency
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
@@ -178,7 +178,7 @@ def _take_turns(work: Work, found: dict[str, Any], contenders: list[Contender]) 
             continue
         runs[contender.name] = min(runs_in_turn(warm.typical_ms), settings.most_runs)
         turns[contender.name] = lambda count, run=contender.run: take_turn(run, runs=count)
-    limits = Limits(
+    limits = RoundLimits(
         CONFIDENCE,
         0.01,
         settings.min_rounds,
