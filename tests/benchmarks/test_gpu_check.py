@@ -117,7 +117,7 @@ def test_exit_status_is_2_without_a_gpu(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--only", "speeds"], "no part 'speeds'; the parts are doctor, models"),
+        (["--only", "speeds"], "unknown part 'speeds', expected one of doctor, models"),
         (["--max-minutes", "0"], "--max-minutes is 0"),
         (["--out", "{file}"], "File exists"),
     ],
