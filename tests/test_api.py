@@ -148,7 +148,7 @@ def test_changed_option_is_named_in_words(model):
     run_recipe(Recipe(model, (EXPORT, VALIDATE)))
     listener = Listener()
     run_recipe(Recipe(model, (EXPORT, Step("validate", ValidateConfig(seed=3)))), progress=listener)
-    assert any("validating anew: seed: 0 → 3" in line for line in listener.said), listener.said
+    assert any("validating again: seed: 0 → 3" in line for line in listener.said), listener.said
 
 
 def test_failed_check_marks_the_store_and_out_and_refuses_what_follows(model, tmp_path):

@@ -1,11 +1,11 @@
-"""The command line: one subcommand a stage. Parse, build the stage's options, run, print.
+"""The command line: one subcommand per stage, each in the module of its name.
 
     $ enginery run
     $ enginery export org/name --task text-classification --out build/name
     $ enginery validate build/name --profile batch=1:8:32,sequence=8:64:128
 
-Exit status: 0 when everything asked for is true, 1 when a check says no, 2 when it cannot be done,
-3 when rows of predict have no answer, 130 and 143 when SIGINT or SIGTERM ended it.
+Exit status: 0 for success, 1 if a check failed, 2 for an error, 3 if rows of predict have no
+result, 130 and 143 if SIGINT or SIGTERM ended the command.
 """
 
 from __future__ import annotations
@@ -25,69 +25,69 @@ from enginery.cli.app import Output, application
 from enginery.core.errors import EngineryError, OptionError
 
 COMMANDS = {
-    "export": "making",
-    "optimize": "making",
-    "quantize": "making",
-    "build": "making",
-    "run": "making",
-    "validate": "looking",
-    "lint": "looking",
-    "inspect": "looking",
-    "provider-options": "looking",
-    "doctor": "looking",
-    "bench": "measuring",
-    "report": "measuring",
-    "predict": "predicting",
-    "serve": "serving",
-    "publish": "publishing",
-    "pull": "publishing",
-    "export-triton": "exporting",
-    "export-kserve": "exporting",
+    "export": "export",
+    "optimize": "optimize",
+    "quantize": "quantize",
+    "build": "build",
+    "run": "run",
+    "validate": "validate",
+    "lint": "lint",
+    "inspect": "inspect",
+    "provider-options": "provider_options",
+    "doctor": "doctor",
+    "bench": "bench",
+    "report": "bench",
+    "predict": "predict",
+    "serve": "serve",
+    "publish": "publish",
+    "pull": "publish",
+    "export-triton": "deploy",
+    "export-kserve": "deploy",
     "store": "store",
 }
-"""Each command, and the module here that adds it."""
+"""The module here of each command."""
 _TERMINATED = 128 + signal.SIGTERM
 
 
-def commands(words: Sequence[str] = ()) -> App:
-    """The application that can run the words: with the command they begin with, or with all.
+def commands(arguments: Sequence[str] = ()) -> App:
+    """Return the application with the command that the arguments begin with, or with all commands.
 
-    Reading the options of all takes several times as long as those of one.
+    Reading the options of all commands takes several times as long as those of one.
     """
-    first = words[0] if words else ""
-    asked = [COMMANDS[first]] if first in COMMANDS else dict.fromkeys(COMMANDS.values())
-    for name in asked:
+    first = arguments[0] if arguments else ""
+    names = [COMMANDS[first]] if first in COMMANDS else dict.fromkeys(COMMANDS.values())
+    for name in names:
         import_module(f"enginery.cli.{name}")
     return application
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and exits; an expected error is a message, not a traceback."""
+    """Run one command and exit; an EngineryError is printed as a message, not a traceback."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by whoever started us
+        if stream is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
-        # A name that the terminal's encoding lacks is shown by its number; it stops nobody.
+        # Characters that the terminal's encoding lacks are escaped instead of failing.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    with _unwinding_on_sigterm(words):
-        status = _status(words)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    with _unwinding_on_sigterm(given):
+        status = _run(given)
     sys.exit(status)
 
 
 @contextmanager
-def _unwinding_on_sigterm(words: Sequence[str]) -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: nothing temporary is left, no process of its own.
+def _unwinding_on_sigterm(arguments: Sequence[str]) -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that temporary files and child processes are removed.
 
-    `serve` drains its requests by itself, and its processes listen for the signal.
+    `serve` handles the signal itself: it drains its requests.
     """
-    if words[:1] == ["serve"] or threading.current_thread() is not threading.main_thread():
+    if arguments[:1] == ["serve"] or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one would stop the tidying up
+        signal.signal(number, signal.SIG_IGN)  # a second one would stop the cleanup
         raise SystemExit(_TERMINATED)
 
     before = signal.signal(signal.SIGTERM, end)
@@ -97,10 +97,10 @@ def _unwinding_on_sigterm(words: Sequence[str]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _status(words: Sequence[str]) -> int:
-    """Runs one command; its exit status."""
+def _run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit status."""
     try:
-        commands(words)(words, exit_on_error=False, print_error=False)
+        commands(arguments)(arguments, exit_on_error=False, print_error=False)
     except EngineryError as error:
         failure = error
     except CycloptsError as error:
@@ -118,8 +118,8 @@ def _status(words: Sequence[str]) -> int:
         failure.exit_code = _TERMINATED
     else:
         return 0
-    with suppress(OSError):  # there may be nowhere left to say it
-        Output(json="--json" in words).console().error(failure)
+    with suppress(OSError):  # standard error may be closed
+        Output(json="--json" in arguments).console().error(failure)
     return failure.exit_code
 
 

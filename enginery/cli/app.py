@@ -1,4 +1,4 @@
-"""The command line's one application, and what all its commands share."""
+"""The application of the command line, and the options that all commands share."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from enginery import __version__
+from enginery.core.version import __version__
 
 if TYPE_CHECKING:
     from enginery.cli.console import Console
 
-# Stages are imported by the command that runs them: `enginery --help` shows within a blink.
+# Each command imports its stage when it runs, which keeps `enginery --help` fast.
 
 
-def _shown_default(value: Any) -> str | None:
-    """What help says of a default; nothing of an empty text or a flag that is off."""
+def _format_default(value: Any) -> str | None:
+    """Return a default for the help; None for an empty text or a flag that is off."""
     return None if value in ("", False, ()) else str(value)
 
 
@@ -24,7 +24,7 @@ application = App(
     name="enginery",
     help="A Hugging Face model to a validated ONNX artifact that runs on an NVIDIA GPU.",
     version=__version__,
-    default_parameter=Parameter(show_default=_shown_default),
+    default_parameter=Parameter(show_default=_format_default),
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
@@ -36,17 +36,17 @@ Out = Annotated[str, Parameter(name=("--out", "-o"))]
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Output:
-    """How results are shown."""
+    """How results are printed."""
 
     json: Flag = False
     """Print the result as one JSON document, for programs."""
     quiet: Flag = False
-    """Print the result and errors alone: no news, no progress."""
+    """Print only the result and errors, no progress."""
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False
     """Print every detail."""
 
     def console(self) -> Console:
-        """The console of this command."""
+        """Return the console of this command."""
         from enginery.cli.console import Console
 
         return Console(as_json=self.json, quiet=self.quiet, verbose=self.verbose)

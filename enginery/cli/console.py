@@ -1,14 +1,14 @@
-"""What the command line shows: tables, progress and news on a terminal, plain lines in a pipe.
+"""Print tables, progress and messages on a terminal, plain lines in a pipe.
 
     >>> console = Console(as_json=False, quiet=False, verbose=False)
     >>> console.table("Stages", [{"stage": "export", "time": "5.2 s"}])
 
-Results go to standard output; news and progress go to standard error, so that a pipe gets results
-alone. Where the reader of a pipe has gone, as `head` does, the rest is dropped without a word and
-the command goes on: its exit status says what it found, not who listened.
+Results go to standard output; messages and progress go to standard error, so that a pipe gets only
+results. If the reader of a pipe has closed it, as `head` does, the rest of the output is dropped
+and the command goes on: its exit status is that of its work.
 
-What is shown may come from a stranger's file. Control characters are shown by their numbers, so
-that a name cannot move the cursor, write to the clipboard or pass for another line of a table.
+Printed text may come from an untrusted file. Control characters are escaped, so that a name cannot
+move the cursor, write to the clipboard or imitate another line of a table.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 FACTS = ["what", "value"]
-"""The columns of a table that is a list of facts; its header says nothing and is left out."""
+"""The columns of a table that lists facts; its header is left out."""
 
 _SHORT = 14
-"""Columns up to this many cells wide are never broken: numbers, verdicts, the heading `max abs`."""
+"""Columns up to this width in cells are never wrapped: numbers, verdicts, `max abs error`."""
 _FOLDED = 12
-"""The least that is left to each of the others."""
+"""The least width of each of the other columns."""
 _STYLES = {
     "ok": "green",
     "passed": "green",
@@ -48,7 +48,7 @@ _DEL_AND_C1 = re.compile(r"[\x7f-\x9f]")
 
 
 class Console:
-    """The one place that prints. It is a `core.progress.Progress`."""
+    """The output of a command. All printing goes through it; it is a `core.progress.Progress`."""
 
     def __init__(
         self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
@@ -62,12 +62,12 @@ class Console:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether results go to a person's terminal."""
+        """True if standard output is a terminal."""
         return bool(self._out.is_terminal)
 
     @contextmanager
     def task(self, name: str, total: int = 0) -> Iterator[Callable[[], None]]:
-        """A progress bar on a terminal; nothing in a pipe."""
+        """Show a progress bar on a terminal, nothing in a pipe."""
         if self.quiet or not self._err.is_terminal:
             yield lambda: None
             return
@@ -90,17 +90,17 @@ class Console:
             yield lambda: progress.advance(task)
 
     def say(self, message: str) -> None:
-        """One line of news."""
+        """Print one message."""
         if not self.quiet:
             self._err.print(printable(message), style="dim", markup=False)
 
     def line(self, message: str = "") -> None:
-        """One line of the result."""
+        """Print one line of the result."""
         if not self.as_json:
             self._out.print(printable(message), markup=False)
 
     def table(self, title: str, rows: Sequence[Row]) -> None:
-        """Rows with the same keys: a table on a terminal, aligned lines in a pipe."""
+        """Print rows with the same keys: a table on a terminal, aligned lines in a pipe."""
         if self.as_json or not rows:
             return
         if self._tables:
@@ -119,7 +119,7 @@ class Console:
             self._out.print(_rich_table(rows, widths), soft_wrap=False)
 
     def json(self, value: Any) -> None:
-        """The result for a program: one document."""
+        """Print the result as one JSON document, if --json was given."""
         if not self.as_json:
             return
         # JSON's own escapes where the stream cannot hold the character itself.
@@ -137,7 +137,7 @@ class Console:
             raise
 
     def error(self, error: EngineryError) -> None:
-        """An expected failure. A check that said no has printed its JSON already."""
+        """Print an error. A failed check has printed its JSON already."""
         self._err.print("error:", style="bold red", end=" ")
         self._err.print(printable(str(error)), markup=False)
         if error.exit_code not in (1, 3):  # those come after a result
@@ -145,7 +145,7 @@ class Console:
             self.json({"error": error.message, "do": error.do, "kind": kind})
 
     def _plain(self, rows: Sequence[Row], widths: Sequence[int]) -> None:
-        """Columns padded with blanks, never folded, so that a line stays a line."""
+        """Print columns padded with blanks and never wrapped: one line per row."""
         from rich.cells import set_cell_size
 
         columns = list(rows[0])
@@ -155,7 +155,7 @@ class Console:
             self.line("  ".join(padded).rstrip())
 
     def _blocks(self, rows: Sequence[Row]) -> None:
-        """One line a cell, for a terminal too narrow for the table."""
+        """Print one line per cell, for a terminal that is too narrow for the table."""
         for row in rows:
             for name, value in row.items():
                 self.line(f"{name}: {value}")
@@ -163,24 +163,24 @@ class Console:
 
 
 def discard(stream: IO[str]) -> None:
-    """Sends what is still written to `stream` nowhere; its reader has gone."""
+    """Redirect a stream whose reader has closed it to the null device."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def _rich(stream: IO[str]) -> Rich:
-    """Rich's console on a stream; colours and boxes only where a person looks at it."""
-    # rich costs a third of `enginery --help`: nothing imports it before there is something to show.
+    """Return a rich console on a stream, with colours and boxes only on a terminal."""
+    # Importing rich takes a third of the time of `enginery --help`.
     from rich.console import Console as Rich
 
     class Pipe(Rich):
-        """rich ends the process with status 1, which here means that a check said no."""
+        """A console that goes on without its reader; rich would exit with the status 1."""
 
         def on_broken_pipe(self) -> None:
             discard(stream)
 
-    # Without emoji: a profile's `1:100:512` holds a name of one.
+    # Without emoji: rich would replace the `:100:` in a profile `1:100:512`.
     return Pipe(
         file=stream, force_terminal=stream.isatty(), soft_wrap=True, highlight=False, emoji=False
     )
@@ -209,7 +209,7 @@ def _rich_table(rows: Sequence[Row], widths: Sequence[int]) -> Any:
 
 
 def _cell(value: Any) -> str:
-    """The text of a cell, in one line: a value cannot begin a row."""
+    """Return the text of a cell in one line, so that a value cannot look like a row."""
     return printable(str(value)).replace("\n", "\\n").replace("\t", " ")
 
 
@@ -220,7 +220,7 @@ def _width(cells: Sequence[Any]) -> int:
 
 
 def human_bytes(size_bytes: float) -> str:
-    """`90.4 MB`, in powers of ten as disks and downloads count."""
+    """Return a size in powers of ten: `90.4 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(size_bytes) < 1000:
             return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -229,10 +229,10 @@ def human_bytes(size_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """`20GB`, `512 MiB` or a plain number of bytes.
+    """Parse `20GB`, `512 MiB` or a plain number of bytes.
 
     Raises:
-        OptionError: it is none of these.
+        OptionError: the text is none of these.
     """
     from enginery.core.errors import OptionError
 

@@ -1,8 +1,8 @@
-"""A few inputs answered with a finished artifact, for the end of a run.
+"""Sample predictions with a finished artifact, for the end of a run.
 
->>> found = ask(artifact, ("The engine is warm.", "The motor is hot."), progress=console)
->>> [answer.row() for answer in found]
-[{'input': 'The engine is warm.', 'nearest': 'The motor is hot.', 'cosine': '0.800'}, …]
+>>> texts = ("The engine is warm.", "The motor is hot.")
+>>> [list(sample.row()) for sample in predict_samples(artifact, texts)]
+[['input', 'nearest', 'cosine'], ['input', 'nearest', 'cosine']]
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from enginery.runtime.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One input and what the model says of it."""
+class SamplePrediction:
+    """One input and the model's prediction for it."""
 
     input: str
     words: dict[str, str]
-    """For people, by the heading of a column."""
+    """The prediction in words, by column heading."""
     values: dict[str, Any]
-    """For programs: plain JSON values."""
+    """The prediction as JSON values."""
 
     def row(self) -> dict[str, str]:
-        """Return the answer as a row of a table."""
+        """Return the prediction as a row of a table."""
         return {"input": self.input, **self.words}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the answer as JSON values."""
+        """Return the prediction as JSON values."""
         return {"input": self.input, **self.values}
 
 
 def builtin_inputs(artifact: Artifact, *, progress: Progress = SILENT) -> tuple[str, ...]:
-    """Return the built-in recipe's sentences as this artifact's task takes them.
+    """Return the built-in recipe's sentences as inputs of the artifact's task.
 
-    Empty, with a line that says why, where the task is not answered from single texts; empty for
-    images, of which none are built in.
+    The result is empty if the task takes more than single texts, which is reported as progress, and
+    for images, because none are built in.
     """
     task = manifest_task(artifact.manifest)
     if task is not None and task.takes_images:
         return ()
     if task is None or not _is_single(task):
-        progress.say(f"ask: skipped, {artifact.manifest.task} is not answered from single texts")
+        progress.say(f"ask: skipped, {artifact.manifest.task} takes more than single texts")
         return ()
     try:
         opened = task.open(artifact, artifact.manifest.graphs[0])
@@ -60,19 +60,18 @@ def builtin_inputs(artifact: Artifact, *, progress: Progress = SILENT) -> tuple[
     return opened.sample_inputs(Recipe.default().ask)
 
 
-def ask(
+def predict_samples(
     artifact: Artifact,
     inputs: Sequence[str],
     *,
     allow_failed: bool = False,
     progress: Progress = SILENT,
-) -> list[Answer]:
-    """Return one answer an input, in their order.
+) -> list[SamplePrediction]:
+    """Return one prediction per input, in their order.
 
     Raises:
-        InputError: the task is not answered from single texts or images, or an input cannot be
-            used.
-        EngineryError: the artifact cannot answer.
+        InputError: the task takes more than single texts or images, or an input cannot be used.
+        EngineryError: the artifact cannot run.
     """
     if not inputs:
         return []
@@ -80,20 +79,20 @@ def ask(
     if task is None or not _is_single(task):
         single = (name for each in TASKS.values() if _is_single(each) for name in each.tasks)
         raise InputError(
-            f"inputs were given to ask, but {artifact.manifest.task} is not answered from single "
-            "texts or images.",
-            do=f"Leave them out; the tasks that are: {', '.join(dict.fromkeys(single))}.",
+            f"inputs were given to ask, but {artifact.manifest.task} takes more than single texts "
+            "or images.",
+            do=f"Leave them out; they are for {', '.join(dict.fromkeys(single))}.",
         )
     started = time.monotonic()
     with load_model(artifact, allow_failed=allow_failed) as model:
         described = model.definition.describe(inputs, list(model(list(inputs))))
     progress.say(f"ask: {len(described)} answers in {time.monotonic() - started:.2f} s")
     return [
-        Answer(text, found.words, found.values)
+        SamplePrediction(text, found.words, found.values)
         for text, found in zip(inputs, described, strict=True)
     ]
 
 
 def _is_single(task: type[Task]) -> bool:
-    """Whether one text or image is an input."""
+    """Return True if one text or image is an input."""
     return sum(not field.optional for field in task.inputs) == 1

@@ -1,7 +1,6 @@
-"""Results as plain rows for people and JSON for programs; the console shows them.
+"""Render results: rows of tables for people, JSON documents for programs.
 
->>> show.run_rows(result)
-[{'stage': 'export', 'result': 'made', 'time': '5.2 s', …}]
+Every function returns plain rows or JSON values, which `Console` prints; `show_…` print them.
 """
 
 from __future__ import annotations
@@ -10,27 +9,34 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from enginery.cli.console import human_bytes
 from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.engine_record import EngineRecord, engine_directories
+from enginery.core.errors import BadRowsError
+from enginery.core.options import options_dict
 from enginery.core.store.store import StoreEntry
 from enginery.runtime.providers.known import short_name
 
 if TYPE_CHECKING:
     from enginery.api import RunResult
-    from enginery.cli.demo import Answer
+    from enginery.cli.console import Console
+    from enginery.cli.demo import SamplePrediction
     from enginery.core.artifact.reports import OutputMetrics, ValidationCaseResult, ValidationReport
     from enginery.stages import StageResult
 
 Row = dict[str, str]
 
 _NOTHING = "–"
+_PORTABLE = "portable"
 
 
 def artifact_rows(artifact: Artifact) -> list[Row]:
-    """What the artifact is."""
+    """Return what the artifact is: its source, task, precision, size and verdicts."""
     manifest = artifact.manifest
     source = manifest.source
     revision = f" at {source.revision[:12]}" if source.revision else ""
@@ -50,13 +56,21 @@ def artifact_rows(artifact: Artifact) -> list[Row]:
     return _facts(facts)
 
 
-def artifact_json(artifact: Artifact) -> dict[str, Any]:
-    """The manifest, with the artifact's path."""
-    return {"path": str(artifact.path), **artifact.manifest.model_dump(mode="json")}
+def artifact_json(artifact: Artifact, engines: Sequence[Engine] | None = None) -> dict[str, Any]:
+    """Return the manifest with the artifact's path, and the record of each engine if given."""
+    found = {"path": str(artifact.path), **artifact.manifest.model_dump(mode="json")}
+    return found if engines is None else found | {"engines": [_record_json(e) for e in engines]}
+
+
+def show_new_artifact(console: Console, artifact: Artifact, done: str) -> None:
+    """Print an artifact that a stage has made, and that stage."""
+    console.json(artifact_json(artifact))
+    console.table(f"{done} to {artifact.path}", artifact_rows(artifact))
+    console.table("Made by", stage_rows(artifact)[-1:])
 
 
 def interface_rows(artifact: Artifact) -> list[Row]:
-    """Inputs and outputs of every graph."""
+    """Return the inputs and outputs of every graph."""
     return [
         {
             "graph": graph.file,
@@ -72,7 +86,7 @@ def interface_rows(artifact: Artifact) -> list[Row]:
 
 
 def stage_rows(artifact: Artifact) -> list[Row]:
-    """How the artifact was made."""
+    """Return the stages that made the artifact, with options and tools."""
     rows = []
     for stage in artifact.manifest.stages:
         took = f"{stage.seconds:.1f} s, peak memory {human_bytes(stage.peak_rss_bytes)}"
@@ -87,7 +101,7 @@ def stage_rows(artifact: Artifact) -> list[Row]:
 
 
 def file_rows(artifact: Artifact) -> list[Row]:
-    """Every file, by content."""
+    """Return every file with its size and hash."""
     return [
         {"file": name, "size": human_bytes(file.size_bytes), "sha256": f"{file.sha256[:16]}…"}
         for name, file in artifact.manifest.files.items()
@@ -95,17 +109,18 @@ def file_rows(artifact: Artifact) -> list[Row]:
 
 
 def report_json(report: ValidationReport) -> Any:
-    """The report as `reports/validation.json` has it."""
+    """Return the report as `reports/validation.json` has it."""
     return json.loads(report.to_json())
 
 
 def validation_tables(report: ValidationReport, *, every: bool) -> dict[str, list[Row]]:
-    """For each graph, its outputs against PyTorch.
+    """Return the table of each graph: its outputs against PyTorch.
 
     Args:
-        report: what was found.
-        every: a row for each case and output; else the worst case of each output, where outputs
-            that differ by a layer's number count as one, and the cases that could not be compared.
+        report: the report.
+        every: True for a row per case and output. False for the worst case of each output, where
+            outputs that differ only in a layer's number are one, and the cases that could not be
+            compared.
     """
     tables: dict[str, list[Row]] = {}
     for graph in dict.fromkeys(case.graph for case in report.cases):
@@ -144,22 +159,22 @@ def validation_tables(report: ValidationReport, *, every: bool) -> dict[str, lis
 
 
 def _kind(output: str) -> str:
-    """`present.*.decoder.key` for `present.11.decoder.key`."""
+    """Return `present.*.decoder.key` for `present.11.decoder.key`."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", output)
 
 
 def _verdict(output: OutputMetrics) -> str:
-    """One word where the row's own numbers say the rest."""
+    """Return one word if the row's numbers explain it, else the problem."""
     return "failed" if output.max_abs > output.limit else output.problem or "ok"
 
 
 def _limit(output: OutputMetrics) -> str:
-    """The largest error allowed; a quantized graph is held to its cosine alone."""
+    """Return the allowed error; for a quantized graph, which only has a cosine limit, a dash."""
     return f"{output.limit:.1e}" if math.isfinite(output.limit) else _NOTHING
 
 
 def report_lines(report: ValidationReport) -> list[str]:
-    """What the tables of a validation do not say."""
+    """Return the lines below the tables of a validation: provider, totals, notes, verdict."""
     lines = [provider_line(report)] if report.providers else []
     lines += [
         f"{o.output} over {o.inputs} real inputs: cosine {o.cosine:.4f}, at least "
@@ -180,13 +195,13 @@ def report_lines(report: ValidationReport) -> list[str]:
 
 
 def provider_line(report: ValidationReport) -> str:
-    """`provider: cpu (requested)`, with the choice's reason."""
+    """Return the line `provider: cpu (requested)`, with the reason of the choice."""
     chosen = (f"{short_name(p['name'])} ({p['reason']})" for p in report.providers)
     return f"provider: {', '.join(chosen)}"
 
 
 def made_rows(result: RunResult) -> list[Row]:
-    """What a run made, of what, and where."""
+    """Return what a run made, from which model, and where it is."""
     manifest = result.artifact.manifest
     revision = f" at {manifest.source.revision[:12]}" if manifest.source.revision else ""
     opsets = ", ".join(dict.fromkeys(f"opset {graph.opset}" for graph in manifest.graphs))
@@ -202,14 +217,14 @@ def made_rows(result: RunResult) -> list[Row]:
 
 
 def run_rows(result: RunResult) -> list[Row]:
-    """One row a stage: what came of it, how long it took, how far outputs are from PyTorch."""
+    """Return one row per stage: result, time, and the largest difference from PyTorch."""
     rows = [_stage_row(stage) for stage in result.stages]
     blank = dict.fromkeys(("time", "max abs error", "allowed", "cosine", "provider"), _NOTHING)
     return rows + [{"stage": name, "result": "refused", **blank} for name in result.refused]
 
 
 _DONE = {"bench": "measured", "predict": "answered", "publish": "published"}
-"""What a stage did; the others made something, or checked it."""
+"""The result of a stage in one word; all others are `made`, or `passed` and `failed`."""
 
 
 def _stage_row(stage: StageResult) -> Row:
@@ -231,8 +246,10 @@ def _stage_row(stage: StageResult) -> Row:
     }
 
 
-def run_json(result: RunResult, answers: Sequence[Answer], made: Sequence[Any]) -> dict[str, Any]:
-    """A run for programs, with what its stages made as their commands say it."""
+def run_json(
+    result: RunResult, samples: Sequence[SamplePrediction], made: Sequence[Any]
+) -> dict[str, Any]:
+    """Return a run as JSON values; `made` has the results of its stages as JSON values."""
     return {
         "artifact": str(result.artifact.path),
         "passed": result.passed,
@@ -247,12 +264,12 @@ def run_json(result: RunResult, answers: Sequence[Answer], made: Sequence[Any]) 
             for stage, each in zip(result.stages, made, strict=True)
         ],
         "refused": list(result.refused),
-        "answers": [answer.as_json() for answer in answers],
+        "answers": [sample.as_json() for sample in samples],
     }
 
 
 def store_rows(entries: Sequence[StoreEntry]) -> list[Row]:
-    """One row an artifact or an engine."""
+    """Return one row per entry of the store."""
     return [
         {
             "name": entry.path.name,
@@ -267,7 +284,7 @@ def store_rows(entries: Sequence[StoreEntry]) -> list[Row]:
 
 
 def store_json(entries: Sequence[StoreEntry]) -> list[dict[str, Any]]:
-    """The same for programs."""
+    """Return the entries of the store as JSON values."""
     return [
         {
             "path": str(entry.path),
@@ -283,7 +300,7 @@ def store_json(entries: Sequence[StoreEntry]) -> list[dict[str, Any]]:
 
 
 def _source(entry: StoreEntry) -> str | None:
-    """An artifact's model, and an engine's graph by its content: it may be in many artifacts."""
+    """Return an artifact's model, or an engine's graph by content: many artifacts may share it."""
     if entry.artifact:
         return entry.artifact.manifest.source.id
     if entry.engine:
@@ -296,6 +313,171 @@ def _state(entry: StoreEntry) -> str:
     if entry.content is None:
         return "damaged"
     return "failed" if entry.artifact and entry.artifact.failed() else "ok"
+
+
+# Engines
+
+
+def open_engines(artifact: Artifact) -> list[Engine]:
+    """Open the engines of an artifact, in the order of their names.
+
+    Raises:
+        ArtifactError: an engine is damaged.
+    """
+    return [Engine.open(path) for path in engine_directories(artifact.path)]
+
+
+def engine_json(engine: Engine) -> dict[str, Any]:
+    """Return the record of an engine with its path and all layers."""
+    return {
+        **_record_json(engine),
+        "all_layers": [asdict(layer) for layer in engine.layers()],
+    }
+
+
+def _record_json(engine: Engine) -> dict[str, Any]:
+    return {"path": str(engine.path), **engine.record.model_dump(mode="json")}
+
+
+def engine_list_rows(engines: Sequence[Engine]) -> list[Row]:
+    """Return one row per engine."""
+    return [
+        {
+            "engine": engine.name,
+            "graph": engine.record.graph,
+            "GPUs": _targets(engine.record),
+            "profiles": "; ".join(engine.record.profiles) or "fixed shapes",
+            "layers": str(sum(engine.record.layers.values())),
+            "multiplied in": _multiplied(engine.record),
+            "plan": human_bytes(engine.record.plan_size_bytes),
+        }
+        for engine in engines
+    ]
+
+
+def engine_rows(engine: Engine) -> list[Row]:
+    """Return what an engine is, its inputs and outputs, and the time and memory of its build."""
+    record = engine.record
+    facts = {
+        "flavor": f"{record.flavor}, TensorRT {record.tensorrt}",
+        "GPUs": _targets(record),
+        "graph": f"{record.graph} (sha256 {record.graph_sha256[:12]}…)",
+        "plan": f"{record.plan}, {human_bytes(record.plan_size_bytes)} "
+        f"(sha256 {record.plan_sha256[:12]}…)",
+        "wrapper": record.wrapper,
+    }
+    if record.gpu.name:
+        facts["built on"] = f"{record.gpu.name}, driver {record.gpu.driver}"
+    if record.hardware_compatibility != "none":
+        facts["hardware compatibility"] = record.hardware_compatibility
+    if record.version_compatible:
+        facts["version compatible"] = "yes"
+    facts |= {f"profile {n}": profile for n, profile in enumerate(record.profiles, start=1)}
+    facts |= {f"input {spec.name}": str(spec).partition(": ")[2] for spec in record.inputs}
+    facts |= {f"output {spec.name}": str(spec).partition(": ")[2] for spec in record.outputs}
+    facts |= {
+        "layers": f"{sum(record.layers.values())}"
+        + (f", of {len(record.profiles)} profiles" if len(record.profiles) > 1 else ""),
+        "fused attentions": str(record.fused_attentions),
+        "device memory": f"{human_bytes(record.weights_bytes)} weights, "
+        f"{human_bytes(record.activation_bytes)} activations at the largest shapes",
+        "built in": f"{record.seconds:.1f} s, peak memory {human_bytes(record.peak_rss_bytes)}",
+        "key": record.key,
+    }
+    facts |= {f"warning {n}": text for n, text in enumerate(record.warnings, start=1)}
+    return [{"what": name, "value": value} for name, value in facts.items()]
+
+
+def layer_count_rows(engine: Engine) -> list[Row]:
+    """Return the number of layers of each kind and precision, the most frequent first."""
+    counts = sorted(engine.record.layers.items(), key=lambda pair: -pair[1])
+    return [{"layers": name, "count": str(count)} for name, count in counts]
+
+
+def layer_rows(engine: Engine, *, every: bool) -> list[Row]:
+    """Return the layers in the order in which they run.
+
+    Args:
+        engine: the engine.
+        every: True for all layers; False for GEMMs, convolutions and attentions.
+    """
+    return [
+        {
+            "layer": layer.name,
+            "kind": layer.kind,
+            "precision": layer.precision,
+            "takes": ", ".join([*layer.inputs, *layer.constants]) or "–",
+            "gives": ", ".join(layer.outputs) or "–",
+            "ONNX nodes": ", ".join(layer.nodes) or "–",
+        }
+        for layer in engine.layers()
+        if every or layer.kind != "other"
+    ]
+
+
+def build_notes(artifact: Artifact) -> list[str]:
+    """Return the notes of the newest build."""
+    builds = [stage for stage in artifact.manifest.stages if stage.stage == "build"]
+    return list(builds[-1].notes[1:]) if builds else []
+
+
+def _targets(record: EngineRecord) -> str:
+    return ", ".join(record.capabilities) or _PORTABLE
+
+
+def _multiplied(record: EngineRecord) -> str:
+    """Return the layers that multiply: `24 gemm int8, 6 attention fp16`."""
+    counts = {n: c for n, c in record.layers.items() if not n.startswith("other")}
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "–"
+
+
+# Results of stages that make no artifact
+
+
+def result_json(stage: str, made: Any) -> Any:
+    """Return a stage's result as JSON values; None for a stage that makes an artifact."""
+    if stage == "lint":
+        return {"graphs": [report.as_json() for report in made]}
+    if stage == "bench":
+        return json.loads(made.to_json())
+    if stage == "predict":
+        return made.as_json()
+    if stage in ("publish", "export-triton", "export-kserve"):
+        return options_dict(made)
+    return None
+
+
+def show_result(console: Console, stage: str, made: Any) -> None:
+    """Print a stage's result; nothing for a stage that makes an artifact."""
+    if stage == "lint":
+        for report in made:
+            console.table(report.path, report.rows())
+            console.line(report.summary)
+    elif stage == "bench":
+        from enginery.bench.report.rows import lines, tables
+
+        for title, rows in tables(made).items():
+            console.table(title, rows)
+        for line in lines(made):
+            console.line(line)
+    elif stage == "predict":
+        console.table(f"Predicted {made.output}", made.table())
+    elif stage == "publish":
+        console.line(made.url)
+    elif stage == "export-triton":
+        console.line(f"wrote {made.path}: {', '.join(made.models)}")
+    elif stage == "export-kserve":
+        console.line(f"wrote {made.path}: InferenceService {made.name}, model {made.model}")
+
+
+def require_answers(made: Any) -> None:
+    """Raise BadRowsError if a PredictReport has rows without a result."""
+    if made.bad_rows:
+        raise BadRowsError(
+            f"{made.bad_rows:,} of {made.counts.rows:,} rows have no result; the first: "
+            f"{made.first_bad.rstrip('.')}.",
+            do=f"See the column error in {made.output}.",
+        )
 
 
 def _facts(facts: dict[str, str]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Commands of the store: list, prune, path."""
+"""The commands store list, store prune and store path."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ application.command(store_app)
 @store_app.command(name="list")
 def list_store(*, output: Output = OUTPUT) -> None:
     """List the finished artifacts and engines, most recently used first."""
-    from enginery.cli import render as show
+    from enginery.cli import render
     from enginery.core.store.store import Store
 
     console = output.console()
     entries = Store().entries()
-    console.json(show.store_json(entries))
-    console.table(str(Store().home), show.store_rows(entries))
+    console.json(render.store_json(entries))
+    console.table(str(Store().home), render.store_rows(entries))
     if not entries:
         console.line("The store is empty.")
 
@@ -38,10 +38,11 @@ def prune(
     everything: Annotated[bool, Parameter(name="--all", negative=())] = False,
     output: Output = OUTPUT,
 ) -> None:
-    """Remove what is damaged and leftovers, then the least recently used down to a size.
+    """Remove damaged entries and leftovers, then the least recently used down to a size.
 
-    Artifacts and engines share the size; files that they share count once. What killed runs of
-    predict left beside their outputs goes, too; finished parts stay, from which they go on.
+    The size is that of artifacts and engines together; files that they share count once. Temporary
+    files that killed runs of predict left beside their outputs are removed too; the finished parts
+    from which they resume stay.
 
     Parameters
     ----------
@@ -50,7 +51,7 @@ def prune(
     everything
         Keep nothing.
     """
-    from enginery.cli import render as show
+    from enginery.cli import render
     from enginery.cli.console import human_bytes, parse_bytes
     from enginery.core.store.store import Store
     from enginery.predict.journal import remove_leftovers
@@ -59,15 +60,15 @@ def prune(
         found = "both" if everything else "neither"
         raise OptionError(
             f"store prune: found {found} of --max-size and --all, expected one.",
-            do="Say how much to keep, --max-size 20GB, or remove everything with --all.",
+            do="Give the size to keep, --max-size 20GB, or remove everything with --all.",
         )
     console = output.console()
     store, kept = Store(), 0 if everything else parse_bytes(max_size)
     before = store.size_bytes()
     removed = store.prune(max_size_bytes=kept)
     freed = before - store.size_bytes() + remove_leftovers()
-    console.json({"removed": show.store_json(removed), "freed_bytes": freed})
-    console.table("Removed", show.store_rows(removed))
+    console.json({"removed": render.store_json(removed), "freed_bytes": freed})
+    console.table("Removed", render.store_rows(removed))
     console.line(f"Freed {human_bytes(freed)}." if removed or freed else "Nothing to remove.")
 
 

@@ -113,6 +113,7 @@ def run(
     out: Path,
     *,
     requested: RequestedEngines | None = None,
+    key: Fingerprint | None = None,
     force: bool = False,
     progress: Progress = SILENT,
 ) -> Artifact:
@@ -123,6 +124,7 @@ def run(
         config: the options.
         out: directory of the new artifact.
         requested: result of `resolve_requests` for `source` and `config`; computed if None.
+        key: result of `fingerprint`; computed if None.
         force: build even if the store has the engines.
         progress: receives progress messages.
 
@@ -138,7 +140,7 @@ def run(
     started = time.monotonic()
     source.require_passed(allow_failed=config.allow_failed)
     requested = requested or resolve_requests(source, config)
-    key = fingerprint(source, config, requested)
+    key = key or fingerprint(source, config, requested)
     left_out = _find_unsupported_graphs(source, config, requested, force=force, progress=progress)
     refused = {graph.graph for graph in left_out}
     engines: dict[str, tuple[Engine, bool]] = {}

@@ -50,7 +50,12 @@ def fingerprint(source: ModelSource, config: ExportConfig) -> Fingerprint:
 
 
 def run(
-    source: ModelSource, config: ExportConfig, out: Path, *, progress: Progress = SILENT
+    source: ModelSource,
+    config: ExportConfig,
+    out: Path,
+    *,
+    key: Fingerprint | None = None,
+    progress: Progress = SILENT,
 ) -> Artifact:
     """Export the model and write the artifact to `out`; on an error nothing is written.
 
@@ -58,6 +63,7 @@ def run(
         source: the model on disk.
         config: the options.
         out: the directory of the artifact.
+        key: the result of `fingerprint`; computed if None.
         progress: receives progress messages.
 
     Raises:
@@ -66,7 +72,7 @@ def run(
         ArtifactError: `out` exists and is not an artifact.
     """
     started = time.monotonic()
-    key = fingerprint(source, config)
+    key = key or fingerprint(source, config)
     with staging(out) as directory:
         request = WorkerRequest(
             source.record.kind, str(source.path), source.pickled, str(directory), config

@@ -86,6 +86,7 @@ def run(
     out: Path,
     *,
     allow_failed: bool = False,
+    key: Fingerprint | None = None,
     progress: Progress = SILENT,
 ) -> Artifact:
     """Optimize every graph and write the artifact to `out`; on an error nothing is written.
@@ -97,6 +98,7 @@ def run(
         config: the options.
         out: the directory of the new artifact.
         allow_failed: True to accept an artifact that has failed a check.
+        key: the result of `fingerprint`; computed if None.
         progress: receives progress messages.
 
     Raises:
@@ -108,7 +110,7 @@ def run(
     """
     started = time.monotonic()
     artifact.require_passed(allow_failed=allow_failed)
-    key = fingerprint(artifact, config)
+    key = key or fingerprint(artifact, config)
     if artifact.manifest.precision != "fp32":
         raise OptionError(
             f"{artifact.path} is {artifact.manifest.precision} already; optimize requires fp32.",

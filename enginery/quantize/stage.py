@@ -124,6 +124,7 @@ def run(
     out: Path,
     *,
     data: CalibrationData | None,
+    key: Fingerprint | None = None,
     progress: Progress = SILENT,
 ) -> Artifact:
     """Quantize an artifact and write the new one to `out`. If anything fails, nothing is written.
@@ -133,6 +134,7 @@ def run(
         config: the options.
         out: directory of the new artifact.
         data: result of `read_calibration`.
+        key: result of `fingerprint`; computed if None.
         progress: receives progress messages.
 
     Raises:
@@ -147,7 +149,7 @@ def run(
     started = time.monotonic()
     source.require_passed(allow_failed=config.allow_failed)
     require_quantizable(source, config)
-    key = fingerprint(source, config, data)
+    key = key or fingerprint(source, config, data)
     with staging(out) as directory:
         source.copy_side_files(directory)
         (directory / REPORTS).mkdir()

@@ -38,4 +38,4 @@ def test_a_graph_is_named_for_the_placement_alone(exported, capsys):
     assert status == 2
     assert "has no graph 'decoder.onnx'; it has model.onnx" in shown.err
     status, shown = said(capsys, *words)
-    assert (status, "a graph is named, and nothing is to be placed" in shown.err) == (2, True)
+    assert (status, "--graph was given without --placement" in shown.err) == (2, True)

@@ -54,7 +54,11 @@ def embedder(minilm, home):
 
 @pytest.mark.parametrize(
     ("precision", "product", "attentions"),
-    [("fp32", "gemm fp32", 0), ("fp16", "gemm fp16", 6), ("int8", "gemm int8", 6)],
+    [
+        pytest.param("fp32", "gemm fp32", 0, marks=pytest.mark.slow),
+        pytest.param("fp16", "gemm fp16", 6, marks=pytest.mark.slow),
+        ("int8", "gemm int8", 6),
+    ],
 )
 def test_minilm_with_two_profiles_for_three_generations(embedder, precision, product, attentions):
     source = embedder(precision)
@@ -78,6 +82,7 @@ def graph_files(artifact):
     return [name for graph in artifact.manifest.graphs for name in (graph.file, *graph.data_files)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", TARGETS)
 def test_minilm_for_each_generation_has_the_same_products(embedder, capability):
     made = build_engine(embedder("fp16"), profile=PROFILES[:1], capability=capability)
@@ -94,7 +99,9 @@ def test_minilm_for_each_generation_has_the_same_products(embedder, capability):
     [
         ("bert", "text-classification", ["batch=1:2:4,sequence=1:16:64"]),
         ("vit", "image-classification", ["batch=1:2:4"]),
-        ("gpt2", "text-generation", ["batch=1,sequence=1:16:64"]),
+        pytest.param(
+            "gpt2", "text-generation", ["batch=1,sequence=1:16:64"], marks=pytest.mark.slow
+        ),
         ("gpt2", "text-generation-with-past", ["batch=1:2:4,past_sequence=1:16:64,sequence=1"]),
         ("t5", "text2text-generation-with-past", None),
     ],

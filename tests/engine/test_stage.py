@@ -232,7 +232,7 @@ def test_validation_stays_valid_after_a_build(exported, copied, built):
     opened = Artifact.open(source.path)
     made = built(opened, profile=["batch=1:2:4,sequence=1:16:32"])
     assert validate.read_current_report(made, config) == report
-    assert not stages.validate_step(made, config, force=False, progress=SILENT).worked
+    assert not stages.run_validate(made, config, force=False, progress=SILENT).worked
     # What the verdict is about is still looked at.
     other = made.manifest.model_copy(update={"precision": "fp16"})
     assert validate.read_current_report(Artifact(made.path, other), config) is None

@@ -13,6 +13,13 @@ CASES = [
     ("gpt2", "text-generation-with-past"),
     ("t5", "text2text-generation-with-past"),
 ]
+# One case per kind, and every task at least once; the others take minutes.
+QUICK = {
+    *zip(TEXT_KINDS, (TEXT_TASKS * 2)[: len(TEXT_KINDS)], strict=True),
+    *((kind, IMAGE_TASKS[index % 2]) for index, kind in enumerate(IMAGE_KINDS)),
+    ("gpt2", "text-generation-with-past"),
+    ("t5", "text2text-generation-with-past"),
+}
 
 NOT_IN_OPTIMUM = [("modernbert", "question-answering")]
 
@@ -32,7 +39,10 @@ ORT_CLASSES = {
 DIMS = {"batch", "sequence", "height", "width"}
 
 
-@pytest.mark.parametrize(("kind", "task"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
 def test_architecture_exports_validates_and_loads(kind, task, tiny_model):
     from enginery import export_model
 

@@ -15,16 +15,23 @@ pytest.importorskip("tensorrt_rtx_bindings")
 WIDE = {"hidden_size": 128, "intermediate_size": 256}
 
 
+CASES = [
+    ("bert", "text-classification", WIDE, 10, 0, 2),
+    ("distilbert", "text-classification", {"dim": 128, "hidden_dim": 256}, 10, 0, 2),
+    ("roberta", "text-classification", WIDE, 10, 0, 2),
+    ("vit", "image-classification", WIDE, 9, 1, 2),
+    ("convnext", "image-classification", {}, 8, 8, 0),
+    ("resnet", "image-classification", {}, 1, 10, 0),
+    ("gpt2", "text-generation", {"n_embd": 128}, 9, 0, 2),
+]
+QUICK = ("bert", "resnet")
+
+
 @pytest.mark.parametrize(
     ("kind", "task", "config", "gemms", "convolutions", "attentions"),
     [
-        ("bert", "text-classification", WIDE, 10, 0, 2),
-        ("distilbert", "text-classification", {"dim": 128, "hidden_dim": 256}, 10, 0, 2),
-        ("roberta", "text-classification", WIDE, 10, 0, 2),
-        ("vit", "image-classification", WIDE, 9, 1, 2),
-        ("convnext", "image-classification", {}, 8, 8, 0),
-        ("resnet", "image-classification", {}, 1, 10, 0),
-        ("gpt2", "text-generation", {"n_embd": 128}, 9, 0, 2),
+        pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow, id=case[0])
+        for case in CASES
     ],
 )
 def test_fp16_engine_multiplies_in_fp16_alone_and_fuses_attention(

@@ -73,6 +73,7 @@ def test_error_with_all_nodes_in_fp32_names_the_first_one(tmp_path):
     assert summary.endswith("that of its computed inputs 0")
 
 
+@pytest.mark.slow
 def test_t5_merged_decoder_is_measured_in_its_branches(tiny_model, tmp_path):
     source = export_model(
         str(tiny_model("t5", "text2text-generation")), task="text2text-generation-with-past"

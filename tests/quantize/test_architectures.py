@@ -41,8 +41,16 @@ def images():
     return [(generator.random((48, 40, 3)) * 255).astype(np.uint8) for _ in range(12)]
 
 
+def cases(*kinds, quick):
+    """Return the cases of these kinds as parameters; those that are not quick are slow."""
+    chosen = [case for case in CASES if case[0] in kinds]
+    marks = {case[0]: () if case[0] in quick else pytest.mark.slow for case in chosen}
+    return [pytest.param(*case, marks=marks[case[0]], id=case[0]) for case in chosen]
+
+
 @pytest.mark.parametrize(
-    ("kind", "task", "config", "layers", "kernels", "attentions"), CASES, ids=[c[0] for c in CASES]
+    ("kind", "task", "config", "layers", "kernels", "attentions"),
+    cases(*(case[0] for case in CASES), quick=("bert", "vit", "resnet")),
 )
 def test_every_quantized_layer_is_multiplied_in_int8(
     tiny, quantized, images, kind, task, config, layers, kernels, attentions
@@ -62,8 +70,7 @@ def test_every_quantized_layer_is_multiplied_in_int8(
 
 @pytest.mark.parametrize(
     ("kind", "task", "config", "layers", "kernels", "attentions"),
-    [c for c in CASES if c[0] in ("bert", "distilbert", "roberta", "vit", "gpt2")],
-    ids=["bert", "distilbert", "roberta", "vit", "gpt2"],
+    cases("bert", "distilbert", "roberta", "vit", "gpt2", quick=("bert",)),
 )
 def test_per_tensor_weights_are_multiplied_in_int8(
     tiny, quantized, images, kind, task, config, layers, kernels, attentions
@@ -84,7 +91,7 @@ def test_per_tensor_weights_are_multiplied_in_int8(
     assert all(len(tensor.dims) == 0 for tensor in scales)
 
 
-@pytest.mark.parametrize("capability", ["8.9", "12.0"])
+@pytest.mark.parametrize("capability", ["8.9", pytest.param("12.0", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("per_channel", [True, False], ids=["per-channel", "per-tensor"])
 def test_fp8_layers_of_bert_are_multiplied_in_fp8(tiny, quantized, capability, per_channel):
     source = tiny("bert", "token-classification", **WIDE)

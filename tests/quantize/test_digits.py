@@ -68,6 +68,7 @@ def accuracy(artifact: Artifact, images, labels) -> float:
     return float(np.mean(logits.argmax(-1) == labels))
 
 
+@pytest.mark.slow
 def test_trained_classifier_keeps_its_accuracy_in_fp16_and_int8(digits, trained):
     images, labels = digits
     unseen = images[TRAINED:], labels[TRAINED:]

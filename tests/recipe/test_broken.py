@@ -679,7 +679,7 @@ def test_file_line_problem_and_remedy_are_named_and_nothing_has_run(
     home = tmp_path / "home"
     monkeypatch.setenv("ENGINERY_HOME", str(home))
     monkeypatch.delenv("NO_SUCH", raising=False)
-    monkeypatch.setattr("enginery.api.export_step", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr("enginery.api.run_cached", lambda *_, **__: pytest.fail("it ran"))
     before = state(beside)
     with pytest.raises(RecipeError) as caught:
         run_recipe(path)
@@ -693,7 +693,7 @@ def test_file_line_problem_and_remedy_are_named_and_nothing_has_run(
 
 
 def test_check_says_what_is_wrong_and_runs_nothing(beside, capsys, monkeypatch):
-    monkeypatch.setattr("enginery.api.export_step", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr("enginery.api.run_cached", lambda *_, **__: pytest.fail("it ran"))
     path = beside / "recipe.yaml"
     path.write_text(HEAD + EXPORT + "  - validate: {data: review.csv}\n")
     with pytest.raises(SystemExit) as ended:

@@ -14,7 +14,7 @@ import pytest
 
 from enginery import load_model
 from enginery.api import export_triton
-from enginery.cli.demo import ask, builtin_inputs
+from enginery.cli.demo import builtin_inputs, predict_samples
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.errors import ArtifactError, InputError, OptionError
 from enginery.core.shapes import TensorSpec
@@ -77,7 +77,7 @@ def test_unsupported_task_is_an_error(uncounted, tmp_path):
     with pytest.raises(ArtifactError, match="exported for token-counting; predict answers"):
         predict(uncounted, str(tmp_path / "in.txt"), tmp_path / "out.jsonl", PredictConfig())
     with pytest.raises(InputError, match="token-counting is not answered from single texts"):
-        ask(uncounted, TEXTS)
+        predict_samples(uncounted, TEXTS)
 
 
 def test_new_task_is_a_method_of_a_loaded_model(counting, counted):
@@ -148,7 +148,7 @@ def test_new_task_is_a_triton_model(counting, counted, tmp_path):
 
 def test_new_task_has_sample_predictions_and_a_snippet(counting, counted, monkeypatch, capsys):
     assert len(builtin_inputs(counting)) > 1
-    found = ask(counting, TEXTS)
+    found = predict_samples(counting, TEXTS)
     assert [each.as_json() for each in found] == [
         {"input": text, **each.to_dict()} for text, each in zip(TEXTS, counted(), strict=True)
     ]

@@ -2,7 +2,6 @@ import asyncio
 import random
 import threading
 import time
-from contextlib import suppress
 
 import pytest
 
@@ -147,12 +146,11 @@ def test_scheduler_reports_backlog_and_wait_to_the_queue():
 
 
 def test_rest_of_an_admitted_request_is_not_rejected():
-    asked = 0
+    gate = threading.Event()
 
     async def run():
-        nonlocal asked
         scheduler = BatchScheduler(
-            lambda batch: time.sleep(0.002) or [0] * len(batch),
+            lambda batch: [gate.wait(30) and 0] * len(batch),
             RULES,
             asyncio.get_running_loop(),
             workers=1,
@@ -161,32 +159,18 @@ def test_rest_of_an_admitted_request_is_not_rejected():
             max_wait_seconds=1e9,
             on_batch=lambda _: None,
         )
-        done = asyncio.Event()
-
-        async def others(number):
-            nonlocal asked
-            while not done.is_set():
-                with suppress(OverloadedError):
-                    await scheduler.run(rows(f"other {number}", 8, 8), Timings())
-                    asked += 1
-                await asyncio.sleep(0)
-
-        crowd = [asyncio.ensure_future(others(number)) for number in range(30)]
-        await asyncio.sleep(0.05)
-        many = rows("list", *[8] * 60)
-        while True:
-            try:
-                found = await asyncio.wait_for(scheduler.run(many, Timings()), 30)
-                break
-            except OverloadedError:
-                await asyncio.sleep(0.001)
-        done.set()
-        await asyncio.gather(*crowd)
+        admitted = asyncio.ensure_future(scheduler.run(rows("list", *[8] * 60), Timings()))
+        await asyncio.sleep(0)  # its first part is in the queue, the others are not
+        assert 0 < scheduler.queue.rows < 60
+        scheduler.queue.max_rows = 0
+        with pytest.raises(OverloadedError):
+            await scheduler.run(rows("other", 8), Timings())
+        gate.set()
+        found = await asyncio.wait_for(admitted, 30)
         scheduler.close(drain=True)
         return found
 
     assert asyncio.run(run()) == [0] * 60
-    assert asked
 
 
 def test_too_many_tokens_are_refused():

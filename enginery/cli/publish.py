@@ -1,4 +1,4 @@
-"""The commands for registries: publish, pull."""
+"""The commands publish and pull."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from cyclopts import Parameter
 
 from enginery.cli.app import OUTPUT, Flag, Output
 from enginery.cli.app import application as app
-from enginery.cli.results import result_json, show_result
 from enginery.publish.config import PublishConfig
 
-_PUBLISH = PublishConfig()
+_DEFAULT = PublishConfig()
 
 
 @app.command
@@ -20,12 +19,12 @@ def publish(
     artifact: Path,
     url: str,
     *,
-    config: Annotated[PublishConfig, Parameter(name="*")] = _PUBLISH,
+    config: Annotated[PublishConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,
 ) -> None:
     """Publish an artifact with a model card: to a folder, MLflow, the Hub or an OCI registry.
 
-    Every file is read and checked first. The same content is the same version, however often.
+    Every file is read and checked first. Publishing the same content again gives the same version.
 
     Parameters
     ----------
@@ -36,27 +35,27 @@ def publish(
         hf://org/name@branch, oci://registry/name or oci://registry/name:tag.
     """
     from enginery.api import publish_model
-    from enginery.core.options import options_dict
+    from enginery.cli.render import result_json, show_result
 
     console = output.console()
-    published = publish_model(artifact, url, progress=console, **options_dict(config))
+    published = publish_model(artifact, url, progress=console, config=config)
     console.json(result_json("publish", published))
     show_result(console, "publish", published)
 
 
 @app.command
 def pull(url: str, out: Path, *, insecure: Flag = False, output: Output = OUTPUT) -> None:
-    """Fetch a published artifact, and read every byte of it against its listing.
+    """Fetch a published artifact, and check every byte of it against its listing.
 
     Parameters
     ----------
     url
-        What `publish` printed; also with an alias, NAME@production, or without a version for the
-        newest: for hf:// that is the branch main, for oci:// the tag latest.
+        The address that `publish` printed; also with an alias, NAME@production, or without a
+        version for the newest: the branch main for hf://, the tag latest for oci://.
     out
         Where the artifact goes. An artifact that is there is replaced.
     insecure
-        Talk plain HTTP to an OCI registry.
+        Use plain HTTP for an OCI registry.
     """
     from enginery.api import pull_model
 

@@ -1,4 +1,4 @@
-"""The command that answers files: predict."""
+"""The command predict."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from cyclopts import Parameter
 
 from enginery.cli.app import OUTPUT, Flag, Output
 from enginery.cli.app import application as app
-from enginery.cli.results import require_answers, result_json, show_result
 from enginery.predict.config import PredictConfig
 
-_PREDICT = PredictConfig()
+_DEFAULT = PredictConfig()
 
 
 @app.command
@@ -24,10 +23,10 @@ def predict(
     ],
     output_file: Annotated[Path, Parameter(name=("--output", "-o"))],
     force: Flag = False,
-    config: Annotated[PredictConfig, Parameter(name="*")] = _PREDICT,
+    config: Annotated[PredictConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,
 ) -> None:
-    """Answer every row of a file: CSV, TSV, JSONL, Parquet, text lines, or a folder of images.
+    """Predict every row of a file: CSV, TSV, JSONL, Parquet, text lines, or a folder of images.
 
     Parameters
     ----------
@@ -36,16 +35,16 @@ def predict(
     input
         The file, a folder of images, or - for standard input.
     output_file
-        Where the answers go: a .parquet, .csv or .jsonl file.
+        Where the results go: a .parquet, .csv or .jsonl file.
     force
-        Answer anew although there is a finished or a half-finished output.
+        Start again even if there is a finished or a half-finished output.
     """
     from enginery.api import predict_file
-    from enginery.core.options import options_dict
+    from enginery.cli.render import require_answers, result_json, show_result
 
     console = output.console()
     report = predict_file(
-        artifact, input, output_file, force=force, progress=console, **options_dict(config)
+        artifact, input, output_file, force=force, progress=console, config=config
     )
     console.json(result_json("predict", report))
     show_result(console, "predict", report)

@@ -1,4 +1,4 @@
-"""The command that answers over HTTP: serve."""
+"""The command serve."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from enginery.cli.app import OUTPUT, Output
 from enginery.cli.app import application as app
 from enginery.serve.config import ServeConfig
 
-_SERVE = ServeConfig()
+_DEFAULT = ServeConfig()
 
 
 @app.command
 def serve(
     *artifacts: str,
-    config: Annotated[ServeConfig, Parameter(name="*")] = _SERVE,
+    config: Annotated[ServeConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,
 ) -> None:
-    """Answer over HTTP: Open Inference Protocol, text-embeddings-inference, OpenAI embeddings.
+    """Serve artifacts over HTTP: Open Inference Protocol, text-embeddings-inference, OpenAI.
 
-    What happens is said on standard error, with --json as a JSON document a line; requests are
+    Events are logged to standard error, with --json as one JSON document a line; requests are
     logged to standard output.
 
     Parameters

@@ -1,4 +1,4 @@
-"""Commands that measure: bench, report."""
+"""The commands bench and report."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from cyclopts import Parameter
 from enginery.bench.config import BenchConfig
 from enginery.cli.app import OUTPUT, Out, Output
 from enginery.cli.app import application as app
-from enginery.cli.results import result_json, show_result
 
-_BENCH = BenchConfig()
+_DEFAULT = BenchConfig()
 
 
 @app.command
 def bench(
     *models: Path,
     out: Out = "",
-    config: Annotated[BenchConfig, Parameter(name="*")] = _BENCH,
+    config: Annotated[BenchConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,
 ) -> None:
     """Measure latency, throughput and memory, beside PyTorch, ONNX Runtime and Optimum.
@@ -32,17 +31,17 @@ def bench(
         Where `reports/` goes; empty for the artifacts themselves.
     """
     from enginery.api import bench_model
-    from enginery.core.options import options_dict
+    from enginery.cli.render import result_json, show_result
 
     console = output.console()
-    result = bench_model(*models, out=out, progress=console, **options_dict(config))
+    result = bench_model(*models, out=out, progress=console, config=config)
     console.json(result_json("bench", result))
     show_result(console, "bench", result)
 
 
 @app.command
 def report(artifact: Path, *, output: Output = OUTPUT) -> None:
-    """Make the report page of an artifact anew, from what it has.
+    """Write the report page of an artifact again, from the reports that it has.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The commands for other servers: export-triton, export-kserve."""
+"""The commands export-triton and export-kserve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from cyclopts import Parameter
 
 from enginery.cli.app import OUTPUT, Output
 from enginery.cli.app import application as app
-from enginery.cli.results import result_json, show_result
 from enginery.deploy.kserve.options import KserveConfig
 from enginery.deploy.triton.options import TritonConfig
 
@@ -24,22 +23,20 @@ def export_triton(
     config: Annotated[TritonConfig, Parameter(name="*")] = _TRITON,
     output: Output = OUTPUT,
 ) -> None:
-    """Make models of an artifact for NVIDIA Triton: texts in and answers out, or the graph alone.
-
-    No Triton server has loaded them yet; their configurations fit its model_config.proto.
+    """Write models for NVIDIA Triton: from texts to results, or the graph alone.
 
     Parameters
     ----------
     artifact
         The artifact's directory.
     directory
-        The model repository; models of others in it stay as they are.
+        The model repository; other models in it stay as they are.
     """
     from enginery.api import export_triton as export
-    from enginery.core.options import options_dict
+    from enginery.cli.render import result_json, show_result
 
     console = output.console()
-    made = export(artifact, directory, progress=console, **options_dict(config))
+    made = export(artifact, directory, progress=console, config=config)
     console.json(result_json("export-triton", made))
     show_result(console, "export-triton", made)
 
@@ -52,9 +49,7 @@ def export_kserve(
     config: Annotated[KserveConfig, Parameter(name="*")],
     output: Output = OUTPUT,
 ) -> None:
-    """Write the manifest of a KServe InferenceService: `enginery serve`, or Triton.
-
-    No cluster has been given one yet; it fits the schema of KServe v0.20.0.
+    """Write the manifest of a KServe InferenceService that runs `enginery serve` or Triton.
 
     Parameters
     ----------
@@ -64,9 +59,9 @@ def export_kserve(
         Where inferenceservice.yaml goes.
     """
     from enginery.api import export_kserve as export
-    from enginery.core.options import options_dict
+    from enginery.cli.render import result_json, show_result
 
     console = output.console()
-    made = export(artifact, directory, progress=console, **options_dict(config))
+    made = export(artifact, directory, progress=console, config=config)
     console.json(result_json("export-kserve", made))
     show_result(console, "export-kserve", made)

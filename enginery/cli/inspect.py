@@ -1,0 +1,107 @@
+"""The command inspect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from enginery.cli.app import OUTPUT, Flag, Output
+from enginery.cli.app import application as app
+from enginery.core.errors import OptionError
+
+
+@app.command
+def inspect(
+    path: Path,
+    *,
+    verify: Flag = False,
+    placement: Flag = False,
+    graph: str = "",
+    provider: str = "",
+    provider_option: tuple[str, ...] = (),
+    allow_fallback: bool = False,
+    output: Output = OUTPUT,
+) -> None:
+    """Show what an artifact or an engine is, how it was made, and the verdicts on it.
+
+    Parameters
+    ----------
+    path
+        The directory of an artifact, or of one engine in it; or any .onnx file.
+    verify
+        Hash every file again instead of trusting its size and times.
+    placement
+        Load the graph and show which provider runs which nodes, and which fell back to the CPU.
+    graph
+        With --placement, one of several graphs; empty for the first.
+    provider
+        Execution providers in order of preference, for --placement: tensorrt,cuda,cpu. Empty: the
+        value of the variable ENGINERY_PROVIDERS, or cpu.
+    provider_option
+        An option of a provider, cuda.gpu_mem_limit=2GiB; repeat it for several.
+    allow_fallback
+        Use the next provider if the first is unavailable, and say so.
+    """
+    from enginery.core.artifact.engine_record import ENGINE_FILE
+
+    if not placement and (provider or provider_option or allow_fallback or graph):
+        named = "--graph" if graph else "a provider"
+        raise OptionError(f"{named} was given without --placement.", do="Add --placement.")
+    if (path / ENGINE_FILE).is_file():
+        _inspect_engine(path, verify=verify, output=output)
+        return
+    from enginery.cli import render
+    from enginery.core.artifact.artifact import Artifact
+
+    console = output.console()
+    is_bare = path.suffix == ".onnx"
+    if is_bare:
+        from enginery.bench.target import artifact_from_onnx
+
+        opened = artifact_from_onnx(path)
+    else:
+        opened = Artifact.open(path, verify=verify)
+    engines = [] if is_bare else render.open_engines(opened)
+    found, reason = None, ""
+    if placement:
+        from enginery.runtime.onnxruntime.runner import OrtRunner
+        from enginery.runtime.providers.specification import parse_providers
+
+        specs = parse_providers(provider, provider_option, default="cpu")
+        with (
+            console.task("loading the graph"),
+            OrtRunner(
+                opened, graph=graph, providers=specs, allow_fallback=allow_fallback
+            ) as runner,
+        ):
+            found, reason = runner.placement(), runner.providers[0].reason
+    placed = {"placement": {**found.as_json(), "reason": reason}} if found else {}
+    if is_bare:
+        graphs = [record.model_dump(mode="json") for record in opened.manifest.graphs]
+        console.json({"path": str(path), "graphs": graphs} | placed)
+    else:
+        console.json(render.artifact_json(opened, engines) | placed)
+        console.table(str(path), render.artifact_rows(opened))
+    console.table("Inputs and outputs", render.interface_rows(opened))
+    if not is_bare:
+        console.table("Stages", render.stage_rows(opened))
+        console.table("Files", render.file_rows(opened))
+        console.table("Engines", render.engine_list_rows(engines))
+    if found:
+        console.table("Placement", found.rows())
+        console.table("Compute on the CPU", found.node_rows())
+        for note in (f"{found.head}: {reason}", *found.notes):
+            console.line(note)
+
+
+def _inspect_engine(path: Path, *, verify: bool, output: Output) -> None:
+    from enginery.cli import render
+    from enginery.core.artifact.engine import Engine
+
+    console = output.console()
+    engine = Engine.open(path, verify=verify)
+    console.json(render.engine_json(engine))
+    console.table(str(path), render.engine_rows(engine))
+    console.table("Layers by kind and precision", render.layer_count_rows(engine))
+    # A terminal shows the layers that multiply; a pipe, and -v, all.
+    every = console.verbose or not console.is_terminal
+    console.table("Layers", render.layer_rows(engine, every=every))
