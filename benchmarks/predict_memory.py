@@ -1,11 +1,11 @@
-"""Peak memory of predict by the rows of its input.
+"""Peak memory of predict for different numbers of rows.
 
     $ python benchmarks/predict_memory.py --rows 10000 --rows 100000 --rows 1000000
     $ python benchmarks/predict_memory.py --real --rows 10000 --rows 50000
 
-The model is a BERT of one layer of 32 with random weights and the tokenizer of all-MiniLM-L6-v2,
-so that a million rows take minutes; `--real` is all-MiniLM-L6-v2 itself. Each run is a fresh
-process; prints a Markdown table.
+The model is a BERT with one layer of width 32, random weights and the tokenizer of
+all-MiniLM-L6-v2, so that a million rows take minutes; `--real` uses all-MiniLM-L6-v2. Each run is a
+new process. The output is a Markdown table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from enginery import export_model
 
 
 def small_model(out: Path) -> Path:
-    """A tiny BERT with MiniLM's tokenizer, exported."""
+    """Export a tiny BERT with MiniLM's tokenizer."""
     import torch
     from transformers import BertConfig, BertModel
 

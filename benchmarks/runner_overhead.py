@@ -1,15 +1,14 @@
-"""What enginery's runner costs over a bare `InferenceSession.run`, and what stands beside it.
+"""Overhead of enginery's runner over a plain `InferenceSession.run`.
 
     $ python benchmarks/runner_overhead.py --json overhead.json
     $ python benchmarks/runner_overhead.py --model bert-base --shape 1x128
 
-Every call of the runner is followed or preceded by one of the very session that it holds, on the
-same inputs: the order turns from pair to pair, so that a drift of the machine hits both. Optimum's
-ORTModel and PyTorch, eager and with SDPA, take their turns in between, with as many threads. The
-runner's own work is measured apart, on a session that answers at once.
+Each call of the runner is paired with a call of the session that it holds, on the same inputs. The
+order alternates from pair to pair, so that a drift of the machine affects both. Optimum's ORTModel
+and PyTorch, with eager attention and SDPA, take turns in between, with as many threads. The
+runner's own work is measured separately, with a session that returns immediately.
 
-all-MiniLM-L6-v2 comes from its package; bert-base is made from its configuration with random
-weights, which changes no time.
+all-MiniLM-L6-v2 is installed as a package; bert-base has random weights, which do not affect times.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from enginery.core.model.files import ModelConfig
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
 TURN = {1: 10, 8: 4}
-"""Calls of a turn by batch; a turn's median is one value."""
+"""Batch size -> calls in a turn; the median of a turn is one value."""
 BLOCK = 4
-"""Calls of a block of what stands beside the two."""
+"""Batch size -> calls in a block of the other libraries."""
 PAIRS = {1: 400, 8: 120}
 LEAST_PAIRS = 50
 NULL_CALLS = 20_000
@@ -159,7 +158,7 @@ def beside(source: str, artifact: Artifact, feeds: dict[str, Any]) -> dict[str, 
 def take_turns(
     calls: dict[str, Any], others: dict[str, Any], pairs: int, *, warm_up: int
 ) -> dict[str, list[float]]:
-    """Times in ms. Runner and session take turns call by call, the others block by block."""
+    """Return times in ms. Runner and session alternate call by call, the others block by block."""
     for call in (*calls.values(), *others.values()):
         for _ in range(warm_up):
             call()
@@ -177,7 +176,7 @@ def take_turns(
 
 
 def block(call: Any, times: list[float]) -> None:
-    """Some calls in a row, after one that brings the model back into the caches."""
+    """Run some calls in a row, after one that refills the caches."""
     call()
     times += [timed(call) for _ in range(BLOCK)]
 
@@ -189,7 +188,7 @@ def timed(call: Any) -> float:
 
 
 def own_work(runner: OrtRunner, feeds: dict[str, Any]) -> float:
-    """Microseconds a call, on a session that answers at once."""
+    """Return the microseconds per call with a session that returns immediately."""
 
     class Nothing:
         def run(self, names: list[str], _: Any) -> list[None]:

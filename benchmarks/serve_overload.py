@@ -1,11 +1,11 @@
-"""A server that gets several times what it can answer: who waits for how long, and who is refused.
+"""Waiting times and rejections of a server under several times its capacity.
 
     $ python benchmarks/serve_overload.py --times 4 --seconds 40 --max-wait 10
 
-Measures what the server answers with as many connections as keep it busy, then sends `--times` that
-rate with Poisson arrivals, whatever comes back (an open loop). Requests have 8 texts. The model is
-the real all-MiniLM-L6-v2; texts are sentences of the docstrings of Python's standard library. Load
-and server share the machine.
+The script measures the rate of requests with enough connections to keep the server busy. Then it
+sends `--times` that rate with Poisson arrivals, regardless of responses (an open loop). Requests
+have 8 texts. The model is all-MiniLM-L6-v2; texts are sentences of the docstrings of Python's
+standard library. Load and server share the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TEXTS = 8
 
 
 class Connections:
-    """HTTP/1.1 connections that are kept; a client library would take a core from the server."""
+    """A pool of HTTP/1.1 connections; a client library would take a core from the server."""
 
     def __init__(self, url: str, bodies: list[bytes]) -> None:
         self._host, self._port = url.removeprefix("http://").split(":")
@@ -116,7 +116,7 @@ async def measure(
 
 
 def main() -> None:
-    """Run the server and both loops, and print what came back."""
+    """Run the server and both loops, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--times", type=float, default=4.0)
     parser.add_argument("--seconds", type=float, default=40.0)

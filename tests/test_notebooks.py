@@ -142,7 +142,7 @@ SAYS = {
     ],
     "04_benchmark_and_report": [
         r"cores",
-        r"\| batch.* \| contender \| median",
+        r"\| batch.* \| backend \| median",
         r"pytorch",
         r"onnxruntime",
         r"\| enginery \| cpu \|",

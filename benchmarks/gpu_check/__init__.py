@@ -1,4 +1,4 @@
-"""The GPU path checked and measured on a machine with an NVIDIA GPU; see docs/gpu-check.md.
+"""Test and measure the GPU path on a machine with an NVIDIA GPU; see docs/gpu-check.md.
 
 $ python -m benchmarks.gpu_check
 $ python -m benchmarks.gpu_check --device cpu --quick

@@ -1,11 +1,11 @@
-"""Checks and measures the GPU path; leaves one JSON file and one Markdown page.
+"""Test and measure the GPU path; write a JSON file and a Markdown page.
 
     $ python -m benchmarks.gpu_check
     $ python -m benchmarks.gpu_check --only doctor,models,agreement --models build/gpu-models
     $ python -m benchmarks.gpu_check --device cpu --quick     # a dry run
 
-Exit status: 0, every check passed; 1, one failed or a part did not come to its end; 2, it could
-not start. See docs/gpu-check.md.
+The exit status is 0 if every check passed, 1 if a check failed or a part did not finish, and 2 if
+the command could not start. See docs/gpu-check.md.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from enginery.runtime.providers.gpus import visible_gpus
 DRY_RUN = "on the CPU: a dry run"
 _DOCS = Path("docs/benchmarks")
 _FOR_WRITING = 5.0
-"""Seconds of the time that are left to the last file."""
+"""Seconds that are reserved for writing the last files."""
 
 
 def main(words: list[str] | None = None) -> int:
-    """Runs the parts and returns the exit status."""
+    """Run the parts and return the exit status."""
     given = _arguments(words)
     began = time.monotonic()
     started = datetime.now(UTC)
@@ -106,11 +106,11 @@ def main(words: list[str] | None = None) -> int:
             until=began + given.max_minutes * 60 - _FOR_WRITING,
         )
         write(outcomes, complete=True)
-    return _tell(document, stem)
+    return _print_summary(document, stem)
 
 
-def _tell(document: dict[str, Any], stem: Path) -> int:
-    """The end of the run, in a few lines."""
+def _print_summary(document: dict[str, Any], stem: Path) -> int:
+    """Print a summary of the run."""
     for goal in document["goals"]:
         print(f"goal: {goal['goal']}: {goal['figure']}: {goal['verdict']}")
     found = document["failures"]
@@ -124,7 +124,7 @@ def _tell(document: dict[str, Any], stem: Path) -> int:
 
 
 def slug(name: str) -> str:
-    """`nvidia-h200` of `NVIDIA H200`."""
+    """Return a name for files: `nvidia-h200` for `NVIDIA H200`."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unnamed"
 
 
@@ -135,8 +135,8 @@ def _default_out(device: str) -> Path:
 def _refusal(error: Exception, device: str) -> str:
     if isinstance(error, ProviderError):
         return (
-            f"gpu-check needs an NVIDIA GPU: looked for the driver (libcuda) and a GPU that it "
-            f"shows to this process; {error} Or try it out: --device {device and 'cpu'} --quick"
+            f"gpu-check needs an NVIDIA GPU with its driver (libcuda): {error} "
+            f"For a dry run: --device {device and 'cpu'} --quick"
         )
     return f"gpu-check cannot start: {error}"
 
@@ -147,7 +147,7 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu for a dry run of every part that a CPU has",
+        help="cpu for a dry run of the parts that do not need CUDA",
     )
     parser.add_argument("--quick", action="store_true", help="tiny models and shapes")
     parser.add_argument(
@@ -157,10 +157,10 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         "--models",
         default="",
         metavar="DIR",
-        help="keep the artifacts there, and take those that are there",
+        help="keep the artifacts in this directory, and use those that are already there",
     )
     parser.add_argument(
-        "--out", default="", metavar="DIR", help=f"for the two files; {_DOCS} where there is a GPU"
+        "--out", default="", metavar="DIR", help=f"directory for the two files; with a GPU {_DOCS}"
     )
     parser.add_argument("--max-minutes", type=float, default=8.0)
     return parser.parse_args(words)

@@ -1,12 +1,8 @@
-"""Answers on the GPU against PyTorch in FP32 on the same GPU, by the product's own tolerances.
+"""Compare the outputs on the GPU with PyTorch in FP32 on the same GPU.
 
->>> run(work)
->>> work.found["agreements"][0]["max_abs"], work.found["agreements"][0]["limit"]
-(0.0021, 0.031)
-
-The limits follow from PyTorch's own error in the same precision, as in `enginery validate`. ONNX
-Runtime multiplies FP32 in TensorFloat-32 unless it is told not to: FP32 is judged with that off,
-and once more with it on, by FP16's tolerance, which has as many bits.
+The tolerances are those of `enginery validate`: they follow from PyTorch's own error at the same
+precision. ONNX Runtime multiplies FP32 in TensorFloat-32 by default, so FP32 is checked with TF32
+off, and again with TF32 on and FP16's tolerance, which has as many mantissa bits.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ _NOISE = {"fp32": "fp64", "fp16": "fp16", "bf16": "bf16"}
 
 
 def run(work: Work) -> None:
-    """Compares every precision of each model, then the ways of running FP16."""
+    """Compare every precision of each model, then the ways of running FP16."""
     pytorch.require_device(work.device)
     work.found["agreements"] = []
     for model in TEXT_MODELS:
@@ -91,7 +87,7 @@ def _judge(
     specs: tuple[ProviderSpec, ...],
     precision: str,
 ) -> None:
-    """One runner over all cases; the noise floor is the widest of them."""
+    """Compare a runner with the reference on all cases; the noise floor is the largest of them."""
     record = artifact.manifest.graphs[0]
     worst: list[dict[str, Any]] = []
     with OrtRunner(artifact, providers=specs) as runner:
@@ -135,7 +131,7 @@ def _judge(
 
 
 def _compare_ways(work: Work, model: str, artifact: Artifact) -> None:
-    """Every way of running FP16 gives the same answers, also to inputs that came after others."""
+    """Check that all ways of running FP16 give the same outputs, also after other inputs."""
     point = work.settings.agreement[-1]
     first, second = feeds_at(artifact, point, seed=1), feeds_at(artifact, point, seed=2)
     with OrtRunner(artifact, providers=[work.provider], io_binding=False) as runner:
@@ -174,7 +170,7 @@ def _ask(runner: OrtRunner, feeds: Feeds, device: str, *, on_device: bool) -> di
 
 
 def _largest_difference(expected: dict[str, Any], found: dict[str, Any]) -> float:
-    """Relative to each output's largest magnitude; infinite for NaN."""
+    """Return the difference relative to each output's largest magnitude; infinite for NaN."""
     differences = []
     for name, wide in expected.items():
         apart = np.abs(found[name].astype(np.float64) - wide.astype(np.float64)).max()
@@ -188,7 +184,7 @@ def _answers(source: Path, precision: str, device: str, cases: list[Feeds]) -> l
 
 
 def feeds_at(artifact: Artifact, point: tuple[int, int], *, seed: int) -> Feeds:
-    """Made-up inputs, the rows padded by different amounts."""
+    """Return random inputs with different padding in each row."""
     record = artifact.manifest.graphs[0]
     limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     sizes = dict(zip(("batch", "sequence"), point, strict=True))

@@ -1,11 +1,10 @@
-"""torch.compile within a time: the strongest mode that there is time for.
+"""Run torch.compile within a time limit, with the strongest mode for which there is time.
 
-    >>> compiler = Compiler("inductor", modes=("max-autotune", "reduce-overhead"))
-    >>> compiled = compiler.compile(model, feeds, "cuda", seconds=90)
-    >>> compiled.mode, round(compiled.seconds)
-    ('max-autotune', 41)
+    compiler = Compiler("inductor", modes=("max-autotune", "reduce-overhead"))
+    compiled = compiler.compile(model, feeds, "cuda", seconds=90)
+    compiled.mode, round(compiled.seconds)  # ('max-autotune', 41)
 
-One shape at a time (`dynamic=False`), what was compiled before is thrown away.
+Each shape is compiled separately (`dynamic=False`), and earlier compilations are discarded.
 """
 
 from __future__ import annotations
@@ -21,49 +20,49 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.pytorch import tensors_of, wait
-from benchmarks.gpu_check.work import in_words
+from benchmarks.gpu_check.work import describe_error
 from enginery.core.errors import ProviderError
 from enginery.core.model.feeds import Feeds
 
 STRONGEST, FALLBACK = "max-autotune", "reduce-overhead"
 _LEAST_SECONDS = {STRONGEST: 45.0}
-"""What a mode takes at least; with less it is not begun. It tries many kernels."""
+"""Minimum time to start a mode: it tries many kernels."""
 _WARM_RUNS = 4
-"""The first compiles, the next ones record a CUDA graph."""
+"""The first run compiles, the next ones capture a CUDA graph."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled model at one shape."""
+    """A model compiled for one shape."""
 
     model: Any
     mode: str
     seconds: float
     tried: tuple[str, ...]
-    """Modes that did not come about, each with the reason."""
+    """Modes that failed, with the reasons."""
 
 
 @dataclass
 class Compiler:
-    """Compiles, and learns from each time what the next will take."""
+    """Compile models, and estimate the time of each mode from earlier compilations."""
 
     backend: str
     modes: tuple[str, ...] = (STRONGEST, FALLBACK)
     took: dict[str, float] = field(default_factory=dict)
-    """Mode -> seconds of the last time."""
+    """Mode -> seconds of its last compilation."""
 
     def __post_init__(self) -> None:
         if self.backend != "inductor":
             self.modes = (self.backend,)  # it has none of inductor's
 
     def compile(self, model: Any, feeds: Feeds, device: str, *, seconds: float) -> Compiled:
-        """Compiles at the shape of the feeds and runs it until it is ready.
+        """Compile a model for the shape of the feeds and run it until it is ready.
 
-        A mode that fails, or takes longer than it may, is not tried at later shapes. The strongest
-        may take half of the time, so that the next one has the other.
+        A mode that fails or runs out of time is not tried at later shapes. The strongest mode may
+        use half of the time, so that the next one has the other half.
 
         Raises:
-            ProviderError: no mode came about in the time; with the reasons.
+            ProviderError: no mode succeeded in time.
         """
         tried: list[str] = []
         began = time.monotonic()
@@ -73,14 +72,14 @@ class Compiler:
             took = self.took.get(mode, 0.0)
             needed = max(1.3 * took, _LEAST_SECONDS.get(mode, 0.0))
             if limit <= needed:
-                tried.append(f"{mode}: {limit:.0f} s are left for it, and it needs {needed:.0f} s")
+                tried.append(f"{mode}: {limit:.0f} s are left, expected {needed:.0f} s")
                 continue
             started = time.monotonic()
             try:
                 with within(limit):
                     found = self._compiled(model, mode, feeds, device)
             except Exception as error:
-                tried.append(f"{mode}: {in_words(error)}")
+                tried.append(f"{mode}: {describe_error(error)}")
                 self.modes = tuple(other for other in self.modes if other != mode or last)
                 self.took[mode] = max(took, time.monotonic() - started)
                 continue
@@ -104,7 +103,7 @@ class Compiler:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after these seconds, again and again: some code eats it."""
+    """Raise TimeoutError in the block after some seconds; repeatedly, as some code catches it."""
 
     def over(_signal: int, _frame: FrameType | None) -> None:
         raise TimeoutError(f"longer than {seconds:.0f} s")

@@ -1,11 +1,7 @@
-"""A ResNet on images of a dozen sizes: what cuDNN's search for kernels costs at each new size.
+"""Measure a ResNet on images of a dozen sizes: the cost of cuDNN's kernel search at each new size.
 
->>> run(work)
->>> work.found["searches"]["EXHAUSTIVE"]["first_ms"][0], work.found["searches"]["cpu"]["ms"][0]
-(812.0, 21.4)
-
-For each way of searching (`cudnn_conv_algo_search`) a new session, one uncounted run that loads
-cuDNN, the first run at every size, then the steady time at each. The CPU runs the same beside.
+For each `cudnn_conv_algo_search`, a new session is opened. After an uncounted run that loads cuDNN,
+the first run and the steady time at every size are measured. The CPU runs the same for comparison.
 """
 
 from __future__ import annotations
@@ -28,11 +24,11 @@ from enginery.runtime.providers.specification import ProviderSpec, parse_provide
 
 _RUNS = 7
 _WARM_SIZE = (96, 96)
-"""Of none of the images that are measured."""
+"""A size that none of the measured images has."""
 
 
 def run(work: Work) -> None:
-    """Measures the CPU, which is the reference of the answers too, then each way of searching."""
+    """Measure the CPU, whose outputs are the reference, and then each kind of search."""
     work.found["images"] = [list(size) for size in work.settings.images]
     work.found["searches"] = {}
     artifact = work.artifact(CONVOLUTIONS, "onnx")
@@ -49,13 +45,13 @@ def run(work: Work) -> None:
             if expected is not None:
                 _compare(work, search, expected, found)
     if not work.on_gpu:
-        work.note(f"{', '.join(SEARCHES)}: left out, cuDNN is for NVIDIA's GPUs")
+        work.note(f"{', '.join(SEARCHES)}: left out, cuDNN needs an NVIDIA GPU")
 
 
 def _measure(
     work: Work, artifact: Artifact, name: str, specs: tuple[ProviderSpec, ...]
 ) -> list[NDArray[Any]]:
-    """First and steady times; returns the answers of the sizes that there was time for."""
+    """Measure first and steady times; return the outputs at the sizes for which there was time."""
     found: dict[str, Any] = {"first_ms": [], "ms": []}
     work.found["searches"][name] = found
     answers: list[NDArray[Any]] = []
@@ -64,7 +60,7 @@ def _measure(
         feeds = [_image(artifact, size) for size in work.settings.images]
         for one in feeds:
             if work.left() < 10:
-                work.note(f"{name}: {len(feeds) - len(answers)} sizes left out, the time is spent")
+                work.note(f"{name}: {len(feeds) - len(answers)} sizes left out, no time left")
                 break
             before = time.perf_counter()
             (answer,) = runner(one).values()
@@ -73,7 +69,7 @@ def _measure(
             work.save()
         for one in feeds[: len(answers)]:
             if work.left() < 5:
-                work.note(f"{name}: steady times of some sizes left out, the time is spent")
+                work.note(f"{name}: steady times of some sizes left out, no time left")
                 break
             runner(one)
             found["ms"].append(median(_timed(runner, one) for _ in range(_RUNS)))
@@ -84,12 +80,12 @@ def _measure(
 def _compare(
     work: Work, search: str, expected: list[NDArray[Any]], found: list[NDArray[Any]]
 ) -> None:
-    """Against the CPU, by FP16's tolerance: convolutions multiply in TF32, which has its bits."""
+    """Compare with the CPU by FP16's tolerance: TF32 convolutions have as many mantissa bits."""
     pairs = list(zip(expected, found, strict=False))
     cosines = [_cosine(one, other) for one, other in pairs]
     least = Tolerance.for_precision("fp16").min_cosine
     work.check(
-        f"{CONVOLUTIONS} on cuda, {search}, answers as the CPU does",
+        f"{CONVOLUTIONS} on cuda, {search}, equals the CPU",
         passed=bool(pairs) and min(cosines) >= least,
         found=f"cosine {min(cosines, default=0.0):.6f} over {len(pairs)} sizes, "
         f"expected at least {least:.6f}",

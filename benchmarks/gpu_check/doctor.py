@@ -1,9 +1,4 @@
-"""What the machine has: doctor's report, and what of it keeps CUDA from running.
-
->>> run(work)
->>> work.found["report"]["nvidia"]["driver"]
-'580.65.06'
-"""
+"""Record doctor's report, and check that the provider runs."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ from enginery.doctor.stage import examine
 
 
 def run(work: Work) -> None:
-    """Leaves the report, and checks that the provider of this run answers rightly."""
+    """Record the report, and check that the provider of this run computes correctly."""
     report = examine(DoctorConfig())
     work.found["report"] = report.as_json()
     status = next(s for s in report.providers if s.name.lower().startswith(work.provider))

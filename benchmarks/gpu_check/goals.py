@@ -1,11 +1,10 @@
-"""The goals of the project on an H200, judged by what was measured.
+"""Judge the speed goals for an H200.
 
-    >>> goals = judge(points, ["minilm"], seconds=412, gpu="NVIDIA H200", max_minutes=8, shapes=9)
-    >>> goals[0].verdict
-    'reached'
+    goals = judge(points, ["minilm"], seconds=412, gpu="NVIDIA H200", max_minutes=8, shapes=9)
+    goals[0].verdict  # 'reached'
 
-Pure: takes what the part `speed` left. A goal is reached where the whole interval is on its side,
-missed where none of it is. On any other GPU figures are given without a verdict.
+A goal is reached if the whole interval meets it, and missed if no part of it does. Other GPUs get
+figures without a verdict.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ GPU = "H200"
 EAGER_SIDES = ("PyTorch eager", "PyTorch SDPA")
 COMPILED_SIDE = "torch.compile"
 OVER_EAGER: tuple[tuple[tuple[int, int], float], ...] = (((1, 128), 2.0), ((32, 128), 1.3))
-"""A point, and how many times as fast as PyTorch in eager mode FP16 is to be there."""
+"""Point -> required speedup of FP16 over PyTorch in eager mode."""
 BEHIND_COMPILED = 1.05
-"""No measured point may take more times as long as with torch.compile."""
+"""Largest ratio of times to torch.compile, at every measured point."""
 MINILM_MS = 0.5
-"""MiniLM at 1×128."""
+"""Largest latency of MiniLM at 1×128."""
 
 _NOT_MEASURED = "not measured"
 
@@ -31,13 +30,13 @@ Points = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Goal:
-    """One goal and what became of it."""
+    """A goal and its verdict."""
 
     goal: str
     figure: str
     verdict: str
-    """reached, missed, not measured; `not decided` where the interval holds the goal; `reached at
-    7 of 9 points`; or `no verdict` and why."""
+    """`reached`, `missed`, `not measured`, `not decided` if the interval contains the goal,
+    `reached at 7 of 9 points`, or `no verdict` with the reason."""
 
     def __str__(self) -> str:
         return f"{self.goal}: {self.figure}: {self.verdict}"
@@ -52,15 +51,15 @@ def judge(
     max_minutes: float,
     shapes: int,
 ) -> list[Goal]:
-    """Every goal.
+    """Judge every goal.
 
     Args:
-        points: the part `speed`'s, of all models.
-        models: those that have goals.
-        seconds: of the whole run.
-        gpu: its name; empty for a dry run.
-        max_minutes: that the whole run may take.
-        shapes: points that each model has, where all are measured.
+        points: results of the part `speed` for all models.
+        models: models with goals.
+        seconds: duration of the whole run.
+        gpu: name of the GPU; empty for a dry run.
+        max_minutes: time limit of the whole run.
+        shapes: number of points of each model if all are measured.
     """
     names = list(models)
     goals = [
@@ -80,12 +79,12 @@ def judge(
     )
     if GPU in gpu:
         return goals
-    why = f"no verdict: goals hold on an {GPU}"
+    why = f"no verdict: goals apply to an {GPU}"
     return [Goal(g.goal, g.figure, g.verdict if g.verdict == _NOT_MEASURED else why) for g in goals]
 
 
-def best_of_ours(point: Mapping[str, Any], place: str) -> tuple[str, float] | None:
-    """Our fastest way at a point, and its median in ms."""
+def fastest_enginery(point: Mapping[str, Any], place: str) -> tuple[str, float] | None:
+    """Return enginery's fastest way at a point and its median in ms."""
     found = {
         name.removesuffix(f", {place}"): one["median_ms"]
         for name, one in point["latency"].items()
@@ -101,7 +100,7 @@ def _of_model(points: Points, model: str, place: str, shapes: int) -> Iterator[G
         at = next((p for p in mine if (p["batch"], p["sequence"]) == (batch, length)), None)
         ratio = _ratio(at, place, EAGER_SIDES) if at else None
         yield _goal(goal, ratio, wanted)
-    goal = f"{model}, {place}: at no point more than 5 % slower than torch.compile"
+    goal = f"{model}, {place}: at most 5 % slower than torch.compile at every point"
     compared = [
         (ratio, point) for point in mine if (ratio := _ratio(point, place, (COMPILED_SIDE,)))
     ]
@@ -124,8 +123,8 @@ def _of_model(points: Points, model: str, place: str, shapes: int) -> Iterator[G
 
 
 def _ratio(point: Mapping[str, Any], place: str, sides: Sequence[str]) -> Mapping[str, Any] | None:
-    """Our fastest way beside the fastest of theirs; None where one of the two is missing."""
-    best = best_of_ours(point, place)
+    """Return the ratio of enginery's fastest way to PyTorch's; None if one of them is missing."""
+    best = fastest_enginery(point, place)
     rivals = [
         r
         for r in point["ratios"]
@@ -146,24 +145,24 @@ def _minilm(points: Points) -> Goal:
     at = next(
         (p for p in points if (p["model"], p["batch"], p["sequence"]) == ("minilm", 1, 128)), None
     )
-    best = best_of_ours(at, "host") if at else None
+    best = fastest_enginery(at, "host") if at else None
     if at is None or best is None:
         return Goal(goal, "–", _NOT_MEASURED)
     span = at["latency"][f"{best[0]}, host"]["interval_ms"]
-    # Of a time less is better: what holds for its negative is judged.
+    # A shorter time is better, so the negative time is compared.
     verdict = _of_interval(span and (-span[1], -span[0]), least=-MINILM_MS)
     within = f", {span[0]:.3f} to {span[1]:.3f}" if span else ""
     return Goal(goal, f"{best[1]:.3f} ms{within} ({best[0]})", verdict)
 
 
 def _of_interval(interval: Sequence[float] | None, *, least: float) -> str:
-    """Whether a figure is at least so large, as surely as its interval says."""
+    """Return the verdict on a lower limit, based on the interval."""
     if interval is None:
         return "not decided: too few rounds"
     low, high = interval
     if low >= least:
         return "reached"
-    return "missed" if high < least else "not decided: the interval holds the goal"
+    return "missed" if high < least else "not decided: the interval contains the goal"
 
 
 def _verdict(*, reached: bool) -> str:

@@ -1,12 +1,7 @@
-"""The models, exported and optimized for CUDA: MiniLM, BERT base and a ResNet.
+"""Export MiniLM, BERT base and a ResNet, and optimize them for CUDA.
 
-Takes an installed all-MiniLM-L6-v2 or nothing; leaves artifacts in the store, or in `--models`.
-
-    >>> run(work)
-    >>> work.found["artifacts"]["minilm"]["fp16"]
-    '/home/me/.cache/enginery/…'
-
-What has random weights is drawn from a fixed seed, and the page says so.
+MiniLM is the installed package if there is one. Artifacts are kept in the store, or in `--models`.
+Random weights come from a fixed seed, and the page names the models that have them.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ _OPSET = 20
 
 
 def run(work: Work) -> None:
-    """Makes every artifact; one that cannot be made is a failed check, and the others are made."""
+    """Make every artifact; one that fails is a failed check, and the others are still made."""
     work.found["artifacts"] = made = {}
     work.found["sources"] = sources = {}
     # FP16 is what is measured, so that every model has it before any has another precision.
@@ -39,7 +34,7 @@ def run(work: Work) -> None:
         with work.step(f"export {model}"):
             model_id, path = source_of(work, model)
             artifact = _exported(work, model, model_id)
-            require_same_weights(artifact, path)
+            check_same_weights(artifact, path)
             sources[model] = _described(artifact, quick=work.quick)
             made[model] = {"source": str(path), "onnx": str(artifact.path)}
             if model in TEXT_MODELS:
@@ -50,7 +45,7 @@ def run(work: Work) -> None:
 
 
 def source_of(work: Work, model: str) -> tuple[str, Path]:
-    """What names the model to the export stage, and the directory that PyTorch loads."""
+    """Return the model for the export stage and the directory for PyTorch."""
     path = work.models / f"{model}-{'tiny' if work.quick else 'full'}-source"
     packaged = model == "minilm" and not work.quick and find_spec(PACKAGE) is not None
     if packaged:
@@ -66,12 +61,12 @@ def source_of(work: Work, model: str) -> tuple[str, Path]:
     return str(path), path
 
 
-def require_same_weights(artifact: Artifact, source: Path) -> None:
-    """Raises SourceError where PyTorch would load other weights than the artifact was made from."""
+def check_same_weights(artifact: Artifact, source: Path) -> None:
+    """Raise SourceError if PyTorch would load other weights than the artifact has."""
     for name, digest in artifact.manifest.source.files.items():
         if name.endswith(".safetensors") and sha256_of(source / name) != digest:
             raise SourceError(
-                f"{artifact.path} was made from another {name} than that of {source}.",
+                f"{artifact.path} was made from a {name} that differs from that of {source}.",
                 do="Carry the source along with the artifacts, or name another --models.",
             )
 
@@ -85,7 +80,7 @@ def _described(artifact: Artifact, *, quick: bool) -> str:
 
 
 def _whole(path: Path, make: Callable[[Path], object]) -> None:
-    """A directory that is there as a whole or not at all."""
+    """Write a directory under a temporary name and rename it when it is complete."""
     beside = path.with_name(f"{path.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     make(beside)
@@ -113,7 +108,7 @@ def _exported(work: Work, model: str, model_id: str) -> Artifact:
 
 
 def _optimize(work: Work, model: str, precision: str, made: dict[str, str]) -> None:
-    """Fuses and casts; FP16 has FP16 inputs and outputs, as PyTorch's has."""
+    """Fuse and cast the graph; FP16 graphs have FP16 inputs and outputs, as in PyTorch."""
     with work.step(f"optimize {model} for cuda in {precision}"):
         out = _place(work, model, precision)
         artifact = _kept(work, out) or optimize_model(
@@ -135,7 +130,7 @@ def _optimize(work: Work, model: str, precision: str, made: dict[str, str]) -> N
 
 
 def _place(work: Work, model: str, precision: str) -> Path | None:
-    """Where an artifact is kept for later runs; None for the store."""
+    """Return the directory of an artifact for later runs; None for the store."""
     return work.models / f"{model}-{precision}" if work.reuse else None
 
 
@@ -143,5 +138,5 @@ def _kept(work: Work, out: Path | None) -> Artifact | None:
     if out is None or not (out / MANIFEST).is_file():
         return None
     artifact = Artifact.open(out)
-    work.note(f"{out.name}: taken as it is, made on {artifact.manifest.stages[-1].finished}")
+    work.note(f"{out.name}: reused, made on {artifact.manifest.stages[-1].finished}")
     return artifact

@@ -1,7 +1,6 @@
-"""What was found, as a page of Markdown tables.
+"""Write the results as a page of Markdown tables.
 
->>> page(document).splitlines()[0]
-'# GPU check: NVIDIA H200, 2026-11-21'
+page(document).splitlines()[0]  # '# GPU check: NVIDIA H200, 2026-11-21'
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ _NOTHING = "–"
 
 
 def page(document: Document) -> str:
-    """The page; parts that left nothing are not on it, and why is in the table of parts."""
+    """Return the page. Parts without results are only in the table of parts, with the reason."""
     lines = [
         f"# GPU check: {document['gpu'] or document['dry_run']}, {document['started'][:10]}",
         "",
@@ -29,7 +28,7 @@ def page(document: Document) -> str:
     )
     lines += _section(
         "Parts",
-        ("part", "status", "seconds", "why"),
+        ("part", "status", "seconds", "problem"),
         ((n, p["status"], f"{p['seconds']:.0f}", p["problem"]) for n, p in parts.items()),
     )
     lines += _section(
@@ -41,7 +40,9 @@ def page(document: Document) -> str:
             for c in one["checks"]
         ),
     )
-    lines += _section("Models", ("model", "is"), found.get("models", {}).get("sources", {}).items())
+    lines += _section(
+        "Models", ("model", "source"), found.get("models", {}).get("sources", {}).items()
+    )
     lines += _speed([p for one in found.values() for p in one.get("points", [])], document)
     lines += _section(
         "Agreement with PyTorch FP32",
@@ -61,7 +62,14 @@ def page(document: Document) -> str:
     )
     lines += _section(
         "Placement",
-        ("model", "precision", "on the provider", "for shapes on the CPU", "fell", "copies"),
+        (
+            "model",
+            "precision",
+            "on the provider",
+            "shapes on the CPU",
+            "compute on the CPU",
+            "copies",
+        ),
         (
             (
                 r["model"],
@@ -80,7 +88,7 @@ def page(document: Document) -> str:
         "TensorRT", ("flavor", "outcome"), ((name, one["outcome"]) for name, one in flavors.items())
     )
     notes = [(name, note) for name, one in found.items() for note in one["notes"]]
-    lines += _section("Left out, and notes", ("part", "note"), notes)
+    lines += _section("Notes", ("part", "note"), notes)
     return "\n".join(lines) + "\n"
 
 
@@ -96,7 +104,7 @@ def _head(document: Document) -> Iterator[str]:
         yield f"**Every figure is {document['dry_run']}.**"
         yield ""
     if not document["complete"]:
-        yield "**The run had not ended when this was written.**"
+        yield "**This page was written before the run ended.**"
         yield ""
     failed = len(document["failures"])
     yield f"{failed} failures." if failed else "No check failed."
@@ -110,7 +118,7 @@ def _head(document: Document) -> Iterator[str]:
 
 
 def _speed(points: Sequence[Mapping[str, Any]], document: Document) -> Iterator[str]:
-    """A table a model and place: medians in ms, and our fastest beside each of PyTorch's."""
+    """Return a table for each model and place: medians in ms, and the speedups over PyTorch."""
     for model in dict.fromkeys(point["model"] for point in points):
         for place in ("host", "device"):
             mine = [point for point in points if point["model"] == model]
@@ -135,7 +143,9 @@ def _speed(points: Sequence[Mapping[str, Any]], document: Document) -> Iterator[
             title = f"FP16 {model}, {'host to host' if place == 'host' else 'on the device'}"
             note = f", {document['dry_run']}" if document["dry_run"] else ""
             yield from _section(
-                f"{title}, median in ms{note}", ("batch×sequence", *sides, "our fastest is"), rows
+                f"{title}, median in ms{note}",
+                ("batch×sequence", *sides, "speedup of enginery's fastest"),
+                rows,
             )
     compiled = [
         (
@@ -148,15 +158,15 @@ def _speed(points: Sequence[Mapping[str, Any]], document: Document) -> Iterator[
         for p in points
     ]
     yield from _section(
-        "torch.compile", ("model", "batch×sequence", "mode", "seconds", "not taken"), compiled
+        "torch.compile", ("model", "batch×sequence", "mode", "seconds", "not used"), compiled
     )
 
 
 def _beside(point: Mapping[str, Any], place: str) -> str:
-    """`2.10 × PyTorch SDPA (2.05 to 2.15)` for each of PyTorch's."""
-    from benchmarks.gpu_check.goals import best_of_ours
+    """Return `2.10 × PyTorch SDPA (2.05 to 2.15)` for each of PyTorch's ways."""
+    from benchmarks.gpu_check.goals import fastest_enginery
 
-    best = best_of_ours(point, place)
+    best = fastest_enginery(point, place)
     said = []
     for ratio in point["ratios"]:
         if best and ratio["place"] == place and ratio["ours"] == best[0]:
@@ -167,7 +177,7 @@ def _beside(point: Mapping[str, Any], place: str) -> str:
 
 
 def _images(found: Mapping[str, Any]) -> Iterator[str]:
-    """A row an image size; first run and steady time of each search."""
+    """Return a row for each image size, with the first run and the steady time of each search."""
     searches = found.get("searches", {})
     if not searches:
         return
@@ -186,7 +196,7 @@ def _images(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A titled table; nothing where there are no rows."""
+    """Return a table with a title; empty without rows."""
     found = [[_cell(cell) for cell in row] for row in rows]
     if not found:
         return []

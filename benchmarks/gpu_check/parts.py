@@ -1,10 +1,9 @@
-"""The parts one after the other, each in a process of its own and within its time.
+"""Run the parts one after the other, each in its own process and within its time limit.
 
->>> outcome = run_part(PARTS[0], request, seconds=60)
->>> outcome["status"], outcome["problem"]
-('stopped', 'it was ended after 60 s')
+    outcome = run_part(PARTS[0], request, seconds=60)
+    outcome["status"], outcome["problem"]  # ('stopped', 'stopped after 60 s')
 
-Whatever becomes of the process, what it left on disk until then is taken.
+The results that a process wrote before it ended are used in any case.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Outcome = dict[str, Any]
 
 
 def chosen_parts(names: str) -> list[Part]:
-    """The parts of `--only`, in their own order, with what they need; all for no names.
+    """Return the parts of `--only` and those they need, in the order of `PARTS`; all by default.
 
     Raises:
         ValueError: a name is unknown.
@@ -36,7 +35,7 @@ def chosen_parts(names: str) -> list[Part]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     known = [part.name for part in PARTS]
     if unknown := [name for name in wanted if name not in known]:
-        raise ValueError(f"there is no part '{unknown[0]}'; the parts are {', '.join(known)}.")
+        raise ValueError(f"unknown part '{unknown[0]}', expected one of {', '.join(known)}.")
     if any(part.needs_models for part in PARTS if part.name in wanted):
         wanted.append("models")
     return [part for part in PARTS if not wanted or part.name in wanted]
@@ -52,16 +51,16 @@ def run_parts(
     done: Callable[[dict[str, Outcome]], None],
     module: str = MODULE,
 ) -> dict[str, Outcome]:
-    """Runs all of them and returns what each left, by name.
+    """Run the parts and return the results of each by name.
 
     Args:
-        parts: in their order.
-        request: the fields of `Work` that all share.
-        scratch: for the requests and results.
-        until: `time.monotonic()` at which the last one has to have ended.
-        models: for the parts that run once a model.
-        done: is given all outcomes after every process.
-        module: what the processes run.
+        parts: the parts in their order.
+        request: fields of `Work` that all parts share.
+        scratch: directory of the requests and results.
+        until: `time.monotonic()` at which the last part must have ended.
+        models: models for the parts that run once for each model.
+        done: called with all outcomes after every process.
+        module: module that the processes run.
     """
     outcomes: dict[str, Outcome] = {}
     artifacts: dict[str, Any] = {}
@@ -92,7 +91,7 @@ def run_parts(
 def run_part(
     name: str, fields: Mapping[str, Any], scratch: Path, *, module: str = MODULE
 ) -> Outcome:
-    """One process; its status is done, failed, crashed or stopped."""
+    """Run a process; return its outcome, with the status done, failed, crashed or stopped."""
     stem = name.replace(" ", "-")
     request, result = scratch / f"{stem}.request.json", scratch / f"{stem}.json"
     request.write_text(json.dumps({**fields, "result": str(result)}), encoding="utf-8")
@@ -125,7 +124,7 @@ def run_part(
         "found": found,
     }
     if status is None:
-        outcome |= {"status": "stopped", "problem": f"it was ended after {max(seconds, 0):.0f} s"}
+        outcome |= {"status": "stopped", "problem": f"stopped after {max(seconds, 0):.0f} s"}
         if seconds <= 1:
             outcome["problem"] = "it was not begun: no time was left"
     elif status:
@@ -138,7 +137,7 @@ def run_part(
 
 
 def failures(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """Every check that failed, and every part that did not come to its end."""
+    """Return every failed check and every part that did not finish."""
     found = []
     for name, outcome in outcomes.items():
         if outcome["problem"]:
@@ -156,5 +155,5 @@ def _read(result: Path) -> tuple[dict[str, Any], str]:
     try:
         found = json.loads(result.read_bytes())
     except (OSError, ValueError) as error:
-        return nothing, f"it left no result: {error}"
+        return nothing, f"no result: {error}"
     return found, ""

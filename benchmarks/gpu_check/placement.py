@@ -1,9 +1,4 @@
-"""Where the nodes of each fused graph run: every node that computes has to be on the GPU.
-
->>> run(work)
->>> work.found["placed"][0]["on the head"], work.found["placed"][0]["fallen"]
-(87, [])
-"""
+"""Check that every compute node of the optimized graphs runs on the GPU."""
 
 from __future__ import annotations
 
@@ -28,12 +23,12 @@ HEAVY = (
     "FusedMatMul",
     "GroupQueryAttention",
 )
-"""Ops that must be there at all, so that an empty record is no success."""
+"""Ops that must be on the GPU, so that an empty record is not a success."""
 _SIZES = {"batch": 1, "sequence": 16}
 
 
 def run(work: Work) -> None:
-    """Checks each precision of each text model."""
+    """Check each precision of each text model."""
     work.found["placed"] = []
     for model in TEXT_MODELS:
         for precision in PRECISIONS:
@@ -54,13 +49,13 @@ def run(work: Work) -> None:
 
 
 def place(artifact: Artifact, provider: str, *, counted_in: Artifact) -> Placement:
-    """The placement, with the work of each node.
+    """Return the placement with the work of each node.
 
     Args:
-        artifact: whose graph is placed.
-        provider: short name.
-        counted_in: the same graph in FP32. The work is counted on the CPU, which has no kernels
-            for fused ops in FP16 and BF16; casting keeps the names of nodes.
+        artifact: artifact with the graph.
+        provider: short name of the provider.
+        counted_in: the same graph in FP32. Work is counted on the CPU, which has no FP16 and BF16
+            kernels of fused ops; casting keeps the names of nodes.
     """
     record = artifact.manifest.graphs[0]
     limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
@@ -75,11 +70,11 @@ def place(artifact: Artifact, provider: str, *, counted_in: Artifact) -> Placeme
 
 
 def judge(placed: Placement) -> tuple[bool, str]:
-    """Whether every node that computes is the head's, and in words which is not."""
+    """Return whether every compute node runs on the requested provider, and a sentence about it."""
     fallen = [f"{node.name or 'unnamed'} ({node.op_type})" for node in placed.fallen]
     heavy = sum(node.op_type in HEAVY for node in placed.nodes if node.provider == placed.head)
     if fallen:
-        return False, f"{len(fallen)} compute nodes fell to the CPU: {', '.join(fallen)}"
+        return False, f"{len(fallen)} compute nodes run on the CPU: {', '.join(fallen)}"
     if not heavy:
         return (
             False,
@@ -92,12 +87,12 @@ def judge(placed: Placement) -> tuple[bool, str]:
         f"{heavy} matrix products and attentions and "
         f"{sum(n.provider == placed.head for n in placed.nodes) - heavy} other nodes on "
         f"{placed.head}; {len(on_cpu)} nodes that compute shapes on the CPU{counted}; "
-        f"{len(placed.copies)} copies between the devices in a run"
+        f"{len(placed.copies)} copies between the devices per run"
     )
 
 
 def described(placed: Placement) -> dict[str, object]:
-    """Plain JSON values."""
+    """Return the placement as JSON values."""
     on_cpu = [n for n in placed.nodes if n.provider == CPU != placed.head]
     return {
         **placed.as_json(),

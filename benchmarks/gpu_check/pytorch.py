@@ -1,10 +1,9 @@
-"""PyTorch on the same device: the models, and waiting for a GPU.
+"""PyTorch models on the same device, and synchronization with the GPU.
 
-    >>> model = load_text_model(path, "eager", torch.float16, "cuda")
-    >>> answer(model, feeds, "cuda")["last_hidden_state"].shape
-    (1, 128, 384)
+    model = load_text_model(path, "eager", "fp16", "cuda")
+    answer(model, feeds, "cuda")["last_hidden_state"].shape  # (1, 128, 384)
 
-With TF32 off: FP32 is a reference here.
+TF32 is off, because FP32 is a reference here.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ Feeds = Mapping[str, NDArray[Any]]
 
 
 def require_device(device: str) -> None:
-    """Raises ProviderError where torch sees no GPU; switches TF32 off."""
+    """Raise ProviderError if torch does not find a GPU; turn TF32 off."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ProviderError(
-            f"the installed torch {torch.__version__} sees no GPU.",
+            f"the installed torch {torch.__version__} does not find a GPU.",
             do="Install a build of torch for this driver's CUDA.",
         )
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -41,7 +40,7 @@ def require_device(device: str) -> None:
 
 
 def load_text_model(path: Path, attention: str, precision: str, device: str) -> Any:
-    """The encoder of a directory in evaluation mode.
+    """Load the encoder of a directory in evaluation mode.
 
     Args:
         path: a Hugging Face directory.
@@ -56,19 +55,19 @@ def load_text_model(path: Path, attention: str, precision: str, device: str) -> 
 
 
 def tensors_of(feeds: Feeds, device: str) -> dict[str, torch.Tensor]:
-    """The feeds on the device."""
+    """Copy the feeds to the device."""
     return {name: torch.from_numpy(array).to(device) for name, array in feeds.items()}
 
 
 def answer(model: Any, feeds: Feeds, device: str) -> dict[str, NDArray[Any]]:
-    """Outputs on the host, as float32 or wider: numpy has no bfloat16."""
+    """Return outputs on the host, as float32 or wider because numpy has no bfloat16."""
     with torch.inference_mode():
         found = model(**tensors_of(feeds, device))
         return {name: _array(value) for name, value in found.items() if value is not None}
 
 
 def wait(device: str) -> None:
-    """Until the GPU has done what it was told."""
+    """Wait until the GPU is done."""
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -1,7 +1,7 @@
-"""What is run: the parts in their order, the models, the shapes; for a GPU, and for a dry run.
+"""The parts in their order, the models and the shapes, for a GPU and for a dry run.
 
->>> settings_for(quick=False).points[0], [part.name for part in PARTS][:2]
-((1, 128), ['doctor', 'models'])
+settings_for(quick=False).points[0], [part.name for part in PARTS][:2]
+# ((1, 128), ['doctor', 'models'])
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Part:
-    """One part, which runs in a process of its own."""
+    """A part, which runs in its own process."""
 
     name: str
     least_seconds: float
-    """What earlier parts leave to it, of eight minutes."""
+    """Time that earlier parts must leave for it, of eight minutes."""
     needs_models: bool = False
     by_model: bool = False
-    """A process for each text model."""
+    """True to start a process for each text model."""
 
 
 PARTS = (
@@ -31,7 +31,7 @@ PARTS = (
     Part("convolutions", 40, needs_models=True),
     Part("tensorrt", 40, needs_models=True),
 )
-"""In their order. Goals are judged from what they leave."""
+"""The parts in their order. Goals are judged from their results."""
 
 PRECISIONS = ("fp16", "fp32", "bf16")
 TEXT_MODELS = ("minilm", "bert-base")
@@ -73,29 +73,29 @@ _TINY_RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": 
 
 @dataclass(frozen=True)
 class Settings:
-    """The sizes of one kind of run."""
+    """Sizes of a full run or a dry run."""
 
     points: tuple[Point, ...]
-    """The most important first: torch.compile comes in this order until its time is spent."""
+    """The most important first: torch.compile runs in this order until its time is used."""
     must_points: int
-    """So many of the points have goals of their own."""
+    """Number of points with goals of their own."""
     agreement: tuple[Point, ...]
     images: tuple[tuple[int, int], ...]
     """Height and width."""
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Keywords of the models' configurations; none are transformers' defaults."""
+    """Arguments of the models' configurations; empty for transformers' defaults."""
     min_rounds: int = 6
-    """For an interval of 95 %, see bench/measurement/statistics.py."""
+    """Enough for an interval at 95 %, see bench/measurement/statistics.py."""
     max_rounds: int = 8
     point_seconds: float = 10.0
     most_runs: int = 1000
-    """Of one turn, which is 50 ms of runs: bench/measurement/rounds.py."""
+    """Maximum number of runs in a turn, which takes 50 ms: bench/measurement/rounds.py."""
     warm_up_seconds: float = 1.0
     compile_backend: str = "inductor"
 
 
 def settings_for(*, quick: bool) -> Settings:
-    """The sizes of a full run, or those of a dry run on tiny models."""
+    """Return the sizes of a full run, or those of a dry run with tiny models."""
     if quick:
         return Settings(
             points=((1, 8), (2, 16)),

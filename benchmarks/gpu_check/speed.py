@@ -1,12 +1,7 @@
-"""FP16 of one model over batches and lengths: our runner's ways beside PyTorch's.
+"""Measure FP16 of a model at several batch sizes and lengths: enginery's runner and PyTorch.
 
->>> run(work)
->>> work.found["points"][0]["latency"]["enginery, CUDA graph, host"]["median_ms"]
-0.31
-
-All take turns in this one process, a round after another, in an order that is reversed from round
-to round (bench/measurement/rounds.py); medians and intervals are those of
-bench/measurement/statistics.py.
+All ways of running take turns in one process, in rounds; every other round has the reverse order
+(bench/measurement/rounds.py). Medians and intervals are those of bench/measurement/statistics.py.
 """
 
 from __future__ import annotations
@@ -19,7 +14,8 @@ from typing import Any
 
 from benchmarks.gpu_check import pytorch
 from benchmarks.gpu_check.compiling import Compiler
-from benchmarks.gpu_check.contenders import (
+from benchmarks.gpu_check.settings import Point
+from benchmarks.gpu_check.variants import (
     BOUND,
     COMPILED,
     EAGER,
@@ -27,14 +23,13 @@ from benchmarks.gpu_check.contenders import (
     PLACES,
     PLAIN,
     SDPA,
-    Contender,
-    ours,
-    theirs,
+    Variant,
+    enginery_variants,
+    pytorch_variants,
 )
-from benchmarks.gpu_check.settings import Point
-from benchmarks.gpu_check.work import Work, in_words
+from benchmarks.gpu_check.work import Work, describe_error
 from enginery.bench.backends.warmup import take_turn, warm_up
-from enginery.bench.measurement.rounds import Limits, Rounds, run_rounds, runs_in_turn
+from enginery.bench.measurement.rounds import RoundLimits, Rounds, run_rounds, runs_in_turn
 from enginery.bench.measurement.statistics import compare, latency
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
@@ -43,9 +38,9 @@ from enginery.runtime.onnxruntime.runner import OrtRunner
 
 CONFIDENCE, SMALLEST = 0.95, 0.02
 _FOR_A_POINT = 7.0
-"""Seconds that each point not yet measured keeps from torch.compile."""
+"""Seconds reserved for each point that is not measured yet; torch.compile gets the rest."""
 _CAPTURES = 8
-"""Shapes that a runner records, see runtime/onnxruntime/binding.py."""
+"""Number of shapes that a runner captures, see runtime/onnxruntime/binding.py."""
 _WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {"io_binding": False},
     BOUND: {},
@@ -54,7 +49,7 @@ _WAYS: dict[str, dict[str, Any]] = {
 
 
 class Runners:
-    """Our runner in each of its ways, opened once; that of CUDA graphs anew after eight shapes."""
+    """enginery's runner in each of its ways; that of CUDA graphs is reopened after eight shapes."""
 
     def __init__(self, work: Work, artifact: Artifact) -> None:
         self._work, self._artifact = work, artifact
@@ -63,7 +58,7 @@ class Runners:
         self._captured = 0
 
     def for_a_shape(self, found: dict[str, Any]) -> dict[str, OrtRunner]:
-        """Those that can be opened, for one more shape; the others are recorded in `found`."""
+        """Return the runners for another shape; record those that cannot be opened in `found`."""
         if self._captured == _CAPTURES and GRAPH in self._open:
             self._open.pop(GRAPH).close()
             self._captured = 0
@@ -79,13 +74,13 @@ class Runners:
                     self._artifact, providers=[self._work.provider], **options
                 )
             except Exception as error:
-                self._refused[side] = in_words(error)
-                _leave_out(self._work, found, side, error, ours_fails=self._work.on_gpu)
+                self._refused[side] = describe_error(error)
+                _record_skipped(self._work, found, side, error, is_failure=self._work.on_gpu)
         return self._open
 
 
 def run(work: Work) -> None:
-    """Measures `work.only_model` at every point, the most important first."""
+    """Measure `work.only_model` at every point, the most important first."""
     pytorch.require_device(work.device)
     model = work.only_model
     work.found["points"] = []
@@ -105,7 +100,7 @@ def run(work: Work) -> None:
         if work.left() < _FOR_A_POINT / 2 and index:
             rest = work.settings.points[index:]
             work.note(
-                f"{model}: {len(rest)} points left out, the time is spent: "
+                f"{model}: {len(rest)} points left out, no time left: "
                 + ", ".join(f"{b}×{s}" for b, s in rest)
             )
             break
@@ -141,7 +136,7 @@ def _measure(
     try:
         compiled = compiler.compile(models[SDPA], feeds, work.device, seconds=compile_seconds)
     except Exception as error:
-        _leave_out(work, found, COMPILED, error, ours_fails=False)
+        _record_skipped(work, found, COMPILED, error, is_failure=False)
     else:
         sides[COMPILED] = compiled.model
         found["compile"] = {
@@ -149,12 +144,12 @@ def _measure(
             "seconds": compiled.seconds,
             "tried": list(compiled.tried),
         }
-    contenders = [
-        *ours(runners.for_a_shape(found), feeds, work.device),
-        *theirs(sides, feeds, work.device),
+    variants = [
+        *enginery_variants(runners.for_a_shape(found), feeds, work.device),
+        *pytorch_variants(sides, feeds, work.device),
     ]
-    rounds = _take_turns(work, found, contenders)
-    _evaluate(found, contenders, rounds)
+    rounds = _take_turns(work, found, variants)
+    _evaluate(found, variants, rounds)
     work.found["points"].append(found)
     medians = ", ".join(
         f"{name} {latency['median_ms']:.3f} ms" for name, latency in found["latency"].items()
@@ -163,22 +158,22 @@ def _measure(
     work.save()
 
 
-def _take_turns(work: Work, found: dict[str, Any], contenders: list[Contender]) -> Rounds:
-    """Warms each up, leaves out what fails, and runs rounds of the rest."""
+def _take_turns(work: Work, found: dict[str, Any], variants: list[Variant]) -> Rounds:
+    """Warm all up, leave out those that fail, and run rounds of the rest."""
     settings = work.settings
     runs: dict[str, int] = {}
     turns: dict[str, Any] = {}
-    for contender in contenders:
+    for variant in variants:
         try:
-            warm = warm_up(contender.run, max_seconds=settings.warm_up_seconds)
+            warm = warm_up(variant.run, max_seconds=settings.warm_up_seconds)
         except Exception as error:
-            _leave_out(
-                work, found, contender.name, error, ours_fails=contender.ours and work.on_gpu
+            _record_skipped(
+                work, found, variant.name, error, is_failure=variant.is_enginery and work.on_gpu
             )
             continue
-        runs[contender.name] = min(runs_in_turn(warm.typical_ms), settings.most_runs)
-        turns[contender.name] = lambda count, run=contender.run: take_turn(run, runs=count)
-    limits = Limits(
+        runs[variant.name] = min(runs_in_turn(warm.typical_ms), settings.most_runs)
+        turns[variant.name] = lambda count, run=variant.run: take_turn(run, runs=count)
+    limits = RoundLimits(
         CONFIDENCE,
         0.01,
         settings.min_rounds,
@@ -198,12 +193,12 @@ def _take_turns(work: Work, found: dict[str, Any], contenders: list[Contender]) 
     return rounds
 
 
-def _evaluate(found: dict[str, Any], contenders: list[Contender], rounds: Rounds) -> None:
-    """Each one's latency, and each of ours beside each of PyTorch's in the same place."""
+def _evaluate(found: dict[str, Any], variants: list[Variant], rounds: Rounds) -> None:
+    """Compute the latencies, and the speedups of enginery's ways over PyTorch's."""
     found["latency"] = {
         name: asdict(latency(turns, confidence=CONFIDENCE)) for name, turns in rounds.turns.items()
     }
-    there = [contender for contender in contenders if contender.name in rounds.turns]
+    there = [variant for variant in variants if variant.name in rounds.turns]
     found["ratios"] = [
         {
             "place": place,
@@ -221,26 +216,26 @@ def _evaluate(found: dict[str, Any], contenders: list[Contender], rounds: Rounds
         }
         for place in PLACES
         for mine in there
-        if mine.ours and mine.place == place
+        if mine.is_enginery and mine.place == place
         for other in there
-        if not other.ours and other.place == place
+        if not other.is_enginery and other.place == place
     ]
 
 
-def _leave_out(
-    work: Work, found: dict[str, Any], name: str, error: Exception, *, ours_fails: bool
+def _record_skipped(
+    work: Work, found: dict[str, Any], name: str, error: Exception, *, is_failure: bool
 ) -> None:
-    """Records why somebody does not run; where that is ours on a GPU, a check has failed."""
-    found["left out"][name] = in_words(error)
+    """Record why a way does not run; if it is enginery's on a GPU, the check fails."""
+    found["left out"][name] = describe_error(error)
     what = f"{name} of {found['model']} at {found['batch']}×{found['sequence']}"
-    if ours_fails:
-        work.check(what, passed=False, found=in_words(error))
+    if is_failure:
+        work.check(what, passed=False, found=describe_error(error))
     else:
-        work.note(f"{what}: left out, {in_words(error)}")
+        work.note(f"{what}: left out, {describe_error(error)}")
 
 
 def _full_rows(artifact: Artifact, point: Point) -> Feeds:
-    """Made-up inputs without padding, which PyTorch and the graph treat differently."""
+    """Return inputs without padding, which PyTorch and the graph treat differently."""
     record = artifact.manifest.graphs[0]
     limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     sizes = dict(zip(("batch", "sequence"), point, strict=True))

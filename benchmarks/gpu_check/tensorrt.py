@@ -1,11 +1,7 @@
-"""TensorRT: an engine of MiniLM in FP16, built here and run, or the reason why there is none.
+"""Build and run an FP16 engine of MiniLM with each flavor of TensorRT that is installed.
 
->>> run(work)
->>> work.found["flavors"]["tensorrt-rtx"]["outcome"]
-'refused: NVIDIA H200 has compute capability 9.0, and TensorRT for RTX has no support for 9.0: …'
-
-A flavor that is not installed, or that says itself that it does not support this GPU, is no failed
-check. One that is there and does not build, run or agree is.
+A flavor that is not installed, or that does not support this GPU, is not a failed check. A flavor
+that is supported and fails to build, run or agree is.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ _QUICK_POINTS = ((1, 8), (2, 16))
 
 
 def run(work: Work) -> None:
-    """Tries each flavor."""
+    """Try each flavor."""
     work.found["flavors"] = {}
     onnx = work.artifact(_MODEL, "onnx")
     if onnx is None:
@@ -42,10 +38,10 @@ def run(work: Work) -> None:
         found: dict[str, Any] = {"outcome": ""}
         work.found["flavors"][flavor.name] = found
         if (gpu := unsupported(flavor)) is not None:
-            with work.step(f"{flavor.title} refuses {gpu.name}"):
+            with work.step(f"{flavor.title} rejects {gpu.name}"):
                 found["outcome"] = _refusal(work, onnx, flavor, gpu)
             continue
-        if reason := why_not(flavor):
+        if reason := skip_reason(flavor):
             found["outcome"] = reason
             work.note(f"{flavor.title}: {reason}")
             continue
@@ -54,36 +50,36 @@ def run(work: Work) -> None:
             _build_and_run(work, onnx, flavor, found)
 
 
-def why_not(flavor: Flavor) -> str:
-    """Why a flavor cannot be expected to run here; empty where it can."""
+def skip_reason(flavor: Flavor) -> str:
+    """Return why a flavor is not expected to run here; empty if it is."""
     if find_spec(flavor.module) is None:
-        return f"not installed: there is no module {flavor.module} ({flavor.install})"
+        return f"not installed: the module {flavor.module} was not found ({flavor.install})"
     if unavailable := unavailable_reason(flavor.provider):
         return f"not run: {unavailable.reason} ({unavailable.do})"
     return ""
 
 
 def unsupported(flavor: Flavor) -> CudaGpu | None:
-    """The GPU, where the flavor is installed and has no support for it."""
+    """Return the GPU if the flavor is installed and does not support it."""
     if find_spec(flavor.module) is None or not flavor.capabilities:
         return None
     try:
         gpu = visible_gpus()[0]
     except ProviderError:
-        return None  # `why_not` says so
+        return None  # `skip_reason` says so
     return None if gpu.compute_capability in flavor.capabilities else gpu
 
 
 def _refusal(work: Work, onnx: Artifact, flavor: Flavor, gpu: CudaGpu) -> str:
-    """The words in which the build stage refuses; a build that comes about is a failed check."""
-    name = f"{flavor.title} refuses {gpu.name}"
+    """Return the error of the build stage; a build that succeeds is a failed check."""
+    name = f"{flavor.title} rejects {gpu.name}"
     try:
         build_engine(
             onnx, flavor=flavor.name, capability="current", profile=("batch=1,sequence=16",)
         )
     except ProviderError as error:
         work.check(name, passed=gpu.compute_capability in error.message, found=error.message)
-        return f"refused: {error.message}"
+        return f"rejected: {error.message}"
     work.check(name, passed=False, found=f"an engine was built for {gpu.compute_capability}")
     return "built for a GPU that it does not support"
 

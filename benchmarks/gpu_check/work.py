@@ -1,11 +1,11 @@
-"""The process of one part: it is given its time, and leaves what it has found after every step.
+"""The process of one part: it has a time limit, and writes its results after every step.
 
-Takes a request as JSON; leaves a result as JSON, which is there from the first step on:
+The request and the result are JSON files; the result exists from the first step on:
 
     $ python -m benchmarks.gpu_check.work request.json
 
-Parts run in processes of their own because a fault on a GPU (an illegal access, a crash in a
-driver) spoils everything that the process does afterwards.
+Each part has its own process, because an error on a GPU (an illegal access, a crash in a driver)
+corrupts everything that the process does afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Found = dict[str, Any]
 
 @dataclass
 class Work:
-    """What a part is to do, how long it may take, and what it has found."""
+    """The request of a part, its time limit and its results."""
 
     part: str
     result: Path
@@ -43,11 +43,11 @@ class Work:
     quick: bool
     seconds: float
     models: Path
-    """Where made models are kept."""
+    """Directory of the models."""
     reuse: bool
-    """Take finished artifacts from there as they are."""
+    """True to use finished artifacts in that directory."""
     artifacts: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Model -> precision -> the artifact's path, as the part `models` left them."""
+    """Model -> precision -> path of the artifact, from the part `models`."""
     only_model: str = ""
     began: float = field(default_factory=time.monotonic)
     found: Found = field(default_factory=lambda: {"checks": [], "notes": []})
@@ -65,37 +65,37 @@ class Work:
         return self.device
 
     def left(self) -> float:
-        """Seconds until the process is ended."""
+        """Return the seconds until the time limit."""
         return self.seconds - (time.monotonic() - self.began)
 
     def save(self) -> None:
-        """Leaves what is found so far."""
+        """Write the results so far."""
         write_beside(self.result, json_bytes(self.found))
 
     def check(self, name: str, *, passed: bool, found: str) -> None:
-        """Records a verdict."""
+        """Record the result of a check."""
         self.found["checks"].append({"check": name, "passed": passed, "found": found})
         self._say(f"{'ok' if passed else 'FAILED'}: {name}: {found}")
         self.save()
 
     def note(self, text: str) -> None:
-        """Records what is no verdict: something that was left out, with the reason."""
+        """Record something that was left out, with the reason."""
         self.found["notes"].append(text)
         self._say(text)
         self.save()
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Whatever goes wrong inside is a failed check, and the next step goes on."""
+        """Turn an error in the block into a failed check, so that the next step can run."""
         try:
             yield
         except Exception as error:
             if not isinstance(error, EngineryError):
                 traceback.print_exc()
-            self.check(name, passed=False, found=in_words(error))
+            self.check(name, passed=False, found=describe_error(error))
 
     def artifact(self, model: str, precision: str) -> Artifact | None:
-        """A made artifact; None, and a note, where the part `models` has not made it."""
+        """Return an artifact; None with a note if the part `models` has not made it."""
         path = self.artifacts.get(model, {}).get(precision)
         if path is None:
             self.note(f"{model} in {precision}: left out, it was not made")
@@ -106,8 +106,8 @@ class Work:
         print(f"{self.part}: {text}", flush=True)
 
 
-def in_words(error: BaseException) -> str:
-    """What went wrong, on one line: an expected failure's own words, else its type, too."""
+def describe_error(error: BaseException) -> str:
+    """Describe an error on one line: its message if it is expected, otherwise with its type."""
     text = " ".join(str(error).split())[:2000]
     if isinstance(error, EngineryError):
         return text
@@ -115,7 +115,7 @@ def in_words(error: BaseException) -> str:
 
 
 def end_with_parent() -> None:
-    """Ends this process within a second of the one that started it: a GPU is not to be held on."""
+    """End this process within a second after its parent, so that the GPU is free again."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -127,7 +127,7 @@ def end_with_parent() -> None:
 
 
 def main(request: Path) -> None:
-    """Does one part."""
+    """Run one part."""
     end_with_parent()
     given = json.loads(request.read_text(encoding="utf-8"))
     paths = {name: Path(given.pop(name)) for name in ("result", "models")}

@@ -1,1 +1,1 @@
-"""The bench stage: how fast, beside what, how surely; and the report page of an artifact."""
+"""The bench stage and the report page of an artifact."""

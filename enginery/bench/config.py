@@ -1,6 +1,6 @@
-"""The options of the bench stage; importing them is quick, as `enginery --help` is.
+"""Options of the bench stage. The module imports nothing heavy: `enginery --help` loads it.
 
->>> contender_names(BenchConfig(against="pytorch,onnxruntime"))
+>>> backend_names(BenchConfig(against="pytorch,onnxruntime"))
 ('pytorch', 'onnxruntime')
 """
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from enginery.core.errors import OptionError, nearest
 
-OURS = "enginery"
-"""What is measured in any case: the artifact through this package's own runner."""
-CONTENDERS = (
+ENGINERY = "enginery"
+"""The backend that is always measured: the artifact in this package's own runner."""
+BACKENDS = (
     "onnxruntime",
     "optimum",
     "pytorch",
@@ -20,75 +20,76 @@ CONTENDERS = (
     "pytorch-fp16",
     "enginery-cpu",
 )
-"""What may stand beside it."""
+"""Backends that it can be compared with."""
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What is measured, beside what, and how long."""
+    """Options of `bench`: the backends, the shapes and the length of the measurement."""
 
     provider: str = ""
-    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty: what the variable
-    `ENGINERY_PROVIDERS` says, and else cpu."""
+    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty: those of the variable
+    `ENGINERY_PROVIDERS`, or cpu."""
     provider_option: tuple[str, ...] = ()
-    """An option of a provider, `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
+    """Provider option, such as `cuda.gpu_mem_limit=2GiB`. Repeat it for several."""
     allow_fallback: bool = False
-    """Take the next provider where the first cannot be had, and say so."""
+    """If the first provider is not available, use the next one and report the reason."""
     io_binding: bool = True
-    """On NVIDIA's providers, keep inputs and outputs in buffers on the GPU."""
+    """Keep inputs and outputs in GPU buffers, on NVIDIA's providers."""
     cuda_graph: bool = False
-    """Record each shape's run as a CUDA graph and replay it."""
+    """Capture a CUDA graph for each shape and replay it."""
     shrink_arena: bool = False
-    """Give memory that a run took beyond the arena's first piece back after it; each run allocates
-    anew."""
+    """Return memory beyond the arena's first region to the system after each run. Each run then
+    allocates again."""
     against: str = AUTO
-    """What it is compared with: onnxruntime, optimum, pytorch, pytorch-compile, pytorch-fp16,
-    enginery-cpu; none for nothing. `auto`: those that can run here, the others with their reasons.
-    One that is named and cannot run is an error."""
+    """Backends to compare with: onnxruntime, optimum, pytorch, pytorch-compile, pytorch-fp16,
+    enginery-cpu, or none. `auto`: all that can run here; the report gives the reason for the
+    others. A backend that you name and that cannot run is an error."""
     batch: str = "1,8,32"
     """Batch sizes."""
     sequence: str = AUTO
-    """Sequence lengths, 16,128,512. `auto`: these, up to the model's positions, where the graph
-    has a sequence."""
+    """Sequence lengths. `auto`: 16,128,512 up to the model's maximum length, if the graph has the
+    dim sequence."""
     shape: tuple[str, ...] = ()
-    """Sizes of other dims, batch=1,height=64; repeat it for several. Dims that it leaves out are
-    taken from `batch` and `sequence`."""
+    """Sizes of other dims, such as batch=1,height=64. Repeat it for several shapes. Missing dims
+    are taken from `batch` and `sequence`."""
     graph: str = ""
-    """Which of several graphs; empty for the first."""
+    """Graph to measure, for an artifact with several. Empty: the first."""
     images: str = ""
-    """A folder of images, each run alone at its own size, in place of made-up inputs."""
+    """Folder of images. Each is run by itself at its own size, instead of generated inputs."""
     multiple: int = 32
-    """Images of free height and width are scaled to the nearest multiple of it, as convolutional
-    detectors need."""
+    """Scale images to the nearest multiple of this size if height and width are dynamic, as
+    convolutional detectors require."""
     data: str = ""
-    """A file of texts, for the padding that their lengths cause at each batch size."""
+    """File of texts: report how much padding their lengths cause at each batch size."""
     column: str = "text"
-    """The column of `data` that holds the text."""
+    """Column of `data` with the text."""
     rows: int = 512
-    """How many rows of `data`, or images of `images`, are read, evenly spread."""
+    """Number of rows of `data`, or of images, to read, evenly spread."""
     threads: int = 0
-    """Intra-op threads of each contender; 0 for its own choice."""
+    """Intra-op threads of each backend. 0: the backend's default."""
     confidence: float = 0.95
-    """Of the intervals of medians and ratios."""
+    """Confidence level of the intervals of medians and ratios."""
     precision: float = 0.01
-    """Measuring ends when the interval of each median is within this share of it."""
+    """Stop when the interval of each median is within this share of the median."""
     smallest_difference: float = 0.02
-    """Ratios nearer to 1 are no difference: the same program in two processes differs as much."""
+    """Ratios closer to 1 than this count as no difference. One program in two processes differs by
+    about as much."""
     min_rounds: int = 10
-    """Turns that each contender has at each shape, unless `max_seconds` is over before. As many as
-    an interval needs, 6 at a confidence of 0.95, always run."""
+    """Minimum number of rounds at each shape, unless `max_seconds` runs out. The rounds that an
+    interval needs, 6 at a confidence of 0.95, are always run."""
     max_rounds: int = 60
-    """The most turns of each contender at each shape."""
+    """Maximum number of rounds at each shape."""
     max_seconds: float = 20.0
-    """For the rounds of one shape, all contenders together. The rounds that an interval needs are
-    run even so; who alone has taken five times as long sits those out."""
+    """Time limit for the rounds of one shape, for all backends together. The rounds that an
+    interval needs are still run, except by a backend that has used five times this limit."""
     warm_up_seconds: float = 10.0
-    """The longest warm-up of a contender at a shape."""
+    """Time limit for the warm-up of a backend at a shape."""
     seed: int = 0
-    """For the made-up inputs."""
+    """Seed of the generated inputs."""
     allow_failed: bool = False
-    """Take an artifact whose validation failed."""
+    """Accept an artifact whose validation failed."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model, in PyTorch. Only for authors you trust."""
     allow_pickle: bool = False
@@ -96,8 +97,8 @@ class BenchConfig:
 
 
 def check_options(config: BenchConfig) -> None:
-    """Raises OptionError for a value that nothing can be measured with."""
-    contender_names(config)
+    """Raise OptionError if an option has a value that cannot be used."""
+    backend_names(config)
     for name, least in (
         ("threads", 0),
         ("rows", 1),
@@ -132,14 +133,14 @@ def check_options(config: BenchConfig) -> None:
             )
     if config.images and config.shape:
         raise OptionError(
-            "options 'images' and 'shape' both say what is run.",
-            do="Images have the sizes that they have: leave --shape out.",
+            "options 'images' and 'shape' cannot be combined: images are run at their own sizes.",
+            do="Leave --shape out.",
             option="images",
         )
 
 
-def contender_names(config: BenchConfig) -> tuple[str, ...]:
-    """The contenders that were named, each once; none for `auto`.
+def backend_names(config: BenchConfig) -> tuple[str, ...]:
+    """Return the backends that `against` names, each once; an empty tuple for `auto` and `none`.
 
     Raises:
         OptionError: a name is unknown, or `auto` or `none` is combined with others.
@@ -148,38 +149,43 @@ def contender_names(config: BenchConfig) -> tuple[str, ...]:
     if names in ((AUTO,), ("none",)):
         return ()
     for name in names:
-        if name in (AUTO, "none") or name not in CONTENDERS:
+        if name in (AUTO, "none") or name not in BACKENDS:
             raise OptionError(
-                f"option 'against': unknown contender '{name}'{nearest(name, CONTENDERS)}",
-                do=f"Known: {', '.join(CONTENDERS)}; or auto or none alone.",
+                f"option 'against': unknown backend '{name}'{nearest(name, BACKENDS)}",
+                do=f"Known backends: {', '.join(BACKENDS)}; or auto or none by itself.",
                 option="against",
             )
     return names
 
 
 def read_sizes(text: str, name: str) -> tuple[int, ...]:
-    """Sizes from `1,8,32`, ascending, each once.
+    """Parse sizes such as `1,8,32`; return them in ascending order without duplicates.
+
+    Args:
+        text: the sizes.
+        name: the option, for the message.
 
     Raises:
-        OptionError: one is no whole number from 1 on.
+        OptionError: a size is not a whole number of 1 or more.
     """
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if not word.isascii() or not word.isdigit() or not 1 <= int(word) < 2**31:
             raise OptionError(
-                f"option '{name}': found '{word}', expected whole numbers from 1 on: 1,8,32.",
+                f"option '{name}': found '{word}', expected whole numbers of 1 or more, such as "
+                "1,8,32.",
                 option=name,
             )
     return tuple(sorted({int(word) for word in words}))
 
 
 def parse_shape(text: str) -> dict[str, int]:
-    """Sizes by dim from `batch=1,height=64`.
+    """Parse `batch=1,height=64`; return dim -> size.
 
     Raises:
-        OptionError: it is written otherwise, or a dim is there twice.
+        OptionError: the syntax is wrong, or a dim appears twice.
     """
-    from enginery.core.shapes import canonical_dim  # which needs pydantic; --help does not
+    from enginery.core.shapes import canonical_dim  # imports pydantic, which --help must not
 
     given: dict[str, int] = {}
     for part in text.split(","):

@@ -1,10 +1,10 @@
-"""What is measured: an artifact, or any .onnx file taken as one.
+"""The model to measure: an artifact or an .onnx file.
 
->>> Subject.of("detector.onnx", "", allow_failed=False).record.inputs[0]
-TensorSpec(name='x', dtype='float32', dims=('batch', 3, 'height', 'width'))
+>>> Target.open(artifact, "", allow_failed=False).record.inputs[0]
+TensorSpec(name='input_ids', dtype='int64', dims=('batch', 'sequence'))
 
-An .onnx file is read where it lies, by ONNX Runtime; nothing is copied and nothing is written
-beside it. It has no PyTorch model and no tokenizer, and only the dims that the file names.
+An .onnx file is opened in place: nothing is copied, and nothing is written beside it. It has no
+PyTorch model and no tokenizer, and its dims are those that the file names.
 """
 
 from __future__ import annotations
@@ -31,54 +31,62 @@ _CHANNELS = (1, 3, 4)
 
 
 @dataclass(frozen=True)
-class Subject:
-    """One model whose speed is asked for."""
+class Target:
+    """A model to measure."""
 
     name: str
     artifact: Artifact
     record: GraphRecord
+    """The graph to measure."""
     limits: FeedLimits
-    is_bare: bool
-    """Whether it is an .onnx file and no artifact."""
+    is_onnx_file: bool
+    """True for an .onnx file, False for an artifact."""
 
     @classmethod
-    def of(cls, model: Artifact | str | Path, graph: str, *, allow_failed: bool) -> Subject:
-        """Opens an artifact's directory, or an .onnx file.
+    def open(cls, model: Artifact | str | Path, graph: str, *, allow_failed: bool) -> Target:
+        """Open an artifact or an .onnx file.
+
+        Args:
+            model: the artifact, its directory, or an .onnx file.
+            graph: which graph of the artifact; empty for the first.
+            allow_failed: accept an artifact whose validation failed.
 
         Raises:
-            ArtifactError: it is neither, or has no such graph.
+            ArtifactError: `model` is neither of them, or has no such graph.
             RejectedArtifactError: its validation failed.
             ProviderError: ONNX Runtime cannot read the file.
         """
         if not isinstance(model, Artifact) and Path(model).suffix == ".onnx":
-            artifact = artifact_of_file(Path(model))
+            artifact = artifact_from_onnx(Path(model))
         else:
             artifact = model if isinstance(model, Artifact) else Artifact.open(model)
         artifact.require_passed(allow_failed=allow_failed)
         record = artifact.graph(graph) if graph else artifact.manifest.graphs[0]
-        is_bare = artifact.manifest.library == "" and not artifact.manifest.stages
-        config = ModelConfig() if is_bare else ModelConfig.read(artifact.path)
+        is_onnx_file = artifact.manifest.library == "" and not artifact.manifest.stages
+        config = ModelConfig() if is_onnx_file else ModelConfig.read(artifact.path)
         limits = FeedLimits.from_config(config)
-        if is_bare:  # nothing is known of it, so nothing is taken as usual
+        if is_onnx_file:  # without a config.json, default sizes of dims would be guesses
             limits = replace(limits, sizes={})
-        name = Path(model).stem if is_bare and not isinstance(model, Artifact) else artifact.name
-        return cls(name, artifact, record, limits, is_bare)
+        name = (
+            Path(model).stem if is_onnx_file and not isinstance(model, Artifact) else artifact.name
+        )
+        return cls(name, artifact, record, limits, is_onnx_file)
 
     @property
     def model(self) -> Path:
-        """The ONNX file."""
+        """Path of the ONNX file."""
         return self.artifact.path / self.record.file
 
     @property
     def precision(self) -> str:
-        """`int8` for a quantized artifact, else what its float tensors are."""
+        """The quantization scheme, such as `int8`, or else the type of the float tensors."""
         manifest = self.artifact.manifest
         quantized = [stage for stage in manifest.stages if stage.stage == "quantize"]
         scheme = str(quantized[-1].options.get("scheme", "int8")) if quantized else ""
         return scheme or manifest.precision
 
-    def convolutions(self) -> int | None:
-        """How many the graph has, or None where the package onnx, which reads graphs, is absent."""
+    def count_convolutions(self) -> int | None:
+        """Return the number of convolutions, or None if the package onnx is not installed."""
         try:
             import onnx
         except ImportError:
@@ -87,11 +95,11 @@ class Subject:
         return sum(node.op_type in ("Conv", "ConvTranspose", "FusedConv") for node in graph.node)
 
     def as_json(self) -> SubjectRecord:
-        """For the result: what it is, by content."""
+        """Return the target's record for the result."""
         manifest = self.artifact.manifest
         return {
             "name": self.name,
-            "path": str(self.model if self.is_bare else self.artifact.path),
+            "path": str(self.model if self.is_onnx_file else self.artifact.path),
             "graph": self.record.file,
             "graph_sha256": sha256_of(self.model),
             "source": manifest.source.id,
@@ -101,26 +109,26 @@ class Subject:
         }
 
 
-def with_unique_names(subjects: list[Subject]) -> list[Subject]:
-    """The same subjects, those of one name numbered."""
-    names = [subject.name for subject in subjects]
+def number_duplicate_names(targets: list[Target]) -> list[Target]:
+    """Number targets that have the same name: `bert (1)`, `bert (2)`."""
+    names = [target.name for target in targets]
     return [
-        replace(subject, name=f"{subject.name} ({names[: index + 1].count(subject.name)})")
-        if names.count(subject.name) > 1
-        else subject
-        for index, subject in enumerate(subjects)
+        replace(target, name=f"{target.name} ({names[: index + 1].count(target.name)})")
+        if names.count(target.name) > 1
+        else target
+        for index, target in enumerate(targets)
     ]
 
 
-def artifact_of_file(path: Path) -> Artifact:
-    """An artifact in memory over an .onnx file where it lies.
+def artifact_from_onnx(path: Path) -> Artifact:
+    """Return an artifact in memory for an .onnx file.
 
     Raises:
-        ArtifactError: there is no such file.
+        ArtifactError: the file does not exist, or it is not an ONNX model.
         ProviderError: ONNX Runtime cannot read it.
     """
     if not path.is_file():
-        raise ArtifactError(f"{path} is not there.", do="Name an artifact or an .onnx file.")
+        raise ArtifactError(f"{path} was not found.", do="Name an artifact or an .onnx file.")
     check_allocations(path)
     import onnxruntime as ort
 
@@ -130,12 +138,12 @@ def artifact_of_file(path: Path) -> Artifact:
     try:
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime raises many unrelated types
-        raise ProviderError(f"{path} cannot be read by ONNX Runtime: {error}") from error
+        raise ProviderError(f"ONNX Runtime cannot read {path}: {error}") from error
     inputs = tuple(_spec(value) for value in session.get_inputs())
     record = GraphRecord(
         file=path.name,
         opset=0,
-        inputs=tuple(_named(spec) for spec in inputs),
+        inputs=tuple(_with_image_dims(spec) for spec in inputs),
         outputs=tuple(_spec(value) for value in session.get_outputs()),
         data_files=(),
     )
@@ -155,10 +163,13 @@ def artifact_of_file(path: Path) -> Artifact:
 
 
 def image_layout(spec: TensorSpec) -> Literal["first", "last"]:
-    """`first` for (batch, channels, height, width), `last` for channels at the end.
+    """Return the position of the channels in an image input.
+
+    Returns:
+        `first` for (batch, channels, height, width), `last` for (batch, height, width, channels).
 
     Raises:
-        OptionError: the input is no image.
+        OptionError: the input is not an image.
     """
     if len(spec.dims) == 4 and spec.dtype in ("float32", "float16", "uint8"):
         if spec.dims[1] in _CHANNELS or spec.name == "pixel_values":
@@ -168,14 +179,15 @@ def image_layout(spec: TensorSpec) -> Literal["first", "last"]:
         if all(isinstance(dim, str) for dim in spec.dims):
             return "first"
     raise OptionError(
-        f"option 'images': {spec} takes no image, expected 4 dims with 1, 3 or 4 channels."
+        f"option 'images': the input {spec} is not an image, expected 4 dims with 1, 3 or 4 "
+        "channels."
     )
 
 
-def _named(spec: TensorSpec) -> TensorSpec:
-    """The same input with the usual names for an image's free dims, whatever the exporter's.
+def _with_image_dims(spec: TensorSpec) -> TensorSpec:
+    """Give the dynamic dims of an image input their usual names.
 
-    Paddle calls them `DynamicDimension.0` and the like, others `p2o.dim`, `?` or nothing.
+    Paddle's exporter calls them `DynamicDimension.0`; others write `p2o.dim`, `?` or no name.
     """
     if len(spec.dims) != 4:
         return spec

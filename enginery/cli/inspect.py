@@ -55,9 +55,9 @@ def inspect(
     console = output.console()
     is_bare = path.suffix == ".onnx"
     if is_bare:
-        from enginery.bench.target import artifact_of_file
+        from enginery.bench.target import artifact_from_onnx
 
-        opened = artifact_of_file(path)
+        opened = artifact_from_onnx(path)
     else:
         opened = Artifact.open(path, verify=verify)
     engines = [] if is_bare else render.open_engines(opened)

@@ -1,13 +1,11 @@
-"""A headless Chromium, driven through its debugging pipe.
+"""A headless Chromium, controlled through its debugging pipe.
 
-Takes an HTML file; leaves a picture of the whole page, and says how wide it is and what it logged.
+    with Chromium(find_chromium(), tmp_path) as browser:
+        browser.look(page, width=360, picture=tmp_path / "360.png").overflow  # 0
 
-    >>> with Chromium(find_chromium(), tmp_path) as browser:
-    ...     browser.look(page, width=360, picture=tmp_path / "360.png").overflow
-    0
-
-The protocol: chromedevtools.github.io/devtools-protocol; over a pipe, messages end with a zero
-byte. A window cannot be narrower than 500 pixels; the device that is emulated can.
+It opens an HTML file, saves a screenshot of the whole page and returns its measurements. The
+protocol is described at chromedevtools.github.io/devtools-protocol; on a pipe, messages end with a
+zero byte. A window is at least 500 pixels wide, but an emulated device can be narrower.
 """
 
 from __future__ import annotations
@@ -52,26 +50,28 @@ JSON.stringify({
 
 
 def find_chromium() -> str:
-    """The program, or nothing."""
+    """Return the path of Chromium or Chrome; empty if none is installed."""
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     return next((path for name in names if (path := shutil.which(name))), "")
 
 
 @dataclass
 class Look:
+    """Measurements of a rendered page."""
+
     overflow: int
-    """Pixels that the page is wider than the window."""
+    """Pixels by which the page is wider than the window."""
     wide: list[str]
-    """Elements that reach beyond it."""
+    """Elements that extend beyond the window."""
     smallest_text: float
-    """A line of 10 points in a figure, in pixels; 0 for a figure that is not shown."""
+    """Height of text of 10 points in the figures, in pixels; 0 if a figure is not displayed."""
     repeated_ids: list[str]
     medians: float
-    """The right edge of the medians, in pixels; 0 where there are none."""
+    """Right edge of the column of medians, in pixels; 0 without such a column."""
     labels: int
-    """Labels of folded tables that are wider than their column."""
+    """Number of labels in wrapped tables that are wider than their column."""
     logged: list[str]
-    """Errors and warnings on the console, and requests that left the page."""
+    """Errors and warnings on the console, and requests to other addresses."""
 
 
 class Chromium:

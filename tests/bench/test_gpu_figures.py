@@ -1,4 +1,4 @@
-"""Memory, energy and copies of a GPU, on doubles of the driver: none of it has run on a GPU."""
+"""Memory, energy and copies of a GPU, with a fake driver."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from enginery.bench.backends import worker as contestant
+from enginery.bench.backends import worker
 from enginery.bench.backends.copies import Copies, measure_copies
 from enginery.bench.backends.nvml import Nvml, _bus_id, _Process
-from enginery.bench.measurement.shapes import _gpu_of, _told
+from enginery.bench.measurement.shapes import _gpu_of, _measure_on_gpu
 from enginery.core.errors import ProviderError
-from tests.bench.made import CPU, CUDA, save_detector
+from tests.bench.sample_results import CPU, CUDA, save_detector
 
 
 class Function:
@@ -26,14 +26,14 @@ class Function:
         return self._call(*arguments)
 
 
-class Driver:
-    """What NVML answers; `refuses` are functions that return an error."""
+class FakeNvml:
+    """NVML; the functions in `failing` return an error."""
 
-    def __init__(self, *, refuses=(), pids=()):
-        self.refuses = refuses
+    def __init__(self, *, failing=(), pids=()):
+        self.failing = failing
         self.pids = pids
         self.millijoules = 5_000
-        self.shut = 0
+        self.shutdowns = 0
         self.nvmlErrorString = Function(lambda code: b"Not Supported")
 
     def __getattr__(self, name):
@@ -42,17 +42,17 @@ class Driver:
         return Function(lambda *arguments: self._do(name, arguments))
 
     def _do(self, name, arguments):
-        if name in self.refuses:
+        if name in self.failing:
             return 3
         if name == "nvmlShutdown":
-            self.shut += 1
+            self.shutdowns += 1
         if name == "nvmlDeviceGetTotalEnergyConsumption":
             arguments[1]._obj.value = self.millijoules
         if name == "nvmlDeviceGetComputeRunningProcesses_v3":
-            room = arguments[1]._obj
-            many = len(self.pids) > room.value
-            room.value = len(self.pids)
-            if many:
+            capacity = arguments[1]._obj
+            too_small = len(self.pids) > capacity.value
+            capacity.value = len(self.pids)
+            if too_small:
                 return 7
             for index, (pid, size) in enumerate(self.pids):
                 arguments[2][index] = _Process(pid, size, 0, 0)
@@ -60,52 +60,52 @@ class Driver:
 
 
 def test_energy_is_in_joules():
-    with Nvml(Driver(), b"0000:65:00.0") as nvml:
+    with Nvml(FakeNvml(), b"0000:65:00.0") as nvml:
         assert nvml.energy_joules() == 5.0
 
 
-def test_memory_is_that_of_the_process_among_many():
+def test_memory_is_that_of_the_process():
     others = [(pid, 1 << 20) for pid in range(2, 102)]
-    with Nvml(Driver(pids=[*others, (os.getpid(), 3 << 30)]), b"") as nvml:
+    with Nvml(FakeNvml(pids=[*others, (os.getpid(), 3 << 30)]), b"") as nvml:
         assert nvml.memory_bytes(os.getpid()) == 3 << 30
 
 
-@pytest.mark.parametrize("pids", [[], [(1, 2**64 - 1)]], ids=["hidden", "not told"])
-def test_memory_that_is_not_told_is_an_error_and_not_zero(pids):
-    with Nvml(Driver(pids=pids), b"") as nvml, pytest.raises(ProviderError, match="not list"):
+@pytest.mark.parametrize("pids", [[], [(1, 2**64 - 1)]], ids=["hidden", "unknown"])
+def test_unknown_memory_is_an_error(pids):
+    with Nvml(FakeNvml(pids=pids), b"") as nvml, pytest.raises(ProviderError, match="not list"):
         nvml.memory_bytes(1)
 
 
-@pytest.mark.parametrize("refused", ["nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2"])
-def test_driver_that_refuses_is_quoted(refused):
+@pytest.mark.parametrize("failing", ["nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2"])
+def test_error_of_nvml_is_quoted(failing):
     with pytest.raises(ProviderError, match="Not Supported"):
-        Nvml(Driver(refuses=[refused]), b"")
+        Nvml(FakeNvml(failing=[failing]), b"")
 
 
-def test_energy_of_a_gpu_that_tells_none():
-    driver = Driver(refuses=["nvmlDeviceGetTotalEnergyConsumption"])
-    with Nvml(driver, b"") as nvml, pytest.raises(ProviderError, match="tells no energy"):
+def test_missing_energy_is_an_error():
+    library = FakeNvml(failing=["nvmlDeviceGetTotalEnergyConsumption"])
+    with Nvml(library, b"") as nvml, pytest.raises(ProviderError, match="not report its energy"):
         nvml.energy_joules()
 
 
-def test_closing_lets_go_once():
-    driver = Driver()
-    nvml = Nvml(driver, b"")
+def test_close_shuts_nvml_down_once():
+    library = FakeNvml()
+    nvml = Nvml(library, b"")
     nvml.close()
     nvml.close()
-    assert driver.shut == 1
+    assert library.shutdowns == 1
 
 
-def test_layout_of_a_process_is_nvmls():
+def test_process_structure_has_the_layout_of_nvml():
     # nvml.h: unsigned int, 4 bytes of padding, unsigned long long, two unsigned ints.
     assert ctypes.sizeof(_Process) == 24
 
 
-class Gpu:
-    """NVML as a contestant opens it, which tells one figure after another."""
+class NvmlDouble:
+    """Stand-in for the class Nvml that returns one memory value after another."""
 
-    def __init__(self, *told):
-        self._told = list(told)
+    def __init__(self, *values):
+        self._values = list(values)
 
     def open(self, device_id):
         return self
@@ -117,68 +117,68 @@ class Gpu:
         pass
 
     def memory_bytes(self, pid):
-        found = self._told.pop(0)
+        found = self._values.pop(0)
         if isinstance(found, Exception):
             raise found
         return found
 
 
-def test_memory_of_a_gpu_is_the_most_seen_after_a_turn_and_not_what_looking_takes(monkeypatch):
+def test_gpu_memory_is_the_largest_after_a_turn_and_excludes_that_of_the_facts(monkeypatch):
     events = []
-    held = SimpleNamespace(providers=[CUDA], facts=lambda: events.append("facts") or {})
-    given = contestant.Contestant()
-    given._opened, given._run = held, lambda: events.append("run")
-    monkeypatch.setattr(contestant, "Nvml", Gpu(3 << 30, 5 << 30, 4 << 30))
-    given.turn({"runs": 1})
-    given.turn({"runs": 1, "cold": True})
-    found = given.memory({})
+    backend = SimpleNamespace(providers=[CUDA], facts=lambda: events.append("facts") or {})
+    first = worker.BenchmarkWorker()
+    first._backend, first._run = backend, lambda: events.append("run")
+    monkeypatch.setattr(worker, "Nvml", NvmlDouble(3 << 30, 5 << 30, 4 << 30))
+    first.turn({"runs": 1})
+    first.turn({"runs": 1, "cold": True})
+    found = first.memory({})
     assert (found["device_memory_bytes"], events[-1]) == (5 << 30, "facts")
-    # What the driver does not tell is asked once, and has its reason.
-    other = contestant.Contestant()
-    other._opened, other._run = held, lambda: None
-    monkeypatch.setattr(contestant, "Nvml", Gpu(ProviderError("a container hides it.")))
+    # A driver that does not report it is read once, and the reason is kept.
+    other = worker.BenchmarkWorker()
+    other._backend, other._run = backend, lambda: None
+    monkeypatch.setattr(worker, "Nvml", NvmlDouble(ProviderError("a container hides it.")))
     other.turn({"runs": 1})
     other.turn({"runs": 1})
     assert other.memory({})["device_memory"] == "a container hides it."
 
 
-def test_no_gpu_is_said():
+def test_machine_without_a_gpu_is_an_error():
     with pytest.raises(ProviderError, match=r"NVIDIA driver|libnvidia-ml"):
         Nvml.open()
 
 
-class Stub:
-    """A contender that answers what a GPU tells."""
+class FakeProcess:
+    """A BenchmarkProcess that answers requests with given values."""
 
     def __init__(self, provider, answers):
         self.plan = SimpleNamespace(kind="onnxruntime", device="cpu")
         self.loaded = {"providers": [provider]}
-        self.asked = []
+        self.requested = []
         self._answers = answers
 
-    def ask(self, what, **values):
-        self.asked.append(what)
-        answer = self._answers.get(what, ProviderError(f"{what} is not told."))
+    def request(self, what, **values):
+        self.requested.append(what)
+        answer = self._answers.get(what, ProviderError(f"{what} is unknown."))
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-def test_what_a_gpu_tells_is_kept_and_what_not_has_its_reason():
-    told, unknown = Stub(CUDA, {"energy": {"joules": 0.5}}), {}
-    assert _told(told, "energy", unknown) == {"joules": 0.5}
-    assert _told(told, "copies", unknown, device="cuda") is None
-    assert unknown == {"host copies": "copies is not told."}
+def test_measurement_that_the_gpu_lacks_has_a_reason():
+    process, unknown = FakeProcess(CUDA, {"energy": {"joules": 0.5}}), {}
+    assert _measure_on_gpu(process, "energy", unknown) == {"joules": 0.5}
+    assert _measure_on_gpu(process, "copies", unknown, device="cuda") is None
+    assert unknown == {"host copies": "copies is unknown."}
 
 
-def test_nothing_is_asked_of_a_gpu_that_is_not_there():
-    stub, unknown = Stub(CPU, {}), {}
-    assert _told(stub, "energy", unknown) is None
-    assert (stub.asked, unknown) == ([], {})
+def test_nothing_is_requested_without_a_gpu():
+    process, unknown = FakeProcess(CPU, {}), {}
+    assert _measure_on_gpu(process, "energy", unknown) is None
+    assert (process.requested, unknown) == ([], {})
 
 
-def test_copies_through_iobinding_give_all_three_parts(tmp_path):
-    """On the CPU there is nothing to copy, and the same calls are made."""
+def test_copies_through_iobinding_have_three_parts(tmp_path):
+    """On the CPU nothing is copied, but the same calls are made."""
     import onnxruntime as ort
 
     model = save_detector(tmp_path / "d.onnx")
@@ -188,7 +188,7 @@ def test_copies_through_iobinding_give_all_three_parts(tmp_path):
     assert min(found.in_ms, found.device_ms, found.out_ms) > 0
 
 
-def test_copies_are_told_apart_by_their_clock():
+def test_each_part_of_a_run_is_timed_separately():
     class Session:
         def io_binding(self):
             return self
@@ -202,7 +202,7 @@ def test_copies_are_told_apart_by_their_clock():
     ticks = iter(range(10**6))
     steps = {0: 0.0, 1: 2.0, 2: 7.0, 3: 8.0}
 
-    def clock():  # start, copied, computed, done, and then whether to go on
+    def clock():  # start, copied, computed, done, loop condition
         tick = next(ticks)
         return 0.0 if tick == 0 else steps[(tick - 1) % 4]
 
@@ -211,19 +211,19 @@ def test_copies_are_told_apart_by_their_clock():
     assert found.share == pytest.approx(3 / 8)
 
 
-def test_the_gpu_that_is_asked_for_is_the_one_that_is_measured():
-    told = Stub({**CUDA, "options": {"device_id": "1"}}, {})
-    assert (_gpu_of(told), _gpu_of(Stub(CUDA, {}))) == ("cuda:1", "cuda:0")
-    asked = []
+def test_device_id_selects_the_measured_gpu():
+    process = FakeProcess({**CUDA, "options": {"device_id": "1"}}, {})
+    assert (_gpu_of(process), _gpu_of(FakeProcess(CUDA, {}))) == ("cuda:1", "cuda:0")
+    indices = []
     names = {
-        "cuDeviceGet": lambda device, index: asked.append(index),
+        "cuDeviceGet": lambda device, index: indices.append(index),
         "cuDeviceGetPCIBusId": lambda *_: None,
     }
     _bus_id(SimpleNamespace(**names), 1)
-    assert asked == [1]
+    assert indices == [1]
 
 
-def test_copies_are_measured_on_the_gpu_that_is_asked_for(monkeypatch):
+def test_copies_are_measured_on_the_selected_gpu(monkeypatch):
     import onnxruntime as ort
 
     placed = []

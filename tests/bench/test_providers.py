@@ -1,4 +1,4 @@
-"""Providers with options, from the command to every contender's process, and into the result."""
+"""Providers and their options, from the command to each backend's process and into the result."""
 
 from __future__ import annotations
 
@@ -8,52 +8,52 @@ import numpy as np
 import pytest
 
 from enginery.bench import stage
-from enginery.bench.backends import backend as opened
-from enginery.bench.backends import plan as contenders
-from enginery.bench.backends.backend import BareSession, OurRunner
-from enginery.bench.backends.plan import plan_contenders
+from enginery.bench.backends import backend
+from enginery.bench.backends import plan as plan_module
+from enginery.bench.backends.backend import EngineryBackend, OrtSessionBackend
+from enginery.bench.backends.plan import plan_backends
 from enginery.bench.config import BenchConfig
 from enginery.bench.stage import run
-from enginery.bench.target import Subject
+from enginery.bench.target import Target
 from enginery.core.errors import OptionError, ProviderError
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
-from tests.bench.made import QUICK, save_detector
+from tests.bench.sample_results import QUICK, save_detector
 
 CUDA = "cuda; cuda.gpu_mem_limit=2147483648; cuda.device_id=1"
 
 
 @pytest.fixture
 def detector(tmp_path):
-    return Subject.of(save_detector(tmp_path / "detector.onnx"), "", allow_failed=False)
+    return Target.open(save_detector(tmp_path / "detector.onnx"), "", allow_failed=False)
 
 
 @pytest.fixture
 def bert(exported):
-    return Subject.of(exported("bert", "feature-extraction"), "", allow_failed=False)
+    return Target.open(exported("bert", "feature-extraction"), "", allow_failed=False)
 
 
 @pytest.fixture(autouse=True)
-def _had(monkeypatch):
-    """Whatever is asked for can be had: there is no GPU to ask."""
+def _any_provider(monkeypatch):
+    """Make every requested provider available."""
 
     def choose(artifact, record, specs, **_):
         return [Provider(specs[0].full_name, "requested", specs[0].options)], []
 
-    monkeypatch.setattr(contenders, "choose_with_engines", choose)
+    monkeypatch.setattr(plan_module, "choose_with_engines", choose)
 
 
-def plans_of(subject, **options):
-    plans, _ = plan_contenders([subject], BenchConfig(**options))
+def plans_of(target, **options):
+    plans, _ = plan_backends([target], BenchConfig(**options))
     return {plan.kind: plan for plan in plans}
 
 
-def through_a_pipe(plan):
+def json_round_trip(plan):
     return json.loads(json.dumps(plan.as_json()))
 
 
-def test_plans_carry_the_providers_with_their_options_and_the_ways_of_running(bert):
+def test_plans_have_the_providers_with_their_options(bert):
     plans = plans_of(
         bert,
         provider="cuda",
@@ -61,16 +61,16 @@ def test_plans_carry_the_providers_with_their_options_and_the_ways_of_running(be
         cuda_graph=True,
     )
     for kind in ("enginery", "onnxruntime", "optimum"):
-        plan = through_a_pipe(plans[kind])
-        assert opened.providers_of_plan(plan) == parse_providers(CUDA)
+        plan = json_round_trip(plans[kind])
+        assert backend.plan_providers(plan) == parse_providers(CUDA)
         assert (plan["io_binding"], plan["cuda_graph"]) == (True, True)
-    # PyTorch has to run on the same GPU, and the CPU beside it has neither options nor graphs.
+    # PyTorch runs on the same GPU. The CPU backend has neither options nor CUDA graphs.
     assert {plans[kind].device for kind in ("pytorch", "pytorch-fp16")} == {"cuda:1"}
     on_cpu = plans["enginery-cpu"]
     assert (on_cpu.providers, on_cpu.cuda_graph) == ((ProviderSpec("cpu"),), False)
 
 
-def test_the_environment_asks_where_the_options_do_not(detector, monkeypatch):
+def test_environment_variable_is_used_without_options(detector, monkeypatch):
     monkeypatch.setenv("ENGINERY_PROVIDERS", CUDA)
     assert plans_of(detector)["enginery"].providers == parse_providers(CUDA)
     assert plans_of(detector, provider="cpu")["enginery"].providers == (ProviderSpec("cpu"),)
@@ -92,23 +92,23 @@ def test_the_environment_asks_where_the_options_do_not(detector, monkeypatch):
         ({"provider": "cudaa"}, ProviderError, "did you mean 'cuda'"),
     ],
 )
-def test_what_does_not_fit_is_an_error_before_anything_runs(
+def test_invalid_options_are_errors_before_anything_runs(
     tmp_path, monkeypatch, options, kind, message
 ):
-    monkeypatch.setattr(stage, "Contender", None)
+    monkeypatch.setattr(stage, "BenchmarkProcess", None)
     model = save_detector(tmp_path / "detector.onnx")
     with pytest.raises(kind, match=message):
         run([model], BenchConfig(shape=("batch=1,height=32,width=32",), **options))
 
 
-def open_with_doubles(monkeypatch, given):
+def patch_onnxruntime(monkeypatch, given):
     def new_session(path, providers, *, threads=0):
         given["session"] = providers
         return "session"
 
     def choose(artifact, record, specs, **_):
         given["specs"] = specs
-        return [Provider(specs[0].full_name, "a double", specs[0].options)], []
+        return [Provider(specs[0].full_name, "requested", specs[0].options)], []
 
     class Runner:
         def __init__(self, artifact, **options):
@@ -121,28 +121,28 @@ def open_with_doubles(monkeypatch, given):
         def is_captured(self, feeds):
             return feeds["x"].shape[0] == 1
 
-    monkeypatch.setattr(opened, "choose_with_engines", choose)
-    monkeypatch.setattr(opened, "open_session", new_session)
-    monkeypatch.setattr(opened, "OrtRunner", Runner)
+    monkeypatch.setattr(backend, "choose_with_engines", choose)
+    monkeypatch.setattr(backend, "open_session", new_session)
+    monkeypatch.setattr(backend, "OrtRunner", Runner)
 
 
-def test_our_runner_and_the_bare_session_are_given_the_same(detector, monkeypatch):
+def test_runner_and_plain_session_get_the_same_providers(detector, monkeypatch):
     given = {}
-    open_with_doubles(monkeypatch, given)
+    patch_onnxruntime(monkeypatch, given)
     plans = plans_of(detector, provider=CUDA, cuda_graph=True)
     record = detector.record
-    ours = through_a_pipe(plans["enginery"])
-    runner = OurRunner(detector.artifact, record, ours, threads=0, allow_fallback=False)
+    ours = json_round_trip(plans["enginery"])
+    runner = EngineryBackend(detector.artifact, record, ours, threads=0, allow_fallback=False)
     assert given["providers"] == parse_providers(CUDA)
     assert given["buckets"] == 8
-    # A shape that came when all graphs were taken is told.
-    assert runner.note_on({"x": np.zeros((1, 3, 32, 32))}) == ""
-    assert "ran without a CUDA graph" in runner.note_on({"x": np.zeros((2, 3, 32, 32))})
+    # A shape for which no CUDA graph was left has a note.
+    assert runner.note_for({"x": np.zeros((1, 3, 32, 32))}) == ""
+    assert "ran without a CUDA graph" in runner.note_for({"x": np.zeros((2, 3, 32, 32))})
     assert (given["io_binding"], given["cuda_graph"], given["shrink_arena"]) == (True, True, False)
-    bare = BareSession(
+    bare = OrtSessionBackend(
         detector.artifact,
         record,
-        through_a_pipe(plans["onnxruntime"]),
+        json_round_trip(plans["onnxruntime"]),
         threads=0,
         allow_fallback=False,
     )
@@ -150,12 +150,14 @@ def test_our_runner_and_the_bare_session_are_given_the_same(detector, monkeypatc
     options = {"gpu_mem_limit": "2147483648", "device_id": "1"}
     assert [provider.options for provider in given["session"]] == [options]
     assert bare.providers[0]["options"] == options
-    assert bare.notes == ["without a CUDA graph, which session.run has no fixed buffers for"]
+    assert bare.notes == ["no CUDA graph: session.run has no fixed buffers"]
 
 
-def test_bare_session_shrinks_the_arena_after_each_run(detector):
-    plan = through_a_pipe(plans_of(detector, shrink_arena=True)["onnxruntime"])
-    bare = BareSession(detector.artifact, detector.record, plan, threads=0, allow_fallback=False)
+def test_plain_session_shrinks_the_arena_after_each_run(detector):
+    plan = json_round_trip(plans_of(detector, shrink_arena=True)["onnxruntime"])
+    bare = OrtSessionBackend(
+        detector.artifact, detector.record, plan, threads=0, allow_fallback=False
+    )
     (session,), entries = bare._sessions, []
 
     class Recorded:
@@ -166,12 +168,12 @@ def test_bare_session_shrinks_the_arena_after_each_run(detector):
             return session.run(names, feeds, options)
 
     bare._sessions = [Recorded()]
-    (scores,) = bare.prepared({"x": np.ones((1, 3, 32, 32), "float32")})()
+    (scores,) = bare.prepare({"x": np.ones((1, 3, 32, 32), "float32")})()
     assert scores.shape == (1, 1, 16, 16)
     assert entries == ["cpu:0"]
 
 
-def test_optimum_is_given_the_options_through_its_own_argument(bert, monkeypatch):
+def test_optimum_gets_the_provider_options(bert, monkeypatch):
     from enginery.bench.backends import frameworks
 
     given = {}
@@ -186,7 +188,7 @@ def test_optimum_is_given_the_options_through_its_own_argument(bert, monkeypatch
             return cls()
 
     monkeypatch.setattr(frameworks.optimum_ort, "ORTModelForFeatureExtraction", Model)
-    model = frameworks.OptimumModel(
+    model = frameworks.OptimumBackend(
         bert.artifact,
         bert.record,
         parse_providers(CUDA),
@@ -199,7 +201,7 @@ def test_optimum_is_given_the_options_through_its_own_argument(bert, monkeypatch
     assert given["use_io_binding"] is False
     assert model.notes == ["IOBinding off, as requested"]
     assert [found["options"] for found in model.providers] == [given["provider_options"], {}]
-    frameworks.OptimumModel(
+    frameworks.OptimumBackend(
         bert.artifact,
         bert.record,
         parse_providers("cuda"),
@@ -210,7 +212,7 @@ def test_optimum_is_given_the_options_through_its_own_argument(bert, monkeypatch
     assert given["use_io_binding"] is None
 
 
-def test_the_result_says_what_was_asked_for_as_it_was_understood(tmp_path, monkeypatch):
+def test_result_has_the_resolved_options(tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINERY_PROVIDERS", "CPUExecutionProvider")
     model = save_detector(tmp_path / "detector.onnx")
     config = BenchConfig(

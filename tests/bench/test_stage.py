@@ -1,13 +1,14 @@
-"""Real measurements of tiny models. No test reads a time: they hold what is measured, and how."""
+"""Measurements of tiny models. No test depends on the measured times."""
 
 from __future__ import annotations
 
 import json
 import shutil
 
+import psutil
 import pytest
 
-from enginery.bench.backends.process import Contender
+from enginery.bench.backends.process import BenchmarkProcess
 from enginery.bench.config import BenchConfig
 from enginery.bench.report.rows import lines, tables
 from enginery.bench.stage import run
@@ -22,7 +23,7 @@ from enginery.core.errors import (
     ShapeError,
     SourceError,
 )
-from tests.bench.made import QUICK, save_detector, save_photographs
+from tests.bench.sample_results import QUICK, save_detector, save_photographs
 
 
 def bench(*models, out="", **options):
@@ -34,7 +35,7 @@ def bert(exported, copied):
     return copied(exported("bert", "feature-extraction"))
 
 
-def test_every_contender_runs_and_the_artifact_keeps_what_was_found(bert):
+def test_every_backend_runs_and_the_artifact_keeps_the_result(bert):
     before = bert.manifest
     result = bench(bert, batch="1,2", sequence="8")
     names = ["enginery", "onnxruntime", "optimum", "pytorch"]
@@ -49,7 +50,7 @@ def test_every_contender_runs_and_the_artifact_keeps_what_was_found(bert):
             assert found.tokens_per_second == pytest.approx(8 * found.inputs_per_second)
             assert found.first_ms > 0
         rounds = {found.latency.rounds for found in case.measurements}
-        assert len(rounds) == 1  # all had the same rounds
+        assert len(rounds) == 1  # the same rounds for all
         pairs = {(c.contender, c.base) for c in case.comparisons}
         assert {("enginery", "pytorch"), ("onnxruntime", "enginery")} <= pairs
     by_name = {record.name: record for record in result.contenders}
@@ -58,26 +59,26 @@ def test_every_contender_runs_and_the_artifact_keeps_what_was_found(bert):
     placed = by_name["enginery"].facts["placement"]
     (part,) = placed["providers"]
     assert (placed["head"], part["name"]) == ("CPUExecutionProvider",) * 2
-    assert part["multiply_adds"] > 0  # counted on the smallest inputs that ran
+    assert part["multiply_adds"] > 0  # counted on the smallest inputs
     assert placed["counted_on"]["input_ids"] == [1, 8]
     assert 0 < part["for_shapes"] < part["nodes"]
     stored = (bert.path / "reports" / "benchmark.json").read_bytes()
     assert BenchResult.from_json(stored) == result
     assert (bert.path / "reports" / "report.html").is_file()
-    # What was measured is no part of what the artifact is.
+    # The measurement changes neither the files nor the verdicts of the artifact.
     after = type(bert).open(bert.path, verify=True).manifest
     assert (after.files, after.verdicts) == (before.files, before.verdicts)
     assert "reports/benchmark.json" in after.reports
 
 
-def test_what_cannot_be_measured_here_is_said(bert):
+def test_result_lists_what_cannot_be_measured(bert):
     result = bench(bert, batch="1", sequence="8", against="none")
     assert set(result.unknown) == {"device memory", "energy", "host copies"}
     assert all(found.joules_per_run is None for found in result.cases[0].measurements)
     assert any("host copies: nothing ran on an NVIDIA GPU" in line for line in lines(result))
 
 
-def test_two_artifacts_are_compared_with_one_another(bert, tmp_path):
+def test_two_artifacts_are_compared(bert, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(bert.path, other)
     result = bench(bert.path, other, batch="1", sequence="8", against="none")
@@ -90,7 +91,7 @@ def test_two_artifacts_are_compared_with_one_another(bert, tmp_path):
     assert stored[0] == stored[1]
 
 
-def test_named_contender_that_fails_to_start_is_an_error_and_automatic_is_left_out(bert):
+def test_backend_that_fails_to_start_is_an_error_if_named_and_left_out_by_auto(bert):
     source = bert.manifest.source.model_copy(update={"id": "/gone", "sha256": "0" * 64})
     broken = type(bert)(bert.path, bert.manifest.model_copy(update={"source": source}))
     with pytest.raises(SourceError, match="/gone"):
@@ -100,10 +101,10 @@ def test_named_contender_that_fails_to_start_is_an_error_and_automatic_is_left_o
     assert [record.name for record in result.contenders] == ["enginery", "onnxruntime", "optimum"]
 
 
-def test_more_threads_than_cores_and_padding_bring_advice(bert, tmp_path):
+def test_advice_on_threads_and_padding(bert, tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(["warm", "the engine is warm and the pump runs again " * 4] * 8))
-    cores = result_cores()
+    cores = psutil.cpu_count(logical=False)
     result = bench(
         bert, batch="1,8", sequence="8", against="none", threads=cores + 1, data=str(texts)
     )
@@ -113,12 +114,6 @@ def test_more_threads_than_cores_and_padding_bring_advice(bert, tmp_path):
     assert [padding.batch for padding in result.padding] == [1, 8]
     assert result.padding[1].in_order > 0.3 > result.padding[1].sorted
     assert "Advice" in tables(result)
-
-
-def result_cores():
-    import psutil
-
-    return psutil.cpu_count(logical=False)
 
 
 def test_onnx_file_on_images_of_several_sizes(tmp_path):
@@ -140,12 +135,12 @@ def test_onnx_file_on_images_of_several_sizes(tmp_path):
     assert result.contender("onnxruntime").facts["provider_options"]["CPUExecutionProvider"] == {}
     found = tables(result)
     assert [row["image"] for row in found["Images"]] == ["0.png", "1.png", "2.png"]
-    assert [row["contender"] for row in found["All images"]] == ["enginery", "onnxruntime"]
+    assert [row["backend"] for row in found["All images"]] == ["enginery", "onnxruntime"]
     assert (tmp_path / "out" / "reports" / "report.html").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["detector.onnx", "out", "photos"]
 
 
-def test_images_of_an_artifact_are_prepared_by_its_own_processor(exported, copied, tmp_path):
+def test_images_are_preprocessed_by_the_artifacts_processor(exported, copied, tmp_path):
     vit = copied(exported("vit", "image-classification"))
     folder = save_photographs(tmp_path / "photos", (64, 64), (96, 60))
     result = bench(vit, images=str(folder), against="pytorch")
@@ -153,18 +148,18 @@ def test_images_of_an_artifact_are_prepared_by_its_own_processor(exported, copie
     assert set(result.images.totals) == {"enginery", "pytorch"}
 
 
-def test_images_and_texts_do_not_mix(bert, tmp_path):
+def test_model_must_take_images_or_texts(bert, tmp_path):
     folder = save_photographs(tmp_path / "photos", (64, 64))
-    with pytest.raises(OptionError, match=r"expected one image alone"):
+    with pytest.raises(OptionError, match="expected a single image input"):
         bench(bert, images=str(folder))
     model = save_detector(tmp_path / "detector.onnx")
-    with pytest.raises(OptionError, match="detector takes no texts"):
+    with pytest.raises(OptionError, match="detector does not take texts"):
         bench(model, shape=("height=32,width=32",), data=str(tmp_path / "texts.txt"))
     with pytest.raises(InputError, match="there is nothing of that name"):
         bench(model, images=str(tmp_path / "absent"))
 
 
-def test_damaged_image_is_named(tmp_path):
+def test_error_names_a_damaged_image(tmp_path):
     model = save_detector(tmp_path / "detector.onnx")
     folder = save_photographs(tmp_path / "photos", (64, 64))
     (folder / "9.png").write_bytes(b"no picture")
@@ -172,14 +167,14 @@ def test_damaged_image_is_named(tmp_path):
         bench(model, images=str(folder))
 
 
-def test_graph_with_a_fixed_batch_takes_no_single_image(tmp_path):
+def test_graph_with_a_fixed_batch_cannot_run_images(tmp_path):
     model = save_detector(tmp_path / "detector.onnx", dims=(2, 3, 32, 32))
     folder = save_photographs(tmp_path / "photos", (64, 64))
-    with pytest.raises(ShapeError, match="takes 2 images at once"):
+    with pytest.raises(ShapeError, match="fixed batch of 2, expected 1"):
         bench(model, images=str(folder))
 
 
-def test_failed_artifact_is_measured_only_when_asked(bert):
+def test_failed_artifact_is_measured_only_with_allow_failed(bert):
     key = Fingerprint("validate", {})
     verdict = Verdict.of(key, passed=False, summary="far off", report="reports/validation.json")
     failed = bert.annotate(verdict, b"{}")
@@ -188,21 +183,21 @@ def test_failed_artifact_is_measured_only_when_asked(bert):
     assert bench(failed, batch="1", sequence="8", against="none", allow_failed=True).cases
 
 
-def test_an_automatic_contender_that_breaks_in_a_round_is_told_and_the_rest_goes_on(
+def test_crash_of_an_optional_backend_is_reported_and_the_others_continue(
     bert, tmp_path, monkeypatch
 ):
-    real = Contender.ask
+    real = BenchmarkProcess.request
     turns = []
 
-    def ask(self, does, **values):
-        if self.plan.kind == "onnxruntime" and does == "turn":
+    def request(self, command, **values):
+        if self.plan.kind == "onnxruntime" and command == "turn":
             turns.append(values)
             if len(turns) == 2:
                 self.worker._process.kill()
-        return real(self, does, **values)
+        return real(self, command, **values)
 
-    monkeypatch.setattr(Contender, "ask", ask)
-    monkeypatch.setattr("enginery.bench.backends.plan.CONTENDERS", ("onnxruntime",))
+    monkeypatch.setattr(BenchmarkProcess, "request", request)
+    monkeypatch.setattr("enginery.bench.backends.plan.BACKENDS", ("onnxruntime",))
     result = bench(bert, batch="1,2", sequence="8")
     for case in result.cases:
         assert [found.contender for found in case.measurements] == ["enginery"]
@@ -215,7 +210,7 @@ def test_an_automatic_contender_that_breaks_in_a_round_is_told_and_the_rest_goes
     assert "the process" in found.problems["onnxruntime"]
 
 
-def test_a_fallback_is_in_the_result_on_the_terminal_and_on_the_page(bert):
+def test_fallback_is_in_the_result_on_the_terminal_and_on_the_page(bert):
     result = bench(
         bert,
         batch="1",
@@ -231,8 +226,8 @@ def test_a_fallback_is_in_the_result_on_the_terminal_and_on_the_page(bert):
     assert reason[:30] in (bert.path / "reports" / "report.html").read_text()
 
 
-def test_nothing_named_and_nothing_there(tmp_path):
-    with pytest.raises(OptionError, match="no model is named"):
+def test_missing_model_is_an_error(tmp_path):
+    with pytest.raises(OptionError, match="no model is given"):
         bench()
     with pytest.raises(ArtifactError, match="is not an artifact"):
         bench(tmp_path)

@@ -1,4 +1,4 @@
-"""`make gpu-check`: a dry run of every part on the CPU, and what becomes of parts that fail."""
+"""`make gpu-check`: a dry run on the CPU, and parts that fail."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def work(tmp_path):
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """A whole run on the CPU: its exit status, its document and its page."""
+    """Run all parts on the CPU; return the exit status, the document and the page."""
     root = tmp_path_factory.mktemp("gpu-check")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ENGINERY_HOME", str(root / "home"))
@@ -61,7 +61,7 @@ def dry_run(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_dry_run_does_every_part_and_every_check_passes(dry_run):
+def test_every_check_of_a_dry_run_passes(dry_run):
     found = dry_run.document
     assert (dry_run.status, found["failures"], found["complete"]) == (0, [], True)
     names = [part.name for part in PARTS if not part.by_model]
@@ -75,7 +75,7 @@ def test_a_dry_run_does_every_part_and_every_check_passes(dry_run):
 
 
 @pytest.mark.slow
-def test_every_shape_has_ours_beside_pytorch_on_host_and_device(dry_run):
+def test_every_shape_compares_enginery_with_pytorch_on_host_and_device(dry_run):
     settings = settings_for(quick=True)
     for model in TEXT_MODELS:
         points = dry_run.document["parts"][f"speed {model}"]["found"]["points"]
@@ -94,16 +94,16 @@ def test_every_shape_has_ours_beside_pytorch_on_host_and_device(dry_run):
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_so_and_writes_nothing_into_the_documentation(dry_run):
+def test_dry_run_is_marked_and_writes_nothing_to_the_docs(dry_run):
     assert dry_run.text.startswith("# GPU check: on the CPU: a dry run, ")
     assert "**Every figure is on the CPU: a dry run.**" in dry_run.text
     assert dry_run.text.count("median in ms, on the CPU: a dry run") == 4
     assert not (dry_run.root / "docs").exists()
     verdicts = {goal["verdict"] for goal in dry_run.document["goals"]}
-    assert verdicts == {"not measured", "no verdict: goals hold on an H200"}
+    assert verdicts == {"not measured", "no verdict: goals apply to an H200"}
 
 
-def test_without_a_gpu_it_says_what_was_looked_for_and_ends_with_2(monkeypatch, capsys, tmp_path):
+def test_exit_status_is_2_without_a_gpu(monkeypatch, capsys, tmp_path):
     driver = gpus.CudaDriver(problem="there is no NVIDIA driver: libcuda.so.1 was not found")
     monkeypatch.setattr(gpus, "cuda_driver", lambda: driver)
     assert command.main(["--out", str(tmp_path / "out")]) == 2
@@ -117,19 +117,19 @@ def test_without_a_gpu_it_says_what_was_looked_for_and_ends_with_2(monkeypatch, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--only", "speeds"], "no part 'speeds'; the parts are doctor, models"),
+        (["--only", "speeds"], "unknown part 'speeds', expected one of doctor, models"),
         (["--max-minutes", "0"], "--max-minutes is 0"),
         (["--out", "{file}"], "File exists"),
     ],
 )
-def test_what_cannot_be_asked_for_ends_with_2(words, said, capsys, tmp_path):
+def test_exit_status_is_2_for_invalid_options(words, said, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     words = [word.format(file=tmp_path / "file") for word in words]
     assert command.main(["--device", "cpu", "--quick", *words]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_parts_come_in_their_order_with_the_models_that_they_need():
+def test_parts_are_in_order_with_those_they_need():
     assert [part.name for part in parts.chosen_parts("speed, doctor")] == [
         "doctor",
         "models",
@@ -165,7 +165,7 @@ match request["part"]:
 
 @pytest.fixture
 def child(tmp_path, monkeypatch):
-    """A module that stands for the parts' processes."""
+    """Write a module that replaces the processes of the parts."""
     (tmp_path / "made_child.py").write_text(CHILDREN)
     monkeypatch.syspath_prepend(str(tmp_path))
     return "made_child"
@@ -183,7 +183,7 @@ def run_made(child, tmp_path, *made, seconds=60.0, done=lambda outcomes: None):
     )
 
 
-def test_a_part_that_crashes_hangs_or_fails_keeps_what_it_had_and_the_rest_goes_on(child, tmp_path):
+def test_failed_part_keeps_its_results_and_the_others_continue(child, tmp_path):
     written = []
     found = run_made(
         child,
@@ -206,15 +206,15 @@ def test_a_part_that_crashes_hangs_or_fails_keeps_what_it_had_and_the_rest_goes_
     assert found["dies"]["found"]["notes"] == ["kept"]
     assert found["dies"]["problem"] == "the process crashed with signal 11"
     assert found["hangs"]["found"]["points"] == ["kept"]
-    assert "it was ended after" in found["hangs"]["problem"]
-    assert "it left no result" in found["silent"]["problem"]
+    assert "stopped after" in found["hangs"]["problem"]
+    assert "no result" in found["silent"]["problem"]
     said = parts.failures(found)
     assert len(said) == 4
     assert said[-1] == "a: it is not"
     assert [len(names) for names in written] == [1, 2, 3, 4, 5]
 
 
-def test_parts_know_what_was_made_and_each_model_has_its_share_of_the_time(child, tmp_path):
+def test_parts_get_the_artifacts_and_a_share_of_the_time(child, tmp_path):
     found = run_made(
         child,
         tmp_path,
@@ -231,7 +231,7 @@ def test_parts_know_what_was_made_and_each_model_has_its_share_of_the_time(child
     assert 16 < found["each n"]["found"]["seconds"] <= 20
 
 
-def test_a_part_ends_with_the_process_that_started_it():
+def test_part_ends_with_its_parent():
     part = (
         "from benchmarks.gpu_check.work import end_with_parent as e; e(); print('on', flush=True)"
     )
@@ -244,13 +244,13 @@ def test_a_part_ends_with_the_process_that_started_it():
     assert time.monotonic() - began < 30
 
 
-def test_no_part_is_begun_when_the_time_is_spent(child, tmp_path):
+def test_no_part_starts_without_time(child, tmp_path):
     found = run_made(child, tmp_path, Part("well", 10), seconds=0.5)
     assert found["well"]["problem"] == "it was not begun: no time was left"
     assert parts.failures(found) == ["well: it was not begun: no time was left"]
 
 
-def test_where_cuda_cannot_be_had_every_part_says_so_and_comes_to_its_end(work, tmp_path):
+def test_every_part_reports_a_missing_cuda_and_finishes(work, tmp_path):
     artifact = models.source_of(work("models"), "resnet")[1]
     given = work("convolutions", device="cuda", artifacts={"resnet": {"source": str(artifact)}})
     convolutions.run(given)
@@ -264,9 +264,7 @@ def test_where_cuda_cannot_be_had_every_part_says_so_and_comes_to_its_end(work, 
         assert saved["checks"][0]["found"]
 
 
-def test_image_sizes_are_measured_on_the_cpu_though_every_search_on_the_gpu_fails(
-    work, exported, monkeypatch
-):
+def test_cpu_is_measured_although_every_search_on_the_gpu_fails(work, exported, monkeypatch):
     monkeypatch.setattr(
         gpus, "cuda_driver", lambda: gpus.CudaDriver(problem="there is no NVIDIA driver")
     )
@@ -284,7 +282,7 @@ def test_image_sizes_are_measured_on_the_cpu_though_every_search_on_the_gpu_fail
 
 
 class Stale:
-    """A runner whose host arrays are not read any more once tensors on the device were."""
+    """A runner that ignores host arrays after a run with device tensors."""
 
     def __init__(self, _artifact, *, providers, io_binding=True):
         self._bound, self._kept = io_binding, None
@@ -305,7 +303,7 @@ class Stale:
         return {"y": tensors["input_ids"].float()}
 
 
-def test_a_way_that_answers_for_earlier_inputs_is_a_failed_check(work, exported, monkeypatch):
+def test_outputs_of_earlier_inputs_fail_the_check(work, exported, monkeypatch):
     given = work("agreement")
     monkeypatch.setattr(agreement, "OrtRunner", Stale)
     agreement._compare_ways(given, "minilm", exported("bert", "feature-extraction"))
@@ -316,7 +314,7 @@ def test_a_way_that_answers_for_earlier_inputs_is_a_failed_check(work, exported,
     ]
 
 
-def test_answers_of_another_search_are_held_against_the_cpus(work):
+def test_outputs_of_each_search_are_compared_with_the_cpu(work):
     given = work("convolutions")
     expected = [np.arange(8.0), np.ones(8)]
     wrong = [expected[0], np.linspace(1.0, 1.5, 8)]
@@ -331,7 +329,7 @@ def node(name, op_type, provider, *, for_shapes=False):
     return PlacedNode(name, op_type, "", provider, 0, for_shapes)
 
 
-def test_a_node_that_fell_to_the_cpu_fails_the_check_and_is_named():
+def test_compute_node_on_the_cpu_fails_the_check():
     well = Placement(CUDA, (node("a", "MatMul", CUDA), node("s", "Shape", CPU, for_shapes=True)))
     assert placement.judge(well)[0]
     fallen = Placement(CUDA, (*well.nodes, node("norm", "SkipLayerNormalization", CPU)))
@@ -342,7 +340,7 @@ def test_a_node_that_fell_to_the_cpu_fails_the_check_and_is_named():
 
 
 def point(model, batch, sequence, speedups, *, ms=0.4, width=0.0):
-    """A point whose only way of ours is as many times as fast as each rival."""
+    """Return a point at which enginery has these speedups over the others."""
     side = "enginery, CUDA graph"
     return {
         "model": model,
@@ -375,10 +373,10 @@ def judged(points, *, gpu="NVIDIA H200", seconds=400.0):
 
 
 EAGER = "minilm at 1×128, host: 2 × PyTorch's eager mode"
-BEHIND = "minilm, host: at no point more than 5 % slower than torch.compile"
+BEHIND = "minilm, host: at most 5 % slower than torch.compile at every point"
 
 
-def test_goals_are_judged_by_the_faster_of_pytorchs_eager_modes():
+def test_goals_use_the_faster_of_pytorchs_eager_modes():
     speedups = {"PyTorch eager": 3.0, "PyTorch SDPA": 2.1, "torch.compile": 0.96}
     found = judged([point("minilm", 1, 128, speedups)])
     assert found[EAGER].verdict == "reached"
@@ -391,7 +389,7 @@ def test_goals_are_judged_by_the_faster_of_pytorchs_eager_modes():
     assert slower["minilm at 1×128, host: at most 0.5 ms"].verdict == "missed"
 
 
-def test_one_point_behind_torch_compile_misses_the_goal():
+def test_one_point_slower_than_torch_compile_misses_the_goal():
     near, far = ({"torch.compile": speedup} for speedup in (1.4, 0.94))
     found = judged([point("minilm", 1, 128, near), point("minilm", 8, 16, far)])
     assert found[BEHIND].verdict == "missed"
@@ -400,10 +398,10 @@ def test_one_point_behind_torch_compile_misses_the_goal():
     assert both[BEHIND].verdict == "reached"
 
 
-def test_a_goal_within_the_interval_is_not_decided():
+def test_goal_within_the_interval_is_not_decided():
     eager, compiled = "PyTorch eager", "torch.compile"
     wide = judged([point("minilm", 1, 128, {eager: 2.1, compiled: 1.0}, ms=0.49, width=0.2)])
-    held = "not decided: the interval holds the goal"
+    held = "not decided: the interval contains the goal"
     assert wide[EAGER].verdict == held
     assert wide[BEHIND].verdict == "reached at 0 of 2 points"
     assert wide["minilm at 1×128, host: at most 0.5 ms"].verdict == held
@@ -413,13 +411,13 @@ def test_a_goal_within_the_interval_is_not_decided():
     assert judged([few])[EAGER].verdict == "not decided: too few rounds"
 
 
-def test_goals_have_verdicts_on_an_h200_alone_and_a_run_beyond_its_minutes_misses():
+def test_goals_have_verdicts_only_on_an_h200():
     points = [point("minilm", 1, 128, {"PyTorch eager": 3.0})]
-    assert judged(points, gpu="NVIDIA L4")[EAGER].verdict == "no verdict: goals hold on an H200"
+    assert judged(points, gpu="NVIDIA L4")[EAGER].verdict == "no verdict: goals apply to an H200"
     assert judged(points, seconds=481)["the whole run in 8 minutes"].verdict == "missed"
 
 
-def test_the_page_has_a_row_for_each_shape_and_says_when_a_run_was_killed():
+def test_page_has_a_row_for_each_shape_and_mentions_an_incomplete_run():
     found = {
         "checks": [{"check": "c|d", "passed": False, "found": "broken"}],
         "notes": [],
@@ -446,7 +444,7 @@ def test_the_page_has_a_row_for_each_shape_and_says_when_a_run_was_killed():
         "parts": {
             "speed minilm": {
                 "status": "stopped",
-                "problem": "it was ended after 9 s",
+                "problem": "stopped after 9 s",
                 "seconds": 9.0,
                 "found": found,
             }
@@ -455,13 +453,13 @@ def test_the_page_has_a_row_for_each_shape_and_says_when_a_run_was_killed():
     text = page(document)
     assert text.startswith("# GPU check: NVIDIA H200, 2026-11-21\n")
     assert "| 1×128 | 0.4 | 3.00 × PyTorch eager (3.00 to 3.00) |" in text
-    assert "**The run had not ended when this was written.**" in text
+    assert "**This page was written before the run ended.**" in text
     assert "| c\\|d | **failed** | broken |" in text
-    assert "| speed minilm | stopped | 9 | it was ended after 9 s |" in text
+    assert "| speed minilm | stopped | 9 | stopped after 9 s |" in text
     assert "driver 580.1" in text
 
 
-def test_tensorrt_refusing_the_gpus_capability_is_right_and_building_is_not(work, monkeypatch):
+def test_tensorrt_must_reject_an_unsupported_capability(work, monkeypatch):
     given = work("tensorrt")
     monkeypatch.setattr(tensorrt, "visible_gpus", lambda: (H200,))
     assert tensorrt.unsupported(RTX) == H200
@@ -472,7 +470,7 @@ def test_tensorrt_refusing_the_gpus_capability_is_right_and_building_is_not(work
         raise refused
 
     monkeypatch.setattr(tensorrt, "build_engine", build)
-    assert tensorrt._refusal(given, None, RTX, H200) == f"refused: {refused.message}"
+    assert tensorrt._refusal(given, None, RTX, H200) == f"rejected: {refused.message}"
     monkeypatch.setattr(tensorrt, "build_engine", lambda *_, **__: None)
     tensorrt._refusal(given, None, RTX, H200)
     refused = ProviderError("the disk is full.")  # refused, and not for the GPU
@@ -481,7 +479,7 @@ def test_tensorrt_refusing_the_gpus_capability_is_right_and_building_is_not(work
     assert [check["passed"] for check in given.found["checks"]] == [True, False, False]
 
 
-def test_the_build_stage_itself_refuses_an_h200_for_rtx(exported, monkeypatch, work):
+def test_build_stage_rejects_an_h200_for_rtx(exported, monkeypatch, work):
     monkeypatch.setattr(tensorrt, "visible_gpus", lambda: (H200,))
     monkeypatch.setattr("enginery.runtime.tensorrt.capabilities.visible_gpus", lambda: (H200,))
     given = work("tensorrt")
@@ -490,7 +488,7 @@ def test_the_build_stage_itself_refuses_an_h200_for_rtx(exported, monkeypatch, w
     assert given.found["checks"][0]["passed"]
 
 
-def test_a_compile_that_takes_too_long_is_ended_and_the_next_mode_is_taken(monkeypatch):
+def test_slow_compile_mode_is_stopped_and_the_next_is_tried(monkeypatch):
     compiler = Compiler("inductor")
     begun = []
 
@@ -509,13 +507,13 @@ def test_a_compile_that_takes_too_long_is_ended_and_the_next_mode_is_taken(monke
     assert begun == [STRONGEST, FALLBACK, FALLBACK]
 
 
-def test_nothing_is_compiled_in_less_time_than_it_took_before():
+def test_mode_is_not_tried_in_less_time_than_it_took_before():
     compiler = Compiler("inductor", took={FALLBACK: 20.0})
-    with pytest.raises(ProviderError, match=r"25 s are left for it, and it needs 26 s"):
+    with pytest.raises(ProviderError, match=r"25 s are left, expected 26 s"):
         compiler.compile(None, {}, "cpu", seconds=25.0)
 
 
-def test_a_time_limit_ends_with_its_block():
+def test_time_limit_ends_with_its_block():
     with pytest.raises(TimeoutError), within(0.05):
         time.sleep(5)
     with within(0.1):
@@ -523,9 +521,7 @@ def test_a_time_limit_ends_with_its_block():
     time.sleep(0.2)
 
 
-def test_artifacts_that_were_carried_along_are_taken_as_they_are_with_their_own_weights(
-    work, exported, monkeypatch, tmp_path
-):
+def test_copied_artifacts_are_reused_with_their_own_weights(work, exported, monkeypatch, tmp_path):
     given = work("models", reuse=True)
     for model in (*TEXT_MODELS, "resnet"):
         made = exported("bert", "feature-extraction")
@@ -537,17 +533,17 @@ def test_artifacts_that_were_carried_along_are_taken_as_they_are_with_their_own_
     models.run(given)
     assert all(check["passed"] for check in given.found["checks"])
     assert given.found["artifacts"]["minilm"]["bf16"] == str(given.models / "minilm-bf16")
-    assert "minilm-fp16: taken as it is" in " ".join(given.found["notes"])
+    assert "minilm-fp16: reused" in " ".join(given.found["notes"])
     weights = given.models / "bert-base-tiny-source" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     again = work("models", reuse=True)
     models.run(again)
     (failed,) = (check for check in again.found["checks"] if not check["passed"])
-    assert "was made from another model.safetensors" in failed["found"]
+    assert "was made from a model.safetensors that differs" in failed["found"]
     assert "bert-base" not in again.found["artifacts"]
 
 
-def test_a_step_that_goes_wrong_is_a_failed_check_in_its_own_words(work):
+def test_error_in_a_step_is_a_failed_check(work):
     given = work("agreement")
     with given.step("one"):
         raise ProviderError("there is none.", do="Install it.")
@@ -560,7 +556,7 @@ def test_a_step_that_goes_wrong_is_a_failed_check_in_its_own_words(work):
     ]
 
 
-def test_a_full_run_has_every_shape_once_the_ones_with_goals_first():
+def test_full_run_has_every_shape_once_those_with_goals_first():
     full = settings_for(quick=False)
     assert full.points[: full.must_points] == tuple(at for at, _ in goals.OVER_EAGER)
     assert sorted(full.points) == [(b, s) for b in (1, 8, 32) for s in (16, 128, 512)]

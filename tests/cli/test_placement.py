@@ -7,7 +7,7 @@ import json
 import pytest
 
 from enginery import cli
-from tests.bench.made import save_detector
+from tests.bench.sample_results import save_detector
 
 
 def said(capsys, *words):

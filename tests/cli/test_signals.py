@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from enginery import cli
-from tests.bench.made import save_detector
+from tests.bench.sample_results import save_detector
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM between processes")

@@ -34,7 +34,7 @@ from enginery.publish.card.model_card import (
 from enginery.publish.card.snippets import loading_snippets
 from enginery.publish.card.source import SourceCard, parse_card, read_source_card
 from enginery.publish.config import PublishConfig
-from tests.bench.made import made_case, made_contender, made_result
+from tests.bench.sample_results import make_backend_record, make_case, make_result
 from tests.core.artifacts import make, validated, verdict
 from tests.engine.made import engine_record
 from tests.engine.products import product
@@ -115,10 +115,10 @@ QUANTIZATION = QuantizationReport(
     multiply_adds=MultiplyAdds("all", 1, 1, 1, 0.975, 0.8),
     accuracy=AccuracyMetrics(64, 0.9987, 0.99, 0.98, None, 0.91),
 )
-BENCHMARK = made_result(
-    contenders=[replace(made_contender("enginery int8"), label="our runner")],
+BENCHMARK = make_result(
+    contenders=[replace(make_backend_record("enginery int8"), label="our runner")],
     cases=[
-        made_case(
+        make_case(
             {"batch": 1, "sequence": 16},
             {"enginery int8": 1.0, "pytorch": 3.0},
             pairs=[("enginery int8", "pytorch")],

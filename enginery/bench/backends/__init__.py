@@ -1,1 +1,1 @@
-"""The models and libraries that are measured, each in a process of its own."""
+"""The backends that are measured, each in its own process."""

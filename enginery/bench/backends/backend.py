@@ -1,11 +1,7 @@
-"""A contender, opened in its own process: host arrays in, host arrays out.
+"""The interface of a backend, and the two backends that run ONNX Runtime directly.
 
->>> with open_contender(plan, artifact, record, threads=0) as opened:
-...     run = opened.prepared(feeds)
-...     outputs = run()
-
-What `prepared` returns takes the inputs from the host's memory and has the outputs there when it
-returns, so that a GPU is waited for and the copies count, for every contender alike.
+For every backend, a run starts with the inputs in host memory and ends with the outputs in host
+memory. So the time includes the copies to and from a GPU and the wait for it.
 """
 
 from __future__ import annotations
@@ -15,11 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from enginery.bench.config import OURS
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.fingerprint import runtime_version, tool_versions
+from enginery.core.artifact.fingerprint import runtime_version
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import EngineryError, InputError, MissingPackageError, ProviderError
+from enginery.core.errors import EngineryError, InputError, ProviderError
 from enginery.core.model.feeds import Feeds
 from enginery.core.profile_choice import choose_profile
 from enginery.runtime.engines.profiles import sizes_of
@@ -29,89 +24,35 @@ from enginery.runtime.onnxruntime.runner import OrtRunner, open_session, shrink_
 from enginery.runtime.providers.specification import ProviderSpec
 
 Run = Callable[[], object]
+"""One inference on inputs that were given before."""
 
 
-class Opened(Protocol):
-    """What a process asks of its contender."""
+class Backend(Protocol):
+    """A model loaded in a backend's process."""
 
     providers: list[dict[str, Any]]
-    """ONNX Runtime's, each with its reason; none for PyTorch."""
+    """Execution providers of ONNX Runtime, each with its reason; empty for PyTorch."""
     tools: dict[str, str]
-    """The versions that run it."""
+    """Package -> version."""
     notes: list[str]
 
-    def prepared(self, feeds: Feeds) -> Run:
-        """One inference on these inputs, again and again; raises what the first one would."""
+    def prepare(self, feeds: Feeds) -> Run:
+        """Return a function that runs these inputs; raise the errors that the first run would."""
 
     def facts(self) -> dict[str, Any]:
-        """What the session says of itself after it has run: options, engines, placement."""
+        """Return options, engines and placement of the session, after it has run."""
 
     def close(self) -> None:
-        """Frees it."""
+        """Free the model."""
 
 
-def open_contender(
-    plan: Mapping[str, Any],
-    artifact: Artifact,
-    record: GraphRecord,
-    *,
-    threads: int,
-    allow_fallback: bool,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-) -> Opened:
-    """Load the model.
-
-    Args:
-        plan: `Plan.as_json`, as it comes through a pipe.
-        artifact: what to run.
-        record: which graph of it.
-        threads: intra-op threads; 0 for the contender's own choice.
-        allow_fallback: take a later provider when the first cannot be had.
-        trust_remote_code: run Python code that comes with the model, in PyTorch.
-        allow_pickle: load pickled weights into PyTorch.
-
-    Raises:
-        EngineryError: the contender cannot run, with the reason.
-    """
-    kind = plan["kind"]
-    if kind in (OURS, "enginery-cpu"):
-        return OurRunner(artifact, record, plan, threads=threads, allow_fallback=allow_fallback)
-    if kind == "onnxruntime":
-        return BareSession(artifact, record, plan, threads=threads, allow_fallback=allow_fallback)
-    try:
-        from enginery.bench.backends import frameworks
-    except ImportError as error:
-        raise MissingPackageError(
-            error.name or kind, extra="export", purpose=f"Running {plan['label']}"
-        ) from error
-    if kind == "optimum":
-        return frameworks.OptimumModel(
-            artifact,
-            record,
-            providers_of_plan(plan),
-            threads=threads,
-            io_binding=plan["io_binding"],
-            trust_remote_code=trust_remote_code,
-        )
-    return frameworks.PyTorchModel(
-        artifact,
-        record,
-        kind,
-        plan["device"],
-        threads=threads,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-    )
-
-
-def providers_of_plan(plan: Mapping[str, Any]) -> tuple[ProviderSpec, ...]:
-    """The providers of a plan, with their options."""
+def plan_providers(plan: Mapping[str, Any]) -> tuple[ProviderSpec, ...]:
+    """Return the providers of `BackendPlan.as_json`, with their options."""
     return tuple(ProviderSpec(one["name"], one["options"]) for one in plan["providers"])
 
 
-class OurRunner:
-    """The artifact through `runtime.onnxruntime.runner.OrtRunner`."""
+class EngineryBackend:
+    """Inference through `runtime.onnxruntime.runner.OrtRunner`."""
 
     def __init__(
         self,
@@ -125,7 +66,7 @@ class OurRunner:
         self._runner = OrtRunner(
             artifact,
             graph=record.file,
-            providers=providers_of_plan(plan),
+            providers=plan_providers(plan),
             allow_fallback=allow_fallback,
             threads=threads,
             io_binding=plan["io_binding"],
@@ -139,26 +80,26 @@ class OurRunner:
         self.tools = runtime_version()
         self.notes: list[str] = []
 
-    def prepared(self, feeds: Feeds) -> Run:
-        """One call of the runner."""
+    def prepare(self, feeds: Feeds) -> Run:
+        """Return a function that calls the runner."""
         if self._smallest is None or _elements(feeds) < _elements(self._smallest):
             self._smallest = feeds
         return lambda: self._runner(feeds)
 
-    def note_on(self, feeds: Feeds) -> str:
-        """What is to be said of the runs on these inputs, once there was one; empty for nothing."""
+    def note_for(self, feeds: Feeds) -> str:
+        """Return a note about the runs on these inputs, after the first one; empty for none."""
         if self._cuda_graph and not self._runner.is_captured(feeds):
-            return "ran without a CUDA graph: all that are kept were recorded for shapes before it"
+            return "ran without a CUDA graph: earlier shapes used all that are kept"
         return ""
 
     def facts(self) -> dict[str, Any]:
-        """The engines' names and profiles; without engines, which provider runs which nodes."""
+        """Return the engines' names and profiles; without engines, the placement of the nodes."""
         engines = [engine.name for engine in self._runner.engines]
         found = {"engines": engines, "profiles": [str(p) for p in self._runner.profiles]}
-        return found if engines else {**found, **self._placed()}
+        return found if engines else {**found, **self._placement()}
 
-    def _placed(self) -> dict[str, Any]:
-        """On the smallest inputs that were run: multiply-adds are counted on the CPU."""
+    def _placement(self) -> dict[str, Any]:
+        # Multiply-adds are counted in a run on the CPU, so the smallest inputs are used.
         try:
             placement = self._runner.placement(self._smallest)
         except EngineryError as error:
@@ -168,12 +109,12 @@ class OurRunner:
         return {"placement": {**placement.as_json(), "counted_on": shapes}}
 
     def close(self) -> None:
-        """Frees the sessions."""
+        """Free the sessions."""
         self._runner.close()
 
 
-class BareSession:
-    """`onnxruntime.InferenceSession.run` on the same graph or engine, and nothing around it."""
+class OrtSessionBackend:
+    """Inference through `onnxruntime.InferenceSession.run`, on the same graph or engine."""
 
     def __init__(
         self,
@@ -187,7 +128,7 @@ class BareSession:
         chosen, engines = choose_with_engines(
             artifact,
             record,
-            providers_of_plan(plan),
+            plan_providers(plan),
             allow_fallback=allow_fallback,
             allow_build=False,
         )
@@ -201,13 +142,13 @@ class BareSession:
         self.tools = runtime_version()
         self.notes: list[str] = []
         if plan["cuda_graph"]:
-            self.notes.append("without a CUDA graph, which session.run has no fixed buffers for")
+            self.notes.append("no CUDA graph: session.run has no fixed buffers")
 
-    def prepared(self, feeds: Feeds) -> Run:
-        """One `session.run`; the engine is chosen here, once."""
+    def prepare(self, feeds: Feeds) -> Run:
+        """Choose the engine, and return a function that calls `session.run`."""
         session = self.session_for(feeds)
         names = [spec.name for spec in self._record.outputs]
-        # A session takes no `None` for the options of a run.
+        # `session.run` does not accept None as run options.
         options = [run_options(shrink_config(session))] if self._shrink else []
 
         def run() -> object:
@@ -220,25 +161,20 @@ class BareSession:
         return run
 
     def session_for(self, feeds: Feeds) -> Any:
-        """The session whose engine takes the inputs; raises ShapeError where none does."""
+        """Return the session whose engine accepts the inputs; raise ShapeError if none does."""
         if not self._sessions:
             raise ProviderError("the session is closed.")
         sizes = sizes_of(self._record.inputs, feeds) if self._profiles else {}
         return self._sessions[choose_profile(self._profiles, sizes) if self._profiles else 0]
 
     def facts(self) -> dict[str, Any]:
-        """The options that ONNX Runtime gave each provider, its own defaults included."""
+        """Return the options of each provider, including ONNX Runtime's defaults."""
         return {"provider_options": self._sessions[0].get_provider_options()}
 
     def close(self) -> None:
-        """Frees the sessions."""
+        """Free the sessions."""
         self._sessions = []
 
 
 def _elements(feeds: Feeds) -> int:
     return sum(array.size for array in feeds.values())
-
-
-def torch_tools() -> dict[str, str]:
-    """The versions that run PyTorch's side."""
-    return tool_versions(["torch", "transformers"])

@@ -1,11 +1,11 @@
-"""The copies between host and GPU, measured apart from what the GPU computes.
+"""Times of the copies between host and GPU, separate from the computation.
 
->>> measure_copies(session, feeds, device="cuda", seconds=1.0)
-Copies(in_ms=0.04, device_ms=0.91, out_ms=0.12)
+    measure_copies(session, feeds, device="cuda", seconds=1.0)
+    # Copies(in_ms=0.04, device_ms=0.91, out_ms=0.12)
 
-The inputs are copied once into the device's memory, the graph runs there through IOBinding with
-its outputs left there, and the outputs are copied back; each part is timed by itself, the device
-waited for at the end of each.
+A run through IOBinding has three parts: the inputs are copied to the device, the graph runs with
+inputs and outputs on the device, and the outputs are copied back. Each part is timed separately
+and ends with a synchronization.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 from enginery.bench.backends.warmup import Clock
 from enginery.core.model.feeds import Feeds
 
-_LEAST = 5
+_MIN_RUNS = 5
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Medians in milliseconds of one inference's parts."""
+    """Median times of the parts of a run, in milliseconds."""
 
     in_ms: float
     device_ms: float
@@ -32,7 +32,7 @@ class Copies:
 
     @property
     def share(self) -> float:
-        """Of the whole that is copying."""
+        """Share of the time spent on copies, 0 to 1."""
         return (self.in_ms + self.out_ms) / (self.in_ms + self.device_ms + self.out_ms)
 
 
@@ -45,15 +45,15 @@ def measure_copies(
     outputs: Sequence[str] = (),
     clock: Clock = time.perf_counter,
 ) -> Copies:
-    """Runs through IOBinding for some seconds, at least five times.
+    """Run through IOBinding for some seconds, at least five times.
 
     Args:
         session: an `onnxruntime.InferenceSession`.
-        feeds: its inputs, on the host.
-        device: `cuda`, or `cuda:1` for another GPU; `cpu` has nothing to copy.
-        seconds: no run starts after these.
-        outputs: their names; all where none is named.
-        clock: seconds, ascending.
+        feeds: the inputs, in host memory.
+        device: `cuda`, or `cuda:1` for another GPU; on `cpu` nothing is copied.
+        seconds: no run starts after this time.
+        outputs: names of the outputs; empty for all.
+        clock: returns seconds.
     """
     import onnxruntime as ort
 
@@ -62,8 +62,8 @@ def measure_copies(
     names = list(outputs) or [output.name for output in session.get_outputs()]
     parts: list[tuple[float, float, float]] = []
     began = clock()
-    # The first run plans memory and chooses kernels; it is not counted.
-    while len(parts) <= _LEAST or clock() - began < seconds:
+    # The first run is not counted: it plans memory and chooses kernels.
+    while len(parts) <= _MIN_RUNS or clock() - began < seconds:
         binding = session.io_binding()
         start = clock()
         for name, array in feeds.items():

@@ -1,11 +1,7 @@
-"""PyTorch and Optimum as contenders. The one module of this stage that imports them.
+"""The backends PyTorch and Optimum. No other module of this stage imports these libraries.
 
->>> model = PyTorchModel(artifact, record, "pytorch", "cpu", threads=0)
->>> model.prepared(feeds)()
-{'last_hidden_state': array(…)}
-
-PyTorch runs with the attention that transformers gives it by default (SDPA, where the model has
-it), not with the eager attention of the validation's reference: it is what a user would have.
+PyTorch runs with the attention that transformers chooses by default, which is SDPA if the model
+supports it, because that is what users run. Validation uses eager attention as its reference.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import optimum.onnxruntime as optimum_ort
 import torch
 from numpy.typing import NDArray
 
-from enginery.bench.backends.backend import Run, torch_tools
+from enginery.bench.backends.backend import Run
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import runtime_version, tool_versions
 from enginery.core.artifact.manifest import GraphRecord
@@ -42,8 +38,8 @@ _CLASSES = {
 }
 
 
-class PyTorchModel:
-    """The artifact's own source in PyTorch, as it was trained, in FP16, or compiled."""
+class PyTorchBackend:
+    """The artifact's source model in PyTorch: in FP32, in FP16, or compiled."""
 
     def __init__(
         self,
@@ -60,8 +56,9 @@ class PyTorchModel:
             torch.set_num_threads(threads)
         if device != "cpu" and not torch.cuda.is_available():
             raise ProviderError(
-                f"{kind}: the installed torch {torch.__version__} sees no GPU.",
-                do="Install a build of torch for this CUDA, or leave it out of --against.",
+                f"{kind}: the installed torch {torch.__version__} does not find a GPU.",
+                do="Install a build of torch for this version of CUDA, or leave the backend out of "
+                "--against.",
             )
         manifest = artifact.manifest
         source = resolve_record(manifest.source, allow_pickle=allow_pickle)
@@ -88,7 +85,8 @@ class PyTorchModel:
                 self.notes = [f"attention: {attention}; {torch.get_num_threads()} threads"]
             elif kind == "pytorch-compile":
                 raise ProviderError(
-                    f"{kind}: {record.file} is a part of its model, and that is not compiled here."
+                    f"{kind}: {record.file} is only a part of its model, and only whole models are "
+                    "compiled."
                 )
             else:
                 self._runner = TorchRunner(
@@ -100,25 +98,25 @@ class PyTorchModel:
                     device=device,
                 )
                 self.notes = [*self._runner.notes, "attention: eager"]
-        # Outside: it runs a compiler. The model's own files are not read any more.
+        # Outside `guarded`, because it runs a compiler. The model's files are not read any more.
         if kind == "pytorch-compile":
             self._model.compile()
         self.providers: list[dict[str, Any]] = []
-        self.tools = torch_tools()
+        self.tools = tool_versions(["torch", "transformers"])
 
-    def prepared(self, feeds: Feeds) -> Run:
-        """One forward pass, from numpy to numpy."""
+    def prepare(self, feeds: Feeds) -> Run:
+        """Return a function that runs a forward pass, from numpy arrays to numpy arrays."""
         if self._runner is not None:
             runner = self._runner
             return lambda: runner(feeds)
         return lambda: self._forward(feeds)
 
     def facts(self) -> dict[str, Any]:
-        """Threads and device."""
+        """Return the number of threads and the device."""
         return {"threads": torch.get_num_threads(), "device": self._device}
 
     def close(self) -> None:
-        """Frees the model."""
+        """Free the model."""
         self._model = self._runner = None
 
     def _forward(self, feeds: Feeds) -> object:
@@ -139,16 +137,17 @@ class PyTorchModel:
 
 
 def _is_whole(artifact: Artifact, record: GraphRecord) -> bool:
-    """Whether the graph is a transformers model as it stands, and not a part that Optimum cut."""
+    """Return True if the graph is a whole transformers model, not a part that Optimum split off."""
     past = any("past" in spec.name for spec in record.inputs)
     manifest = artifact.manifest
     return len(manifest.graphs) == 1 and not past and manifest.library != "timm"
 
 
-class OptimumModel:
-    """The artifact's graph through `optimum.onnxruntime.ORTModelFor…`, with its defaults.
+class OptimumBackend:
+    """Inference through `optimum.onnxruntime.ORTModelFor…`, with Optimum's defaults.
 
-    It is given the first provider, with its options; IOBinding is its own choice unless it is off.
+    It gets the first provider with its options. Unless IOBinding is turned off, Optimum decides
+    about it.
     """
 
     def __init__(
@@ -165,7 +164,7 @@ class OptimumModel:
 
         task = artifact.manifest.task
         if task not in _CLASSES:
-            raise ProviderError(f"optimum has no ORTModel for the task {task}.")
+            raise ProviderError(f"Optimum has no ORTModel for the task {task}.")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
@@ -185,11 +184,11 @@ class OptimumModel:
                 )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise ProviderError(f"optimum cannot load {artifact.path}: {first}") from error
+            raise ProviderError(f"Optimum cannot load {artifact.path}: {first}") from error
         found = self._model.providers
         if provider not in found:
             raise ProviderError(
-                f"optimum runs {artifact.path} on {', '.join(found)}, not on {provider}."
+                f"Optimum runs {artifact.path} on {', '.join(found)}, expected {provider}."
             )
         self.providers = [
             {
@@ -203,8 +202,8 @@ class OptimumModel:
         whose = ", its default" if io_binding else ", as requested"
         self.notes = [f"IOBinding {'on' if self._model.use_io_binding else 'off'}{whose}"]
 
-    def prepared(self, feeds: Feeds) -> Run:
-        """One forward pass, from tensors on the host to tensors on the host."""
+    def prepare(self, feeds: Feeds) -> Run:
+        """Return a function that runs a forward pass, from CPU tensors to CPU tensors."""
         tensors = {name: torch.from_numpy(array) for name, array in feeds.items()}
         device = self._model.device
 
@@ -216,14 +215,14 @@ class OptimumModel:
                 return [value.cpu() for value in found.values() if hasattr(value, "cpu")]
             except Exception as error:  # ONNX Runtime raises many unrelated types
                 shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
-                raise InputError(f"optimum fails on {shapes}: {error}") from error
+                raise InputError(f"Optimum fails on {shapes}: {error}") from error
 
         return run
 
     def facts(self) -> dict[str, Any]:
-        """Nothing beyond its providers."""
+        """Return an empty dict."""
         return {}
 
     def close(self) -> None:
-        """Frees the session."""
+        """Free the session."""
         self._model = None

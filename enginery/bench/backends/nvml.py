@@ -1,13 +1,12 @@
-"""Memory and energy of an NVIDIA GPU, where the driver gives them.
+"""Memory and energy of an NVIDIA GPU, read through NVML, the driver's library.
 
->>> with Nvml.open() as nvml:
-...     nvml.energy_joules(), nvml.memory_bytes(os.getpid())
-(182934.1, 1203765248)
+    with Nvml.open() as nvml:
+        nvml.energy_joules(), nvml.memory_bytes(os.getpid())  # (182934.1, 1203765248)
 
-Through NVML, the driver's own library, by ctypes: no package is needed. Its functions and their
-units: the NVML API reference, nvmlDeviceGetTotalEnergyConsumption (millijoules since the driver
-was loaded, from Volta on) and nvmlDeviceGetComputeRunningProcesses_v3 (bytes by process, which a
-container may hide). Nothing here has been run on a GPU by this project yet.
+The library is called through ctypes, so that no package is needed. The functions are those of the
+NVML API reference: nvmlDeviceGetTotalEnergyConsumption (millijoules since the driver was loaded,
+from Volta on) and nvmlDeviceGetComputeRunningProcesses_v3 (bytes per process; a container may hide
+processes).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from enginery.runtime.providers import gpus
 
 _LIBRARY = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
 _NOT_AVAILABLE = 2**64 - 1
-"""What NVML says of a process's memory that it does not know."""
+"""NVML's value for unknown memory of a process."""
 _TOO_SMALL = 7  # NVML_ERROR_INSUFFICIENT_SIZE
 
 
 class _Process(ctypes.Structure):
-    """nvmlProcessInfo_v2_t, which version 3 of the call takes."""
+    """nvmlProcessInfo_v2_t, the structure of nvmlDeviceGetComputeRunningProcesses_v3."""
 
     _fields_ = (
         ("pid", ctypes.c_uint),
@@ -38,33 +37,33 @@ class _Process(ctypes.Structure):
 
 
 class Nvml(Closing):
-    """A GPU that CUDA sees, as NVML knows it. A context manager."""
+    """A GPU in NVML. A context manager."""
 
     def __init__(self, library: Any, bus_id: bytes) -> None:
-        """Finds the GPU.
+        """Initialize NVML and find the GPU.
 
         Args:
-        library: NVML, loaded.
-        bus_id: `0000:65:00.0`: CUDA and NVML number GPUs differently.
+            library: the loaded NVML.
+            bus_id: PCI bus id, such as `0000:65:00.0`. CUDA and NVML number GPUs differently.
 
         Raises:
-            ProviderError: the driver refuses; the message has its words.
+            ProviderError: NVML returned an error.
         """
         self._library = library
         self._device = ctypes.c_void_p()
         self._library.nvmlErrorString.restype = ctypes.c_char_p
-        self._require(self._library.nvmlInit_v2(), "NVML cannot be used")
+        self._require(self._library.nvmlInit_v2(), "NVML cannot be initialized")
         self._require(
             self._library.nvmlDeviceGetHandleByPciBusId_v2(bus_id, ctypes.byref(self._device)),
-            "NVML does not know the GPU",
+            "NVML does not find the GPU",
         )
 
     @classmethod
     def open(cls, device_id: int = 0) -> Nvml:
-        """NVML on this machine, for the GPU of CUDA's number.
+        """Open the GPU with this CUDA device id.
 
         Raises:
-            ProviderError: there is no NVML, or no GPU.
+            ProviderError: NVML is not installed, or the machine has no GPU.
         """
         driver = gpus.cuda_driver()
         if driver.problem:
@@ -76,16 +75,24 @@ class Nvml(Closing):
         return cls(library, _bus_id(ctypes.CDLL(gpus.DRIVER), device_id))
 
     def energy_joules(self) -> float:
-        """What the GPU has used since the driver was loaded; raises ProviderError."""
+        """Return the energy used since the driver was loaded, in joules.
+
+        Raises:
+            ProviderError: the GPU does not report its energy.
+        """
         found = ctypes.c_ulonglong()
         self._require(
             self._library.nvmlDeviceGetTotalEnergyConsumption(self._device, ctypes.byref(found)),
-            "the GPU tells no energy",
+            "the GPU does not report its energy",
         )
         return found.value / 1e3
 
     def memory_bytes(self, pid: int) -> int:
-        """What a process holds of the GPU's memory; raises ProviderError where it is not told."""
+        """Return the GPU memory of a process, in bytes.
+
+        Raises:
+            ProviderError: the driver does not report it.
+        """
         count = ctypes.c_uint(64)
         while True:
             processes = (_Process * count.value)()
@@ -94,14 +101,14 @@ class Nvml(Closing):
             )
             if code != _TOO_SMALL:
                 break
-        self._require(code, "the GPU tells no memory by process")
+        self._require(code, "the GPU does not report memory per process")
         for process in processes[: count.value]:
             if process.pid == pid and process.used_bytes != _NOT_AVAILABLE:
                 return int(process.used_bytes)
         raise ProviderError("the driver does not list this process: a container may hide it.")
 
     def close(self) -> None:
-        """Lets go of NVML; closing twice is fine."""
+        """Shut NVML down; may be called again."""
         if self._library is not None:
             self._library.nvmlShutdown()
             self._library = None
@@ -113,7 +120,7 @@ class Nvml(Closing):
 
 
 def _bus_id(cuda: Any, device_id: int) -> bytes:
-    """The PCI bus id of one of CUDA's visible devices, from libcuda after `cuInit`."""
+    """Return the PCI bus id of one of CUDA's visible devices; libcuda must be initialized."""
     device = ctypes.c_int()
     found = ctypes.create_string_buffer(32)
     cuda.cuDeviceGet(ctypes.byref(device), device_id)

@@ -1,11 +1,12 @@
-"""Plan which backends are measured: this package's runner, and those it is compared with.
+"""Plan which backends are measured: enginery's runner, and those it is compared with.
 
->>> plans, left_out = plan_contenders(subjects, BenchConfig())
+>>> target = Target.open(artifact, "", allow_failed=False)
+>>> plans, left_out = plan_backends([target], BenchConfig(against="onnxruntime"))
 >>> [plan.name for plan in plans], left_out
-(['enginery', 'onnxruntime', 'optimum', 'pytorch'], {'pytorch-fp16': 'on the CPU it is …'})
+(['enginery', 'onnxruntime'], {})
 
-A plan says what a process opens; whether that works is known once it has tried. Providers are
-chosen first: after a fallback to the CPU, nothing else is planned for the GPU.
+A plan tells a process what to load; loading may still fail. Providers are chosen here, before any
+process starts: after a fallback to the CPU, no backend is planned for the GPU.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from enginery.bench.config import AUTO, CONTENDERS, OURS, BenchConfig, contender_names
-from enginery.bench.target import Subject
+from enginery.bench.config import AUTO, BACKENDS, ENGINERY, BenchConfig, backend_names
+from enginery.bench.target import Target
 from enginery.core.errors import ProviderError
 from enginery.runtime.engines.selection import choose_with_engines
 from enginery.runtime.onnxruntime.binding import BUCKETS
@@ -30,7 +31,7 @@ from enginery.runtime.providers.specification import (
 )
 
 _LABELS = {
-    OURS: "enginery's runner",
+    ENGINERY: "enginery's runner",
     "enginery-cpu": "enginery's runner on the CPU",
     "onnxruntime": "onnxruntime.InferenceSession.run",
     "optimum": "Optimum's ORTModel",
@@ -41,41 +42,42 @@ _LABELS = {
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One contender on one subject."""
+class BackendPlan:
+    """A backend on a target."""
 
     name: str
-    """Unique in a measurement: the contender, after its artifact where there are several."""
+    """Unique name: `pytorch`, or with several targets `bert: pytorch`."""
     kind: str
-    subject: str
-    asked: bool
-    """Named by the user, so that not running is an error."""
+    target: str
+    """Name of the target."""
+    required: bool
+    """True if the user named the backend, so that failing to run is an error."""
     providers: tuple[ProviderSpec, ...]
-    """What is asked for, with the options."""
+    """Requested providers with their options."""
     device: str
-    """Of PyTorch: cpu, or cuda:0, the GPU that the providers are given."""
+    """PyTorch's device: cpu, or the GPU of the first provider, such as cuda:0."""
     io_binding: bool = True
     cuda_graph: bool = False
     shrink_arena: bool = False
     buckets: int = BUCKETS
-    """Shapes that keep their buffers on a GPU, and their CUDA graphs."""
+    """Number of shapes that keep their GPU buffers and CUDA graphs."""
 
     @property
     def label(self) -> str:
-        """In words: `PyTorch, eager mode`."""
+        """Description for people: `PyTorch, eager mode`."""
         return _LABELS[self.kind]
 
     def as_json(self) -> dict[str, Any]:
-        """For the process that opens it, and for the result."""
+        """Return the plan for the backend's process."""
         return {**asdict(self), "label": self.label}
 
 
 def providers_of(config: BenchConfig) -> tuple[ProviderSpec, ...]:
-    """The providers that the options, or the environment, ask for.
+    """Return the providers of the options or, without any, of ENGINERY_PROVIDERS.
 
     Raises:
-        ProviderError: a name is unknown, or the first has no CUDA graphs and they are asked for.
-        OptionError: an option does not fit its provider, or ways of running exclude each other.
+        ProviderError: a name is unknown, or `cuda_graph` is set and the first has no CUDA graphs.
+        OptionError: a provider does not have an option, or options exclude each other.
     """
     specs = parse_providers(config.provider, config.provider_option, default="cpu")
     check_run_options(
@@ -87,50 +89,53 @@ def providers_of(config: BenchConfig) -> tuple[ProviderSpec, ...]:
     return specs
 
 
-def plan_contenders(
-    subjects: Sequence[Subject], config: BenchConfig, *, buckets: int = BUCKETS
-) -> tuple[list[Plan], dict[str, str]]:
-    """Who is to run, and who cannot be expected to, with the reasons.
+def plan_backends(
+    targets: Sequence[Target], config: BenchConfig, *, buckets: int = BUCKETS
+) -> tuple[list[BackendPlan], dict[str, str]]:
+    """Plan the backends of each target.
 
-    Each artifact runs through our runner and, where it was not narrowed, bare ONNX Runtime;
-    PyTorch and Optimum run once, for the first.
+    Each target runs in enginery's runner, and in plain ONNX Runtime if that is selected. PyTorch
+    and Optimum run once, for the first target.
 
     Args:
-        subjects: what is measured.
-        config: beside what, and on which providers.
-        buckets: shapes that our runner is to keep buffers and CUDA graphs for.
+        targets: the models.
+        config: the options.
+        buckets: number of shapes for which enginery's runner keeps buffers and CUDA graphs.
+
+    Returns:
+        The plans; and backend -> reason for those of `auto` that are left out.
 
     Raises:
-        OptionError: a contender is unknown, or as `providers_of`.
-        ProviderError: one that was named cannot run, the provider cannot be had, or as
+        OptionError: a backend is unknown, or as in `providers_of`.
+        ProviderError: a backend named in `against` cannot run, no provider is available, or as in
             `providers_of`.
     """
-    named = contender_names(config)
+    named = backend_names(config)
     specs = providers_of(config)
     heads = {
-        subject.name: choose_with_engines(
-            subject.artifact, subject.record, specs, allow_fallback=config.allow_fallback
+        target.name: choose_with_engines(
+            target.artifact, target.record, specs, allow_fallback=config.allow_fallback
         )[0][0]
-        for subject in subjects
+        for target in targets
     }
-    plans: list[Plan] = []
+    plans: list[BackendPlan] = []
     left_out: dict[str, str] = {}
 
-    def add(kind: str, subject: Subject, *, asked: bool) -> None:
-        name = kind if len(subjects) == 1 else f"{subject.name}: {kind}"
-        head = heads[subject.name]
+    def add(kind: str, target: Target, *, required: bool) -> None:
+        name = kind if len(targets) == 1 else f"{target.name}: {kind}"
+        head = heads[target.name]
         providers = specs
         if kind == "enginery-cpu":
             providers, head = (ProviderSpec("cpu"),), Provider(CPU, "for comparison")
-        elif kind == "optimum":  # it takes one provider, and falls back to none by itself
+        elif kind == "optimum":  # accepts a single provider, without a fallback
             providers = (ProviderSpec(short_name(head.name), head.options),)
         device = _device(head)
         plans.append(
-            Plan(
+            BackendPlan(
                 name,
                 kind,
-                subject.name,
-                asked,
+                target.name,
+                required,
                 providers=providers,
                 device=device,
                 io_binding=config.io_binding,
@@ -140,78 +145,81 @@ def plan_contenders(
             )
         )
 
-    for subject in subjects:
-        add(OURS, subject, asked=True)
-    wanted = named or (CONTENDERS if config.against == AUTO else ())
-    for kind in wanted:
-        repeated = kind in ("onnxruntime", "enginery-cpu")
-        for subject in subjects if repeated else subjects[:1]:
-            head = heads[subject.name]
+    for target in targets:
+        add(ENGINERY, target, required=True)
+    for kind in named or (BACKENDS if config.against == AUTO else ()):
+        for_each_target = kind in ("onnxruntime", "enginery-cpu")
+        for target in targets if for_each_target else targets[:1]:
+            head = heads[target.name]
             on_gpu = _device(head) != "cpu"
-            reason = _skip_reason(kind, subject, on_gpu=on_gpu)
+            reason = _skip_reason(kind, target, on_gpu=on_gpu)
             if not reason and not named:
-                reason = _not_by_itself(kind, on_gpu=on_gpu, on_cpu=head.name == CPU)
+                reason = _auto_skip_reason(kind, on_gpu=on_gpu, on_cpu=head.name == CPU)
             if reason and named:
                 raise ProviderError(
-                    f"{kind} cannot run beside {subject.name}: {reason}.",
-                    do="Leave it out of --against, or name --against auto for those that can run.",
+                    f"{kind} cannot be compared with {target.name}: {reason}.",
+                    do="Leave it out of --against, or use --against auto for all that can run.",
                 )
             if reason:
                 left_out[kind] = reason
             else:
-                add(kind, subject, asked=bool(named))
+                add(kind, target, required=bool(named))
     return plans, left_out
 
 
-def for_images(plans: Sequence[Plan], left_out: dict[str, str]) -> list[Plan]:
-    """Those that run on images; of `auto`, the others go to `left_out` with the reason."""
+def keep_image_backends(
+    plans: Sequence[BackendPlan], left_out: dict[str, str]
+) -> list[BackendPlan]:
+    """Return the plans that run on images; of `auto`, add the others to `left_out`."""
     kept = []
     for plan in plans:
-        if plan.asked or plan.kind in ("onnxruntime", "enginery-cpu"):
+        if plan.required or plan.kind in ("onnxruntime", "enginery-cpu"):
             kept.append(plan)
         else:
-            left_out[plan.name] = "on images it runs where it is named"
+            left_out[plan.name] = "on images it runs only if --against names it"
     return kept
 
 
-def _skip_reason(kind: str, subject: Subject, *, on_gpu: bool) -> str:
-    """Why a contender cannot run, as far as that is known without trying."""
-    manifest = subject.artifact.manifest
+def _skip_reason(kind: str, target: Target, *, on_gpu: bool) -> str:
+    """Return why a backend cannot run, as far as is known without loading it; empty if it can."""
+    manifest = target.artifact.manifest
     if kind == "optimum":
         if importlib.util.find_spec("optimum.onnxruntime") is None:
             return "optimum is not installed (pip install 'enginery[export]')"
-        if subject.is_bare or manifest.source.kind == "onnx":
-            return "it needs a Hugging Face model's config.json and task, an .onnx file has none"
+        if target.is_onnx_file or manifest.source.kind == "onnx":
+            return "it needs a Hugging Face config.json and a task, and an .onnx file has neither"
         if len(manifest.graphs) > 1:
-            return "it runs a whole model of several graphs, and one graph is measured"
+            return "it runs all graphs of the model, and a single graph is measured"
     if kind.startswith("pytorch"):
         if importlib.util.find_spec("torch") is None:
             return "torch is not installed (pip install 'enginery[export]')"
-        if subject.is_bare or manifest.source.kind == "onnx":
+        if target.is_onnx_file or manifest.source.kind == "onnx":
             return "an .onnx file has no PyTorch model"
     if kind == "pytorch-compile" and not on_gpu and not any(map(shutil.which, ("g++", "clang++"))):
-        return "torch.compile needs a C++ compiler on the CPU, and g++ was not found"
+        return (
+            "on the CPU torch.compile needs a C++ compiler, and neither g++ nor clang++ was found"
+        )
     return ""
 
 
-def _not_by_itself(kind: str, *, on_gpu: bool, on_cpu: bool) -> str:
-    """Why `auto` leaves a contender out that could run."""
+def _auto_skip_reason(kind: str, *, on_gpu: bool, on_cpu: bool) -> str:
+    """Return why `auto` leaves out a backend that could run; empty if it does not."""
     if kind == "pytorch-fp16" and not on_gpu:
-        return "PyTorch's FP16 is for GPUs; on the CPU it is slower than FP32 (name it to see)"
+        return "on the CPU, FP16 in PyTorch is slower than FP32 (name it in --against to run it)"
     if kind == "pytorch-compile" and not on_gpu:
-        return "torch.compile compiles for each shape on the CPU, which takes minutes (name it)"
+        return "on the CPU, torch.compile takes minutes per shape (name it in --against to run it)"
     if kind == "enginery-cpu" and on_cpu:
-        return "the CPU is measured anyway"
+        return "enginery's runner already runs on the CPU"
     return ""
 
 
 def _device(head: Provider) -> str:
-    """Where PyTorch runs beside a provider: on the same GPU."""
+    """Return PyTorch's device: the GPU of the provider, or the CPU."""
     if head.name in (CUDA, TENSORRT, TENSORRT_RTX):
         return f"cuda:{head.options.get('device_id', '0')}"
     return "cpu"
 
 
 def runs_on_cpu(providers: Sequence[dict[str, Any]]) -> bool:
-    """Whether the first of a contender's providers is the CPU."""
+    """Return True if the first of a backend's providers is the CPU."""
     return bool(providers) and providers[0]["name"] == CPU

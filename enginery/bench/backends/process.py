@@ -1,8 +1,8 @@
-"""One contender's process, seen from the parent.
+"""The parent's side of a backend's process.
 
->>> with Contender(plan, subject, config, log) as contender:
-...     contender.ask("turn", runs=10)
-{'times_ms': [3.41, 3.38, …]}
+with BenchmarkProcess(plan, target, config, log) as process:
+    process.request("prepare", feeds="feeds.npz", seconds=10)
+    process.request("turn", runs=10)  # {'times_ms': [3.41, 3.38, …]}
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from enginery.bench.backends.plan import Plan
+from enginery.bench.backends.plan import BackendPlan
 from enginery.bench.config import BenchConfig
-from enginery.bench.target import Subject
+from enginery.bench.target import Target
 from enginery.core.closing import Closing
 from enginery.core.errors import ProviderError
 from enginery.core.subprocess import Answer, ChildWorker
 
 
-class Contender(Closing):
-    """A contender that has loaded its model. A context manager; closing ends its process."""
+class BenchmarkProcess(Closing):
+    """A process that has loaded a backend. A context manager; closing it ends the process."""
 
-    def __init__(self, plan: Plan, subject: Subject, config: BenchConfig, log: Path) -> None:
+    def __init__(self, plan: BackendPlan, target: Target, config: BenchConfig, log: Path) -> None:
         """Start the process and load the model.
 
         Args:
-            plan: who runs.
-            subject: what.
-            config: the threads, whether another provider will do, and what the user trusts.
-            log: where everything goes that it says.
+            plan: the backend.
+            target: the model.
+            config: the options.
+            log: file for the output of the process.
 
         Raises:
-            EngineryError: it cannot run, with its own reason.
+            EngineryError: the backend cannot run.
         """
         self.plan = plan
         self.worker = ChildWorker(
@@ -42,12 +42,12 @@ class Contender(Closing):
             environment={"HF_HUB_DISABLE_PROGRESS_BARS": "1"},
         )
         try:
-            self.loaded = self.ask(
+            self.loaded = self.request(
                 "load",
                 plan=plan.as_json(),
-                artifact=str(subject.artifact.path),
-                manifest=subject.artifact.manifest.model_dump(mode="json"),
-                graph=subject.record.file,
+                artifact=str(target.artifact.path),
+                manifest=target.artifact.manifest.model_dump(mode="json"),
+                graph=target.record.file,
                 threads=config.threads,
                 allow_fallback=config.allow_fallback,
                 trust_remote_code=config.trust_remote_code,
@@ -57,14 +57,15 @@ class Contender(Closing):
             self.close()
             raise
 
-    def ask(self, does: str, **values: Any) -> Answer:
-        """Send one command and return its answer.
+    def request(self, command: str, **values: Any) -> Answer:
+        """Send a command to the process and return its answer.
 
         Raises:
-            EngineryError: as the contender raised it, or ProviderError where it died.
+            EngineryError: the backend raised it.
+            ProviderError: the process died.
         """
-        return self.worker.ask(does, **values)
+        return self.worker.ask(command, **values)
 
     def close(self) -> None:
-        """End the process; closing twice is fine."""
+        """End the process; may be called again."""
         self.worker.close()

@@ -1,10 +1,11 @@
-"""Running until the times have settled, and then in turns.
+"""Warm-up until the times are stable, and timed turns.
 
->>> warm_up(lambda: runner(feeds), max_seconds=10)
-WarmUp(first_ms=12.1, typical_ms=3.4, runs=14, settled=True)
+    warm_up(lambda: runner(feeds), max_seconds=10)
+    # WarmUp(first_ms=12.1, typical_ms=3.4, runs=14, settled=True)
 
-A session chooses kernels, plans memory and fills caches in its first runs. How many it needs is
-not known before: the median of the last runs is held against that of as many before them.
+In its first runs a session chooses kernels, plans memory and fills caches. The number of runs this
+takes is not known in advance, so the warm-up compares the median of the last runs with the median
+of the same number of runs before them.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from dataclasses import dataclass
 from statistics import median
 
 Clock = Callable[[], float]
-"""Seconds."""
+"""Returns the time in seconds."""
 
 WINDOW = 5
-"""Runs whose median is compared with that of as many before."""
+"""Number of runs in a window."""
 TOLERANCE = 0.05
-"""How far the two may lie apart, as a share of the earlier."""
+"""Largest difference of two windows' medians, as a share of the earlier."""
 MAX_RUNS = 200
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What a warm-up took."""
+    """Result of a warm-up."""
 
     first_ms: float
-    """The very first run at the shape."""
+    """Time of the first run at the shape."""
     typical_ms: float
-    """The median of the last window."""
+    """Median of the last window."""
     runs: int
     settled: bool
-    """False where it was ended by its bounds."""
+    """False if a limit ended the warm-up before the times were stable."""
 
 
 def warm_up(
@@ -47,15 +48,15 @@ def warm_up(
     tolerance: float = TOLERANCE,
     clock: Clock = time.perf_counter,
 ) -> WarmUp:
-    """Runs until two windows in a row agree, or a bound is reached; at least once.
+    """Run at least once, until two windows in a row agree or a limit is reached.
 
     Args:
-        run: one inference, complete when it returns.
-        max_seconds: no run starts after these.
-        max_runs: at most so many.
-        window: runs in a window.
-        tolerance: how far the medians of two windows may lie apart, as a share.
-        clock: seconds, ascending.
+        run: runs one inference and waits for it.
+        max_seconds: no run starts after this time.
+        max_runs: maximum number of runs.
+        window: number of runs in a window.
+        tolerance: largest difference of two windows' medians, as a share of the earlier.
+        clock: returns seconds.
     """
     times: list[float] = []
     began = clock()
@@ -66,14 +67,14 @@ def warm_up(
             break
         run()
         times.append((clock() - before) * 1e3)
-        settled = has_settled(times, window=window, tolerance=tolerance)
+        settled = is_settled(times, window=window, tolerance=tolerance)
     return WarmUp(times[0], median(times[-window:]), len(times), settled)
 
 
-def has_settled(times: list[float], *, window: int, tolerance: float) -> bool:
-    """Whether the median of the last window is near that of the one before it.
+def is_settled(times: list[float], *, window: int, tolerance: float) -> bool:
+    """Return True if the medians of the last two windows agree.
 
-    The first run of all is in neither: it is the one that a warm-up is for.
+    The first run is in neither of them, because it is always slower.
     """
     if len(times) < 2 * window + 1:
         return False
@@ -84,10 +85,10 @@ def has_settled(times: list[float], *, window: int, tolerance: float) -> bool:
 def take_turn(
     run: Callable[[], object], *, runs: int, clock: Clock = time.perf_counter
 ) -> list[float]:
-    """The times in ms of `runs` runs, after one that does not count.
+    """Run once without timing and then `runs` times; return their times in ms.
 
-    That one brings the caches back that the others' turns took. Python's garbage collector rests
-    meanwhile: it would hit one contender or another by chance.
+    The untimed run refills the caches that other backends' turns have displaced. Python's garbage
+    collector is off during the turn, because it would slow down some runs at random.
     """
     gc.collect()
     gc.disable()

@@ -1,13 +1,13 @@
-"""The process of one contender: it loads a model and runs it on request.
+"""A backend's process: load a model and run it on command.
 
-Reads one JSON command a line from standard input, answers one JSON line on standard output:
+The process reads one JSON command per line from standard input and writes one JSON line per answer
+to standard output:
 
     $ echo '{"do": "memory"}' | python -m enginery.bench.backends.worker
     {"peak_rss_bytes": 41205760}
 
-Contenders stay in processes of their own, so that each has its own peak of memory and a crash is
-an answer; they take turns when told, so that a drift of the machine hits all of them. When the
-parent is gone, so is the process, in the middle of a run too; and when standard input ends.
+Each backend has its own process, so that its peak memory can be measured and a crash affects no
+other. The process ends when its standard input is closed or its parent dies, even during a run.
 """
 
 from __future__ import annotations
@@ -20,38 +20,93 @@ from typing import Any
 
 _STARTED = time.perf_counter()
 
-import numpy as np  # noqa: E402  starting is measured
+import numpy as np  # noqa: E402  these imports are part of the measured start
 
 from enginery.bench.backends.backend import (  # noqa: E402
-    BareSession,
-    Opened,
-    OurRunner,
+    Backend,
+    EngineryBackend,
+    OrtSessionBackend,
     Run,
-    open_contender,
+    plan_providers,
 )
 from enginery.bench.backends.copies import measure_copies  # noqa: E402
 from enginery.bench.backends.nvml import Nvml  # noqa: E402
 from enginery.bench.backends.warmup import take_turn, warm_up  # noqa: E402
+from enginery.bench.config import ENGINERY  # noqa: E402
 from enginery.core.artifact.artifact import Artifact  # noqa: E402
-from enginery.core.artifact.manifest import Manifest  # noqa: E402
-from enginery.core.errors import ProviderError  # noqa: E402
+from enginery.core.artifact.manifest import GraphRecord, Manifest  # noqa: E402
+from enginery.core.errors import MissingPackageError, ProviderError  # noqa: E402
 from enginery.core.memory import peak_rss_bytes  # noqa: E402
 from enginery.core.subprocess import Answer, answer_requests  # noqa: E402
 
 
-class Contestant:
-    """One contender and what it was told so far."""
+def open_backend(
+    plan: Mapping[str, Any],
+    artifact: Artifact,
+    record: GraphRecord,
+    *,
+    threads: int,
+    allow_fallback: bool,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> Backend:
+    """Load the model in a backend.
+
+    Args:
+        plan: `BackendPlan.as_json`.
+        artifact: the artifact.
+        record: the graph to run.
+        threads: intra-op threads; 0 for the backend's default.
+        allow_fallback: use the next provider if the first is not available.
+        trust_remote_code: run Python code that comes with the model, in PyTorch.
+        allow_pickle: load pickled weights into PyTorch.
+
+    Raises:
+        EngineryError: the backend cannot run.
+    """
+    kind = plan["kind"]
+    if kind in (ENGINERY, "enginery-cpu", "onnxruntime"):
+        backend = OrtSessionBackend if kind == "onnxruntime" else EngineryBackend
+        return backend(artifact, record, plan, threads=threads, allow_fallback=allow_fallback)
+    try:
+        from enginery.bench.backends import frameworks
+    except ImportError as error:
+        raise MissingPackageError(
+            error.name or kind, extra="export", purpose=f"Running {plan['label']}"
+        ) from error
+    if kind == "optimum":
+        return frameworks.OptimumBackend(
+            artifact,
+            record,
+            plan_providers(plan),
+            threads=threads,
+            io_binding=plan["io_binding"],
+            trust_remote_code=trust_remote_code,
+        )
+    return frameworks.PyTorchBackend(
+        artifact,
+        record,
+        kind,
+        plan["device"],
+        threads=threads,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+    )
+
+
+class BenchmarkWorker:
+    """A backend and the state of its measurement."""
 
     def __init__(self) -> None:
-        self._opened: Opened | None = None
+        self._backend: Backend | None = None
         self._run: Run | None = None
         self._feeds: dict[str, Any] = {}
         self._device_id = 0
         self._device_memory: Answer = {}
 
     def answer(self, command: Mapping[str, Any]) -> Answer:
-        """Does what a command says; raises EngineryError where it cannot be done."""
-        does = {
+        """Run a command and return its answer; raise EngineryError if it fails."""
+        commands = {
             "load": self.load,
             "prepare": self.prepare,
             "turn": self.turn,
@@ -59,15 +114,15 @@ class Contestant:
             "energy": self.energy,
             "memory": self.memory,
         }
-        return does[command["do"]](command)
+        return commands[command["do"]](command)
 
     def load(self, command: Mapping[str, Any]) -> Answer:
-        """Opens the model; the seconds are those of opening, with the imports that it needs."""
+        """Load the model. The time includes the imports that the backend needs."""
         manifest = Manifest.model_validate(command["manifest"])
         artifact = Artifact(Path(command["artifact"]), manifest)
         self._device_id = int(command["plan"]["device"].partition(":")[2] or 0)
         before = time.perf_counter()
-        self._opened = open_contender(
+        self._backend = open_backend(
             command["plan"],
             artifact,
             artifact.graph(command["graph"]),
@@ -80,51 +135,55 @@ class Contestant:
         return {
             "start_seconds": before - _STARTED,
             "load_seconds": loaded - before,
-            "providers": self._opened.providers,
-            "tools": self._opened.tools,
-            "notes": self._opened.notes,
+            "providers": self._backend.providers,
+            "tools": self._backend.tools,
+            "notes": self._backend.notes,
             "rss_bytes": peak_rss_bytes(),
         }
 
     def prepare(self, command: Mapping[str, Any]) -> Answer:
-        """Takes inputs from a file, and warms up on them where `seconds` are given."""
+        """Read inputs from a file, and warm up on them if `seconds` is above 0."""
         with np.load(command["feeds"], allow_pickle=False) as stored:
             self._feeds = {name: stored[name] for name in stored.files}
-        self._run = self._ready().prepared(self._feeds)
+        backend = self._require_backend()
+        self._run = backend.prepare(self._feeds)
         if command["seconds"] <= 0:
             return {"prepared": True}
         found = warm_up(self._run, max_seconds=command["seconds"])
-        self._look_at_memory()
-        opened = self._ready()
-        note = opened.note_on(self._feeds) if isinstance(opened, OurRunner) else ""
+        self._sample_device_memory()
+        note = backend.note_for(self._feeds) if isinstance(backend, EngineryBackend) else ""
         return {**vars(found), "notes": [note] if note else []}
 
     def turn(self, command: Mapping[str, Any]) -> Answer:
-        """The times of some runs; `cold` ones are timed from the first on."""
-        run = self._prepared()
+        """Run a turn and return its times; with `cold`, time a single run without a warm-up."""
+        run = self._require_run()
         if command.get("cold"):
             before = time.perf_counter()
             run()
             times = [(time.perf_counter() - before) * 1e3]
         else:
             times = take_turn(run, runs=command["runs"])
-        self._look_at_memory()
+        self._sample_device_memory()
         return {"times_ms": times}
 
     def copies(self, command: Mapping[str, Any]) -> Answer:
-        """The copies to and from the device, apart."""
-        opened = self._ready()
-        if not isinstance(opened, BareSession):
-            raise ProviderError("copies are measured on a bare session.")
-        session = opened.session_for(self._feeds)
+        """Measure the copies to and from the device."""
+        backend = self._require_backend()
+        if not isinstance(backend, OrtSessionBackend):
+            raise ProviderError("copies can only be measured on the backend onnxruntime.")
+        session = backend.session_for(self._feeds)
         found = measure_copies(
             session, self._feeds, device=command["device"], seconds=command["seconds"]
         )
         return {**vars(found), "share": found.share}
 
     def energy(self, command: Mapping[str, Any]) -> Answer:
-        """Joules of one run, over some seconds of them: the counter moves every 20 to 100 ms."""
-        run = self._prepared()
+        """Measure the energy of a run in joules.
+
+        The average is taken over some seconds, because the counter is updated only every 20 to
+        100 ms.
+        """
+        run = self._require_run()
         with Nvml.open(self._device_id) as nvml:
             before, began, runs = nvml.energy_joules(), time.perf_counter(), 0
             while not runs or time.perf_counter() - began < command["seconds"]:
@@ -133,26 +192,26 @@ class Contestant:
             return {"joules": (nvml.energy_joules() - before) / runs}
 
     def memory(self, command: Mapping[str, Any]) -> Answer:  # noqa: ARG002
-        """The most memory so far, and what the session says of itself.
+        """Return peak memory and the facts of the session.
 
-        That opens further sessions, whose memory is none of the contender's.
+        Memory is read first, because collecting the facts opens further sessions.
         """
-        self._look_at_memory()
+        self._sample_device_memory()
         found: Answer = {"peak_rss_bytes": peak_rss_bytes(), **self._device_memory}
-        if self._opened is not None:
-            found["facts"] = self._opened.facts()
+        if self._backend is not None:
+            found["facts"] = self._backend.facts()
         return found
 
-    def _look_at_memory(self) -> None:
-        """Keeps the most that this process was seen to hold of the GPU; between turns it is told.
+    def _sample_device_memory(self) -> None:
+        """Update the largest GPU memory of this process.
 
-        The driver counts nothing by itself: what a run took and gave back in it is not seen.
+        The driver keeps no peak, so memory that a run allocates and frees again is missed.
         """
         if "device_memory" in self._device_memory:
-            return  # it is not told, and will not be
-        providers = self._opened.providers if self._opened else []
+            return  # the driver does not report it
+        providers = self._backend.providers if self._backend else []
         if providers and "CPU" in providers[0]["name"]:
-            self._device_memory = {"device_memory": "it runs on the CPU"}
+            self._device_memory = {"device_memory": "the backend runs on the CPU"}
             return
         try:
             with Nvml.open(self._device_id) as nvml:
@@ -164,16 +223,16 @@ class Contestant:
         most = max(held, self._device_memory.get("device_memory_bytes", 0))
         self._device_memory = {"device_memory_bytes": most}
 
-    def _ready(self) -> Opened:
-        if self._opened is None:
+    def _require_backend(self) -> Backend:
+        if self._backend is None:
             raise ProviderError("no model is loaded.")
-        return self._opened
+        return self._backend
 
-    def _prepared(self) -> Run:
+    def _require_run(self) -> Run:
         if self._run is None:
             raise ProviderError("no inputs are prepared.")
         return self._run
 
 
 if __name__ == "__main__":
-    answer_requests(Contestant().answer)
+    answer_requests(BenchmarkWorker().answer)

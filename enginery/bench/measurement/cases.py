@@ -1,7 +1,8 @@
-"""The shapes that are measured, and the inputs that are made up for them.
+"""Shapes to measure, and inputs generated for them.
 
->>> [str(case) for case in sweep([subject], BenchConfig(batch="1,8", sequence="16,128"))]
-['batch 1, sequence 16', 'batch 1, sequence 128', 'batch 8, sequence 16', 'batch 8, sequence 128']
+>>> target = Target.open(artifact, "", allow_failed=False)
+>>> [str(case) for case in sweep([target], BenchConfig(batch="1,8", sequence="16"))]
+['batch 1, sequence 16', 'batch 8, sequence 16']
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from enginery.bench.config import AUTO, BenchConfig, parse_shape, read_sizes
-from enginery.bench.target import Subject
+from enginery.bench.target import Target
 from enginery.core.errors import OptionError, ShapeError, nearest
 from enginery.core.model.feeds import Feeds, make_feeds
 from enginery.core.shapes import canonical_dim, dim_terms, dynamic_dims, fixed_dims, resolve_dim
@@ -21,35 +22,41 @@ _SEQUENCES = (16, 128, 512)
 
 @dataclass(frozen=True)
 class Case:
-    """One shape: the size of each dynamic dim."""
+    """One shape to measure."""
 
     sizes: Mapping[str, int]
+    """Dynamic dim -> size."""
 
-    def feeds(self, subject: Subject, *, seed: int) -> Feeds:
-        """Made-up inputs of this shape; raises ShapeError where an input cannot be made up."""
-        return make_feeds(subject.record.inputs, self.sizes, subject.limits, seed=seed)
+    def feeds(self, target: Target, *, seed: int) -> Feeds:
+        """Generate inputs of this shape; raise ShapeError if an input has no known size."""
+        return make_feeds(target.record.inputs, self.sizes, target.limits, seed=seed)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {size}" for name, size in self.sizes.items()) or "fixed shapes"
 
 
-def sweep(subjects: Sequence[Subject], config: BenchConfig) -> list[Case]:
-    """Every shape that the options ask for, each once; all subjects take it.
+def sweep(targets: Sequence[Target], config: BenchConfig) -> list[Case]:
+    """Return the shapes that the options select, each once.
+
+    Args:
+        targets: the models; all must accept every shape.
+        config: the options.
 
     Raises:
-        OptionError: the graph has no sequence, or no dim of a name.
-        ShapeError: a dim has no size, or the shape is beyond the model's positions.
+        OptionError: an option names a dim that the graph does not have.
+        ShapeError: a dim has no size, the targets have different dims, or a sequence is longer than
+            the model allows.
     """
-    first = subjects[0]
+    first = targets[0]
     names = dynamic_dims(first.record.inputs)
-    for other in subjects[1:]:
+    for other in targets[1:]:
         found = dynamic_dims(other.record.inputs)
         if set(found) != set(names):
             raise ShapeError(
                 f"{first.name} has the dims {', '.join(names) or 'none'}, {other.name} "
-                f"{', '.join(found) or 'none'}: they cannot be run on the same shapes."
+                f"{', '.join(found) or 'none'}, so they cannot be compared on the same shapes."
             )
-    axes = _axes(subjects, names, config)
+    axes = _axes(targets, names, config)
     cases: list[Case] = []
     for text in config.shape or ("",):
         given = _read_shape(text, first) if text else {}
@@ -58,43 +65,43 @@ def sweep(subjects: Sequence[Subject], config: BenchConfig) -> list[Case]:
             if name not in axes:
                 raise ShapeError(
                     f"dim '{name}' of {first.name} has no size.",
-                    do=f"Name it: --shape {','.join(f'{n}=SIZE' for n in free if n not in axes)}",
+                    do=f"Set it: --shape {','.join(f'{n}=SIZE' for n in free if n not in axes)}",
                 )
         for sizes in itertools.product(*(axes[name] for name in free)):
             found_sizes = {**dict(zip(free, sizes, strict=True)), **given}
             case = Case({name: found_sizes[name] for name in names})
             if case not in cases:
                 cases.append(case)
-    for subject, case in itertools.product(subjects, cases):
-        require_within_positions(subject, case)
+    for target, case in itertools.product(targets, cases):
+        check_positions(target, case)
     return cases
 
 
-def rows_of(sizes: Mapping[str, int], subject: Subject) -> int:
-    """Inputs of one run: the first dim of the first input; a graph without dims takes one."""
-    dims = subject.record.inputs[0].dims
+def rows_of(sizes: Mapping[str, int], target: Target) -> int:
+    """Return the inputs per run: the first dim of the first input, or 1 if that is a scalar."""
+    dims = target.record.inputs[0].dims
     return resolve_dim(dims[0], sizes) if dims else 1
 
 
-def tokens_of(sizes: Mapping[str, int], subject: Subject) -> int | None:
-    """Tokens of one run, padding included; None where the inputs are no tokens."""
-    for spec in subject.record.inputs:
+def tokens_of(sizes: Mapping[str, int], target: Target) -> int | None:
+    """Return the tokens per run including padding, or None if the inputs are not tokens."""
+    for spec in target.record.inputs:
         if spec.name.endswith("input_ids") and len(spec.dims) == 2:
             rows, length = spec.shape(sizes)
             return rows * length
     return None
 
 
-def require_within_positions(subject: Subject, case: Case) -> None:
-    """Raises ShapeError where a sequence goes beyond the model's position embeddings."""
-    limit = subject.limits.hard_limit
+def check_positions(target: Target, case: Case) -> None:
+    """Raise ShapeError if a sequence is longer than the model's position embeddings."""
+    limit = target.limits.hard_limit
     if limit is None:
         return
-    for dim in (dim for spec in subject.record.inputs for dim in spec.dims):
+    for dim in (dim for spec in target.record.inputs for dim in spec.dims):
         of_sequence = isinstance(dim, str) and "sequence" in dim_terms(dim)
         if of_sequence and (size := resolve_dim(dim, case.sizes)) > limit:
             raise ShapeError(
-                f"{dim} {size} is beyond {subject.name}: its positions end at {limit}.",
+                f"{dim} {size} is too long for {target.name}, expected at most {limit}.",
                 do=f"Measure up to {limit}: --sequence "
                 f"{','.join(str(s) for s in (*_shorter(limit), limit))}",
             )
@@ -105,10 +112,10 @@ def _shorter(limit: int) -> list[int]:
 
 
 def _axes(
-    subjects: Sequence[Subject], names: Sequence[str], config: BenchConfig
+    targets: Sequence[Target], names: Sequence[str], config: BenchConfig
 ) -> dict[str, Sequence[int]]:
-    """The sizes to go through of each dim that the options or the model's config.json size."""
-    first = subjects[0]
+    """Return dim -> sizes, for the dims with sizes from the options or the model's config.json."""
+    first = targets[0]
     axes: dict[str, Sequence[int]] = {
         name: (first.limits.sizes[canonical_dim(name)],)
         for name in names
@@ -117,7 +124,7 @@ def _axes(
     fixed = fixed_dims(first.record.inputs)
     for name, text in (("batch", config.batch), ("sequence", config.sequence)):
         if name in names:
-            limits = [s.limits.hard_limit or s.limits.max_positions for s in subjects]
+            limits = [s.limits.hard_limit or s.limits.max_positions for s in targets]
             sizes = _auto(min(limits)) if text == AUTO else read_sizes(text, name)
             axes[name] = sizes
         elif text not in (AUTO, BenchConfig.batch) and read_sizes(text, name) != (fixed.get(name),):
@@ -129,15 +136,15 @@ def _auto(limit: int) -> tuple[int, ...]:
     return tuple(size for size in _SEQUENCES if size <= limit) or (limit,)
 
 
-def _no_dim(subject: Subject, name: str, fixed: Mapping[str, int]) -> OptionError:
-    inputs = "; ".join(str(spec) for spec in subject.record.inputs)
-    found = f"it is fixed at {fixed[name]}" if name in fixed else "there is none"
-    others = [n for n in dynamic_dims(subject.record.inputs) if n != "batch"]
+def _no_dim(target: Target, name: str, fixed: Mapping[str, int]) -> OptionError:
+    inputs = "; ".join(str(spec) for spec in target.record.inputs)
+    found = f"it is fixed at {fixed[name]}" if name in fixed else "the graph has none"
+    others = [n for n in dynamic_dims(target.record.inputs) if n != "batch"]
     return OptionError(
-        f"option '{name}': {subject.name} has no free dim '{name}', {found}: {inputs}.",
+        f"option '{name}': {target.name} has no dynamic dim '{name}', {found}: {inputs}.",
         do=f"Leave --{name} out"
         + (
-            f", or size its other dims: --shape {','.join(f'{n}=SIZE' for n in others)}"
+            f", or set the sizes of its other dims: --shape {','.join(f'{n}=SIZE' for n in others)}"
             if others
             else ""
         )
@@ -145,20 +152,23 @@ def _no_dim(subject: Subject, name: str, fixed: Mapping[str, int]) -> OptionErro
     )
 
 
-def _read_shape(text: str, subject: Subject) -> dict[str, int]:
-    """Sizes from `batch=1,height=64`; a fixed dim may be named with its own size."""
-    names = dynamic_dims(subject.record.inputs)
-    fixed = fixed_dims(subject.record.inputs)
+def _read_shape(text: str, target: Target) -> dict[str, int]:
+    """Parse `batch=1,height=64` and check it against the graph; return the dynamic dims' sizes.
+
+    A fixed dim may be given with its own size.
+    """
+    names = dynamic_dims(target.record.inputs)
+    fixed = fixed_dims(target.record.inputs)
     given = parse_shape(text)
     for name, value in given.items():
         if name not in names and fixed.get(name) != value:
             if name in fixed:
                 raise ShapeError(
-                    f"{name} is fixed at {fixed[name]} in {subject.name}, found {name}={value}.",
+                    f"{name} is fixed at {fixed[name]} in {target.name}, found {name}={value}.",
                     do=f"Leave {name} out, or export the model with a dynamic {name}.",
                 )
             raise OptionError(
-                f"option 'shape': {subject.name} has no dim '{name}'{nearest(name, names)}",
+                f"option 'shape': {target.name} has no dim '{name}'{nearest(name, names)}",
                 do=f"Its dynamic dims: {', '.join(names) or 'none'}.",
             )
     return {name: size for name, size in given.items() if name in names}

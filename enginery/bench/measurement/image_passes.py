@@ -1,9 +1,7 @@
-"""A folder of images, run by every contender in turn, each image alone at its own size.
+"""Measure all backends on a folder of images, each image by itself at its own size.
 
->>> with started(plans, subjects, config) as contenders:
-...     result = measure_images(ImageInputs.of(subject, config), contenders, config, scratch)
-
-A first pass has each shape for the first time; later passes are the turns of the rounds.
+The first pass meets each shape for the first time and is reported separately. Each later pass is
+one turn of a round.
 """
 
 from __future__ import annotations
@@ -16,9 +14,15 @@ from statistics import median
 
 from enginery.bench.config import BenchConfig
 from enginery.bench.measurement.images import ImageInputs
-from enginery.bench.measurement.pairs import comparisons
 from enginery.bench.measurement.rounds import run_rounds
-from enginery.bench.measurement.shapes import Contenders, limits_of, may_fail, plans_of, save_feeds
+from enginery.bench.measurement.shapes import (
+    Processes,
+    compare_pairs,
+    optional_backends,
+    plans_of,
+    round_limits,
+    save_feeds,
+)
 from enginery.bench.measurement.statistics import latency
 from enginery.core.artifact.reports import ImagesResult, ImageTimes
 from enginery.core.errors import EngineryError
@@ -26,16 +30,23 @@ from enginery.core.errors import EngineryError
 
 def measure_images(
     inputs: ImageInputs,
-    contenders: Contenders,
+    processes: Processes,
     config: BenchConfig,
     scratch: Path,
     advance: Callable[[], None] = lambda: None,
 ) -> ImagesResult:
-    """Every contender on every image: a first pass with cold shapes, then rounds of passes.
+    """Run every backend on every image: a first pass with new shapes, then rounds of passes.
+
+    Args:
+        inputs: the images.
+        processes: name -> backend's process.
+        config: the options.
+        scratch: directory for the input files.
+        advance: called after each image of the first pass.
 
     Raises:
         InputError: an image cannot be read.
-        EngineryError: our runner, or a contender that was named, fails on one.
+        EngineryError: enginery's runner, or a backend named in `against`, fails on an image.
     """
     files: list[Path] = []
     shapes: list[list[int]] = []
@@ -48,19 +59,19 @@ def measure_images(
         files.append(save_feeds(feeds, scratch / f"image-{index}.npz"))
 
     def cold_run(name: str, file: Path) -> float:
-        contenders[name].ask("prepare", feeds=str(file), seconds=0)
-        (time_ms,) = contenders[name].ask("turn", runs=1, cold=True)["times_ms"]
+        processes[name].request("prepare", feeds=str(file), seconds=0)
+        (time_ms,) = processes[name].request("turn", runs=1, cold=True)["times_ms"]
         return float(time_ms)
 
-    first = {name: [0.0] * len(files) for name in contenders}
+    first = {name: [0.0] * len(files) for name in processes}
     problems: dict[str, str] = {}
     for index, file in enumerate(files):
-        # Whoever goes first at one image goes last at the next.
+        # Reverse the order for every other image, so that no backend always follows the same one.
         for name in list(first)[:: 1 if index % 2 == 0 else -1]:
             try:
                 first[name][index] = cold_run(name, file)
             except EngineryError as error:
-                if name not in may_fail(contenders):
+                if name not in optional_backends(processes):
                     raise
                 problems[name] = f"{inputs.files[index].name}: {error.message}"
                 del first[name]
@@ -75,8 +86,8 @@ def measure_images(
     rounds = run_rounds(
         {name: partial(run_pass, name) for name in first},
         dict.fromkeys(first, 1),
-        limits_of(config),
-        may_fail=may_fail(contenders),
+        round_limits(config),
+        may_fail=optional_backends(processes),
     )
     kept = list(rounds.turns)
     images = [
@@ -98,7 +109,7 @@ def measure_images(
             name: latency(turns, confidence=config.confidence)
             for name, turns in rounds.turns.items()
         },
-        comparisons=comparisons(rounds.turns, plans_of(contenders), config),
+        comparisons=compare_pairs(rounds.turns, plans_of(processes), config),
         passes=max(len(turns) for turns in rounds.turns.values()),
         layout=inputs.layout,
         problems=problems | rounds.failed,

@@ -1,12 +1,11 @@
-"""A folder of images of any sizes, each as the input of a graph by itself.
+"""Inputs from a folder of images of any size.
 
->>> inputs = ImageInputs.of(subject, BenchConfig(images="photos"))
->>> inputs.feeds(inputs.files[0])["x"].shape
-(1, 3, 704, 960)
+    inputs = ImageInputs.open(target, BenchConfig(images="photos"))
+    inputs.feeds(inputs.files[0])["x"].shape  # (1, 3, 704, 960)
 
-An artifact with a processor prepares its images by that. Any other graph gets RGB (or gray) from
-0 to 1 at the image's own size, scaled to the nearest multiple where height and width are free, and
-to the graph's own size where they are fixed: what the numbers mean does not matter for time.
+Images are preprocessed by the artifact's own processor if it has one. Otherwise the graph gets RGB
+or gray values from 0 to 1. If height and width are dynamic, the image keeps its size, rounded to
+the nearest multiple; if they are fixed, it is scaled to them. The values do not matter for speed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.bench.config import BenchConfig
-from enginery.bench.target import Subject, image_layout
+from enginery.bench.target import Target, image_layout
 from enginery.core.datasets.images import list_images
 from enginery.core.errors import OptionError, ShapeError
 from enginery.core.model.feeds import Feeds
@@ -35,48 +34,53 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """The images of a folder, and how they become inputs."""
+    """The images of a folder and their conversion to inputs of a graph."""
 
     files: list[Path]
     spec: TensorSpec
+    """The graph's input."""
     layout: Literal["first", "last"]
     multiple: int
     processor: ImageProcessor | None
+    """The artifact's own processor; None if it has none."""
 
     @classmethod
-    def of(cls, subject: Subject, config: BenchConfig) -> ImageInputs:
-        """Lists the images and looks at the graph.
+    def open(cls, target: Target, config: BenchConfig) -> ImageInputs:
+        """List the images, and check that the graph accepts them.
 
         Raises:
-            OptionError: the graph has other inputs than one image.
-            ShapeError: it takes several images at once, and no single one.
-            InputError: there is no such folder, or no image in it.
+            OptionError: the graph does not have a single image input.
+            ShapeError: the graph has a fixed batch of several images.
+            InputError: the folder does not exist or contains no images.
         """
-        inputs = subject.record.inputs
+        inputs = target.record.inputs
         if len(inputs) != 1:
             found = "; ".join(str(spec) for spec in inputs)
             raise OptionError(
-                f"option 'images': {subject.name} takes {found}, expected one image alone."
+                f"option 'images': {target.name} takes {found}, expected a single image input."
             )
         (spec,) = inputs
         layout = image_layout(spec)
         if isinstance(spec.dims[0], int) and spec.dims[0] != 1:
             raise ShapeError(
-                f"option 'images': {subject.name} takes {spec.dims[0]} images at once, and images "
-                "of different sizes cannot share a batch."
+                f"option 'images': {target.name} has a fixed batch of {spec.dims[0]}, expected 1 "
+                "or a dynamic batch: images of different sizes cannot share one."
             )
         files = list_images(Path(config.images).expanduser(), rows=config.rows)
-        has_processor = (subject.artifact.path / "preprocessor_config.json").is_file()
+        has_processor = (target.artifact.path / "preprocessor_config.json").is_file()
         processor = None
-        if has_processor and not subject.is_bare:
-            processor = ImageProcessor.open(subject.artifact.path)
+        if has_processor and not target.is_onnx_file:
+            processor = ImageProcessor.open(target.artifact.path)
         return cls(files, spec, layout, config.multiple, processor)
 
     def feeds(self, file: Path) -> Feeds:
-        """One image, (1, channels, height, width) or with the channels last.
+        """Return an image as the graph's input.
+
+        Returns:
+            Input name -> array (1, channels, height, width) or (1, height, width, channels).
 
         Raises:
-            InputError: it cannot be read.
+            InputError: the image cannot be read.
         """
         image = load_image(file)
         name = f"image ({file})"

@@ -1,8 +1,4 @@
-"""The machine that was measured on, as the result says it.
-
->>> describe_machine()["cpu"]
-'AMD EPYC 7763 64-Core Processor'
-"""
+"""Description of the machine, for the result."""
 
 from __future__ import annotations
 
@@ -21,10 +17,10 @@ _TOOLS = ("enginery", "numpy", "torch", "transformers", "optimum-onnx")
 
 
 def describe_machine() -> Machine:
-    """Processor, memory, system, GPUs and versions; what cannot be read is empty or 0.
+    """Return processor, memory, system, GPUs and versions; values that cannot be read are empty.
 
-    `load` is the number of processes that wanted to run over the last minute, before anything was
-    measured: above 0.5 a core, others used the machine, and times say less.
+    `load` is the load average of the last minute before the measurement. Above 0.5 per CPU, other
+    processes were using the machine, and the times are less reliable.
     """
     model, flags = read_cpuinfo()
     memory, _ = memory_bytes()

@@ -1,7 +1,7 @@
-"""How much of a batch is padding, by the lengths of a file's own texts.
+"""Share of padding in batches of a file's texts.
 
->>> padding_of([10, 100, 12, 90], batch=2)
-Padding(batch=2, in_order=0.44…, sorted=0.05…)
+>>> compute_padding([10, 100, 15, 90], batch=2)
+Padding(batch=2, in_order=0.4342105263157895, sorted=0.06521739130434778)
 """
 
 from __future__ import annotations
@@ -10,36 +10,41 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from enginery.bench.config import AUTO, BenchConfig, read_sizes
-from enginery.bench.target import Subject
+from enginery.bench.target import Target
 from enginery.core.artifact.reports import Padding
 from enginery.core.datasets.samples import read_texts
 from enginery.core.errors import OptionError
 from enginery.runtime.sample_inputs import TextFeeder, takes_texts
 
 
-def measure_padding(subject: Subject, config: BenchConfig) -> list[Padding]:
-    """The padding at each batch size, largest share last; none where no data are named.
+def measure_padding(target: Target, config: BenchConfig) -> list[Padding]:
+    """Measure the padding of `config.data` at each batch size; return an empty list without data.
 
     Raises:
-        OptionError: the graph takes no texts.
+        OptionError: the graph does not take texts.
         InputError: the file or the column cannot be read.
-        ArtifactError: there is no tokenizer.
+        ArtifactError: the artifact has no tokenizer.
     """
     if not config.data:
         return []
-    if not takes_texts(subject.record) or subject.is_bare:
+    if not takes_texts(target.record) or target.is_onnx_file:
         raise OptionError(
-            f"option 'data': {subject.name} takes no texts: "
-            f"{'; '.join(str(spec) for spec in subject.record.inputs)}."
+            f"option 'data': {target.name} does not take texts, its inputs are "
+            f"{'; '.join(str(spec) for spec in target.record.inputs)}."
         )
     texts = read_texts(Path(config.data).expanduser(), config.column, rows=config.rows)
-    lengths = TextFeeder.open(subject.artifact, subject.record).lengths(texts)
+    lengths = TextFeeder.open(target.artifact, target.record).lengths(texts)
     sizes = read_sizes(BenchConfig.batch if config.batch == AUTO else config.batch, "batch")
-    return [padding_of(lengths, batch=size) for size in sizes]
+    return [compute_padding(lengths, batch=size) for size in sizes]
 
 
-def padding_of(lengths: Sequence[int], *, batch: int) -> Padding:
-    """Of texts with these lengths in tokens, batched as they come, and sorted by length."""
+def compute_padding(lengths: Sequence[int], *, batch: int) -> Padding:
+    """Compute the share of padding, in the given order and sorted by length.
+
+    Args:
+        lengths: the texts' lengths in tokens.
+        batch: texts per batch.
+    """
     return Padding(batch, _share(lengths, batch), _share(sorted(lengths), batch))
 
 

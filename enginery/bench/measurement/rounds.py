@@ -1,12 +1,8 @@
-"""Rounds of turns: every contender once a round, in an order that turns, until enough is known.
+"""Run backends in rounds until their medians are known precisely enough.
 
->>> rounds = run_rounds(runners, limits)
->>> latency(rounds.turns["enginery"]).interval_ms
-(3.39, 3.43)
-
-A round is one turn of each contender, and a turn is some runs in a row. In one round the first
-goes first, in the next the last does, so that nobody always follows the same one; whatever the
-machine does meanwhile, it does to all.
+A round is one turn of each backend, and a turn is a number of runs in a row. Every other round has
+the reverse order, so that no backend always follows the same one. A drift of the machine, such as
+its clock frequency, thus affects all backends alike.
 """
 
 from __future__ import annotations
@@ -21,68 +17,69 @@ from enginery.bench.measurement.statistics import latency, rounds_needed
 from enginery.core.errors import EngineryError
 
 TURN_MS = 50.0
-"""A turn is at least so long, so that the run before it, which does not count, is little."""
+"""Minimum length of a turn, so that its uncounted first run takes a small share of the time."""
 MAX_RUNS = 1000
-"""Of one turn: `TURN_MS` of runs that take a twentieth of a millisecond each."""
-_OWN_TIMES = 5
-"""So many times a shape's seconds one contender may take for the rounds that an interval needs."""
+"""Maximum number of runs in a turn; reached if a run takes 0.05 ms or less."""
+_SLOW_BACKEND_FACTOR = 5
+"""A backend that has used this multiple of `max_seconds` does not run the remaining rounds."""
 
 Turn = Callable[[int], list[float]]
-"""Takes a number of runs; gives their times in ms."""
+"""Number of runs -> their times in ms."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """When rounds end."""
+class RoundLimits:
+    """Conditions that end the rounds."""
 
     confidence: float
     precision: float
-    """They end when each contender's interval is within this share of its median."""
+    """Stop when each backend's interval is within this share of its median."""
     min_rounds: int
     max_rounds: int
     max_seconds: float
-    """Of all contenders together; the rounds that an interval needs are run even so."""
+    """Limit for all backends together. The rounds that an interval needs are run regardless."""
 
 
 @dataclass
 class Rounds:
-    """What was measured, by contender."""
+    """Times of all rounds."""
 
     turns: dict[str, list[list[float]]] = field(default_factory=dict)
-    """From the first round on; of one that sat out, fewer."""
+    """Backend -> times of each turn's runs in ms. A slow backend may have fewer turns."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Those that failed in a turn, with the reason; they have no turns."""
+    """Backends that failed in a turn -> reason. They have no turns."""
     ended: str = ""
-    """Why no more were run."""
+    """Reason for stopping."""
 
 
 def runs_in_turn(typical_ms: float) -> int:
-    """So many that a turn is not shorter than `TURN_MS`."""
+    """Return the number of runs that make a turn at least `TURN_MS` long."""
     return max(1, min(MAX_RUNS, math.ceil(TURN_MS / max(typical_ms, 1e-6))))
 
 
 def run_rounds(
     turns: Mapping[str, Turn],
     runs: Mapping[str, int],
-    limits: Limits,
+    limits: RoundLimits,
     *,
     may_fail: Collection[str] = (),
     clock: Clock = time.perf_counter,
 ) -> Rounds:
-    """Runs rounds until a bound is reached, or every interval is as narrow as asked; at least one.
+    """Run rounds until a limit is reached or all intervals are narrow enough; at least one round.
 
-    When the seconds are over, rounds go on up to as many as an interval needs; a contender that
-    has taken five times the seconds by itself sits those out, so that it costs no other its own.
+    When `max_seconds` is over, the rounds continue up to the number that an interval needs. A
+    backend that has used five times that limit by itself does not take part in them, so that the
+    others still get their intervals.
 
     Args:
-        turns: what runs a turn, by contender.
-        runs: how many runs a turn of each has.
-        limits: when to end.
-        may_fail: contenders whose failure ends their own turns alone.
-        clock: seconds, ascending.
+        turns: backend -> function that runs a turn.
+        runs: backend -> runs per turn.
+        limits: conditions that end the rounds.
+        may_fail: backends that are left out if they fail.
+        clock: returns seconds.
 
     Raises:
-        EngineryError: as a turn does, of a contender that may not fail.
+        EngineryError: a turn failed, of a backend that is not in `may_fail`.
     """
     found = Rounds({name: [] for name in turns})
     spent = dict.fromkeys(turns, 0.0)
@@ -105,17 +102,18 @@ def run_rounds(
         count += 1
         over = clock() - began >= limits.max_seconds
         if over:
-            names = [name for name in names if spent[name] < _OWN_TIMES * limits.max_seconds]
+            limit = _SLOW_BACKEND_FACTOR * limits.max_seconds
+            names = [name for name in names if spent[name] < limit]
         if count >= limits.max_rounds:
-            found.ended = f"{count} rounds, the most asked for"
+            found.ended = f"{count} rounds, the maximum"
         elif (over and count >= needed) or not names:
-            found.ended = f"the {limits.max_seconds:g} s for a shape were over"
-        elif count >= max(limits.min_rounds, needed) and _narrow(found, limits):
+            found.ended = f"the time limit of {limits.max_seconds:g} s for a shape was reached"
+        elif count >= max(limits.min_rounds, needed) and _is_precise(found, limits):
             found.ended = f"every median is known within {limits.precision:.2%}"
     return found
 
 
-def _narrow(rounds: Rounds, limits: Limits) -> bool:
+def _is_precise(rounds: Rounds, limits: RoundLimits) -> bool:
     return all(
         latency(turns, confidence=limits.confidence).half_width <= limits.precision
         for turns in rounds.turns.values()

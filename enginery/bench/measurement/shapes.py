@@ -1,40 +1,37 @@
-"""One shape, run by every contender in turn.
+"""Measure all backends at one shape.
 
->>> with started(plans, subjects, config) as contenders:
-...     result = measure_case(case, contenders, subjects, config, scratch)
-
-Inputs are made once, in this process, and handed to each contender as a file.
+The inputs are generated once, in the parent process, and each backend reads them from a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from enginery.bench.backends.plan import Plan, runs_on_cpu
-from enginery.bench.backends.process import Contender
-from enginery.bench.config import BenchConfig
+from enginery.bench.backends.plan import BackendPlan, runs_on_cpu
+from enginery.bench.backends.process import BenchmarkProcess
+from enginery.bench.config import ENGINERY, BenchConfig
 from enginery.bench.measurement.cases import Case, rows_of, tokens_of
-from enginery.bench.measurement.pairs import comparisons
-from enginery.bench.measurement.rounds import Limits, run_rounds, runs_in_turn
-from enginery.bench.measurement.statistics import latency
-from enginery.bench.target import Subject
-from enginery.core.artifact.reports import BenchCase, CopyTimes, Measurement
+from enginery.bench.measurement.rounds import RoundLimits, run_rounds, runs_in_turn
+from enginery.bench.measurement.statistics import compare, latency
+from enginery.bench.target import Target
+from enginery.core.artifact.reports import BenchCase, Comparison, CopyTimes, Measurement
 from enginery.core.errors import EngineryError
 from enginery.core.model.feeds import Feeds
 from enginery.core.subprocess import Answer
 
 _GPU_SECONDS = 1.0
-Contenders = Mapping[str, Contender]
+"""Duration of a measurement of energy or copies."""
+Processes = Mapping[str, BenchmarkProcess]
 
 
-def limits_of(config: BenchConfig) -> Limits:
-    """When the rounds of a shape end."""
-    return Limits(
+def round_limits(config: BenchConfig) -> RoundLimits:
+    """Return the limits of the rounds at one shape."""
+    return RoundLimits(
         config.confidence,
         config.precision,
         config.min_rounds,
@@ -43,53 +40,60 @@ def limits_of(config: BenchConfig) -> Limits:
     )
 
 
-def may_fail(contenders: Contenders) -> set[str]:
-    """Those of `auto`: when one fails, the others are measured without it."""
-    return {name for name, contender in contenders.items() if not contender.plan.asked}
+def optional_backends(processes: Processes) -> set[str]:
+    """Return the backends that `auto` chose: if one fails, the others are measured without it."""
+    return {name for name, process in processes.items() if not process.plan.required}
 
 
-def plans_of(contenders: Contenders) -> dict[str, Plan]:
-    """What each contender was to be."""
-    return {name: contender.plan for name, contender in contenders.items()}
+def plans_of(processes: Processes) -> dict[str, BackendPlan]:
+    """Return name -> plan."""
+    return {name: process.plan for name, process in processes.items()}
 
 
 def measure_case(
     case: Case,
-    contenders: Contenders,
-    subjects: Mapping[str, Subject],
+    processes: Processes,
+    targets: Mapping[str, Target],
     config: BenchConfig,
     scratch: Path,
 ) -> BenchCase:
-    """All contenders at one shape.
+    """Warm up all backends at one shape, run the rounds, and return the measurements.
+
+    Args:
+        case: the shape.
+        processes: name -> backend's process.
+        targets: name -> target.
+        config: the options.
+        scratch: directory for the input files.
 
     Raises:
-        EngineryError: our runner, or a contender that was named, fails at the shape.
+        EngineryError: enginery's runner, or a backend named in `against`, fails at the shape.
     """
-    first = next(iter(subjects.values()))
+    first = next(iter(targets.values()))
     prepared: dict[str, Answer] = {}
     problems: dict[str, str] = {}
-    files = _feed_files(case, subjects, config, scratch)
-    for name, contender in contenders.items():
+    files = _feed_files(case, targets, config, scratch)
+    for name, process in processes.items():
         try:
-            prepared[name] = contender.ask(
-                "prepare", feeds=files[contender.plan.subject], seconds=config.warm_up_seconds
+            prepared[name] = process.request(
+                "prepare", feeds=files[process.plan.target], seconds=config.warm_up_seconds
             )
         except EngineryError as error:
-            if contender.plan.asked:
+            if process.plan.required:
                 raise
             problems[name] = error.message
     rounds = run_rounds(
-        {name: partial(_turn, contenders[name]) for name in prepared},
+        {name: partial(_turn, processes[name]) for name in prepared},
         {name: runs_in_turn(answer["typical_ms"]) for name, answer in prepared.items()},
-        limits_of(config),
-        may_fail=may_fail(contenders),
+        round_limits(config),
+        may_fail=optional_backends(processes),
     )
     problems |= rounds.failed
     rows, tokens = rows_of(case.sizes, first), tokens_of(case.sizes, first)
     measurements = []
     unknown: dict[str, str] = {}
     for name, turns in rounds.turns.items():
-        answer, contender = prepared[name], contenders[name]
+        answer, process = prepared[name], processes[name]
         found = latency(turns, confidence=config.confidence)
         measurements.append(
             Measurement(
@@ -100,12 +104,12 @@ def measure_case(
                 latency=found,
                 inputs_per_second=1e3 * rows / found.median_ms,
                 tokens_per_second=1e3 * tokens / found.median_ms if tokens else None,
-                joules_per_run=(_told(contender, "energy", unknown) or {}).get("joules"),
+                joules_per_run=(_measure_on_gpu(process, "energy", unknown) or {}).get("joules"),
                 copies=cast(
                     "CopyTimes | None",
-                    _told(contender, "copies", unknown, device=_gpu_of(contender)),
+                    _measure_on_gpu(process, "copies", unknown, device=_gpu_of(process)),
                 )
-                if contender.plan.kind == "onnxruntime"
+                if process.plan.kind == "onnxruntime"
                 else None,
                 notes=answer["notes"],
             )
@@ -115,60 +119,111 @@ def measure_case(
         rows=rows,
         tokens=tokens,
         measurements=measurements,
-        comparisons=comparisons(rounds.turns, plans_of(contenders), config),
+        comparisons=compare_pairs(rounds.turns, plans_of(processes), config),
         problems=problems,
         unknown=unknown,
         rounds_ended=rounds.ended,
     )
 
 
-def _turn(contender: Contender, runs: int) -> list[float]:
-    times: list[float] = contender.ask("turn", runs=runs)["times_ms"]
+def _turn(process: BenchmarkProcess, runs: int) -> list[float]:
+    times: list[float] = process.request("turn", runs=runs)["times_ms"]
     return times
 
 
 def _feed_files(
-    case: Case, subjects: Mapping[str, Subject], config: BenchConfig, scratch: Path
+    case: Case, targets: Mapping[str, Target], config: BenchConfig, scratch: Path
 ) -> dict[str, str]:
-    """Subjects with the same inputs get the same numbers: they are drawn from one seed."""
+    """Write the inputs of each target; return target -> file. All are drawn from one seed."""
     return {
-        name: str(save_feeds(case.feeds(subject, seed=config.seed), scratch / f"feeds-{index}.npz"))
-        for index, (name, subject) in enumerate(subjects.items())
+        name: str(save_feeds(case.feeds(target, seed=config.seed), scratch / f"feeds-{index}.npz"))
+        for index, (name, target) in enumerate(targets.items())
     }
 
 
 def save_feeds(feeds: Feeds, path: Path) -> Path:
-    """Writes inputs where a contender reads them."""
+    """Write inputs to an .npz file and return its path."""
     with path.open("wb") as stream:
         np.savez(stream, allow_pickle=False, **feeds)
     return path
 
 
-def _told(
-    contender: Contender, what: str, unknown: dict[str, str], **values: Any
+def _measure_on_gpu(
+    process: BenchmarkProcess, what: str, unknown: dict[str, str], **values: Any
 ) -> dict[str, float] | None:
-    """What a GPU tells over a second of runs; None where it does not, or there is none."""
-    if not on_gpu(contender):
+    """Measure energy or copies over a second of runs.
+
+    Args:
+        process: the backend's process.
+        what: `energy` or `copies`.
+        unknown: receives the reason if the GPU cannot be measured.
+        values: further arguments of the command.
+
+    Returns:
+        The measured values; None without a GPU, or if they are not available.
+    """
+    if not on_gpu(process):
         return None
     try:
-        found: dict[str, float] = contender.ask(what, seconds=_GPU_SECONDS, **values)
+        found: dict[str, float] = process.request(what, seconds=_GPU_SECONDS, **values)
     except EngineryError as error:
         unknown["host copies" if what == "copies" else what] = error.message
         return None
     return found
 
 
-def _gpu_of(contender: Contender) -> str:
-    """The GPU of a contender's first provider, `cuda:0`."""
-    options = contender.loaded["providers"][0].get("options", {})
+def _gpu_of(process: BenchmarkProcess) -> str:
+    """Return the GPU of a backend's first provider, such as `cuda:0`."""
+    options = process.loaded["providers"][0].get("options", {})
     return f"cuda:{options.get('device_id', 0)}"
 
 
-def on_gpu(contender: Contender) -> bool:
-    """Whether a contender runs on an NVIDIA GPU."""
-    providers = contender.loaded["providers"]
+def on_gpu(process: BenchmarkProcess) -> bool:
+    """Return True if a backend runs on an NVIDIA GPU."""
+    providers = process.loaded["providers"]
     if not providers:
-        return contender.plan.device.startswith("cuda")
+        return process.plan.device.startswith("cuda")
     return not runs_on_cpu(providers) and any(
         word in providers[0]["name"] for word in ("CUDA", "Tensor")
     )
+
+
+def compare_pairs(
+    turns: Mapping[str, Sequence[Sequence[float]]],
+    plans: Mapping[str, BackendPlan],
+    config: BenchConfig,
+) -> list[Comparison]:
+    """Compare every backend with PyTorch and with enginery's runner; each pair once.
+
+    PyTorch and Optimum run once, for the first artifact. PyTorch represents the model, so the
+    runner of every artifact is compared with it. All other pairs belong to one artifact, or are
+    enginery's runner on two artifacts.
+
+    Args:
+        turns: backend -> times of each turn's runs, in ms.
+        plans: backend -> plan.
+        config: the confidence level and the smallest difference.
+    """
+    bases = [name for name in turns if plans[name].kind == "pytorch"]
+    bases += [name for name in turns if plans[name].kind == ENGINERY]
+    found: dict[frozenset[str], Comparison] = {}
+    for base in bases:
+        for name in turns:
+            pair = frozenset((base, name))
+            if name == base or pair in found or not is_comparable(plans[name], plans[base]):
+                continue
+            found[pair] = compare(
+                turns[base],
+                turns[name],
+                confidence=config.confidence,
+                smallest=config.smallest_difference,
+                names=(name, base),
+            )
+    return list(found.values())
+
+
+def is_comparable(one: BackendPlan, other: BackendPlan) -> bool:
+    """Return True if the two belong to one artifact, or each is enginery's runner or PyTorch."""
+    if one.target == other.target:
+        return True
+    return all(plan.kind == ENGINERY or plan.kind.startswith("pytorch") for plan in (one, other))

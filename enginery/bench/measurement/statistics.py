@@ -1,13 +1,12 @@
-"""Times as numbers with their uncertainty, and two contenders' times as a ratio with its own.
+"""Latency with confidence intervals, and ratios of two backends' latencies.
 
 >>> median_interval([5.1, 5.0, 5.3, 5.2, 5.1, 5.4, 5.2, 5.1])
 (5.0, 5.4)
 >>> compare([[2.0, 2.1]] * 8, [[1.0, 1.0]] * 8, confidence=0.95, smallest=0.02).words
 '2.05 times as fast (2.05 to 2.05)'
 
-Contenders take turns, a round of turns after another, so that a drift of the machine hits all of
-them. The median of each turn is one value; intervals are over turns, not over the single runs in
-them, which follow one another and are not independent.
+Intervals are computed over the medians of the turns. The single runs of a turn follow one another
+directly, so they are not independent.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from statistics import fmean, median
 from enginery.core.artifact.reports import Comparison, Interval, Latency
 
 Turns = Sequence[Sequence[float]]
-"""Times in ms of each turn's runs."""
+"""Times of each turn's runs in ms."""
 
 _RUNS_FOR_P99 = 100
-"""With fewer runs the 99th percentile is the slowest one, whatever that was."""
+"""With fewer runs the 99th percentile would be the slowest run."""
 
 
 def latency(turns: Turns, *, confidence: float = 0.95) -> Latency:
-    """What the turns of one contender say.
+    """Summarize the turns of one backend.
 
     Args:
-        turns: the times of each turn's runs, in ms; at least one turn, none empty.
-        confidence: of the interval.
+        turns: times of each turn's runs in ms; at least one turn, none empty.
+        confidence: confidence level of the interval.
     """
     every = [time for turn in turns for time in turn]
     medians = [median(turn) for turn in turns]
@@ -48,28 +47,28 @@ def latency(turns: Turns, *, confidence: float = 0.95) -> Latency:
 
 def compare(
     base: Turns,
-    contender: Turns,
+    backend: Turns,
     *,
     confidence: float,
     smallest: float,
-    names: tuple[str, str] = ("contender", "base"),
+    names: tuple[str, str] = ("backend", "base"),
 ) -> Comparison:
-    """The contender beside the base, paired by round.
+    """Compare a backend with a base, paired by round.
 
     Args:
-        base: the base's turns, in ms.
-        contender: the contender's, from the same first round on. Where one has more, because the
-            other sat the last rounds out, those are in no pair.
-        confidence: of the interval.
+        base: times of the base's turns in ms.
+        backend: times of the backend's turns in ms, starting with the same round. If one of the two
+            has more turns, the last ones are ignored.
+        confidence: confidence level of the interval.
         smallest: a ratio within this share of 1 is no difference.
-        names: the contender's and the base's.
+        names: names of the backend and of the base.
     """
-    pairs = zip(base, contender, strict=False)
+    pairs = zip(base, backend, strict=False)
     ratios = [median(theirs) / median(ours) for theirs, ours in pairs]
     middle = median(ratios)
     interval = median_interval(ratios, confidence=confidence)
     if interval is None:
-        few = f"too few rounds to say ({len(ratios)} of {rounds_needed(confidence)})"
+        few = f"too few rounds for an interval ({len(ratios)} of {rounds_needed(confidence)})"
         return Comparison(*names, middle, None, False, few)
     low, high = interval
     different = low > 1 + smallest or high < 1 / (1 + smallest)
@@ -79,23 +78,22 @@ def compare(
 
 
 def _ratio(value: float) -> str:
-    """Three decimals near 1, where two would hide on which side it is; 0.0042 and not 0.00."""
+    """Format a ratio: with three decimals near 1, and with two significant digits below 0.1."""
     if value < 0.1:
         return f"{value:.2g}"
     return f"{value:.3f}" if abs(value - 1) < 0.1 else f"{value:.2f}"
 
 
 def median_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval | None:
-    """A distribution-free confidence interval of the median, from two order statistics.
+    """Return a confidence interval of the median, for any distribution of the values.
 
-    The k-th smallest and the k-th largest of n independent values hold the median between them
-    with the probability 1 - 2 P(Binomial(n, 1/2) < k), whatever the distribution; the largest k
-    that keeps the confidence is taken. Source: W. J. Conover, "Practical Nonparametric
-    Statistics", 3rd ed., 3.2; H. A. David and H. N. Nagaraja, "Order Statistics", 3rd ed., 7.1.
+    For n independent values, the median lies between the k-th smallest and the k-th largest with
+    probability 1 - 2 P(Binomial(n, 1/2) < k). The interval has the largest k for which this is at
+    least `confidence`. Source: W. J. Conover, "Practical Nonparametric Statistics", 3rd ed., 3.2;
+    H. A. David and H. N. Nagaraja, "Order Statistics", 3rd ed., 7.1.
 
     Returns:
-        The interval, or None where even the extremes do not reach the confidence: fewer than 6
-        values for 95 %.
+        The interval; None for too few values, which are fewer than 6 at 95 %.
     """
     count = len(values)
     outside = (1 - confidence) / 2
@@ -112,15 +110,14 @@ def median_interval(values: Sequence[float], *, confidence: float = 0.95) -> Int
 
 
 def rounds_needed(confidence: float) -> int:
-    """The fewest values that `median_interval` makes an interval of."""
+    """Return the smallest number of values for which `median_interval` returns an interval."""
     return max(1, math.ceil(1 - math.log2(1 - confidence)))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """A percentile, linear between neighbours.
+    """Return a percentile with linear interpolation, as numpy does by default.
 
-    Source: R. J. Hyndman and Y. Fan, "Sample Quantiles in Statistical Packages", 1996, type 7;
-    numpy's default.
+    Source: R. J. Hyndman and Y. Fan, "Sample Quantiles in Statistical Packages", 1996, type 7.
     """
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100

@@ -1,1 +1,1 @@
-"""The report page of an artifact: tables, curves, advice."""
+"""The report page of an artifact: tables, figures and advice."""

@@ -1,10 +1,7 @@
-"""What a measurement suggests: each rule looks at the result, and says what it saw and what to do.
+"""Rules that derive advice from the result of a benchmark.
 
->>> [advice.rule for advice in advise(result)]
-['threads', 'padding']
-
-A rule is a function of the result alone, so that it can be asked again of any `benchmark.json`.
-Where two times have to differ for it, they must differ beyond the noise.
+A rule depends on the result alone, so that it can be applied to any `benchmark.json`. A rule that
+compares two times applies only if their difference is significant.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from enginery.bench.config import OURS
+from enginery.bench.config import ENGINERY
 from enginery.core.artifact.reports import (
     Advice,
     BenchCase,
@@ -30,21 +27,25 @@ _GPUS = (
     TENSORRT_RTX,
     *map(full_name, ("directml", "rocm", "migraphx", "webgpu")),
 )
-"""Providers of GPUs alone; OpenVINO, for one, runs on CPUs too."""
-_MUCH_PADDING = 0.3
-_MUCH_COPYING = 0.25
-_READ_LESS = "and copy back only what is read: the pooled output instead of every token's."
+"""Providers that run only on GPUs. Others, such as OpenVINO, run on CPUs as well."""
+_MAX_PADDING = 0.3
+"""Share of padding tokens above which the rule gives advice."""
+_MAX_COPYING = 0.25
+"""Share of copies in the time of a run above which the rule gives advice."""
+_READ_LESS = (
+    "and copy back only the outputs you need, such as the pooled output instead of every token's."
+)
 _FLAT = 1.3
-"""A batch several times as large that takes up to so many times as long was not computing."""
+"""The GPU was not busy if a larger batch takes less than this multiple of a single input's time."""
 
 
 def advise(result: BenchResult) -> list[Advice]:
-    """Every rule's findings, in the order of the rules."""
+    """Return the advice of all rules."""
     return [advice for rule in RULES for advice in rule(result)]
 
 
 def searching_convolutions(result: BenchResult) -> Iterator[Advice]:
-    """Each new shape makes cuDNN search for its convolutions' kernels again."""
+    """Advise against cuDNN's exhaustive search, which runs again for each new shape."""
     shapes = _shapes(result)
     for record in _on_gpu(result):
         facts = _facts_of(result, record)
@@ -58,22 +59,22 @@ def searching_convolutions(result: BenchResult) -> Iterator[Advice]:
 
 
 def more_shapes_than_profiles(result: BenchResult) -> Iterator[Advice]:
-    """An engine is tuned for the optimum of each profile, and for nothing else."""
+    """Advise to pad to the profiles: an engine is tuned for each profile's optimum only."""
     shapes = _shapes(result)
     for record in result.contenders:
         profiles = record.facts.get("profiles", [])
-        if record.kind == OURS and profiles and shapes > len(profiles):
+        if record.kind == ENGINERY and profiles and shapes > len(profiles):
             yield Advice(
                 "shapes and profiles",
                 "there are more shapes than profiles",
                 f"{shapes} shapes ran in {len(profiles)} profiles: {'; '.join(profiles)}",
-                "Pad to the profiles' own sizes, or build profiles from the data: "
+                "Pad inputs to the sizes of the profiles, or build profiles from the data: "
                 "enginery build --profiles-from FILE --count N.",
             )
 
 
 def more_shapes_than_buckets(result: BenchResult) -> Iterator[Advice]:
-    """A shape beyond the buckets allocates its outputs anew, and has no CUDA graph."""
+    """Advise to use fewer shapes: one without a bucket has no GPU buffers and no CUDA graph."""
     shapes = _shapes(result)
     if shapes <= BUCKETS or not result.options.get("io_binding", True):
         return
@@ -81,74 +82,74 @@ def more_shapes_than_buckets(result: BenchResult) -> Iterator[Advice]:
         if record.facts.get("profiles"):
             continue
         without = (
-            "run without a CUDA graph" if _has_graph(result) else "allocate their outputs anew"
+            "run without a CUDA graph" if _has_graph(result) else "allocate outputs on each run"
         )
         yield Advice(
             "shapes and buckets",
             "there are more shapes than buckets of buffers on the GPU",
-            f"{record.name} ran {shapes} shapes; unless it is told otherwise a runner keeps "
-            f"{BUCKETS}, and others {without}",
-            f"Pad to at most {BUCKETS} sizes, or keep more, for more of the GPU's memory: "
-            f"OrtRunner(…, buckets={shapes}).",
+            f"{record.name} ran {shapes} shapes; by default a runner keeps {BUCKETS}, and the "
+            f"others {without}",
+            f"Pad inputs to at most {BUCKETS} sizes, or keep more buckets, which takes more GPU "
+            f"memory: OrtRunner(…, buckets={shapes}).",
         )
 
 
 def launches_dominate(result: BenchResult) -> Iterator[Advice]:
-    """A GPU that takes as long for one input as for several waits for its launches."""
+    """Advise CUDA graphs or batching if several inputs take about as long as one."""
     for record in _on_gpu(result):
-        if record.kind != OURS:
+        if record.kind != ENGINERY:
             continue
         for one, several in _batches(result, record.name):
             ratio = several[1].latency.median_ms / one[1].latency.median_ms
             if several[0].rows >= 4 and ratio < _FLAT:
-                recorded = _has_graph(result) and not one[1].notes
+                captured = _has_graph(result) and not one[1].notes
                 yield Advice(
                     "launches",
-                    "at batch 1 the GPU is not busy, with its CUDA graph"
-                    if recorded
+                    "at batch 1 the GPU is not busy, even with a CUDA graph"
+                    if captured
                     else "at batch 1 the GPU waits for kernel launches",
                     f"{record.name}: {one[1].latency.median_ms:.2f} ms for 1 input, "
                     f"{several[1].latency.median_ms:.2f} ms for {several[0].rows}",
                     "Batch requests together."
-                    if recorded
-                    else "Record a CUDA graph (--cuda-graph; each shape has its own), or batch "
+                    if captured
+                    else "Capture a CUDA graph (--cuda-graph; each shape has its own), or batch "
                     "requests together.",
                 )
                 break
 
 
 def copies_dominate(result: BenchResult) -> Iterator[Advice]:
-    """Inputs and outputs go through the host's memory although nobody needs them there."""
+    """Advise to keep tensors on the GPU if copies take a large share of the time."""
     for case in result.cases:
         for found in case.measurements:
-            if found.copies and found.copies["share"] > _MUCH_COPYING:
+            if found.copies and found.copies["share"] > _MAX_COPYING:
                 copies = found.copies
-                bare = result.contender(found.contender).kind == "onnxruntime"
-                whose = ", a session without binding," if bare else ""
+                unbound = result.contender(found.contender).kind == "onnxruntime"
+                suffix = ", a session without binding," if unbound else ""
                 yield Advice(
                     "host copies",
-                    "copies between host and GPU take a large part of the time",
-                    f"{found.contender}{whose} at {_named(case)}: {copies['in_ms']:.2f} ms in, "
+                    "copies between host and GPU take a large share of the time",
+                    f"{found.contender}{suffix} at {_describe(case)}: {copies['in_ms']:.2f} ms in, "
                     f"{copies['out_ms']:.2f} ms out, {copies['device_ms']:.2f} ms on the GPU",
-                    "Inputs and outputs of our runner are bound already. Keep tensors on the GPU "
+                    "enginery's runner already binds inputs and outputs. Keep tensors on the GPU "
                     f"from one model to the next (OrtRunner.run_on_device), {_READ_LESS}"
                     if result.options.get("io_binding", True)
-                    else "Bind inputs and outputs to the GPU (IOBinding: leave --no-io-binding "
-                    f"out), {_READ_LESS}",
+                    else "Bind inputs and outputs to the GPU (leave --no-io-binding out), "
+                    f"{_READ_LESS}",
                 )
                 return
 
 
 def gpu_slower_than_cpu(result: BenchResult) -> Iterator[Advice]:
-    """The CPU beats the GPU, and what of the result may be why."""
-    comparisons = [(_named(case), c) for case in result.cases for c in case.comparisons]
+    """Report that the CPU is faster than the GPU, with possible reasons from the result."""
+    comparisons = [(_describe(case), c) for case in result.cases for c in case.comparisons]
     if result.images:
         comparisons += [("all images", c) for c in result.images.comparisons]
     for where, found in comparisons:
         pair = [result.contender(name) for name in (found.contender, found.base)]
         if len({record.subject for record in pair}) > 1:
             continue
-        gpu = next((r for r in pair if r.kind == OURS and _is_gpu(r)), None)
+        gpu = next((r for r in pair if r.kind == ENGINERY and _is_gpu(r)), None)
         cpu = next((r for r in pair if r.kind == "enginery-cpu"), None)
         gpu_is_faster = (found.speedup > 1) == (gpu is pair[0])
         if gpu is None or cpu is None or not found.different or gpu_is_faster:
@@ -158,56 +159,58 @@ def gpu_slower_than_cpu(result: BenchResult) -> Iterator[Advice]:
             "GPU slower than CPU",
             f"the GPU is slower than the CPU at {where}",
             f"the CPU is {times:.2f} times as fast; "
-            + ("; ".join(_why_slow(result, gpu)) or "nothing in the result says why"),
-            "Mend what is named; else run batches, or keep this model on the CPU.",
+            + ("; ".join(_why_slow(result, gpu)) or "the result shows no reason"),
+            "Fix the causes that are listed, run larger batches, or keep this model on the CPU.",
         )
         return
 
 
 def int8_slower_than_fp16(result: BenchResult) -> Iterator[Advice]:
-    """INT8 is for speed; where it brings none, it only costs accuracy."""
+    """Advise FP16 where INT8 is slower."""
     precision = {subject["name"]: subject["precision"] for subject in result.subjects}
     for case in result.cases:
         for found in case.comparisons:
             pair = [result.contender(name) for name in (found.contender, found.base)]
             kinds = [precision[record.subject] for record in pair]
-            if [record.kind for record in pair] != [OURS, OURS] or set(kinds) != {"int8", "fp16"}:
+            if [record.kind for record in pair] != [ENGINERY, ENGINERY] or set(kinds) != {
+                "int8",
+                "fp16",
+            }:
                 continue
             int8_speedup = found.speedup if kinds[0] == "int8" else 1 / found.speedup
             if int8_speedup < 1 and found.different:
                 yield Advice(
                     "INT8 slower than FP16",
-                    f"INT8 is slower than FP16 at {_named(case)}",
+                    f"INT8 is slower than FP16 at {_describe(case)}",
                     f"INT8 is {int8_speedup:.2f} times as fast as FP16",
-                    "Ship FP16 for these shapes. Small batches are bound by memory and launches; "
-                    "on ONNX Runtime's CUDA provider, Q/DQ is not fused: run INT8 in TensorRT.",
+                    "Use FP16 for these shapes. Memory and kernel launches limit small batches; "
+                    "ONNX Runtime's CUDA provider does not fuse Q/DQ: run INT8 in TensorRT.",
                 )
                 return
 
 
 def much_padding(result: BenchResult) -> Iterator[Advice]:
-    """Padding is computed like anything else."""
+    """Advise to batch texts of similar length if a large share of the tokens is padding."""
     worst = max(result.padding, key=lambda found: found.in_order, default=None)
-    if worst and worst.in_order > _MUCH_PADDING:
+    if worst and worst.in_order > _MAX_PADDING:
         yield Advice(
             "padding",
             f"{worst.in_order:.0%} of the tokens are padding",
-            f"texts in the file's order at batch {worst.batch}; sorted by length it is "
-            f"{worst.sorted:.0%}",
-            "Batch texts of like length (the package's own text models do), and build profiles "
-            "from the lengths: enginery build --profiles-from FILE.",
+            f"texts in file order at batch {worst.batch}; sorted by length: {worst.sorted:.0%}",
+            "Batch texts of similar length, as load_model, predict and serve do, and build "
+            "profiles from the lengths: enginery build --profiles-from FILE.",
         )
 
 
 def too_many_threads(result: BenchResult) -> Iterator[Advice]:
-    """Two threads of one core share its arithmetic units."""
+    """Advise at most one thread per core: two threads of a core share its arithmetic units."""
     threads = int(result.options.get("threads", 0))
     cores = int(result.machine.get("physical_cores", 0))
     found = shared.too_many_threads(
         threads,
         cores,
         evidence=f"{threads} threads on {cores} cores",
-        remedy=f"Pass --threads {cores}, or 0 for ONNX Runtime's own choice.",
+        remedy=f"Pass --threads {cores}, or 0 for ONNX Runtime's default.",
     )
     if found:
         yield found
@@ -227,13 +230,13 @@ RULES: tuple[Callable[[BenchResult], Iterator[Advice]], ...] = (
 
 
 def _why_slow(result: BenchResult, gpu: ContenderRecord) -> Iterator[str]:
-    """What of the result slows a GPU."""
+    """Return the reasons in the result for which a GPU may be slow."""
     for rule in (searching_convolutions, launches_dominate, copies_dominate):
         yield from (advice.evidence for advice in rule(result))
     fallen = gpu.placement["fallen"] if gpu.placement else []
     if fallen:
         named = ", ".join(f"{node['name'] or 'unnamed'} ({node['op_type']})" for node in fallen[:3])
-        yield f"{len(fallen)} operations run on the CPU under it: {named}"
+        yield f"{len(fallen)} operations run on the CPU instead: {named}"
 
 
 def _is_gpu(record: ContenderRecord) -> bool:
@@ -241,7 +244,7 @@ def _is_gpu(record: ContenderRecord) -> bool:
 
 
 def _on_gpu(result: BenchResult) -> list[ContenderRecord]:
-    return [record for record in result.contenders if _is_gpu(record) and record.kind == OURS]
+    return [record for record in result.contenders if _is_gpu(record) and record.kind == ENGINERY]
 
 
 def _has_graph(result: BenchResult) -> bool:
@@ -249,10 +252,10 @@ def _has_graph(result: BenchResult) -> bool:
 
 
 def _facts_of(result: BenchResult, record: ContenderRecord) -> dict[str, Any]:
-    """What is known of a record's session; the bare one of the same model tells its options."""
+    """Return a backend's facts; the provider options come from the same model's plain session."""
     found: dict[str, Any] = {}
     for other in result.contenders:
-        if other.subject == record.subject and other.kind in ("onnxruntime", OURS):
+        if other.subject == record.subject and other.kind in ("onnxruntime", ENGINERY):
             found |= other.facts
     return found | record.facts
 
@@ -262,7 +265,7 @@ def _shapes(result: BenchResult) -> int:
 
 
 def _first_runs(result: BenchResult, name: str) -> str:
-    """Where images were run: how much longer the first pass took."""
+    """Return the times of the first pass and later passes over the images; empty without images."""
     if not result.images or name not in result.images.totals:
         return ""
     first, again = result.images.first_total_ms[name], result.images.totals[name].median_ms
@@ -273,7 +276,7 @@ Point = tuple[BenchCase, Measurement]
 
 
 def _batches(result: BenchResult, name: str) -> Iterator[tuple[Point, Point]]:
-    """A case of one row and one of several that is the same else."""
+    """Return pairs of a case with one row and a case that differs only in having more rows."""
     points: list[Point] = [
         (case, found)
         for case in result.cases
@@ -287,5 +290,5 @@ def _batches(result: BenchResult, name: str) -> Iterator[tuple[Point, Point]]:
                 yield one, several
 
 
-def _named(case: BenchCase) -> str:
+def _describe(case: BenchCase) -> str:
     return ", ".join(f"{name} {size}" for name, size in case.sizes.items()) or "fixed shapes"

@@ -1,11 +1,8 @@
-"""The figures of a bench: latency and throughput against batch and sequence, and speed-ups.
+"""Figures of a benchmark: latency, throughput and speedup.
 
->>> sorted(draw_figures(result))
-['latency-by-batch', 'latency-by-sequence', 'speedup', 'throughput']
-
-A figure is a function that draws, so that the same one becomes a file and a part of the page. Lines
-of latency have the median's interval as bars; ratios have theirs, and a hollow mark where the
-rounds were too few for one.
+A figure is a function that draws on matplotlib axes. Error bars are the confidence intervals of the
+medians and ratios. A ratio without an interval, because there were too few rounds, is a hollow
+marker.
 """
 
 from __future__ import annotations
@@ -20,21 +17,21 @@ from enginery.core.figures import Draw
 Point = tuple[BenchCase, Measurement]
 
 FIGURES = ("latency-by-batch", "latency-by-sequence", "throughput", "speedup", "images")
-"""All that there may be."""
+"""Names of all figures."""
 
 _AXES = ("batch", "sequence")
 
 
 def draw_figures(result: BenchResult) -> dict[str, Draw]:
-    """Name -> what draws it; only those that have something to show."""
+    """Return name -> function that draws the figure, for the figures with data."""
     found: dict[str, Draw] = {}
     for axis, other in (_AXES, _AXES[::-1]):
         sizes = {case.sizes.get(axis) for case in result.cases} - {None}
         if len(sizes) > 1:
-            fixed = _most_common(result, other)
+            fixed = _middle_size(result, other)
             found[f"latency-by-{axis}"] = partial(_latency, result, axis, other, fixed)
     if len({case.rows for case in result.cases}) > 1:
-        fixed = _most_common(result, "sequence")
+        fixed = _middle_size(result, "sequence")
         found["throughput"] = partial(_throughput, result, fixed)
     if any(case.comparisons for case in result.cases):
         found["speedup"] = partial(_speedup, result, reference_of(result))
@@ -44,33 +41,36 @@ def draw_figures(result: BenchResult) -> dict[str, Draw]:
 
 
 def reference_of(result: BenchResult) -> str:
-    """Return the contender that ratios are relative to: PyTorch where it ran, else the first."""
+    """Return the backend that ratios are relative to: PyTorch if it ran, otherwise the first."""
     names = [record.name for record in result.contenders if record.kind == "pytorch"]
     return (names or [result.contenders[0].name])[0]
 
 
 def caption(name: str, result: BenchResult) -> str:
-    """Return what a figure shows, in words for those who do not see it."""
-    batch, sequence = _most_common(result, "batch"), _most_common(result, "sequence")
+    """Return the caption of a figure, which is also its text alternative."""
+    batch, sequence = _middle_size(result, "batch"), _middle_size(result, "sequence")
     at = {
         "latency-by-batch": f" at sequence {sequence}" if sequence else "",
         "latency-by-sequence": f" at batch {batch}" if batch else "",
         "throughput": f" at sequence {sequence}" if sequence else "",
     }.get(name, "")
     words = {
-        "latency-by-batch": "Median latency against batch",
-        "latency-by-sequence": "Median latency against sequence",
-        "throughput": "Inputs a second against batch",
-        "speedup": f"Speed beside {reference_of(result)}, every shape",
-        "images": "Median time of each image by its pixels",
+        "latency-by-batch": "Median latency by batch size",
+        "latency-by-sequence": "Median latency by sequence length",
+        "throughput": "Inputs per second by batch size",
+        "speedup": f"Speedup over {reference_of(result)} at every shape",
+        "images": "Median time of each image by its number of pixels",
     }
     if name == "speedup":
-        return f"{words[name]}; bars are intervals, hollow marks have too few rounds for one"
+        return (
+            f"{words[name]}; bars are confidence intervals, hollow markers have too few rounds for "
+            "one"
+        )
     return f"{words[name]}{at}"
 
 
-def _most_common(result: BenchResult, dim: str) -> int | None:
-    """Return the middle one of the sizes that a dim has."""
+def _middle_size(result: BenchResult, dim: str) -> int | None:
+    """Return the middle one of the sizes of a dim, or None if the graph does not have it."""
     sizes = sorted({case.sizes[dim] for case in result.cases if dim in case.sizes})
     return sizes[len(sizes) // 2] if sizes else None
 
@@ -139,27 +139,31 @@ def _log_axes(axes: Any, sizes: Sequence[int]) -> None:
 
 
 def _label_decades(axis: Any, low: float, high: float) -> None:
-    """Plain numbers on a log axis; one decade has one label, or none, and its parts get theirs."""
+    """Label a log axis with plain numbers.
+
+    A range below a factor of 30 has at most two powers of ten, so minor ticks are labelled too: all
+    of them below a factor of 4, otherwise 2 and 5 times each power.
+    """
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     if high / low < 30:
         every = high / low < 4
         axis.set_minor_formatter(
-            FuncFormatter(lambda value, _: f"{value:g}" if every else _half_decade(value))
+            FuncFormatter(lambda value, _: f"{value:g}" if every else _label_2_and_5(value))
         )
         axis.set_tick_params(which="minor", labelsize=8)
     else:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _half_decade(value: float) -> str:
+def _label_2_and_5(value: float) -> str:
     text = f"{value:.1e}"
     return f"{value:g}" if text[0] in "25" and text[2] == "0" else ""
 
 
 def _speedup(result: BenchResult, reference: str, axes: Any) -> None:
-    """Draw a row for each shape, with a mark and an interval for each contender."""
+    """Draw a row for each shape, with a marker and an interval for each backend."""
     names = [record.name for record in result.contenders if record.name != reference]
     labels = []
     labelled: set[str] = set()
@@ -196,7 +200,7 @@ def _speedup(result: BenchResult, reference: str, axes: Any) -> None:
     axes.invert_yaxis()
     dims = "×".join(result.cases[0].sizes) or "shape"
     axes.set(xlabel=f"times as fast as {reference}", ylabel=dims)
-    # Half as fast is as far from 1 as twice as fast.
+    # On a log axis, half as fast is as far from 1 as twice as fast.
     axes.set_xscale("log")
     _label_decades(axes.xaxis, *axes.get_xlim())
     axes.legend(fontsize=9, loc="best")
@@ -218,5 +222,5 @@ def _images(result: BenchResult, axes: Any) -> None:
 
 
 def height_of(name: str, result: BenchResult) -> float:
-    """Inches: a figure with a row a shape grows with them."""
+    """Return the height of a figure in inches; the speedup figure grows with the shapes."""
     return max(2.6, 0.42 * len(result.cases) + 1.1) if name == "speedup" else 3.0

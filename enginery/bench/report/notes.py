@@ -1,55 +1,58 @@
-"""What a reader of a bench has to know beside its figures, in sentences.
-
->>> stage_notes(machine, cases, contenders, BenchConfig())
-['the machine was busy before: a load of 3.1 on 4 CPUs; ratios hold better than times']
-"""
+"""Notes on a benchmark: fallbacks, missing CUDA graphs, a busy machine, unstable warm-ups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from enginery.bench.config import OURS, BenchConfig
+from enginery.bench.config import ENGINERY, BenchConfig
 from enginery.core.artifact.reports import BenchCase, ContenderRecord
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.providers.selection import REQUESTED
 from enginery.runtime.providers.specification import has_cuda_graphs
 
 _REQUESTED = (REQUESTED, "asked for")
-"""The reason of a provider that is no fallback; the second is in reports of version 0.1.0."""
+"""The reason of a requested provider; reports of version 0.1.0 have the second."""
 _BUSY = 0.5
-"""Processes a CPU that wanted to run before anything was measured."""
+"""Load average per CPU from which the machine counts as busy."""
 
 
 def stage_notes(
     machine: Mapping[str, Any],
     cases: Sequence[BenchCase],
-    contenders: Sequence[ContenderRecord],
+    backends: Sequence[ContenderRecord],
     config: BenchConfig,
 ) -> list[str]:
-    """Providers that are there for a reason, ways of running that were not had, a busy machine."""
-    notes = fallback_notes([(record.name, record.providers) for record in contenders])
-    heads = {r.providers[0]["name"] for r in contenders if r.kind == OURS and r.providers}
+    """Return the notes on a benchmark.
+
+    Args:
+        machine: the machine, from `describe_machine`.
+        cases: the measured shapes.
+        backends: the records of the backends.
+        config: the options.
+    """
+    notes = fallback_notes([(record.name, record.providers) for record in backends])
+    heads = {r.providers[0]["name"] for r in backends if r.kind == ENGINERY and r.providers}
     without = sorted(short_name(name) for name in heads if not has_cuda_graphs(name))
     if config.cuda_graph and without:
-        notes.append(f"no CUDA graph was recorded: {', '.join(without)} has none")
+        notes.append(f"no CUDA graph was captured: {', '.join(without)} does not support them")
     load, cpus = machine["load"], machine["usable_cpus"]
     if load is not None and load > _BUSY * cpus:
         notes.append(
-            f"the machine was busy before: a load of {load:.1f} on {cpus} CPUs; ratios hold "
-            "better than times"
+            f"the machine was busy before the measurement: load {load:.1f} on {cpus} CPUs; ratios "
+            "are more reliable than times"
         )
     unsettled = sum(not m.settled for case in cases for m in case.measurements)
     if unsettled:
-        notes.append(f"{unsettled} warm-ups ended by their bounds before the times had settled")
+        notes.append(f"{unsettled} warm-ups reached a limit before the times were stable")
     return notes
 
 
 def fallback_notes(found: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> list[str]:
-    """`enginery, onnxruntime on cpu: cuda requested, but …`, for fallbacks.
+    """Return a note for each fallback: `enginery, onnxruntime on cpu: cuda requested, but …`.
 
     Args:
-        found: each contender with its providers, as a result has them.
+        found: each backend with the records of its providers.
     """
     names: dict[tuple[str, str], list[str]] = {}
     for name, providers in found:
@@ -62,6 +65,6 @@ def fallback_notes(found: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> 
 
 
 def is_overloaded(machine: Mapping[str, Any]) -> bool:
-    """Whether more wanted to run before the bench than there are CPUs."""
+    """Return True if the load before the benchmark was higher than the number of CPUs."""
     load = machine["load"]
     return load is not None and bool(load > machine["usable_cpus"])

@@ -1,16 +1,15 @@
-"""The report of an artifact: one page and its figures, from whatever is in it.
+"""The HTML report of an artifact, with its figures.
 
-Takes a directory with `manifest.json`, `reports/benchmark.json` or both; leaves
-`reports/report.html` and the figures as SVG beside it.
+    write_report(Path("minilm"))  # PosixPath('minilm/reports/report.html')
 
->>> write_report(Path("minilm"))
-PosixPath('minilm/reports/report.html')
+The input is a directory with `manifest.json`, `reports/benchmark.json` or both. The page is written
+to `reports/report.html`, and the figures are written beside it as SVG files.
 
-The page needs nothing else: no network, no script, no font. Everything is escaped by the template
-engine. A figure may come from somebody else's artifact: it is in the page as an image, in which no
-browser runs or loads anything, and the page's content security policy forbids the same. A report
-that is damaged is said to be, and is no reason to make no page; that of the bench, which the page
-is mostly about, is an error.
+The page is self-contained: it loads no scripts, fonts or network resources. The template engine
+escapes all text. Figures may come from an artifact that somebody else made, so they are embedded as
+images, in which browsers neither run scripts nor load resources, and the page's content security
+policy forbids both as well. A damaged report of another stage is mentioned on the page; a damaged
+benchmark is an error.
 """
 
 from __future__ import annotations
@@ -46,20 +45,22 @@ from enginery.core.paths import resolve_inside
 PAGE = f"{REPORTS}/report.html"
 _TEMPLATES = Path(__file__).parent / "templates"
 _WIDTH = 4.8
-"""Inches: on a telephone of 360 pixels the figure's text is still 9 pixels high."""
+"""Width of a figure in inches: on a screen of 360 pixels, its text is still 9 pixels high."""
 _MAX_FIGURE_BYTES = 4 * 2**20
-"""Of a figure that lies in the artifact; those that are drawn here have 0.1 MB."""
+"""Limit for a stored figure; the figures of this stage have 0.1 MB."""
 _SHORT = 38
+"""Number of characters up to which a cell counts as short."""
 _NOTHING = "–"
 
 AnyReport = TypeVar("AnyReport", bound=Report)
 
 
 def write_report(path: Path) -> Path:
-    """Make the page anew from what is there, and return its path.
+    """Write the page of a directory and return its path.
 
     Raises:
-        ArtifactError: the directory is no artifact and has no benchmark, or a file is damaged.
+        ArtifactError: the directory is not an artifact and has no benchmark, or one of the two is
+            damaged.
     """
     result = BenchResult.below(path)
     has_manifest = (path / MANIFEST).is_file() or result is None
@@ -67,9 +68,9 @@ def write_report(path: Path) -> Path:
     try:
         drawn = draw_bench_figures(result) if result else {}
         files = {PAGE: _page(path, manifest, result, drawn).encode(), **drawn}
-    except (ArithmeticError, LookupError, ValueError) as error:  # as of an empty list of contenders
+    except (ArithmeticError, LookupError, ValueError) as error:  # e.g. an empty list of backends
         raise ArtifactError(
-            f"{path / REPORTS / BenchResult.FILE} contradicts itself: {error!r}.",
+            f"{path / REPORTS / BenchResult.FILE} is inconsistent: {error!r}.",
             do="Measure again: enginery bench",
         ) from error
     store_reports(path, files, replacing_figures=result is not None)
@@ -77,15 +78,17 @@ def write_report(path: Path) -> Path:
 
 
 def store_reports(path: Path, files: Mapping[str, bytes], *, replacing_figures: bool) -> None:
-    """Write files below `reports/` of an artifact, which records them, or of a plain directory.
+    """Write files into `reports/` of an artifact or of a plain directory.
+
+    An artifact records them in its manifest.
 
     Args:
         path: the artifact or directory.
-        files: content by name, `reports/benchmark.json`.
-        replacing_figures: remove an earlier benchmark's figures; what other stages drew stays.
+        files: path in the directory, such as `reports/benchmark.json`, -> content.
+        replacing_figures: remove the figures of an earlier benchmark; those of other stages stay.
 
     Raises:
-        ArtifactError: the artifact cannot be opened, or a path of it leads through a link.
+        ArtifactError: the artifact cannot be opened, or one of its paths contains a symbolic link.
     """
     figures = [f"{REPORTS}/{name}.svg" for name in FIGURES] if replacing_figures else []
     removed = [name for name in figures if name not in files]
@@ -100,7 +103,7 @@ def store_reports(path: Path, files: Mapping[str, bytes], *, replacing_figures: 
 
 
 def draw_bench_figures(result: BenchResult) -> dict[str, bytes]:
-    """Return a benchmark's figures as SVG, by file name; none where matplotlib is missing."""
+    """Return file name -> SVG of a benchmark's figures; empty if matplotlib is not installed."""
     if not can_draw():
         return {}
     return {
@@ -163,7 +166,7 @@ def _page(
 
 
 def _read(kind: type[AnyReport], path: Path) -> tuple[AnyReport | None, str]:
-    """Return a report, and why there is none; no words where none was made."""
+    """Return a stage's report, or None and the problem; the problem is empty if there is none."""
     try:
         return kind.below(path), ""
     except ArtifactError as error:
@@ -172,19 +175,19 @@ def _read(kind: type[AnyReport], path: Path) -> tuple[AnyReport | None, str]:
 
 @dataclass(frozen=True)
 class Figure:
-    """An SVG in the page; without one, the caption says why."""
+    """A figure on the page. If `svg` is empty, the caption gives the reason."""
 
     svg: str
     caption: str
 
     @property
     def address(self) -> str:
-        """Return the figure as a `data:` address."""
+        """The figure as a `data:` URL."""
         return f"data:image/svg+xml;base64,{base64.b64encode(self.svg.encode()).decode()}"
 
 
 def _stored_figure(path: Path, name: str, words: str) -> list[Figure]:
-    """Return the figure that another stage left, if it is there."""
+    """Return the figure of another stage, or an empty list."""
     try:
         file = resolve_inside(path, f"{REPORTS}/{name}", what=str(path))
         if not file.exists():
@@ -196,7 +199,7 @@ def _stored_figure(path: Path, name: str, words: str) -> list[Figure]:
     return [Figure(svg.decode(errors="replace"), words)]
 
 
-# Rows of tables; those of the bench are in rows.py
+# Rows of the tables. The benchmark's are in `rows`.
 
 
 def _interface_rows(manifest: Manifest) -> list[Row]:
@@ -221,7 +224,7 @@ def _stage_rows(manifest: Manifest) -> list[Row]:
             "options": ", ".join(f"{name}={_plain(value)}" for name, value in stage.options.items())
             or "none",
             "tools": named_versions(stage.tools),
-            "took": f"{stage.seconds:.1f} s, {stage.peak_rss_bytes / 1e6:,.0f} MB",
+            "time, memory": f"{stage.seconds:.1f} s, {stage.peak_rss_bytes / 1e6:,.0f} MB",
             "finished": stage.finished,
         }
         for stage in manifest.stages
@@ -272,7 +275,7 @@ def _engine_rows(report: BuildReport) -> list[Row]:
     return [
         {
             "engine": engine["directory"],
-            "for": ", ".join(engine["capabilities"]) or "every GPU from 8.0 on",
+            "capability": ", ".join(engine["capabilities"]) or "8.0 and above",
             "profiles": "; ".join(engine["profiles"]) or "fixed shapes",
             "layers": ", ".join(f"{count} {kind}" for kind, count in engine["layers"].items()),
             "size": f"{engine['plan_size_bytes'] / 1e6:,.1f} MB",
@@ -282,7 +285,7 @@ def _engine_rows(report: BuildReport) -> list[Row]:
 
 
 def _is_narrow(rows: Sequence[Row]) -> bool:
-    """Return whether every cell is short: such a table is scrolled on a telephone, not folded."""
+    """Return True if all cells are short: on a small screen such a table scrolls, others wrap."""
     return all(len(cell) <= _SHORT for row in rows for cell in row.values())
 
 

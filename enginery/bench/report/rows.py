@@ -1,7 +1,7 @@
-"""Tables of a benchmark, for the terminal and the page: the same rows, the same words.
+"""Tables of a benchmark, for the terminal and the page.
 
->>> for title, rows in tables(result).items():
-...     console.table(title, rows)
+for title, rows in tables(result).items():
+    console.table(title, rows)
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from enginery.runtime.providers.known import short_name
 
 Row = dict[str, str]
 _NOTHING = "–"
-_SHOWN = 8
+_MAX_NAMES = 8
+"""Number of copy nodes that are listed by name."""
 
 
 def tables(result: BenchResult) -> dict[str, list[Row]]:
-    """Title -> rows; only what was measured."""
+    """Return title -> rows, for the tables that have rows."""
     found = {
         "Latency": latency_rows(result),
-        "Beside one another": comparison_rows(result),
+        "Comparison": comparison_rows(result),
         "Images": image_rows(result),
         "All images": image_total_rows(result),
-        "Contenders": contender_rows(result),
+        "Backends": backend_rows(result),
         "Placement": placement_rows(result),
-        "Compute on the CPU": fallen_rows(result),
+        "Compute on the CPU": cpu_fallback_rows(result),
         "Copies between devices": copy_rows(result),
         "Padding": padding_rows(result),
         "Advice": advice_rows(result),
-        "Left out": [{"contender": n, "because": why} for n, why in result.left_out.items()],
+        "Left out": [{"backend": n, "reason": why} for n, why in result.left_out.items()],
     }
     return {title: rows for title, rows in found.items() if rows}
 
 
 def lines(result: BenchResult) -> list[str]:
-    """Return what the tables do not say, in sentences."""
+    """Return the machine, the notes and what was not measured, as lines of text."""
     machine = result.machine
     gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) or f"no GPU: {machine['no_gpu']}"
     said = [f"on {machine['cpu']}, {machine['physical_cores']} cores; {gpus.rstrip('.')}"]
@@ -45,7 +46,7 @@ def lines(result: BenchResult) -> list[str]:
         said.append(f"not measured: {names}: {reason.rstrip('.')}")
     for record in result.contenders:
         if problem := record.facts.get("no_placement"):
-            said.append(f"where the nodes of {record.name} run is not known: {problem.rstrip('.')}")
+            said.append(f"the placement of {record.name} is not known: {problem.rstrip('.')}")
         said += [f"{record.name}: {note}" for note in record.notes]
     at: dict[str, list[str]] = {}
     for case in result.cases:
@@ -59,7 +60,7 @@ def lines(result: BenchResult) -> list[str]:
 
 
 def latency_rows(result: BenchResult) -> list[Row]:
-    """Return a row for each contender at each shape."""
+    """Return a row for each backend at each shape."""
     found = []
     for case in result.cases:
         for one in case.measurements:
@@ -68,7 +69,7 @@ def latency_rows(result: BenchResult) -> list[Row]:
             found.append(
                 {
                     _dims(case.sizes): _shape(case.sizes),
-                    "contender": one.contender,
+                    "backend": one.contender,
                     "median": _ms(times.median_ms),
                     "interval": _interval(times),
                     "mean": _ms(times.mean_ms),
@@ -85,7 +86,7 @@ def latency_rows(result: BenchResult) -> list[Row]:
                 ("interval", "mean", "p90", "p99", "first", "inputs/s", "tokens/s", "runs"),
                 _NOTHING,
             )
-            head = {_dims(case.sizes): _shape(case.sizes), "contender": name}
+            head = {_dims(case.sizes): _shape(case.sizes), "backend": name}
             found.append({**head, "median": problem, **blank})
     return found
 
@@ -93,11 +94,11 @@ def latency_rows(result: BenchResult) -> list[Row]:
 def comparison_rows(result: BenchResult) -> list[Row]:
     """Return a row for each pair at each shape."""
     shaped = [(_shape(case.sizes), c) for case in result.cases for c in case.comparisons]
-    shaped += [("all images", c) for c in result.images.comparisons] if result.images else []
-    head = _dims(result.cases[0].sizes) if result.cases else "over"
+    shaped += [("all", c) for c in result.images.comparisons] if result.images else []
+    head = _dims(result.cases[0].sizes) if result.cases else "images"
     busy = "; on a busy machine" if is_overloaded(result.machine) else ""
     return [
-        {head: shape, "contender": c.contender, "beside": c.base, "is": c.words + busy}
+        {head: shape, "backend": c.contender, "compared with": c.base, "result": c.words + busy}
         for shape, c in shaped
     ]
 
@@ -119,36 +120,36 @@ def image_rows(result: BenchResult) -> list[Row]:
 
 
 def image_total_rows(result: BenchResult) -> list[Row]:
-    """Return a row for each contender over all images."""
+    """Return a row for each backend, with the times over all images."""
     images = result.images
     if images is None:
         return []
     return [
         {
-            "contender": name,
+            "backend": name,
             "images": str(len(images.images)),
             "shapes": str(images.shapes),
             "first pass": _ms(images.first_total_ms[name]),
             "later passes": _ms(total.median_ms),
-            "an image": _ms(total.median_ms / len(images.images)),
+            "per image": _ms(total.median_ms / len(images.images)),
             "passes": str(images.passes),
         }
         for name, total in images.totals.items()
     ]
 
 
-def contender_rows(result: BenchResult) -> list[Row]:
-    """Return what each contender is, and what it took."""
+def backend_rows(result: BenchResult) -> list[Row]:
+    """Return a row for each backend, with its providers, load time, memory and versions."""
     return [
         {
-            "contender": record.name,
-            "is": record.label,
-            "runs on": ", ".join(short_name(p["name"]) for p in record.providers)
+            "backend": record.name,
+            "runs": record.label,
+            "on": ", ".join(short_name(p["name"]) for p in record.providers)
             or str(record.facts.get("device", _NOTHING)),
-            "because": record.providers[0]["reason"] if record.providers else _NOTHING,
+            "reason": record.providers[0]["reason"] if record.providers else _NOTHING,
             "load": f"{record.load_seconds:.1f} s",
             "peak memory": f"{record.peak_rss_bytes / 1e6:,.0f} MB",
-            "most GPU memory seen": f"{record.device_memory_bytes / 1e6:,.0f} MB"
+            "peak GPU memory": f"{record.device_memory_bytes / 1e6:,.0f} MB"
             if record.device_memory_bytes is not None
             else _NOTHING,
             "versions": ", ".join(f"{tool} {version}" for tool, version in record.tools.items()),
@@ -158,31 +159,31 @@ def contender_rows(result: BenchResult) -> list[Row]:
 
 
 def placement_rows(result: BenchResult) -> list[Row]:
-    """Return the number of nodes, and the share of the work, of each provider of each contender."""
+    """Return a row for each provider of each backend, with its nodes and multiply-adds."""
     found = []
     for name, placed in _placements(result):
         total = sum(part["multiply_adds"] for part in placed["providers"])
         counted = placed["multiply_adds_counted"]
         found += [
             {
-                "contender": name,
+                "backend": name,
                 "provider": short_name(part["name"]),
                 "nodes": str(part["nodes"]),
                 "for shapes": str(part["for_shapes"]),
                 "multiply-adds": f"{part['multiply_adds']:,}" if counted else _NOTHING,
                 "share": f"{part['multiply_adds'] / total:.1%}" if total else _NOTHING,
-                "most": ", ".join(f"{n} {op}" for op, n in list(part["op_types"].items())[:4]),
+                "main ops": ", ".join(f"{n} {op}" for op, n in list(part["op_types"].items())[:4]),
             }
             for part in placed["providers"]
         ]
     return found
 
 
-def fallen_rows(result: BenchResult) -> list[Row]:
-    """Return the compute nodes that are on the CPU although another provider was asked for."""
+def cpu_fallback_rows(result: BenchResult) -> list[Row]:
+    """Return the compute nodes that run on the CPU although another provider was requested."""
     return [
         {
-            "contender": name,
+            "backend": name,
             "node": node["name"] or "unnamed",
             "op": node["op_type"],
             "multiply-adds": f"{node['multiply_adds']:,}"
@@ -195,13 +196,13 @@ def fallen_rows(result: BenchResult) -> list[Row]:
 
 
 def copy_rows(result: BenchResult) -> list[Row]:
-    """Return how many Memcpy nodes each run of a contender has, and which."""
+    """Return a row for each backend with Memcpy nodes."""
     return [
         {
-            "contender": name,
-            "copies in a run": str(len(copies)),
-            "nodes": ", ".join(copies[:_SHOWN])
-            + (f" and {len(copies) - _SHOWN} more" if len(copies) > _SHOWN else ""),
+            "backend": name,
+            "copies per run": str(len(copies)),
+            "nodes": ", ".join(copies[:_MAX_NAMES])
+            + (f" and {len(copies) - _MAX_NAMES} more" if len(copies) > _MAX_NAMES else ""),
         }
         for name, placed in _placements(result)
         if (copies := placed["copies"])
@@ -209,7 +210,7 @@ def copy_rows(result: BenchResult) -> list[Row]:
 
 
 def _placements(result: BenchResult) -> list[tuple[str, PlacementRecord]]:
-    """Return the placement of each contender that has one."""
+    """Return (backend, placement) for the backends with a known placement."""
     return [(record.name, record.placement) for record in result.contenders if record.placement]
 
 
@@ -218,23 +219,23 @@ def padding_rows(result: BenchResult) -> list[Row]:
     return [
         {
             "batch": str(found.batch),
-            "padding in the file's order": f"{found.in_order:.0%}",
-            "sorted by length": f"{found.sorted:.0%}",
+            "padding in file order": f"{found.in_order:.0%}",
+            "padding sorted by length": f"{found.sorted:.0%}",
         }
         for found in result.padding
     ]
 
 
 def advice_rows(result: BenchResult) -> list[Row]:
-    """Return what the measurement suggests."""
+    """Return a row for each advice."""
     return [
-        {"found": advice.finding, "evidence": advice.evidence, "do": advice.remedy}
+        {"finding": advice.finding, "evidence": advice.evidence, "do": advice.remedy}
         for advice in result.advice
     ]
 
 
 def _dims(sizes: Mapping[str, int]) -> str:
-    """`batch×sequence`, over the sizes that `_shape` gives."""
+    """Return the dims as a column title: `batch×sequence`."""
     return "×".join(sizes) or "shape"
 
 
@@ -243,7 +244,7 @@ def _shape(sizes: Mapping[str, int]) -> str:
 
 
 def _ms(value: float) -> str:
-    """Three significant digits, in ms below a second."""
+    """Format a time with three significant digits: in ms, or in s from a second on."""
     if value >= 1000:
         return f"{value / 1000:.2f} s"
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3

@@ -15,20 +15,20 @@ from enginery.bench.measurement.statistics import (
 )
 
 
-def ratio(base, contender, smallest=0.02):
-    return compare(base, contender, confidence=0.95, smallest=smallest)
+def ratio(base, backend, smallest=0.02):
+    return compare(base, backend, confidence=0.95, smallest=smallest)
 
 
 @pytest.mark.parametrize(
     ("count", "rank"), [(6, 1), (8, 1), (9, 2), (10, 2), (20, 6), (30, 10), (100, 40)]
 )
-def test_interval_has_the_ranks_of_the_published_table(count, rank):
+def test_interval_has_the_ranks_of_conovers_table(count, rank):
     # Conover, table of the binomial distribution at 1/2: the largest k with P(B < k) <= 0.025.
     assert median_interval(list(range(1, count + 1))) == (rank, count - rank + 1)
 
 
 @pytest.mark.parametrize(("confidence", "needed"), [(0.9, 5), (0.95, 6), (0.99, 8)])
-def test_no_interval_of_too_few_values(confidence, needed):
+def test_too_few_values_have_no_interval(confidence, needed):
     assert rounds_needed(confidence) == needed
     assert median_interval(list(range(needed - 1)), confidence=confidence) is None
     assert median_interval(list(range(needed)), confidence=confidence) is not None
@@ -36,8 +36,8 @@ def test_no_interval_of_too_few_values(confidence, needed):
 
 @pytest.mark.parametrize("count", [6, 10, 25, 60])
 @pytest.mark.parametrize("draw", ["lognormal", "bimodal"])
-def test_interval_covers_the_median_as_often_as_it_says(count, draw):
-    """Skewed as latencies are, and bimodal as those of a busy machine."""
+def test_interval_contains_the_median_at_the_confidence_level(count, draw):
+    """Latencies are skewed; on a busy machine they are bimodal."""
     generator = random.Random(20240501)
 
     def value():
@@ -50,11 +50,11 @@ def test_interval_covers_the_median_as_often_as_it_says(count, draw):
     for _ in range(4000):
         low, high = median_interval([value() for _ in range(count)])
         covered += low <= true <= high
-    # At least 95 %, and the order statistics next to these would give less: exact is at most 98 %.
+    # The exact probability is between 95 % and 98 %; the next order statistics are below 95 %.
     assert 0.94 <= covered / 4000 <= 0.99
 
 
-def test_percentiles_are_numpys():
+def test_percentiles_are_those_of_numpy():
     import numpy as np
 
     generator = random.Random(1)
@@ -76,8 +76,8 @@ def test_p99_needs_a_hundred_runs():
     assert latency([[1.0] * 100]).p99_ms == 1.0
 
 
-def test_drift_that_hits_both_leaves_the_ratio_alone():
-    """The machine slows down by half over the rounds; paired ratios do not see it."""
+def test_drift_does_not_change_the_ratio():
+    """The machine slows down by half over the rounds."""
     drift = [1 + index / 20 for index in range(20)]
     found = ratio([[3.0 * d] for d in drift], [[2.0 * d] for d in drift])
     assert found.speedup == pytest.approx(1.5)
@@ -85,45 +85,45 @@ def test_drift_that_hits_both_leaves_the_ratio_alone():
     assert found.words == "1.50 times as fast (1.50 to 1.50)"
 
 
-def test_difference_within_the_noise_is_called_none():
+def test_difference_within_the_noise_is_no_difference():
     generator = random.Random(3)
     base = [[generator.gauss(1.0, 0.1)] for _ in range(20)]
-    contender = [[generator.gauss(0.99, 0.1)] for _ in range(20)]
-    found = ratio(base, contender)
+    backend = [[generator.gauss(0.99, 0.1)] for _ in range(20)]
+    found = ratio(base, backend)
     assert not found.different
     assert found.words.startswith("no difference seen (0.")
 
 
-def test_difference_smaller_than_asked_for_is_none():
-    base, contender = [[1.01]] * 10, [[1.0]] * 10
-    assert not ratio(base, contender).different
-    assert ratio(base, contender, smallest=0.005).different
+def test_difference_below_the_smallest_is_no_difference():
+    base, backend = [[1.01]] * 10, [[1.0]] * 10
+    assert not ratio(base, backend).different
+    assert ratio(base, backend, smallest=0.005).different
 
 
-def test_slower_is_a_difference_too():
+def test_slower_backend_is_a_difference():
     found = ratio([[1.0]] * 10, [[4.0]] * 10)
     assert found.different
     assert found.words == "0.25 times as fast (0.25 to 0.25)"
 
 
-def test_a_ratio_far_from_one_keeps_its_digits():
+def test_small_and_large_ratios_keep_their_digits():
     assert ratio([[0.0042]] * 8, [[1.0]] * 8).words == "0.0042 times as fast (0.0042 to 0.0042)"
     assert ratio([[333.3]] * 8, [[1.0]] * 8).words.startswith("333.30 times")
 
 
-def test_rounds_that_only_one_had_are_in_no_pair():
+def test_rounds_of_only_one_backend_are_ignored():
     found = ratio([[2.0]] * 6, [[1.0]] * 6 + [[100.0]] * 3)
     assert (found.speedup, found.interval) == (2.0, (2.0, 2.0))
 
 
-def test_too_few_rounds_make_no_claim():
+def test_too_few_rounds_have_no_verdict():
     found = ratio([[9.0]] * 5, [[1.0]] * 5)
     assert (found.interval, found.different) == (None, False)
-    assert found.words == "too few rounds to say (5 of 6)"
+    assert found.words == "too few rounds for an interval (5 of 6)"
 
 
-def test_same_program_is_rarely_called_different():
-    """The rate of false alarms, with the smallest difference at nothing."""
+def test_equal_programs_rarely_differ():
+    """Count false alarms with a smallest difference of 0."""
     generator = random.Random(5)
     alarms = 0
     for _ in range(1000):

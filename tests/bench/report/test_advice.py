@@ -1,10 +1,10 @@
-"""The rules on recorded facts: no GPU has been measured by this project, none is needed here."""
+"""The rules of the advice, on results built in code."""
 
 from __future__ import annotations
 
 import pytest
 
-from enginery.bench.measurement.padding import padding_of
+from enginery.bench.measurement.padding import compute_padding
 from enginery.bench.report.advice import (
     advise,
     copies_dominate,
@@ -17,134 +17,143 @@ from enginery.bench.report.advice import (
     searching_convolutions,
     too_many_threads,
 )
-from tests.bench.made import CPU, CUDA, made_case, made_contender, made_result
+from tests.bench.sample_results import CPU, CUDA, make_backend_record, make_case, make_result
 
 
-def searching(search="EXHAUSTIVE", *, convolutions=12, provider=CUDA):
+def records_with_search(search="EXHAUSTIVE", *, convolutions=12, provider=CUDA):
     options = {"CUDAExecutionProvider": {"cudnn_conv_algo_search": search}}
     return [
-        made_contender("enginery", provider=provider, convolutions=convolutions),
-        made_contender("onnxruntime", provider=provider, provider_options=options),
+        make_backend_record("enginery", provider=provider, convolutions=convolutions),
+        make_backend_record("onnxruntime", provider=provider, provider_options=options),
     ]
 
 
-TWO_SHAPES = [made_case({"batch": 1, "height": height}, {"enginery": 9.0}) for height in (640, 704)]
+TWO_SHAPES = [make_case({"batch": 1, "height": height}, {"enginery": 9.0}) for height in (640, 704)]
 
 
-def test_exhaustive_search_over_many_shapes():
-    (advice,) = searching_convolutions(made_result(contenders=searching(), cases=TWO_SHAPES))
+def test_exhaustive_search_with_several_shapes():
+    (advice,) = searching_convolutions(
+        make_result(contenders=records_with_search(), cases=TWO_SHAPES)
+    )
     assert "12 convolutions, ran 2 shapes" in advice.evidence
     assert "HEURISTIC" in advice.remedy
 
 
 @pytest.mark.parametrize(
     "contenders",
-    [searching("HEURISTIC"), searching(convolutions=0), searching(provider=CPU)],
+    [
+        records_with_search("HEURISTIC"),
+        records_with_search(convolutions=0),
+        records_with_search(provider=CPU),
+    ],
     ids=["heuristic", "no convolution", "on the CPU"],
 )
-def test_no_search_no_advice(contenders):
-    assert not list(searching_convolutions(made_result(contenders=contenders, cases=TWO_SHAPES)))
+def test_no_advice_without_exhaustive_search(contenders):
+    assert not list(searching_convolutions(make_result(contenders=contenders, cases=TWO_SHAPES)))
 
 
-def test_one_shape_is_searched_once():
-    result = made_result(contenders=searching(), cases=TWO_SHAPES[:1])
+def test_exhaustive_search_with_one_shape():
+    result = make_result(contenders=records_with_search(), cases=TWO_SHAPES[:1])
     assert not list(searching_convolutions(result))
 
 
 def test_more_shapes_than_profiles():
-    contender = made_contender("enginery", provider=CUDA, profiles=["batch=1,height=640"])
-    (advice,) = more_shapes_than_profiles(made_result(contenders=[contender], cases=TWO_SHAPES))
+    contender = make_backend_record("enginery", provider=CUDA, profiles=["batch=1,height=640"])
+    (advice,) = more_shapes_than_profiles(make_result(contenders=[contender], cases=TWO_SHAPES))
     assert advice.evidence == "2 shapes ran in 1 profiles: batch=1,height=640"
-    both = made_contender("enginery", provider=CUDA, profiles=["a=1", "a=2"])
-    assert not list(more_shapes_than_profiles(made_result(contenders=[both], cases=TWO_SHAPES)))
+    both = make_backend_record("enginery", provider=CUDA, profiles=["a=1", "a=2"])
+    assert not list(more_shapes_than_profiles(make_result(contenders=[both], cases=TWO_SHAPES)))
 
 
 @pytest.mark.parametrize(("several", "fires"), [(1.1, True), (4.0, False)])
-def test_launches_dominate_where_eight_take_as_long_as_one(several, fires):
+def test_launches_dominate_if_eight_inputs_take_as_long_as_one(several, fires):
     cases = [
-        made_case({"batch": 1, "sequence": 16}, {"enginery": 1.0}),
-        made_case({"batch": 8, "sequence": 16}, {"enginery": several}),
-        made_case({"batch": 8, "sequence": 512}, {"enginery": 90.0}),
+        make_case({"batch": 1, "sequence": 16}, {"enginery": 1.0}),
+        make_case({"batch": 8, "sequence": 16}, {"enginery": several}),
+        make_case({"batch": 8, "sequence": 512}, {"enginery": 90.0}),
     ]
-    on_gpu = made_result(contenders=[made_contender("enginery", provider=CUDA)], cases=cases)
+    on_gpu = make_result(contenders=[make_backend_record("enginery", provider=CUDA)], cases=cases)
     found = list(launches_dominate(on_gpu))
     assert len(found) == fires
     if fires:
         assert found[0].evidence == "enginery: 1.00 ms for 1 input, 1.10 ms for 8"
-    on_cpu = made_result(contenders=[made_contender("enginery")], cases=cases)
+    on_cpu = make_result(contenders=[make_backend_record("enginery")], cases=cases)
     assert not list(launches_dominate(on_cpu))
 
 
 @pytest.mark.parametrize(("share", "fires"), [(0.4, True), (0.2, False)])
 def test_host_copies_dominate(share, fires):
     copies = {"in_ms": 0.1, "device_ms": 1.0, "out_ms": 0.6, "share": share}
-    case = made_case({"batch": 8}, {"onnxruntime": 1.7}, copies={"onnxruntime": copies})
-    contender = made_contender("onnxruntime", provider=CUDA)
-    found = list(copies_dominate(made_result(contenders=[contender], cases=[case])))
+    case = make_case({"batch": 8}, {"onnxruntime": 1.7}, copies={"onnxruntime": copies})
+    contender = make_backend_record("onnxruntime", provider=CUDA)
+    found = list(copies_dominate(make_result(contenders=[contender], cases=[case])))
     assert len(found) == fires
     if fires:
         assert found[0].evidence.startswith("onnxruntime, a session without binding, at batch 8")
-        assert "bound already" in found[0].remedy
-        unbound = made_result(contenders=[contender], cases=[case], io_binding=False)
+        assert "already binds" in found[0].remedy
+        unbound = make_result(contenders=[contender], cases=[case], io_binding=False)
         (advice,) = copies_dominate(unbound)
         assert "leave --no-io-binding out" in advice.remedy
 
 
-def test_a_cuda_graph_that_is_on_is_not_advised_again():
-    cases = [made_case({"batch": batch}, {"enginery": 1.0}) for batch in (1, 8)]
-    contenders = [made_contender("enginery", provider=CUDA)]
-    (plain,) = launches_dominate(made_result(contenders=contenders, cases=cases))
-    (graph,) = launches_dominate(made_result(contenders=contenders, cases=cases, cuda_graph=True))
+def test_no_advice_to_use_a_cuda_graph_that_is_in_use():
+    cases = [make_case({"batch": batch}, {"enginery": 1.0}) for batch in (1, 8)]
+    contenders = [make_backend_record("enginery", provider=CUDA)]
+    (plain,) = launches_dominate(make_result(contenders=contenders, cases=cases))
+    (graph,) = launches_dominate(make_result(contenders=contenders, cases=cases, cuda_graph=True))
     assert "--cuda-graph" in plain.remedy
     assert graph.remedy == "Batch requests together."
 
 
-def test_more_shapes_than_buckets_on_a_gpu_that_binds():
-    cases = [made_case({"batch": batch}, {"enginery": 1.0}) for batch in range(1, 10)]
-    on_gpu = [made_contender("enginery", provider=CUDA)]
-    (advice,) = more_shapes_than_buckets(made_result(contenders=on_gpu, cases=cases))
-    assert "enginery ran 9 shapes; unless it is told otherwise a runner keeps 8" in advice.evidence
+def test_more_shapes_than_buckets_on_a_gpu():
+    cases = [make_case({"batch": batch}, {"enginery": 1.0}) for batch in range(1, 10)]
+    on_gpu = [make_backend_record("enginery", provider=CUDA)]
+    (advice,) = more_shapes_than_buckets(make_result(contenders=on_gpu, cases=cases))
+    assert "enginery ran 9 shapes; by default a runner keeps 8" in advice.evidence
     assert "buckets=9" in advice.remedy
     (graph,) = more_shapes_than_buckets(
-        made_result(contenders=on_gpu, cases=cases, cuda_graph=True)
+        make_result(contenders=on_gpu, cases=cases, cuda_graph=True)
     )
     assert "run without a CUDA graph" in graph.evidence
-    engine = [made_contender("enginery", provider=CUDA, profiles=["a=1"])]
+    engine = [make_backend_record("enginery", provider=CUDA, profiles=["a=1"])]
     for result in (
-        made_result(contenders=on_gpu, cases=cases[:8]),
-        made_result(contenders=on_gpu, cases=cases, io_binding=False),
-        made_result(contenders=[made_contender("enginery")], cases=cases),
-        made_result(contenders=engine, cases=cases),
+        make_result(contenders=on_gpu, cases=cases[:8]),
+        make_result(contenders=on_gpu, cases=cases, io_binding=False),
+        make_result(contenders=[make_backend_record("enginery")], cases=cases),
+        make_result(contenders=engine, cases=cases),
     ):
         assert not list(more_shapes_than_buckets(result))
 
 
 def gpu_and_cpu(gpu_ms, cpu_ms):
-    contenders = [*searching(), made_contender("enginery-cpu")]
+    contenders = [*records_with_search(), make_backend_record("enginery-cpu")]
     times = {"enginery": gpu_ms, "enginery-cpu": cpu_ms}
     cases = [
-        made_case({"height": height}, times, pairs=[("enginery-cpu", "enginery")])
+        make_case({"height": height}, times, pairs=[("enginery-cpu", "enginery")])
         for height in (640, 704)
     ]
-    return made_result(contenders=contenders, cases=cases)
+    return make_result(contenders=contenders, cases=cases)
 
 
-def test_gpu_slower_than_cpu_says_why():
+def test_gpu_slower_than_cpu_gives_reasons():
     (advice,) = gpu_slower_than_cpu(gpu_and_cpu(100.0, 40.0))
     assert advice.finding == "the GPU is slower than the CPU at height 640"
     assert advice.evidence.startswith("the CPU is 2.50 times as fast; enginery has 12 convolutions")
 
 
-def test_another_provider_of_the_cpu_is_no_gpu():
+def test_openvino_does_not_count_as_a_gpu():
     openvino = {"name": "OpenVINOExecutionProvider", "reason": "requested"}
-    contenders = [made_contender("enginery", provider=openvino), made_contender("enginery-cpu")]
+    contenders = [
+        make_backend_record("enginery", provider=openvino),
+        make_backend_record("enginery-cpu"),
+    ]
     times = {"enginery": 100.0, "enginery-cpu": 40.0}
-    cases = [made_case({"height": 640}, times, pairs=[("enginery-cpu", "enginery")])]
-    assert not list(gpu_slower_than_cpu(made_result(contenders=contenders, cases=cases)))
+    cases = [make_case({"height": 640}, times, pairs=[("enginery-cpu", "enginery")])]
+    assert not list(gpu_slower_than_cpu(make_result(contenders=contenders, cases=cases)))
 
 
 @pytest.mark.parametrize("gpu_ms", [10.0, 40.0, 40.4])
-def test_faster_gpu_or_no_difference_is_no_advice(gpu_ms):
+def test_no_advice_on_a_faster_or_equal_gpu(gpu_ms):
     assert not list(gpu_slower_than_cpu(gpu_and_cpu(gpu_ms, 40.0)))
 
 
@@ -156,9 +165,9 @@ def test_int8_slower_than_fp16(int8_ms, fires, int8_first):
     names = ["int8: enginery", "fp16: enginery"]
     times = {"int8: enginery": int8_ms, "fp16: enginery": 1.0}
     pair = tuple(names if int8_first else names[::-1])
-    contenders = [made_contender(n, kind="enginery", subject=n.split(":")[0]) for n in names]
-    case = made_case({"batch": 1}, times, pairs=[pair])
-    result = made_result(
+    contenders = [make_backend_record(n, kind="enginery", subject=n.split(":")[0]) for n in names]
+    case = make_case({"batch": 1}, times, pairs=[pair])
+    result = make_result(
         contenders=contenders, cases=[case], precisions={"int8": "int8", "fp16": "fp16"}
     )
     found = list(int8_slower_than_fp16(result))
@@ -169,29 +178,31 @@ def test_int8_slower_than_fp16(int8_ms, fires, int8_first):
 
 def test_padding_over_thirty_percent():
     lengths = [10, 200] * 32
-    padding = [padding_of(lengths, batch=batch) for batch in (1, 8)]
-    (advice,) = much_padding(made_result(contenders=[made_contender("enginery")], padding=padding))
+    padding = [compute_padding(lengths, batch=batch) for batch in (1, 8)]
+    (advice,) = much_padding(
+        make_result(contenders=[make_backend_record("enginery")], padding=padding)
+    )
     assert advice.finding == "48% of the tokens are padding"
-    assert "batch 8; sorted by length it is 0%" in advice.evidence
-    little = [padding_of([100, 90] * 8, batch=8)]
-    result = made_result(contenders=[made_contender("enginery")], padding=little)
+    assert "batch 8; sorted by length: 0%" in advice.evidence
+    little = [compute_padding([100, 90] * 8, batch=8)]
+    result = make_result(contenders=[make_backend_record("enginery")], padding=little)
     assert not list(much_padding(result))
 
 
 def test_padding_of_known_lengths():
-    found = padding_of([10, 30, 20], batch=2)
+    found = compute_padding([10, 30, 20], batch=2)
     assert found.in_order == pytest.approx(1 - 60 / 80)
     assert found.sorted == pytest.approx(1 - 60 / 70)
-    assert padding_of([5, 9, 7], batch=1).in_order == 0
+    assert compute_padding([5, 9, 7], batch=1).in_order == 0
 
 
 @pytest.mark.parametrize(("threads", "fires"), [(0, False), (4, False), (5, True)])
-def test_threads_over_physical_cores(threads, fires):
-    result = made_result(contenders=[made_contender("enginery")], threads=threads)
+def test_more_threads_than_physical_cores(threads, fires):
+    result = make_result(contenders=[make_backend_record("enginery")], threads=threads)
     assert [advice.rule for advice in too_many_threads(result)] == ["threads"] * fires
 
 
-def test_nothing_to_say_about_a_plain_measurement():
-    case = made_case({"batch": 1}, {"enginery": 1.0, "onnxruntime": 1.0})
-    contenders = [made_contender("enginery"), made_contender("onnxruntime")]
-    assert advise(made_result(contenders=contenders, cases=[case])) == []
+def test_ordinary_result_has_no_advice():
+    case = make_case({"batch": 1}, {"enginery": 1.0, "onnxruntime": 1.0})
+    contenders = [make_backend_record("enginery"), make_backend_record("onnxruntime")]
+    assert advise(make_result(contenders=contenders, cases=[case])) == []

@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from enginery.bench.measurement.statistics import compare, latency
 from enginery.bench.report import page
 from enginery.bench.report.curves import draw_figures
 from enginery.bench.report.page import write_report
@@ -18,8 +17,6 @@ from enginery.core.artifact.reports import (
     Advice,
     BuildReport,
     CalibrationRecord,
-    ImagesResult,
-    ImageTimes,
     MixAccuracy,
     MultiplyAdds,
     QuantizationReport,
@@ -28,11 +25,16 @@ from enginery.core.artifact.reports import (
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import figure_svg
 from tests.bench.chromium import Chromium, find_chromium
-from tests.bench.made import made_case, made_contender, made_result
+from tests.bench.sample_results import (
+    make_backend_record,
+    make_case,
+    make_image_result,
+    make_result,
+)
 
 
 class Outline(HTMLParser):
-    """Words, tags and what they point at."""
+    """The tags, links and texts of a page."""
 
     def __init__(self, text):
         super().__init__()
@@ -47,11 +49,11 @@ class Outline(HTMLParser):
         self.words.append(data.strip())
 
 
-def measured(names=("enginery", "onnxruntime", "optimum", "pytorch")):
+def make_sweep_result(names=("enginery", "onnxruntime", "optimum", "pytorch")):
     pairs = [("enginery", "pytorch"), ("onnxruntime", "pytorch"), ("onnxruntime", "enginery")]
     pairs = pairs if "pytorch" in names else [(names[1], names[0])]
     cases = [
-        made_case(
+        make_case(
             {"batch": batch, "sequence": sequence},
             {n: (1 + i) * batch * sequence / 64 for i, n in enumerate(names)},
             pairs=pairs,
@@ -59,30 +61,7 @@ def measured(names=("enginery", "onnxruntime", "optimum", "pytorch")):
         for batch in (1, 8, 32)
         for sequence in (16, 128, 512)
     ]
-    return made_result(contenders=[made_contender(name) for name in names], cases=cases)
-
-
-def with_images():
-    turns = {"enginery": [[9.0]] * 8, "enginery-cpu": [[4.0]] * 8}
-    images = [
-        ImageTimes(
-            f"photograph-{i}.png",
-            [1, 3, 640, 32 * i],
-            dict.fromkeys(turns, 9.0),
-            dict.fromkeys(turns, 1.0 * i),
-        )
-        for i in range(1, 9)
-    ]
-    totals = {name: latency(found) for name, found in turns.items()}
-    pair = compare(
-        turns["enginery"],
-        turns["enginery-cpu"],
-        confidence=0.95,
-        smallest=0.02,
-        names=("enginery-cpu", "enginery"),
-    )
-    found = ImagesResult("photos", images, 8, 2.0, dict.fromkeys(turns, 70.0), totals, [pair], 8)
-    return made_result(contenders=[made_contender(name) for name in turns], images=found)
+    return make_result(contenders=[make_backend_record(name) for name in names], cases=cases)
 
 
 def save_result(directory, result):
@@ -92,13 +71,13 @@ def save_result(directory, result):
 
 
 def full_artifact(exported, copied):
-    """An artifact with every report that a page shows."""
+    """Return an artifact with all reports that the page shows."""
     from enginery import validate_model
 
     artifact = copied(exported("bert", "feature-extraction"))
     validate_model(artifact)
     advice = Advice("threads", "too many", "9 threads on 4 cores", "Pass --threads 4.")
-    save_result(artifact.path, replace(measured(), advice=[advice]))
+    save_result(artifact.path, replace(make_sweep_result(), advice=[advice]))
     accuracy = AccuracyMetrics(64, 0.9999, 0.999, None, None, None)
     quantization = QuantizationReport(
         summary="36 of 36 layers in INT8",
@@ -124,7 +103,7 @@ def full_artifact(exported, copied):
         "layers": {"gemm fp16": 14},
         "plan_size_bytes": 2922564,
     }
-    notes = ["no engine has been run on a GPU yet"]
+    notes = ["a note on engines"]
     reports = artifact.path / "reports"
     for report in (quantization, BuildReport("1 engine", notes, [engine])):
         (reports / report.FILE).write_bytes(report.to_json())
@@ -133,19 +112,19 @@ def full_artifact(exported, copied):
     return artifact
 
 
-def test_page_has_all_that_the_artifact_has_and_asks_for_nothing(exported, copied):
+def test_page_shows_all_reports_and_loads_nothing(exported, copied):
     artifact = full_artifact(exported, copied)
     text = write_report(artifact.path).read_text()
     outline = Outline(text)
     words = set(outline.words)
     assert {
-        "What it is",
-        "How it was made",
+        "Model",
+        "Stages",
         "Quantization",
         "Engines",
         "Speed",
         "Advice",
-        "What ran, and where",
+        "Environment",
         "36 of 36 layers in INT8",
     } <= words
     assert {"last_hidden_state", "passed", "export"} <= words
@@ -164,25 +143,25 @@ def test_page_has_all_that_the_artifact_has_and_asks_for_nothing(exported, copie
     } <= figures
 
 
-def test_page_is_the_same_each_time(exported, copied):
+def test_page_is_reproducible(exported, copied):
     artifact = full_artifact(exported, copied)
     first = write_report(artifact.path).read_bytes()
     assert write_report(artifact.path).read_bytes() == first
 
 
-def test_damaged_report_is_said_and_the_rest_is_shown(exported, copied):
+def test_page_names_a_damaged_report_and_shows_the_rest(exported, copied):
     artifact = full_artifact(exported, copied)
     artifact.annotate(reports={"reports/validation.json": b"{", "reports/engines.json": b"{}"})
     words = " ".join(Outline(write_report(artifact.path).read_text()).words)
     assert "reports/validation.json cannot be read" in words
     assert "reports/engines.json cannot be read: summary is missing" in words
-    assert str(artifact.path) not in words.partition("What ran")[0]
+    assert str(artifact.path) not in words.partition("Environment")[0]
     assert "36 of 36 layers" in words
 
 
 @pytest.mark.parametrize("name", ["validation.json", "quantization.json", "engines.json"])
 @pytest.mark.parametrize("depth", [700, 200_000])
-def test_nested_report_is_said(exported, copied, name, depth):
+def test_page_names_a_deeply_nested_report(exported, copied, name, depth):
     artifact = full_artifact(exported, copied)
     nested = b'{"a": ' + b"[" * depth + b"]" * depth + b"}"
     artifact.annotate(reports={f"reports/{name}": nested})
@@ -199,7 +178,7 @@ def test_nested_report_is_said(exported, copied, name, depth):
         ("engines.json", {"engines": 3}, "engines: found 3, expected a valid array"),
     ],
 )
-def test_report_with_a_wrong_type_is_said_by_its_key(exported, copied, name, change, said):
+def test_page_names_the_key_of_a_wrong_type(exported, copied, name, change, said):
     artifact = full_artifact(exported, copied)
     report = json.loads((artifact.path / "reports" / name).read_bytes())
     artifact.annotate(reports={f"reports/{name}": json.dumps(report | change).encode()})
@@ -207,7 +186,7 @@ def test_report_with_a_wrong_type_is_said_by_its_key(exported, copied, name, cha
     assert f"reports/{name} cannot be read: {said}" in words
 
 
-def test_number_that_no_float_holds_is_said(exported, copied):
+def test_page_names_a_number_beyond_float(exported, copied):
     artifact = full_artifact(exported, copied)
     report = json.loads((artifact.path / "reports/validation.json").read_bytes())
     report["cases"][0]["outputs"][0]["max_abs"] = 10**400
@@ -225,15 +204,15 @@ def test_benchmark_of_another_version_is_an_error(tmp_path, content):
         write_report(tmp_path)
 
 
-def test_directory_with_nothing_is_no_artifact(tmp_path):
+def test_empty_directory_is_an_error(tmp_path):
     with pytest.raises(ArtifactError, match="is not an artifact"):
         write_report(tmp_path)
 
 
-def test_everything_is_escaped(exported, copied):
+def test_text_is_escaped(exported, copied):
     evil = "<script>alert('x')</script>&\"'"
     artifact = full_artifact(exported, copied)
-    result = measured()
+    result = make_sweep_result()
     contenders = [replace(record, label=evil, notes=[evil]) for record in result.contenders]
     save_result(
         artifact.path,
@@ -261,8 +240,8 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("svg", HOSTILE, ids=lambda svg: svg[:12].encode(errors="replace").decode())
-def test_nothing_in_a_page_may_run_or_load_whatever_a_figure_holds(tmp_path, svg):
-    save_result(tmp_path, made_result(contenders=[made_contender("enginery")]))
+def test_hostile_figure_is_only_an_image(tmp_path, svg):
+    save_result(tmp_path, make_result(contenders=[make_backend_record("enginery")]))
     (tmp_path / "reports/engines.json").write_bytes(BuildReport("none", [], []).to_json())
     (tmp_path / "reports/lengths.svg").write_bytes(svg.encode(errors="surrogatepass"))
     text = write_report(tmp_path).read_text()
@@ -277,13 +256,13 @@ def test_nothing_in_a_page_may_run_or_load_whatever_a_figure_holds(tmp_path, svg
 
 
 @pytest.mark.parametrize("change", [{"contenders": []}, {"subjects": []}])
-def test_bench_that_contradicts_itself_is_an_error(tmp_path, change):
-    save_result(tmp_path, replace(measured(), **change))
-    with pytest.raises(ArtifactError, match="contradicts itself"):
+def test_inconsistent_benchmark_is_an_error(tmp_path, change):
+    save_result(tmp_path, replace(make_sweep_result(), **change))
+    with pytest.raises(ArtifactError, match="is inconsistent"):
         write_report(tmp_path)
 
 
-def test_a_huge_figure_is_said_and_the_rest_is_shown(exported, copied):
+def test_page_names_a_huge_figure_and_shows_the_rest(exported, copied):
     artifact = full_artifact(exported, copied)
     with (artifact.path / "reports" / "lengths.svg").open("wb") as stream:
         stream.truncate(2**22 + 1)
@@ -292,39 +271,39 @@ def test_a_huge_figure_is_said_and_the_rest_is_shown(exported, copied):
     assert outline.tags.count("img") == 4 + 1
 
 
-def test_without_matplotlib_the_page_says_so(tmp_path, monkeypatch):
+def test_page_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "can_draw", lambda: False)
-    text = write_report(save_result(tmp_path, measured())).read_text()
+    text = write_report(save_result(tmp_path, make_sweep_result())).read_text()
     assert "no figures were drawn" in text
     assert "<img" not in text
 
 
-def test_figures_are_those_that_have_something_to_show():
-    assert set(draw_figures(measured())) == {
+def test_figures_without_data_are_not_drawn():
+    assert set(draw_figures(make_sweep_result())) == {
         "latency-by-batch",
         "latency-by-sequence",
         "throughput",
         "speedup",
     }
-    assert set(draw_figures(with_images())) == {"images"}
-    one = made_result(
-        contenders=[made_contender("enginery")], cases=[made_case({}, {"enginery": 1.0})]
+    assert set(draw_figures(make_image_result())) == {"images"}
+    one = make_result(
+        contenders=[make_backend_record("enginery")], cases=[make_case({}, {"enginery": 1.0})]
     )
     assert draw_figures(one) == {}
 
 
-def test_figures_of_an_earlier_bench_are_removed_and_those_of_other_stages_stay(tmp_path):
-    save_result(tmp_path, measured())
+def test_new_result_replaces_old_figures_but_not_those_of_other_stages(tmp_path):
+    save_result(tmp_path, make_sweep_result())
     write_report(tmp_path)
     reports = tmp_path / "reports"
     (reports / "quantization.svg").write_text("<svg></svg>")
     assert (reports / "throughput.svg").is_file()
-    write_report(save_result(tmp_path, with_images()))
+    write_report(save_result(tmp_path, make_image_result()))
     assert {path.name for path in reports.glob("*.svg")} == {"images.svg", "quantization.svg"}
 
 
 def axes_of(draw):
-    """A figure's axes after drawing, to be asked what is on them."""
+    """Draw a figure and return its axes."""
     from matplotlib import figure
 
     axes = figure.Figure().subplots()
@@ -332,30 +311,30 @@ def axes_of(draw):
     return axes
 
 
-def test_speedups_are_on_a_log_axis_and_hollow_where_there_is_no_interval():
+def test_speedup_has_a_log_axis_and_hollow_markers_without_intervals():
     times = {"enginery": 1.0, "pytorch": 4.0}
-    contenders = [made_contender(name) for name in times]
+    contenders = [make_backend_record(name) for name in times]
     pairs = [("enginery", "pytorch")]
     cases = [
-        made_case({"batch": 1}, times, pairs=pairs),
-        made_case({"batch": 8}, times, pairs=pairs, rounds=3),
+        make_case({"batch": 1}, times, pairs=pairs),
+        make_case({"batch": 8}, times, pairs=pairs, rounds=3),
     ]
-    axes = axes_of(draw_figures(made_result(contenders=contenders, cases=cases))["speedup"])
+    axes = axes_of(draw_figures(make_result(contenders=contenders, cases=cases))["speedup"])
     assert axes.get_xscale() == "log"
     marks = [bar[0].get_fillstyle() for bar in axes.containers]
     assert marks == ["full", "none"]
 
 
-def test_pixels_of_images_with_the_channels_last_are_height_by_width():
-    result = with_images()
+def test_number_of_pixels_with_channels_last():
+    result = make_image_result()
     images = [replace(image, shape=[1, 640, 960, 3]) for image in result.images.images]
     last = replace(result, images=replace(result.images, images=images, layout="last"))
     axes = axes_of(draw_figures(last)["images"])
     assert set(axes.lines[0].get_xdata()) == {0.6144}
 
 
-def test_latency_is_drawn_on_log_axes_with_the_sizes_that_were_run():
-    svg = figure_svg(draw_figures(measured())["latency-by-batch"])
+def test_latency_axis_is_labelled_with_the_measured_sizes():
+    svg = figure_svg(draw_figures(make_sweep_result())["latency-by-batch"])
     texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
     words = {"".join(text.itertext()) for text in texts}
     assert {"1", "8", "32", "batch", "latency, ms", "enginery", "pytorch"} <= words
@@ -366,7 +345,7 @@ def test_latency_is_drawn_on_log_axes_with_the_sizes_that_were_run():
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("kind", ["artifact", "images", "several"])
 def test_page_in_a_browser(exported, copied, tmp_path, dark, kind):
-    """The pictures stay in pytest's temporary directory."""
+    """Check the layout in Chromium; screenshots stay in pytest's temporary directory."""
     if kind == "artifact":
         directory = full_artifact(exported, copied).path
     elif kind == "several":
@@ -375,9 +354,9 @@ def test_page_in_a_browser(exported, copied, tmp_path, dark, kind):
             for p in ("fp16", "int8")
             for k in ("enginery", "onnxruntime")
         ]
-        directory = save_result(tmp_path / "several", measured(names))
+        directory = save_result(tmp_path / "several", make_sweep_result(names))
     else:
-        directory = save_result(tmp_path / "images", with_images())
+        directory = save_result(tmp_path / "images", make_image_result())
     html = write_report(directory)
     with Chromium(find_chromium(), tmp_path) as browser:
         for width in (1280, 360):

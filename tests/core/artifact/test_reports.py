@@ -20,7 +20,7 @@ from enginery.core.artifact.reports import (
     worst_by_output,
 )
 from enginery.core.errors import ArtifactError
-from tests.bench.made import made_case, made_contender, made_result
+from tests.bench.sample_results import make_backend_record, make_case, make_result
 
 
 def output(name="logits", max_abs=1e-6, limit=1e-5, problem=""):
@@ -58,10 +58,10 @@ ENGINE = {
     "key": "0",
 }
 BUILD = BuildReport("1 engine", [], [ENGINE])
-BENCHMARK = made_result(
-    contenders=[made_contender("enginery", placement=[{"name": "of an early version"}])],
+BENCHMARK = make_result(
+    contenders=[make_backend_record("enginery", placement=[{"name": "of an early version"}])],
     cases=[
-        made_case({"batch": 1}, {"enginery": 1.0, "pytorch": 2.0}, pairs=[("enginery", "pytorch")])
+        make_case({"batch": 1}, {"enginery": 1.0, "pytorch": 2.0}, pairs=[("enginery", "pytorch")])
     ],
 )
 ALL = (VALIDATION, QUANTIZATION, BUILD, BENCHMARK)

@@ -1,10 +1,7 @@
-"""Who runs FP16 at one shape: our runner in its ways, and PyTorch in its; on host and on device.
+"""The backends that run FP16 at one shape: enginery's runner and PyTorch, each in several ways.
 
-    >>> for contender in ours(runners, feeds, "cuda"):
-    ...     contender.run()
-
-On `host`, numpy arrays go in and come out. On `device`, torch tensors of the GPU go in, and the
-outputs stay there. Every run is complete when it returns.
+On `host`, inputs and outputs are numpy arrays. On `device`, inputs are torch tensors on the GPU,
+and outputs stay there. Every run is synchronized.
 """
 
 from __future__ import annotations
@@ -25,8 +22,8 @@ PLACES = ("host", "device")
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One way of running a model."""
+class Variant:
+    """A way of running a model."""
 
     side: str
     """One of the names above."""
@@ -34,7 +31,7 @@ class Contender:
     run: Callable[[], object]
 
     @property
-    def ours(self) -> bool:
+    def is_enginery(self) -> bool:
         return self.side in (PLAIN, BOUND, GRAPH)
 
     @property
@@ -42,21 +39,23 @@ class Contender:
         return f"{self.side}, {self.place}"
 
 
-def ours(runners: Mapping[str, OrtRunner], feeds: Feeds, device: str) -> Iterator[Contender]:
-    """Our runner in each of its ways; without IOBinding there is nothing on the device."""
+def enginery_variants(
+    runners: Mapping[str, OrtRunner], feeds: Feeds, device: str
+) -> Iterator[Variant]:
+    """Return the ways of enginery's runner; without IOBinding it runs on `host` only."""
     tensors = tensors_of(feeds, device)
     for side, runner in runners.items():
-        yield Contender(side, "host", lambda runner=runner: runner(feeds))
+        yield Variant(side, "host", lambda runner=runner: runner(feeds))
         if side != PLAIN:
-            yield Contender(side, "device", lambda runner=runner: runner.run_on_device(tensors))
+            yield Variant(side, "device", lambda runner=runner: runner.run_on_device(tensors))
 
 
-def theirs(models: Mapping[str, Any], feeds: Feeds, device: str) -> Iterator[Contender]:
-    """PyTorch's models; the one output that our graph has is what is brought back."""
+def pytorch_variants(models: Mapping[str, Any], feeds: Feeds, device: str) -> Iterator[Variant]:
+    """Return PyTorch's models; only the output that the graph has is copied back."""
     tensors = tensors_of(feeds, device)
     for side, model in models.items():
-        yield Contender(side, "host", _host_run(model, feeds, device))
-        yield Contender(side, "device", _device_run(model, tensors, device))
+        yield Variant(side, "host", _host_run(model, feeds, device))
+        yield Variant(side, "device", _device_run(model, tensors, device))
 
 
 def _host_run(model: Any, feeds: Feeds, device: str) -> Callable[[], object]:

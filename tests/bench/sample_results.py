@@ -1,8 +1,4 @@
-"""What the tests of the bench measure and look at: a small detector, photographs, results.
-
->>> save_detector(tmp_path / "detector.onnx")
->>> made_result(contenders=[made_contender("enginery")])
-"""
+"""A small detector, images and results for the tests of the bench stage."""
 
 from __future__ import annotations
 
@@ -10,7 +6,14 @@ from dataclasses import asdict
 
 from enginery.bench.config import BenchConfig
 from enginery.bench.measurement.statistics import compare, latency
-from enginery.core.artifact.reports import BenchCase, BenchResult, ContenderRecord, Measurement
+from enginery.core.artifact.reports import (
+    BenchCase,
+    BenchResult,
+    ContenderRecord,
+    ImagesResult,
+    ImageTimes,
+    Measurement,
+)
 
 QUICK = {
     "min_rounds": 1,
@@ -19,14 +22,14 @@ QUICK = {
     "warm_up_seconds": 0.3,
     "precision": 0.5,
 }
-"""Options of a real measurement whose times nobody reads."""
+"""Options of a short measurement whose times do not matter."""
 
 CUDA = {"name": "CUDAExecutionProvider", "reason": "requested"}
 CPU = {"name": "CPUExecutionProvider", "reason": "requested"}
 
 
 def save_detector(path, *, dims=("N", 3, "DynamicDimension.1", "DynamicDimension.2")):
-    """Two convolutions and a map of scores, with free dims named as Paddle's exporter does."""
+    """Save a model of two convolutions, with dynamic dims named as Paddle's exporter does."""
     import numpy as np
     import onnx
     from onnx import TensorProto, helper, numpy_helper
@@ -63,7 +66,7 @@ def save_photographs(folder, *sizes):
     return folder
 
 
-def made_contender(name, *, kind="", subject="model", provider=CPU, **facts):
+def make_backend_record(name, *, kind="", subject="model", provider=CPU, **facts):
     return ContenderRecord(
         name=name,
         kind=kind or name,
@@ -75,14 +78,22 @@ def made_contender(name, *, kind="", subject="model", provider=CPU, **facts):
         load_seconds=0.2,
         peak_rss_bytes=10**8,
         device_memory_bytes=None,
-        device_memory="it runs on the CPU",
+        device_memory="the backend runs on the CPU",
         facts=facts,
         notes=[],
     )
 
 
-def made_case(sizes, times_ms, *, pairs=(), copies=None, rounds=10):
-    """`times_ms`: the time of every run, by contender; `pairs`: (contender, base)."""
+def make_case(sizes, times_ms, *, pairs=(), copies=None, rounds=10):
+    """Return the result of a shape.
+
+    Args:
+        sizes: dim -> size.
+        times_ms: backend -> time of every run.
+        pairs: (backend, base) to compare.
+        copies: backend -> copy times.
+        rounds: number of rounds.
+    """
     turns = {name: [[time] * 2] * rounds for name, time in times_ms.items()}
     rows = sizes.get("batch", 1)
     measurements = [
@@ -105,7 +116,7 @@ def made_case(sizes, times_ms, *, pairs=(), copies=None, rounds=10):
     return BenchCase(sizes, rows, None, measurements, found, {}, {}, "10 rounds")
 
 
-def made_result(*, contenders, cases=(), images=None, padding=(), precisions=None, **options):
+def make_result(*, contenders, cases=(), images=None, padding=(), precisions=None, **options):
     names = list(dict.fromkeys(record.subject for record in contenders))
     subjects = [
         {
@@ -149,3 +160,27 @@ def made_result(*, contenders, cases=(), images=None, padding=(), precisions=Non
         finished="2026-01-01T00:00:00+00:00",
         seconds=1.0,
     )
+
+
+def make_image_result():
+    """Return the result of eight images of different widths."""
+    turns = {"enginery": [[9.0]] * 8, "enginery-cpu": [[4.0]] * 8}
+    images = [
+        ImageTimes(
+            f"photograph-{i}.png",
+            [1, 3, 640, 32 * i],
+            dict.fromkeys(turns, 9.0),
+            dict.fromkeys(turns, 1.0 * i),
+        )
+        for i in range(1, 9)
+    ]
+    totals = {name: latency(found) for name, found in turns.items()}
+    pair = compare(
+        turns["enginery"],
+        turns["enginery-cpu"],
+        confidence=0.95,
+        smallest=0.02,
+        names=("enginery-cpu", "enginery"),
+    )
+    found = ImagesResult("photos", images, 8, 2.0, dict.fromkeys(turns, 70.0), totals, [pair], 8)
+    return make_result(contenders=[make_backend_record(name) for name in turns], images=found)
