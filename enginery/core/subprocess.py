@@ -323,3 +323,20 @@ def how_it_ended(status: int) -> str:
     if status == -signal.SIGKILL:
         return "was killed (signal 9); the usual cause is that memory ran out"
     return f"crashed with signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+def peak_rss_bytes() -> int:
+    """The largest resident set of this process so far, in bytes.
+
+    Linux's `ru_maxrss` survives exec, so a child would report its parent's size;
+    `VmHWM` belongs to the program that runs.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource  # not on Windows
+
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return usage if sys.platform == "darwin" else usage * 1024

@@ -27,9 +27,9 @@ from enginery.core.artifact.fingerprint import Fingerprint, combined_sha256, too
 from enginery.core.artifact.manifest import StageRecord
 from enginery.core.artifact.reports import BuildReport
 from enginery.core.artifact.staging import CARD, LISTING, staging
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
+from enginery.core.subprocess import peak_rss_bytes
 from enginery.engine.build import (
     GraphCoverage,
     find_coverage,

@@ -17,9 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.subprocess import answer_parent
+from enginery.core.subprocess import answer_parent, peak_rss_bytes
 from enginery.export.config import ExportConfig
 from enginery.export.protocol import PHASE, ExportedModel, WorkerRequest, WorkerResult
 

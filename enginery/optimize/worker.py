@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ExportError, UntrustedModelError
-from enginery.core.memory import peak_rss_bytes
-from enginery.core.subprocess import answer_parent
+from enginery.core.subprocess import answer_parent, peak_rss_bytes
 
 
 def fuse(model: Path, files: list[str], level: str, out: Path) -> list[str]:

@@ -29,9 +29,8 @@ from filelock import FileLock, Timeout
 
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.errors import InputError
-from enginery.core.home import enginery_home
+from enginery.core.home import enginery_home, named_lock
 from enginery.core.json_file import json_bytes
-from enginery.core.locks import named_lock
 from enginery.core.progress import SILENT, Progress
 from enginery.predict.answering import Answered
 from enginery.predict.columns import AnswerColumns

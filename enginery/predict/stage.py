@@ -39,9 +39,9 @@ from enginery.core.datasets.images import ImageReader
 from enginery.core.datasets.parquet import ParquetReader
 from enginery.core.datasets.reader import find_format, open_dataset
 from enginery.core.errors import EngineryError, InputError, OptionError
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
+from enginery.core.subprocess import peak_rss_bytes
 from enginery.predict.answering import Answerer
 from enginery.predict.asking import column_names, providers_of, require_task
 from enginery.predict.columns import AnswerColumns

@@ -25,7 +25,7 @@ from enginery.core.artifact.manifest import FileRecord
 from enginery.core.artifact.reports import Reports
 from enginery.core.errors import ArtifactError, RegistryError, RejectedArtifactError
 from enginery.core.json_file import json_bytes
-from enginery.core.names import portable_name
+from enginery.core.paths import portable_name
 from enginery.publish.card.metrics import metrics
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.config import PublishConfig

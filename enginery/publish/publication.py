@@ -19,11 +19,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
-from enginery.core.artifact.manifest import FileRecord
+from enginery.core.artifact.manifest import FileRecord, RelativePath
 from enginery.core.artifact.staging import CARD, LISTING
 from enginery.core.errors import ArtifactError, RegistryError
 from enginery.core.json_file import UnsealedError, document_bytes, sealed_bytes, unsealed_bytes
-from enginery.core.paths import InsideName, resolve_inside
+from enginery.core.paths import resolve_inside
 
 __all__ = ["CARD", "LISTING", "EngineMark", "Publication", "Rights", "check_file"]
 
@@ -88,7 +88,7 @@ class Publication(_Record):
     rights: Rights | None = None
     """None where the source's card could not be read."""
     engines: tuple[EngineMark, ...]
-    files: dict[InsideName, FileRecord]
+    files: dict[RelativePath, FileRecord]
     """Every file of the package but this one."""
 
     @classmethod

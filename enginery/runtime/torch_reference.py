@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 from enginery.core.artifact.manifest import Manifest
 from enginery.core.closing import Closing
 from enginery.core.errors import ArtifactError, EngineryError, ExportError, InputError
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.model.source import ModelSource
-from enginery.core.subprocess import Answer, ChildWorker, answer_requests
+from enginery.core.subprocess import Answer, ChildWorker, answer_requests, peak_rss_bytes
 
 _IDLE_SECONDS = 30.0
 _LARGE_BYTES = 2 << 30

@@ -8,7 +8,6 @@ import pytest
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
 from enginery.core.json_file import unsealed_bytes
-from enginery.core.names import is_portable_name, portable_name
 from enginery.publish.config import PublishConfig
 from enginery.publish.package import Package
 from enginery.publish.publication import Publication
@@ -246,15 +245,6 @@ def test_files_that_are_not_the_artifacts_stay_behind_and_are_named(artifact, pa
 
 
 # Names and options
-
-
-def test_name_is_fit_for_every_registry():
-    assert portable_name("My Model/v1 (final)") == "My-Model-v1-final"
-    assert portable_name("../..") == "model"
-    assert len(portable_name("x" * 500)) == 128
-    assert portable_name("nul") == "model-nul"
-    for text in ("a" * 127 + ".b", "con.onnx", "1.", "aux"):
-        assert is_portable_name(portable_name(text)), text
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from enginery.core.artifact.fingerprint import runtime_version, tool_versions
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import EngineryError, InputError, MissingPackageError, ProviderError
 from enginery.core.model.feeds import Feeds
-from enginery.core.profile_choice import choose_profile
+from enginery.core.shapes import choose_profile
 from enginery.runtime.engines.profiles import sizes_of
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_of
 from enginery.runtime.onnxruntime.binding import run_options

@@ -35,8 +35,11 @@ from enginery.bench.backends.warmup import take_turn, warm_up  # noqa: E402
 from enginery.core.artifact.artifact import Artifact  # noqa: E402
 from enginery.core.artifact.manifest import Manifest  # noqa: E402
 from enginery.core.errors import ProviderError  # noqa: E402
-from enginery.core.memory import peak_rss_bytes  # noqa: E402
-from enginery.core.subprocess import Answer, answer_requests  # noqa: E402
+from enginery.core.subprocess import (  # noqa: E402
+    Answer,
+    answer_requests,
+    peak_rss_bytes,
+)
 
 
 class Contestant:

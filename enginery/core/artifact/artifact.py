@@ -39,8 +39,8 @@ from enginery.core.artifact.staging import (
     write_beside,
 )
 from enginery.core.errors import ArtifactError, RejectedArtifactError
+from enginery.core.home import named_lock
 from enginery.core.json_file import document_bytes, parse_json, unsealed_bytes
-from enginery.core.locks import named_lock
 from enginery.core.paths import resolve_inside
 
 __all__ = [

@@ -17,10 +17,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginery.core.artifact.fingerprint import combined_sha256
-from enginery.core.artifact.manifest import Count, FileRecord, GraphRecord
+from enginery.core.artifact.manifest import Count, FileRecord, GraphRecord, RelativePath
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import document_bytes
-from enginery.core.paths import InsideName, resolve_inside
+from enginery.core.paths import resolve_inside
 from enginery.core.shapes import TensorSpec
 
 ENGINES = "engines"
@@ -81,7 +81,7 @@ class EngineRecord(_Record):
     """Classic TensorRT: later minor versions of the same major take the plan, too."""
     profiles: tuple[str, ...]
     """`batch=1:8:32,sequence=8:128:512`, in the plan's order; none for fixed shapes."""
-    graph: InsideName
+    graph: RelativePath
     """The ONNX file of the artifact that the plan was built from."""
     graph_sha256: str
     """Over that file and its external data; see `graph_sha256`."""
@@ -89,18 +89,18 @@ class EngineRecord(_Record):
     """The fingerprint's digest, 64 hex digits."""
     fields: dict[str, str]
     """What went into the fingerprint."""
-    plan: InsideName
+    plan: RelativePath
     """File name, beside this record."""
     plan_sha256: str
     plan_size_bytes: Count
-    wrapper: InsideName
+    wrapper: RelativePath
     """File name of the ONNX model that ONNX Runtime opens in the graph's place."""
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     """As the artifact's graph names them and their dims."""
     layers: dict[str, Count]
     """Layers by kind and precision: `{"gemm int8": 50, "attention fp16": 12}`."""
-    layer_list: InsideName
+    layer_list: RelativePath
     """File name of the list of all layers, `layers.json`."""
     fused_attentions: Count
     activation_bytes: Count

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.json_file import SEAL, sealed_bytes, unsealed_bytes
-from enginery.core.paths import InsideName
+from enginery.core.paths import require_relative_path
 from enginery.core.shapes import TensorSpec
 
 SCHEMA_VERSION: Literal[2] = 2
@@ -37,7 +37,10 @@ def _require_below_reports(name: str) -> str:
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """A number of bytes or of things, in 64 bits as other programs hold it."""
 
-ReportName = Annotated[InsideName, AfterValidator(_require_below_reports)]
+RelativePath = Annotated[str, AfterValidator(require_relative_path)]
+"""A normalized relative path, with `/` between its parts."""
+
+ReportName = Annotated[RelativePath, AfterValidator(_require_below_reports)]
 
 
 class _Record(BaseModel):
@@ -73,11 +76,11 @@ class SourceRecord(_Record):
 class GraphRecord(_Record):
     """One ONNX file with its interface. A sequence-to-sequence model has several."""
 
-    file: InsideName
+    file: RelativePath
     opset: Count
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    data_files: tuple[InsideName, ...]
+    data_files: tuple[RelativePath, ...]
     """External data, beside the graph."""
 
 
@@ -141,7 +144,7 @@ class Manifest(_Record):
     """The export was allowed to run the model's own Python code. A record, never a permission."""
     graphs: tuple[GraphRecord, ...]
     stages: tuple[StageRecord, ...]
-    files: dict[InsideName, FileRecord]
+    files: dict[RelativePath, FileRecord]
     """Every file but manifest.json and those under reports/."""
     reports: dict[ReportName, FileRecord] = {}
     """The files under reports/. They change as checks are run again; the model does not."""

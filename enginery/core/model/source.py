@@ -25,7 +25,7 @@ from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.errors import MissingPackageError, SourceError
 from enginery.core.json_file import read_json
 from enginery.core.model.onnx_structure import read_structure
-from enginery.core.paths import is_inside
+from enginery.core.paths import is_relative_path
 
 # In the order in which transformers 4.57 looks for them; source: modeling_utils.py,
 # _get_resolved_checkpoint_files. timm takes the two single files in the same order.
@@ -166,7 +166,7 @@ def _require_name(model: str, where: str, name: object) -> str:
     """Return the name of a file beside config.json, or an empty one for none."""
     if name is None:
         return ""
-    if not isinstance(name, str) or not is_inside(name) or "/" in name:
+    if not isinstance(name, str) or not is_relative_path(name) or "/" in name:
         raise SourceError(
             f"model '{model}': {where} is {name!r}, expected the name of a file beside it.",
             do="A model may only load files of its own directory; this one cannot be trusted.",
@@ -216,7 +216,7 @@ def _package_directory(model: str) -> Path:
         spec = None
     roots = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
     found = [place.joinpath(*inner.split(".")) if inner else place for place in roots]
-    root = next((place for place in found if is_inside(name) and place.is_dir()), None)
+    root = next((place for place in found if is_relative_path(name) and place.is_dir()), None)
     if root is None:
         raise SourceError(
             f"model '{model}': the Python package '{name}' is not installed.",

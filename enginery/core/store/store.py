@@ -25,8 +25,7 @@ from filelock import Timeout
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.staging import remove_leftovers
 from enginery.core.errors import ArtifactError
-from enginery.core.home import enginery_home
-from enginery.core.locks import named_lock
+from enginery.core.home import enginery_home, named_lock
 from enginery.core.progress import SILENT, Progress
 from enginery.core.store.entries import (
     ARTIFACTS,

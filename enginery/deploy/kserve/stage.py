@@ -21,7 +21,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine_record import ENGINES
 from enginery.core.artifact.staging import write_beside
 from enginery.core.errors import ArtifactError, OptionError
-from enginery.core.names import portable_name
+from enginery.core.paths import portable_name
 from enginery.core.progress import SILENT, Progress
 from enginery.deploy.kserve.manifest import MADE_BY, inference_service, is_image, manifest_text
 from enginery.deploy.kserve.options import MOST_LETTERS_KNATIVE, KserveConfig

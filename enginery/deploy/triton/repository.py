@@ -32,8 +32,8 @@ from enginery.core.artifact.artifact import MANIFEST, link_or_copy
 from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.artifact.staging import STAGING_PREFIX, put_in_place
 from enginery.core.errors import ArtifactError
+from enginery.core.home import named_lock
 from enginery.core.json_file import json_bytes
-from enginery.core.locks import named_lock
 from enginery.deploy.triton.earlier import LISTING, notes_on, read_earlier, require_newest
 from enginery.deploy.triton.models import ANSWERS, GRAPH, TOKENIZER, TritonModel
 

@@ -19,7 +19,7 @@ from enginery import __version__
 from enginery.core.artifact.artifact import MANIFEST, Artifact
 from enginery.core.artifact.engine_record import ENGINES
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.names import portable_name
+from enginery.core.paths import portable_name
 from enginery.core.progress import SILENT, Progress
 from enginery.deploy.triton.engines import triton_engines
 from enginery.deploy.triton.graph import chosen_graph, exported_graph, graph_parts

@@ -24,8 +24,7 @@ from enginery.core.artifact.artifact import MANIFEST, Artifact
 from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, CheckFailedError, InputError
 from enginery.core.json_file import document_bytes
-from enginery.core.profile_choice import choose_profile
-from enginery.core.shapes import Profile
+from enginery.core.shapes import Profile, choose_profile
 from enginery.runtime.engines.profiles import padded_sizes, sizes_of
 from enginery.runtime.tasks import require_task
 from enginery.runtime.tasks.task import ModelInputs, Row, TaskOptions

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import ShapeError
-from enginery.core.profile_choice import largest_volume, preference, shape_count
-from enginery.core.shapes import DimRange, Profile
+from enginery.core.shapes import DimRange, Profile, largest_volume, preference, shape_count
 
 _NONE = -1
 

@@ -40,8 +40,7 @@ from enginery.core.errors import (
     nearest,
 )
 from enginery.core.json_file import json_bytes
-from enginery.core.names import is_portable_name
-from enginery.core.paths import resolve_inside
+from enginery.core.paths import is_portable_name, resolve_inside
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published

@@ -6,7 +6,7 @@
 >>> most_rows(profiles, "batch", {"sequence": 100})
 32
 
-Which profile then takes the request is `core.profile_choice.choose_profile`'s to say.
+Which profile then takes the request is `core.shapes.choose_profile`'s to say.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from typing import Any
 from numpy.typing import NDArray
 
 from enginery.core.errors import ShapeError
-from enginery.core.profile_choice import preference
-from enginery.core.shapes import Profile, TensorSpec, canonical_dim, dim_terms, resolve_dim
+from enginery.core.shapes import (
+    Profile,
+    TensorSpec,
+    canonical_dim,
+    dim_terms,
+    preference,
+    resolve_dim,
+)
 
 
 def sizes_of(inputs: Iterable[TensorSpec], arrays: Mapping[str, NDArray[Any]]) -> dict[str, int]:

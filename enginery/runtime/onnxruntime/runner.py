@@ -26,8 +26,7 @@ from enginery.core.closing import Closing
 from enginery.core.errors import InputError, ProviderError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
-from enginery.core.profile_choice import choose_profile
-from enginery.core.shapes import Profile, TensorSpec, canonical_dim, dynamic_dims
+from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_profile, dynamic_dims
 from enginery.runtime.engines.profiles import most_rows, padded_sizes, sizes_of
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_of
 from enginery.runtime.onnxruntime.binding import BUCKETS, DeviceBinding, run_options

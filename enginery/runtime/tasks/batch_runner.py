@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from enginery.core.profile_choice import choose_profile
-from enginery.core.shapes import canonical_dim
+from enginery.core.shapes import canonical_dim, choose_profile
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks.task import Arrays, Row, RowTask
 from enginery.runtime.text.batching import (

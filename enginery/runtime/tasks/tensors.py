@@ -14,8 +14,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
-from enginery.core.profile_choice import choose_profile
-from enginery.core.shapes import Profile
+from enginery.core.shapes import Profile, choose_profile
 from enginery.runtime.engines.profiles import sizes_of
 from enginery.runtime.tasks.task import Arrays, ModelInputs, ProcessingCost, Row, RowTask
 

@@ -20,8 +20,8 @@ from typing import Any
 from enginery.core.artifact.engine_record import LayerRecord
 from enginery.core.artifact.staging import write_beside
 from enginery.core.errors import OptionError, ProviderError, ShapeError
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.shapes import Profile, TensorSpec, dynamic_dims
+from enginery.core.subprocess import peak_rss_bytes
 from enginery.runtime.tensorrt.inspector import inspect_plan
 from enginery.runtime.tensorrt.library import (
     Messages,

@@ -21,8 +21,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.artifact.reports import ValidationCaseResult
 from enginery.core.errors import ProviderError, ShapeError
 from enginery.core.model.feeds import Feeds, is_padding_mask
-from enginery.core.profile_choice import choose_profile
-from enginery.core.shapes import Profile, TensorSpec, canonical_dim
+from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_profile
 from enginery.runtime.engines.profiles import most_rows, padded_sizes, sizes_of
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile
 from enginery.runtime.providers.known import CPU

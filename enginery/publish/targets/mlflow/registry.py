@@ -26,8 +26,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from enginery.core.errors import MissingPackageError, OptionError, RegistryError
-from enginery.core.locks import named_lock
-from enginery.core.names import is_portable_name
+from enginery.core.home import named_lock
+from enginery.core.paths import is_portable_name
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published

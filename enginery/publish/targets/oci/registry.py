@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginery.core.errors import MissingPackageError, OptionError, RegistryError
-from enginery.core.home import enginery_home
-from enginery.core.locks import named_lock
+from enginery.core.home import enginery_home, named_lock
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
